@@ -6,7 +6,7 @@ use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
 use super::{Finding, Planned, Rule, Target, missing_layers};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::store::gguf::{EXTENSION, Outline, Value, is_gguf, model_files};
+use crate::store::gguf::{EXTENSION, Outline, Value, block_type, is_gguf, model_files};
 
 /// Keys of every architecture, after its name.
 const REQUIRED: [&str; 3] = ["context_length", "embedding_length", "block_count"];
@@ -16,33 +16,6 @@ const NO_VOCABULARY: [&str; 2] = ["no_vocab", "none"];
 const BYTE_LEVEL: [&str; 3] = ["gpt2", "hybriddna", "whitespace"];
 /// The pre-tokenizer of a vocabulary without merges.
 const WITHOUT_MERGES: &str = "kimi-k2";
-/// Ids of the types of blocks, their names, and elements per block.
-const BLOCKS: [(u32, &str, usize); 24] = [
-    (2, "Q4_0", 32),
-    (3, "Q4_1", 32),
-    (6, "Q5_0", 32),
-    (7, "Q5_1", 32),
-    (8, "Q8_0", 32),
-    (9, "Q8_1", 32),
-    (10, "Q2_K", 256),
-    (11, "Q3_K", 256),
-    (12, "Q4_K", 256),
-    (13, "Q5_K", 256),
-    (14, "Q6_K", 256),
-    (15, "Q8_K", 256),
-    (16, "IQ2_XXS", 256),
-    (17, "IQ2_XS", 256),
-    (18, "IQ3_XXS", 256),
-    (19, "IQ1_S", 256),
-    (20, "IQ4_NL", 32),
-    (21, "IQ3_S", 256),
-    (22, "IQ2_S", 256),
-    (23, "IQ4_XS", 256),
-    (29, "IQ1_M", 256),
-    (34, "TQ1_0", 256),
-    (35, "TQ2_0", 256),
-    (39, "MXFP4", 32),
-];
 /// Ids of types that files no longer have.
 const REMOVED: [u32; 8] = [4, 5, 31, 32, 33, 36, 37, 38];
 
@@ -253,11 +226,11 @@ fn layers(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
 
 fn rows(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
     let wrong = contents.outline.tensors.iter().filter_map(|tensor| {
-        let (_, kind, elements) = BLOCKS.iter().find(|(id, ..)| *id == tensor.type_id)?;
+        let (kind, elements) = block_type(tensor.type_id)?;
         let row = tensor.shape.last().copied().unwrap_or(1);
         let reason = format!("has rows of {row} elements as {kind}, whose blocks have {elements}, so that {target} rejects the file");
         let hint = "use a type with blocks of 32, as `--export gguf` does for such rows";
-        (!row.is_multiple_of(*elements)).then(|| Finding::new(tensor.name.clone(), reason, hint))
+        (!row.is_multiple_of(elements)).then(|| Finding::new(tensor.name.clone(), reason, hint))
     });
     Ok(wrong.collect())
 }

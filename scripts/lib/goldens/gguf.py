@@ -35,8 +35,11 @@ MODELS, FOLDER = GOLDEN / "models", GOLDEN / "gguf"
 READ = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 # Types added later: their random blocks are drawn last, so that the others stay the same.
 LATER = [Type.Q2_K, Type.Q3_K, Type.IQ4_NL, Type.IQ4_XS]
+LATER += [Type.MXFP4, Type.TQ1_0, Type.TQ2_0, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ1_S, Type.IQ1_M]
+# Types that ggml does not encode without importance.
+WEIGHTED = [Type.IQ2_XXS, Type.IQ2_XS, Type.IQ1_S]
 # Offsets of the binary16 scales in a block.
-SCALES = {Type.Q2_K: [80, 82], Type.Q3_K: [108], Type.Q6_K: [208], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q4_1: [0, 2], Type.Q5_1: [0, 2]}
+SCALES = {Type.MXFP4: [], Type.IQ1_M: [], Type.TQ1_0: [52], Type.TQ2_0: [64], Type.Q2_K: [80, 82], Type.Q3_K: [108], Type.Q6_K: [208], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q4_1: [0, 2], Type.Q5_1: [0, 2]}
 
 
 def blocks(random):
@@ -89,6 +92,9 @@ size_t ggml_row_size(int type, long long count) {
         case 12: return count / 256 * 144;
         case 13: return count / 256 * 176;
         case 14: return count / 256 * 210;
+        case 34: return count / 256 * 54;
+        case 35: return count / 256 * 66;
+        case 39: return count / 32 * 17;
         default: abort();
     }
 }
@@ -103,7 +109,12 @@ def reference_quantizer():
     (folder / "stubs.c").write_text(STUBS)
     files = [source / "src/ggml-quants.c", folder / "stubs.c"]
     subprocess.run(["cc", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", f"-I{source}/include", f"-I{source}/src", *files, "-lm", "-o", folder / "quants.so"], check=True)
-    return ctypes.CDLL(str(folder / "quants.so"))
+    library = ctypes.CDLL(str(folder / "quants.so"))
+    for kind in (Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ1_S):
+        library.iq2xs_init_impl(int(kind))
+    for size in (256, 512):
+        library.iq3xs_init_impl(size)
+    return library
 
 
 def quantized(random):
@@ -138,7 +149,7 @@ def quantized(random):
 
     for kind in READ + LATER:
         found[f"{kind.name} by importance"] = encoded(kind, columns, pointer(importance, ctypes.c_float))
-    for kind in [Type.Q4_K, Type.Q5_K, Type.Q6_K, *LATER]:
+    for kind in [kind for kind in [Type.Q4_K, Type.Q5_K, Type.Q6_K, *LATER] if kind not in WEIGHTED]:
         found[kind.name] = encoded(kind, 256, None)
     save_file(found, FOLDER / "quantized.safetensors")
 

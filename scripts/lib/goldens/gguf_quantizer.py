@@ -5,12 +5,14 @@
 - NAME.json: the configuration of a tiny Llama without a vocabulary, the shapes of its weights, whose values follow
   from `weights`, and for each file type the type and the start of the SHA-256 of each tensor: without importance, and with each
   of the two files.
+- mixtures.json: the types of the tensors of larger models, with and without importance.
 - NAME-imatrix.gguf, NAME-imatrix.dat: an importance matrix without the value projections, in both forms. The
   second is converted from the first by llama-imatrix.
 
 llama.cpp's tools are built if they are missing (15 minutes on two cores, once).
 """
 
+import itertools
 import json
 import subprocess
 import tempfile
@@ -25,11 +27,12 @@ import numpy as np
 FOLDER = GOLDEN / "gguf-quantizer"
 HEADS, GROUPS, WIDTH = 8, 2, 32
 TYPES = ["Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_0", "Q4_1", "Q4_K_S", "Q4_K_M", "Q5_0", "Q5_1", "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS"]
+TYPES += ["Q2_K_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "TQ1_0", "TQ2_0", "MXFP4_MOE", "IQ1_S", "IQ1_M"]
 # Name, hidden size, size of the MLPs, experts, layers, file types. Rows of 96 and 160 are not complete blocks of 256.
 MODELS = [
     ("dense", 256, 256, 0, 1, TYPES),
     ("odd", 96, 160, 0, 8, TYPES),
-    ("experts", 256, 256, 4, 1, ["Q4_K_M", "Q4_0"]),
+    ("experts", 256, 256, 4, 1, ["Q4_K_M", "Q4_0", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "MXFP4_MOE"]),
 ]
 
 
@@ -113,7 +116,6 @@ def write_model(path, config, found):
 
 def write_importance(path, hidden, inner, experts, layers):
     writer = gguf.GGUFWriter(path, "none")
-    writer.fields = {}
     del writer.kv_data[0]["general.architecture"]
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["text"])
@@ -146,6 +148,68 @@ def quantized(tools, model, kind, out, importance=None):
     return " ".join(f"{tensor.tensor_type.name}:{sha256(tensor.data.tobytes()).hexdigest()[:8]}" for tensor in tensors)
 
 
+# Name, layers, query heads, key heads, experts, whether there is a shared expert.
+MIXTURES = [
+    ("grouped", 32, 8, 4, 0, False),
+    ("small values", 30, 8, 2, 0, False),
+    ("70b", 80, 8, 1, 0, False),
+    ("eight experts", 32, 8, 4, 8, False),
+    ("four experts", 12, 8, 4, 4, False),
+    ("shared expert", 16, 8, 4, 6, True),
+]
+
+
+def mixture(tools, scratch, layers, heads, groups, experts, shared):
+    """Types of the tensors by module, as runs of layers, for each file type without and with importance."""
+    architecture = "qwen2moe" if shared else "llama"
+    model, matrix, out = (Path(scratch, f"mixture-{name}.gguf") for name in ("model", "imatrix", "out"))
+    modules = ["attn_q", "attn_k", "attn_v", "attn_output"]
+    modules += [f"ffn_{part}{kind}" for part in ("gate", "up", "down") for kind in (["_exps", "_shexp"] if shared else ["_exps"] if experts else [""])]
+    writer = gguf.GGUFWriter(model, architecture)
+    writer.add_vocab_size(4)
+    writer.add_context_length(64)
+    writer.add_embedding_length(256)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(256)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(groups)
+    writer.add_layer_norm_rms_eps(1e-6)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+    importance = gguf.GGUFWriter(matrix, "none")
+    del importance.kv_data[0]["general.architecture"]
+    importance.add_type("imatrix")
+    importance.add_array("imatrix.datasets", ["text"])
+    importance.add_uint32("imatrix.chunk_count", 1)
+    importance.add_uint32("imatrix.chunk_size", 1)
+    names = ["token_embd", "output"] + [f"blk.{layer}.{module}" for layer in range(layers) for module in modules]
+    for name in names:
+        count = experts if name.endswith("_exps") else 1
+        writer.add_tensor(f"{name}.weight", weights(0, (count, 4, 256) if count > 1 else (4, 256)))
+        if name.startswith("blk"):
+            importance.add_tensor(f"{name}.weight.in_sum2", np.ones((count, 256), dtype=np.float32))
+            importance.add_tensor(f"{name}.weight.counts", np.ones((count, 1), dtype=np.float32))
+    finish(writer)
+    finish(importance)
+    found = {}
+    for kind in TYPES:
+        found[kind] = []
+        for used in ([], ["--imatrix", matrix]):
+            done = subprocess.run([tools / "llama-quantize", *used, model, out, kind, "2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode != 0:
+                assert "importance matrix" in done.stdout, done.stdout
+                found[kind].append(None)
+                continue
+            types = {tensor.name.removesuffix(".weight"): tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+            runs = {name: types[name] for name in ("token_embd", "output")}
+            for module in modules:
+                every = [types[f"blk.{layer}.{module}"] for layer in range(layers)]
+                runs[module] = " ".join(f"{len(list(group))}*{name}" for name, group in itertools.groupby(every))
+            found[kind].append(runs)
+    return found
+
+
 def write_json(path, contents):
     """Writes a file with a line for each key of the values."""
     lines = ",\n".join(f'"{key}": {{\n' + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()) + "\n}" for key, values in contents.items())
@@ -156,6 +220,8 @@ def main():
     tools = llama_cpp.tools()
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
+        files = {name: mixture(tools, scratch, *model) for name, *model in MIXTURES}
+        write_json(FOLDER / "mixtures.json", files)
         for name, hidden, inner, experts, layers, types in MODELS:
             config = {"model_type": "mixtral" if experts else "llama", "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"]}
             config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS}

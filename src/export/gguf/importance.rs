@@ -14,10 +14,12 @@ use crate::store::gguf::{ImportanceFile, InputSums, Kind, Value};
 /// Name of the file with the importance that was computed from samples.
 pub(super) const FILE: &str = "imatrix.gguf";
 
-/// Where the importance of columns comes from.
+/// Source of the importance of columns.
 pub(super) enum Importance<'a> {
-    /// All columns have the same importance, or it is not computed yet.
-    None,
+    /// All columns have the same importance.
+    Unused,
+    /// Calibration samples, from which it is not computed yet.
+    Planned,
     /// Calibration samples.
     Samples(&'a ColumnImportance),
     /// A file.
@@ -75,15 +77,28 @@ impl Importance<'_> {
     /// # Errors
     /// The importance matrix has another number of columns.
     pub fn columns(&self, planned: &Planned, experts: usize) -> Result<Option<Arc<Vec<f32>>>> {
-        if !matches!(planned.kind, Kind::Blocks(kind) if kind.uses_importance()) {
+        if !planned.kind.uses_importance() {
             return Ok(None);
         }
         match self {
-            Importance::None => Ok(None),
+            Importance::Unused | Importance::Planned => Ok(None),
             // As in llama.cpp, the head and the embedding table are excluded.
             Importance::Samples(all) => Ok(all.columns.get(&planned.name).filter(|_| planned.gguf_name.starts_with("blk.")).cloned()),
             Importance::Matrix(matrix) => matrix.columns(planned, experts),
         }
+    }
+
+    /// Checks that a tensor that needs importance has it.
+    pub fn require(&self, planned: &Planned, is_required: bool) -> Result<()> {
+        if !is_required || planned.importance.is_some() || matches!(self, Importance::Planned) {
+            return Ok(());
+        }
+        let hint = match self {
+            Importance::Matrix(matrix) => format!("{} does not contain `{}`: choose another type for it (`types`)", matrix.file, planned.gguf_name),
+            Importance::Samples(_) => "it has none, like the head and weights used by several layers: choose another type for it (`types`)".to_owned(),
+            _ => "add calibration data (`data: { calibration: ... }`) or an importance matrix (`imatrix`), or choose another type".to_owned(),
+        };
+        Err(Error::tensor(&planned.name, format!("can be quantized to {} only with importance", planned.kind), hint))
     }
 
     /// Metadata that describes the importance matrix, with the keys of llama.cpp's quantizer.
@@ -107,7 +122,7 @@ impl Importance<'_> {
         let (with, without): (Vec<&Planned>, Vec<&Planned>) =
             all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_))).partition(|planned| planned.importance.is_some());
         let (source, reasons) = match self {
-            Importance::None => return Ok(Vec::new()),
+            Importance::Unused | Importance::Planned => return Ok(Vec::new()),
             Importance::Samples(importance) => (
                 format!("the mean square of the input of each column on {} calibration samples", importance.samples),
                 "the head, weights used by several layers, and types without a search for scales",

@@ -1,99 +1,9 @@
 //! Selects the type of each matrix of a GGUF file like llama.cpp's quantizer.
 
-use serde::{Deserialize, Serialize};
-
-use crate::kernel::ggml::BlockType;
+use super::file_type::FileType;
+use crate::kernel::ggml::{BlockType, ImportanceUse};
 use crate::store::DType;
 use crate::store::gguf::Kind;
-
-/// File type of a GGUF file, by its name in llama.cpp.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[allow(non_camel_case_types)]
-#[non_exhaustive]
-pub enum FileType {
-    /// 32-bit floats
-    F32,
-    /// 16-bit floats
-    #[default]
-    F16,
-    /// bfloat16
-    BF16,
-    /// 8 bits, one scale per 32 weights
-    Q8_0,
-    /// 6 bits in blocks of 256 with quantized scales
-    Q6_K,
-    /// 5 bits in blocks of 256 with quantized scales; 6 bits for the most sensitive matrices
-    Q5_K_M,
-    /// 5 bits in blocks of 256 with quantized scales
-    Q5_K_S,
-    /// 5 bits, a scale and a minimum per 32 weights
-    Q5_1,
-    /// 5 bits, one scale per 32 weights
-    Q5_0,
-    /// 4 bits in blocks of 256 with quantized scales; 6 bits for the most sensitive matrices
-    Q4_K_M,
-    /// 4 bits in blocks of 256 with quantized scales; 5 bits for the most sensitive matrices
-    Q4_K_S,
-    /// 4 bits, a scale and a minimum per 32 weights
-    Q4_1,
-    /// 4 bits, one scale per 32 weights
-    Q4_0,
-    /// 4-bit indices into a codebook of 16 values, one scale per 32 weights
-    IQ4_NL,
-    /// The codebook of IQ4_NL in blocks of 256 with quantized scales
-    IQ4_XS,
-    /// 3 bits in blocks of 256 with quantized scales; 5 bits for the most sensitive matrices
-    Q3_K_L,
-    /// 3 bits in blocks of 256 with quantized scales; 4 or 5 bits for the most sensitive matrices
-    Q3_K_M,
-    /// 3 bits in blocks of 256 with quantized scales
-    Q3_K_S,
-    /// 2 bits in blocks of 256 with quantized scales; 3 or 4 bits for the most sensitive matrices
-    Q2_K,
-}
-
-impl FileType {
-    /// Value of the metadata key `general.file_type`, and the type of most matrices.
-    fn facts(self) -> (u64, Kind) {
-        match self {
-            FileType::F32 => (0, Kind::Plain(DType::F32)),
-            FileType::F16 => (1, Kind::Plain(DType::F16)),
-            FileType::BF16 => (32, Kind::Plain(DType::BF16)),
-            FileType::Q8_0 => (7, Kind::Blocks(BlockType::Q8_0)),
-            FileType::Q6_K => (18, Kind::Blocks(BlockType::Q6K)),
-            FileType::Q5_K_M => (17, Kind::Blocks(BlockType::Q5K)),
-            FileType::Q5_K_S => (16, Kind::Blocks(BlockType::Q5K)),
-            FileType::Q5_1 => (9, Kind::Blocks(BlockType::Q5_1)),
-            FileType::Q5_0 => (8, Kind::Blocks(BlockType::Q5_0)),
-            FileType::Q4_K_M => (15, Kind::Blocks(BlockType::Q4K)),
-            FileType::Q4_K_S => (14, Kind::Blocks(BlockType::Q4K)),
-            FileType::Q4_1 => (3, Kind::Blocks(BlockType::Q4_1)),
-            FileType::Q4_0 => (2, Kind::Blocks(BlockType::Q4_0)),
-            FileType::IQ4_NL => (25, Kind::Blocks(BlockType::Iq4Nl)),
-            FileType::IQ4_XS => (30, Kind::Blocks(BlockType::Iq4Xs)),
-            FileType::Q3_K_L => (13, Kind::Blocks(BlockType::Q3K)),
-            FileType::Q3_K_M => (12, Kind::Blocks(BlockType::Q3K)),
-            FileType::Q3_K_S => (11, Kind::Blocks(BlockType::Q3K)),
-            FileType::Q2_K => (10, Kind::Blocks(BlockType::Q2K)),
-        }
-    }
-
-    /// Value of the metadata key `general.file_type`.
-    pub(super) fn id(self) -> u64 {
-        self.facts().0
-    }
-
-    /// Whether the importance of columns affects the quantization.
-    pub(super) fn uses_importance(self) -> bool {
-        uses_importance(self.facts().1)
-    }
-}
-
-/// Whether the importance of columns affects the quantization to a type.
-pub(super) fn uses_importance(kind: Kind) -> bool {
-    matches!(kind, Kind::Blocks(kind) if kind.uses_importance())
-}
 
 /// Properties of a model that determine the types of its matrices.
 pub(super) struct Mixture {
@@ -102,6 +12,8 @@ pub(super) struct Mixture {
     /// Number of query heads that share a key head.
     pub query_group: usize,
     pub experts: usize,
+    /// Whether each layer has an expert for all tokens.
+    pub has_shared_expert: bool,
     /// Whether llama.cpp classifies the model as one of 70 billion parameters.
     pub is_70b: bool,
     /// Whether the importance of columns is used.
@@ -120,21 +32,49 @@ impl Mixture {
         layers == 80 && (architecture == "qwen2" || (architecture == "llama" && query_group > 1))
     }
 
-    /// The type of a matrix, before it is adapted to the row length. `is_head`: it computes the logits.
-    pub fn kind(&self, name: &str, is_head: bool) -> Kind {
-        let Kind::Blocks(most) = self.file_type.facts().1 else { return self.file_type.facts().1 };
+    /// The type of a matrix with rows of `row` elements, before it is adapted to the row length. `is_head`: it
+    /// computes the logits.
+    pub fn kind(&self, name: &str, is_head: bool, row: usize) -> Kind {
+        let Kind::Blocks(most) = self.file_type.most() else { return self.file_type.most() };
         let mut parts = name.split('.');
         let layer = parts.nth(1).and_then(|layer| layer.parse().ok()).unwrap_or(0);
+        let module = parts.next().unwrap_or_default();
         // Experts have the same types as dense MLPs.
-        let module = parts.next().unwrap_or_default().trim_end_matches("_exps").trim_end_matches("_shexp");
-        Kind::Blocks(match module {
-            _ if is_head && most != BlockType::Q8_0 => BlockType::Q6K,
+        let dense = module.trim_end_matches("_exps").trim_end_matches("_shexp");
+        Kind::Blocks(match dense {
+            _ if is_head => self.head_type(most, row),
+            _ if self.file_type == FileType::MXFP4_MOE => {
+                if module.ends_with("_exps") {
+                    most
+                } else {
+                    BlockType::Q8_0
+                }
+            }
+            _ if name == "token_embd.weight" => self.embedding_type(most),
+            _ if self.has_two_bits() => self.two_bit_type(dense, most, layer, module != dense),
             "attn_v" | "attn_qkv" => self.value_type(most, layer),
             "attn_k" if self.has_eight_experts() => BlockType::Q8_0,
+            "attn_k" | "attn_q" => self.query_type(most),
             "attn_output" => self.attention_output_type(most),
             "ffn_down" => self.down_projection_type(most, layer),
+            "ffn_gate" | "ffn_up" if self.file_type == FileType::IQ3_XS && self.is_middle(layer) => BlockType::IQ3_XXS,
             _ => most,
         })
+    }
+
+    /// Whether most matrices have one of the IQ1 and IQ2 types.
+    fn has_two_bits(&self) -> bool {
+        self.has_one_bit() || matches!(self.file_type, FileType::IQ2_XXS | FileType::IQ2_XS | FileType::IQ2_S | FileType::IQ2_M)
+    }
+
+    /// Whether most matrices have one of the IQ1 types.
+    fn has_one_bit(&self) -> bool {
+        matches!(self.file_type, FileType::IQ1_S | FileType::IQ1_M)
+    }
+
+    /// Whether the file type is one of the larger two of the IQ2 types.
+    fn is_large_two_bits(&self) -> bool {
+        matches!(self.file_type, FileType::IQ2_S | FileType::IQ2_M)
     }
 
     /// With eight experts, the weights shared by all of them get more bits.
@@ -142,41 +82,98 @@ impl Mixture {
         self.experts == 8
     }
 
+    /// Whether value projections are small, because several query heads share a key head.
+    fn has_small_values(&self) -> bool {
+        self.query_group >= 4
+    }
+
     /// Whether a layer is in the first part of all layers: `1 / divisor` of them.
     fn is_early(&self, layer: usize, divisor: usize) -> bool {
         layer < self.layers / divisor
     }
 
+    /// Whether a layer is not in the first or the last eighth of the layers.
+    fn is_middle(&self, layer: usize) -> bool {
+        layer >= self.layers / 8 && layer < 7 * self.layers / 8
+    }
+
+    fn head_type(&self, most: BlockType, row: usize) -> BlockType {
+        match self.file_type {
+            FileType::MXFP4_MOE | FileType::Q8_0 => BlockType::Q8_0,
+            _ if self.file_type != FileType::IQ3_XXS && !self.has_two_bits() => BlockType::Q6_K,
+            _ if row.is_multiple_of(most.elements()) => BlockType::Q5_K,
+            _ => BlockType::Q8_0,
+        }
+    }
+
+    /// The type of an embedding table that is not the head.
+    fn embedding_type(&self, most: BlockType) -> BlockType {
+        match self.file_type {
+            FileType::IQ1_S | FileType::IQ1_M | FileType::IQ2_XXS | FileType::IQ2_XS => BlockType::Q2_K,
+            FileType::IQ2_S | FileType::IQ2_M | FileType::IQ3_XXS => BlockType::IQ3_S,
+            FileType::TQ1_0 | FileType::TQ2_0 => BlockType::Q4_K,
+            _ => most,
+        }
+    }
+
+    /// The type of a matrix of a file with one of the IQ1 and IQ2 types. `is_expert`: it belongs to an expert.
+    fn two_bit_type(&self, module: &str, most: BlockType, layer: usize, is_expert: bool) -> BlockType {
+        let larger = if self.is_large_two_bits() { BlockType::IQ3_S } else { BlockType::Q2_K };
+        // llama.cpp counts the shared expert as another layer here.
+        let position = if is_expert && self.has_shared_expert { 2 * layer } else { layer };
+        match module {
+            "attn_v" | "attn_qkv" if self.has_small_values() || self.experts >= 4 => BlockType::Q4_K,
+            "attn_v" | "attn_qkv" => larger,
+            "attn_k" if self.has_eight_experts() => BlockType::Q4_K,
+            "ffn_down" if self.is_early(position, 8) => larger,
+            "attn_output" if self.has_eight_experts() => BlockType::Q5_K,
+            "attn_output" if self.has_one_bit() => BlockType::IQ2_XXS,
+            "attn_output" if self.is_large_two_bits() => BlockType::IQ3_S,
+            _ => most,
+        }
+    }
+
+    /// The type of query and key projections.
+    fn query_type(&self, most: BlockType) -> BlockType {
+        match self.file_type {
+            FileType::IQ3_XS => BlockType::IQ3_XXS,
+            FileType::IQ3_XXS => BlockType::IQ2_S,
+            _ => most,
+        }
+    }
+
     /// The type of value projections, which are small with grouped-query attention.
     fn value_type(&self, most: BlockType, layer: usize) -> BlockType {
-        let is_small = self.query_group >= 4;
+        use FileType::{IQ3_M, IQ3_S, IQ3_XS, IQ3_XXS, IQ4_NL, IQ4_XS, Q2_K, Q2_K_S, Q3_K_L, Q3_K_M, Q4_K_M, Q4_K_S, Q5_K_M};
         let kind = match self.file_type {
-            FileType::Q2_K if is_small => BlockType::Q4K,
-            FileType::Q2_K => BlockType::Q3K,
-            FileType::Q3_K_M if layer < 2 => BlockType::Q5K,
-            FileType::Q3_K_M => BlockType::Q4K,
-            FileType::Q3_K_L => BlockType::Q5K,
-            FileType::IQ4_NL | FileType::IQ4_XS if is_small => BlockType::Q5K,
-            FileType::Q4_K_M | FileType::Q5_K_M if uses_more_bits(layer, self.layers) => BlockType::Q6K,
-            FileType::Q4_K_S if layer < 4 => BlockType::Q5K,
+            Q2_K | Q2_K_S | IQ3_XXS | IQ3_XS | IQ3_S if self.has_small_values() => BlockType::Q4_K,
+            IQ4_NL | IQ4_XS if self.has_small_values() => BlockType::Q5_K,
+            Q2_K => BlockType::Q3_K,
+            IQ3_XXS if !self.uses_importance => BlockType::IQ3_S,
+            Q3_K_M if layer < 2 => BlockType::Q5_K,
+            Q3_K_M | IQ3_M => BlockType::Q4_K,
+            Q3_K_L => BlockType::Q5_K,
+            Q4_K_M | Q5_K_M if uses_more_bits(layer, self.layers) => BlockType::Q6_K,
+            Q4_K_S if layer < 4 => BlockType::Q5_K,
             _ => most,
         };
         match kind {
             _ if self.has_eight_experts() => BlockType::Q8_0,
-            BlockType::Q3K | BlockType::Q4K if self.is_70b => BlockType::Q5K,
+            BlockType::Q3_K | BlockType::Q4_K if self.is_70b => BlockType::Q5_K,
             kind => kind,
         }
     }
 
     /// The type of the output projections of attention.
     fn attention_output_type(&self, most: BlockType) -> BlockType {
-        use FileType::{IQ4_NL, IQ4_XS, Q2_K, Q3_K_L, Q3_K_M, Q3_K_S, Q4_K_M, Q4_K_S};
+        use FileType::{IQ3_M, IQ3_S, IQ3_XS, IQ3_XXS, IQ4_NL, IQ4_XS, Q2_K, Q3_K_L, Q3_K_M, Q3_K_S, Q4_K_M, Q4_K_S};
         match self.file_type {
-            Q2_K | Q3_K_S | Q3_K_M | IQ4_NL | IQ4_XS | Q4_K_S | Q4_K_M if self.has_eight_experts() => BlockType::Q5K,
+            Q2_K | Q3_K_S | Q3_K_M | IQ3_XXS | IQ3_XS | IQ3_S | IQ3_M | IQ4_NL | IQ4_XS | Q4_K_S | Q4_K_M if self.has_eight_experts() => BlockType::Q5_K,
             _ if self.has_eight_experts() => most,
-            Q2_K => BlockType::Q3K,
-            Q3_K_M => BlockType::Q4K,
-            Q3_K_L => BlockType::Q5K,
+            Q2_K => BlockType::Q3_K,
+            IQ3_XXS => BlockType::IQ3_S,
+            Q3_K_M | IQ3_M => BlockType::Q4_K,
+            Q3_K_L => BlockType::Q5_K,
             _ => most,
         }
     }
@@ -184,25 +181,33 @@ impl Mixture {
     /// The type of the down projections of MLPs.
     fn down_projection_type(&self, most: BlockType, layer: usize) -> BlockType {
         match self.file_type {
-            FileType::Q2_K => BlockType::Q3K,
-            FileType::Q3_K_M if self.is_early(layer, 16) => BlockType::Q5K,
-            FileType::Q3_K_M => BlockType::Q4K,
-            FileType::Q3_K_L => BlockType::Q5K,
-            FileType::Q4_K_M | FileType::Q5_K_M if uses_more_bits(layer, self.layers) => BlockType::Q6K,
-            FileType::Q4_K_S if self.is_early(layer, 8) => BlockType::Q5K,
-            FileType::IQ4_NL | FileType::IQ4_XS if !self.uses_importance && self.is_early(layer, 8) => BlockType::Q5K,
+            FileType::Q2_K => BlockType::Q3_K,
+            FileType::Q2_K_S if self.is_early(layer, 8) => BlockType::Q4_K,
+            FileType::IQ3_XXS if !self.uses_importance => {
+                if self.is_early(layer, 8) {
+                    BlockType::Q4_K
+                } else {
+                    BlockType::Q3_K
+                }
+            }
+            FileType::IQ3_M if self.is_early(layer, 8) || (self.has_eight_experts() && uses_more_bits(layer, self.layers)) => BlockType::Q4_K,
+            FileType::Q3_K_M if self.is_early(layer, 16) => BlockType::Q5_K,
+            FileType::Q3_K_M => BlockType::Q4_K,
+            FileType::Q3_K_L => BlockType::Q5_K,
+            FileType::Q4_K_M | FileType::Q5_K_M if uses_more_bits(layer, self.layers) => BlockType::Q6_K,
+            FileType::Q4_K_S if self.is_early(layer, 8) => BlockType::Q5_K,
+            FileType::IQ4_NL | FileType::IQ4_XS if !self.uses_importance && self.is_early(layer, 8) => BlockType::Q5_K,
             FileType::Q4_0 if self.uses_importance && self.is_early(layer, 8) => BlockType::Q4_1,
             FileType::Q5_0 if self.uses_importance && self.is_early(layer, 8) => BlockType::Q5_1,
             _ => most,
         }
     }
-}
 
-/// Number of elements of which the rows of a type must be a multiple.
-pub(super) fn block_size(kind: Kind) -> usize {
-    match kind {
-        Kind::Plain(_) => 1,
-        Kind::Blocks(kind) => kind.elements(),
+    /// Whether a tensor of this type needs importance: without it, most of its values would be lost.
+    pub fn requires_importance(&self, name: &str, kind: Kind) -> bool {
+        let Kind::Blocks(kind) = kind else { return false };
+        let is_table = ["token_embd.weight", "output.weight"].contains(&name);
+        kind.importance() == ImportanceUse::Required || (self.file_type == FileType::Q2_K_S && kind == BlockType::Q2_K && !is_table)
     }
 }
 
@@ -210,23 +215,24 @@ pub(super) fn block_size(kind: Kind) -> usize {
 /// length is not a multiple of its block size.
 pub(super) fn fit_row(target: Kind, row: usize) -> Kind {
     let smaller = match target {
-        kind if row.is_multiple_of(block_size(kind)) => kind,
-        Kind::Blocks(BlockType::Q2K | BlockType::Q3K) => Kind::Blocks(BlockType::Q4_0),
-        Kind::Blocks(BlockType::Iq4Xs) => Kind::Blocks(BlockType::Iq4Nl),
-        Kind::Blocks(BlockType::Q4K) => Kind::Blocks(BlockType::Q5_0),
-        Kind::Blocks(BlockType::Q5K) => Kind::Blocks(BlockType::Q5_1),
-        Kind::Blocks(BlockType::Q6K) => Kind::Blocks(BlockType::Q8_0),
+        kind if row.is_multiple_of(kind.block_size()) => kind,
+        Kind::Blocks(BlockType::Q2_K | BlockType::Q3_K | BlockType::TQ1_0 | BlockType::TQ2_0) => Kind::Blocks(BlockType::Q4_0),
+        Kind::Blocks(
+            BlockType::IQ4_XS
+            | BlockType::IQ3_S
+            | BlockType::IQ3_XXS
+            | BlockType::IQ2_S
+            | BlockType::IQ2_XS
+            | BlockType::IQ2_XXS
+            | BlockType::IQ1_M
+            | BlockType::IQ1_S,
+        ) => Kind::Blocks(BlockType::IQ4_NL),
+        Kind::Blocks(BlockType::Q4_K) => Kind::Blocks(BlockType::Q5_0),
+        Kind::Blocks(BlockType::Q5_K) => Kind::Blocks(BlockType::Q5_1),
+        Kind::Blocks(BlockType::Q6_K) => Kind::Blocks(BlockType::Q8_0),
         kind => kind,
     };
-    if row.is_multiple_of(block_size(smaller)) { smaller } else { Kind::Plain(DType::F16) }
-}
-
-/// Name of a type.
-pub(super) fn kind_name(kind: Kind) -> String {
-    match kind {
-        Kind::Plain(dtype) => dtype.to_string(),
-        Kind::Blocks(kind) => kind.name().to_owned(),
-    }
+    if row.is_multiple_of(smaller.block_size()) { smaller } else { Kind::Plain(DType::F16) }
 }
 
 #[cfg(test)]
@@ -239,12 +245,12 @@ mod tests {
 
     /// A dense Llama of 32 layers in which two query heads share a key head.
     fn mixture(file_type: FileType) -> Mixture {
-        Mixture { file_type, layers: 32, query_group: 2, experts: 0, is_70b: false, uses_importance: false }
+        Mixture { file_type, layers: 32, query_group: 2, experts: 0, has_shared_expert: false, is_70b: false, uses_importance: false }
     }
 
     /// Names of the types of a module in these layers.
     fn types(mixture: &Mixture, module: &str, layers: &[usize]) -> String {
-        layers.iter().map(|layer| name(mixture.kind(&format!("blk.{layer}.{module}.weight"), false))).collect::<Vec<_>>().join(" ")
+        layers.iter().map(|layer| name(mixture.kind(&format!("blk.{layer}.{module}.weight"), false, 4096))).collect::<Vec<_>>().join(" ")
     }
 
     /// The mixture of llama.cpp's `llama_tensor_get_type`.
@@ -288,13 +294,55 @@ mod tests {
         ] {
             assert_eq!(types(&mixture(file_type), module, &layers), expected, "{file_type:?} {module}");
         }
-        let head = |file_type| ["token_embd.weight", "output.weight"].map(|tensor| name(mixture(file_type).kind(tensor, true)));
+        let head = |file_type| ["token_embd.weight", "output.weight"].map(|tensor| name(mixture(file_type).kind(tensor, true, 4096)));
         for file_type in [FileType::Q2_K, FileType::Q3_K_L, FileType::IQ4_XS, FileType::Q4_0, FileType::Q4_K_M, FileType::Q5_1, FileType::Q6_K] {
             assert_eq!(head(file_type), ["Q6_K"; 2], "{file_type:?}");
         }
         assert_eq!((head(FileType::Q8_0), head(FileType::F16)), (["Q8_0"; 2], ["plain"; 2]));
-        let embedding = |file_type| name(mixture(file_type).kind("token_embd.weight", false));
+        let embedding = |file_type| name(mixture(file_type).kind("token_embd.weight", false, 4096));
         assert_eq!([FileType::Q2_K, FileType::Q4_K_M, FileType::IQ4_NL].map(embedding), ["Q2_K", "Q4_K", "IQ4_NL"]);
+    }
+
+    /// The types that llama.cpp's quantizer chooses for all file types (`scripts/goldens gguf-quantizer`).
+    #[test]
+    fn types_equal_those_of_llama_quantize() {
+        // Name, layers, query heads per key head, experts, whether there is a shared expert.
+        let models = [
+            ("grouped", 32, 2, 0, false),
+            ("small values", 30, 4, 0, false),
+            ("70b", 80, 8, 0, false),
+            ("eight experts", 32, 2, 8, false),
+            ("four experts", 12, 2, 4, false),
+            ("shared expert", 16, 2, 6, true),
+        ];
+        let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/gguf-quantizer/mixtures.json")).unwrap();
+        let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+        for (model, layers, query_group, experts, has_shared_expert) in models {
+            for (file_type, both) in golden[model].as_object().unwrap() {
+                let file_type: FileType = serde_json::from_value(file_type.as_str().into()).unwrap();
+                for (modules, uses_importance) in both.as_array().unwrap().iter().zip([false, true]) {
+                    let mixture = Mixture { file_type, layers, query_group, experts, has_shared_expert, is_70b: layers == 80, uses_importance };
+                    let needs = |tensor: &str, kind: Kind| !uses_importance && mixture.requires_importance(tensor, kind);
+                    // The quantizer refuses the type.
+                    let Some(modules) = modules.as_object() else {
+                        let all = ["attn_q", "attn_k", "ffn_up", "ffn_up_exps"].map(|module| format!("blk.1.{module}.weight"));
+                        assert!(all.iter().any(|tensor| needs(tensor, mixture.kind(tensor, false, 256))), "{model} {file_type:?}");
+                        continue;
+                    };
+                    for (module, expected) in modules {
+                        let runs = expected.as_str().unwrap().split(' ').map(|run| run.split_once('*').unwrap_or(("", run)));
+                        let expected: Vec<&str> = runs.flat_map(|(count, kind)| std::iter::repeat_n(kind, count.parse().unwrap_or(1))).collect();
+                        let is_table = ["token_embd", "output"].contains(&module.as_str());
+                        let tensor = |layer: usize| if is_table { format!("{module}.weight") } else { format!("blk.{layer}.{module}.weight") };
+                        let kinds = (0..expected.len()).map(|layer| (layer, mixture.kind(&tensor(layer), module == "output", 256)));
+                        for (layer, kind) in kinds {
+                            assert_eq!(name(kind), expected[layer], "{model} {file_type:?} {uses_importance} {module} {layer}");
+                            assert!(!needs(&tensor(layer), kind), "{model} {file_type:?} {module}");
+                        }
+                    }
+                }
+            }
+        }
     }
 
     #[test]
@@ -337,16 +385,16 @@ mod tests {
     fn rows_that_are_not_complete_blocks_get_another_type() {
         let fits = |kind: BlockType, row: usize| name(fit_row(Kind::Blocks(kind), row));
         for (kind, smaller) in [
-            (BlockType::Q2K, "Q4_0"),
-            (BlockType::Q3K, "Q4_0"),
-            (BlockType::Iq4Xs, "IQ4_NL"),
-            (BlockType::Q4K, "Q5_0"),
-            (BlockType::Q5K, "Q5_1"),
-            (BlockType::Q6K, "Q8_0"),
+            (BlockType::Q2_K, "Q4_0"),
+            (BlockType::Q3_K, "Q4_0"),
+            (BlockType::IQ4_XS, "IQ4_NL"),
+            (BlockType::Q4_K, "Q5_0"),
+            (BlockType::Q5_K, "Q5_1"),
+            (BlockType::Q6_K, "Q8_0"),
         ] {
             assert_eq!([fits(kind, 1024), fits(kind, 896), fits(kind, 90)], [kind.name(), smaller, "plain"]);
         }
-        for kind in [BlockType::Q4_0, BlockType::Iq4Nl, BlockType::Q8_0] {
+        for kind in [BlockType::Q4_0, BlockType::IQ4_NL, BlockType::Q8_0] {
             assert_eq!([fits(kind, 896), fits(kind, 90)], [kind.name(), "plain"]);
         }
         assert_eq!(fit_row(Kind::Blocks(BlockType::Q8_0), 90), Kind::Plain(DType::F16));

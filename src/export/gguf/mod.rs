@@ -1,5 +1,6 @@
 //! GGUF files as written by llama.cpp's converter and quantizer: one file that includes the vocabulary.
 
+mod file_type;
 mod importance;
 mod mixture;
 mod tensors;
@@ -12,9 +13,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
+pub use self::file_type::FileType;
 use self::importance::{Importance, Matrix};
-pub use self::mixture::FileType;
-use self::mixture::{Mixture, fit_row, kind_name};
+use self::mixture::{Mixture, fit_row};
 use self::tensors::{Planned, fallback_note, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
@@ -112,7 +113,8 @@ impl Gguf {
         let importance = self.open_importance(run)?;
         let query_group = heads.checked_div(groups).unwrap_or(0);
         let is_70b = Mixture::is_70b(family.architecture, layers, query_group);
-        let mixture = Mixture { file_type: self.file_type, layers, query_group, experts, is_70b, uses_importance };
+        let has_shared_expert = model.config.get("shared_expert_intermediate_size").is_some();
+        let mixture = Mixture { file_type: self.file_type, layers, query_group, experts, has_shared_expert, is_70b, uses_importance };
         let mut requested = RequestedTypes::new(&self.types);
         for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| *name != HEAD || head_stored) {
             // Runtimes choose the type of the cache when they load the file.
@@ -133,8 +135,8 @@ impl Gguf {
                 let is_head = gguf_name == "output.weight" || (gguf_name == "token_embd.weight" && !head_stored);
                 // Routers are never quantized.
                 let is_matrix = dense.shape.len() > 1 && dense.is_float() && !gguf_name.contains(".ffn_gate_inp");
-                let target = if is_matrix { mixture.kind(&stacked, is_head) } else { Kind::Plain(DType::F32) };
                 let row = width(&dense);
+                let target = if is_matrix { mixture.kind(&stacked, is_head, row) } else { Kind::Plain(DType::F32) };
                 let (target, kind) = requested.find(&stacked, name, is_matrix, row)?.map_or_else(|| (target, fit_row(target, row)), |kind| (kind, kind));
                 let rotary_heads = match gguf_name.rsplit('.').nth(1) {
                     Some("attn_q") if family.interleaved_rope => Some(heads),
@@ -150,6 +152,7 @@ impl Gguf {
                 let weight = if is_changed { RowPermutation { upstream: dense, order, added, name: name.clone() }.weight()? } else { dense };
                 let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged: is_changed || is_split, expert, importance: None };
                 planned.importance = importance.columns(&planned, experts)?;
+                importance.require(&planned, mixture.requires_importance(&stacked, kind))?;
                 all.push(planned);
             }
         }
@@ -195,7 +198,7 @@ impl Gguf {
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
         notes.extend(loss_notes(model, &all, file));
         let tensors = tensors(&mut all, experts)?;
-        let encoding = |planned: &Planned| kind_name(planned.kind).to_lowercase() + if planned.importance.is_some() { " by importance" } else { "" };
+        let encoding = |planned: &Planned| planned.kind.to_string().to_lowercase() + if planned.importance.is_some() { " by importance" } else { "" };
         let encodings = all.iter().map(encoding).collect();
         let (start, padding) = header(&values, &tensors).ok_or_else(|| unsupported("tensors that are too large", ""))?;
         let outline = Outline::planned(values, tensors).ok_or_else(|| unsupported("tensors that are too large", ""))?;
@@ -231,11 +234,14 @@ impl Gguf {
         if self.write_imatrix && (!uses_importance || self.imatrix.is_some()) {
             return Err(Error::option("gguf: write_imatrix", "needs importance that is computed from calibration samples (`importance: activation`)"));
         }
+        if !uses_importance && self.imatrix.is_none() {
+            return Ok(Importance::Unused);
+        }
         match (&self.imatrix, &run.importance) {
             (Some(_), _) if !uses_importance => Err(Error::option("gguf: imatrix", "has no effect with `importance: none`: omit one of them")),
             (Some(path), _) => Matrix::open(path).map(Importance::Matrix),
-            (None, Some(importance)) if uses_importance => Ok(Importance::Samples(importance)),
-            _ => Ok(Importance::None),
+            (None, Some(importance)) => Ok(Importance::Samples(importance)),
+            (None, None) => Ok(Importance::Planned),
         }
     }
 

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::mixture::kind_name;
 use super::types::mixed_experts;
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
@@ -101,7 +100,7 @@ pub(super) fn tensors(all: &mut [Planned], experts: usize) -> Result<Vec<(String
 pub(super) fn fallback_note(all: &[Planned], file: &str) -> Option<String> {
     let mut found: BTreeMap<(String, String, usize), usize> = BTreeMap::new();
     for Planned { weight, target, kind, .. } in all.iter().filter(|planned| planned.target != planned.kind) {
-        *found.entry((kind_name(*target), kind_name(*kind), width(weight))).or_default() += 1;
+        *found.entry((target.to_string(), kind.to_string(), width(weight))).or_default() += 1;
     }
     let (mut bits, mut elements) = (0u64, 0u64);
     for Planned { weight, kind, .. } in all {

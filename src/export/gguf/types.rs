@@ -5,86 +5,57 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::HEAD;
-use super::mixture::{block_size, kind_name, uses_importance};
 use crate::error::{Error, Result};
 use crate::kernel::ggml::BlockType;
 use crate::store::gguf::Kind;
 use crate::store::{DType, Pattern, select};
 
-/// Type of a tensor in a GGUF file, by its name in llama.cpp.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[allow(non_camel_case_types)]
-#[non_exhaustive]
-pub enum TensorType {
-    /// 32-bit floats
-    F32,
-    /// 16-bit floats
-    F16,
-    /// bfloat16
-    BF16,
-    /// 8.5 bits per weight: one scale per 32 weights
-    Q8_0,
-    /// 6.56 bits per weight: blocks of 256 with quantized scales
-    Q6_K,
-    /// 6 bits per weight: a scale and a minimum per 32 weights
-    Q5_1,
-    /// 5.5 bits per weight: one scale per 32 weights
-    Q5_0,
-    /// 5.5 bits per weight: blocks of 256 with quantized scales and minima
-    Q5_K,
-    /// 5 bits per weight: a scale and a minimum per 32 weights
-    Q4_1,
-    /// 4.5 bits per weight: one scale per 32 weights
-    Q4_0,
-    /// 4.5 bits per weight: blocks of 256 with quantized scales and minima
-    Q4_K,
-    /// 4.5 bits per weight: indices into a codebook of 16 values, one scale per 32 weights
-    IQ4_NL,
-    /// 4.25 bits per weight: the codebook of IQ4_NL in blocks of 256 with quantized scales
-    IQ4_XS,
-    /// 3.44 bits per weight: blocks of 256 with quantized scales
-    Q3_K,
-    /// 2.63 bits per weight: blocks of 256 with quantized scales and minima
-    Q2_K,
+/// Defines [`TensorType`] from the table of block types.
+macro_rules! define {
+    ($($name:ident $codec:ident $id:literal $elements:ident $bytes:literal $importance:ident $description:literal;)+) => {
+        /// Type of a tensor in a GGUF file, by its name in llama.cpp.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+        #[allow(non_camel_case_types)]
+        #[non_exhaustive]
+        pub enum TensorType {
+            /// 32-bit floats
+            F32,
+            /// 16-bit floats
+            F16,
+            /// bfloat16
+            BF16,
+            $(#[doc = $description] $name,)+
+        }
+
+        impl TensorType {
+            /// All types, the largest first.
+            pub(crate) const ALL: [TensorType; 3 + BlockType::ALL.len()] = [TensorType::F32, TensorType::F16, TensorType::BF16, $(TensorType::$name),+];
+
+            /// The type in the file.
+            pub(crate) fn kind(self) -> Kind {
+                match self {
+                    TensorType::F32 => Kind::Plain(DType::F32),
+                    TensorType::F16 => Kind::Plain(DType::F16),
+                    TensorType::BF16 => Kind::Plain(DType::BF16),
+                    $(TensorType::$name => Kind::Blocks(BlockType::$name),)+
+                }
+            }
+        }
+    };
 }
 
+crate::kernel::block_types!(define);
+
 impl TensorType {
-    /// All types, the largest first.
-    pub(crate) const ALL: [TensorType; 15] = {
-        use TensorType::{BF16, F16, F32, IQ4_NL, IQ4_XS, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0};
-        [F32, F16, BF16, Q8_0, Q6_K, Q5_1, Q5_0, Q5_K, Q4_1, Q4_0, Q4_K, IQ4_NL, IQ4_XS, Q3_K, Q2_K]
-    };
-
-    /// The type in the file.
-    pub(crate) fn kind(self) -> Kind {
-        match self {
-            TensorType::F32 => Kind::Plain(DType::F32),
-            TensorType::F16 => Kind::Plain(DType::F16),
-            TensorType::BF16 => Kind::Plain(DType::BF16),
-            TensorType::Q8_0 => Kind::Blocks(BlockType::Q8_0),
-            TensorType::Q6_K => Kind::Blocks(BlockType::Q6K),
-            TensorType::Q5_1 => Kind::Blocks(BlockType::Q5_1),
-            TensorType::Q5_0 => Kind::Blocks(BlockType::Q5_0),
-            TensorType::Q5_K => Kind::Blocks(BlockType::Q5K),
-            TensorType::Q4_1 => Kind::Blocks(BlockType::Q4_1),
-            TensorType::Q4_0 => Kind::Blocks(BlockType::Q4_0),
-            TensorType::Q4_K => Kind::Blocks(BlockType::Q4K),
-            TensorType::IQ4_NL => Kind::Blocks(BlockType::Iq4Nl),
-            TensorType::IQ4_XS => Kind::Blocks(BlockType::Iq4Xs),
-            TensorType::Q3_K => Kind::Blocks(BlockType::Q3K),
-            TensorType::Q2_K => Kind::Blocks(BlockType::Q2K),
-        }
-    }
-
     /// Whether rows of this length are complete blocks of the type.
     pub(crate) fn fits(self, row: usize) -> bool {
-        row.is_multiple_of(block_size(self.kind()))
+        row.is_multiple_of(self.kind().block_size())
     }
 
     /// Whether the importance of columns affects the quantization.
     pub(super) fn uses_importance(self) -> bool {
-        uses_importance(self.kind())
+        self.kind().uses_importance()
     }
 }
 
@@ -215,8 +186,8 @@ fn check_row(pattern: &Pattern, kind: TensorType, gguf_name: &str, name: &str, r
     if kind.fits(row) {
         return Ok(());
     }
-    let fitting: Vec<String> = TensorType::ALL.into_iter().filter(|kind| kind.fits(row)).map(|kind| kind_name(kind.kind())).collect();
-    let (size, kind) = (block_size(kind.kind()), kind_name(kind.kind()));
+    let fitting: Vec<String> = TensorType::ALL.into_iter().filter(|kind| kind.fits(row)).map(|kind| kind.kind().to_string()).collect();
+    let (size, kind) = (kind.kind().block_size(), kind.kind());
     let reason = format!("has rows of {row} elements, which is not a multiple of {size}, the block size of {kind}");
     let source = format!("the `types` pattern `{pattern}` matches it as `{gguf_name}`");
     Err(Error::tensor(name, format!("{reason} ({source})"), format!("choose a type that fits its rows: {}", fitting.join(", "))))
@@ -224,7 +195,7 @@ fn check_row(pattern: &Pattern, kind: TensorType, gguf_name: &str, name: &str, r
 
 /// An error about experts of one tensor for which the option `types` selects different types.
 pub(super) fn mixed_experts(stacked: &str, one: (&str, Kind), other: (&str, Kind)) -> Error {
-    let [one, other] = [one, other].map(|(name, kind)| format!("`{name}` would be {}", kind_name(kind)));
+    let [one, other] = [one, other].map(|(name, kind)| format!("`{name}` would be {kind}"));
     Error::option(OPTION, format!("{one} and {other}, but all experts of `{stacked}` have the same type: use a pattern that matches all of them"))
 }
 
@@ -239,7 +210,7 @@ mod tests {
             assert!(kinds.contains(&Kind::Blocks(kind)), "{}", kind.name());
         }
         for kind in TensorType::ALL {
-            assert_eq!(serde_json::to_value(kind).unwrap(), kind_name(kind.kind()));
+            assert_eq!(serde_json::to_value(kind).unwrap(), kind.kind().to_string());
         }
     }
 
@@ -271,7 +242,7 @@ mod tests {
         let mut requested = RequestedTypes::new(&types);
         let mut find = |gguf_name: &str, name: &str, is_matrix| requested.find(gguf_name, name, is_matrix, 256).unwrap();
         assert_eq!(find("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", true), Some(Kind::Blocks(BlockType::Q8_0)));
-        assert_eq!(find("blk.1.attn_q.weight", "model.layers.1.self_attn.q_proj.weight", true), Some(Kind::Blocks(BlockType::Q6K)));
+        assert_eq!(find("blk.1.attn_q.weight", "model.layers.1.self_attn.q_proj.weight", true), Some(Kind::Blocks(BlockType::Q6_K)));
         assert_eq!(find("blk.1.attn_norm.weight", "model.layers.1.input_layernorm.weight", false), None);
         assert_eq!(find("token_embd.weight", "model.embed_tokens.weight", true), None);
         assert!(requested.check(false).is_ok());

@@ -151,12 +151,12 @@ fn counted(model: &Model) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn blocks_are_quantized_by_the_importance_of_inputs() {
-    use BlockType::{Q4_0, Q4K, Q5_0, Q6K};
+    use BlockType::{Q4_0, Q4_K, Q5_0, Q6_K};
     let hold = check_importance;
     hold(Networks::Plain, HIDDEN, FileType::Q4_0, &[(Q4_0, 14)]);
     // Two matrices with more bits are Q8_0, which has no search for scales.
     hold(Networks::Plain, HIDDEN, FileType::Q4_K_M, &[(Q5_0, 12)]);
-    hold(Networks::Plain, LARGE, FileType::Q4_K_M, &[(Q4K, 5), (Q6K, 2)]);
+    hold(Networks::Plain, LARGE, FileType::Q4_K_M, &[(Q4_K, 5), (Q6_K, 2)]);
     hold(Networks::Apart, HIDDEN, FileType::Q4_0, &[(Q4_0, 32)]);
 }
 

@@ -3,12 +3,19 @@
 
 use half::f16;
 
+use super::decode::{E2M1, power_of_two};
 use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, higher, interleaved, lanes, lower, with_minimum};
 
+mod grid;
 mod low_bits;
+mod one_bit;
+mod ternary;
 mod uneven;
 
+pub(super) use grid::{iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs};
 pub(super) use low_bits::{q2_k, q3_k};
+pub(super) use one_bit::{iq1_m, iq1_s};
+pub(super) use ternary::{tq1_0, tq2_0};
 pub(super) use uneven::{iq4_nl, iq4_xs};
 
 /// Reciprocal of a step; 0 for a step of 0, for which the codes do not matter.
@@ -30,7 +37,7 @@ fn put(scale: f32, bytes: &mut [u8], at: usize) {
 
 simd! {
     /// Scales the largest magnitude to 127.
-    pub(super) fn q8_0(values: &[f32], blocks: &mut [u8]) {
+    pub(super) fn q8_0(values: &[f32], _importance: &[f32], blocks: &mut [u8]) {
         for (values, block) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<34>().0) {
             let step = farthest(values).abs() / 127.0;
             let inverse = inverse(step);
@@ -38,6 +45,28 @@ simd! {
             for (value, code) in values.iter().zip(&mut block[2..]) {
                 *code = (value * inverse).round() as i8 as u8;
             }
+        }
+    }
+}
+
+/// Exponent of the scale of the largest magnitude of a block of MXFP4: the rounded logarithm to base 2, minus that
+/// of the largest value of E2M1.
+fn exponent(largest: f32) -> u8 {
+    let logarithm = f64::from(largest).log2() as f32;
+    if largest > 0.0 { (logarithm.floor() as i32 - 2 + 127) as u8 } else { 0 }
+}
+
+simd! {
+    /// A power of two as the scale, and the values of E2M1 that are closest to the values.
+    pub(super) fn mxfp4(values: &[f32], _importance: &[f32], blocks: &mut [u8]) {
+        for (values, block) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<17>().0) {
+            block[0] = exponent(farthest(values).abs());
+            let scale = power_of_two(block[0]);
+            let closest = |value: f32| {
+                let error = |code: usize| (E2M1[code] * scale - value).abs();
+                (1..16).fold(0, |best, code| if error(code) < error(best) { code } else { best }) as u8
+            };
+            halves(&values.map(closest), &mut block[1..]);
         }
     }
 }

@@ -6,56 +6,69 @@
 
 mod decode;
 mod encode;
+mod grids;
 mod search;
 
-/// Block types.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs)]
-pub enum BlockType {
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q5_1,
-    Q8_0,
-    Q2K,
-    Q3K,
-    Q4K,
-    Q5K,
-    Q6K,
-    Iq4Nl,
-    Iq4Xs,
-}
+mod table;
 
-/// Number of elements in blocks of the K types and of IQ4_XS.
+/// Number of elements in large blocks.
 pub const LARGE: usize = 256;
-/// Number of elements in blocks of the other types.
+/// Number of elements in small blocks.
 pub const SMALL: usize = 32;
 
-impl BlockType {
-    /// All block types.
-    pub const ALL: [BlockType; 12] = {
-        use BlockType::{Iq4Nl, Iq4Xs, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
-        [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Nl, Iq4Xs]
-    };
+/// Use of the importance of columns by a type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ImportanceUse {
+    /// It has no effect, because scales are not searched.
+    Unused,
+    /// It weights the errors.
+    Optional,
+    /// Errors are not weighted sensibly without it.
+    Required,
+}
 
-    /// Id in files, name, elements per block and bytes per block.
-    const fn facts(self) -> (u32, &'static str, usize, usize) {
-        match self {
-            BlockType::Q4_0 => (2, "Q4_0", SMALL, 18),
-            BlockType::Q4_1 => (3, "Q4_1", SMALL, 20),
-            BlockType::Q5_0 => (6, "Q5_0", SMALL, 22),
-            BlockType::Q5_1 => (7, "Q5_1", SMALL, 24),
-            BlockType::Q8_0 => (8, "Q8_0", SMALL, 34),
-            BlockType::Q2K => (10, "Q2_K", LARGE, 84),
-            BlockType::Q3K => (11, "Q3_K", LARGE, 110),
-            BlockType::Q4K => (12, "Q4_K", LARGE, 144),
-            BlockType::Q5K => (13, "Q5_K", LARGE, 176),
-            BlockType::Q6K => (14, "Q6_K", LARGE, 210),
-            BlockType::Iq4Nl => (20, "IQ4_NL", SMALL, 18),
-            BlockType::Iq4Xs => (23, "IQ4_XS", LARGE, 136),
+/// Defines [`BlockType`] from the table.
+macro_rules! define {
+    ($($name:ident $codec:ident $id:literal $elements:ident $bytes:literal $importance:ident $description:literal;)+) => {
+        /// Block types, by their names in llama.cpp.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[allow(non_camel_case_types)]
+        pub enum BlockType {
+            $(#[doc = $description] $name,)+
         }
-    }
 
+        impl BlockType {
+            /// All block types, the largest first.
+            pub const ALL: [BlockType; [$($id),+].len()] = [$(BlockType::$name),+];
+
+            /// Id in files, name, elements per block, bytes per block, and the use of importance.
+            const fn facts(self) -> (u32, &'static str, usize, usize, ImportanceUse) {
+                match self {
+                    $(BlockType::$name => ($id, stringify!($name), $elements, $bytes, ImportanceUse::$importance),)+
+                }
+            }
+
+            /// Dequantizes complete blocks.
+            pub fn decode(self, blocks: &[u8], values: &mut [f32]) {
+                match self {
+                    $(BlockType::$name => decode::$codec(blocks, values),)+
+                }
+            }
+
+            /// Quantizes a row to blocks, with errors weighted by the `importance` of the columns. If it is
+            /// empty, all columns have the same weight.
+            pub fn encode_row(self, values: &[f32], importance: &[f32], blocks: &mut [u8]) {
+                match self {
+                    $(BlockType::$name => encode::$codec(values, importance, blocks),)+
+                }
+            }
+        }
+    };
+}
+
+crate::block_types!(define);
+
+impl BlockType {
     /// The type with an id.
     pub fn from_id(id: u32) -> Option<BlockType> {
         Self::ALL.into_iter().find(|kind| kind.id() == id)
@@ -81,22 +94,9 @@ impl BlockType {
         self.facts().3
     }
 
-    /// Dequantizes complete blocks.
-    pub fn decode(self, blocks: &[u8], values: &mut [f32]) {
-        match self {
-            BlockType::Q4_0 => decode::q4_0(blocks, values),
-            BlockType::Q4_1 => decode::q4_1(blocks, values),
-            BlockType::Q5_0 => decode::q5_0(blocks, values),
-            BlockType::Q5_1 => decode::q5_1(blocks, values),
-            BlockType::Q8_0 => decode::q8_0(blocks, values),
-            BlockType::Q2K => decode::q2_k(blocks, values),
-            BlockType::Q3K => decode::q3_k(blocks, values),
-            BlockType::Q4K => decode::q4_k(blocks, values),
-            BlockType::Q5K => decode::q5_k(blocks, values),
-            BlockType::Q6K => decode::q6_k(blocks, values),
-            BlockType::Iq4Nl => decode::iq4_nl(blocks, values),
-            BlockType::Iq4Xs => decode::iq4_xs(blocks, values),
-        }
+    /// Use of the importance of columns.
+    pub fn importance(self) -> ImportanceUse {
+        self.facts().4
     }
 
     /// Quantizes values to blocks like the reference implementation.
@@ -104,28 +104,9 @@ impl BlockType {
         self.encode_row(values, &[], blocks);
     }
 
-    /// Quantizes a row to blocks, with errors weighted by the `importance` of the columns. If it is
-    /// empty, all columns have the same weight. Q8_0 ignores the importance.
-    pub fn encode_row(self, values: &[f32], importance: &[f32], blocks: &mut [u8]) {
-        match self {
-            BlockType::Q4_0 => encode::q4_0(values, importance, blocks),
-            BlockType::Q4_1 => encode::q4_1(values, importance, blocks),
-            BlockType::Q5_0 => encode::q5_0(values, importance, blocks),
-            BlockType::Q5_1 => encode::q5_1(values, importance, blocks),
-            BlockType::Q8_0 => encode::q8_0(values, blocks),
-            BlockType::Q2K => encode::q2_k(values, importance, blocks),
-            BlockType::Q3K => encode::q3_k(values, importance, blocks),
-            BlockType::Q4K => encode::q4_k(values, importance, blocks),
-            BlockType::Q5K => encode::q5_k(values, importance, blocks),
-            BlockType::Q6K => encode::q6_k(values, importance, blocks),
-            BlockType::Iq4Nl => encode::iq4_nl(values, importance, blocks),
-            BlockType::Iq4Xs => encode::iq4_xs(values, importance, blocks),
-        }
-    }
-
     /// Whether the importance of columns affects the blocks.
     pub fn uses_importance(self) -> bool {
-        self != BlockType::Q8_0
+        self.importance() != ImportanceUse::Unused
     }
 }
 
@@ -160,7 +141,9 @@ mod tests {
             }
         };
         for kind in BlockType::ALL {
-            same(kind, &encoded(kind, &values).0, kind.name());
+            if golden.tensor(kind.name()).is_ok() {
+                same(kind, &encoded(kind, &values).0, kind.name());
+            }
             same(kind, &encoded_by(kind, &values, &importance).0, &format!("{} by importance", kind.name()));
         }
     }
@@ -219,7 +202,7 @@ mod tests {
     fn blocks_of_a_row_are_independent() {
         let values: Vec<f32> = (0..19 * 256).map(|i| ((i * i % 1013) as f32 - 400.0) * 1e-3 * (1 + i / 256 % 7) as f32).collect();
         let importance: Vec<f32> = (0..values.len()).map(|i| (1 + i * i % 89) as f32).collect();
-        for kind in BlockType::ALL.into_iter().filter(|kind| kind.elements() == LARGE || *kind == BlockType::Iq4Nl) {
+        for kind in BlockType::ALL.into_iter().filter(|kind| kind.elements() == LARGE || *kind == BlockType::IQ4_NL) {
             let (elements, bytes) = (kind.elements(), kind.bytes());
             for importance in [&importance[..], &[]] {
                 let mut blocks = vec![0xFF; values.len() / elements * bytes];
@@ -245,7 +228,7 @@ mod tests {
                 assert_eq!(encoded(kind, &values).0[2..4], expected, "{}", kind.name());
             }
         }
-        for (kind, at) in [(BlockType::Q2K, 82), (BlockType::Q4K, 2), (BlockType::Q5K, 2)] {
+        for (kind, at) in [(BlockType::Q2_K, 82), (BlockType::Q4_K, 2), (BlockType::Q5_K, 2)] {
             assert_eq!(encoded(kind, &[0.125; 256]).0[at..at + 2], [0, 0], "{}", kind.name());
         }
     }
@@ -262,28 +245,28 @@ mod tests {
         let error = |kind| encoded(kind, &values).1.iter().zip(&values).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
         let power = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>();
         let decibels = |kinds: &[BlockType]| kinds.iter().map(|kind| 10.0 * (power / error(*kind)).log10()).collect::<Vec<_>>();
-        use BlockType::{Iq4Nl, Iq4Xs, Q2K, Q3K, Q4_0, Q4K, Q5K, Q6K, Q8_0};
-        let linear = decibels(&[Q2K, Q3K, Q4_0, Q4K, Q5K, Q6K, Q8_0]);
+        use BlockType::{IQ4_NL, IQ4_XS, Q2_K, Q3_K, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0};
+        let linear = decibels(&[Q2_K, Q3_K, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0]);
         let above = linear.iter().zip([8.0, 14.0, 19.0, 21.0, 27.0, 33.0, 38.0]).all(|(found, least)| *found > least);
         assert!(linear.is_sorted() && above, "{linear:?}");
-        let uneven = decibels(&[Q4_0, Iq4Xs, Iq4Nl, Q5K]);
+        let uneven = decibels(&[Q4_0, IQ4_XS, IQ4_NL, Q5_K]);
         assert!(uneven.is_sorted(), "{uneven:?}");
-        for kind in [Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Nl, Iq4Xs] {
+        for kind in [Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS] {
             assert!(encoded(kind, &[0.0; 512]).1.iter().all(|value| *value == 0.0), "{}", kind.name());
         }
         // Steps of one scale from the lowest to the highest code, in every part of sixteen elements.
         let steps: Vec<f32> = (0..256).map(|element| ((element % 16) as f32 * 63.0 / 15.0).floor() / 64.0 - 0.5).collect();
-        assert_eq!(encoded(Q6K, &steps).1, steps);
+        assert_eq!(encoded(Q6_K, &steps).1, steps);
         let nibbles: Vec<f32> = (0..256).map(|element| (element % 16) as f32 * 0.25).collect();
-        let (_, back) = encoded(Q4K, &nibbles);
+        let (_, back) = encoded(Q4_K, &nibbles);
         assert!(back.iter().zip(&nibbles).all(|(a, b)| (a - b).abs() < 2e-3), "{back:?}");
         let eighths: Vec<f32> = (0..256).map(|element| (element % 8) as f32 * 0.25 - 1.0).collect();
-        assert_eq!(encoded(Q3K, &eighths).1, eighths);
+        assert_eq!(encoded(Q3_K, &eighths).1, eighths);
         let quarters: Vec<f32> = (0..256).map(|element| (element % 4) as f32 * 0.5).collect();
-        let (_, back) = encoded(Q2K, &quarters);
+        let (_, back) = encoded(Q2_K, &quarters);
         assert!(back.iter().zip(&quarters).all(|(a, b)| (a - b).abs() < 2e-3), "{back:?}");
         let levels: Vec<f32> = (0..256).map(|element| decode::LEVELS[element % 16] / 64.0).collect();
-        for kind in [Iq4Nl, Iq4Xs] {
+        for kind in [IQ4_NL, IQ4_XS] {
             assert_eq!(encoded(kind, &levels).1, levels, "{}", kind.name());
         }
     }

@@ -64,21 +64,23 @@ pub enum Kind {
 const PLAIN: [(u32, DType); 8] =
     [(0, DType::F32), (1, DType::F16), (30, DType::BF16), (24, DType::I8), (25, DType::I16), (26, DType::I32), (27, DType::I64), (28, DType::F64)];
 
-/// Unsupported block types with their ids in files.
-const UNSUPPORTED: [(u32, &str); 12] = [
-    (9, "Q8_1"),
-    (15, "Q8_K"),
-    (16, "IQ2_XXS"),
-    (17, "IQ2_XS"),
-    (18, "IQ3_XXS"),
-    (19, "IQ1_S"),
-    (21, "IQ3_S"),
-    (22, "IQ2_S"),
-    (29, "IQ1_M"),
-    (34, "TQ1_0"),
-    (35, "TQ2_0"),
-    (39, "MXFP4"),
-];
+/// Block types that are not supported: ids in files, names, and elements per block.
+const UNSUPPORTED: [(u32, &str, usize); 5] = [(9, "Q8_1", 32), (15, "Q8_K", 256), (40, "NVFP4", 64), (41, "Q1_0", 128), (42, "Q2_0", 64)];
+
+/// Name and elements per block of a block type, which may be unsupported, by its id in files.
+pub fn block_type(id: u32) -> Option<(&'static str, usize)> {
+    let unsupported = || UNSUPPORTED.iter().find(|(number, ..)| *number == id).map(|(_, name, elements)| (*name, *elements));
+    BlockType::from_id(id).map(|kind| (kind.name(), kind.elements())).or_else(unsupported)
+}
+
+impl std::fmt::Display for Kind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Kind::Plain(dtype) => write!(f, "{dtype}"),
+            Kind::Blocks(kind) => f.write_str(kind.name()),
+        }
+    }
+}
 
 impl Kind {
     fn from_id(id: u32) -> Result<Kind, String> {
@@ -86,7 +88,7 @@ impl Kind {
             return Ok(Kind::Plain(*dtype));
         }
         BlockType::from_id(id).map(Kind::Blocks).ok_or_else(|| {
-            let name = UNSUPPORTED.iter().find(|(number, _)| *number == id).map_or_else(|| format!("with id {id}"), |(_, name)| (*name).to_owned());
+            let name = block_type(id).map_or_else(|| format!("with id {id}"), |(name, _)| name.to_owned());
             let supported = BlockType::ALL.map(BlockType::name).join(", ");
             format!("has the unsupported type {name} (supported: F32, F16, BF16, {supported}); use another quantization of the model")
         })
@@ -106,6 +108,19 @@ impl Kind {
             Kind::Plain(dtype) => dtype,
             Kind::Blocks(_) => DType::F32,
         }
+    }
+
+    /// Number of elements of which rows must be a multiple.
+    pub fn block_size(self) -> usize {
+        match self {
+            Kind::Plain(_) => 1,
+            Kind::Blocks(kind) => kind.elements(),
+        }
+    }
+
+    /// Whether the importance of columns affects the quantization.
+    pub fn uses_importance(self) -> bool {
+        matches!(self, Kind::Blocks(kind) if kind.uses_importance())
     }
 
     /// Number of elements that are stored together, and their size in bytes.

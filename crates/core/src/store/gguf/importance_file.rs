@@ -208,7 +208,7 @@ mod tests {
         ImportanceFile::open(file.path()).map_err(|error| error.to_string())
     }
 
-    fn says(bytes: &[u8], words: &str) {
+    fn fails(bytes: &[u8], words: &str) {
         let error = opened(bytes).unwrap_err();
         assert!(error.contains(words), "`{error}` does not contain `{words}`");
     }
@@ -228,16 +228,16 @@ mod tests {
             change(&mut file);
             file.to_bytes().unwrap()
         };
-        says(&with(&|file| file.sums.clear()), "contains no importance of a tensor");
+        fails(&with(&|file| file.sums.clear()), "contains no importance of a tensor");
         let replace = |value: f32| with(&|file| file.sums.values_mut().for_each(|sums| sums.squares[1] = value));
-        says(&replace(f32::NAN), "the importance of `blk.0.attn_q.weight` contains values that are not finite");
+        fails(&replace(f32::NAN), "the importance of `blk.0.attn_q.weight` contains values that are not finite");
         let renamed = |from: &str, to: &str| {
             let bytes = example().to_bytes().unwrap();
             let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).unwrap();
             [&bytes[..at], to.as_bytes(), &bytes[at + to.len()..]].concat()
         };
-        says(&renamed("attn_q.weight.counts", "attn_q.weight.other_"), "tensor `blk.0.attn_q.weight.counts` is missing");
-        says(&renamed("imatrix.chunk_size", "imatrix.chunk_else"), "is not an importance matrix: `imatrix.chunk_size` is missing");
+        fails(&renamed("attn_q.weight.counts", "attn_q.weight.other_"), "tensor `blk.0.attn_q.weight.counts` is missing");
+        fails(&renamed("imatrix.chunk_size", "imatrix.chunk_else"), "is not an importance matrix: `imatrix.chunk_size` is missing");
     }
 
     /// The older form of the example: means multiplied by the number of calls.
@@ -262,13 +262,13 @@ mod tests {
         let short = opened(&bytes[..bytes.len() - trailer]).unwrap();
         assert_eq!((means(&short), short.chunks, short.datasets.len()), (means(&example()), 0, 0));
         assert!((1..bytes.len() - trailer).all(|length| opened(&bytes[..length]).is_err()));
-        says(&[0; 8], "it has no entries");
-        says(b"version https://git-lfs", "ends within");
-        says(&[], "ends within the number of entries");
+        fails(&[0; 8], "it has no entries");
+        fails(b"version https://git-lfs", "ends within");
+        fails(&[], "ends within the number of entries");
         let name = example().sums.into_keys().next().unwrap();
         let twice =
             [&2i32.to_le_bytes()[..], &[&(name.len() as i32).to_le_bytes()[..], name.as_bytes(), &[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]].concat().repeat(2)];
-        says(&twice.concat(), "occurs twice");
+        fails(&twice.concat(), "occurs twice");
     }
 
     #[test]

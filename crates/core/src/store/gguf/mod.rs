@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 pub use self::block_quantized::BlockQuantized;
 pub use self::fused_experts::expert_rows;
-pub use self::header::{ALIGNMENT, Kind, Outline, TensorDescription, Value};
+pub use self::header::{ALIGNMENT, Kind, Outline, TensorDescription, Value, block_type};
 pub use self::importance_file::{ImportanceFile, InputSums, model_files};
 pub use self::row_permutation::RowPermutation;
 pub use self::split::is_continuation;
@@ -250,7 +250,7 @@ mod tests {
         says(&whole(&[], &[("a", &[1 << 62, 1 << 62], 0, 0)]), "or is too large");
         says(&whole(&[], &[("a", &[33], 2, 0)]), "rows that are not a multiple of 32");
         says(&whole(&[], &[("a", &[1; 5], 0, 0)]), "tensor `a` has 5 axes");
-        says(&whole(&[], &[("a", &[256], 34, 0)]), "tensor `a` has the unsupported type TQ1_0");
+        says(&whole(&[], &[("a", &[64], 40, 0)]), "tensor `a` has the unsupported type NVFP4");
         says(&whole(&[], &[("a", &[1], 777, 0)]), "tensor `a` has the unsupported type with id 777");
         let empty = opened(&whole(&[], &[("a", &[0, 3], 0, 0), ("b", &[1], 0, 0)])).unwrap();
         assert!(empty.tensors["a"].visit(3, &mut |_| Ok(())).is_ok());

@@ -8,7 +8,7 @@ use super::{power, put, quantize_scales, quantize_scales_weighted, sums_of};
 /// Packs the low two bits of each 128 codes into 32 bytes: four rows of 32 codes, the first one in the
 /// lowest bits.
 #[inline(always)]
-fn quarters(codes: &[u8; 256], bytes: &mut [u8]) {
+pub(super) fn quarters(codes: &[u8; 256], bytes: &mut [u8]) {
     for (codes, bytes) in codes.as_chunks::<128>().0.iter().zip(bytes.as_chunks_mut::<32>().0) {
         for (l, byte) in bytes.iter_mut().enumerate() {
             *byte = codes[l] & 3 | (codes[l + 32] & 3) << 2 | (codes[l + 64] & 3) << 4 | codes[l + 96] << 6;
