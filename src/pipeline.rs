@@ -2,6 +2,7 @@
 
 mod builder;
 mod cached;
+mod card;
 mod carry;
 mod measured;
 mod part_manifest;

@@ -68,6 +68,9 @@ pub struct Recipe {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "cli", schemars(with = "Vec<String>"))]
     pub loads: Vec<Target>,
+    /// Write a model card (README.md) to the output folder; otherwise the README.md of the model is copied
+    #[serde(default = "yes")]
+    pub card: bool,
     /// Output folder, relative to the recipe
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output: Option<PathBuf>,
@@ -128,6 +131,7 @@ impl Recipe {
             export: Vec::new(),
             sbom: None,
             loads: Vec::new(),
+            card: true,
             output: None,
             sweep: BTreeMap::new(),
         }

@@ -118,6 +118,9 @@ pub(super) struct Writing {
     /// Do not measure the fidelity to the original model if no evaluation data is given
     #[arg(long)]
     pub no_measure: bool,
+    /// Do not write a model card (README.md); the README.md of the model is copied instead
+    #[arg(long)]
+    pub no_card: bool,
 }
 
 impl Writing {

@@ -33,13 +33,16 @@ pub(super) struct Args {
     /// and infinity the largest value
     #[arg(long)]
     allow_nonfinite: bool,
+    /// Do not write a model card (README.md); the README.md of the model is copied instead
+    #[arg(long)]
+    no_card: bool,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let mut format = Safetensors::with_layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
-        let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
+        let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite).card(!self.no_card);
         let model = Model::open(&self.model)?;
         if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
             builder = builder.note("all weights were already dense: the files contain the same values in the same types");

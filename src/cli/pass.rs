@@ -31,9 +31,9 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, steps: Vec<Step>, global: &Global) -> Result<()> {
-        let mut builder =
-            global.builder()?.passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite).measure(!self.writing.no_measure);
-        builder = builder.loads(self.writing.runtimes.loads.iter().copied());
+        let Writing { force, allow_nonfinite, no_measure, no_card, runtimes, .. } = &self.writing;
+        let builder = global.builder()?.passes(steps).force(*force).allow_nonfinite(*allow_nonfinite);
+        let mut builder = builder.measure(!no_measure).card(!no_card).loads(runtimes.loads.iter().copied());
         for export in self.writing.exports() {
             builder = builder.export(export);
         }

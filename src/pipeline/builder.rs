@@ -37,6 +37,8 @@ pub struct Pipeline {
     pub(super) provenance: Provenance,
     /// Whether fidelity is measured if no evaluation data is configured.
     pub(super) measures: bool,
+    /// Whether output folders have a model card.
+    pub(super) card: bool,
     /// Recipe files whose settings were added.
     recipes: Vec<PathBuf>,
     /// The search that chose the passes and formats.
@@ -111,6 +113,7 @@ impl Pipeline {
             min_split_bytes: MIN_SPLIT_BYTES,
             provenance: Provenance::default(),
             measures: true,
+            card: true,
             recipes: Vec::new(),
             search: None,
             start: RunState::default(),
@@ -245,6 +248,7 @@ impl Pipeline {
             allow_nonfinite: self.allow_nonfinite,
             sizes: self.sizes.clone(),
             measure: self.measures,
+            card: self.card,
             passes: self.steps_resolved_in(&folder),
             export: self.exports(model),
             sbom: self.provenance.sbom,
@@ -316,7 +320,7 @@ impl Builder {
         // Sizes from the command line take precedence.
         let overrides = std::mem::take(&mut self.0.sizes);
         self.0.sizes = recipe.sizes.clone().into_iter().chain(overrides).collect();
-        self.loads(recipe.loads.iter().copied()).seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite).measure(recipe.measure)
+        self.loads(recipe.loads.iter().copied()).seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite).measure(recipe.measure).card(recipe.card)
     }
 
     /// Adds the passes, formats and settings of a recipe file. Its model and output are not used.
@@ -376,6 +380,13 @@ impl Builder {
     /// signature.
     pub fn sign(mut self, key: SigningKey) -> Self {
         self.0.provenance.key = Some(Arc::new(key));
+        self
+    }
+
+    /// Whether to write a model card (`README.md`) to output folders, on by default. It replaces the
+    /// `README.md` of the input, which is copied otherwise.
+    pub fn card(mut self, card: bool) -> Self {
+        self.0.card = card;
         self
     }
 

@@ -136,6 +136,7 @@ impl<'a> Run<'a> {
 
     /// Writes and verifies the model in all formats, and copies its auxiliary files.
     fn write(&mut self, staging: &Staging, peak: &mut Peak) -> Result<Written> {
+        self.exclude_source_card()?;
         let work = self.pipeline.work();
         let mut exports = Vec::with_capacity(self.pipeline.export.len());
         for format in self.pipeline.export.iter().map(Export::format) {

@@ -91,8 +91,8 @@ impl Run<'_> {
         Ok(report)
     }
 
-    /// Writes the recipe, the files of passes, the records of provenance, and the report, to which it adds
-    /// the copied files and the totals.
+    /// Writes the recipe, the files of passes, the model card, the records of provenance, and the report, to
+    /// which it adds the copied files and the totals.
     pub fn write_records(&self, staging: &Staging, written: &Written, report: &mut Report, (start, peak): (Instant, &mut Peak)) -> Result<()> {
         let folder = staging.path();
         write_text(&folder.join("recipe.yaml"), &published_recipe(&report.recipe)?.to_yaml())?;
@@ -100,6 +100,7 @@ impl Run<'_> {
             let path = folder.join(name);
             fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;
         }
+        self.write_card(folder, report)?;
         let is_replaced = |name: &str| name == GRAPH || self.state.attached.contains_key(name) || written.resized.contains_key(Path::new(name));
         report.carried = carry::list(folder, &self.after, &report.outputs, is_replaced, &self.pipeline.work())?;
         let highest = peak.highest();

@@ -33,27 +33,17 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         &[
             ["bytes".into(), bytes(before.bytes), bytes(after.bytes)],
             ["bytes, zstd".into(), zstd(before), zstd(after)],
-            ["parameters".into(), count(before.parameters), count(after.parameters)],
-            ["zeros".into(), percent(before.parameters - before.nonzero, before.parameters), percent(after.parameters - after.nonzero, after.parameters)],
+            parameter_row(report),
+            zero_row(report),
             ["tensors".into(), before.tensors.to_string(), after.tensors.to_string()],
         ],
     )?;
     let (warnings, notes) = report.warnings_and_notes();
     list(out, "Warnings", &warnings)?;
-    let measured: Vec<_> = super::measured::rows(report).into_iter().map(|row| row.map(|cell| markdown(&cell))).collect();
+    let measured = escaped(super::measured::rows(report));
     if !measured.is_empty() {
         writeln!(out, "## Measured\n")?;
-        if let Some(accuracy) = &report.accuracy {
-            writeln!(
-                out,
-                "{} on {} of {}.\n",
-                markdown(&accuracy.task.to_string()),
-                counted(accuracy.samples, "sample"),
-                markdown_code(&accuracy.data.to_string())
-            )?;
-        } else if let Some(measured) = &report.fidelity {
-            writeln!(out, "Fidelity on {}.\n", markdown(&measured.describe()))?;
-        }
+        measured_on(report, out)?;
         table(out, &["", "before", "after"], &measured)?;
     }
     if !report.continuations.is_empty() {
@@ -120,7 +110,35 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     )
 }
 
-fn list(out: &mut String, title: &str, items: &[&str]) -> std::fmt::Result {
+/// A sentence about the samples on which the quality was measured.
+pub(super) fn measured_on(report: &Report, out: &mut String) -> std::fmt::Result {
+    match (&report.accuracy, &report.fidelity) {
+        (Some(accuracy), _) => {
+            let (task, samples) = (markdown(&accuracy.task.to_string()), counted(accuracy.samples, "sample"));
+            writeln!(out, "{task} on {samples} of {}.\n", markdown_code(&accuracy.data.to_string()))
+        }
+        (None, Some(measured)) => writeln!(out, "Fidelity on {}.\n", markdown(&measured.describe())),
+        (None, None) => Ok(()),
+    }
+}
+
+/// Number of parameters before and after.
+pub(super) fn parameter_row(report: &Report) -> [String; 3] {
+    ["parameters".into(), count(report.size.before.parameters), count(report.size.after.parameters)]
+}
+
+/// Fraction of zeros before and after.
+pub(super) fn zero_row(report: &Report) -> [String; 3] {
+    let zeros = |size: &super::Size| percent(size.parameters - size.nonzero, size.parameters);
+    ["zeros".into(), zeros(&report.size.before), zeros(&report.size.after)]
+}
+
+/// Rows with cells as Markdown.
+pub(super) fn escaped<const N: usize>(rows: Vec<[String; N]>) -> Vec<[String; N]> {
+    rows.into_iter().map(|row| row.map(|cell| markdown(&cell))).collect()
+}
+
+pub(super) fn list(out: &mut String, title: &str, items: &[&str]) -> std::fmt::Result {
     if items.is_empty() {
         return Ok(());
     }
@@ -129,7 +147,7 @@ fn list(out: &mut String, title: &str, items: &[&str]) -> std::fmt::Result {
     writeln!(out)
 }
 
-fn table<const N: usize>(out: &mut String, head: &[&str; N], rows: &[[String; N]]) -> std::fmt::Result {
+pub(super) fn table<const N: usize>(out: &mut String, head: &[&str; N], rows: &[[String; N]]) -> std::fmt::Result {
     writeln!(out, "| {} |", head.join(" | "))?;
     writeln!(out, "|{}|", head.iter().enumerate().map(|(i, _)| if i == 0 { " --- " } else { " ---: " }).collect::<Vec<_>>().join("|"))?;
     for row in rows {

@@ -8,13 +8,7 @@ use crate::evaluation::{Accuracy, Compute, Fidelity, OutputFidelity, Runtime};
 
 /// All rows; empty if the models were not run.
 pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
-    let mut rows = Vec::new();
-    if let Some(accuracy) = &report.accuracy {
-        rows.extend(accuracy_rows(accuracy));
-    }
-    if let (None, Some(measured)) = (&report.accuracy, &report.fidelity) {
-        rows.extend(fidelity_rows(&measured.fidelity));
-    }
+    let mut rows = quality_rows(report);
     if let Some(latency) = &report.latency {
         let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ");
         let what = format!("{}, batch {sizes}, {} threads", runtime_name(&latency.runtime), latency.threads);
@@ -22,11 +16,25 @@ pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
         rows.push(["95th percentile".into(), milliseconds(latency.before_ms.p95), milliseconds(latency.after_ms.p95)]);
         rows.push(["speed-up".into(), "1.00".into(), latency.describe_speedup()]);
     }
-    if let Some(compute) = &report.compute {
-        rows.push([macs_label(compute), count(compute.before.macs), count(compute.after.macs)]);
-        rows.push(["activation memory".into(), bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)]);
-    }
+    rows.extend(report.compute.iter().flat_map(compute_rows));
     rows
+}
+
+/// Rows of the scores, or of the fidelity without scores.
+pub(super) fn quality_rows(report: &Report) -> Vec<[String; 3]> {
+    match (&report.accuracy, &report.fidelity) {
+        (Some(accuracy), _) => accuracy_rows(accuracy),
+        (None, Some(measured)) => fidelity_rows(&measured.fidelity),
+        (None, None) => Vec::new(),
+    }
+}
+
+/// Rows of the cost of one forward pass.
+pub(super) fn compute_rows(compute: &Compute) -> [[String; 3]; 2] {
+    [
+        [macs_label(compute), count(compute.before.macs), count(compute.after.macs)],
+        ["activation memory".into(), bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)],
+    ]
 }
 
 /// Label of the multiply-accumulates, with the input sizes at which they were counted.

@@ -3,6 +3,7 @@
 //! The fields of [`Report`] are the keys of `report.json`. Keys may be added, but are never renamed.
 
 mod budget;
+pub(crate) mod card;
 mod compare;
 pub(crate) mod environment;
 #[doc(hidden)]

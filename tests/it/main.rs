@@ -5,6 +5,7 @@
 mod blockwise;
 mod cached;
 mod cached_results;
+mod cards;
 #[path = "../../fuzz/changes.rs"]
 mod changes;
 #[path = "../../fuzz/checks.rs"]

@@ -130,8 +130,8 @@ impl Pipeline {
     /// of the structs destructured here does not compile until this function hashes it or names it as
     /// irrelevant.
     fn result_keys(&self, model: &Model, work: &Work) -> Result<Vec<String>> {
-        // Evaluation, export, bill of materials and the runtimes to check do not affect the passes. The keys
-        // of the passes contain everything else.
+        // Evaluation, export, model card, bill of materials and the runtimes to check do not affect the
+        // passes. The keys of the passes contain everything else.
         let Recipe {
             model: _,
             seed: _,
@@ -143,6 +143,7 @@ impl Pipeline {
             passes,
             evaluate,
             export: _,
+            card: _,
             sbom: _,
             loads: _,
             output: _,

@@ -41,7 +41,7 @@ fn race(launcher: &[&str], count: usize) {
         let weights = fs::read(path.join("deep/out/model.safetensors")).unwrap_or_default();
         assert_eq!(
             names(&path.join("deep/out")),
-            ["model.safetensors", "recipe.yaml", "report.html", "report.json", "report.md", "tokenizer.json"],
+            ["README.md", "model.safetensors", "recipe.yaml", "report.html", "report.json", "report.md", "tokenizer.json"],
             "round {number}"
         );
         assert!(!weights.is_empty() && *first.get_or_insert_with(|| weights.clone()) == weights, "round {number}: the weights are incomplete");

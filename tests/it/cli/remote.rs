@@ -73,6 +73,8 @@ fn a_model_of_the_hub_is_read_remotely() {
     place.same("out");
     let report = read_json(&place.path().join("out/report.json"));
     assert_eq!(report["model"]["source"], "hf:org/name");
+    let card = fs::read_to_string(place.path().join("out/README.md")).unwrap();
+    assert!(card.contains("base_model:\n- org/name\n") && card.contains("[org/name](https://huggingface.co/org/name)"), "{card}");
     // Weights are read in ranges from a server that never receives the token, and files that are not
     // copied are not requested.
     let (asked, weights) = (hub.requests(), elsewhere.requests());
@@ -327,6 +329,11 @@ fn bucket(server: &Server) -> [(&str, &str); 5] {
     [("AWS_ENDPOINT_URL", server.address.as_str()), ("AWS_ALLOW_HTTP", "true"), keys[0], keys[1], keys[2]]
 }
 
+/// Whether a file does not depend on times and on the location of the output.
+fn is_independent(name: &str) -> bool {
+    !name.starts_with("report.") && !["recipe.yaml", "README.md"].contains(&name)
+}
+
 #[test]
 fn a_bucket_contains_the_same_as_a_folder() {
     let place = Workspace::new();
@@ -335,9 +342,11 @@ fn a_bucket_contains_the_same_as_a_folder() {
     let run = place.run("quantize-dynamic in -o s3://bucket/models/out", &variables);
     assert_eq!(run.code, 0, "{}", run.stderr);
     let objects = held.lock().unwrap().objects.clone();
-    for (name, bytes) in files(&place.path().join("here")).iter().filter(|(name, _)| !name.starts_with("report.") && *name != "recipe.yaml") {
+    for (name, bytes) in files(&place.path().join("here")).iter().filter(|(name, _)| is_independent(name)) {
         assert!(objects.get(&format!("models/out/{name}")) == Some(bytes), "{name}");
     }
+    let card = String::from_utf8(objects["models/out/README.md"].clone()).unwrap();
+    assert!(card.contains("compress check path/to/model --loads") && !card.contains("AutoModel"), "{card}");
     assert!(objects.keys().all(|name| name.starts_with("models/out/")) && held.lock().unwrap().uploads.is_empty());
     let written: Vec<_> = server.requests().iter().filter(|request| request.method == "PUT").map(|request| request.path().to_owned()).collect();
     assert!(written[0].ends_with("/compress.unfinished") && written[1].ends_with("/model.safetensors"), "{written:?}");
@@ -406,7 +415,7 @@ fn weights_are_streamed_to_a_bucket() {
     assert_eq!(run.code, 0, "{}", run.stderr);
     let (held, whole) = (held.lock().unwrap(), files(&place.path().join("whole")));
     assert!(held.begun == 2 && held.parts == 4 && held.uploads.is_empty(), "{} uploads, {} parts", held.begun, held.parts);
-    for (name, bytes) in whole.iter().filter(|(name, _)| !name.starts_with("report.") && *name != "recipe.yaml") {
+    for (name, bytes) in whole.iter().filter(|(name, _)| is_independent(name)) {
         assert!(held.objects.get(&format!("out/{name}")) == Some(bytes), "{name}");
     }
     assert_eq!(held.objects.len(), whole.len());

@@ -135,7 +135,8 @@ pub fn read(path: &Path) -> Tensors {
     tensors
 }
 
-/// The files of a folder and its subfolders, without those that contain times and paths.
+/// The files of a folder and its subfolders, without files that contain times and paths (reports, the
+/// recipe) or measurements (the model card).
 pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -143,7 +144,7 @@ pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if path.is_dir() {
             files.extend(contents(&path).into_iter().map(|(inner, bytes)| (format!("{name}/{inner}"), bytes)));
-        } else if !name.starts_with("report.") && name != "recipe.yaml" {
+        } else if !name.starts_with("report.") && name != "recipe.yaml" && name != "README.md" {
             files.insert(name, fs::read(path).unwrap());
         }
     }

@@ -31,6 +31,7 @@ fn files() -> impl Strategy<Value = BTreeMap<String, Vec<u8>>> {
         "scheduler.pt",
         "optimizer.pt",
         "tokenizer.json",
+        "README.md",
         "report.json",
         "report.md",
         "report.csv",

@@ -127,12 +127,13 @@ const REFUSED: [(&str, &str, &str); 6] = [
     ("evaluate", "runtime", "needs ONNX Runtime for another value than the default: tests/it/cli/commands/evaluation.rs"),
 ];
 
-/// Options of data that do not affect scores, and the reason.
-const WITHOUT_EFFECT: [(&str, &str); 4] = [
+/// Options of data and evaluation that do not affect scores, and the reason.
+const WITHOUT_EFFECT: [(&str, &str); 5] = [
     ("batch_size", "samples are independent of each other"),
     ("layout", "a model supports images in one layout, and the other layout is rejected"),
     ("source", "names a source that a program has registered"),
     ("metric", "names a metric that a program has registered"),
+    ("benchmark", "names the data on the Hub: tests/it/cards.rs"),
 ];
 
 /// Options that every run of a pass on the small models needs, except those that exclude an option.
@@ -330,7 +331,8 @@ fn every_option_of_data_and_evaluation_changes_the_scores_or_is_rejected() {
     let mut wrong = Vec::new();
     for (name, kind) in [("data", "Data"), ("evaluate", "Evaluate")] {
         for (option, described) in schema["$defs"][kind]["properties"].as_object().unwrap() {
-            if name == "data" && (["text", "images", "arrays"].contains(&option.as_str()) || WITHOUT_EFFECT.iter().any(|(listed, _)| listed == option)) {
+            let is_data = name == "data" && ["text", "images", "arrays"].contains(&option.as_str());
+            if is_data || WITHOUT_EFFECT.iter().any(|(listed, _)| listed == option) {
                 continue;
             }
             let values = special(name, option).unwrap_or_else(|| candidates(&schema, described));

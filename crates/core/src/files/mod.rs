@@ -8,6 +8,7 @@
 
 mod destination;
 mod file_cache;
+mod hub_name;
 mod local_names;
 #[cfg(feature = "remote")]
 mod remote;
@@ -24,6 +25,7 @@ use std::sync::Arc;
 
 pub use destination::{Destination, NewFile};
 pub use file_cache::FileCache;
+pub use hub_name::{Repository, data_set_id, is_repository_id};
 pub use local_names::LocalNames;
 pub use remote::{SCHEMES, describe};
 pub use stores::{Store, is_writable, prefetch, register_store};

@@ -6,7 +6,7 @@
 mod options;
 mod results;
 
-pub use options::{Evaluate, Precision};
+pub use options::{Benchmark, Evaluate, Precision};
 pub use results::{
     Accuracy, Compute, Continuation, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better,
 };

@@ -76,6 +76,8 @@ pub enum ExclusionReason {
     Runtime,
     /// Report or training log of an earlier run.
     Replaced,
+    /// Description of the original model, which the model card of the output replaces.
+    Card,
     /// State of an earlier training, which may contain local paths.
     Training,
     /// A hidden file or folder, such as that of a version control system.
@@ -98,6 +100,7 @@ impl ExclusionReason {
             ExclusionReason::Described => "they describe the original weights",
             ExclusionReason::Runtime => "they describe the original ONNX file",
             ExclusionReason::Replaced => "they describe an earlier run or the files of the input",
+            ExclusionReason::Card => "the output has its own model card; `card: false` or `--no-card` copies the original one instead",
             ExclusionReason::Training => "they are the state of an earlier training",
             ExclusionReason::Hidden => "hidden files and folders are not part of a model",
             ExclusionReason::Secret => "they may contain keys or credentials",
@@ -219,10 +222,15 @@ impl AuxiliaryFiles {
 
     /// Excludes the description of an ONNX file, because the output has a different one.
     pub fn exclude_runtime_config(&mut self) {
+        self.exclude(RUNTIME, ExclusionReason::Runtime);
+    }
+
+    /// Excludes a file, if it would be carried over.
+    pub fn exclude(&mut self, name: &str, reason: ExclusionReason) {
         let before = self.files.len();
-        self.files.retain(|file| file != Path::new(RUNTIME));
+        self.files.retain(|file| file != Path::new(name));
         if self.files.len() < before {
-            self.left.push((RUNTIME.into(), ExclusionReason::Runtime));
+            self.left.push((name.into(), reason));
         }
     }
 

@@ -36,7 +36,7 @@ fn report_renders_the_page_of_a_run_again() {
 fn force_replaces_only_unchanged_files() {
     let folder = prepared();
     let edit = |name: &str| fs::write(folder.path().join(name), fs::read_to_string(folder.path().join(name)).unwrap() + "\n").unwrap();
-    for name in ["report.md", "report.html", "recipe.yaml"] {
+    for name in ["report.md", "report.html", "recipe.yaml", "README.md"] {
         edit(&format!("a/{name}"));
         let run = compress(folder.path(), "prune-unstructured in -o a --amount 0.5 --force");
         assert!(run.code == 1 && run.stderr.contains(&format!("{name} would be lost")), "{}", run.stderr);
@@ -273,7 +273,7 @@ fn published_files_contain_no_absolute_paths_and_no_secrets() {
     let notes = report["notes"].to_string();
     assert!(notes.contains(".env (hidden") && notes.contains("id_rsa, server.pem (they may contain keys"), "{notes}");
     let root = folder.path().to_string_lossy().into_owned();
-    for name in ["recipe.yaml", "report.json", "report.md", "report.html"] {
+    for name in ["recipe.yaml", "report.json", "report.md", "report.html", "README.md"] {
         assert!(!fs::read_to_string(out.join(name)).unwrap().contains(&root), "{name}");
     }
     assert!([".env", "id_rsa", "server.pem"].iter().all(|name| !out.join(name).exists()));

@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use super::http::{self, Address};
 use super::{Backend, Found, content_hash, lock, secrets};
+use crate::files::hub_name::{Repository, parse};
 
 /// Maximum size of an API response in bytes.
 const MAX_RESPONSE: u64 = 64 << 20;
@@ -22,14 +23,6 @@ const MAX_RESPONSE: u64 = 64 << 20;
 const PAGE: usize = 1000;
 /// Maximum number of pages of a listing.
 const MAX_PAGES: usize = 100;
-
-/// A model repository.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Repository {
-    /// `org/name`.
-    id: String,
-    revision: String,
-}
 
 /// Whether an environment variable is set to a true value.
 fn is_enabled(name: &str) -> bool {
@@ -67,34 +60,6 @@ pub(super) fn address(name: &str) -> io::Result<super::Address> {
     let (repository, inside) = parse(name).map_err(|reason| io::Error::new(io::ErrorKind::InvalidInput, reason))?;
     let root = format!("hf:{}@{}", repository.id, repository.revision);
     Ok(super::Address { root, inside, open: Box::new(move || open(repository)) })
-}
-
-/// Prefixes of revisions whose names contain a `/`.
-const NESTED: [&str; 2] = ["refs/pr/", "refs/convert/"];
-
-fn parse(name: &str) -> Result<(Repository, String), String> {
-    let form = || "is not of the form hf:org/name, hf:org/name@revision or hf:org/name@revision/file".to_owned();
-    let rest = name.strip_prefix("hf:").ok_or_else(form)?;
-    let (org, rest) = rest.split_once('/').ok_or_else(form)?;
-    let slash = rest.find('/').unwrap_or(rest.len());
-    let (name, revision, inside) = match rest.find('@').filter(|at| *at < slash) {
-        None => (rest.get(..slash), "main", rest.get(slash..)),
-        Some(at) => {
-            let after = rest.get(at.saturating_add(1)..).unwrap_or_default();
-            let nested = NESTED.iter().find(|prefix| after.starts_with(**prefix)).map_or(0, |prefix| prefix.len());
-            let end = after.get(nested..).and_then(|rest| rest.find('/')).map_or(after.len(), |end| end.saturating_add(nested));
-            (rest.get(..at), after.get(..end).unwrap_or_default(), after.get(end..))
-        }
-    };
-    let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
-    let name = name.unwrap_or_default();
-    let valid =
-        revision.split('/').all(|part| !part.is_empty() && part != ".." && !part.contains(['?', '#', '%', '\\']) && !part.contains(char::is_whitespace));
-    if !plain(org) || !plain(name) || !valid {
-        return Err(form());
-    }
-    let inside = inside.unwrap_or_default().trim_matches('/').to_owned();
-    Ok((Repository { id: format!("{org}/{name}"), revision: revision.to_owned() }, inside))
 }
 
 /// Percent-encodes a text for a URL, except the characters of `keep`.
@@ -291,22 +256,6 @@ impl Backend for Snapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_are_parsed() {
-        let check = |name: &str, id: &str, revision: &str, inside: &str| {
-            let expected = (Repository { id: id.into(), revision: revision.into() }, inside.to_owned());
-            assert_eq!(parse(name), Ok(expected), "{name}");
-        };
-        check("hf:a/b", "a/b", "main", "");
-        check("hf:a/b/model.safetensors", "a/b", "main", "model.safetensors");
-        check("hf:a/b-2.5@v1.0/onnx/model@2.onnx", "a/b-2.5", "v1.0", "onnx/model@2.onnx");
-        check("hf:a/b@refs/pr/7/config.json", "a/b", "refs/pr/7", "config.json");
-        check("hf:a/b@refs/pr/7", "a/b", "refs/pr/7", "");
-        for wrong in ["hf:", "hf:a", "hf:a/", "hf:/b", "hf:a/b@", "hf:../b", "hf:a/b@../c", "hf:a b/c", "hf:a/b@x?y"] {
-            assert!(parse(wrong).unwrap_err().contains("hf:org/name"), "{wrong}");
-        }
-    }
 
     #[test]
     fn next_pages_are_found() {

@@ -1,0 +1,76 @@
+//! How runtimes load an output.
+
+use std::fmt::{Result, Write};
+
+use super::Card;
+use super::tasks::Task;
+use crate::contract::{Runtime, Target};
+
+/// Stands for the location of the output.
+const PATH: &str = "path/to/model";
+/// Files of tokenizers.
+const TOKENIZERS: [&str; 6] = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"];
+
+/// Writes a section for each runtime whose rules the output complies with.
+pub(super) fn write(card: &Card, out: &mut String) -> Result {
+    let Some(targets) = card.loaded_by else {
+        return writeln!(out, "`compress check {PATH} --loads vllm,sglang,transformers` checks which runtimes load the model.\n");
+    };
+    let sections: Vec<(&Target, [String; 2])> = targets.iter().filter_map(|target| Some((target, example(card, target.runtime())?))).collect();
+    if sections.is_empty() {
+        writeln!(out, "None of the runtimes whose rules `compress check --loads` knows loads the model directly.\n")?;
+        writeln!(out, "```sh\ncompress densify {PATH} -o dense\n```\n\nThis converts all weights to floats in safetensors.\n")?;
+        return Ok(());
+    }
+    for (target, [language, code]) in sections {
+        writeln!(out, "### {}\n\nComplies with the rules of version {} (a static check).\n", title(target.runtime()), target.version())?;
+        writeln!(out, "```{language}\n{code}\n```\n")?;
+    }
+    Ok(())
+}
+
+fn title(runtime: Runtime) -> &'static str {
+    match runtime {
+        Runtime::Vllm => "vLLM",
+        Runtime::Sglang => "SGLang",
+        Runtime::Transformers => "transformers",
+        Runtime::LlamaCpp => "llama.cpp",
+        Runtime::OnnxRuntime => "ONNX Runtime",
+    }
+}
+
+/// Code that loads the output, with its language. `None` if the runtime has no use for such a model.
+fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
+    let shell = |command: String| Some(["sh".to_owned(), command]);
+    let has_tokenizer = TOKENIZERS.iter().any(|name| card.files.contains(*name));
+    match runtime {
+        Runtime::Vllm | Runtime::Sglang if !has_tokenizer || card.is_sentence_encoder() => None,
+        Runtime::Vllm => shell(format!("vllm serve {PATH}")),
+        Runtime::Sglang => shell(format!("python -m sglang.launch_server --model-path {PATH}")),
+        Runtime::Transformers => Some(["python".to_owned(), in_python(card, has_tokenizer)]),
+        Runtime::LlamaCpp => shell(format!("llama-server -m {}", inside(card.file("gguf")?))),
+        Runtime::OnnxRuntime => {
+            let code = format!("import onnxruntime\n\nsession = onnxruntime.InferenceSession(\"{}\")", inside(card.file("onnx")?));
+            Some(["python".to_owned(), code])
+        }
+    }
+}
+
+fn inside(file: &str) -> String {
+    format!("{PATH}/{}", file.escape_default())
+}
+
+fn in_python(card: &Card, has_tokenizer: bool) -> String {
+    if card.is_sentence_encoder() {
+        return format!("from sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(\"{PATH}\")");
+    }
+    let class = card.architecture().as_deref().and_then(Task::of_class).map_or("AutoModel", |task| task.auto_class);
+    let preprocessor = match () {
+        () if has_tokenizer => Some(("AutoTokenizer", "tokenizer")),
+        () if card.files.contains("preprocessor_config.json") => Some(("AutoProcessor", "processor")),
+        () => None,
+    };
+    let imports = [Some(class), preprocessor.map(|(class, _)| class)].into_iter().flatten().collect::<Vec<_>>().join(", ");
+    let lines = [Some((class, "model")), preprocessor].into_iter().flatten().map(|(class, name)| format!("\n{name} = {class}.from_pretrained(\"{PATH}\")"));
+    format!("from transformers import {imports}\n{}", lines.collect::<String>())
+}

@@ -1,0 +1,265 @@
+//! Model cards of output folders, and scores in the form that the Hub reads.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use compress::pass::{Cast, PruneUnstructured, Quantize};
+use compress::pipeline::{PartIndex, verify};
+use compress::prelude::*;
+use serde_json::{Map, Value, json};
+
+use crate::common::{DType, Desk, Output, Tensor, contents, pipeline, work, write};
+
+const CARD: &str = "README.md";
+
+/// The card of a model on the Hub.
+const SOURCE_CARD: &str = "---
+license: apache-2.0
+language: [\"no\", en]
+library_name: transformers
+pipeline_tag: text-generation
+base_model: org/pico
+datasets: [org/corpus]
+tags: [safetensors, conversational]
+---
+# Pico
+
+A small model.
+";
+
+/// A small Llama with a card.
+fn model(desk: &Desk, card: &str) -> PathBuf {
+    let path = desk.pico(DType::F32, 1);
+    fs::write(path.join(CARD), card).unwrap();
+    path
+}
+
+/// A small Llama without a tokenizer and without a card.
+fn golden(desk: &Desk) -> PathBuf {
+    let (from, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama"), desk.path().join("llama"));
+    fs::create_dir(&to).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(from.join(name), to.join(name)).unwrap();
+    }
+    to
+}
+
+fn quantize() -> Quantize {
+    serde_json::from_value(json!({ "scheme": "W4A16" })).unwrap()
+}
+
+fn prune() -> PruneUnstructured {
+    PruneUnstructured { amount: Some(Amount::fraction(0.5)), ..PruneUnstructured::default() }
+}
+
+fn run(desk: &Desk, input: &Path, pass: impl Into<Step>) -> Output {
+    desk.run(input, pipeline().measure(false).pass(pass)).unwrap()
+}
+
+fn card(folder: &Path) -> String {
+    fs::read_to_string(folder.join(CARD)).unwrap()
+}
+
+/// The metadata of a card.
+fn metadata(card: &str) -> Map<String, Value> {
+    let (yaml, _) = card.strip_prefix("---\n").unwrap().split_once("\n---\n").unwrap();
+    serde_saphyr::from_str(yaml).unwrap()
+}
+
+/// Whether all files of an output are those of its report.
+fn is_verified(folder: &Path) -> bool {
+    work(|work| verify(folder, work)).unwrap().iter().all(|check| check.ok)
+}
+
+#[test]
+fn a_card_states_the_origin_the_passes_and_the_runtimes() {
+    let desk = Desk::new();
+    let input = model(&desk, SOURCE_CARD);
+    let output = desk.run(&input, pipeline().pass(quantize())).unwrap();
+    let card = card(&output.path);
+    let expected = json!({
+        "license": "apache-2.0", "language": ["no", "en"], "base_model": ["org/pico"], "base_model_relation": "quantized",
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["compress", "compressed-tensors", "conversational"],
+    });
+    assert_eq!(Value::Object(metadata(&card)), expected, "{card}");
+    // Readers of YAML 1.1 take the language for a boolean.
+    assert!(card.contains("- \"no\"") || card.contains("- 'no'"), "{card}");
+    for part in [
+        "(https://huggingface.co/org/pico)",
+        "1. Linear weights were quantized in a scheme of compressed-tensors (`quantize`, `scheme: W4A16`, `method: rtn`",
+        "): 14 weights.",
+        "## Quality",
+        "| `logits`: cosine, mean and minimum; SQNR |",
+        "| weights | ",
+        "| `model.safetensors` | safetensors |",
+        "vllm serve path/to/model",
+        "python -m sglang.launch_server",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "compress run recipe.yaml -o out",
+        &output.report.model.blake3,
+    ] {
+        assert!(card.contains(part), "{part}\n{card}");
+    }
+    assert!(!card.contains("llama-server") && !card.contains("onnxruntime") && !card.contains("A small model"), "{card}");
+    let notes = output.report.notes.join("\n");
+    assert!(notes.contains("not carried over from the input: README.md (the output has its own model card"), "{notes}");
+    assert!(output.report.carried.iter().any(|file| file.path == CARD) && is_verified(&output.path));
+}
+
+#[test]
+fn formats_determine_the_metadata_and_the_runtimes() {
+    let desk = Desk::new();
+    let input = golden(&desk);
+    fs::write(input.join(CARD), "# Llama\n").unwrap();
+    let export = |name: &str| {
+        let pass = Cast { to: FloatFormat::F16, ..Cast::default() };
+        let export = Export::from_name(name).unwrap();
+        card(&desk.run(&input, pipeline().measure(false).pass(pass).export(export)).unwrap().path)
+    };
+    let (gguf, onnx) = (export("gguf"), export("onnx"));
+    for (card, name, code) in [(&gguf, "gguf", "llama-server -m path/to/model/"), (&onnx, "onnx", "InferenceSession(\"path/to/model/model.onnx\")")] {
+        let metadata = metadata(card);
+        assert_eq!((&metadata["library_name"], &metadata["tags"]), (&json!(name), &json!(["compress", name])), "{card}");
+        assert_eq!(metadata["pipeline_tag"], "text-generation");
+        assert!(!metadata.contains_key("license") && !metadata.contains_key("base_model") && !metadata.contains_key("base_model_relation"));
+        assert!(card.contains(code) && !card.contains("vllm serve"), "{card}");
+        assert!(card.contains(&format!("was written in the format `{name}`")) && card.contains("The `README.md` of the source"), "{card}");
+    }
+    // No runtime loads a folder without a configuration.
+    let weights = desk.weights(&[("a.weight".to_owned(), Tensor::random(DType::F32, &[32, 32], 1))].into());
+    let card = card(&run(&desk, &weights, prune()).path);
+    assert!(card.contains("compress densify") && metadata(&card).keys().eq(["tags"]), "{card}");
+}
+
+/// Threads, parts and the location of the folders do not change a card.
+#[test]
+fn the_same_run_writes_the_same_card() {
+    let desk = Desk::new();
+    let input = model(&desk, SOURCE_CARD);
+    let copy = desk.path().join("elsewhere").join(input.file_name().unwrap());
+    for (name, bytes) in contents(&input).into_iter().chain([(CARD.to_owned(), SOURCE_CARD.into())]) {
+        fs::create_dir_all(copy.join(&name).parent().unwrap()).unwrap();
+        fs::write(copy.join(name), bytes).unwrap();
+    }
+    let first = card(&desk.run(&input, pipeline().pass(quantize()).threads(1)).unwrap().path);
+    assert_eq!(first, card(&desk.run(&copy, pipeline().pass(quantize()).threads(3)).unwrap().path));
+    let (whole, merged) = (card(&run(&desk, &input, quantize()).path), desk.place());
+    let pipeline = pipeline().measure(false).pass(quantize()).build().unwrap();
+    for number in [1, 2] {
+        pipeline.run_part(Model::open(&input).unwrap(), &merged, PartIndex::new(number, 2).unwrap()).unwrap();
+    }
+    pipeline.merge(Model::open(&input).unwrap(), &merged, false).unwrap();
+    assert_eq!(whole, card(&merged));
+}
+
+#[test]
+fn a_second_run_continues_the_card_of_the_first() {
+    let desk = Desk::new();
+    let first = run(&desk, &model(&desk, SOURCE_CARD), prune());
+    let second = run(&desk, &first.path, quantize());
+    let (before, after) = (metadata(&card(&first.path)), metadata(&card(&second.path)));
+    assert_eq!((&before["base_model_relation"], &after["base_model_relation"]), (&json!("finetune"), &json!("quantized")));
+    for key in ["license", "base_model", "pipeline_tag"] {
+        assert_eq!(before[key], after[key], "{key}");
+    }
+    assert_eq!(after["tags"], json!(["compress", "compressed-tensors", "conversational"]));
+    let text = card(&second.path);
+    let steps: Vec<&str> = text.lines().filter(|line| line.contains("weights.") && line.contains("`")).collect();
+    assert!(matches!(steps[..], [first, second] if first.starts_with("1. Weights with the smallest") && second.starts_with("2. Linear")), "{text}");
+    assert_eq!(text.matches("# pico, compressed").count(), 1, "{text}");
+}
+
+#[test]
+fn without_a_card_the_original_is_copied() {
+    let desk = Desk::new();
+    let input = model(&desk, SOURCE_CARD);
+    let without = |input: &Path| desk.run(input, pipeline().measure(false).pass(Cast::default()).card(false)).unwrap();
+    assert_eq!(card(&without(&input).path), SOURCE_CARD);
+    // The card of an earlier run describes other weights.
+    let earlier = run(&desk, &input, prune());
+    let output = without(&earlier.path);
+    assert!(!output.path.join(CARD).exists() && output.report.notes.iter().any(|note| note.contains("README.md") && note.contains("an earlier run")));
+    // A single file has no card.
+    let file = desk.path().join("out.onnx");
+    pipeline().measure(false).build().unwrap().run(Model::open(golden(&desk)).unwrap(), &file).unwrap();
+    assert!(file.exists() && !desk.path().join("out.onnx.report").join(CARD).exists() && !desk.path().join(CARD).exists());
+    // Recipes have the same option.
+    let recipe = Recipe::parse("model: x\ncard: false\n", Path::new("recipe.yaml")).unwrap();
+    assert!(!recipe.card && Recipe::new("x").card);
+}
+
+#[test]
+fn cards_of_other_programs_are_not_trusted() {
+    let desk = Desk::new();
+    let malformed = run(&desk, &model(&desk, "---\nlicense: [mit\n---\n"), prune());
+    let note = malformed.report.notes.iter().find(|note| note.contains("the model card has no metadata of the source")).unwrap();
+    assert!(note.contains("README.md") && !metadata(&card(&malformed.path)).contains_key("license"), "{note}");
+    let hostile = "---\nlicense: \"mit\\n---\\n# injected\"\nbase_model: ../../secret\ntags: [{a: b}, \"x\\ny: z\"]\nlanguage: {a: b}\n---\n";
+    let output = run(&desk, &model(&desk, hostile), prune());
+    let metadata = metadata(&card(&output.path));
+    assert_eq!(metadata["license"], "mit\n---\n# injected", "{}", card(&output.path));
+    assert!(metadata["tags"] == json!(["compress", "x\ny: z"]) && !metadata.contains_key("base_model") && !metadata.contains_key("language"));
+    assert!(!card(&output.path).lines().any(|line| line == "# injected"));
+    // Not UTF-8.
+    let path = desk.pico(DType::F32, 1);
+    fs::write(path.join(CARD), [0xff, 0xfe, b'-']).unwrap();
+    assert!(is_verified(&run(&desk, &path, prune()).path));
+}
+
+#[test]
+fn a_repository_is_found_in_the_configuration_or_the_path() {
+    let desk = Desk::new();
+    let input = desk.pico(DType::F32, 1);
+    let path = input.join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let base = |input: &Path| metadata(&card(&run(&desk, input, prune()).path)).get("base_model").cloned();
+    for (name, expected) in [("org/pico", Some(json!(["org/pico"]))), ("models/pico", None), ("/data/pico", None)] {
+        config["_name_or_path"] = json!(name);
+        fs::write(&path, config.to_string()).unwrap();
+        assert_eq!(base(&input), expected, "{name}");
+    }
+    let cached = desk.path().join("models--org--pico-2/snapshots/0123");
+    fs::create_dir_all(cached.parent().unwrap()).unwrap();
+    fs::rename(&input, &cached).unwrap();
+    assert_eq!(base(&cached), Some(json!(["org/pico-2"])));
+    let text = card(&run(&desk, &cached, prune()).path);
+    assert!(text.contains("# pico-2, compressed") && text.contains("[org/pico-2](https://huggingface.co/org/pico-2) (revision `0123`)"), "{text}");
+}
+
+#[test]
+fn scores_on_a_benchmark_are_written_for_the_hub() {
+    let desk = Desk::new();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-sequence-classification");
+    let arrays = desk.place().with_extension("safetensors");
+    let whole = |shape: &[usize], value: &dyn Fn(usize) -> i64| {
+        let values = (0..shape.iter().product()).flat_map(|at| value(at).to_le_bytes());
+        Tensor::new(DType::I64, shape, values.collect())
+    };
+    let ids = whole(&[6, 7], &|at| 3 + (at * 5 % 30) as i64);
+    let rows = [("input_ids", ids), ("attention_mask", whole(&[6, 7], &|_| 1)), ("token_type_ids", whole(&[6, 7], &|_| 0))];
+    let labels = ("labels", whole(&[6], &|at| (at % 3) as i64));
+    let run = |labelled: bool, benchmark: Value| {
+        let rows = rows.clone().into_iter().chain(labelled.then(|| labels.clone()));
+        write(&arrays, &rows.map(|(name, tensor)| (name.to_owned(), tensor)).collect());
+        let evaluate = json!({ "latency": false, "runtime": ["candle"], "benchmark": benchmark });
+        let recipe = json!({ "model": golden, "passes": ["cast"], "data": { "evaluation": { "arrays": arrays } }, "evaluate": evaluate }).to_string();
+        Recipe::parse(&recipe, Path::new("recipe.yaml")).map(|recipe| desk.run(&golden, pipeline().recipe(&recipe)).unwrap())
+    };
+    let benchmark = json!({ "dataset": "org/questions", "task": "default" });
+    let output = run(true, benchmark.clone()).unwrap();
+    let name = ".eval_results/questions.yaml";
+    let written: Vec<Value> = serde_saphyr::from_str(&fs::read_to_string(output.path.join(name)).unwrap()).unwrap();
+    let accuracy = output.report.accuracy.as_ref().unwrap();
+    let value = *accuracy.after.values().next().unwrap();
+    assert!(matches!(&written[..], [entry] if entry["dataset"] == json!({ "id": "org/questions", "task_id": "default" })), "{written:?}");
+    assert!((written[0]["value"].as_f64().unwrap() - value).abs() < 1e-12 && written[0]["notes"].as_str().unwrap().starts_with("accuracy on 6 samples"));
+    assert!(output.report.carried.iter().any(|file| file.path == name) && is_verified(&output.path));
+    assert!(card(&output.path).contains("| accuracy, built-in executor |"), "{}", card(&output.path));
+    let unlabelled = run(false, benchmark).unwrap();
+    assert!(!unlabelled.path.join(name).exists());
+    assert!(unlabelled.report.notes.iter().any(|note| note.contains("no score on the benchmark org/questions")), "{:?}", unlabelled.report.notes);
+    let error = run(true, json!({ "dataset": "questions", "task": "default" })).err().unwrap().to_string();
+    assert!(error.contains("`questions` is not of the form org/name"), "{error}");
+}
