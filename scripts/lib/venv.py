@@ -62,6 +62,11 @@ def older() -> Path:
     return prepare("transformers-4", OLDER, "100 MB", reference())
 
 
+def peft() -> Path:
+    """The python with PEFT in addition to the reference implementations."""
+    return prepare("peft", ["peft==0.21.2", "accelerate==1.15.0"], "10 MB", reference())
+
+
 def nncf() -> Path:
     """The python with NNCF, which reads ONNX without PyTorch."""
     return prepare("nncf", ["nncf==3.4.0", "onnx==1.22.0", "onnxruntime==1.31.1", "numpy==2.4.6"], "1 GB")

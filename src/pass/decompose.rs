@@ -21,10 +21,11 @@ use crate::error::{Error, ParseError, Result, counted};
 use crate::ir::ops::Conv;
 use crate::ir::{Graph, Op, Rewrite, rebuild};
 use crate::model::{self, Model};
+use crate::pass::plan::placeholder;
 use crate::pass::prune_structured::graph_file_note;
 use crate::pass::targets::{self, SelectedWeights};
 use crate::run_state::{Applied, RunState};
-use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource};
+use crate::store::{DType, Origin, Pattern, Weight};
 
 /// Different rank for some layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -117,15 +118,6 @@ impl Factorization {
     /// Size of the checkpoint in bytes. Biases are not part of it.
     fn checkpoint_bytes(&self) -> u64 {
         self.parameters()[1].saturating_mul(self.dtype.bitsize() as u64 / 8)
-    }
-}
-
-/// Placeholder of a weight that is not computed yet.
-struct Placeholder(String);
-
-impl WeightSource for Placeholder {
-    fn visit(&self, _unit: usize, _sink: BlockSink) -> Result<()> {
-        Err(Error::tensor(&self.0, "is not available before the passes run", ""))
     }
 }
 
@@ -330,7 +322,7 @@ impl Pass for Decompose {
         let mut planned = model.clone();
         for factorization in &factorizations {
             for (name, shape) in factorization.parts.iter().zip(&factorization.shapes) {
-                let weight = Weight::new(factorization.dtype, shape.clone(), Encoding::Dense, Arc::new(Placeholder(name.clone())));
+                let weight = placeholder(name, factorization.dtype, shape.clone());
                 planned.weights.by_name.insert(name.clone(), weight.with_origin(Origin::Rescaled));
             }
         }

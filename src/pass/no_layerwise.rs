@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
+use super::quantize::Corrections;
 use super::{Context, Palettize, PruneUnstructured, Quantize};
 use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
@@ -34,12 +35,34 @@ pub(super) fn prune(_pass: &PruneUnstructured, _names: &BTreeSet<&str>, _model: 
 /// Unreachable, because [`require`] has returned an error before.
 pub(super) fn quantize(
     _pass: &Quantize,
-    _encodings: &BTreeMap<String, QuantizationSpec>,
+    _encodings: (&BTreeMap<String, QuantizationSpec>, Option<&Corrections>),
     _model: &mut Model,
     _context: &Context,
     _applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
     Err(unable("method"))
+}
+
+/// Unreachable, because [`require`] has returned an error before.
+pub(super) fn correct(
+    _pass: &'static str,
+    _corrections: &Corrections,
+    _original: &Model,
+    _rounded: &mut Model,
+    _context: &Context,
+    _applied: &mut Applied,
+) -> Result<Map<String, Value>> {
+    Err(unable("correct"))
+}
+
+/// Unreachable, because [`require`] has returned an error before.
+pub(super) fn declare_corrections(_model: &mut Model) -> Result<()> {
+    Err(unable("correct"))
+}
+
+/// Returns 0: nothing is corrected.
+pub(super) fn correction_bytes(_sizes: [usize; 2]) -> usize {
+    0
 }
 
 /// Unreachable, because [`require`] has returned an error before.

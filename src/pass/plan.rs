@@ -1,13 +1,14 @@
 //! Plans of passes: the model that a pass will produce, and the work that produces it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::Context;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::run_state::Applied;
-use crate::store::{Encoding, Weight};
+use crate::store::{BlockSink, DType, Encoding, Weight, WeightSource};
 
 type Execution<'a> = Box<dyn FnOnce(&Context) -> Result<(Model, Applied)> + 'a>;
 
@@ -56,6 +57,20 @@ impl<'a> Plan<'a> {
             Some(difference) => Err(Error::run(applied.name, format!("did not produce the planned model: {difference}"), "report this error")),
         }
     }
+}
+
+/// Values of a weight that is not computed yet.
+struct Placeholder(String);
+
+impl WeightSource for Placeholder {
+    fn visit(&self, _unit: usize, _sink: BlockSink) -> Result<()> {
+        Err(Error::tensor(&self.0, "is not available before the passes run", ""))
+    }
+}
+
+/// A dense weight that execution computes.
+pub(super) fn placeholder(name: &str, dtype: DType, shape: Vec<usize>) -> Weight {
+    Weight::new(dtype, shape, Encoding::Dense, Arc::new(Placeholder(name.to_owned())))
 }
 
 /// The first difference between a planned and an executed model that affects its files.

@@ -73,6 +73,20 @@ fn fixed_sizes(after: &Model, sizes: &OpenSizes) -> Option<String> {
         .then(|| format!("the changed graph supports only the specified sizes, although its inputs may declare others: {}", sizes.join(", ")))
 }
 
+/// Passes that preserve what the weights of a model represent, so that low-rank corrections remain valid.
+const PRESERVING: [&str; 2] = ["cast", "dequantize"];
+
+/// Checks that a pass does not change weights that have low-rank corrections.
+fn require_uncorrected(pass: &str, model: &Model) -> Result<()> {
+    match model.is_corrected() && !PRESERVING.contains(&pass) {
+        false => Ok(()),
+        true => Err(Error::option(
+            pass,
+            "changes weights that have low-rank corrections (`adapter`), which would no longer fit: run it before `quantize`, or start from the original model",
+        )),
+    }
+}
+
 /// A note if passes changed weights, but none of the tensors that stack all experts of a layer.
 fn unchanged_experts(model: &Model, run: &RunState) -> Option<String> {
     let is_changed = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
@@ -196,6 +210,7 @@ impl Pipeline {
         let sets = resolved.running.configured_sets();
         let (mut after, mut run) = (model.clone(), self.start(model));
         for step in &mut resolved.steps {
+            require_uncorrected(step.pass().name(), &after)?;
             step.pass_mut().resolve_defaults(&after, &sets);
             let Plan { model, applied, .. } = step.pass().plan(&after, &run)?;
             after = model;

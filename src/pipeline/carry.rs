@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::files;
-use crate::model::{Config, Model};
+use crate::model::{Config, Model, adapter};
 use crate::report::{self, CarriedFile, OutputFile};
 use crate::store::hash::hash_file;
 use crate::work::Work;
@@ -93,6 +93,14 @@ fn collect(root: &Path, inside: &Path, names: &mut Vec<PathBuf>) -> Result<()> {
 pub(super) fn write_listed(folder: &Path, name: &str, text: &str) -> Result<CarriedFile> {
     write_text(&folder.join(name), text)?;
     Ok(CarriedFile { path: name.to_owned(), bytes: text.len() as u64, blake3: blake3::hash(text.as_bytes()).to_string() })
+}
+
+/// Writes the configuration of the adapter with low-rank corrections, if the model has one.
+pub(super) fn write_adapter_config(model: &Model, folder: &Path) -> Result<()> {
+    let Some(text) = model.adapter_config() else { return Ok(()) };
+    let folder = folder.join(adapter::FOLDER);
+    fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
+    write_text(&folder.join(adapter::CONFIG), &text)
 }
 
 pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {

@@ -152,6 +152,9 @@ impl<'a> Run<'a> {
         let resized = self.after.resized_modules(&self.after.path)?;
         carry_over(&self.after, config, &resized, staging.path(), self.state.file.is_some(), &work)?;
         let graph_note = write_graph(&self.after, staging.path())?;
+        if exports.iter().any(|(format, _)| *format == "safetensors") {
+            carry::write_adapter_config(&self.after, staging.path())?;
+        }
         let loads = self.pipeline.check_written(&self.state, staging.path())?;
         Ok(Written { exports, resized, graph_note, loads, peak_rss_bytes })
     }

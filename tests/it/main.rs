@@ -15,6 +15,7 @@ mod common;
 mod configs;
 mod contract;
 mod corpus;
+mod corrections;
 mod deployment;
 mod evaluation;
 mod families;

@@ -3,6 +3,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+pub mod adapter;
 mod config;
 mod diff;
 mod files;
@@ -89,8 +90,9 @@ impl Model {
         let mut checkpoint = Checkpoint::open(path)?;
         let folder = names::is_dir(path);
         let unlisted = add_modules(&mut checkpoint, path)?;
-        let weight_files = checkpoint.files.clone();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
+        adapter::add(&config, &mut checkpoint, path)?;
+        let weight_files = checkpoint.files.clone();
         store_tied_once(&config, &mut checkpoint);
         let mut notes = std::mem::take(&mut checkpoint.notes);
         notes.extend(unlisted);
@@ -98,6 +100,7 @@ impl Model {
         checkpoint.gptq = schemes.gptq;
         let class_of = |name: &str| if arch::is_embedding_table(config.model_type(), name) { "Embedding" } else { "Linear" };
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
+        adapter::mark(&mut weights);
         arch::mark_roles(&mut weights.by_name, config.values());
         let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
         auxiliary.in_weight_files = notes;

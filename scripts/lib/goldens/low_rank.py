@@ -3,6 +3,8 @@
 Matrices: squares of the omitted singular values (Eckart and Young), of a matrix and of its outputs for given
 inputs.
 Factors: those of a layer with a residual connection and of the next layer, whose inputs it changes.
+Corrections of quantized layers: the error, whitened by a root of the second moments of the inputs, truncated and
+multiplied by the inverse of the root (EoRA), and the truncated error itself.
 Palettes: clusters of sorted values by dynamic programming over all of them.
 """
 
@@ -80,6 +82,28 @@ def residual_case(samples, size, outputs, rank):
     }
 
 
+def truncated(matrix, rank):
+    left, values, right = np.linalg.svd(matrix)
+    return (left[:, :rank] * values[:rank]) @ right[:rank]
+
+
+def correction_case(rows, size, samples, rank):
+    matrix = numbers(rows, size)
+    quantized = np.round(matrix * 2) / 2
+    inputs = numbers(samples, size) * np.where(np.arange(size) % 5 == 2, 16, 1)
+    values, vectors = np.linalg.eigh(inputs.T @ inputs)
+    root, inverse = vectors * np.sqrt(values), (vectors / np.sqrt(values)).T
+    return {
+        "rank": rank,
+        "size": size,
+        "matrix": matrix.ravel().tolist(),
+        "quantized": quantized.ravel().tolist(),
+        "inputs": inputs.ravel().tolist(),
+        "term": (truncated((matrix - quantized) @ root, rank) @ inverse).ravel().tolist(),
+        "term_without_inputs": truncated(matrix - quantized, rank).ravel().tolist(),
+    }
+
+
 def least_error(values, weights, count):
     order = np.argsort(values)
     values, weights = values[order], weights[order]
@@ -113,6 +137,7 @@ golden = {
     "matrices": [matrix_case(9, 14, 40), matrix_case(14, 9, 40), matrix_case(10, 10, 6)],
     "palettes": [palette_case(numbers(80), 4), palette_case(numbers(80) ** 3, 16), palette_case(np.round(numbers(90)), 8)],
     "residual": residual_case(96, 12, 18, 5),
+    "corrections": [correction_case(9, 14, 60, 3), correction_case(14, 9, 60, 3)],
 }
 path = GOLDEN / "low-rank.json"
 path.write_text(json.dumps(golden) + "\n")

@@ -107,6 +107,9 @@ impl Gguf {
         if !model.weights.by_name.contains_key(HEAD) && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
             return Err(unsupported("lm_head.weight is missing, and config.json does not tie it to the embedding", "the checkpoint is incomplete"));
         }
+        if model.is_corrected() {
+            return Err(unsupported("low-rank corrections of layers", "export safetensors, or quantize without `correct`"));
+        }
         let (mut all, mut rows) = (Vec::new(), 0);
         let mut module_items = Vec::new();
         let uses_importance = self.importance == InputImportance::Activation;

@@ -59,6 +59,8 @@ pub(super) trait Compensating {
 /// The chosen solutions of the layers that read a value.
 pub(super) struct Chosen {
     pub prepared: Prepared<'static>,
+    /// The upper triangle of the sums of products, if it is requested.
+    pub products: Vec<f32>,
     solutions: BTreeMap<String, Solution>,
 }
 
@@ -66,6 +68,15 @@ impl Chosen {
     /// The solution of a layer.
     pub fn solution(&self, layer: &Layer) -> Solution {
         self.solutions.get(&layer.weight).copied().unwrap_or(Solution::Plain(0))
+    }
+
+    /// The values of a weight that its solution approximates.
+    pub fn target(&self, layer: &Layer, values: &[f32]) -> Vec<f32> {
+        let mut target = values.to_vec();
+        if let Solution::Compensated(propagation) = self.solution(layer) {
+            self.prepared.correct(&mut target, propagation);
+        }
+        target
     }
 }
 
@@ -82,6 +93,8 @@ pub(super) struct Choosing {
     pub propagation: Option<f32>,
     /// Sweeps of coordinate descent after compensation.
     pub sweeps: usize,
+    /// Whether the sums of products are needed after the choice.
+    pub keeps_products: bool,
 }
 
 /// How second moments are prepared.
@@ -139,9 +152,9 @@ impl Choosing {
     /// the moments of all tokens.
     pub fn run(&self, value: &str, mut moments: Moments, readers: &Readers, method: &dyn Compensating, report: &mut MethodReport) -> Result<Chosen> {
         if !self.holds_out() {
-            let prepared = self.prepare(value, moments, self.damping, report)?;
+            let (prepared, products) = self.prepare(value, moments, self.damping, report)?;
             let solution = Solution::Compensated(self.propagation.unwrap_or_default());
-            return Ok(Chosen { prepared, solutions: readers.layers.iter().map(|layer| (layer.weight.clone(), solution)).collect() });
+            return Ok(Chosen { prepared, products, solutions: readers.layers.iter().map(|layer| (layer.weight.clone(), solution)).collect() });
         }
         let sampled: Vec<Sampled> = readers.layers.iter().map(|layer| Sampled::new(readers, layer, &moments.folds)).collect::<Result<_>>()?;
         let solutions = (0..method.plain().len()).map(Solution::Plain);
@@ -166,13 +179,15 @@ impl Choosing {
             solutions.insert(layer.weight.clone(), best.0);
         }
         let is_used = solutions.values().any(|solution| matches!(solution, Solution::Compensated(_)));
-        let prepared = self.prepare(value, moments, is_used.then_some(damping), report)?;
-        Ok(Chosen { prepared, solutions })
+        let (prepared, products) = self.prepare(value, moments, is_used.then_some(damping), report)?;
+        Ok(Chosen { prepared, products, solutions })
     }
 
-    fn prepare(&self, value: &str, mut moments: Moments, damping: Option<f64>, report: &mut MethodReport) -> Result<Prepared<'static>> {
+    /// Prepares moments, and returns their sums of products if they are requested.
+    fn prepare(&self, value: &str, mut moments: Moments, damping: Option<f64>, report: &mut MethodReport) -> Result<(Prepared<'static>, Vec<f32>)> {
         let differences = Cow::Owned(std::mem::take(&mut moments.differences));
-        Prepared::new(value, &moments, differences, self.preparation(damping), &mut report.notes)
+        let prepared = Prepared::new(value, &moments, differences, self.preparation(damping), &mut report.notes)?;
+        Ok((prepared, if self.keeps_products { moments.products } else { Vec::new() }))
     }
 
     fn preparation(&self, damping: Option<f64>) -> Preparation {

@@ -7,6 +7,7 @@ mod autoround;
 mod block_checkpoints;
 mod checks;
 mod compensated;
+mod corrections;
 mod guide;
 mod held_out;
 mod low_rank;
@@ -37,6 +38,8 @@ use crate::store::{Weight, Weights};
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use block_checkpoints::{BlockCheckpoints, BlockReport};
 use checks::{require_bytes, require_finite};
+use corrections::CorrectedError;
+pub(in crate::pass) use corrections::{correct, correction_bytes, declare_corrections};
 use guide::{Factors, Guide};
 use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;
@@ -101,6 +104,8 @@ struct MethodReport {
     figures: BTreeMap<String, f64>,
     /// The solutions that were chosen, if the method has several.
     choices: Vec<LayerChoice>,
+    /// Errors of layers with low-rank corrections.
+    corrections: Vec<CorrectedError>,
 }
 
 impl MethodReport {
@@ -108,6 +113,7 @@ impl MethodReport {
         self.notes.extend(other.notes);
         self.figures.extend(other.figures);
         self.choices.extend(other.choices);
+        self.corrections.extend(other.corrections);
     }
 }
 
@@ -328,10 +334,12 @@ impl Layerwise<'_> {
 
     /// Continues with the weights of a block from its checkpoint.
     fn resume(&self, sites: &[&Site], original: &Weights, blocks: &mut Blockwise, method: &dyn Method, changed: &BTreeMap<String, Weight>) -> Result<()> {
-        for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
+        let layers = || sites.iter().flat_map(|site| &site.layers);
+        let is_other = |name: &String| original.by_name.contains_key(name) && layers().all(|layer| layer.weight != *name);
+        for (name, weight) in changed.iter().filter(|(name, _)| is_other(name)) {
             blocks.replace(name, tensor(&weight.floats(name)?, &weight.shape, self.context)?);
         }
-        for layer in sites.iter().flat_map(|site| &site.layers).filter(|layer| !changed.contains_key(&layer.weight)) {
+        for layer in layers() {
             if let Some(values) = method.values(layer, changed)? {
                 blocks.replace(&layer.weight, tensor(&values, &original.get(&layer.weight)?.shape, self.context)?);
             }

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution, reorder, restore};
+use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::held_out::LayerChoice;
 use super::rescale::RoundingMode;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
@@ -14,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
 use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
 use crate::model::Model;
-use crate::pass::quantize::{Guide, Method as By, Quantize};
+use crate::pass::quantize::{Corrections, Guide, Method as By, Quantize};
 use crate::pass::weight_quantizer::stored_scale;
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
@@ -38,6 +39,8 @@ pub(super) struct Quantization<'a> {
     strength: Option<Strength>,
     /// Weights to leave unchanged.
     ignored: Vec<Pattern>,
+    /// Low-rank corrections of the rounded layers.
+    corrections: Option<&'a Corrections>,
 }
 
 /// How the method of a pass rescales channels before rounding.
@@ -86,7 +89,7 @@ fn describe_rescaling(summary: &Summary, details: &mut Map<String, Value>, appli
 /// have static scales, channels were [rescaled](rescale) before.
 pub(in crate::pass) fn quantize(
     pass: &Quantize,
-    encodings: &BTreeMap<String, QuantizationSpec>,
+    (encodings, corrections): (&BTreeMap<String, QuantizationSpec>, Option<&Corrections>),
     model: &mut Model,
     context: &Context,
     applied: &mut Applied,
@@ -98,11 +101,14 @@ pub(in crate::pass) fn quantize(
         damping: pass.damping,
         propagation: pass.propagation.map(|fraction| fraction as f32),
         sweeps: pass.sweeps(),
+        keeps_products: corrections.is_some_and(|corrections| corrections.uses_samples),
     });
     let strength = strength(pass).filter(|_| !pass.stores_scales());
     let rounding = Quantization::rounding(pass, encodings, model, &applied.meter)?;
-    let quantization = Quantization { gptq, training, guided: pass.guide == Guide::Loss, strength, ignored: pass.ignore.clone(), ..rounding };
-    let mut rounder = Rounder { quantization: &quantization, inputs: Inputs::Nearest(Vec::new()), trained: Vec::new(), report: MethodReport::default() };
+    let guided = pass.guide == Guide::Loss;
+    let quantization = Quantization { gptq, training, guided, strength, ignored: pass.ignore.clone(), corrections, ..rounding };
+    let inputs = Inputs::Nearest { costs: Vec::new(), products: Vec::new() };
+    let mut rounder = Rounder { quantization: &quantization, inputs, trained: Vec::new(), report: MethodReport::default() };
     let summary = quantization.run(model, context, &mut rounder)?;
     let mut details = Map::new();
     if strength.is_some() {
@@ -118,6 +124,9 @@ pub(in crate::pass) fn quantize(
     details.insert("samples".into(), json!(summary.samples));
     let requested = if training.is_some() { AUTOROUND } else { GPTQ };
     LayerChoice::describe(&summary.report.choices, (pass.name(), requested), &mut details, &mut applied.notes);
+    if let Some(corrections) = corrections {
+        describe(corrections, &summary.report.corrections, &mut details);
+    }
     Ok(details)
 }
 
@@ -141,7 +150,7 @@ impl<'a> Quantization<'a> {
         let groups = groups.filter_map(|(name, group)| encodings.get(&name).and_then(|affine| affine.codes.float()).map(|format| (name, group, format)));
         let global_scales = groups.map(|(name, group, format)| Ok((name, group.global_scale(format, meter)?))).collect::<Result<_>>()?;
         let (name, ignored) = (pass.name(), Vec::new());
-        Ok(Quantization { name, encodings, global_scales, gptq: None, training: None, guided: false, pass, strength: None, ignored })
+        Ok(Quantization { name, encodings, global_scales, gptq: None, training: None, guided: false, pass, strength: None, ignored, corrections: None })
     }
 }
 
@@ -167,7 +176,8 @@ impl Quantization<'_> {
             });
             Rescale { strength, activations, groups: groups.collect(), ignored: self.ignored.clone(), round: Box::new(round) }
         });
-        let requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
+        let mut requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
+        requested.products |= self.corrections.is_some_and(|corrections| corrections.uses_samples);
         let flow = Flow { refined: self.training.is_some(), guided: self.guided, ..Flow::default() };
         let work = Layerwise { name: self.name, context, targets: &targets, requested, rescale, flow };
         work.run(model, method)
@@ -225,9 +235,30 @@ fn global_scale(global_scales: &BTreeMap<String, f32>, layer: &Layer) -> f32 {
 
 /// The inputs of the next layers.
 enum Inputs {
-    /// Costs of the errors of columns, to round to nearest.
-    Nearest(Vec<f32>),
+    /// Costs of the errors of columns, to round to nearest, and the sums of products if they are collected.
+    Nearest {
+        costs: Vec<f32>,
+        products: Vec<f32>,
+    },
     Gptq(Chosen),
+}
+
+impl Inputs {
+    /// The values of a weight that rounding approximates.
+    fn target(&self, layer: &Layer, values: &[f32]) -> Vec<f32> {
+        match self {
+            Inputs::Nearest { .. } => values.to_vec(),
+            Inputs::Gptq(chosen) => chosen.target(layer, values),
+        }
+    }
+
+    /// The upper triangle of the sums of products; empty if it was not collected.
+    fn products(&self) -> &[f32] {
+        match self {
+            Inputs::Nearest { products, .. } => products,
+            Inputs::Gptq(chosen) => &chosen.products,
+        }
+    }
 }
 
 /// Rounds layer by layer.
@@ -328,21 +359,24 @@ impl Method for Rounder<'_> {
 
     fn bytes(&self, layer: &Layer) -> usize {
         // Sweeps also hold the targets, the gradients, and a full set of second moments.
-        if self.quantization.sweeps() > 0 { 24 * layer.rows * layer.size + 4 * layer.size * layer.size } else { 16 * layer.rows * layer.size }
+        let rounding = if self.quantization.sweeps() > 0 { 24 * layer.rows * layer.size + 4 * layer.size * layer.size } else { 16 * layer.rows * layer.size };
+        rounding.max(self.quantization.corrections.map_or(0, |_| correction_bytes([layer.rows, layer.size])))
     }
 
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
         self.inputs = match self.quantization.gptq {
             Some(choosing) => Inputs::Gptq(choosing.run(value, moments, readers, self.quantization, &mut self.report)?),
-            None => Inputs::Nearest(costs(&moments.squares)),
+            None => Inputs::Nearest { costs: costs(&moments.squares), products: moments.products },
         };
         Ok(())
     }
 
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let original = self.quantization.training.map(|_| values.to_vec());
+        let corrections = self.quantization.corrections.filter(|corrections| corrections.layers.contains_key(&layer.weight));
+        let target = corrections.map(|_| self.inputs.target(layer, values));
         let steps = match &self.inputs {
-            Inputs::Nearest(costs) => self.quantization.nearest(layer, weight, values, costs)?,
+            Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs)?,
             Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.solution(layer))?,
         };
         let affine = self.quantization.affine(layer)?;
@@ -355,7 +389,23 @@ impl Method for Rounder<'_> {
         let global_scale = global_scale(&self.quantization.global_scales, layer);
         let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale * global_scale, *zero)).unzip();
         let new = weight.quantized(&layer.weight, affine.clone(), codes, &Scales { run: grid.group, scales, zero_points, global_scale })?;
-        Ok(vec![(layer.weight.clone(), new)])
+        let mut changed = Vec::with_capacity(3);
+        if let (Some(corrections), Some(target)) = (corrections, target) {
+            let (factors, error) = correction(corrections, &layer.weight, [&target, &new.floats(&layer.weight)?], Some(self.inputs.products()))?;
+            self.report.corrections.push(error);
+            changed.extend(factors);
+        }
+        changed.push((layer.weight.clone(), new));
+        Ok(changed)
+    }
+
+    fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
+        let Some(weight) = changed.get(&layer.weight) else { return Ok(None) };
+        let mut values = weight.floats(&layer.weight)?;
+        if let Some(corrections) = self.quantization.corrections {
+            add_term(corrections, layer, changed, &mut values)?;
+        }
+        Ok(Some(values))
     }
 
     fn refine(&mut self, block: &mut ModifiedBlock) -> Result<Vec<(String, Weight)>> {

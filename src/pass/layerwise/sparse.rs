@@ -23,7 +23,7 @@ const BLOCK: usize = 128;
 /// Largest supported M of N:M patterns.
 const MAX_PATTERN: usize = 64;
 /// Options of SparseGPT.
-const SPARSEGPT: Choosing = Choosing { name: "sparsegpt", ordered: false, damping: None, propagation: None, sweeps: 0 };
+const SPARSEGPT: Choosing = Choosing { name: "sparsegpt", ordered: false, damping: None, propagation: None, sweeps: 0, keeps_products: false };
 
 /// Checks whether the build can run models. Always succeeds here; see `no_layerwise.rs`.
 pub(in crate::pass) fn require(_option: &str) -> Result<()> {

@@ -5,6 +5,7 @@
 //!   - quantize: { scheme: W4A16, group_size: 128, rules: [{ targets: ["*down_proj*"], scheme: W8A16 }] }
 //! ```
 
+mod correction;
 mod rules;
 mod scheme;
 mod selection;
@@ -15,6 +16,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+pub use correction::Correction;
+pub(in crate::pass) use correction::Corrections;
 use rules::SchemeLayout;
 pub use rules::SchemeRule;
 pub use scheme::Scheme;
@@ -27,6 +30,7 @@ use crate::arch;
 use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
+use crate::model::adapter::factor_names;
 use crate::run_state::{Applied, RunState};
 use crate::store::{Codes, Pattern, QuantizationSpec};
 use crate::work::Meter;
@@ -140,6 +144,11 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sweeps: Option<usize>,
+    /// Low-rank correction of the quantization error, written as a LoRA adapter in the folder `adapter`: its rank,
+    /// or {rank: 32, importance: none} to ignore calibration samples [default: none]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub correct: Option<Correction>,
     /// Format of the KV cache of a decoder, with scales found on calibration samples [default: floats]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -317,6 +326,15 @@ impl Pass for Quantize {
         if self.stores_scales() {
             layerwise::require(&format!("{NAME}: scheme"))?;
         }
+        if let Some(correction) = self.correct {
+            layerwise::require(&format!("{NAME}: correct"))?;
+            if correction.rank == 0 {
+                return Err(Error::option(format!("{NAME}: correct"), "`rank` must be at least 1"));
+            }
+            if self.method == Method::Autoround {
+                return Err(Error::option(format!("{NAME}: correct"), "is not supported with `method: autoround`; use `gptq`"));
+            }
+        }
         if self.kv_cache.is_some() {
             layerwise::require(&format!("{NAME}: kv_cache"))?;
         }
@@ -335,20 +353,37 @@ impl Pass for Quantize {
         Ok(())
     }
 
+    fn resolve_defaults(&mut self, _model: &Model, sets: &[Samples]) {
+        if let Some(correction) = &mut self.correct {
+            correction.importance = correction.importance.resolved(sets);
+        }
+    }
+
     fn runs_on(&self) -> Option<Samples> {
-        (self.method.reads_samples() || self.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
+        let calibrates = self.method.reads_samples() || self.stores_scales() || self.kv_cache.is_some() || self.correct.is_some_and(Correction::uses_samples);
+        if calibrates { Some(Samples::Calibration) } else { self.correct.map(|_| Samples::None) }
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let Layers { mut encodings, rule, notes } = self.supported_layers(model)?;
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
+        let corrections = self.corrections(&encodings, model)?;
         let tensors: BTreeSet<String> = encodings.keys().cloned().collect();
-        let notes = notes.into_iter().chain(targets::naming_note(NAME, model, &self.targets)).collect();
+        let notes = notes.into_iter().chain(targets::naming_note(NAME, model, &self.targets));
+        let notes = notes.chain(corrections.iter().flat_map(|corrections| corrections.notes.iter().cloned().chain([corrections.note()]))).collect();
         let mut applied = Applied { tensors, rule, notes, ..Applied::new(NAME, self.options()) };
         let mut planned = model.clone();
         self.round(&encodings, &mut planned, &applied.meter)?;
-        if self.method.reads_samples() {
-            applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, &planned.weights));
+        let mut stored = if self.method.reads_samples() { applied.tensors.clone() } else { BTreeSet::new() };
+        if let Some(corrections) = &corrections {
+            corrections.plan(&mut planned.weights);
+            layerwise::declare_corrections(&mut planned)?;
+            applied.memory = corrections.layers.values().map(|layer| layerwise::correction_bytes(layer.sizes)).max().unwrap_or(0) as u64;
+            let factors = corrections.layers.keys().flat_map(|name| factor_names(name));
+            stored.extend(factors.filter(|_| self.method.reads_samples() || corrections.uses_samples));
+        }
+        if !stored.is_empty() {
+            applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&stored, &planned.weights));
         }
         applied.details = json!({ "quantized": encodings.len(), "parameters": parameters, "of": model.weights.parameters() });
         let mut executed = applied.clone();
@@ -369,10 +404,16 @@ impl Pass for Quantize {
                 executed.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, &after, context)?);
             }
             if self.method.reads_samples() {
-                more.extend(layerwise::quantize(self, &encodings, &mut after, context, &mut executed)?);
-                executed.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
+                more.extend(layerwise::quantize(self, (&encodings, corrections.as_ref()), &mut after, context, &mut executed)?);
             } else {
                 self.round(&encodings, &mut after, &executed.meter)?;
+                if let Some(corrections) = &corrections {
+                    more.extend(layerwise::correct(NAME, corrections, model, &mut after, context, &mut executed)?);
+                }
+            }
+            executed.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
+            if corrections.is_some() {
+                layerwise::declare_corrections(&mut after)?;
             }
             if let Some(format) = self.kv_cache {
                 layerwise::add_calibrated_cache_scales(NAME, format, &mut after, context, &mut executed.notes)?;

@@ -288,6 +288,7 @@ impl State {
         if config.values() != model.config.values() || config.carried_quantization() != model.config.carried_quantization() {
             model.config = config;
         }
+        model.restore_adapter_folder();
         let masters = folder.join(MASTERS);
         let masters = if masters.is_dir() { Weights::from_checkpoint(Checkpoint::open(&masters)?)? } else { Weights::default() };
         let originals = std::mem::take(&mut model.weights.by_name);

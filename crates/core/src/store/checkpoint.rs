@@ -19,6 +19,10 @@ use crate::files::{self, Kind};
 pub const SINGLE: &str = "model.safetensors";
 /// File name of the index of a sharded checkpoint.
 pub const INDEX: &str = "model.safetensors.index.json";
+/// File name of a LoRA adapter in the format of PEFT.
+pub const ADAPTER: &str = "adapter_model.safetensors";
+/// Prefix of the tensor names in such a file.
+pub const ADAPTER_PREFIX: &str = "base_model.model.";
 
 /// All tensors of a checkpoint, by name.
 #[derive(Default)]
@@ -71,7 +75,7 @@ impl Checkpoint {
 
     /// Adds the tensors of a subfolder's weight file, if there is one. Fails if a tensor name is not unique.
     pub fn add_folder(&mut self, path: &Path, folder: &str) -> Result<()> {
-        let mut candidates = [SINGLE, pytorch::SINGLE].map(|name| path.join(folder).join(name)).into_iter().filter(|file| files::is_file(file));
+        let mut candidates = [SINGLE, pytorch::SINGLE, ADAPTER].map(|name| path.join(folder).join(name)).into_iter().filter(|file| files::is_file(file));
         let Some(file) = candidates.next() else { return Ok(()) };
         let mut inside = Checkpoint::default();
         inside.add(&file, None)?;

@@ -87,7 +87,8 @@ impl FileLayout {
             lay(name, parts.into_iter().map(|part| (part.name.as_str(), part)).collect())?;
         }
         for (folder, parts) in inside {
-            lay(format!("{folder}/{}", checkpoint::SINGLE), parts)?;
+            let is_adapter = parts.iter().all(|(name, _)| name.starts_with(checkpoint::ADAPTER_PREFIX));
+            lay(format!("{folder}/{}", if is_adapter { checkpoint::ADAPTER } else { checkpoint::SINGLE }), parts)?;
         }
         let index = (count > 1).then(|| format!("{:#}\n", serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map })));
         Ok(FileLayout { files, index, parts })

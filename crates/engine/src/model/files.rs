@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Config, Model, quantization};
+use super::{Config, Model, adapter, quantization};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 use crate::output::{SBOM, SIGNATURE};
@@ -195,6 +195,8 @@ impl AuxiliaryFiles {
                 () if is_secret(&name) => ExclusionReason::Secret,
                 () if (top && name == "config.json") || weights.contains(&path) || index == Some(&path) => continue,
                 () if top && (OWN.contains(&name.as_str()) || is_training_log(&name)) => ExclusionReason::Replaced,
+                // The adapter of the model, whose configuration is written with its weights.
+                () if !top && name == adapter::CONFIG && has_weights => continue,
                 () if has_weights && is_training_state(&name) => ExclusionReason::Training,
                 () if top && quantization::DESCRIPTIONS.contains(&name.as_str()) => ExclusionReason::Described,
                 () if top && name == RUNTIME && !weights.contains(&root.join(ONNX)) => ExclusionReason::Runtime,

@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{AuxiliaryFiles, Config, Model};
+use super::{AuxiliaryFiles, Config, Model, adapter};
 use crate::arch::{self, SentenceModule, Settings};
 use crate::error::{Error, Result};
 use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, GraphFile, Node, Op, difference, is_equivalent, kv_cache, rebuild};
+use crate::ir::{Builder, GraphFile, Node, Op, difference, is_equivalent, kv_cache, low_rank, rebuild};
 pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Encoding, Module, OpenSizes, QuantizationSpec, Weight, Weights};
 
@@ -189,13 +189,16 @@ impl Model {
         }
         let (modules, unknown) = SentenceModule::described(&self.path)?;
         let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &modules, Builder::new(&self.weights))?;
+        let corrections = self.corrections();
+        let graph = if corrections.is_empty() { graph } else { low_rank::insert(&graph, &self.weights, &corrections)? };
         let quantizers = self.quantizers();
         let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
         let graph = match self.config.cache()? {
             None => graph,
             Some(format) => kv_cache::insert(&graph, &self.weights, format)?,
         };
-        Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(unknown).collect()))
+        let keys = keys.into_iter().filter(|key| key != adapter::KEY);
+        Ok((graph, keys.map(|key| format!("config.json: {key}")).chain(unknown).collect()))
     }
 
     /// Folders of pooling modules with their input widths, if a pass has changed the graph.

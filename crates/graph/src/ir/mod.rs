@@ -13,6 +13,7 @@ mod dim_text;
 mod file;
 mod graph;
 pub mod kv_cache;
+pub mod low_rank;
 pub mod ops;
 mod port;
 pub mod quantizers;
