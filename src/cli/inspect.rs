@@ -10,6 +10,7 @@ use super::args::Global;
 use super::output;
 use super::running::{Computation, Graph};
 use crate::error::{Result, counted};
+use crate::kernel::cache::CacheScales;
 use crate::model::{Model, is_linear};
 use crate::report::format::{bytes, count, natural, percent, shape};
 use crate::report::terminal::{facts, table};
@@ -136,7 +137,10 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
     let zeros = zeros.map_or(String::new(), |zeros| format!("; {} are zero", percent(zeros, parameters)));
     let cache = match model.config.cache() {
         Ok(None) => String::new(),
-        Ok(Some(format)) => format!("keys and values as {}", format.name()),
+        Ok(Some(scheme)) => {
+            let scales = if scheme.scales == CacheScales::Head { ", a scale per head" } else { "" };
+            format!("keys and values as {}{scales}", scheme.format.name())
+        }
         Err(e) => e.to_string(),
     };
     let rows = [

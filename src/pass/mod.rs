@@ -34,7 +34,7 @@ pub use palettize::Palettize;
 #[doc(hidden)]
 pub use plan::Plan;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
-pub use quantize::{Correction, Guide, Method, Quantize, Scheme, SchemeRule};
+pub use quantize::{CacheOptions, Correction, Guide, KvCache, Method, Quantize, Scheme, SchemeRule};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
 pub use weight_quantizer::WeightObserver;
 

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::quantize::Corrections;
 use super::{Context, Palettize, PruneUnstructured, Quantize};
 use crate::error::{Error, Result};
-use crate::kernel::cache::CacheFormat;
+use crate::kernel::cache::CacheScheme;
 use crate::model::Model;
 use crate::run_state::Applied;
 use crate::store::{Pattern, QuantizationSpec, Weights};
@@ -93,12 +93,12 @@ pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, Q
 }
 
 /// Unreachable, because [`require`] has returned an error before.
-pub(super) fn add_cache_scales(_format: CacheFormat, _model: &mut Model) -> Result<usize> {
+pub(super) fn add_cache_scales(_scheme: CacheScheme, _model: &mut Model) -> Result<usize> {
     Err(unable("kv_cache"))
 }
 
 /// Unreachable, because [`require`] has returned an error before.
-pub(super) fn add_calibrated_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut Model, _context: &Context, _notes: &mut Vec<String>) -> Result<()> {
+pub(super) fn add_calibrated_cache_scales(_pass: &str, _scheme: CacheScheme, _model: &mut Model, _context: &Context, _notes: &mut Vec<String>) -> Result<()> {
     Err(unable("kv_cache"))
 }
 

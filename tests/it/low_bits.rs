@@ -14,7 +14,6 @@ use compress::pipeline::ResultCache;
 use compress::{Model, Pipeline, Report};
 use compress_engine::data::Data;
 use compress_engine::exec::{Executor, Inputs, Parameters, Residence, Rounding};
-use compress_kernels::cache::CacheFormat;
 use compress_onnx::proto::{DataType, ModelProto, TensorProto};
 use compress_onnx::runtime::{Options, Session};
 use compress_onnx::{WeightOnly, file};
@@ -309,11 +308,13 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-const FORMATS: [(&str, CacheFormat); 2] = [("fp8", CacheFormat::Fp8), ("int8", CacheFormat::Int8)];
+const FORMATS: [&str; 4] = ["fp8", "int8", "fp8-head", "int8-head"];
 
-fn scheme(kind: &str) -> Value {
+fn scheme(format: &str) -> Value {
+    let kind = if format.starts_with("fp8") { "float" } else { "int" };
+    let strategy = if format.ends_with("-head") { "attn_head" } else { "tensor" };
     json!({ "quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed", "config_groups": {}, "ignore": [],
-        "kv_cache_scheme": { "num_bits": 8, "type": kind, "symmetric": true, "strategy": "tensor", "dynamic": false, "observer": "static_minmax" } })
+        "kv_cache_scheme": { "num_bits": 8, "type": kind, "symmetric": true, "strategy": strategy, "dynamic": false, "observer": "static_minmax" } })
 }
 
 /// A golden model with KV cache scales from compressed-tensors (`scripts/goldens cache`).
@@ -326,7 +327,7 @@ fn with_cache(folder: &Path, name: &str, format: &str) -> PathBuf {
     tensors.extend(scales.filter(|(key, _)| key.ends_with("_scale")));
     candle_core::safetensors::save(&tensors, place.join("model.safetensors")).unwrap();
     let mut config: Value = serde_json::from_str(&std::fs::read_to_string(golden("models").join(name).join("config.json")).unwrap()).unwrap();
-    config["quantization_config"] = scheme(if format == "fp8" { "float" } else { "int" });
+    config["quantization_config"] = scheme(format);
     std::fs::write(place.join("config.json"), config.to_string()).unwrap();
     place
 }
@@ -337,7 +338,7 @@ fn keys_and_values_are_rounded_as_by_compressed_tensors() {
     let found = candle_core::safetensors::load(golden("cache.safetensors"), &Device::Cpu).unwrap();
     let inputs: Inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), found[name].clone())).into();
     for name in ["llama-grouped-tied", "qwen3"] {
-        for (format, _) in FORMATS {
+        for format in FORMATS {
             let model = Model::open(with_cache(folder.path(), name, format)).unwrap();
             let ours = outputs(&model, &inputs, Rounding::Token);
             let wanted = &found[&format!("{name}/{format}/logits")];
@@ -378,6 +379,50 @@ fn a_quantized_cache_survives_passes_and_export() {
     let ours = outputs(&Model::open(&out).unwrap(), &inputs(), Rounding::Tensor);
     // Keys halfway between two codes may be rounded either way.
     assert!(far(&theirs["logits"], &ours) < 1e-2, "{}", far(&theirs["logits"], &ours));
+}
+
+/// Scales per head follow from the samples, survive head pruning, and equal the executor in ONNX Runtime.
+#[test]
+fn caches_have_a_scale_for_each_head() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = golden("models/llama-grouped-tied");
+    for (format, kind) in [("fp8", "float"), ("int8", "int")] {
+        let pass = quantize(json!({ "scheme": "W8A16", "group_size": -1, "kv_cache": { "type": format, "scales": "head" } }));
+        let exports = vec![Safetensors::default().into(), Onnx { opset: 19, ..Onnx::default() }.into()];
+        written(folder.path(), &place, pass, exports).unwrap();
+        let out = folder.path().join("out");
+        let model = Model::open(&out).unwrap();
+        let config: Value = serde_json::from_str(&std::fs::read_to_string(out.join("config.json")).unwrap()).unwrap();
+        let scheme = &config["quantization_config"]["kv_cache_scheme"];
+        assert_eq!((&scheme["type"], &scheme["strategy"]), (&json!(kind), &json!("attn_head")));
+        let heads = model.config.get("num_key_value_heads").unwrap().as_u64().unwrap() as usize;
+        let mut differ = 0;
+        for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| name.ends_with(".k_scale") || name.ends_with(".v_scale")) {
+            assert_eq!(weight.shape, [heads, 1, 1], "{name}");
+            let scales = weight.floats(name).unwrap();
+            differ += usize::from(scales.iter().any(|scale| *scale != scales[0]));
+        }
+        assert!(heads > 1 && differ == 4, "{heads} heads, {differ} different");
+        if onnxruntime::has_onnx_runtime() {
+            let theirs = Session::open(&out.join(file::MODEL), Options::default()).unwrap().run(&inputs()).unwrap();
+            let ours = outputs(&model, &inputs(), Rounding::Tensor);
+            assert!(far(&theirs["logits"], &ours) < 1e-2, "{format}: {}", far(&theirs["logits"], &ours));
+        }
+        // A scale of another shape contradicts config.json.
+        let path = out.join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap().replace("attn_head", "tensor");
+        std::fs::write(&path, text).unwrap();
+        std::fs::remove_file(out.join(file::MODEL)).unwrap();
+        let error = Model::open(&out).unwrap().graph().unwrap_err().to_string();
+        assert!(error.contains("k_scale") && error.contains("strategy tensor"), "{error}");
+        // Pruned heads have no scales.
+        let place = with_cache(folder.path(), "llama-grouped-tied", &format!("{format}-head"));
+        let pass: PruneStructured = serde_json::from_value(json!({ "dims": ["heads"], "amount": 0.5 })).unwrap();
+        written(folder.path(), &place, pass, vec![Safetensors::default().into()]).unwrap();
+        let name = "model.layers.0.self_attn.k_scale";
+        let pruned = Model::open(folder.path().join("out")).unwrap();
+        assert!(pruned.graph().is_ok() && pruned.weights.get(name).unwrap().shape[0] < heads);
+    }
 }
 
 /// `dequantize` removes a quantized cache, `quantize` replaces it, and GGUF files do not contain its scales.
@@ -541,13 +586,13 @@ fn models_without_a_cache_or_samples_are_refused_by_name() {
     let path = place.join("config.json");
     let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
     for (key, value) in [("num_bits", json!(4)), ("symmetric", json!(false)), ("dynamic", json!(true))] {
-        config["quantization_config"] = scheme("float");
+        config["quantization_config"] = scheme("fp8");
         config["quantization_config"]["kv_cache_scheme"][key] = value;
         std::fs::write(&path, config.to_string()).unwrap();
         let error = Model::open(&place).unwrap().graph().unwrap_err().to_string();
         assert!(error.contains("kv_cache_scheme") && error.contains(key), "{error}");
     }
-    config["quantization_config"] = scheme("float");
+    config["quantization_config"] = scheme("fp8");
     std::fs::write(&path, config.to_string()).unwrap();
     std::fs::copy(golden("models/qwen3/model.safetensors"), place.join("model.safetensors")).unwrap();
     let error = Model::open(&place).unwrap().graph().unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! 8-bit KV cache formats with one scale per layer.
+//! 8-bit KV cache formats.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +14,27 @@ pub enum CacheFormat {
     Fp8,
     /// Int8, symmetric; supported by transformers, but not by vLLM
     Int8,
+}
+
+/// Values that share a scale.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum CacheScales {
+    /// All keys of a layer, and all values of a layer
+    #[default]
+    Tensor,
+    /// The keys of a head, and the values of a head
+    Head,
+}
+
+/// Quantization of cached keys and values.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheScheme {
+    /// Format of the values.
+    pub format: CacheFormat,
+    /// Values that share a scale.
+    pub scales: CacheScales,
 }
 
 impl CacheFormat {

@@ -25,9 +25,9 @@ stored = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @torch.no_grad()
-def make(name, kind, prefix):
+def make(name, kind, prefix, strategy="tensor"):
     model = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "models" / name, dtype=torch.float32).eval()
-    arguments = QuantizationArgs(num_bits=8, type=kind, strategy="tensor", symmetric=True, dynamic=False)
+    arguments = QuantizationArgs(num_bits=8, type=kind, strategy=strategy, symmetric=True, dynamic=False)
     apply_quantization_config(model, QuantizationConfig(config_groups={}, kv_cache_scheme=arguments))
     attentions = {module: part for module, part in model.named_modules() if module.endswith("self_attn")}
     seen, hooks = {}, []
@@ -47,10 +47,15 @@ def make(name, kind, prefix):
     for module, part in attentions.items():
         part.quantization_enabled = True
         for which in ("k_scale", "v_scale"):
-            values = torch.cat([each.flatten() for each in seen[f"{module}.{which}"]])
-            scale, _ = calculate_qparams(values.min(), values.max(), arguments)
-            assert getattr(part, which).shape == (1,), getattr(part, which).shape
-            getattr(part, which).data.fill_(scale.item())
+            # [batch, heads, tokens, size]
+            values = torch.cat(seen[f"{module}.{which}"])
+            if strategy == "tensor":
+                scale, _ = calculate_qparams(values.min(), values.max(), arguments)
+                assert getattr(part, which).shape == (1,), getattr(part, which).shape
+            else:
+                scale, _ = calculate_qparams(values.amin((0, 2, 3)), values.amax((0, 2, 3)), arguments)
+                assert getattr(part, which).shape == (values.shape[1], 1, 1), getattr(part, which).shape
+            getattr(part, which).data.copy_(scale.reshape(getattr(part, which).shape))
             stored[f"{prefix}/{module}.{which}"] = getattr(part, which).data.clone()
     stored[f"{prefix}/logits"] = model(**{key: stored[key] for key in ("input_ids", "attention_mask")}).logits.contiguous()
 
@@ -58,4 +63,5 @@ def make(name, kind, prefix):
 for name in MODELS:
     for format, kind in FORMATS.items():
         make(name, kind, f"{name}/{format}")
+        make(name, kind, f"{name}/{format}-head", "attn_head")
 save_file(stored, GOLDEN / "cache.safetensors")

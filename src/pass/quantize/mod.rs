@@ -6,6 +6,7 @@
 //! ```
 
 mod correction;
+mod kv_cache;
 mod rules;
 mod scheme;
 mod selection;
@@ -18,6 +19,7 @@ use serde_json::{Map, Value, json};
 
 pub use correction::Correction;
 pub(in crate::pass) use correction::Corrections;
+pub use kv_cache::{CacheOptions, KvCache};
 use rules::SchemeLayout;
 pub use rules::SchemeRule;
 pub use scheme::Scheme;
@@ -28,7 +30,6 @@ use super::weight_quantizer::{ScaleGroup, WeightObserver, WeightQuantizer};
 use super::{Pass, Plan, Samples, layerwise, options_of};
 use crate::arch;
 use crate::error::{Error, Result};
-use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
 use crate::model::adapter::factor_names;
 use crate::run_state::{Applied, RunState};
@@ -149,10 +150,11 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub correct: Option<Correction>,
-    /// Format of the KV cache of a decoder, with scales found on calibration samples [default: floats]
-    #[cfg_attr(feature = "cli", arg(long, value_enum))]
+    /// Format of the KV cache of a decoder, with scales found on calibration samples: fp8 or int8, with one scale
+    /// per layer, or {type: fp8, scales: head} (fp8:head) with one per head [default: floats]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "FORMAT[:SCALES]"))]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub kv_cache: Option<CacheFormat>,
+    pub kv_cache: Option<KvCache>,
     /// Method that chooses the range of a scale [default: minmax for eight bits; for
     /// fewer bits l4, or mse with calibration samples]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
@@ -387,7 +389,7 @@ impl Pass for Quantize {
         }
         applied.details = json!({ "quantized": encodings.len(), "parameters": parameters, "of": model.weights.parameters() });
         let mut executed = applied.clone();
-        let caches = self.kv_cache.map(|format| layerwise::add_cache_scales(format, &mut planned)).transpose()?;
+        let caches = self.kv_cache.map(|cache| layerwise::add_cache_scales(cache.scheme(), &mut planned)).transpose()?;
         caches.iter().for_each(|count| applied.details["caches"] = json!(count));
         let plan = Plan::new(planned, applied);
         if self.runs_on().is_none() {
@@ -415,8 +417,8 @@ impl Pass for Quantize {
             if corrections.is_some() {
                 layerwise::declare_corrections(&mut after)?;
             }
-            if let Some(format) = self.kv_cache {
-                layerwise::add_calibrated_cache_scales(NAME, format, &mut after, context, &mut executed.notes)?;
+            if let Some(cache) = self.kv_cache {
+                layerwise::add_calibrated_cache_scales(NAME, cache.scheme(), &mut after, context, &mut executed.notes)?;
             }
             caches.iter().for_each(|count| executed.details["caches"] = json!(count));
             Ok((after, executed))

@@ -234,6 +234,7 @@ pub fn cases() -> Vec<Case> {
         case(Scale { factor: -2.5 }, &[&[2, 5]]),
         case(Abs {}, &[&[2, 5]]),
         case(Reciprocal {}, &[&[2, 5]]),
+        case(CacheQuantize { format: CacheFormat::Int8 }, &[&[2, 2, 3, 5], &[2, 1, 1]]),
     ]
 }
 

@@ -11,7 +11,7 @@ use super::schemes::Schemes;
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::kernel::cache::CacheFormat;
+use crate::kernel::cache::CacheScheme;
 use crate::store::GptqConfig;
 
 /// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
@@ -136,18 +136,18 @@ impl Config {
         &self.carried
     }
 
-    /// The format of a quantized KV cache, if there is one.
-    pub fn cache(&self) -> Result<Option<CacheFormat>> {
+    /// The quantization of the KV cache, if there is one.
+    pub fn cache(&self) -> Result<Option<CacheScheme>> {
         let refused = quantization::unsupported(Path::new("config.json"));
         self.carried.get(quantization::CACHE).map(|scheme| quantization::cache(scheme).map_err(refused)).transpose()
     }
 
-    /// Sets the format of a quantized KV cache.
-    pub fn set_cache(&mut self, format: CacheFormat) {
-        self.carried.insert(quantization::CACHE.to_owned(), quantization::cache_scheme(format));
+    /// Sets the quantization of the KV cache.
+    pub fn set_cache(&mut self, scheme: CacheScheme) {
+        self.carried.insert(quantization::CACHE.to_owned(), quantization::cache_scheme(scheme));
     }
 
-    /// Removes the format of a quantized KV cache.
+    /// Removes the quantization of the KV cache.
     pub fn remove_cache(&mut self) {
         self.carried.shift_remove(quantization::CACHE);
     }

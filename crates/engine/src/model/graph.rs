@@ -195,7 +195,7 @@ impl Model {
         let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
         let graph = match self.config.cache()? {
             None => graph,
-            Some(format) => kv_cache::insert(&graph, &self.weights, format)?,
+            Some(scheme) => kv_cache::insert(&graph, &self.weights, scheme)?,
         };
         let keys = keys.into_iter().filter(|key| key != adapter::KEY);
         Ok((graph, keys.map(|key| format!("config.json: {key}")).chain(unknown).collect()))

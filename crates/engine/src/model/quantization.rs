@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::error::Error;
-use crate::kernel::cache::CacheFormat;
+use crate::kernel::cache::{CacheFormat, CacheScales, CacheScheme};
 use crate::store::{ActivationScheme, Codes, FloatScale, GptqConfig, Granularity, GroupSize, ScaleFormat};
 
 /// Quantization method of folders that only this tool can read.
@@ -62,10 +62,13 @@ const ARGUMENTS: [&str; 12] = [
 
 /// Key of the KV-cache scheme.
 pub(super) const CACHE: &str = "kv_cache_scheme";
+/// Its strategies: one scale for the keys or values of a layer, or for those of a head.
+const TENSOR: &str = "tensor";
+const HEAD: &str = "attn_head";
 
 /// Parses a KV-cache scheme.
-pub(super) fn cache(scheme: &Value) -> Result<CacheFormat, Refused> {
-    const HINT: &str = "KV caches in FP8 or symmetric int8 with one stored scale are supported; weight passes carry other schemes over; remove the key from config.json to run the model without it";
+pub(super) fn cache(scheme: &Value) -> Result<CacheScheme, Refused> {
+    const HINT: &str = "KV caches in FP8 or symmetric int8 with a stored scale per layer or head are supported; weight passes carry other schemes over; remove the key from config.json to run the model without it";
     let of = |key: &str| scheme.get(key).unwrap_or(&Value::Null);
     let wrong = |key: &str| refused(format!("`{CACHE}` with `{key}` of {}", of(key)), HINT);
     if of("num_bits").as_u64().unwrap_or(8) != 8 {
@@ -77,13 +80,16 @@ pub(super) fn cache(scheme: &Value) -> Result<CacheFormat, Refused> {
     if !matches!(of("dynamic"), Value::Null | Value::Bool(false)) {
         return wrong("dynamic");
     }
-    Ok(if is_integer(scheme) { CacheFormat::Int8 } else { CacheFormat::Fp8 })
+    let format = if is_integer(scheme) { CacheFormat::Int8 } else { CacheFormat::Fp8 };
+    let scales = if of("strategy").as_str() == Some(HEAD) { CacheScales::Head } else { CacheScales::Tensor };
+    Ok(CacheScheme { format, scales })
 }
 
-/// The KV-cache scheme of a format, as JSON.
-pub(super) fn cache_scheme(format: CacheFormat) -> Value {
-    let kind = if format == CacheFormat::Int8 { "int" } else { "float" };
-    json!({ "num_bits": 8, "type": kind, "symmetric": true, "strategy": "tensor", "dynamic": false })
+/// A KV-cache scheme as JSON.
+pub(super) fn cache_scheme(scheme: CacheScheme) -> Value {
+    let kind = if scheme.format == CacheFormat::Int8 { "int" } else { "float" };
+    let strategy = if scheme.scales == CacheScales::Head { HEAD } else { TENSOR };
+    json!({ "num_bits": 8, "type": kind, "symmetric": true, "strategy": strategy, "dynamic": false })
 }
 
 /// An unsupported setting, and a hint.
@@ -122,10 +128,10 @@ pub(super) fn carried(described: &Value) -> Result<Map<String, Value>, Refused> 
                     "it describes operations at run time that the outputs of compress cannot represent; start from the original checkpoint",
                 );
             }
-            CACHE if value.get("strategy").is_some_and(|strategy| strategy.as_str() != Some("tensor")) => {
+            CACHE if value.get("strategy").is_some_and(|strategy| strategy.as_str().is_none_or(|name| ![TENSOR, HEAD].contains(&name))) => {
                 return refused(
                     format!("`kv_cache_scheme` by {}", value["strategy"]),
-                    "only one scale per layer is supported; start from the original checkpoint",
+                    "only one scale per layer or head is supported; start from the original checkpoint",
                 );
             }
             key if WRITTEN.contains(&key) => {}

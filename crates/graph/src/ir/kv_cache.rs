@@ -7,7 +7,7 @@ use super::ops::{CacheQuantize, Op};
 use super::rebuild::{Rewrite, rebuild};
 use super::{Builder, Catalog};
 use crate::error::{Error, Result};
-use crate::kernel::cache::CacheFormat;
+use crate::kernel::cache::{CacheScales, CacheScheme};
 
 /// An attention node whose keys and values are cached by decoders.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub struct CachedAttention {
 const WITHOUT: &str = "leave `kv_cache` out; `dequantize` removes the `kv_cache_scheme` of a model";
 
 impl CachedAttention {
-    /// Names of the scale tensors of keys and of values, both `[1]`.
+    /// Names of the scale tensors of keys and of values, both `[1]` or `[heads, 1, 1]`.
     pub fn scales(&self) -> [String; 2] {
         ["k_scale", "v_scale"].map(|scale| format!("{}.{scale}", self.module))
     }
@@ -70,27 +70,34 @@ fn module_of(graph: &Graph, mut id: ValueId) -> Option<&str> {
     }
 }
 
-/// Inserts a fake-quantized KV cache of this format into all attention nodes, with scales from the
-/// checkpoint.
-pub fn insert(graph: &Graph, catalog: &dyn Catalog, format: CacheFormat) -> Result<Graph> {
-    let mut scales: BTreeMap<String, String> = BTreeMap::new();
+/// Inserts a fake-quantized KV cache into all attention nodes, with scales from the checkpoint.
+pub fn insert(graph: &Graph, catalog: &dyn Catalog, scheme: CacheScheme) -> Result<Graph> {
+    let mut scales: BTreeMap<String, (String, Vec<usize>)> = BTreeMap::new();
     for found in cached_attentions(graph)? {
         for (value, scale) in found.reads.iter().zip(found.scales()) {
-            if catalog.shape(&scale).is_none() {
+            let Some(shape) = catalog.shape(&scale) else {
                 return Err(Error::tensor(
                     &scale,
                     "is missing, although `kv_cache_scheme` in config.json specifies quantized keys and values",
                     "write the checkpoint again, or run `compress dequantize`, which removes `kv_cache_scheme`, to run the model without a quantized cache",
                 ));
+            };
+            let (is_valid, strategy) = match scheme.scales {
+                CacheScales::Tensor => (shape == [1], "tensor"),
+                CacheScales::Head => (matches!(shape[..], [_, 1, 1]), "attn_head"),
+            };
+            if !is_valid {
+                let reason = format!("has the shape {shape:?}, but `kv_cache_scheme` in config.json specifies the strategy {strategy}");
+                return Err(Error::tensor(&scale, reason, "write the checkpoint again"));
             }
-            scales.insert(value.clone(), scale);
+            scales.insert(value.clone(), (scale, shape));
         }
     }
     let mut quantized: BTreeMap<ValueId, ValueId> = BTreeMap::new();
     let mut through = |builder: &mut Builder, value: ValueId, name: &str| -> Result<ValueId> {
-        let (None, Some(scale)) = (quantized.get(&value), scales.get(name)) else { return Ok(quantized.get(&value).copied().unwrap_or(value)) };
-        let scale = builder.param(scale, &[1])?;
-        let id = builder.node(&format!("{name}/cached"), CacheQuantize { format }, &[value, scale])?;
+        let (None, Some((scale, shape))) = (quantized.get(&value), scales.get(name)) else { return Ok(quantized.get(&value).copied().unwrap_or(value)) };
+        let scale = builder.param(scale, shape)?;
+        let id = builder.node(&format!("{name}/cached"), CacheQuantize { format: scheme.format }, &[value, scale])?;
         quantized.insert(value, id);
         Ok(id)
     };

@@ -218,8 +218,16 @@ pub(super) fn cache_quantize(op: CacheQuantize, n: &mut Lowering) -> Result<()> 
     let (x, scale) = (n.wide(&n.input(0))?, n.wide(&n.input(1))?);
     if op.format == CacheFormat::Int8 {
         let zero_point = n.zero_vector(DataType::Int8);
-        let codes = n.emit("QuantizeLinear", "codes", &[&x, &scale, &zero_point], vec![]);
-        n.finish_wide("DequantizeLinear", &[&codes, &scale, &zero_point], vec![]);
+        if n.ty(1)?.shape.len() == 1 {
+            let codes = n.emit("QuantizeLinear", "codes", &[&x, &scale, &zero_point], vec![]);
+            n.finish_wide("DequantizeLinear", &[&codes, &scale, &zero_point], vec![]);
+            return Ok(());
+        }
+        // These operators have no scales `[heads, 1, 1]`.
+        let (steps, one) = (n.emit("Div", "steps", &[&x, &scale], vec![]), n.own_floats("one", &[1.0]));
+        let codes = n.emit("QuantizeLinear", "codes", &[&steps, &one, &zero_point], vec![]);
+        let rounded = n.emit("DequantizeLinear", "rounded", &[&codes, &one, &zero_point], vec![]);
+        n.finish_wide("Mul", &[&rounded, &scale], vec![]);
         return Ok(());
     }
     if n.opset < 19 {

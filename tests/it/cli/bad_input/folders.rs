@@ -258,8 +258,8 @@ fn configurations() {
         ),
         quantization(
             "a cache with a scale for each head",
-            described("kv_cache_scheme", json!({ "num_bits": 8, "type": "float", "strategy": "attn_head" })),
-            "in/config.json: `kv_cache_scheme` by \"attn_head\" is not supported",
+            described("kv_cache_scheme", json!({ "num_bits": 8, "type": "float", "strategy": "channel" })),
+            "in/config.json: `kv_cache_scheme` by \"channel\" is not supported",
         ),
         quantization(
             "a bitmask",

@@ -12,7 +12,8 @@ use super::{Backward, OpSpec, require, require_vector};
 use crate::ir::{Dim, Element, TensorType};
 use crate::kernel::cache::CacheFormat;
 
-/// Quantizes and dequantizes with a scale `[1]`, saturating at the limits of the format, as
+/// Quantizes and dequantizes with a scale `[1]`, or `[heads, 1, 1]` for values `[batch, heads, tokens,
+/// size]`, saturating at the limits of the format, as
 /// compressed-tensors and vLLM do with the keys (after the rotary embedding) and values of attention.
 /// Gradients of values that are not clipped pass straight through; the scale has no gradient.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -60,12 +61,17 @@ impl OpSpec for CacheQuantize {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Float, "the input")?;
         require(inputs[1], Element::Float, "the scale")?;
-        require_vector(inputs[1], &Dim::Fixed(1), "the scale")?;
+        let one = Dim::Fixed(1);
+        match (inputs[1].shape.as_slice(), inputs[0].shape.as_slice()) {
+            ([scales, first, second], [_, heads, _, _]) if scales == heads && *first == one && *second == one => {}
+            ([_, _, _], shape) => return Err(format!("the scales must be [heads, 1, 1] for values [batch, heads, tokens, size], not {shape:?}")),
+            _ => require_vector(inputs[1], &one, "the scale")?,
+        }
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: &[&TensorType]) -> String {
-        "* c, 1 -> * c".into()
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        if inputs[1].shape.len() == 1 { "* c, 1 -> * c".into() } else { "* h s c, h 1 1 -> * h s c".into() }
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
@@ -84,7 +90,8 @@ impl OpSpec for CacheQuantize {
             let passes = (steps.ge_scalar(low)? * steps.le_scalar(high)?)?;
             backward.gradient * passes.to_dtype(backward.gradient.dtype())?
         })?;
-        let of_scale = backward.gradient_of(1, || Tensor::zeros(1, DType::F32, backward.gradient.device())?.to_dtype(backward.gradient.dtype()))?;
+        let of_scale = backward
+            .gradient_of(1, || Tensor::zeros(backward.inputs[1].dims(), DType::F32, backward.gradient.device())?.to_dtype(backward.gradient.dtype()))?;
         Ok(vec![of_value, of_scale])
     }
 }

@@ -1,0 +1,72 @@
+//! The option for the quantization of the KV cache.
+
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::ParseError;
+use crate::kernel::cache::{CacheFormat, CacheScales, CacheScheme};
+
+/// Quantization of the KV cache: a format, or a format with its scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "a format, fp8 or int8, or an object like { type: fp8, scales: head }")]
+pub enum KvCache {
+    /// A format, with one scale per layer
+    Format(CacheFormat),
+    /// A format with its scales
+    Scheme(CacheOptions),
+}
+
+/// Format and scales of a quantized KV cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CacheOptions {
+    /// Format of keys and values
+    #[serde(rename = "type")]
+    pub format: CacheFormat,
+    /// Values that share a scale
+    #[serde(default)]
+    pub scales: CacheScales,
+}
+
+impl KvCache {
+    pub(super) fn scheme(self) -> CacheScheme {
+        match self {
+            KvCache::Format(format) => CacheScheme { format, ..CacheScheme::default() },
+            KvCache::Scheme(CacheOptions { format, scales }) => CacheScheme { format, scales },
+        }
+    }
+}
+
+impl FromStr for KvCache {
+    type Err = ParseError;
+
+    /// Parses `fp8`, `fp8:head`, or an object like that of a recipe.
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        let text = match text.split_once(':') {
+            Some((format, scales)) if !text.starts_with('{') => format!("{{ type: {format}, scales: {scales} }}"),
+            _ => text.to_owned(),
+        };
+        serde_saphyr::from_str(&text).map_err(|_| format!("`{text}` is not a cache: use fp8 or int8, or fp8:head for a scale per head").into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_is_a_format_with_optional_scales() {
+        let parse = |text: &str| text.parse::<KvCache>();
+        let head = CacheScheme { format: CacheFormat::Fp8, scales: CacheScales::Head };
+        assert_eq!(parse("int8").unwrap().scheme(), CacheScheme { format: CacheFormat::Int8, scales: CacheScales::Tensor });
+        for text in ["fp8:head", "{type: fp8, scales: head}", "{ type: fp8, scales: head }"] {
+            assert_eq!(parse(text).unwrap().scheme(), head, "{text}");
+        }
+        for text in ["fp4", "fp8:row", "{type: fp8, scale: head}"] {
+            assert!(parse(text).unwrap_err().to_string().contains("fp8:head"), "{text}");
+        }
+    }
+}
