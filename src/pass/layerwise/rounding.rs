@@ -48,7 +48,7 @@ fn strength(pass: &Quantize) -> Option<Strength> {
     match pass.method {
         By::Awq => Some(Strength::Awq),
         By::Smoothquant => Some(Strength::Smooth),
-        By::Rtn | By::Gptq | By::Autoround => None,
+        By::Rtn | By::Gptq | By::Autoround | By::Best => None,
     }
 }
 

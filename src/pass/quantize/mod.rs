@@ -5,7 +5,8 @@
 //!   - quantize: { scheme: W4A16, group_size: 128, rules: [{ targets: ["*down_proj*"], scheme: W8A16 }] }
 //! ```
 
-mod correction;
+mod best;
+pub(in crate::pass) mod correction;
 mod kv_cache;
 mod rules;
 mod scheme;
@@ -53,6 +54,9 @@ pub enum Method {
     Smoothquant,
     /// Train rounding offsets and scales of each block by signed gradient descent, starting from `gptq`
     Autoround,
+    /// The method with the smallest error: with calibration samples autoround for integers of two and three
+    /// bits, gptq for fewer than eight bits, and smoothquant for W8A8; otherwise rtn
+    Best,
 }
 
 /// Weights of calibration tokens.
@@ -77,7 +81,7 @@ impl Guide {
 impl Method {
     /// Whether the algorithm needs calibration samples.
     fn reads_samples(self) -> bool {
-        self != Method::Rtn
+        !matches!(self, Method::Rtn | Method::Best)
     }
 
     /// Whether the algorithm rescales channels before it rounds weights.
@@ -145,13 +149,13 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sweeps: Option<usize>,
-    /// Low-rank correction of the quantization error, written as a LoRA adapter in the folder `adapter`: its rank,
-    /// or {rank: 32, importance: none} to ignore calibration samples [default: none]
+    /// Low-rank correction of the quantization error, written as a LoRA adapter in the folder `adapter`:
+    /// its rank, or {rank: 32, importance: none} to ignore calibration samples [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub correct: Option<Correction>,
-    /// Format of the KV cache of a decoder, with scales found on calibration samples: fp8 or int8, with one scale
-    /// per layer, or {type: fp8, scales: head} (fp8:head) with one per head [default: floats]
+    /// Format of the KV cache of a decoder, with scales found on calibration samples: fp8 or int8, with one
+    /// scale per layer, or {type: fp8, scales: head} (fp8:head) with one per head [default: floats]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FORMAT[:SCALES]"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_cache: Option<KvCache>,
@@ -182,9 +186,9 @@ impl Quantize {
     /// The observer of weights with these codes.
     pub(super) fn observer(&self, codes: Codes) -> WeightObserver {
         self.observer.unwrap_or(match self.method {
-            Method::Rtn if !codes.is_integer() => WeightObserver::Minmax,
+            Method::Rtn | Method::Best if !codes.is_integer() => WeightObserver::Minmax,
             _ if codes == Codes::INT8 => WeightObserver::Minmax,
-            Method::Rtn => WeightObserver::L4,
+            Method::Rtn | Method::Best => WeightObserver::L4,
             _ => WeightObserver::Mse,
         })
     }
@@ -306,6 +310,9 @@ impl Pass for Quantize {
                 format!("`method: awq` and `smoothquant` require the same activations everywhere; {} and {} differ", self.scheme.name(), scheme.name());
             return Err(Error::option(format!("{NAME}: rules"), reason));
         }
+        if self.method == Method::Best && self.observer.is_some() {
+            return Err(Error::option(NAME, "`method: best` chooses `observer` too: omit it, or specify the method"));
+        }
         let is_set = [self.damping.is_some(), self.propagation.is_some(), self.ordered.is_some(), self.sweeps.is_some(), !self.guide.is_none()];
         if !self.method.compensates() && is_set.contains(&true) {
             return Err(Error::option(NAME, "`damping`, `propagation`, `ordered`, `sweeps` and `guide` are for `method: gptq` and `autoround`"));
@@ -355,7 +362,10 @@ impl Pass for Quantize {
         Ok(())
     }
 
-    fn resolve_defaults(&mut self, _model: &Model, sets: &[Samples]) {
+    fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
+        if self.method == Method::Best {
+            self.method = self.best_method(model, sets);
+        }
         if let Some(correction) = &mut self.correct {
             correction.importance = correction.importance.resolved(sets);
         }

@@ -1,0 +1,69 @@
+//! The choice of `method: best`.
+
+use super::{Method, Quantize, Scheme};
+use crate::model::Model;
+use crate::pass::{Samples, layerwise};
+
+/// Widths for which trained rounding measurably improves on `gptq`.
+const TRAINED_BITS: u8 = 3;
+/// Width from which rounding to nearest loses less than the noise of a perplexity.
+const ROUNDED_BITS: u8 = 8;
+
+impl Quantize {
+    /// The method with the smallest error for the schemes of the pass. Without calibration samples, or for
+    /// models that cannot run on them, it is rounding to nearest.
+    ///
+    /// It depends neither on the time nor on the machine, so that a recipe has one result.
+    pub(super) fn best_method(&self, model: &Model, sets: &[Samples]) -> Method {
+        let schemes: Vec<Scheme> = self.schemes().collect();
+        let narrowest = schemes.iter().map(|scheme| scheme.codes().bits()).min().unwrap_or(ROUNDED_BITS);
+        let runs = layerwise::require("quantize: method").is_ok() && !model.inputs_of_layers().is_empty();
+        let can_compensate = schemes.iter().all(|scheme| scheme.has_scales_within_rows()) && model.onnx.is_none() && !model.config.has_conv1d();
+        if sets.is_empty() || !runs || !can_compensate {
+            return Method::Rtn;
+        }
+        let are_integers = schemes.iter().all(|scheme| scheme.codes().is_integer());
+        let round_activations = schemes.iter().all(|scheme| scheme.rounds_activations() && scheme.rounds_activations_like(self.scheme));
+        match narrowest {
+            // Trained rounding has no corrections.
+            ..=TRAINED_BITS if are_integers && self.correct.is_none() => Method::Autoround,
+            ..ROUNDED_BITS => Method::Gptq,
+            _ if round_activations => Method::Smoothquant,
+            _ => Method::Rtn,
+        }
+    }
+}
+
+#[cfg(all(test, feature = "run"))]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_method_depends_on_schemes_model_and_samples() {
+        let best = |name: &str, sets: &[Samples], options: serde_json::Value| {
+            let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)).unwrap();
+            serde_json::from_value::<Quantize>(options).unwrap().best_method(&model, sets)
+        };
+        let samples = [Samples::Calibration];
+        for (scheme, method) in [
+            ("W2A16", Method::Autoround),
+            ("W4A16", Method::Gptq),
+            ("W4A8", Method::Gptq),
+            ("NVFP4", Method::Gptq),
+            ("W8A8", Method::Smoothquant),
+            ("W8A16", Method::Rtn),
+            ("FP8", Method::Rtn),
+        ] {
+            assert_eq!(best("llama", &samples, json!({ "scheme": scheme })), method, "{scheme}");
+            assert_eq!(best("llama", &[], json!({ "scheme": scheme })), Method::Rtn, "{scheme}");
+        }
+        let rules = json!([{ "targets": ["*mlp*"], "scheme": "W3A16" }]);
+        assert_eq!(best("llama", &samples, json!({ "scheme": "W8A16", "rules": rules })), Method::Autoround);
+        assert_eq!(best("llama", &samples, json!({ "scheme": "W2A16", "correct": { "rank": 2 } })), Method::Gptq);
+        assert_eq!(best("gpt2", &samples, json!({ "scheme": "W4A16" })), Method::Rtn);
+    }
+}
