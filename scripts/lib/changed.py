@@ -52,6 +52,7 @@ TESTS = {
     "src/pass/layerwise": "layerwise corrections",
     "src/pass/palettize": "low_rank",
     "src/pass/prune_structured": "structured properties::pruning",
+    "src/pass/prune_vocabulary": "vocabulary",
     "src/pass/quantize": "low_bits mixed_schemes quantization_config layerwise corrections",
     "src/pass/quantize_static": "static_int8 onnx_int8",
     "src/pipeline": "cached cached_results cards loads parts pieces run search",

@@ -57,6 +57,7 @@ mod running {
     pub(in crate::pass) mod layerwise;
     mod new_head;
     pub mod prune_structured;
+    pub(crate) mod prune_vocabulary;
     mod quantize_static;
     pub(in crate::pass) mod testing;
     pub(in crate::pass) mod training_options;
@@ -69,6 +70,7 @@ mod running {
     #[doc(hidden)]
     pub use layerwise::{Score, Scores, WeightFormat, scores};
     pub use prune_structured::PruneStructured;
+    pub use prune_vocabulary::PruneVocabulary;
     pub use quantize_static::{ActivationTarget, Goal, QuantizeStatic, Smooth};
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
@@ -236,6 +238,8 @@ crate::entry::gather! { passes []
     /// Remove heads, neurons, channels, width, layers or experts from a model: smaller tensors, less to
     /// compute
     "prune-structured" => PruneStructured if runs,
+    /// Remove tokens that a corpus does not need: smaller embeddings and output heads
+    "prune-vocabulary" => PruneVocabulary if runs,
     /// Replace layers by two low-rank layers: fewer parameters, less to compute
     "decompose" => Decompose if runs,
     /// Quantize linear weights in a named scheme of compressed-tensors: W4A16, W8A8 …

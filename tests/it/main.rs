@@ -63,3 +63,4 @@ mod train;
 mod train_encoder_decoder;
 mod train_processes;
 mod train_reports;
+mod vocabulary;

@@ -63,6 +63,10 @@ pub struct Model {
     /// Whether quantized activations are int8 instead of uint8, as some runtimes require.
     #[doc(hidden)]
     pub signed_activations: bool,
+    /// The ids in the original vocabulary of the remaining tokens, ascending, if a pass has removed tokens. Their
+    /// positions are the new ids.
+    #[doc(hidden)]
+    pub kept_tokens: Option<Arc<Vec<usize>>>,
 }
 
 impl fmt::Debug for Model {
@@ -121,7 +125,17 @@ impl Model {
                 }
             }
         }
-        let model = Model { path: path.to_owned(), config, weights, weight_files, auxiliary, changed_graph: None, onnx: None, signed_activations: false };
+        let model = Model {
+            path: path.to_owned(),
+            config,
+            weights,
+            weight_files,
+            auxiliary,
+            changed_graph: None,
+            onnx: None,
+            signed_activations: false,
+            kept_tokens: None,
+        };
         model.require_widths()?;
         Ok(model)
     }
@@ -145,10 +159,15 @@ impl Model {
         self.path == input.path && (differs("id2label") || differs("architectures") || self.has_added_head(input))
     }
 
-    /// The model that samples must fit: the input, or this one if it has new classes or comes from
-    /// another folder, whose preprocessing then applies to all passes.
+    /// Whether a pass has renumbered the tokens of the input, so that the same ids are other tokens.
+    pub fn has_renumbered_tokens(&self, input: &Model) -> bool {
+        self.path == input.path && self.kept_tokens != input.kept_tokens
+    }
+
+    /// The model that samples must fit: the input, or this one if it has new classes, another vocabulary, or
+    /// comes from another folder, whose preprocessing then applies to all passes.
     pub fn for_samples<'m>(&'m self, input: &'m Model) -> &'m Model {
-        if self.path != input.path || self.has_new_classes(input) { self } else { input }
+        if self.path != input.path || self.has_new_classes(input) || self.has_renumbered_tokens(input) { self } else { input }
     }
 
     /// Every file that a run reads: weights, configuration, and the files next to them, whether they are

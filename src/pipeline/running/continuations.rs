@@ -66,7 +66,7 @@ impl Run<'_> {
         let vocabulary = before.vocabulary()?;
         // The tokenizer and the generation settings are read from the input's folder, because they are
         // not in the output folder yet.
-        let after = LanguageModel::new(Model { path: self.before.path.clone(), ..self.written()? })?;
+        let after = LanguageModel::new(Model { path: self.before.path.clone(), auxiliary: self.before.auxiliary.clone(), ..self.written()? })?;
         let (device, memory) = (self.pipeline.running.device()?, self.pipeline.running.memory()?);
         let (options, work) = (Generate { tokens: TOKENS, sampling: None }, self.work.quiet());
         let generate = |model: &LanguageModel| model.generate(&prompts, &options, &device, memory, &work);

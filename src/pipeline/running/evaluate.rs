@@ -8,7 +8,7 @@ use std::time::Instant;
 use candle_core::Device;
 
 use crate::analysis;
-use crate::data::{self, Batch};
+use crate::data::{self, Batch, Task};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Compute, Evaluate, Fidelity, MeasuredFidelity, Precision, Runner, Runtime, SamplesFrom, Subject, quantized_values};
 use crate::exec::{Inputs, Rounding};
@@ -17,6 +17,7 @@ use crate::files::Destination;
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
+use crate::pass::prune_vocabulary::with_tokens_of;
 use crate::pipeline::running::Running;
 use crate::pipeline::running::agreement::{explanation, judge};
 use crate::pipeline::running::memory::{lack_for_onnx_runtime, memory_limit};
@@ -103,6 +104,20 @@ pub(super) fn not_finite_note(fidelity: &Fidelity) -> Option<String> {
     })
 }
 
+impl<'r> Run<'r> {
+    /// The input with only the tokens of the output, if a pass has removed tokens. The same ids are then the same
+    /// tokens in both models.
+    pub(super) fn with_tokens_of_output(&self) -> Result<Option<Model>> {
+        let differs = self.after.has_renumbered_tokens(self.before);
+        differs.then(|| with_tokens_of(self.before, self.after)).transpose()
+    }
+
+    /// The same run with another input.
+    pub(super) fn compared_with(&self, before: &'r Model) -> Run<'r> {
+        Run { pipeline: self.pipeline, before, after: self.after, folder: self.folder, file: self.file, work: self.work, start: self.start }
+    }
+}
+
 impl Run<'_> {
     /// Evaluates the result, and adds the verification of ONNX files to the exports.
     pub fn measure(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
@@ -118,7 +133,8 @@ impl Run<'_> {
             measured.fidelity = fidelity;
             measured.notes.extend(note);
             if measured.fidelity.as_ref().is_some_and(|measured| measured.samples_from == SamplesFrom::HeldOut) {
-                let (continuations, note) = self.continuations()?;
+                let input = self.with_tokens_of_output()?;
+                let (continuations, note) = input.as_ref().map_or_else(|| self.continuations(), |input| self.compared_with(input).continuations())?;
                 measured.continuations = continuations;
                 measured.notes.extend(note);
             }
@@ -239,6 +255,12 @@ impl Run<'_> {
     /// Evaluates the input and the output on the evaluation data.
     pub(super) fn evaluate(&self, evaluate: &Evaluate, runtimes: &[Runtime], exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         let Some(options) = &self.pipeline.running.data.evaluation else { return Ok(()) };
+        let renumbered = self.after.has_renumbered_tokens(self.before);
+        if options.task == Some(Task::Fidelity)
+            && let Some(input) = self.with_tokens_of_output()?
+        {
+            return self.compared_with(&input).evaluate(evaluate, runtimes, exports, measured);
+        }
         // If the output has a new head, the labels belong to it, and the input cannot be scored.
         let roles = if self.after.has_new_classes(self.before) { &[Role::Output][..] } else { &[Role::Input, Role::Output] };
         let first_after = (roles.len() - 1) * runtimes.len();
@@ -264,15 +286,17 @@ impl Run<'_> {
         let data = sets.open(options, targets[0])?;
         // A student from another folder may preprocess samples differently. Each model is then scored on
         // its own samples.
-        let own = if self.after.path == self.before.path { None } else { Some(sets.open(options, targets[1])?) };
-        let own = if own.as_ref().map_or(Ok(true), |own| data.is_prepared_like(own))? { None } else { own };
+        let own = if self.after.path == self.before.path && !renumbered { None } else { Some(sets.open(options, targets[1])?) };
+        let own = if own.as_ref().map_or(Ok(true), |own| Ok(!renumbered && data.is_prepared_like(own)?))? { None } else { own };
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
         let mut models = models_to_run.load(&batch.inputs, &self.pipeline.running, &self.work)?;
         let outcomes = match &own {
             None => evaluation::evaluate(&data, &mut models, &pairs, &self.work)?,
             Some(own) => {
-                measured.notes.push("the student preprocesses samples differently from the input: each model was scored with its own preprocessing, and their outputs were not compared".into());
+                let reason =
+                    if renumbered { "the output has other tokens than the input" } else { "the student preprocesses samples differently from the input" };
+                measured.notes.push(format!("{reason}: each model was scored with its own preprocessing, and their outputs were not compared"));
                 let (before, after) = models.split_at_mut(runtimes.len());
                 let before = evaluation::evaluate(&data, before, &[], &self.work)?;
                 let shifted = |(a, b): &(usize, usize)| Some((a.checked_sub(runtimes.len())?, b.checked_sub(runtimes.len())?));

@@ -84,7 +84,12 @@ impl Run<'_> {
             Ok(true) => return skipped("the student preprocesses samples differently from the input".into()),
             Err(e) => return skipped(e.to_string()),
         }
-        match self.compare_models(&graph, exports) {
+        let compared = match self.with_tokens_of_output() {
+            Ok(None) => self.compare_models(&graph, exports),
+            Ok(Some(input)) => input.graph().and_then(|graph| self.compared_with(&input).compare_models(&graph, exports)),
+            Err(e) => Err(e),
+        };
+        match compared {
             Ok((measured, note)) => Ok(not_finite_note(&measured.fidelity).map_or((Some(measured), note), |note| (None, Some(note)))),
             Err(Error::Cancelled) => Err(Error::Cancelled),
             Err(e) => skipped(e.to_string()),
@@ -202,6 +207,10 @@ impl Run<'_> {
         let mut note = None;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
             let Some(set) = set else { continue };
+            if self.after.kept_tokens.is_some() && set.text.is_none() {
+                note = Some("fidelity was not measured on held-out samples: they contain token ids of the original vocabulary".to_owned());
+                continue;
+            }
             let read = self.read_by_passes();
             let used = self.pipeline.model_runs().any(|(_, samples)| samples == kind);
             let others: Vec<&Data> = read.into_values().filter(|other| !std::ptr::eq(*other, set)).collect();

@@ -21,6 +21,7 @@ impl Pipeline {
         if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
             return Err(Error::option("evaluate", "`precision` applies only to the built-in executor, but this model runs in ONNX Runtime"));
         }
+        self.require_texts(model)?;
         if self.used_data().is_empty() {
             return Ok(Vec::new());
         }
@@ -38,12 +39,22 @@ impl Pipeline {
 
     /// The number of samples of each data set that is used, and notes about them.
     pub(in crate::pipeline) fn count_samples(&self, model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
+        self.require_texts(model)?;
         if self.used_data().is_empty() {
             return Ok((BTreeMap::new(), Vec::new()));
         }
         let sets = self.open_data(Subject::from_model(model.clone())?.target())?;
         let notes = self.sample_notes(&sets)?;
         Ok((sets.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect::<Result<_>>()?, notes))
+    }
+
+    /// Rejects arrays if a pass renumbers tokens: their ids are other tokens after it.
+    fn require_texts(&self, model: &Model) -> Result<()> {
+        let used = self.used_data().into_iter().find(|(_, set)| set.text.is_none()).filter(|_| model.kept_tokens.is_some());
+        used.map_or(Ok(()), |(key, _)| {
+            let reason = "contains token ids, but `prune-vocabulary` renumbers the tokens: use texts, or a separate run on the result";
+            Err(Error::option(format!("data: {key}"), reason))
+        })
     }
 
     /// Notes about assumptions, files that are not read, and the preprocessing of images, with warnings if

@@ -84,6 +84,8 @@ fn context(name: &str, option: &str) -> (Value, Value) {
         ("onnx", "activations") => after(json!([{ "quantize-static": {} }])),
         ("onnx", "weight_only") => after(json!([{ "quantize": { "scheme": "W8A16" } }])),
         ("gguf", "importance" | "imatrix" | "write_imatrix") => set(json!({ "type": "Q4_0" })),
+        ("prune-vocabulary", "text_column") => set(json!({ "keep": evaluation("labelled.csv") })),
+        ("prune-vocabulary", "min_count") => set(json!({ "keep": evaluation("book.txt") })),
         ("onnx", "tied_head") => after(json!([{ "quantize-dynamic": { "embeddings": true } }])),
         _ => set(json!({})),
     }
@@ -99,6 +101,9 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
         ("decompose", "rules") => vec![json!([{ "targets": ["*mlp*"], "rank": 0.25 }])],
         ("gguf", "types") => vec![json!({ "blk.*.attn_q": "Q8_0" })],
         ("prune-structured", "target") => vec![json!({ "params": 0.7 })],
+        ("prune-vocabulary", "keep") => vec![json!(evaluation("book.txt"))],
+        ("prune-vocabulary", "text_column") => vec![json!("label")],
+        ("prune-vocabulary", "size") => vec![json!(35)],
         ("finetune" | "distill", "schedule") => vec![json!({ "kind": "constant" })],
         ("finetune", "losses") => vec![json!({ "hard": { "label_smoothing": 0.1 } })],
         ("distill", "losses") => vec![json!({ "hidden": 1.0 })],
@@ -149,6 +154,7 @@ fn base(name: &str, option: &str) -> Value {
 fn required(name: &str) -> Value {
     match name {
         "prune-structured" => json!({ "amount": 0.5, "round_to": 2 }),
+        "prune-vocabulary" => json!({ "size": 36 }),
         "quantize" => json!({ "scheme": "W8A16" }),
         "finetune" => json!({ "max_steps": 3, "batch_size": 2, "learning_rate": 0.01 }),
         "distill" => json!({ "max_steps": 3, "batch_size": 2, "learning_rate": 0.01, "teacher": golden("llama") }),
@@ -170,7 +176,24 @@ const HOW: [&str; 10] = [
     "teacher_cache",
 ];
 
-/// Models for the options: a decoder with a tied head, a convolutional network with a value outside the
+/// A file of the evaluation data.
+fn evaluation(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation").join(name)
+}
+
+/// The tokenizer of single characters, with merges.
+fn merging_tokenizer() -> Value {
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(evaluation("characters.json")).unwrap()).unwrap();
+    let merges = ["a t", "h at", "o n", "r e", "re d", "i n", "o u", "ou r", "a n", "s at"];
+    for merge in merges {
+        let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+        vocabulary.insert(merge.replace(' ', ""), json!(vocabulary.len()));
+    }
+    tokenizer["model"]["merges"] = json!(merges);
+    tokenizer
+}
+
+/// Models for the options: a decoder with a tied head and a tokenizer, a convolutional network with a value outside the
 /// range of float16, and a decoder with rows of complete GGUF blocks; with calibration and training
 /// data.
 fn models() -> Vec<(Draw, [Data; 2])> {
@@ -184,6 +207,7 @@ fn models() -> Vec<(Draw, [Data; 2])> {
         }
         write(&path, &weights);
     }
+    std::fs::write(decoder.path.join("tokenizer.json"), merging_tokenizer().to_string()).unwrap();
     let blocks = Draw::family(2, "llama-grouped-tied");
     let path = blocks.desk.pico(DType::F32, 1);
     std::fs::remove_file(path.join("tokenizer.json")).unwrap();

@@ -10,6 +10,7 @@ mod arrays;
 mod batch;
 mod chat;
 mod check;
+mod corpus;
 mod custom_source;
 mod decoder_targets;
 mod gray;
@@ -50,6 +51,7 @@ use std::sync::OnceLock;
 
 pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
+pub use corpus::{Corpus, CorpusText};
 pub use open_sets::{DataSets, OpenSets};
 pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, Task, WindowSampling};
 pub use order::Order;

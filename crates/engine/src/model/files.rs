@@ -74,6 +74,8 @@ pub enum ExclusionReason {
     Described,
     /// Description of an ONNX file that is not part of the output.
     Runtime,
+    /// The original vocabulary in a format that a pass cannot rewrite.
+    Vocabulary,
     /// Report or training log of an earlier run.
     Replaced,
     /// Description of the original model, which the model card of the output replaces.
@@ -99,6 +101,7 @@ impl ExclusionReason {
             }
             ExclusionReason::Described => "they describe the original weights",
             ExclusionReason::Runtime => "they describe the original ONNX file",
+            ExclusionReason::Vocabulary => "they contain the original vocabulary; tokenizer.json contains the new one",
             ExclusionReason::Replaced => "they describe an earlier run or the files of the input",
             ExclusionReason::Card => "the output has its own model card; `card: false` or `--no-card` copies the original one instead",
             ExclusionReason::Training => "they are the state of an earlier training",

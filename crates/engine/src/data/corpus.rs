@@ -1,0 +1,94 @@
+//! Texts of a corpus, as tokens.
+
+use std::path::{Path, PathBuf};
+
+use super::chat::ChatTemplate;
+use super::records::{self, TextFormat};
+use super::tokens::{TokenStream, Tokenizer};
+use super::{Data, Target};
+use crate::error::{Error, Result};
+use crate::files;
+
+/// A file of texts.
+pub struct Corpus {
+    options: Data,
+    path: PathBuf,
+    template: Option<ChatTemplate>,
+}
+
+/// A text of a corpus.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CorpusText {
+    /// The text; a chat is rendered with the template of the model.
+    pub text: String,
+    /// Whether the text already contains its special tokens, as rendered chats do.
+    pub has_special_tokens: bool,
+    /// Line number, from 1.
+    pub line: u64,
+}
+
+impl Corpus {
+    /// Opens a file of plain lines, records or chats. `options` selects the column of the text. Fails if the
+    /// file cannot be read, has no such column, or contains chats and the model has no chat template.
+    pub fn open(options: &Data, path: &Path, target: &Target) -> Result<Corpus> {
+        let template = records::template(records::open(options, path, false)?, target)?;
+        Ok(Corpus { options: options.clone(), path: path.to_owned(), template })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The texts in order: lines that are not empty, or records. Fails if the file cannot be opened.
+    pub fn texts(&self) -> Result<impl Iterator<Item = Result<CorpusText>> + '_> {
+        let text = |record: records::Record| {
+            let (text, has_special_tokens) = record.rendered(self.template.as_ref(), &self.path)?;
+            Ok(CorpusText { text: text.into_owned(), has_special_tokens, line: record.line })
+        };
+        Ok(records::open(&self.options, &self.path, false)?.map(move |record| text(record?)))
+    }
+
+    /// The tokens of a plain text as a whole, which contain line breaks; `None` for other files. Fails if the
+    /// file cannot be opened.
+    pub fn whole<'t>(&self, tokenizer: &'t Tokenizer) -> Result<Option<impl Iterator<Item = Result<Vec<i64>>> + use<'t>>> {
+        if records::layout(&self.options, &self.path)? != TextFormat::Lines {
+            return Ok(None);
+        }
+        let file = files::stream(&self.path).and_then(records::without_byte_order_mark).map_err(Error::io("open", &self.path))?;
+        Ok(Some(TokenStream::new(tokenizer, file, self.path.clone())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Map;
+
+    use super::*;
+    use crate::model::SynthesizedFiles;
+
+    #[test]
+    fn lines_and_columns_are_read() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/evaluation");
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::copy(golden.join("characters.json"), folder.path().join("tokenizer.json")).unwrap();
+        let (plain, table) = (folder.path().join("a.txt"), folder.path().join("a.csv"));
+        std::fs::write(&plain, "ab\n\ncd e\n").unwrap();
+        std::fs::write(&table, "n,other\n1,ab\n2,cd\n").unwrap();
+        let (config, synthesized) = (Map::new(), SynthesizedFiles::new());
+        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &[], outputs: &[] };
+        let tokenizer = Tokenizer::open(&target, None).unwrap();
+        let texts = |options: &Data, path: &Path| {
+            let corpus = Corpus::open(options, path, &target).unwrap();
+            let texts = corpus.texts().unwrap().map(|text| text.map(|text| (text.text, text.line)).unwrap()).collect::<Vec<_>>();
+            let whole = corpus.whole(&tokenizer).unwrap().map(|parts| parts.collect::<Result<Vec<_>>>().unwrap().concat());
+            (texts, whole)
+        };
+        let (lines, whole) = texts(&Data::default(), &plain);
+        assert_eq!(lines, [("ab".to_owned(), 1), ("cd e".to_owned(), 3)]);
+        // Line breaks are tokens only of the whole text.
+        assert_eq!(whole.unwrap(), [3, 4, 5, 32, 32, 6, 7, 3, 8, 32]);
+        let column = Data { text_column: Some(super::super::Column::Name("other".into())), ..Data::default() };
+        assert_eq!(texts(&column, &table), (vec![("ab".to_owned(), 2), ("cd".to_owned(), 3)], None));
+    }
+}

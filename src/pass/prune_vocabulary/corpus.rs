@@ -1,0 +1,112 @@
+//! Tokens of the corpus: how often each occurs, and whether a smaller vocabulary splits the texts in the same
+//! way.
+
+use std::path::PathBuf;
+
+use super::NAME;
+use super::kept::Kept;
+use crate::data::{Column, Corpus, Data, Target, Tokenizer};
+use crate::error::{Error, Result};
+use crate::model::Model;
+
+/// Texts of files, and the tokenizer that splits them.
+pub(super) struct TokenizedCorpus {
+    files: Vec<Corpus>,
+    tokenizer: Tokenizer,
+}
+
+impl TokenizedCorpus {
+    /// Opens files for the tokenizer of a model.
+    pub fn open(model: &Model, paths: &[PathBuf], column: Option<&Column>) -> Result<TokenizedCorpus> {
+        let target = target(model);
+        let options = Data { text_column: column.cloned(), ..Data::default() };
+        let files = paths.iter().map(|path| Corpus::open(&options, path, &target)).collect::<Result<_>>()?;
+        Ok(TokenizedCorpus { files, tokenizer: Tokenizer::open(&target, None)? })
+    }
+
+    /// How often each of the first `rows` tokens occurs: in each text, and in plain text as a whole, whose line
+    /// breaks are tokens.
+    ///
+    /// # Errors
+    /// A text contains a token beyond these.
+    pub fn counts(&self, rows: usize) -> Result<Vec<u64>> {
+        let mut counts = vec![0u64; rows];
+        for file in &self.files {
+            let mut add = |tokens: Vec<i64>| {
+                tokens.into_iter().try_for_each(|token| match usize::try_from(token).ok().and_then(|token| counts.get_mut(token)) {
+                    Some(count) => {
+                        *count += 1;
+                        Ok(())
+                    }
+                    None => Err(Error::malformed(file.path(), format!("contains the token {token}, but the embedding of the model has only {rows} rows"))),
+                })
+            };
+            for tokens in file.whole(&self.tokenizer)?.into_iter().flatten() {
+                add(tokens?)?;
+            }
+            for text in file.texts()? {
+                let text = text?;
+                add(self.tokenizer.untruncated(&text.text, !text.has_special_tokens)?)?;
+            }
+        }
+        Ok(counts)
+    }
+
+    /// Checks that the tokenizer of a model with fewer tokens splits every text into the same tokens, if all of
+    /// them remain.
+    ///
+    /// # Errors
+    /// It splits a text differently.
+    pub fn require_same_tokens(&self, smaller: &Model, kept: &Kept) -> Result<()> {
+        let other = Tokenizer::open(&target(smaller), None)?;
+        let new_ids = |tokens: &[i64]| tokens.iter().map(|token| kept.new_id(usize::try_from(*token).ok()?)).collect::<Option<Vec<usize>>>();
+        let differs = |file: &Corpus, text: String, found: &[i64]| {
+            let names = |tokenizer: &Tokenizer, ids: &[i64]| ids.iter().map(|id| tokenizer.token(*id).unwrap_or_default()).collect::<Vec<_>>().join(" ");
+            let what = format!("{NAME}: {}: {text} would become `{}`", file.path().display(), names(&other, found));
+            Error::run(what, "the tokenizer with fewer tokens splits it differently", "remove it from the corpus")
+        };
+        for file in &self.files {
+            for text in file.texts()? {
+                let text = text?;
+                let tokens = |tokenizer: &Tokenizer| tokenizer.untruncated(&text.text, !text.has_special_tokens);
+                let Some(expected) = new_ids(&tokens(&self.tokenizer)?) else { continue };
+                let found = tokens(&other)?;
+                if !is_equal(&found, &expected) {
+                    return Err(differs(file, format!("line {}", text.line), &found));
+                }
+            }
+            let (Some(before), Some(after)) = (file.whole(&self.tokenizer)?, file.whole(&other)?) else { continue };
+            let (mut expected, mut found, mut is_complete) = (Vec::new(), Vec::new(), true);
+            let mut after = after;
+            for tokens in before {
+                let Some(tokens) = new_ids(&tokens?) else {
+                    is_complete = false;
+                    break;
+                };
+                expected.extend(tokens);
+                while found.len() < expected.len() {
+                    let Some(part) = after.next() else { break };
+                    found.extend(part?);
+                }
+                let common = expected.len().min(found.len());
+                if !is_equal(&found[..common], &expected[..common]) {
+                    return Err(differs(file, "the whole text".into(), &found[..common]));
+                }
+                (expected, found) = (expected.split_off(common), found.split_off(common));
+            }
+            if is_complete && (!expected.is_empty() || !found.is_empty() || after.next().is_some()) {
+                return Err(differs(file, "the end of the text".into(), &found));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_equal(found: &[i64], expected: &[usize]) -> bool {
+    found.len() == expected.len() && found.iter().zip(expected).all(|(found, expected)| usize::try_from(*found) == Ok(*expected))
+}
+
+/// What a tokenizer is opened for: only the files of a model matter.
+fn target(model: &Model) -> Target<'_> {
+    Target { folder: &model.path, synthesized: &model.auxiliary.synthesized, config: model.config.values(), inputs: &[], outputs: &[] }
+}
