@@ -1,4 +1,4 @@
-//! `prune-vocabulary`: logits of the remaining tokens, tokens of the corpus, and every file with token ids.
+//! `prune-vocabulary`: logits of the remaining tokens, tokenization of the corpus, and every file with token ids.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -339,7 +339,7 @@ fn later_passes_use_the_new_vocabulary_or_are_refused() {
     let error = case.run_with(vec![case.keep().into()], |builder| builder.evaluation(arrays)).map(drop).unwrap_err().to_string();
     assert!(error.contains("data: evaluation: contains token ids, but `prune-vocabulary` renumbers"), "{error}");
     fs::remove_file(case.input().join("tokenizer.json")).unwrap();
-    assert!(case.error(vec![case.keep().into()]).contains("without tokenizer.json"));
+    assert!(case.error(vec![case.keep().into()]).contains("without a tokenizer.json"));
 }
 
 #[test]

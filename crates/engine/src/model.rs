@@ -66,7 +66,7 @@ pub struct Model {
     /// The ids in the original vocabulary of the remaining tokens, ascending, if a pass has removed tokens. Their
     /// positions are the new ids.
     #[doc(hidden)]
-    pub kept_tokens: Option<Arc<Vec<usize>>>,
+    pub retained_tokens: Option<Arc<Vec<usize>>>,
 }
 
 impl fmt::Debug for Model {
@@ -134,7 +134,7 @@ impl Model {
             changed_graph: None,
             onnx: None,
             signed_activations: false,
-            kept_tokens: None,
+            retained_tokens: None,
         };
         model.require_widths()?;
         Ok(model)
@@ -159,9 +159,9 @@ impl Model {
         self.path == input.path && (differs("id2label") || differs("architectures") || self.has_added_head(input))
     }
 
-    /// Whether a pass has renumbered the tokens of the input, so that the same ids are other tokens.
+    /// Whether a pass has renumbered the input's tokens, so that the same ids are other tokens.
     pub fn has_renumbered_tokens(&self, input: &Model) -> bool {
-        self.path == input.path && self.kept_tokens != input.kept_tokens
+        self.path == input.path && self.retained_tokens != input.retained_tokens
     }
 
     /// The model that samples must fit: the input, or this one if it has new classes, another vocabulary, or

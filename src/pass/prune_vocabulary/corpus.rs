@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use super::NAME;
-use super::kept::Kept;
+use super::retained::Retained;
 use crate::data::{Column, Corpus, Data, Target, Tokenizer};
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -41,7 +41,7 @@ impl TokenizedCorpus {
                     None => Err(Error::malformed(file.path(), format!("contains the token {token}, but the embedding of the model has only {rows} rows"))),
                 })
             };
-            for tokens in file.whole(&self.tokenizer)?.into_iter().flatten() {
+            for tokens in file.entire_text(&self.tokenizer)?.into_iter().flatten() {
                 add(tokens?)?;
             }
             for text in file.texts()? {
@@ -57,9 +57,9 @@ impl TokenizedCorpus {
     ///
     /// # Errors
     /// It splits a text differently.
-    pub fn require_same_tokens(&self, smaller: &Model, kept: &Kept) -> Result<()> {
+    pub fn require_same_tokens(&self, smaller: &Model, retained: &Retained) -> Result<()> {
         let other = Tokenizer::open(&target(smaller), None)?;
-        let new_ids = |tokens: &[i64]| tokens.iter().map(|token| kept.new_id(usize::try_from(*token).ok()?)).collect::<Option<Vec<usize>>>();
+        let new_ids = |tokens: &[i64]| tokens.iter().map(|token| retained.new_id(usize::try_from(*token).ok()?)).collect::<Option<Vec<usize>>>();
         let differs = |file: &Corpus, text: String, found: &[i64]| {
             let names = |tokenizer: &Tokenizer, ids: &[i64]| ids.iter().map(|id| tokenizer.token(*id).unwrap_or_default()).collect::<Vec<_>>().join(" ");
             let what = format!("{NAME}: {}: {text} would become `{}`", file.path().display(), names(&other, found));
@@ -75,7 +75,7 @@ impl TokenizedCorpus {
                     return Err(differs(file, format!("line {}", text.line), &found));
                 }
             }
-            let (Some(before), Some(after)) = (file.whole(&self.tokenizer)?, file.whole(&other)?) else { continue };
+            let (Some(before), Some(after)) = (file.entire_text(&self.tokenizer)?, file.entire_text(&other)?) else { continue };
             let (mut expected, mut found, mut is_complete) = (Vec::new(), Vec::new(), true);
             let mut after = after;
             for tokens in before {
@@ -106,7 +106,7 @@ fn is_equal(found: &[i64], expected: &[usize]) -> bool {
     found.len() == expected.len() && found.iter().zip(expected).all(|(found, expected)| usize::try_from(*found) == Ok(*expected))
 }
 
-/// What a tokenizer is opened for: only the files of a model matter.
+/// The target of a tokenizer, which depends only on the files of a model.
 fn target(model: &Model) -> Target<'_> {
     Target { folder: &model.path, synthesized: &model.auxiliary.synthesized, config: model.config.values(), inputs: &[], outputs: &[] }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::kept::{Kept, number};
+use super::retained::{Retained, number};
 use super::settings;
 use super::tokenizer::{self, TokenizerFile, pair};
 use crate::error::{Error, Result};
@@ -34,7 +34,7 @@ impl Files<'_> {
         read_auxiliary_text(&self.0.path, &self.0.auxiliary.synthesized, name)
     }
 
-    /// A JSON object; `None` if there is no such file.
+    /// A JSON object; `None` if the file does not exist.
     fn object(&self, name: &str) -> Result<Option<Map<String, Value>>> {
         let parse = |text: String| serde_json::from_str(&text).map_err(|e| self.malformed(name, e));
         self.text(name)?.map(parse).transpose()
@@ -59,7 +59,7 @@ pub(super) fn required(model: &Model, tokenizer: &TokenizerFile, rows: usize) ->
         if name == TOKENIZER_SETTINGS {
             if values.get("auto_map").is_some_and(|map| map.get("AutoTokenizer").is_some()) {
                 return Err(Error::Unsupported {
-                    what: format!("{}: removing tokens of a tokenizer that is code of the repository (`auto_map`)", model.path.display()),
+                    what: format!("{}: removing tokens if the tokenizer is code of the repository (`auto_map`)", model.path.display()),
                     hint: "remove `auto_map` if tokenizer.json is equivalent to that code".into(),
                 });
             }
@@ -90,18 +90,18 @@ fn named_tokens(values: &Map<String, Value>) -> Vec<String> {
 ///
 /// # Errors
 /// A file is malformed, or may contain token ids of unknown meaning.
-pub(super) fn rewrite(model: &mut Model, tokenizer: &TokenizerFile, kept: &Kept, rows: usize) -> Result<Vec<String>> {
+pub(super) fn rewrite(model: &mut Model, tokenizer: &TokenizerFile, retained: &Retained, rows: usize) -> Result<Vec<String>> {
     let mut notes = Vec::new();
-    let mut texts: Vec<(&str, String)> = vec![(tokenizer::FILE, render(&tokenizer.reduced(kept)?))];
+    let mut texts: Vec<(&str, String)> = vec![(tokenizer::FILE, render(&tokenizer.reduced(retained)?))];
     let files = Files(model);
     for name in SETTINGS {
         let Some(before) = files.object(name)? else { continue };
         let mut values = before.clone();
-        let found = settings::renumber(&mut values, kept, rows).map_err(|reason| files.malformed(name, reason))?;
+        let found = settings::renumber(&mut values, retained, rows).map_err(|reason| files.malformed(name, reason))?;
         notes.extend(found.into_iter().map(|note| format!("{name}: {note}")));
         if let Some(Value::Object(decoder)) = values.get_mut("added_tokens_decoder") {
             let entries = std::mem::take(decoder).into_iter().map(|(id, token)| {
-                let new = id.parse().ok().and_then(|id| kept.new_id(id));
+                let new = id.parse().ok().and_then(|id| retained.new_id(id));
                 new.map(|new| (new.to_string(), token))
                     .ok_or_else(|| files.malformed(name, format!("`added_tokens_decoder` has the id {id}, which the embedding lacks")))
             });
@@ -113,23 +113,23 @@ pub(super) fn rewrite(model: &mut Model, tokenizer: &TokenizerFile, kept: &Kept,
     }
     for name in ID_MAPS {
         let Some(mut ids) = files.object(name)? else { continue };
-        ids.retain(|_, id| number(id).is_some_and(|id| kept.contains(id)));
-        ids.values_mut().try_for_each(|id| kept.renumber(id)).map_err(|reason| files.malformed(name, reason))?;
+        ids.retain(|_, id| number(id).is_some_and(|id| retained.contains(id)));
+        ids.values_mut().try_for_each(|id| retained.renumber(id)).map_err(|reason| files.malformed(name, reason))?;
         texts.push((name, render(&Value::Object(ids))));
     }
     if let Some(text) = files.text(MERGES)? {
-        let keeps = |line: &&str| line.starts_with("#version") || pair(&json!(line)).is_none_or(|pair| tokenizer.keeps_merge(pair, kept));
+        let keeps = |line: &&str| line.starts_with("#version") || pair(&json!(line)).is_none_or(|pair| tokenizer.keeps_merge(pair, retained));
         texts.push((MERGES, lines(text.lines().filter(keeps))));
     }
     let mut others: Vec<&str> = Vec::new();
     if let Some(text) = files.text(TOKEN_LIST)? {
         if text.lines().enumerate().all(|(id, token)| tokenizer.token(id) == Some(token)) {
-            texts.push((TOKEN_LIST, lines(text.lines().enumerate().filter(|(id, _)| kept.contains(*id)).map(|(_, token)| token))));
+            texts.push((TOKEN_LIST, lines(text.lines().enumerate().filter(|(id, _)| retained.contains(*id)).map(|(_, token)| token))));
         } else {
             others.push(TOKEN_LIST);
         }
     }
-    rewrite_config(model, kept, rows, &mut notes)?;
+    rewrite_config(model, retained, rows, &mut notes)?;
     let auxiliary = &mut model.auxiliary;
     let is_other = |file: &Path| {
         let (name, extension) = (file.to_str().unwrap_or_default(), file.extension().and_then(|e| e.to_str()).unwrap_or_default());
@@ -146,14 +146,14 @@ pub(super) fn rewrite(model: &mut Model, tokenizer: &TokenizerFile, kept: &Kept,
 }
 
 /// Renumbers the token ids of `config.json`, and sets the size of the vocabulary.
-fn rewrite_config(model: &mut Model, kept: &Kept, rows: usize, notes: &mut Vec<String>) -> Result<()> {
+fn rewrite_config(model: &mut Model, retained: &Retained, rows: usize, notes: &mut Vec<String>) -> Result<()> {
     let mut values = model.config.values().clone();
-    let found = settings::renumber(&mut values, kept, rows).map_err(|reason| Files(model).malformed("config.json", reason))?;
+    let found = settings::renumber(&mut values, retained, rows).map_err(|reason| Files(model).malformed("config.json", reason))?;
     notes.extend(found.into_iter().map(|note| format!("config.json: {note}")));
     let has_size = |values: &Map<String, Value>| values.contains_key("vocab_size");
     let nested = values.get("text_config").and_then(Value::as_object).is_some_and(has_size);
     if !has_size(&values) && !nested && !values.is_empty() {
-        let size = json!(kept.0.len());
+        let size = json!(retained.0.len());
         match values.get_mut("text_config").and_then(Value::as_object_mut) {
             Some(text) => text.insert("vocab_size".into(), size),
             None => values.insert("vocab_size".into(), size),

@@ -1,8 +1,8 @@
 //! Removes tokens from the vocabulary: the rows of the embedding and of the output head, the entries of the
 //! tokenizer, and the ids in all files are those of the remaining tokens.
 //!
-//! Tokens remain in their order. The tokens of the corpus, of all bytes or characters, and special tokens
-//! remain, with the merges that produce them. Byte-pair encoding applies the remaining merges in the same
+//! The order of the remaining tokens does not change. Special tokens, all bytes or characters, and the tokens
+//! that occur in the corpus remain, with the merges that produce them. Byte-pair encoding applies the remaining merges in the same
 //! order, WordPiece finds the same longest tokens, and Unigram the same best path, so that a text whose tokens
 //! all remain is split in the same way, and has the same logits in the remaining rows.
 //!
@@ -13,7 +13,7 @@
 
 mod corpus;
 mod files;
-mod kept;
+mod retained;
 mod settings;
 mod tables;
 mod tokenizer;
@@ -31,7 +31,7 @@ use crate::model::Model;
 use crate::run_state::{Applied, RunState};
 use crate::work::Meter;
 use corpus::TokenizedCorpus;
-use kept::{Kept, Selection};
+use retained::{Retained, Selection};
 use tables::{Reduced, TokenTables};
 use tokenizer::TokenizerFile;
 
@@ -71,13 +71,13 @@ impl Default for PruneVocabulary {
 
 const NAME: &str = "prune-vocabulary";
 
-/// A model with only the tokens that another model kept, with which that one can be compared. Both must
+/// A model with only the tokens that another model retained, with which that one can be compared. Both must
 /// descend from the same input.
 ///
 /// # Errors
 /// A file of the model is not supported.
 pub(crate) fn with_tokens_of(input: &Model, other: &Model) -> Result<Model> {
-    match &other.kept_tokens {
+    match &other.retained_tokens {
         None => Ok(input.clone()),
         Some(ids) => Ok(TokenTables::find(input)?.reduce(input, &TokenizerFile::open(input)?, ids, &Arc::new(Meter::default()))?.model),
     }
@@ -134,20 +134,20 @@ impl PruneVocabulary {
         let counts = corpus.as_ref().map(|corpus| corpus.counts(rows)).transpose()?;
         let ids = self.remaining(&tokenizer, rows, required.into_iter().collect(), counts.as_deref())?;
         let Reduced { model: smaller, weights, notes } = tables.reduce(model, &tokenizer, &ids, &applied.meter)?;
-        let kept = Kept(&ids);
+        let retained = Retained(&ids);
         if let Some(corpus) = &corpus {
-            corpus.require_same_tokens(&smaller, &kept)?;
+            corpus.require_same_tokens(&smaller, &retained)?;
         }
-        let removed = all.iter().filter(|id| !kept.contains(**id)).count();
+        let removed = all.iter().filter(|id| !retained.contains(**id)).count();
         let mut details = json!({ "tokenizer": tokenizer.kind(), "tokens": all.len(), "removed": removed, "rows": rows, "rows_after": ids.len() });
         if let Some(counts) = &counts {
             let sum = |is_counted: &dyn Fn(usize) -> bool| counts.iter().enumerate().filter(|(id, _)| is_counted(*id)).map(|(_, count)| count).sum::<u64>();
-            let (occurrences, lost) = (sum(&|_| true), sum(&|id| !kept.contains(id)));
+            let (occurrences, lost) = (sum(&|_| true), sum(&|id| !retained.contains(id)));
             details["occurrences"] = json!(occurrences);
             details["removed_occurrences"] = json!(lost);
             if lost > 0 {
                 let percent = 100.0 * lost as f64 / occurrences.max(1) as f64;
-                applied.notes.push(format!("{percent:.2} % of the tokens of the texts are removed: they are split into shorter tokens"));
+                applied.notes.push(format!("{percent:.2} % of the tokens in the texts are removed: they are split into shorter tokens"));
             }
         }
         applied.notes.push(format!(
@@ -199,6 +199,6 @@ impl Pass for PruneVocabulary {
     }
 
     fn remedy(&self) -> &'static str {
-        "texts in `keep` that are like those that the model is used on, or a larger `size`"
+        "texts in `keep` that are typical of the model's input, or a larger `size`"
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-use super::kept::{Kept, number};
+use super::retained::{Retained, number};
 
 /// How a key uses token ids.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -73,7 +73,7 @@ fn for_each_number(value: &mut Value, on_number: &mut dyn FnMut(&mut Value) -> R
     }
 }
 
-/// The tokens of pairs of a position and a token.
+/// The second elements of pairs, each a position and a token.
 fn forced(value: &mut Value) -> impl Iterator<Item = &mut Value> {
     value.as_array_mut().into_iter().flatten().filter_map(|pair| pair.get_mut(1))
 }
@@ -99,17 +99,17 @@ pub(super) fn required(values: &Map<String, Value>, rows: usize) -> BTreeSet<usi
 ///
 /// # Errors
 /// A key may contain token ids, but its meaning is not known.
-pub(super) fn renumber(values: &mut Map<String, Value>, kept: &Kept, rows: usize) -> Result<Vec<String>, String> {
+pub(super) fn renumber(values: &mut Map<String, Value>, retained: &Retained, rows: usize) -> Result<Vec<String>, String> {
     let mut notes = Vec::new();
     let on_value: OnValue = &mut |key, kind, value| {
         let mut outside = None;
         let mut on_number = |value: &mut Value| match number(value) {
-            Some(id) if id < rows => kept.renumber(value),
+            Some(id) if id < rows => retained.renumber(value),
             Some(id) => {
                 outside = Some(id);
                 Ok(())
             }
-            // Negative numbers mean that there is no such token.
+            // A negative number means that the token is undefined.
             None => Ok(()),
         };
         match kind {
@@ -118,7 +118,7 @@ pub(super) fn renumber(values: &mut Map<String, Value>, kept: &Kept, rows: usize
             Use::Entries if value.is_object() => return Err(format!("`{key}` is an object: store a list of pairs, as transformers 5 does")),
             Use::Entries => {
                 for entry in value.as_array_mut().into_iter().flat_map(|list| {
-                    list.retain_mut(|entry| remains(entry, kept, rows));
+                    list.retain_mut(|entry| remains(entry, retained, rows));
                     list.iter_mut()
                 }) {
                     match entry {
@@ -129,7 +129,7 @@ pub(super) fn renumber(values: &mut Map<String, Value>, kept: &Kept, rows: usize
                     }
                 }
             }
-            Use::Size if number(value) == Some(rows) => *value = json!(kept.0.len()),
+            Use::Size if number(value) == Some(rows) => *value = json!(retained.0.len()),
             Use::Size => {}
             Use::Unknown => {
                 let mut found = None;
@@ -151,15 +151,15 @@ pub(super) fn renumber(values: &mut Map<String, Value>, kept: &Kept, rows: usize
     Ok(notes)
 }
 
-/// Whether all tokens of an entry remain.
-fn remains(entry: &mut Value, kept: &Kept, rows: usize) -> bool {
+/// Whether all tokens in an entry remain.
+fn remains(entry: &mut Value, retained: &Retained, rows: usize) -> bool {
     let tokens = match entry {
         Value::Array(pair) if matches!(pair.first(), Some(Value::Array(_))) => pair.first_mut(),
         entry => Some(entry),
     };
     let mut all = true;
     let mut on_number = |value: &mut Value| {
-        all &= number(value).is_none_or(|id| id >= rows || kept.contains(id));
+        all &= number(value).is_none_or(|id| id >= rows || retained.contains(id));
         Ok(())
     };
     tokens.map_or(Ok(()), |tokens| for_each_number(tokens, &mut on_number)).unwrap_or_default();
@@ -178,9 +178,9 @@ mod tests {
             "suppress_tokens": [-1, 3, 7], "bad_words_ids": [[3], [2, 7]], "sequence_bias": [[[3, 2], 5.0], [[7], 2]],
             "forced_decoder_ids": [[1, 7], [2, null]], "lang_to_id": { "<|en|>": 2 },
         });
-        let kept = Kept(&[0, 2, 7]);
+        let retained = Retained(&[0, 2, 7]);
         assert_eq!(required(values.as_object().unwrap(), 10), BTreeSet::from([2, 7]));
-        let notes = renumber(values.as_object_mut().unwrap(), &kept, 10).unwrap();
+        let notes = renumber(values.as_object_mut().unwrap(), &retained, 10).unwrap();
         let expected = json!({
             "vocab_size": 3, "type_vocab_size": 10, "hidden_size": 10, "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": null,
             "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 1, "text_config": { "vocab_size": 3, "image_token_index": 2 },
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn unknown_ids_are_refused_by_name() {
-        let renumber = |mut values: Value| renumber(values.as_object_mut().unwrap(), &Kept(&[0]), 10).unwrap_err();
+        let renumber = |mut values: Value| renumber(values.as_object_mut().unwrap(), &Retained(&[0]), 10).unwrap_err();
         assert!(renumber(json!({ "patch_ids": [3] })).contains("`patch_ids` may contain token ids (3)"));
         assert!(renumber(json!({ "sequence_bias": { "(3,)": 1.0 } })).contains("`sequence_bias` is an object"));
         assert!(renumber(json!({ "eos_token_id": 3 })).contains("3 is not the id of a remaining token"));

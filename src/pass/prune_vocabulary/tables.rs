@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::files;
-use super::kept::Kept;
+use super::retained::Retained;
 use super::tokenizer::TokenizerFile;
 use crate::arch::role;
 use crate::data::DECODER_INPUT_IDS;
@@ -153,15 +153,15 @@ impl TokenTables {
     /// # Errors
     /// A file or key with token ids is not supported, or `config.json` cannot describe the result.
     pub fn reduce(&self, model: &Model, tokenizer: &TokenizerFile, ids: &[usize], meter: &Arc<Meter>) -> Result<Reduced> {
-        let (kept, mut model) = (Kept(ids), model.clone());
+        let (retained, mut model) = (Retained(ids), model.clone());
         self.name_pooled_token(&mut model);
         let (was_described, had_changed_graph) = (model.is_described(), model.changed_graph.is_some());
-        let notes = files::rewrite(&mut model, tokenizer, &kept, self.rows)?;
+        let notes = files::rewrite(&mut model, tokenizer, &retained, self.rows)?;
         for (name, axis) in &self.axes {
             let weight = model.weights.get(name)?.index_select(name, *axis, ids, meter.clone())?;
             model.weights.by_name.insert(name.clone(), weight);
         }
-        let new_id = |token: i64| usize::try_from(token).ok().and_then(|token| kept.new_id(token)).and_then(|id| i64::try_from(id).ok());
+        let new_id = |token: i64| usize::try_from(token).ok().and_then(|token| retained.new_id(token)).and_then(|id| i64::try_from(id).ok());
         let smaller = rebuild(&self.graph, &model.weights, &mut |step| match &step.node.op {
             Op::TokenPool(TokenPool { choice: TokenChoice::Named(token) }) => {
                 let choice = TokenChoice::Named(new_id(*token).unwrap_or(*token));
@@ -179,8 +179,8 @@ impl TokenTables {
         if was_described && !had_changed_graph {
             model.changed_graph = None;
         }
-        let original = |id: &usize| model.kept_tokens.as_ref().map_or(Some(*id), |before| before.get(*id).copied());
-        model.kept_tokens = Some(Arc::new(ids.iter().filter_map(original).collect()));
+        let original = |id: &usize| model.retained_tokens.as_ref().map_or(Some(*id), |before| before.get(*id).copied());
+        model.retained_tokens = Some(Arc::new(ids.iter().filter_map(original).collect()));
         Ok(Reduced { model, weights: self.axes.keys().cloned().collect(), notes })
     }
 
@@ -207,7 +207,7 @@ fn classifies_tokens(model: &Model) -> bool {
 
 fn unknown_head(node: &Node) -> Error {
     Error::Unsupported {
-        what: format!("removing tokens of a model whose logits are computed by `{}`", node.op.name()),
+        what: format!("removing tokens if the logits are computed by `{}`", node.op.name()),
         hint: "supported are linear heads, also with a bias, a scale or a soft cap".into(),
     }
 }

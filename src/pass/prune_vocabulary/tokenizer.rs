@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::kept::{Kept, number};
+use super::retained::{Retained, number};
 use crate::error::{Error, Result};
 use crate::model::{Model, auxiliary_path, read_auxiliary_text};
 
@@ -50,7 +50,7 @@ impl TokenizerFile {
     pub fn open(model: &Model) -> Result<TokenizerFile> {
         let path = auxiliary_path(&model.path, FILE);
         let text = read_auxiliary_text(&model.path, &model.auxiliary.synthesized, FILE)?.ok_or_else(|| Error::Unsupported {
-            what: format!("{}: removing tokens of a model without {FILE}", model.path.display()),
+            what: format!("{}: removing tokens without a {FILE}", model.path.display()),
             hint: "save the tokenizer with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)` in transformers, which writes this file".into(),
         })?;
         TokenizerFile::parse(&path, &text)
@@ -84,7 +84,7 @@ impl TokenizerFile {
             (Some("WordLevel"), Value::Object(_)) => TokenizerModel::WordLevel,
             (kind, _) => {
                 return Err(Error::Unsupported {
-                    what: format!("{}: removing tokens of a tokenizer of the type {}", path.display(), kind.unwrap_or("null")),
+                    what: format!("{}: removing tokens from a tokenizer of the type {}", path.display(), kind.unwrap_or("null")),
                     hint: "supported types of `model`: BPE, Unigram, WordPiece and WordLevel; save the tokenizer with a newer version of transformers".into(),
                 });
             }
@@ -123,8 +123,8 @@ impl TokenizerFile {
         self.ids.get(token).copied().or_else(|| self.added().find(|(_, text)| *text == token).map(|(id, _)| id))
     }
 
-    /// Tokens that every text may need, and that other parts of the file refer to: added tokens, tokens of
-    /// the post-processor, the unknown token, and all bytes or characters.
+    /// Tokens that every text may need, and that other parts of the file refer to: added tokens, the
+    /// post-processor's tokens, the unknown token, and all bytes or characters.
     pub fn required(&self) -> BTreeSet<usize> {
         let mut required = BTreeSet::new();
         for_each_id(&mut self.json.clone(), &mut |id| {
@@ -146,7 +146,7 @@ impl TokenizerFile {
         required
     }
 
-    /// Ids of the tokens of single bytes, such as `<0x0A>`.
+    /// Ids of the tokens for single bytes, such as `<0x0A>`.
     fn byte_tokens(&self) -> impl Iterator<Item = usize> {
         (0..BYTES).filter_map(|byte| self.ids.get(&format!("<0x{byte:02X}>")).copied())
     }
@@ -173,7 +173,7 @@ impl TokenizerFile {
         }
     }
 
-    /// The tokens of the characters of a token, before merging. Empty if a character has none.
+    /// The characters of a token as tokens, before merging. Empty if a character has none.
     fn symbols(&self, token: &str, merges: &Merges) -> Vec<usize> {
         let [prefix, suffix] = self.affixes();
         let ends = !suffix.is_empty() && token.len() > suffix.len() && token.ends_with(suffix);
@@ -197,7 +197,7 @@ impl TokenizerFile {
         symbols
     }
 
-    /// Ids of the tokens of the model in the order in which a smaller vocabulary keeps them: by the rank of
+    /// Ids in the order in which a smaller vocabulary retains tokens, without added ones: by the rank of
     /// the first merge, by descending score, or by id.
     pub fn order(&self) -> Vec<usize> {
         let mut ids: Vec<usize> = self.tokens.keys().copied().collect();
@@ -218,34 +218,34 @@ impl TokenizerFile {
         ids
     }
 
-    /// The file with only the kept tokens and the merges between them.
-    pub fn reduced(&self, kept: &Kept) -> Result<Value> {
+    /// The file with only the retained tokens and the merges between them.
+    pub fn reduced(&self, retained: &Retained) -> Result<Value> {
         let mut json = self.json.clone();
         let wrong = |reason: String| Error::malformed(&self.path, reason);
-        for_each_id(&mut json, &mut |id| kept.renumber(id)).map_err(wrong)?;
+        for_each_id(&mut json, &mut |id| retained.renumber(id)).map_err(wrong)?;
         match json.pointer_mut("/model/vocab") {
             Some(Value::Object(tokens)) => {
-                tokens.retain(|_, id| number(id).is_some_and(|id| kept.contains(id)));
-                tokens.values_mut().try_for_each(|id| kept.renumber(id)).map_err(wrong)?;
+                tokens.retain(|_, id| number(id).is_some_and(|id| retained.contains(id)));
+                tokens.values_mut().try_for_each(|id| retained.renumber(id)).map_err(wrong)?;
             }
             Some(Value::Array(tokens)) => {
                 let mut ids = 0usize..;
-                tokens.retain(|_| ids.next().is_some_and(|id| kept.contains(id)));
+                tokens.retain(|_| ids.next().is_some_and(|id| retained.contains(id)));
             }
             _ => {}
         }
         if let Some(Value::Array(merges)) = json.pointer_mut("/model/merges") {
-            merges.retain(|merge| pair(merge).is_some_and(|pair| self.keeps_merge(pair, kept)));
+            merges.retain(|merge| pair(merge).is_some_and(|pair| self.keeps_merge(pair, retained)));
         }
         Ok(json)
     }
 
-    /// Whether both tokens of a merge and its result are kept.
-    pub fn keeps_merge(&self, pair: [&str; 2], kept: &Kept) -> bool {
+    /// Whether a merge and both of its operands are retained.
+    pub fn keeps_merge(&self, pair: [&str; 2], retained: &Retained) -> bool {
         let TokenizerModel::Bpe(merges) = &self.model else { return false };
         let ids = pair.map(|token| self.ids.get(token).copied());
         let [Some(left), Some(right)] = ids else { return false };
-        merges.ranks.get(&[left, right]).is_some_and(|(_, result)| [left, right, *result].into_iter().all(|id| kept.contains(id)))
+        merges.ranks.get(&[left, right]).is_some_and(|(_, result)| [left, right, *result].into_iter().all(|id| retained.contains(id)))
     }
 
     /// Descriptions of the vocabulary for reports.
@@ -300,7 +300,7 @@ impl Merges {
     }
 }
 
-/// The two tokens of a merge, which is stored as a text with a space or as a list.
+/// The two operands of a merge, which is stored as a text with a space or as a list.
 pub(super) fn pair(merge: &Value) -> Option<[&str; 2]> {
     match merge {
         Value::String(text) => text.split_once(' ').map(|(left, right)| [left, right]),
@@ -371,7 +371,7 @@ mod tests {
             { "type": "TemplateProcessing", "single": [], "special_tokens": { "<s>": { "id": "<s>", "ids": [7], "tokens": ["<s>"] } } }] });
         parse(
             &json!({ "type": "BPE", "vocab": vocab, "merges": merges }),
-            json!({ "added_tokens": [{ "id": 7, "content": "<s>" }], "post_processor": processor, "kept": [1] }),
+            json!({ "added_tokens": [{ "id": 7, "content": "<s>" }], "post_processor": processor, "retained": [1] }),
         )
     }
 
@@ -379,7 +379,7 @@ mod tests {
     fn tokens_need_the_merges_that_produce_them() {
         let file = bpe();
         let parts = |id| file.parts(id).into_iter().collect::<BTreeSet<_>>();
-        // `b c` has the lowest rank, so that `ab` is no part of `abc`.
+        // `b c` has the lowest rank, so that `abc` is not merged from `ab`.
         assert_eq!(parts(5), BTreeSet::from([0, 1, 2, 4, 5]));
         assert_eq!(parts(8), BTreeSet::from([0, 1, 2, 4, 5, 8]));
         assert_eq!(parts(9), BTreeSet::new());
@@ -389,13 +389,13 @@ mod tests {
 
     #[test]
     fn merges_ids_and_unknown_keys_are_rewritten() {
-        let kept = [0, 1, 2, 4, 5, 7];
-        let reduced = bpe().reduced(&Kept(&kept)).unwrap();
+        let retained = [0, 1, 2, 4, 5, 7];
+        let reduced = bpe().reduced(&Retained(&retained)).unwrap();
         assert_eq!(reduced["model"]["vocab"], json!({ "a": 0, "b": 1, "c": 2, "bc": 3, "abc": 4, "<s>": 5 }));
         assert_eq!(reduced["model"]["merges"], json!(["b c", "a bc"]));
         assert_eq!(reduced["added_tokens"][0]["id"], 5);
         assert_eq!(reduced["post_processor"]["processors"][1]["special_tokens"]["<s>"]["ids"], json!([5]));
-        assert_eq!(reduced["kept"], json!([1]));
+        assert_eq!(reduced["retained"], json!([1]));
     }
 
     #[test]
@@ -416,8 +416,8 @@ mod tests {
         let file = parse(&json!({ "type": "Unigram", "unk_id": 0, "vocab": vocab }), json!({}));
         assert_eq!(file.required(), BTreeSet::from([0, 1, 2, 4]));
         assert_eq!(file.order(), [0, 3, 1, 2, 5, 4]);
-        let kept = [0, 1, 2, 4];
-        assert_eq!(file.reduced(&Kept(&kept)).unwrap()["model"]["vocab"], json!([["<unk>", 0.0], ["a", -2.0], ["b", -3.0], ["ba", -9.0]]));
+        let retained = [0, 1, 2, 4];
+        assert_eq!(file.reduced(&Retained(&retained)).unwrap()["model"]["vocab"], json!([["<unk>", 0.0], ["a", -2.0], ["b", -3.0], ["ba", -9.0]]));
         // Byte tokens represent all characters.
         let mut vocab = vec![json!(["<unk>", 0.0]), json!(["a", -2.0])];
         vocab.extend((0..256).map(|byte| json!([format!("<0x{byte:02X}>"), -1.0])));
@@ -435,6 +435,6 @@ mod tests {
         let added = json!({ "model": { "type": "WordLevel", "vocab": { "a": 0 } }, "added_tokens": [{ "id": 0, "content": "b" }] });
         assert!(error(added).contains("has the id of `a`"));
         let file = parse(&json!({ "type": "WordLevel", "vocab": { "a": 0 } }), json!({ "post_processor": { "type": "Foo" } }));
-        assert!(file.reduced(&Kept(&[0])).unwrap_err().to_string().contains("the post-processor `Foo`"));
+        assert!(file.reduced(&Retained(&[0])).unwrap_err().to_string().contains("the post-processor `Foo`"));
     }
 }

@@ -105,7 +105,7 @@ pub(super) fn not_finite_note(fidelity: &Fidelity) -> Option<String> {
 }
 
 impl<'r> Run<'r> {
-    /// The input with only the tokens of the output, if a pass has removed tokens. The same ids are then the same
+    /// The input reduced to the output's tokens, if a pass has removed tokens. The same ids are then the same
     /// tokens in both models.
     pub(super) fn with_tokens_of_output(&self) -> Result<Option<Model>> {
         let differs = self.after.has_renumbered_tokens(self.before);

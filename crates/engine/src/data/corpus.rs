@@ -49,9 +49,9 @@ impl Corpus {
         Ok(records::open(&self.options, &self.path, false)?.map(move |record| text(record?)))
     }
 
-    /// The tokens of a plain text as a whole, which contain line breaks; `None` for other files. Fails if the
+    /// Tokenizes an entire plain text, so that line breaks are tokens too; `None` for other files. Fails if the
     /// file cannot be opened.
-    pub fn whole<'t>(&self, tokenizer: &'t Tokenizer) -> Result<Option<impl Iterator<Item = Result<Vec<i64>>> + use<'t>>> {
+    pub fn entire_text<'t>(&self, tokenizer: &'t Tokenizer) -> Result<Option<impl Iterator<Item = Result<Vec<i64>>> + use<'t>>> {
         if records::layout(&self.options, &self.path)? != TextFormat::Lines {
             return Ok(None);
         }
@@ -81,13 +81,13 @@ mod tests {
         let texts = |options: &Data, path: &Path| {
             let corpus = Corpus::open(options, path, &target).unwrap();
             let texts = corpus.texts().unwrap().map(|text| text.map(|text| (text.text, text.line)).unwrap()).collect::<Vec<_>>();
-            let whole = corpus.whole(&tokenizer).unwrap().map(|parts| parts.collect::<Result<Vec<_>>>().unwrap().concat());
-            (texts, whole)
+            let entire = corpus.entire_text(&tokenizer).unwrap().map(|parts| parts.collect::<Result<Vec<_>>>().unwrap().concat());
+            (texts, entire)
         };
-        let (lines, whole) = texts(&Data::default(), &plain);
+        let (lines, entire) = texts(&Data::default(), &plain);
         assert_eq!(lines, [("ab".to_owned(), 1), ("cd e".to_owned(), 3)]);
-        // Line breaks are tokens only of the whole text.
-        assert_eq!(whole.unwrap(), [3, 4, 5, 32, 32, 6, 7, 3, 8, 32]);
+        // Line breaks are tokens only in the entire text.
+        assert_eq!(entire.unwrap(), [3, 4, 5, 32, 32, 6, 7, 3, 8, 32]);
         let column = Data { text_column: Some(super::super::Column::Name("other".into())), ..Data::default() };
         assert_eq!(texts(&column, &table), (vec![("ab".to_owned(), 2), ("cd".to_owned(), 3)], None));
     }

@@ -33,7 +33,7 @@ impl Model {
             changed_graph: None,
             onnx: Some(Arc::new(onnx)),
             signed_activations: false,
-            kept_tokens: None,
+            retained_tokens: None,
         })
     }
 

@@ -77,7 +77,7 @@ impl Model {
             changed_graph: None,
             onnx: None,
             signed_activations: false,
-            kept_tokens: None,
+            retained_tokens: None,
         };
         arch::mark_roles(&mut model.weights.by_name, model.config.values());
         model.require_widths()?;

@@ -8,9 +8,9 @@ use super::tokenizer::TokenizerFile;
 
 /// Ids of the remaining tokens, ascending. Their positions are the new ids.
 #[derive(Clone, Copy)]
-pub(super) struct Kept<'k>(pub &'k [usize]);
+pub(super) struct Retained<'k>(pub &'k [usize]);
 
-impl Kept<'_> {
+impl Retained<'_> {
     /// The new id of a token; `None` if it is removed.
     pub fn new_id(&self, id: usize) -> Option<usize> {
         self.0.binary_search(&id).ok()
