@@ -56,7 +56,7 @@ impl Case {
         fs::write(self.input().join(file), value.to_string()).unwrap();
     }
 
-    fn keep(&self) -> PruneVocabulary {
+    fn pass(&self) -> PruneVocabulary {
         PruneVocabulary { keep: vec![self.corpus()], ..PruneVocabulary::default() }
     }
 
@@ -105,7 +105,7 @@ fn tokens(folder: &Path, texts: &str) -> Vec<Vec<String>> {
 const SPECIAL: [&str; 5] = ["<pad>", "<unk>", "<s>", "</s>", "<mask>"];
 const LETTERS: &str = "abcdehnort";
 const TEXTS: &str = "the cat and the red hat\nan error or a bad core\nhere on the bench\n";
-/// Number of tokens of each tokenizer, and of rows of the golden models.
+/// Size of each vocabulary, which is that of the golden models.
 const ROWS: usize = 48;
 
 /// A template that adds `<s>` and `</s>`.
@@ -215,10 +215,10 @@ fn logits_of_remaining_tokens_are_those_of_the_input() {
         let case = Case::new(&name, &tokenizer("WordLevel"), &format!("{texts}\n"));
         let reads_tokens = Model::open(case.input()).unwrap().graph().unwrap().inputs().any(|(_, input)| input.name.ends_with("input_ids"));
         if !reads_tokens {
-            assert!(case.error(vec![case.keep().into()]).contains("has no embedding of `input_ids`"), "{name}");
+            assert!(case.error(vec![case.pass().into()]).contains("has no embedding of `input_ids`"), "{name}");
             continue;
         }
-        let report = case.run(vec![case.keep().into()]).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let report = case.run(vec![case.pass().into()]).unwrap_or_else(|e| panic!("{name}: {e}"));
         let details = &report.passes[0].details;
         assert!(details["removed"].as_u64().unwrap() >= 6, "{name}: {details}");
         assert!(!case.output().join("graph.json").exists(), "{name}");
@@ -232,7 +232,7 @@ fn logits_of_remaining_tokens_are_those_of_the_input() {
 fn texts_of_a_corpus_keep_their_tokens() {
     for (kind, name, removed) in [("BPE", "llama", "nt"), ("Unigram", "t5", "▁net"), ("WordPiece", "bert-masked-lm", "dot")] {
         let case = Case::new(name, &tokenizer(kind), TEXTS);
-        let report = case.run(vec![case.keep().into()]).unwrap_or_else(|e| panic!("{kind}: {e}"));
+        let report = case.run(vec![case.pass().into()]).unwrap_or_else(|e| panic!("{kind}: {e}"));
         assert_eq!(report.passes[0].details["tokenizer"], kind);
         assert_eq!(report.passes[0].details["removed_occurrences"], 0);
         let [before, after] = [case.input(), case.output()].map(|folder| tokens(&folder, TEXTS));
@@ -257,14 +257,14 @@ fn sizes_are_limited_and_rounded() {
             require_same_outputs(&case, kind);
             case.remaining()
         };
-        let least = rows(PruneVocabulary { min_count: 100, ..case.keep() });
-        let frequent = rows(PruneVocabulary { size: Some(least.len() + 4), ..case.keep() });
+        let least = rows(PruneVocabulary { min_count: 100, ..case.pass() });
+        let frequent = rows(PruneVocabulary { size: Some(least.len() + 4), ..case.pass() });
         assert!(frequent.len() > least.len() && frequent.len() <= least.len() + 4, "{kind}");
         // The first tokens by rank, score or id.
         let first = rows(PruneVocabulary { size: Some(least.len() + 4), ..PruneVocabulary::default() });
         assert!(frequent.len() > least.len() && first != frequent, "{kind}: {first:?}");
-        assert_eq!(rows(PruneVocabulary { multiple_of: 8, ..case.keep() }).len() % 8, 0, "{kind}");
-        let error = case.error(vec![PruneVocabulary { size: Some(least.len() - 1), ..case.keep() }.into()]);
+        assert_eq!(rows(PruneVocabulary { multiple_of: 8, ..case.pass() }).len() % 8, 0, "{kind}");
+        let error = case.error(vec![PruneVocabulary { size: Some(least.len() - 1), ..case.pass() }.into()]);
         assert!(error.contains(&format!("less than the {} tokens that always remain", least.len())), "{error}");
     }
 }
@@ -285,7 +285,7 @@ fn every_file_with_token_ids_is_rewritten() {
         &json!({ "eos_token_id": [3, all["to"]], "suppress_tokens": [all["nt"], all["he"]], "bad_words_ids": [[all["nt"]], [all["he"], all["a"]]] }),
     );
     case.write("tokenizer_config.json", &json!({ "added_tokens_decoder": { "4": { "content": "<mask>" } }, "chat_template": "{{ messages }}" }));
-    let report = case.run(vec![case.keep().into()]).unwrap();
+    let report = case.run(vec![case.pass().into()]).unwrap();
     let out = |file: &str| read(&case.output().join(file));
     let now = ids(&out("tokenizer.json"));
     assert_eq!(out("vocab.json"), out("tokenizer.json")["model"]["vocab"]);
@@ -309,15 +309,15 @@ fn every_file_with_token_ids_is_rewritten() {
 #[test]
 fn the_output_is_compared_on_the_same_tokens() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
-    let synthetic = case.run_with(vec![case.keep().into()], |builder| builder).unwrap();
+    let synthetic = case.run_with(vec![case.pass().into()], |builder| builder).unwrap();
     let fidelity = &synthetic.fidelity.as_ref().unwrap().fidelity;
     assert_eq!((fidelity.max_abs_error, fidelity.cosine), (0.0, 1.0), "{:?}", synthetic.notes);
     let text = || Data { text: Some(case.corpus()), ..Data::default() };
-    let held_out = case.run_with(vec![case.keep().into()], |builder| builder.calibration(text())).unwrap();
+    let held_out = case.run_with(vec![case.pass().into()], |builder| builder.calibration(text())).unwrap();
     assert_eq!(held_out.fidelity.as_ref().unwrap().fidelity.max_abs_error, 0.0, "{:?}", held_out.notes);
-    let compared = case.run_with(vec![case.keep().into()], |builder| builder.evaluation(Data { task: Some(Task::Fidelity), ..text() })).unwrap();
+    let compared = case.run_with(vec![case.pass().into()], |builder| builder.evaluation(Data { task: Some(Task::Fidelity), ..text() })).unwrap();
     assert_eq!(compared.fidelity.as_ref().unwrap().fidelity.max_abs_error, 0.0, "{:?}", compared.notes);
-    let scored = case.run_with(vec![case.keep().into()], |builder| builder.evaluation(text())).unwrap();
+    let scored = case.run_with(vec![case.pass().into()], |builder| builder.evaluation(text())).unwrap();
     assert!(scored.fidelity.is_none() && scored.notes.iter().any(|note| note.starts_with("the output has other tokens than the input")), "{:?}", scored.notes);
     // Without the removed tokens, the others are more probable.
     let accuracy = scored.accuracy.unwrap();
@@ -327,26 +327,26 @@ fn the_output_is_compared_on_the_same_tokens() {
 #[test]
 fn later_passes_use_the_new_vocabulary_or_are_refused() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
-    case.run(vec![case.keep().into(), QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() }.into()]).unwrap();
+    case.run(vec![case.pass().into(), QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() }.into()]).unwrap();
     assert_eq!(Model::open(case.output()).unwrap().weights.get("model.embed_tokens.weight").unwrap().shape[0], case.remaining().len());
-    let quantized = case.error(vec![QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() }.into(), case.keep().into()]);
+    let quantized = case.error(vec![QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() }.into(), case.pass().into()]);
     assert!(quantized.contains("run `prune-vocabulary` before quantization"), "{quantized}");
     let text = Data { text: Some(case.corpus()), ..Data::default() };
     let distill = Distill { max_steps: Some(1), ..Distill::default() };
-    let error = case.run_with(vec![case.keep().into(), distill.into()], |builder| builder.measure(false).train(text)).map(drop).unwrap_err().to_string();
+    let error = case.run_with(vec![case.pass().into(), distill.into()], |builder| builder.measure(false).train(text)).map(drop).unwrap_err().to_string();
     assert!(error.contains("distill: teacher: has a different tokenizer"), "{error}");
     let arrays = Data { arrays: Some(golden("llama").join("golden.safetensors")), ..Data::default() };
-    let error = case.run_with(vec![case.keep().into()], |builder| builder.evaluation(arrays)).map(drop).unwrap_err().to_string();
+    let error = case.run_with(vec![case.pass().into()], |builder| builder.evaluation(arrays)).map(drop).unwrap_err().to_string();
     assert!(error.contains("data: evaluation: contains token ids, but `prune-vocabulary` renumbers"), "{error}");
     fs::remove_file(case.input().join("tokenizer.json")).unwrap();
-    assert!(case.error(vec![case.keep().into()]).contains("without a tokenizer.json"));
+    assert!(case.error(vec![case.pass().into()]).contains("without a tokenizer.json"));
 }
 
 #[test]
 fn two_passes_keep_the_ids_of_the_input() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
     let first = PruneVocabulary { size: Some(40), ..PruneVocabulary::default() };
-    let second = PruneVocabulary { min_count: 2, ..case.keep() };
+    let second = PruneVocabulary { min_count: 2, ..case.pass() };
     let report = case.run_with(vec![first.into(), second.into()], |builder| builder).unwrap();
     assert_eq!(report.fidelity.as_ref().unwrap().fidelity.max_abs_error, 0.0, "{:?}", report.notes);
     require_same_outputs(&case, "two passes");
@@ -389,8 +389,8 @@ fn options_that_contradict_each_other_are_refused() {
         (PruneVocabulary::default(), "keep: is missing"),
         (PruneVocabulary { size: Some(0), ..PruneVocabulary::default() }, "size: must be at least 1"),
         (PruneVocabulary { size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count: counts tokens"),
-        (PruneVocabulary { multiple_of: 0, ..case.keep() }, "multiple_of: must be at least 1"),
-        (PruneVocabulary { multiple_of: 49, ..case.keep() }, "multiple_of: the embedding has only 48 rows"),
+        (PruneVocabulary { multiple_of: 0, ..case.pass() }, "multiple_of: must be at least 1"),
+        (PruneVocabulary { multiple_of: 49, ..case.pass() }, "multiple_of: the embedding has only 48 rows"),
     ] {
         let error = case.error(vec![pass.into()]);
         assert!(error.contains(reason), "{error}");
