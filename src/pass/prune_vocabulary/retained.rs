@@ -44,7 +44,9 @@ impl<'t> Selection<'t> {
     /// The smallest set with these tokens.
     pub fn new(tokenizer: &'t TokenizerFile, required: impl IntoIterator<Item = usize>) -> Selection<'t> {
         let mut selection = Selection { tokenizer, ids: BTreeSet::new() };
-        required.into_iter().for_each(|id| drop(selection.add(id, usize::MAX)));
+        for id in required {
+            selection.add(id, usize::MAX);
+        }
         selection
     }
 

@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod calibration;
-mod draws;
+pub mod draws;
 mod families;
 mod fidelity;
 mod folders;
