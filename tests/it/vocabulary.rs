@@ -1,4 +1,5 @@
-//! `prune-vocabulary`: logits of the remaining tokens, tokenization of the corpus, and every file with token ids.
+//! `prune-vocabulary`: logits of the remaining tokens, tokenization of the corpus, and every file with token
+//! ids.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -63,8 +63,8 @@ pub struct Model {
     /// Whether quantized activations are int8 instead of uint8, as some runtimes require.
     #[doc(hidden)]
     pub signed_activations: bool,
-    /// The ids in the original vocabulary of the remaining tokens, ascending, if a pass has removed tokens. Their
-    /// positions are the new ids.
+    /// The ids in the original vocabulary of the remaining tokens, ascending, if a pass has removed tokens.
+    /// Their positions are the new ids.
     #[doc(hidden)]
     pub retained_tokens: Option<Arc<Vec<usize>>>,
 }

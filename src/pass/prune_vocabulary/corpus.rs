@@ -24,7 +24,7 @@ impl TokenizedCorpus {
         Ok(TokenizedCorpus { files, tokenizer: Tokenizer::open(&target, None)? })
     }
 
-    /// How often each of the first `rows` tokens occurs: in each text, and in plain text as a whole, whose line
+    /// How often each of the first `rows` tokens occurs: in each text, and in entire plain texts, whose line
     /// breaks are tokens.
     ///
     /// # Errors
@@ -52,8 +52,8 @@ impl TokenizedCorpus {
         Ok(counts)
     }
 
-    /// Checks that the tokenizer of a model with fewer tokens splits every text into the same tokens, if all of
-    /// them remain.
+    /// Checks that the tokenizer of a model with fewer tokens splits every text into the same tokens, if all
+    /// of them remain.
     ///
     /// # Errors
     /// It splits a text differently.

@@ -85,8 +85,8 @@ fn named_tokens(values: &Map<String, Value>) -> Vec<String> {
     single.chain(listed).collect()
 }
 
-/// Rewrites all files of a model for the remaining tokens, and `config.json`. Excludes vocabularies in formats that
-/// are not supported. Returns notes.
+/// Rewrites all files of a model for the remaining tokens, and `config.json`. Excludes vocabularies in
+/// formats that are not supported. Returns notes.
 ///
 /// # Errors
 /// A file is malformed, or may contain token ids of unknown meaning.

@@ -1,10 +1,11 @@
 //! Removes tokens from the vocabulary: the rows of the embedding and of the output head, the entries of the
 //! tokenizer, and the ids in all files are those of the remaining tokens.
 //!
-//! The order of the remaining tokens does not change. Special tokens, all bytes or characters, and the tokens
-//! that occur in the corpus remain, with the merges that produce them. Byte-pair encoding applies the remaining merges in the same
-//! order, WordPiece finds the same longest tokens, and Unigram the same best path, so that a text whose tokens
-//! all remain is split in the same way, and has the same logits in the remaining rows.
+//! The order of the remaining tokens does not change. Special tokens, all bytes or characters, and the
+//! tokens that occur in the corpus remain, with the merges that produce them. Byte-pair encoding applies the
+//! remaining merges in the same order, WordPiece finds the same longest tokens, and Unigram the same best
+//! path. A text of remaining tokens is therefore split in the same way, and has the same logits in the
+//! remaining rows.
 //!
 //! ```yaml
 //! passes:
@@ -14,6 +15,7 @@
 mod corpus;
 mod files;
 mod retained;
+mod selection;
 mod settings;
 mod tables;
 mod tokenizer;
@@ -31,7 +33,8 @@ use crate::model::Model;
 use crate::run_state::{Applied, RunState};
 use crate::work::Meter;
 use corpus::TokenizedCorpus;
-use retained::{Retained, Selection};
+use retained::Retained;
+use selection::Selection;
 use tables::{Reduced, TokenTables};
 use tokenizer::TokenizerFile;
 
@@ -45,8 +48,8 @@ pub struct PruneVocabulary {
     #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<PathBuf>"))]
     #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::data::one_or_several::one_or_several")]
     pub keep: Vec<PathBuf>,
-    /// Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in .jsonl), or
-    /// the only one]
+    /// Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
+    /// .jsonl), or the only one]
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_column: Option<Column>,

@@ -94,8 +94,8 @@ pub(super) fn required(values: &Map<String, Value>, rows: usize) -> BTreeSet<usi
     required
 }
 
-/// Renumbers the ids of tokens in settings, and sets sizes of the vocabulary that are `rows`. Returns notes on
-/// ids that no row of the embedding has; these are left unchanged.
+/// Renumbers the ids of tokens in settings, and sets sizes of the vocabulary that are `rows`. Returns notes
+/// on ids that no row of the embedding has; these are left unchanged.
 ///
 /// # Errors
 /// A key may contain token ids, but its meaning is not known.

@@ -193,9 +193,9 @@ fn merging_tokenizer() -> Value {
     tokenizer
 }
 
-/// Models for the options: a decoder with a tied head and a tokenizer, a convolutional network with a value outside the
-/// range of float16, and a decoder with rows of complete GGUF blocks; with calibration and training
-/// data.
+/// Models for the options: a decoder with a tied head and a tokenizer, a convolutional network with a value
+/// outside the range of float16, and a decoder with rows of complete GGUF blocks; with calibration and
+/// training data.
 fn models() -> Vec<(Draw, [Data; 2])> {
     let [decoder, images] = ["llama-grouped-tied", "torchvision-resnet18"].map(|name| Draw::family(1, name));
     for file in contents(&images.path).keys().filter(|file| file.ends_with(".safetensors")) {

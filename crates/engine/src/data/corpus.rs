@@ -49,8 +49,8 @@ impl Corpus {
         Ok(records::open(&self.options, &self.path, false)?.map(move |record| text(record?)))
     }
 
-    /// Tokenizes an entire plain text, so that line breaks are tokens too; `None` for other files. Fails if the
-    /// file cannot be opened.
+    /// Tokenizes an entire plain text, so that line breaks are tokens too; `None` for other files. Fails if
+    /// the file cannot be opened.
     pub fn entire_text<'t>(&self, tokenizer: &'t Tokenizer) -> Result<Option<impl Iterator<Item = Result<Vec<i64>>> + use<'t>>> {
         if records::layout(&self.options, &self.path)? != TextFormat::Lines {
             return Ok(None);
