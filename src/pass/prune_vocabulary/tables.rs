@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::files;
 use super::retained::Retained;
 use super::tokenizer::TokenizerFile;
+use super::{NAME, files};
 use crate::arch::role;
 use crate::data::DECODER_INPUT_IDS;
 use crate::error::{Error, Result};
@@ -47,9 +47,9 @@ impl TokenTables {
     /// # Errors
     /// The model cannot run, has no embedding of tokens, or embeddings of different sizes.
     pub fn find(model: &Model) -> Result<TokenTables> {
-        let unsupported = |reason: &str| Error::Unsupported {
-            what: format!("{}: removing tokens: {reason}", model.path.display()),
-            hint: "supported are language models and encoders in folders and GGUF files; export to ONNX after this pass".into(),
+        let unsupported = |reason: &str| {
+            let hint = "supported are language models and encoders in folders and GGUF files; export to ONNX after this pass";
+            Error::run(format!("{NAME}: {}", model.path.display()), reason, hint)
         };
         if model.onnx.is_some() {
             return Err(unsupported("an .onnx model fixes the size of its vocabulary in its operators"));
@@ -69,6 +69,8 @@ impl TokenTables {
                 (Op::TokenPool(TokenPool { choice: TokenChoice::Named(token) }), _) => tables.pooled = Some(*token),
                 // The configuration of these models names token 2.
                 (Op::TokenPool(TokenPool { choice: TokenChoice::Largest }), _) => tables.fixed = tables.fixed.max(3),
+                // Reads only the number of tokens.
+                (Op::RelativeBias(_), _) => {}
                 (op, _) => return Err(unsupported(&format!("`{}` reads token ids", op.name()))),
             }
         }
@@ -171,10 +173,8 @@ impl TokenTables {
         })?;
         model.changed_graph = Some(Arc::new(smaller));
         if was_described && model.graph_file()?.is_some() {
-            return Err(Error::Unsupported {
-                what: format!("{}: removing tokens: config.json does not describe the model with the new ids", model.path.display()),
-                hint: "specify all token ids and the size of the vocabulary in config.json instead of relying on defaults".into(),
-            });
+            let hint = "specify all token ids and the size of the vocabulary in config.json instead of relying on defaults";
+            return Err(Error::run(format!("{NAME}: {}", model.path.display()), "config.json does not describe the model with the new ids", hint));
         }
         if was_described && !had_changed_graph {
             model.changed_graph = None;
