@@ -7,7 +7,7 @@ use serde_json::json;
 use super::args::Global;
 use super::output;
 use super::samples::parse_data;
-use crate::data::{Data, DataSet, Task};
+use crate::data::{Data, DataSet, Task, has_renumbered_tokens};
 use crate::error::{Error, Result, counted, redact_path};
 use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
 use crate::model::Model;
@@ -69,7 +69,10 @@ impl Args {
         }
         let mut notes: Vec<String> = data.notes().into_iter().chain(data.dropped_note()?).collect();
         let other = match &self.against {
-            Some(other) => own_samples(&data, DataSet::open(&options, subjects[0].target()), [&path, other], &mut notes)?,
+            Some(other) => {
+                let same_ids = !has_renumbered_tokens([last.target(), subjects[0].target()])?;
+                own_samples((&data, same_ids), DataSet::open(&options, subjects[0].target()), [&path, other], &mut notes)?
+            }
             None => None,
         };
         let device = global.models.device.open()?;
@@ -156,11 +159,11 @@ impl Args {
 }
 
 /// The samples of the model to compare with, if it preprocesses them differently from the evaluated
-/// model, and notes on the samples that both models ran on.
-fn own_samples(data: &DataSet, other: Result<DataSet>, [path, other_path]: [&Path; 2], notes: &mut Vec<String>) -> Result<Option<DataSet>> {
+/// model, and notes on the samples that both models ran on. `same_ids`: tokens have the same ids in both.
+fn own_samples((data, same_ids): (&DataSet, bool), other: Result<DataSet>, [path, other_path]: [&Path; 2], notes: &mut Vec<String>) -> Result<Option<DataSet>> {
     let (path, other_path) = (redact_path(path), redact_path(other_path));
     let other = match other {
-        Ok(other) if data.is_prepared_like(&other)? => return Ok(None),
+        Ok(other) if same_ids && data.is_prepared_like(&other)? => return Ok(None),
         Ok(other) => other,
         Err(e) => {
             notes.push(format!("{} ran on samples that were preprocessed for {}: {e}", other_path.display(), path.display()));
@@ -243,7 +246,8 @@ mod tests {
         let own = |task: Task, mean: &[f64]| {
             let options = Data { images: Some(golden.join("evaluation/images")), task: Some(task), mean: mean.to_vec(), ..Data::default() };
             let mut notes = Vec::new();
-            let other = own_samples(&DataSet::open(&options, a.target())?, DataSet::open(&options, b.target()), [Path::new("a"), Path::new("b")], &mut notes)?;
+            let other =
+                own_samples((&DataSet::open(&options, a.target())?, true), DataSet::open(&options, b.target()), [Path::new("a"), Path::new("b")], &mut notes)?;
             Ok::<_, Error>((other.is_some(), notes))
         };
         let error = own(Task::Fidelity, &[]).unwrap_err().to_string();

@@ -56,7 +56,7 @@ pub use open_sets::{DataSets, OpenSets};
 pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, Task, WindowSampling};
 pub use order::Order;
 pub use padding::Padding;
-pub use preprocessing::has_same_preprocessing;
+pub use preprocessing::{has_renumbered_tokens, has_same_preprocessing};
 pub use sequence_role::SequenceRole;
 pub use sequence_role::{DECODER_INPUT_IDS, SequenceRoles, TokenAxis};
 pub use source_registry::{Array, DataSource, Sample, Values, register_source};
