@@ -387,11 +387,11 @@ fn vocabularies_of_gguf_files_are_pruned() {
 fn options_that_contradict_each_other_are_refused() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
     for (pass, reason) in [
-        (PruneVocabulary::default(), "keep: is missing"),
-        (PruneVocabulary { size: Some(0), ..PruneVocabulary::default() }, "size: must be at least 1"),
-        (PruneVocabulary { size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count: counts tokens"),
-        (PruneVocabulary { multiple_of: 0, ..case.pass() }, "multiple_of: must be at least 1"),
-        (PruneVocabulary { multiple_of: 49, ..case.pass() }, "multiple_of: the embedding has only 48 rows"),
+        (PruneVocabulary::default(), "keep): is missing"),
+        (PruneVocabulary { size: Some(0), ..PruneVocabulary::default() }, "size): must be at least 1"),
+        (PruneVocabulary { size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count): counts tokens"),
+        (PruneVocabulary { multiple_of: 0, ..case.pass() }, "multiple_of): must be at least 1"),
+        (PruneVocabulary { multiple_of: 49, ..case.pass() }, "multiple_of): the embedding has only 48 rows"),
     ] {
         let error = case.error(vec![pass.into()]);
         assert!(error.contains(reason), "{error}");

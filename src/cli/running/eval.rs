@@ -70,7 +70,7 @@ impl Args {
         let mut notes: Vec<String> = data.notes().into_iter().chain(data.dropped_note()?).collect();
         let other = match &self.against {
             Some(other) => {
-                let same_ids = !has_renumbered_tokens([last.target(), subjects[0].target()])?;
+                let same_ids = options.images.is_some() || !has_renumbered_tokens([last.target(), subjects[0].target()])?;
                 own_samples((&data, same_ids), DataSet::open(&options, subjects[0].target()), [&path, other], &mut notes)?
             }
             None => None,
