@@ -58,6 +58,7 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
     if let Some(name) = [TOKENS, MASK].into_iter().find(|name| !graph.inputs().any(|(_, value)| value.name == *name)) {
         return refuse("this model".into(), &format!("has no input `{name}`, which determines the number of tokens"));
     }
+    let rank = |id: ValueId| graph.value(id).ty.shape.len();
     let mask = |id: ValueId| graph.value(id).kind == Kind::Input && graph.value(id).name == MASK;
     for node in graph.nodes() {
         let name = || format!("graph node `{}`", graph.value(node.output).name);
@@ -65,10 +66,10 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
             Op::Positions(op) if op.padding.is_some_and(|padding| padding != 0 || !node.inputs.iter().all(|id| mask(*id))) => {
                 return refuse(name(), "derives positions from a padding token, but a file with a KV cache has the input `position_ids`");
             }
-            Op::Attention(_) if node.inputs.len() > 4 || node.inputs.get(3).is_some_and(|id| graph.value(*id).ty.shape.len() != 2) => {
+            Op::Attention(_) if node.inputs.iter().skip(3).any(|id| rank(*id) > 2) => {
                 return refuse(name(), "adds a bias to the attention scores, which has no columns for cached tokens");
             }
-            Op::Attention(_) if node.inputs.get(3).is_some_and(|id| !mask(*id)) => {
+            Op::Attention(_) if node.inputs.iter().skip(3).any(|id| rank(*id) == 2 && !mask(*id)) => {
                 return refuse(name(), "uses a mask other than `attention_mask`, which has no columns for cached tokens");
             }
             Op::Rotary(op) if matches!(op.scaling, RotaryScaling::Dynamic { .. }) => {

@@ -94,6 +94,7 @@ def attention(scale, causal=False, window=None):
     def compute(q, k, v, *extras):
         mask = next((extra for extra in extras if extra.dim() == 2), None)
         bias = next((extra for extra in extras if extra.dim() == 3), None)
+        sinks = next((extra for extra in extras if extra.dim() == 1), None)
         sequence, keys = q.shape[2], k.shape[2]
         query, key = torch.arange(sequence)[:, None], torch.arange(keys)[None]
         visible = (key <= query) if causal else torch.ones(sequence, keys, dtype=torch.bool)
@@ -104,6 +105,12 @@ def attention(scale, causal=False, window=None):
             visible = visible & (mask != 0)[:, None, None]
         if bias is not None:
             visible = torch.zeros(1).where(visible, -torch.inf) + bias
+        if sinks is not None:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            hidden = torch.zeros(1).where(visible, -torch.inf) if visible.dtype is torch.bool else visible
+            scores = q @ k.transpose(2, 3) * scale + hidden
+            column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+            return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
 
     return compute
@@ -247,6 +254,9 @@ def op_cases():
     yield text("CumSum"), lambda x: x.cumsum(-1), [(2, 3, 7)]
     yield text("CumSum", axis=1, reverse=True), lambda x: x.flip(1).cumsum(1).flip(1), [(2, 6, 3)]
     yield text("CumSum", axis=0, exclusive=True), lambda x: x.cumsum(0) - x, [(5, 3)]
+    sinks = (4,)
+    yield text("Attention", scale=0.5, causal=True, window=3), attention(0.5, True, 3), [*heads, sinks]
+    yield text("Attention", scale=0.5), attention(0.5), [*heads, mask, bias, sinks]
 
 def ops():
     cases, tensors = [], {}

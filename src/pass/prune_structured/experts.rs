@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn each_expert_group_loses_the_same_number() {
-        let route = Route { groups: Some(ExpertGroups { count: 2, top: 1 }), ..Route::default() };
+        let route = Route { groups: Some(ExpertGroups { count: 2, top: 1, pairs: false }), ..Route::default() };
         let experts = vec![Expert::default(); 8];
         let mixture = Mixture { sum: String::new(), route, router: Vec::new(), experts, stacked: BTreeSet::new(), prefixes: [None, None] };
         let importance = [0.1, 0.2, 0.3, 0.4, 9.0, 8.0, 7.0, 6.0];

@@ -52,23 +52,24 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     let (Some(weights), count) = (sum.inputs.first().copied(), sum.inputs.len().saturating_sub(1)) else {
         return Err(refuse(sum.output, "has no expert outputs"));
     };
-    let Some((Op::Route(route), scores)) = node_of(weights).and_then(|node| Some((&node.op, *node.inputs.first()?))) else {
+    let Some((Op::Route(route), [scores, biases @ ..])) = node_of(weights).map(|node| (&node.op, node.inputs.as_slice())) else {
         return Err(refuse(sum.output, "has routing weights that are not computed by a router"));
     };
     let is_output = |id: ValueId| graph.outputs().iter().any(|(_, output)| *output == id);
     if readers(weights).any(|node| !matches!(node.op, Op::Dispatch(_)) && node.output != sum.output) || is_output(weights) {
         return Err(refuse(weights, "is read by other nodes than the experts"));
     }
+    let scores = *scores;
     let router = node_of(scores).filter(|_| readers(scores).count() == 1 && !is_output(scores)).and_then(|node| match &node.op {
         Op::Linear(op) => Some((node, usize::from(op.input_major))),
         _ => None,
     });
     let Some((router, axis)) = router else { return Err(refuse(weights, "has scores that are not computed by a linear layer of its own")) };
     let own = |id: &&ValueId| graph.value(**id).kind == Kind::Param && readers(**id).count() == 1 && !is_output(**id);
-    if router.inputs.iter().skip(1).any(|id| !own(&id)) {
+    if router.inputs.iter().skip(1).chain(biases).any(|id| !own(&id)) {
         return Err(refuse(router.output, "has weights that are computed or shared with other nodes"));
     }
-    let router = router.inputs.iter().skip(1).zip([axis, 0]).map(|(id, axis)| (name(*id).to_owned(), axis)).collect();
+    let router = router.inputs.iter().skip(1).zip([axis, 0]).chain(biases.iter().zip([0])).map(|(id, axis)| (name(*id).to_owned(), axis)).collect();
 
     // Activations of each expert, and the values that it computes from weights only.
     let mut owner: BTreeMap<ValueId, usize> = BTreeMap::new();

@@ -92,10 +92,13 @@ impl SequenceAxes {
         if !self.depends_on_tokens(node.output) {
             return Ok(());
         }
+        let rank = |id: ValueId| graph.value(id).ty.shape.len();
         if let Some(op) = node.op.spec().incremental() {
             let fits = |(input, id): (usize, &ValueId)| {
                 let by_token = input > 0 && !self.needs_state(at);
-                by_token || self.axis(*id) == op.token_axis(input) && (op.reads_pairs(input) || !is_pairs(graph, *id))
+                // Vectors of parameters, such as attention sinks, have no tokens.
+                let is_vector = rank(*id) == 1 && !self.depends_on_tokens(*id);
+                by_token || is_vector || self.axis(*id) == op.token_axis(input) && (op.reads_pairs(input) || !is_pairs(graph, *id))
             };
             return match op.looks_ahead() {
                 Some(reason) if self.needs_state(at) => refuse(reason),
@@ -103,7 +106,6 @@ impl SequenceAxes {
                 _ => Ok(()),
             };
         }
-        let rank = |id: ValueId| graph.value(id).ty.shape.len();
         let text = node.op.spec().axes(&graph.input_types(node));
         for (input, id) in node.inputs.iter().enumerate() {
             let Some(axis) = self.axis(*id) else { continue };

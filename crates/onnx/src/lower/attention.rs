@@ -30,8 +30,14 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
     }
     let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
     let grouped = heads != groups;
-    let last = n.inputs() - 1;
-    let given = if last > 2 && n.ty(last)?.shape.len() > 2 { Some(n.input(last)) } else { None };
+    let (mut given, mut sinks) = (None, None);
+    for input in 3..n.inputs() {
+        match n.ty(input)?.shape.len() {
+            1 => sinks = Some(n.input(input)),
+            2 => {}
+            _ => given = Some(n.input(input)),
+        }
+    }
     let added: Vec<String> = given.into_iter().chain(mask_bias(op, n)?).collect();
     if grouped {
         let shape = n.ints(&[0, groups, -1, n.fixed(0, 3)?]);
@@ -54,18 +60,32 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
         let part = n.emit("Tanh", "held", &[&part], vec![]);
         scores = n.emit("Mul", "capped", &[&part, &cap], vec![]);
     }
-    if !added.is_empty() {
-        if grouped {
-            scores = regroup_heads(n, "by_head", &scores, heads);
-        }
-        for bias in &added {
-            scores = n.emit("Add", "masked", &[&scores, bias], vec![]);
-        }
-        if grouped {
-            scores = regroup_heads(n, "by_group", &scores, groups);
-        }
+    let by_head = grouped && (sinks.is_some() || !added.is_empty());
+    if by_head {
+        scores = regroup_heads(n, "by_head", &scores, heads);
     }
-    let mut weights = n.emit("Softmax", "weights", &[&scores], vec![AttributeProto::int("axis", -1)]);
+    for bias in &added {
+        scores = n.emit("Add", "masked", &[&scores, bias], vec![]);
+    }
+    // Sinks are the last column of the scores, and have no values.
+    if let Some(sinks) = &sinks {
+        let (shape, one, axis) = (n.ints(&[1, heads, 1, 1]), n.ints(&[1]), || vec![AttributeProto::int("axis", -1)]);
+        let column = n.emit("Reshape", "sinks", &[sinks, &shape], vec![]);
+        let rows = n.emit("Shape", "rows", &[&scores], vec![AttributeProto::int("start", 0), AttributeProto::int("end", 3)]);
+        let rows = n.emit("Concat", "column", &[&rows, &one], vec![AttributeProto::int("axis", 0)]);
+        let column = n.emit("Expand", "sink_scores", &[&column, &rows], vec![]);
+        scores = n.emit("Concat", "with_sinks", &[&scores, &column], axis());
+        let (first, end, last) = (n.ints(&[0]), n.ints(&[-1]), n.ints(&[3]));
+        scores = n.emit("Softmax", "shares", &[&scores], axis());
+        scores = n.emit("Slice", "without_sinks", &[&scores, &first, &end, &last], vec![]);
+    }
+    if by_head {
+        scores = regroup_heads(n, "by_group", &scores, groups);
+    }
+    let mut weights = match sinks {
+        Some(_) => scores,
+        None => n.emit("Softmax", "weights", &[&scores], vec![AttributeProto::int("axis", -1)]),
+    };
     if op.zero_where_hidden {
         let (nothing, zero) = (n.emit("IsNaN", "hidden", &[&weights], vec![]), n.float(0.0));
         weights = n.emit("Where", "seen", &[&nothing, &zero, &weights], vec![]);

@@ -11,12 +11,20 @@ use crate::ir::{Graph, Kind, Node, ValueId};
 
 pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
     let (x, top, axis) = (n.wide(&n.input(0))?, n.ints(&[op.top as i64]), || vec![AttributeProto::int("axis", -1)]);
-    let probabilities = n.emit("Softmax", "probabilities", &[&x], axis());
-    let candidates = match &op.groups {
-        Some(groups) => mask_groups(groups, &probabilities, n)?,
-        None => probabilities.clone(),
-    };
+    let probabilities = if op.sigmoid { n.emit("Sigmoid", "scores", &[&x], vec![]) } else { n.emit("Softmax", "probabilities", &[&x], axis()) };
+    let biased = n.inputs() > 1;
+    let mut candidates = probabilities.clone();
+    if biased {
+        let bias = n.wide(&n.input(1))?;
+        candidates = n.emit("Add", "biased", &[&candidates, &bias], vec![]);
+    }
+    if let Some(groups) = &op.groups {
+        candidates = mask_groups(groups, &candidates, biased, n)?;
+    }
     let [mut weights, experts] = n.emit_many("TopK", ["weights", "experts"], &[&candidates, &top], axis());
+    if biased {
+        weights = n.emit("GatherElements", "unbiased", &[&probabilities, &experts], axis());
+    }
     if op.normalised {
         let sum = n.reduce("ReduceSum", "sum", &weights, -1, true);
         weights = n.emit("Div", "parts", &[&weights, &sum], vec![]);
@@ -31,15 +39,22 @@ pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// Probabilities of experts, set to zero outside of the selected groups.
-fn mask_groups(groups: &ExpertGroups, probabilities: &str, n: &mut Lowering) -> Result<String> {
+/// Scores of experts; outside of the selected groups zero, or if they have a bias and can be negative, the
+/// lowest number.
+fn mask_groups(groups: &ExpertGroups, scores: &str, biased: bool, n: &mut Lowering) -> Result<String> {
     let (axis, top, each) = (|| vec![AttributeProto::int("axis", -1)], n.ints(&[groups.top as i64]), n.width(0)? / groups.count.max(1) as i64);
     // Leading axes are copied.
     let leading = n.ty(0)?.shape.len().saturating_sub(1);
     let [apart, together] = [vec![groups.count as i64, each], vec![n.width(0)?]].map(|last| [vec![0; leading], last].concat());
     let (apart, together, last) = (n.ints(&apart), n.ints(&together), n.ints(&[-1]));
-    let by_group = n.emit("Reshape", "by_group", &[probabilities, &apart], vec![]);
-    let best = n.reduce("ReduceMax", "best", &by_group, -1, false);
+    let by_group = n.emit("Reshape", "by_group", &[scores, &apart], vec![]);
+    let best = if groups.pairs {
+        let two = n.ints(&[2]);
+        let [highest, _] = n.emit_many("TopK", ["two_highest", "two_experts"], &[&by_group, &two], axis());
+        n.reduce("ReduceSum", "best", &highest, -1, false)
+    } else {
+        n.reduce("ReduceMax", "best", &by_group, -1, false)
+    };
     let [scores, numbers] = n.emit_many("TopK", ["group_scores", "groups"], &[&best, &top], axis());
     let (zero, one) = (n.float_wide(0.0), n.float_wide(1.0));
     let zeros = n.emit("Mul", "no_groups", &[&best, &zero], vec![]);
@@ -47,7 +62,12 @@ fn mask_groups(groups: &ExpertGroups, probabilities: &str, n: &mut Lowering) -> 
     let ones = n.emit("Add", "ones", &[&ones, &one], vec![]);
     let seen = n.emit("ScatterElements", "seen_groups", &[&zeros, &numbers, &ones], axis());
     let seen = n.emit("Unsqueeze", "seen_columns", &[&seen, &last], vec![]);
-    let kept = n.emit("Mul", "seen_by_group", &[&by_group, &seen], vec![]);
+    let kept = if biased {
+        let (seen, least) = (n.cast("seen_by_group", &seen, DataType::Bool), n.float_wide(f64::from(f32::MIN)));
+        n.emit("Where", "candidates_by_group", &[&seen, &by_group, &least], vec![])
+    } else {
+        n.emit("Mul", "seen_by_group", &[&by_group, &seen], vec![])
+    };
     Ok(n.emit("Reshape", "candidates", &[&kept, &together], vec![]))
 }
 

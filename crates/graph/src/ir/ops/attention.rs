@@ -9,17 +9,18 @@ use super::constants::{ScalarOps, constant};
 use super::decoding::{DecodingState, Forward, Incremental};
 use super::gradient::wide;
 use super::softmax::{back, softmax};
-use super::{Backward, OpSpec, elements, require_floats};
+use super::{Backward, OpSpec, attention_sinks, elements, require_floats};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// `softmax(capped(scale · q kᵀ) + bias + mask) v` for each head (Vaswani et al., 2017).
 ///
 /// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`,
-/// optionally an integer mask `[batch, keys]` that is zero for padding keys, and optionally a bias
+/// optionally an integer mask `[batch, keys]` that is zero for padding keys, optionally a bias
 /// `[heads, sequence, keys]` (see [`RelativeBias`](super::RelativeBias)) or `[batch, heads, sequence,
-/// keys]`, of which any axis may be 1. Query head `i` reads key head `i / (heads / groups)`. If the
-/// attention is causal and there are more keys than queries, as in incremental decoding, the last query
-/// has the position of the last key.
+/// keys]`, of which any axis may be 1, and optionally attention sinks `[heads]`: the softmax of a head
+/// includes its sink as the score of a key without a value (OpenAI, *gpt-oss-120b & gpt-oss-20b Model
+/// Card*, 2025). Query head `i` reads key head `i / (heads / groups)`. If the attention is causal and there
+/// are more keys than queries, as in incremental decoding, the last query has the position of the last key.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Attention {
@@ -80,13 +81,18 @@ impl Block {
     }
 }
 
-/// The mask and the bias, where present.
-type Extras<'t> = (Option<&'t Tensor>, Option<&'t Tensor>);
+/// The mask, the bias and the sinks, where present.
+#[derive(Clone, Copy)]
+pub(super) struct Extras<'t> {
+    pub(super) mask: Option<&'t Tensor>,
+    pub(super) bias: Option<&'t Tensor>,
+    pub(super) sinks: Option<&'t Tensor>,
+}
 
-/// Finds the mask and the bias among the inputs after the values, by their rank.
+/// Finds the inputs after the values by their rank.
 pub(super) fn extras(rest: &[Tensor]) -> Extras<'_> {
     let of = |rank: usize| rest.iter().find(|extra| extra.rank() == rank);
-    (of(2), of(3).or_else(|| of(4)))
+    Extras { mask: of(2), bias: of(3).or_else(|| of(4)), sinks: of(1) }
 }
 
 /// The bias as `[batch, heads, sequence, keys]`.
@@ -151,7 +157,7 @@ impl Attention {
         &self,
         block: &Block,
         (q, keys): (&Tensor, &Tensor),
-        (mask, bias): Extras,
+        extras: Extras,
         softmax: fn(&Tensor) -> Computed<Tensor>,
     ) -> Computed<(Tensor, Tensor, Option<Tensor>)> {
         let (batch, groups, span, _) = keys.dims4()?;
@@ -163,8 +169,8 @@ impl Attention {
             slope = Some((1.0 - part.sqr()?)?);
             scores = (part * cap)?;
         }
-        let hidden = self.hidden(mask, block, scores.device())?;
-        let bias = match bias {
+        let hidden = self.hidden(extras.mask, block, scores.device())?;
+        let bias = match extras.bias {
             Some(bias) => {
                 // Axes of size 1 are broadcast.
                 let part = |bias: Tensor, axis: usize, of: &Range<usize>| if bias.dim(axis)? == 1 { Ok(bias) } else { bias.narrow(axis, of.start, of.len()) };
@@ -179,7 +185,11 @@ impl Attention {
         for added in [bias, hidden].into_iter().flatten() {
             five = five.broadcast_add(&added.to_dtype(five.dtype())?)?;
         }
-        let mut probabilities = softmax(&five.reshape(shape)?)?;
+        let scores = five.reshape(shape)?;
+        let mut probabilities = match extras.sinks {
+            Some(sinks) => attention_sinks::softmax_with(&scores, sinks, softmax)?,
+            None => softmax(&scores)?,
+        };
         if self.zero_where_hidden {
             // NaN differs from itself.
             probabilities = probabilities.eq(&probabilities)?.where_cond(&probabilities, &probabilities.zeros_like()?)?;
@@ -197,13 +207,13 @@ impl Attention {
             let rows = probabilities.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
             rows.reshape((batch, heads, block.queries.len(), v.dim(3)?))
         };
-        Tensor::cat(&self.blocks(q, k, extras.0.is_some())?.map(part).collect::<Computed<Vec<_>>>()?, 2)
+        Tensor::cat(&self.blocks(q, k, extras.mask.is_some())?.map(part).collect::<Computed<Vec<_>>>()?, 2)
     }
 }
 
 impl OpSpec for Attention {
     fn arity(&self) -> Range<usize> {
-        3..6
+        3..7
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
@@ -229,12 +239,15 @@ impl OpSpec for Attention {
         };
         for (place, extra) in inputs.iter().skip(3).enumerate() {
             match extra.element {
-                Element::Int if place > 0 => return Err("the mask must precede the bias, and there can be only one".into()),
+                Element::Int if place > 0 => return Err("the mask must precede the bias and the sinks, and there can be only one".into()),
                 Element::Int if extra.shape != [k.shape[0].clone(), k.shape[2].clone()] => return Err("the mask must be [batch, keys]".into()),
-                Element::Float if !is_bias(extra) => {
+                Element::Float if extra.shape.len() == 1 && extra.shape != q.shape[1..2] => return Err("the sinks must be [heads]".into()),
+                Element::Float if extra.shape.len() > 1 && !is_bias(extra) => {
                     return Err("the bias must be [heads, sequence, keys], or [batch, heads, sequence, keys] with any axis of size 1".into());
                 }
-                Element::Float if place + 4 < inputs.len() => return Err("the bias must be the last input".into()),
+                Element::Float if inputs[place + 4..].iter().any(|next| next.shape.len() > 1 || extra.shape.len() == 1) => {
+                    return Err("the bias must be the last input, except for the sinks".into());
+                }
                 _ => {}
             }
         }
@@ -245,6 +258,7 @@ impl OpSpec for Attention {
 
     fn axes(&self, inputs: &[&TensorType]) -> String {
         let extras = inputs.iter().skip(3).map(|extra| match extra.shape.len() {
+            1 => ", (g r)".to_owned(),
             2 => ", b t!".to_owned(),
             3 => ", (g r) s! t!".to_owned(),
             _ => {
@@ -266,21 +280,30 @@ impl OpSpec for Attention {
     fn backward(&self, backward: &Backward) -> Computed<Vec<Option<Tensor>>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
         let rest = backward.inputs[3..].iter().map(|saved| saved.tensor().cloned()).collect::<Computed<Vec<_>>>()?;
-        let (extras, last) = (extras(&rest), backward.inputs.len() - 1);
-        let bias = extras.1.filter(|_| backward.needs_gradient(last)).map(with_batch_axis).transpose()?;
+        let extras = extras(&rest);
+        // The input of this rank, if it needs a gradient.
+        let wanted =
+            |ranks: Range<usize>| (3..backward.inputs.len()).find(|at| ranks.contains(&backward.inputs[*at].dims().len()) && backward.needs_gradient(*at));
+        let (of_bias, of_sinks) = (wanted(3..5), wanted(1..2));
+        let bias = extras.bias.filter(|_| of_bias.is_some()).map(with_batch_axis).transpose()?;
         let ((_, groups, keys, _), mut parts, mut sums) = (k.dims4()?, Vec::new(), [None, None]);
-        let mut bias_parts = Vec::new();
+        let (mut bias_parts, mut sink_sum) = (Vec::new(), None::<Tensor>);
         let [of_keys, of_values] = &mut sums;
-        for block in self.blocks(q, k, extras.0.is_some())? {
+        for block in self.blocks(q, k, extras.mask.is_some())? {
             let (k, v) = (block.of_keys(k)?, block.of_keys(v)?);
             let (scaled, probabilities, slope) = self.probabilities(&block, (q, &k), extras, softmax)?;
             let gradient = block.of_queries(backward.gradient, groups)?;
             if backward.needs_gradient(2) {
                 block.add(of_values, &probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
             }
-            if backward.needs_gradient(0) || backward.needs_gradient(1) || bias.is_some() {
-                let of_scores = back(&probabilities, &wide(&gradient.matmul(&v.transpose(2, 3)?)?)?)?;
-                drop(probabilities);
+            if backward.needs_gradient(0) || backward.needs_gradient(1) || bias.is_some() || of_sinks.is_some() {
+                let of_probabilities = wide(&gradient.matmul(&v.transpose(2, 3)?)?)?;
+                if of_sinks.is_some() {
+                    let part = attention_sinks::gradient(&probabilities, &of_probabilities, q.dim(1)?)?;
+                    sink_sum = Some(sink_sum.map_or(Ok(part.clone()), |sum| sum + part)?);
+                }
+                let of_scores = back(&probabilities, &of_probabilities)?;
+                drop((probabilities, of_probabilities));
                 if let Some(bias) = &bias {
                     let (batch, heads, _, _) = q.dims4()?;
                     let part = of_scores.reshape((batch, heads, block.queries.len(), block.keys.len()))?;
@@ -301,12 +324,15 @@ impl OpSpec for Attention {
         let [of_keys, of_values] = sums;
         let mut gradients = vec![backward.gradient_of(0, || Tensor::cat(&parts, 2))?, sum(of_keys)?, sum(of_values)?];
         gradients.resize(backward.inputs.len(), None);
-        if let Some(bias) = bias {
+        if let (Some(at), Some(sum)) = (of_sinks, sink_sum) {
+            gradients[at] = Some(sum.to_dtype(q.dtype())?);
+        }
+        if let (Some(bias), Some(at)) = (bias, of_bias) {
             let mut sum = Tensor::cat(&bias_parts, 2)?;
             for axis in (1..4).filter(|axis| bias.dims()[*axis] == 1) {
                 sum = sum.sum_keepdim(axis)?;
             }
-            gradients[last] = Some(sum.reshape(backward.inputs[last].dims())?.to_dtype(q.dtype())?);
+            gradients[at] = Some(sum.reshape(backward.inputs[at].dims())?.to_dtype(q.dtype())?);
         }
         Ok(gradients)
     }
@@ -323,7 +349,7 @@ impl Incremental for Attention {
     }
 
     fn is_tokenwise(&self, along: &dyn Fn(usize) -> bool) -> bool {
-        !self.causal && self.window.is_none() && along(0) && !(1..6).any(along)
+        !self.causal && self.window.is_none() && along(0) && !(1..7).any(along)
     }
 
     fn reads_pairs(&self, input: usize) -> bool {
@@ -342,6 +368,7 @@ impl Incremental for Attention {
             let new = match (input, new.rank()) {
                 (1 | 2, _) => past.rows(input - 1).push(new, 2, seen)?,
                 (_, 2) => past.rows(input - 1).push(new, 1, seen)?,
+                (_, 1) => new.clone(),
                 // A bias has a column for each token; columns of evicted keys are dropped.
                 (_, rank) => {
                     let (keys, columns) = (all[1].dim(2)?, new.dim(rank - 1)?);

@@ -7,16 +7,19 @@
 use std::ops::Range;
 
 use candle_core::{D, Tensor};
+use candle_nn::ops::sigmoid;
 use serde::{Deserialize, Serialize};
 
 use super::constants::{ScalarOps, constant};
 use super::gradient::wide;
 use super::softmax::{back, softmax};
-use super::{Backward, OpSpec, last, require};
+use super::{Backward, OpSpec, Saved, last, require, require_vector};
 use crate::ir::{Element, TensorType};
 
-/// Routing weights `[…, experts]` from router logits of the same shape: their softmax with all but the
-/// top experts set to zero. Ties are resolved in favor of the first expert.
+/// Routing weights `[…, experts]` from router logits of the same shape: their softmax or sigmoid with all but
+/// the top experts set to zero. An optional bias `[experts]` is added to these scores to select experts,
+/// but not to their weights (DeepSeek-AI, *DeepSeek-V3*, 2024). Ties are resolved in favor of the first
+/// expert.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Route {
@@ -30,10 +33,14 @@ pub struct Route {
     /// Group-limited routing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub groups: Option<ExpertGroups>,
+    /// Whether the score of an expert is the sigmoid of its logit instead of the softmax.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub sigmoid: bool,
 }
 
 /// Group-limited routing: consecutive experts form groups of equal size, and tokens are routed only to
-/// experts of the groups with the highest maximum score (DeepSeek-AI, *DeepSeek-V2*, 2024).
+/// experts of the groups with the highest score: the maximum of its experts (DeepSeek-AI, *DeepSeek-V2*,
+/// 2024), or the sum of the two highest (*DeepSeek-V3*, 2024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExpertGroups {
@@ -41,58 +48,75 @@ pub struct ExpertGroups {
     pub count: usize,
     /// Number of groups that a token can be routed to.
     pub top: usize,
+    /// Whether the score of a group is the sum of the two highest scores of its experts.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub pairs: bool,
 }
 
 fn is_one(scale: &f64) -> bool {
     *scale == 1.0
 }
 
+/// Below all scores and sums of them: the score of experts that cannot be selected.
+const LEAST: f64 = -1e30;
+
 /// 1 for the `top` largest elements of the last axis, else 0.
 fn largest(values: &Tensor, top: usize) -> candle_core::Result<Tensor> {
     let count = values.dim(D::Minus1)?;
     let numbers = constant(format!("numbers of {count}"), values.device(), |device| Tensor::arange(0u32, u32::try_from(count).unwrap_or(0), device))?;
-    let (mut left, mut selected) = (values.clone(), values.zeros_like()?);
+    let (mut left, mut selected, taken) = (values.clone(), values.zeros_like()?, values.ones_like()?.affine(2.0 * LEAST, 0.0)?);
     for _ in 0..top.min(count) {
-        let best = left.argmax_keepdim(D::Minus1)?.broadcast_eq(&numbers)?.to_dtype(left.dtype())?;
-        selected = (selected + &best)?;
-        // Moves it below all probabilities.
-        left = (left - (best * 2.0)?)?;
+        let best = left.argmax_keepdim(D::Minus1)?.broadcast_eq(&numbers)?;
+        selected = (selected + best.to_dtype(values.dtype())?)?;
+        left = best.where_cond(&taken, &left)?;
     }
     Ok(selected)
 }
 
 impl Default for Route {
     fn default() -> Self {
-        Self { top: 1, normalised: false, scale: 1.0, groups: None }
+        Self { top: 1, normalised: false, scale: 1.0, groups: None, sigmoid: false }
     }
 }
 
 impl Route {
-    /// 1 for selected experts, else 0, from router probabilities.
-    fn selected(&self, probabilities: &Tensor) -> candle_core::Result<Tensor> {
-        let Some(groups) = self.groups else { return largest(probabilities, self.top) };
-        let (all, mut dims) = (probabilities.dims(), probabilities.dims().to_vec());
+    /// The scores of router logits, in at least 32 bits.
+    fn scores(&self, logits: &Tensor) -> candle_core::Result<Tensor> {
+        if self.sigmoid { sigmoid(&wide(logits)?) } else { softmax(&wide(logits)?) }
+    }
+
+    /// 1 for selected experts, else 0, from their scores.
+    fn selected(&self, scores: &Tensor, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        let scores = &bias.map_or(Ok(scores.clone()), |bias| scores.broadcast_add(&wide(bias)?))?;
+        let Some(groups) = self.groups else { return largest(scores, self.top) };
+        let (all, mut dims) = (scores.dims(), scores.dims().to_vec());
         let experts = dims.pop().unwrap_or(0);
         dims.extend([groups.count, experts / groups.count]);
-        let seen = largest(&probabilities.reshape(&dims[..])?.max(D::Minus1)?, groups.top)?;
-        let seen = seen.unsqueeze(D::Minus1)?.broadcast_as(&dims[..])?.reshape(all)?;
+        let by_group = scores.reshape(&dims[..])?;
+        let of_groups = if groups.pairs { (&by_group * largest(&by_group, 2)?)?.sum(D::Minus1)? } else { by_group.max(D::Minus1)? };
+        let seen = largest(&of_groups, groups.top)?.unsqueeze(D::Minus1)?.broadcast_as(&dims[..])?.reshape(all)?;
         // Experts of other groups keep a weight of zero, even if one of them is among the top.
-        largest(&(probabilities * &seen)?, self.top)? * seen
+        let candidates = seen.ne_scalar(0.0)?.where_cond(scores, &scores.ones_like()?.affine(LEAST, 0.0)?)?;
+        largest(&candidates, self.top)? * seen
     }
 }
 
 impl OpSpec for Route {
     fn arity(&self) -> Range<usize> {
-        1..2
+        1..3
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Float, "the scores")?;
+        if let Some(bias) = inputs.get(1) {
+            require_vector(bias, last(inputs[0])?, "the bias")?;
+        }
         match last(inputs[0])?.fixed() {
             Some(experts) if (1..=experts).contains(&self.top) => match self.groups {
-                Some(ExpertGroups { count, top }) if count == 0 || !experts.is_multiple_of(count) || !(1..=count).contains(&top) => {
+                Some(ExpertGroups { count, top, .. }) if count == 0 || !experts.is_multiple_of(count) || !(1..=count).contains(&top) => {
                     Err(format!("{experts} experts cannot be divided into {count} groups with {top} groups per token"))
                 }
+                Some(ExpertGroups { count, pairs: true, .. }) if experts / count < 2 => Err("groups need at least two experts".into()),
                 _ => Ok(inputs[0].clone()),
             },
             Some(experts) => Err(format!("{} of {experts} experts cannot be selected per token", self.top)),
@@ -100,13 +124,13 @@ impl OpSpec for Route {
         }
     }
 
-    fn axes(&self, _inputs: &[&TensorType]) -> String {
-        "* e! -> * e!".into()
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        if inputs.len() > 1 { "* e!, e! -> * e!" } else { "* e! -> * e!" }.into()
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let probabilities = softmax(&wide(&inputs[0])?)?;
-        let weights = (&probabilities * self.selected(&probabilities)?)?;
+        let scores = self.scores(&inputs[0])?;
+        let weights = (&scores * self.selected(&scores, inputs.get(1))?)?;
         let weights = if self.normalised { weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)? } else { weights };
         let weights = if self.scale == 1.0 { weights } else { (weights * self.scale)? };
         weights.to_dtype(inputs[0].dtype())
@@ -114,18 +138,31 @@ impl OpSpec for Route {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let of_scores = backward.gradient_of(0, || {
-            let probabilities = softmax(&wide(backward.inputs[0].tensor()?)?)?;
-            let (selected, gradient) = (self.selected(&probabilities)?, (wide(backward.gradient)? * self.scale)?);
-            let of_scores = if self.normalised {
+            let scores = self.scores(backward.inputs[0].tensor()?)?;
+            let bias = backward.inputs.get(1).map(Saved::tensor).transpose()?;
+            let (selected, gradient) = (self.selected(&scores, bias)?, (wide(backward.gradient)? * self.scale)?);
+            let weights = (&scores * &selected)?;
+            let sum = weights.sum_keepdim(D::Minus1)?;
+            let of_logits = match (self.sigmoid, self.normalised) {
                 // The normalized weights are a softmax over the selected experts.
-                let weights = (probabilities * selected)?;
-                back(&weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?, &gradient)?
-            } else {
-                back(&probabilities, &(gradient * selected)?)?
+                (false, true) => back(&weights.broadcast_div(&sum)?, &gradient)?,
+                (false, false) => back(&scores, &(gradient * selected)?)?,
+                (true, normalised) => {
+                    let of_weights = if normalised {
+                        let mean = (&weights.broadcast_div(&sum)? * &gradient)?.sum_keepdim(D::Minus1)?;
+                        gradient.broadcast_sub(&mean)?.broadcast_div(&sum)?
+                    } else {
+                        gradient
+                    };
+                    // The derivative of the sigmoid.
+                    ((of_weights * weights)? * (1.0 - scores)?)?
+                }
             };
-            of_scores.to_dtype(backward.gradient.dtype())
+            of_logits.to_dtype(backward.gradient.dtype())
         })?;
-        Ok(vec![of_scores])
+        // The selection has no gradient with respect to the bias.
+        let of_bias = |bias: &Saved| backward.gradient_of(1, || bias.tensor()?.zeros_like());
+        Ok([Some(of_scores), backward.inputs.get(1).map(of_bias).transpose()?].into_iter().flatten().collect())
     }
 }
 

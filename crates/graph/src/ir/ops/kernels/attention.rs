@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::attention::{extras, with_batch_axis};
+use super::super::attention::{Extras, extras, with_batch_axis};
 use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
@@ -41,7 +41,10 @@ impl Attention {
 impl Kernel for Attention {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
-        let (mask, bias) = extras(&inputs[3..]);
+        let Extras { mask, bias, sinks } = extras(&inputs[3..]);
+        if sinks.is_some() {
+            return Ok(None);
+        }
         let (padding, bias) = (padding(mask)?, bias.map(|bias| with_batch_axis(bias)?.contiguous()).transpose()?);
         let sizes = self.sizes([q, k, v], padding.as_deref())?;
         let shape = (q.dim(0)?, sizes.heads, sizes.sequence, sizes.out);
@@ -65,7 +68,7 @@ impl Kernel for Attention {
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
-        let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() > 2);
+        let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() != 2);
         if biased || self.soft_cap.is_some() || !readable([q, k, v, backward.gradient]) {
             return Ok(None);
         }
