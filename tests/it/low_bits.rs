@@ -247,7 +247,7 @@ fn fused_layers_of_families_without_a_graph_share_the_global_scale_of_nvfp4() {
         crate::common::Tensor::floats(crate::common::DType::F32, &[32, 32], &values)
     };
     let input = desk.weights(&names.iter().enumerate().map(|(at, name)| (format!("{name}.weight"), weight(at + 1))).collect());
-    std::fs::write(input.join("config.json"), r#"{ "model_type": "deepseek_v3" }"#).unwrap();
+    std::fs::write(input.join("config.json"), r#"{ "model_type": "deepseek_v32" }"#).unwrap();
     assert!(Model::open(&input).unwrap().graph().is_err());
     let output = desk.run(&input, Pipeline::builder().pass(quantize(json!({ "scheme": "NVFP4A16" })))).unwrap();
     let stored = crate::common::read(&output.path);

@@ -156,23 +156,37 @@ fn every_decoder_continues_padded_texts_like_the_executor() {
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     for family in [
+        "cohere",
+        "cohere2",
         "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5",
+        "gemma",
         "gemma2",
         "gemma3_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
         "gpt2",
         "gpt_neox",
+        "gpt_oss",
         "granite",
+        "hunyuan_v1_dense",
         "llama",
         "mistral",
         "mixtral",
         "olmo2",
+        "olmo3",
         "opt",
+        "phi",
         "phi3",
         "qwen2",
         "qwen2_moe",
         "qwen3",
         "qwen3_moe",
         "smollm3",
+        "stablelm",
+        "starcoder2",
     ] {
         assert!(families.contains(family), "{family} is not among {families:?}");
     }

@@ -363,10 +363,18 @@ impl Walk<'_> {
 /// transformers.
 const TIE: &str = "tie_word_embeddings";
 /// Prefixes of model names and keys for which transformers 4 differs from transformers 5. In transformers 4,
-/// all layers of Qwen2-MoE use sliding windows or none, independent of their types, and Granite rejects the
-/// older key `type` of `rope_scaling`, which other families accept.
-const NEWER: [(&str, &str); 5] =
-    [("", TIE), ("", "is_causal"), ("qwen2-moe", "use_sliding_window"), ("t5", "scale_decoder_outputs"), ("granite", "rope_scaling")];
+/// all layers of Qwen2-MoE use sliding windows or none, independent of their types, Granite and Cohere
+/// reject the older key `type` of `rope_scaling`, which other families accept, and routers of GLM-4.5 select
+/// experts of other groups before those with a negative score.
+const NEWER: [(&str, &str); 7] = [
+    ("", TIE),
+    ("", "is_causal"),
+    ("qwen2-moe", "use_sliding_window"),
+    ("t5", "scale_decoder_outputs"),
+    ("granite", "rope_scaling"),
+    ("cohere", "rope_scaling"),
+    ("glm4-moe", "num_experts_per_tok"),
+];
 
 #[test]
 fn every_key_of_transformers_is_used_harmless_or_refused() {

@@ -15,10 +15,10 @@ from transformers.models.auto import modeling_auto as auto
 from lib import GOLDEN
 
 TYPES = (
-    "albert bart bloom camembert codegen cohere cohere2 ctrl decision_transformer deepseek_v3 deepseek_v32 electra ernie4_5_moe falcon falcon_mamba "
-    "flaubert gemma glm glm4 glm4_moe gpt_bigcode gpt_oss gptj granitemoe granitemoehybrid granitemoeshared imagegpt jetmoe kimi_linear "
-    "llama4 llama4_text m2m_100 mamba mamba2 marian mbart minimax minimax_m2 mpt nemotron_h olmo olmo3 olmoe openai-gpt pegasus phi phimoe "
-    "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next rwkv stablelm starcoder2 xlm xlnet"
+    "albert bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_mamba flaubert "
+    "gpt_bigcode gptj granitemoe granitemoehybrid granitemoeshared imagegpt jetmoe kimi_linear llama4 llama4_text m2m_100 mamba "
+    "mamba2 marian mbart minimax mpt nemotron_h olmo olmoe openai-gpt pegasus phimoe qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+    "qwen3_5_text qwen3_next rwkv xlm xlnet"
 ).split()
 MULTIMODAL = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
 MAPPINGS = [

@@ -318,6 +318,9 @@ def load_model(folder, config, wanted):
     kind = getattr(transformers, config["architectures"][0])
     pooler = "last_hidden_state" in wanted and "pooler_output" not in wanted and kind.__name__ in ("BertModel", "ViTModel")
     options = {"add_pooling_layer": False} if pooler else {}
+    if config["model_type"] == "kimi_k2":
+        # Names of tensors are converted for the family with the same code.
+        options["config"] = kind.config_class.from_dict({**config, "model_type": kind.config_class.model_type})
     model = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, **options).eval()
     model.beside = modules = sentence_modules(folder) if "sentence_embedding" in wanted else {}
 

@@ -64,10 +64,24 @@ MODELS = [
     ("phi3", "Phi3ForCausalLM"),
     ("phi3-tied-partial", "Phi3ForCausalLM"),
     ("olmo2", "Olmo2ForCausalLM"),
+    ("olmo3", "Olmo3ForCausalLM"),
+    ("glm", "GlmForCausalLM"),
+    ("glm4", "Glm4ForCausalLM"),
+    ("ernie4_5", "Ernie4_5ForCausalLM"),
+    ("hunyuan", "HunYuanDenseV1ForCausalLM"),
+    ("hunyuan-alpha", "HunYuanDenseV1ForCausalLM"),
+    ("starcoder2", "Starcoder2ForCausalLM"),
+    ("stablelm", "StableLmForCausalLM"),
+    ("stablelm-parallel", "StableLmForCausalLM"),
+    ("phi", "PhiForCausalLM"),
+    ("phi-head-norms", "PhiForCausalLM"),
+    ("cohere", "CohereForCausalLM"),
+    ("cohere2", "Cohere2ForCausalLM"),
     ("smollm3", "SmolLM3ForCausalLM"),
     ("smollm3-sliding", "SmolLM3ForCausalLM"),
     ("granite", "GraniteForCausalLM"),
     ("granite-biases", "GraniteForCausalLM"),
+    ("gemma", "GemmaForCausalLM"),
     ("gemma2", "Gemma2ForCausalLM"),
     ("gemma3", "Gemma3ForCausalLM"),
     ("gemma3-capped", "Gemma3ForCausalLM"),
@@ -76,6 +90,13 @@ MODELS = [
     ("qwen3-moe", "Qwen3MoeForCausalLM"),
     ("deepseek-v2-lite", "DeepseekV2ForCausalLM"),
     ("deepseek-v2", "DeepseekV2ForCausalLM"),
+    ("deepseek-v3", "DeepseekV3ForCausalLM"),
+    ("deepseek-v3-halves", "DeepseekV3ForCausalLM"),
+    ("glm4-moe-lite", "Glm4MoeLiteForCausalLM"),
+    ("glm4-moe", "Glm4MoeForCausalLM"),
+    ("glm4-moe-plain", "Glm4MoeForCausalLM"),
+    ("minimax-m2", "MiniMaxM2ForCausalLM"),
+    ("gpt-oss", "GptOssForCausalLM"),
     ("vit", "ViTModel"),
     ("vit-image-classification", "ViTForImageClassification"),
     ("swin", "SwinModel"),
@@ -163,8 +184,8 @@ FIXED = ("model_type", "architectures", "id2label", "label2id", "transformers_ve
 NEWER = {"clip-vision": "vision_model.", "siglip-text": "text_model.", "siglip-vision": "vision_model."}
 # Models with features that transformers 4 does not support: attention types per layer; a head into whose
 # first layer it copies the embeddings; image positions, of which it has one too many; unscaled tied
-# embeddings; a scale of the attention scores.
-UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2")
+# embeddings; a scale of the attention scores; entire families; another clamp of experts.
+UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss")
 # Buffers that transformers 4 stores although they depend only on sizes.
 STORED_BY_4 = "relative_position_index"
 # Nested configurations: their keys follow a dot.

@@ -71,6 +71,8 @@ def random_tensor(rng, module, name, shape):
             return normal(rng, shape, 0.3)
         case "cls_token" | "position_embeddings" | "probe" | "class_embedding" | "relative_position_bias_table":
             return normal(rng, shape, 0.6)
+    if name == "e_score_correction_bias":
+        return normal(rng, shape, 0.1)
     if name in ("logit_scale", "logit_bias"):
         return normal(rng, shape, 0.3, mean=1.0)
     if isinstance(module, nn.Embedding):
@@ -237,11 +239,12 @@ def fresh(name):
     return folder
 
 
-def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}, files={}, modules={}, **how):
+def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}, files={}, modules={}, model_type=None, **how):
     """A model of transformers.
 
     `options` are passed to its constructor, `edit` converts the tensors of the file to an older layout, `overlook` replaces
     fields of the configuration, `files` are additional files, and `modules` sentence-transformers modules by folder.
+    `model_type` is that of a family with the same code.
     """
     if not (folder := fresh(name)):
         return
@@ -277,6 +280,8 @@ def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}
         write_json(folder / "config-4.json", old_spelling(plain))
         older = load(folder, config=type(config).from_json_file(folder / "config-4.json"))
         check(distance(run(older, inputs), run(model, inputs), inputs) == 0, f"{name}: config-4.json differs")
+    for path in (folder / "config.json", folder / "config-4.json") if model_type else ():
+        write_json(path, {**json.loads(path.read_text()), "model_type": model_type})
 
 
 def old_spelling(config):
@@ -289,6 +294,8 @@ def old_spelling(config):
         if old["layer_types"][0] == "full_attention":
             old["global_attn_every_n_layers"] = len(old.pop("layer_types"))
         return dict(sorted(old.items()))
+    if config["model_type"] == "olmo3":
+        rope = {**rope["full_attention"]}  # the other layers have the default base
     if "full_attention" in rope:
         local = rope["sliding_attention"]
         old["rope_local_base_freq"] = local["rope_theta"]
@@ -303,7 +310,7 @@ def old_spelling(config):
     if rope["rope_type"] in ("linear", "dynamic") and "rope_local_base_freq" not in old:
         rope["type"] = rope.pop("rope_type")
     old["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
-    said = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True}
+    said = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True}
     if not said.get(config["model_type"]):
         old.pop("layer_types", None)
     if old.get("use_sliding_window") is False:
@@ -719,14 +726,14 @@ GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 
 
-def decoder(name, kind, *, overlook={}, lengths=(11, 7, 4), alone=True, more={}, edit=None, **fields):
+def decoder(name, kind, *, overlook={}, lengths=(11, 7, 4), alone=True, more={}, edit=None, model_type=None, **fields):
     config = kind.config_class(**{**DECODER, "rope_parameters": copy.deepcopy(PLAIN_ROPE), **fields})
     overlook = {
         "rms_norm_eps": {"rms_norm_eps": 1e-6},
         "rope_theta": {"rope_parameters": {**config.rope_parameters, "rope_theta": 10000.0}},
         **overlook,
     }
-    how = {"alone": alone, "more": more, "edit": edit}
+    how = {"alone": alone, "more": more, "edit": edit, "model_type": model_type}
     pretrained(name, kind, config, tokens(name, lengths=lengths), overlook=overlook, **how)
 
 
@@ -898,6 +905,118 @@ def olmo2():
     decoder("olmo2", transformers.Olmo2ForCausalLM, **GROUPED, pad_token_id=0)
 
 
+WINDOWS = {
+    "the full layer": {"layer_types": ["sliding_attention"] * 2},
+    "the sliding layer": {"layer_types": ["full_attention"] * 2},
+    "the window size": {"sliding_window": 5},
+}
+
+
+def olmo3():
+    plain = {"rope_type": "default", "rope_theta": 500000.0}
+    yarn = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+    rope = {"full_attention": yarn, "sliding_attention": plain}
+    decoder(
+        "olmo3",
+        transformers.Olmo3ForCausalLM,
+        **GROUPED,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=rope,
+        pad_token_id=0,
+        eos_token_id=2,
+        overlook={
+            **WINDOWS,
+            "rope_theta": {"rope_parameters": {**rope, "sliding_attention": {**plain, "rope_theta": 50.0}}},
+            "the scaling": {"rope_parameters": {kind: plain for kind in rope}},
+            "the layers with scaling": {"rope_parameters": {kind: yarn for kind in rope}},
+        },
+    )
+
+
+def glm():
+    partial = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+    whole = {"the rotary dimensions": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}}}
+    fields = {**GROUPED, "head_dim": 8, "rope_parameters": partial, "overlook": whole, "pad_token_id": 0, "eos_token_id": 2}
+    decoder("glm", transformers.GlmForCausalLM, **fields)
+    decoder("glm4", transformers.Glm4ForCausalLM, **fields, attention_bias=False, tie_word_embeddings=True)
+
+
+def ernie4_5():
+    decoder("ernie4_5", transformers.Ernie4_5ForCausalLM, **GROUPED, head_dim=8)
+    decoder("ernie4_5-biases", transformers.Ernie4_5ForCausalLM, num_key_value_heads=1, head_dim=12, use_bias=True, tie_word_embeddings=False)
+
+
+def hunyuan():
+    alpha = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 8.0}
+    decoder("hunyuan", transformers.HunYuanDenseV1ForCausalLM, **GROUPED, head_dim=8, tie_word_embeddings=True)
+    decoder(
+        "hunyuan-alpha",
+        transformers.HunYuanDenseV1ForCausalLM,
+        num_key_value_heads=1,
+        head_dim=12,
+        attention_bias=True,
+        rope_parameters=alpha,
+        overlook={"alpha": {"rope_parameters": {**alpha, "alpha": 1.0}}},
+    )
+
+
+# Decoders with layer normalization instead of RMS normalization.
+
+
+def normalized(name, kind, epsilon, *, overlook={}, **fields):
+    without = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
+    config = kind.config_class(**{**without, "rope_parameters": copy.deepcopy(PLAIN_ROPE), **fields, epsilon: 0.01})
+    overlook = {
+        epsilon: {epsilon: 1e-6},
+        "rope_theta": {"rope_parameters": {**config.rope_parameters, "rope_theta": 10000.0}},
+        **overlook,
+    }
+    pretrained(name, kind, config, tokens(name), overlook=overlook)
+
+
+def starcoder2():
+    window = {"sliding_window": {"sliding_window": None}, "the window size": {"sliding_window": 5}}
+    gelu = {"the variant of GELU": {"hidden_act": "gelu"}}
+    add = functools.partial(normalized, kind=transformers.Starcoder2ForCausalLM, epsilon="norm_epsilon")
+    add("starcoder2", **GROUPED, sliding_window=4, overlook={**window, **gelu})
+    add("starcoder2-no-biases", num_key_value_heads=1, use_bias=False, tie_word_embeddings=False)
+
+
+def stablelm():
+    partial = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+    whole = {"the rotary dimensions": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}}}
+    add = functools.partial(normalized, kind=transformers.StableLmForCausalLM, epsilon="layer_norm_eps", overlook=whole)
+    add("stablelm", num_key_value_heads=1, rope_parameters=partial)
+    add("stablelm-parallel", num_key_value_heads=2, rope_parameters=partial, use_qkv_bias=True, use_parallel_residual=True)
+
+
+def phi():
+    partial = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+    overlook = {
+        "the rotary dimensions": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}},
+        "the variant of GELU": {"hidden_act": "gelu"},
+    }
+    add = functools.partial(normalized, kind=transformers.PhiForCausalLM, epsilon="layer_norm_eps", overlook=overlook)
+    add("phi", rope_parameters=partial)
+    add("phi-head-norms", num_key_value_heads=1, rope_parameters=partial, qk_layernorm=True)
+
+
+def cohere():
+    scale = {"logit_scale": {"logit_scale": 1.0}}
+    add = functools.partial(normalized, epsilon="layer_norm_eps")
+    add("cohere", kind=transformers.CohereForCausalLM, **GROUPED, logit_scale=0.5, attention_bias=True, overlook=scale)
+    add(
+        "cohere2",
+        kind=transformers.Cohere2ForCausalLM,
+        **GROUPED,
+        logit_scale=0.5,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        overlook={**scale, **WINDOWS},
+    )
+
+
 def smollm3():
     rope = {"no_rope_layers": [1, 0]}
     other = {"the layers with RoPE": {"no_rope_layers": [0, 1]}, "the layer without RoPE": {"no_rope_layers": [1, 1]}}
@@ -925,6 +1044,16 @@ def granite():
 
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 8, "query_pre_attn_scalar": 6, **GROUPED}
+
+
+def gemma():
+    decoder(
+        "gemma",
+        transformers.GemmaForCausalLM,
+        **GROUPED,
+        head_dim=8,
+        overlook={"the variant of GELU": {"hidden_act": "silu"}},
+    )
 
 
 def gemma2():
@@ -1079,6 +1208,139 @@ def experts():
             "the scale of router weights": {"routed_scaling_factor": 1.0},
             "mscale": {"rope_parameters": {**yarn, "mscale": 0.9}},
             "mscale_all_dim": {"rope_parameters": {**yarn, "mscale_all_dim": 0.7}},
+        },
+    )
+
+
+def sigmoid_routers():
+    """Routers with a bias for the selection of experts."""
+    routing = {
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "pad_token_id": 0,
+        "lengths": (17, 11, 6),
+    }
+    parts = {
+        "the number of experts per token": {"num_experts_per_tok": 1},
+        "the number of groups per token": {"topk_group": 2},
+        "the normalization of router weights": {"norm_topk_prob": False},
+        "the scale of router weights": {"routed_scaling_factor": 1.0},
+    }
+    partial = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+    decoder(
+        "glm4-moe",
+        transformers.Glm4MoeForCausalLM,
+        **{**routing, **GROUPED, "num_experts_per_tok": 3, "lengths": (24, 13, 6)},
+        head_dim=8,
+        attention_bias=True,
+        use_qk_norm=True,
+        routed_scaling_factor=1.5,
+        rope_parameters=partial,
+        overlook={**parts, "the rotary dimensions": {"rope_parameters": {**partial, "partial_rotary_factor": 1.0}}},
+    )
+    decoder(
+        "glm4-moe-plain",
+        transformers.Glm4MoeForCausalLM,
+        **{**routing, "n_routed_experts": 4, "n_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
+        num_key_value_heads=1,
+        rope_parameters=partial,
+        n_shared_experts=2,
+        overlook={"the normalization of router weights": {"norm_topk_prob": True}},
+    )
+    latent = {
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9, "original_max_position_embeddings": 32}
+    decoder(
+        "deepseek-v3",
+        transformers.DeepseekV3ForCausalLM,
+        **{**latent, **routing},
+        q_lora_rank=6,
+        attention_bias=True,
+        max_position_embeddings=128,
+        rope_parameters=yarn,
+        overlook={
+            **parts,
+            "the order of rotated elements": {"rope_interleave": False},
+            "mscale": {"rope_parameters": {**yarn, "mscale": 0.9}},
+            "mscale_all_dim": {"rope_parameters": {**yarn, "mscale_all_dim": 0.7}},
+        },
+    )
+    decoder(
+        "deepseek-v3-halves",
+        transformers.DeepseekV3ForCausalLM,
+        **{**latent, **routing},
+        q_lora_rank=None,
+        rope_interleave=False,
+        overlook={"the order of rotated elements": {"rope_interleave": True}},
+    )
+    lite = {key: value for key, value in {**latent, **routing}.items() if key != "first_k_dense_replace"}
+    decoder(
+        "glm4-moe-lite",
+        transformers.Glm4MoeLiteForCausalLM,
+        **{**lite, "num_experts_per_tok": 3},
+        q_lora_rank=6,
+        mlp_layer_types=["sparse", "dense"],
+        routed_scaling_factor=1.5,
+        overlook={**parts, "the order of rotated elements": {"rope_interleave": False}},
+    )
+    decoder(
+        "kimi-k2",
+        transformers.DeepseekV3ForCausalLM,
+        **{**latent, **routing, "n_routed_experts": 4, "n_group": 1},
+        q_lora_rank=6,
+        model_type="kimi_k2",
+        overlook={"the normalization of router weights": {"norm_topk_prob": False}},
+    )
+
+
+def minimax_m2():
+    partial = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+    decoder(
+        "minimax-m2",
+        transformers.MiniMaxM2ForCausalLM,
+        **GROUPED,
+        head_dim=8,
+        intermediate_size=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=partial,
+        overlook={
+            "the number of experts per token": {"num_experts_per_tok": 1},
+            "the rotary dimensions": {"rope_parameters": {**partial, "partial_rotary_factor": 1.0}},
+        },
+    )
+
+
+def gpt_oss():
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "truncate": False, "original_max_position_embeddings": 8}
+    decoder(
+        "gpt-oss",
+        transformers.GptOssForCausalLM,
+        **GROUPED,
+        head_dim=8,
+        intermediate_size=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        swiglu_limit=1.5,
+        rope_parameters=yarn,
+        pad_token_id=0,
+        overlook={
+            **WINDOWS,
+            "the number of experts per token": {"num_experts_per_tok": 1},
+            "the clamp": {"swiglu_limit": 7.0},
+            "the slope of the gate": {"swiglu_alpha": 1.0},
+            "the scaling": {"rope_parameters": PLAIN_ROPE},
         },
     )
 
@@ -1331,11 +1593,23 @@ for family in (
     opt,
     phi3,
     olmo2,
+    olmo3,
+    glm,
+    ernie4_5,
+    hunyuan,
+    starcoder2,
+    stablelm,
+    phi,
+    cohere,
     smollm3,
     granite,
+    gemma,
     gemma2,
     gemma3,
     experts,
+    sigmoid_routers,
+    minimax_m2,
+    gpt_oss,
     vit,
     swin,
     dinov2,

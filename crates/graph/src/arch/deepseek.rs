@@ -1,6 +1,15 @@
-//! DeepSeek-V2: latent attention, partial rotary embeddings, and experts after the first layers.
+//! DeepSeek-V2 and V3: latent attention, partial rotary embeddings, and experts after the first layers. The
+//! routers of V3 have a bias that balances the load of experts.
 
 use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
+
+const SIZES: Sizes = Sizes {
+    heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
+    groups: None,
+    head_dim: None,
+    other_sizes: &[("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
+    ..DECODER_SIZES
+};
 
 pub(super) const DEEPSEEK_V2: Family = Family {
     model_type: "deepseek_v2",
@@ -27,36 +36,77 @@ pub(super) const DEEPSEEK_V2: Family = Family {
             ("scoring_func", "\"softmax\""),
         ],
     },
-    sizes: Some(&Sizes {
-        heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
-        groups: None,
-        head_dim: None,
-        heads_must_divide: true,
-        other_sizes: &[("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
-        ..DECODER_SIZES
-    }),
+    sizes: Some(&Sizes { heads_must_divide: true, ..SIZES }),
     fused: &[&["q_a_proj", "kv_a_proj_with_mqa"], &["gate_proj", "up_proj"]],
     routers: &["mlp.gate"],
     experts: Some(ExpertLayout { keys: &["n_routed_experts"], ..ExpertLayout::SEPARATE }),
     ..DECODER
 };
 
+pub(super) const DEEPSEEK_V3: Family = Family {
+    model_type: "deepseek_v3",
+    graph: graph!(running::build_3),
+    keys: Keys {
+        // Layers that predict further tokens follow those of the graph.
+        harmless: &[
+            "attention_dropout",
+            "aux_loss_alpha",
+            "ep_size",
+            "head_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+            "num_mtp_layers",
+            "num_nextn_predict_layers",
+            "output_router_logits",
+            "pretraining_tp",
+            "seq_aux",
+        ],
+        neutral: &[("moe_layer_freq", "1"), ("partial_rotary_factor", "1.0"), ("scoring_func", "\"sigmoid\""), ("topk_method", "\"noaux_tc\"")],
+    },
+    sizes: Some(&SIZES),
+    heads: &["lm_head", "score", "shared_head.head"],
+    ..DEEPSEEK_V2
+};
+
+/// Kimi K2, whose checkpoints contain a copy of the code of DeepSeek-V3.
+pub(super) const KIMI_K2: Family = Family { model_type: "kimi_k2", ..DEEPSEEK_V3 };
+
 #[cfg(feature = "run")]
-mod running {
+pub(super) mod running {
     use crate::arch::running::Settings;
-    use crate::arch::running::decoder::{Decoder, PARTS, every_layer};
+    use crate::arch::running::decoder::{Decoder, Norm, every_layer};
     use crate::arch::running::experts::{Experts, Shared};
     use crate::arch::running::latent::Latent;
     use crate::arch::running::rope::{RopeDefaults, attention_scale, parameters};
     use crate::error::{Error, Result};
     use crate::ir::Builder;
-    use crate::ir::ops::{ExpertGroups, Route};
+    use crate::ir::ops::{ExpertGroups, RmsNorm, Route};
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        decoder(s, b, Latent::new(s)?, mixture(s)?, (None, 1e-6))
+    }
+
+    pub fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
+        let experts = Defaults { count: 256, top: 8, inner: 2048, scale: 2.5, groups: [8, 4], dense: 3 }.experts(s)?;
+        decoder(s, b, latent(s, Latent::new(s)?)?, experts, (Some(128), 1e-6))
+    }
+
+    /// Latent attention with the options of DeepSeek-V3.
+    pub fn latent(s: &Settings, latent: Latent) -> Result<Latent> {
+        let width = s.size_or("qk_head_dim", latent.head_dim())?;
+        if width != latent.head_dim() {
+            return Err(Error::graph("config.json", format!("`qk_head_dim` is {width}, expected the sum of `qk_nope_head_dim` and `qk_rope_head_dim`")));
+        }
+        Ok(Latent { interleaved: s.flag_or("rope_interleave", true)?, ..latent })
+    }
+
+    /// A decoder with latent attention and experts, with defaults of the number of key-value heads, if it is
+    /// not that of query heads, and of the epsilon of normalizations.
+    pub fn decoder(s: &Settings, b: &mut Builder, latent: Latent, experts: Experts, (groups, epsilon): (Option<usize>, f64)) -> Result<()> {
         // Published folders refer to custom code, which transformers now includes.
         let _ = s.get("auto_map");
-        let latent = Latent::new(s)?;
-        let plain = Decoder::new(s, Some(latent.head_dim()))?;
+        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", epsilon)?, ..RmsNorm::default() });
+        let plain = Decoder::with_norm(s, Some(latent.head_dim()), groups, norm)?;
         if plain.groups != plain.heads {
             return Err(Error::graph(
                 "config.json",
@@ -71,7 +121,7 @@ mod running {
             Some(p) => attention_scale(&p)?,
             None => 1.0,
         };
-        let decoder = Decoder { head_dim, scale: mscale * mscale / (head_dim as f64).sqrt(), experts: Some(mixture(s)?), latent: Some(latent), ..plain };
+        let decoder = Decoder { head_dim, scale: mscale * mscale / (head_dim as f64).sqrt(), experts: Some(experts), latent: Some(latent), ..plain };
         decoder.build(b, every_layer(s, latent.rope, RopeDefaults::default(), |_| Ok(false))?)
     }
 
@@ -87,7 +137,7 @@ mod running {
         let groups = match s.text_or(METHOD, "greedy")? {
             "greedy" => None,
             "group_limited_greedy" => match (count, top) {
-                (Some(count), Some(top)) if experts.is_multiple_of(count) && top <= count => Some(ExpertGroups { count, top }),
+                (Some(count), Some(top)) if experts.is_multiple_of(count) && top <= count => Some(ExpertGroups { count, top, pairs: false }),
                 (Some(count), Some(top)) => {
                     let reason = format!("`n_group` of {count} does not divide `n_routed_experts`, {experts}, or `topk_group` of {top} is more than that");
                     return Err(Error::graph("config.json", reason));
@@ -107,18 +157,64 @@ mod running {
             count: experts,
             route: Route { top: s.size("num_experts_per_tok")?, scale: s.number_or("routed_scaling_factor", 1.0)?, groups, ..Route::default() },
             inner,
-            block: "mlp",
-            parts: PARTS,
             shared,
-            plain: Vec::new(),
-            first: first_layer(s)?,
-            step: 1,
+            first: first_layer(s, 0)?,
+            ..Experts::default()
         })
     }
 
-    fn first_layer(s: &Settings) -> Result<usize> {
+    /// Defaults of a mixture of experts with the routers of DeepSeek-V3.
+    pub struct Defaults {
+        /// Number of experts.
+        pub count: usize,
+        /// Number of experts per token.
+        pub top: usize,
+        /// Number of neurons of an expert.
+        pub inner: usize,
+        /// Factor on routing weights.
+        pub scale: f64,
+        /// Number of groups, and of groups per token.
+        pub groups: [usize; 2],
+        /// Number of layers without experts.
+        pub dense: usize,
+    }
+
+    impl Defaults {
+        /// The experts of a configuration.
+        pub fn experts(&self, s: &Settings) -> Result<Experts> {
+            let inner = s.size_or("moe_intermediate_size", self.inner)?;
+            let [count, top] = [s.size_or("n_routed_experts", self.count)?, s.size_or("num_experts_per_tok", self.top)?];
+            let [all, selected] = self.groups;
+            let groups = ExpertGroups { count: s.size_or("n_group", all)?, top: s.size_or("topk_group", selected)?, pairs: true };
+            let each = count.checked_div(groups.count).filter(|_| count.is_multiple_of(groups.count));
+            if each.is_none_or(|each| groups.top > groups.count || each.saturating_mul(groups.top) < top) {
+                let reason = format!(
+                    "`n_group` of {} does not divide `n_routed_experts`, {count}, or `topk_group` of {} leaves less than `num_experts_per_tok`, {top}",
+                    groups.count, groups.top
+                );
+                return Err(Error::graph("config.json", reason));
+            }
+            Ok(Experts {
+                count,
+                route: Route {
+                    top,
+                    normalised: s.flag_or("norm_topk_prob", true)?,
+                    scale: s.number_or("routed_scaling_factor", self.scale)?,
+                    groups: Some(groups).filter(|groups| groups.count > 1),
+                    sigmoid: true,
+                },
+                inner,
+                selection_bias: Some("gate.e_score_correction_bias"),
+                shared: Some(Shared { name: "shared_experts", inner: inner.saturating_mul(s.size_or("n_shared_experts", 1)?), gated: false }),
+                first: first_layer(s, self.dense)?,
+                ..Experts::default()
+            })
+        }
+    }
+
+    fn first_layer(s: &Settings, default: usize) -> Result<usize> {
         const KEY: &str = "first_k_dense_replace";
-        let Some(value) = s.get(KEY) else { return Ok(0) };
+        let Some(value) = s.get(KEY) else { return Ok(default) };
         let found = value.as_u64().and_then(|number| usize::try_from(number).ok());
         found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected the number of layers without experts")))
     }

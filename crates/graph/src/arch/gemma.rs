@@ -1,5 +1,5 @@
-//! Gemma 2 and Gemma 3 (text): normalizations before and after each half, norm weights stored as offsets
-//! from 1, scaled embeddings, sliding windows in most layers.
+//! Gemma, Gemma 2 and Gemma 3 (text): norm weights stored as offsets from 1, and scaled embeddings; from
+//! version 2 normalizations before and after each half, and sliding windows in most layers.
 
 use super::gguf::{self, GgufFamily, Windows};
 use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
@@ -17,17 +17,27 @@ const GGUF: GgufFamily = GgufFamily {
     ..gguf::LLAMA
 };
 
-/// The first version, which has no graph.
-pub(super) const GEMMA: Family = Family { model_type: "gemma", gguf: Some(&GGUF), ..DECODER };
+pub(super) const GEMMA: Family = Family {
+    model_type: "gemma",
+    graph: graph!(running::build),
+    keys: Keys {
+        harmless: &["attention_dropout", "max_position_embeddings"],
+        neutral: &[("hidden_activation", "\"gelu_pytorch_tanh\""), ("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
+    },
+    // The default head width is not derived from the residual stream.
+    sizes: Some(&Sizes { custom_head_dim_default: true, ..DECODER_SIZES }),
+    gguf: Some(&GGUF),
+    genai: "gemma",
+    ..DECODER
+};
 
 pub(super) const GEMMA2: Family = Family {
     model_type: "gemma2",
-    graph: graph!(running::build),
+    graph: graph!(running::build_2),
     keys: Keys {
         harmless: &["attention_dropout", "cache_implementation", "hidden_act", "max_position_embeddings"],
         neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
     },
-    // The default head width is not derived from the residual stream.
     sizes: Some(&Sizes { custom_head_dim_default: true, heads_must_divide: true, ..DECODER_SIZES }),
     gguf: Some(&GgufFamily {
         architecture: "gemma2",
@@ -42,7 +52,7 @@ pub(super) const GEMMA2: Family = Family {
         ..GGUF
     }),
     genai: "gemma2",
-    ..DECODER
+    ..GEMMA
 };
 
 pub(super) const GEMMA3: Family = Family {
@@ -80,66 +90,62 @@ pub(super) const GEMMA3: Family = Family {
 #[cfg(feature = "run")]
 mod running {
     use crate::arch::running::Settings;
-    use crate::arch::running::decoder::{self, Decoder, HeadNorms, Layer, slides, window};
+    use crate::arch::running::decoder::{self, Decoder, HeadNorms, Layer, Norm, every_layer, is_local, required_window};
     use crate::arch::running::rope::{RopeDefaults, by_layer_type, rotary};
-    use crate::error::{Error, Result};
+    use crate::error::Result;
     use crate::ir::Builder;
     use crate::ir::ops::{RmsNorm, Rotary};
 
     const NORMS: decoder::Norms =
         [Some("input_layernorm"), Some("post_attention_layernorm"), Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")];
 
-    /// The common properties of both versions.
+    /// The common properties of all versions.
     fn gemma<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
-        let decoder = Decoder::new(s, Some(256))?;
+        let norm = RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-6)?, offset: 1.0 };
+        let embedding_scale = Some((s.size("hidden_size")? as f64).sqrt());
+        Ok(Decoder { mlp_bias: false, embedding_scale, ..Decoder::with_norm(s, Some(256), None, Norm::Rms(norm))? })
+    }
+
+    /// The common properties of the later versions.
+    fn later<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
         Ok(Decoder {
             scale: 1.0 / s.number_or("query_pre_attn_scalar", 256.0)?.sqrt(),
-            norm: RmsNorm { offset: 1.0, ..decoder.norm },
             norms: NORMS,
-            mlp_bias: false,
             activation: s.text_or("hidden_activation", "gelu_pytorch_tanh")?,
-            embedding_scale: Some((s.size("hidden_size")? as f64).sqrt()),
-            ..decoder
+            ..gemma(s)?
         })
     }
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-        let decoder = gemma(s)?;
-        let decoder = Decoder { soft_cap: cap(s, "attn_logit_softcapping", 50.0)?, logit_cap: cap(s, "final_logit_softcapping", 30.0)?, ..decoder };
+        // The first published files specify the exact GELU, but were trained with the approximation.
+        let activation = s.text_or("hidden_act", "gelu_pytorch_tanh")?;
+        let decoder = Decoder { activation: if activation == "gelu" { "gelu_pytorch_tanh" } else { activation }, ..gemma(s)? };
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
+    }
+
+    pub fn build_2(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = Decoder { soft_cap: cap(s, "attn_logit_softcapping", 50.0)?, logit_cap: cap(s, "final_logit_softcapping", 30.0)?, ..later(s)? };
         let rotary = rotary(s, decoder.head_dim, RopeDefaults::default())?;
-        decoder.build(b, |index| Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local(s, index, 2)?)? }))
+        decoder.build(b, |index| Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local(s, index, 2)?)? }))
     }
 
     pub fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
         let number = |key: &str| s.get(key).map(|_| s.number(key)).transpose();
         // Gemma 3 does not cap attention scores, but has the key.
         let (logit_cap, _) = (number("final_logit_softcapping")?, number("attn_logit_softcapping")?);
-        let decoder = Decoder { head_norms: HeadNorms::Head, logit_cap, ..gemma(s)? };
+        let decoder = Decoder { head_norms: HeadNorms::Head, logit_cap, ..later(s)? };
         let (global, local) = (rotary_of(s, "full_attention", decoder.head_dim)?, rotary_of(s, "sliding_attention", decoder.head_dim)?);
         let pattern = s.size_or("sliding_window_pattern", 6)?;
         decoder.build(b, |index| {
             let is_local = is_local(s, index, pattern)?;
             let rotary = if is_local { &local } else { &global };
-            Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local)? })
+            Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local)? })
         })
     }
 
     /// A soft cap with a default; null disables it.
     fn cap(s: &Settings, key: &str, default: f64) -> Result<Option<f64>> {
         if s.is_null(key) { Ok(None) } else { s.number_or(key, default).map(Some) }
-    }
-
-    /// Whether a layer has a sliding window: by its type, or all except every `pattern`-th.
-    fn is_local(s: &Settings, layer: usize, pattern: usize) -> Result<bool> {
-        let by_type = slides(s, layer, true)?;
-        Ok(by_type.unwrap_or_else(|| layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(pattern))))
-    }
-
-    fn sliding_window(s: &Settings, slides: bool) -> Result<Option<usize>> {
-        if slides && s.is_null("sliding_window") {
-            return Err(Error::graph("config.json", "`sliding_window` is null, but layers require one"));
-        }
-        window(s, slides)
     }
 
     /// Layers with a sliding window use another base of rotary embeddings than those without.

@@ -47,7 +47,7 @@ pub(super) const MIXTRAL: Family = Family {
 };
 
 #[cfg(feature = "run")]
-mod running {
+pub(super) mod running {
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, every_layer};
     use crate::arch::running::experts::Experts;
@@ -56,19 +56,20 @@ mod running {
     use crate::ir::Builder;
     use crate::ir::ops::Route;
 
+    /// The module of experts: the name in published files, or that of transformers 5.
+    pub fn block(b: &Builder) -> &'static str {
+        if b.stored_shape("model.layers.0.mlp.gate.weight").is_some() { "mlp" } else { "block_sparse_moe" }
+    }
+
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let decoder = Decoder::with_epsilon(s, None, 1e-5)?;
         let experts = Experts {
             count: s.size_or("num_local_experts", 8)?,
             route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true, ..Route::default() },
             inner: s.size("intermediate_size")?,
-            // The name in published files, or that of transformers 5.
-            block: if b.stored_shape("model.layers.0.mlp.gate.weight").is_some() { "mlp" } else { "block_sparse_moe" },
+            block: block(b),
             parts: ["w1", "w3", "w2"],
-            shared: None,
-            plain: Vec::new(),
-            first: 0,
-            step: 1,
+            ..Experts::default()
         };
         let rope = RopeDefaults { theta: 1e6, ..RopeDefaults::default() };
         let decoder = Decoder { experts: Some(experts), ..decoder };

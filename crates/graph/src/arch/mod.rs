@@ -17,6 +17,7 @@ mod running;
 
 mod bert;
 mod clip;
+mod cohere;
 mod conventions;
 mod convnext;
 mod deberta;
@@ -24,25 +25,36 @@ mod deepseek;
 mod dinov2;
 mod distilbert;
 mod efficientnet;
+mod ernie4_5;
 mod family;
 mod gemma;
 mod gguf;
+mod glm;
+mod glm4_moe;
+mod glm4_moe_lite;
 mod gpt2;
 mod gpt_neox;
+mod gpt_oss;
 mod granite;
+mod hunyuan;
 mod llama;
+mod minimax_m2;
 mod mixtral;
 mod modernbert;
 mod module_names;
 mod mpnet;
 mod olmo2;
+mod olmo3;
 mod opt;
+mod phi;
 mod phi3;
 mod qwen_moe;
 mod resnet;
 mod roberta;
 mod roles;
 mod smollm3;
+mod stablelm;
+mod starcoder2;
 mod swin;
 mod t5;
 mod torchvision;
@@ -79,6 +91,16 @@ const FAMILIES: &[&Family] = &[
     &llama::QWEN3,
     &phi3::PHI3,
     &olmo2::OLMO2,
+    &olmo3::OLMO3,
+    &glm::GLM,
+    &glm::GLM4,
+    &ernie4_5::ERNIE4_5,
+    &hunyuan::HUNYUAN_V1_DENSE,
+    &starcoder2::STARCODER2,
+    &stablelm::STABLELM,
+    &phi::PHI,
+    &cohere::COHERE,
+    &cohere::COHERE2,
     &smollm3::SMOLLM3,
     &granite::GRANITE,
     &gemma::GEMMA,
@@ -88,6 +110,12 @@ const FAMILIES: &[&Family] = &[
     &qwen_moe::QWEN2_MOE,
     &qwen_moe::QWEN3_MOE,
     &deepseek::DEEPSEEK_V2,
+    &deepseek::DEEPSEEK_V3,
+    &deepseek::KIMI_K2,
+    &glm4_moe::GLM4_MOE,
+    &glm4_moe_lite::GLM4_MOE_LITE,
+    &gpt_oss::GPT_OSS,
+    &minimax_m2::MINIMAX_M2,
     &vit::VIT,
     &dinov2::DINOV2,
     &swin::SWIN,

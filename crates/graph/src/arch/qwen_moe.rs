@@ -50,7 +50,7 @@ pub(super) const QWEN3_MOE: Family = Family {
 #[cfg(feature = "run")]
 mod running {
     use crate::arch::running::Settings;
-    use crate::arch::running::decoder::{Decoder, HeadNorms, PARTS, every_layer, slides};
+    use crate::arch::running::decoder::{Decoder, HeadNorms, every_layer, slides};
     use crate::arch::running::experts::{Experts, Shared};
     use crate::arch::running::rope::RopeDefaults;
     use crate::error::{Error, Result};
@@ -87,12 +87,9 @@ mod running {
             count: s.size_or(key, count)?,
             route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", false)?, ..Route::default() },
             inner: s.size_or("moe_intermediate_size", inner)?,
-            block: "mlp",
-            parts: PARTS,
-            shared: None,
             plain: plain_layers(s)?,
-            first: 0,
             step: s.size_or("decoder_sparse_step", 1)?,
+            ..Experts::default()
         })
     }
 

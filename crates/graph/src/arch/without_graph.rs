@@ -83,16 +83,12 @@ const fn like(model_type: &'static str, family: Family) -> Family {
 
 /// The families.
 pub(super) const FAMILIES: &[Family] = &[
-    Family { fused: LATENT, ..like("deepseek_v3", MIXTURE) },
     Family { fused: LATENT, ..like("deepseek_v32", MIXTURE) },
-    Family { fused: LATENT, ..like("kimi_k2", MIXTURE) },
     like("kimi_linear", SPARSE),
-    like("glm4_moe", MIXTURE),
     like("dots1", MIXTURE),
     like("olmoe", MIXTURE),
     Family { exempt: &[("mtp_block", Role::TokenPrediction), ("mtp_linear_proj", Role::TokenPrediction)], ..like("ernie4_5_moe", MIXTURE) },
     like("hunyuan_v1_moe", MIXTURE),
-    Family { routers: &["mlp.router"], experts: LOCAL, ..like("gpt_oss", MIXTURE) },
     like("llama4", LLAMA4),
     like("llama4_text", LLAMA4),
     like("qwen3_next", DELTA),
@@ -109,7 +105,6 @@ pub(super) const FAMILIES: &[Family] = &[
     // The router is a linear layer in transformers.
     Family { renames: &[("block_sparse_moe.gate", "mlp.router"), ("block_sparse_moe.", "mlp.")], ..like("phimoe", SPARSE) },
     like("minimax", SPARSE),
-    like("minimax_m2", SPARSE),
     Family { routers: &["ffn.router"], ..like("dbrx", GPT) },
     Family { tied: &[], fused: &[], embeddings: &["embedding"], heads: &["output_layer", "score"], ..decoder("chatglm") },
     Family { fused: &[&["w1", "w2"]], ..like("qwen", GPT) },
@@ -181,14 +176,6 @@ pub(super) const FAMILIES: &[Family] = &[
     like("m2m_100", BART),
     like("marian", BART),
     like("pegasus", BART),
-    decoder("cohere"),
-    decoder("cohere2"),
-    decoder("glm"),
-    decoder("glm4"),
     decoder("internlm"),
     decoder("olmo"),
-    decoder("olmo3"),
-    decoder("phi"),
-    decoder("stablelm"),
-    decoder("starcoder2"),
 ];

@@ -4,9 +4,9 @@
 
 use super::Settings;
 use super::layout::LayerNames;
-pub use super::layout::{Decoder, HeadNorms, Layer, NORMS_BEFORE, Norms, PARTS};
-use super::parts::{language_head, rms_norm, slices, text_inputs};
-use super::rope::{RopeDefaults, rotary};
+pub use super::layout::{Decoder, HeadNorms, Layer, NORMS_BEFORE, Norm, Norms};
+use super::parts::{language_head, slices, text_inputs};
+use super::rope::{RopeDefaults, neighbors, rotary};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, RmsNorm, Scale, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
@@ -20,8 +20,16 @@ impl<'s, 'c> Decoder<'s, 'c> {
 
     /// As [`new`](Self::new), with another default epsilon of normalizations.
     pub fn with_epsilon(s: &'s Settings<'c>, head_dim: Option<usize>, epsilon: f64) -> Result<Decoder<'s, 'c>> {
+        let norm = RmsNorm { epsilon: s.number_or("rms_norm_eps", epsilon)?, ..RmsNorm::default() };
+        Self::with_norm(s, head_dim, None, Norm::Rms(norm))
+    }
+
+    /// As [`new`](Self::new), with a default number of key-value heads, if it is not that of query heads,
+    /// and these normalizations.
+    pub fn with_norm(s: &'s Settings<'c>, head_dim: Option<usize>, groups: Option<usize>, norm: Norm) -> Result<Decoder<'s, 'c>> {
+        const GROUPS: &str = "num_key_value_heads";
         let heads = s.size("num_attention_heads")?;
-        let groups = s.size_or("num_key_value_heads", heads)?;
+        let groups = s.size_or(GROUPS, groups.filter(|_| !s.is_null(GROUPS)).unwrap_or(heads))?;
         if !heads.is_multiple_of(groups) {
             return Err(Error::graph("config.json", format!("`num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {groups}")));
         }
@@ -38,17 +46,26 @@ impl<'s, 'c> Decoder<'s, 'c> {
             head_dim,
             scale: 1.0 / (head_dim as f64).sqrt(),
             soft_cap: None,
+            sinks: false,
             causal: s.flag_or("is_causal", true)?,
-            norm: RmsNorm { epsilon: s.number_or("rms_norm_eps", epsilon)?, ..RmsNorm::default() },
+            norm,
             norms: NORMS_BEFORE,
+            last_norm: "norm",
+            parallel: false,
             head_norms: HeadNorms::None,
-            fused: false,
+            head_norm_names: ["q_norm", "k_norm"],
+            interleaved: false,
+            fused_qkv: false,
+            fused_gate: false,
             qkv_bias: bias,
+            out: "o_proj",
             out_bias: bias,
+            ungated: None,
             mlp_bias: s.flag_or("mlp_bias", false)?,
             activation: s.text_or("hidden_act", "silu")?,
             embedding_scale: None,
             residual_scale: None,
+            head_bias: false,
             logit_scale: None,
             logit_cap: None,
             experts: None,
@@ -67,11 +84,15 @@ impl<'s, 'c> Decoder<'s, 'c> {
         for index in 0..s.size("num_hidden_layers")? {
             x = self.layer(b, &LayerNames::new(prefix, index), layer(index)?, x, mask)?;
         }
-        let x = rms_norm(b, "norm", &format!("{prefix}norm"), x, self.norm)?;
+        let x = self.norm.add(b, self.last_norm, &format!("{prefix}{}", self.last_norm), x)?;
         b.output("last_hidden_state", x);
         if s.class().ends_with("ForCausalLM") || b.has("lm_head.weight") {
             let weight = language_head(s, b, "lm_head.weight", table)?;
-            let mut logits = b.node("lm_head", Linear { input_major: false }, &[x, weight])?;
+            let mut inputs = vec![x, weight];
+            if self.head_bias {
+                inputs.push(b.param("lm_head.bias", &[s.size("vocab_size")?])?);
+            }
+            let mut logits = b.node("lm_head", Linear { input_major: false }, &inputs)?;
             logits = scaled(b, "lm_head.scaled", self.logit_scale, logits)?;
             if let Some(cap) = self.logit_cap {
                 let part = b.node("lm_head.part", Scale { factor: 1.0 / cap }, &[logits])?;
@@ -85,12 +106,12 @@ impl<'s, 'c> Decoder<'s, 'c> {
 
     fn layer(&self, b: &mut Builder, at: &LayerNames, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
         let [before_attention, after_attention, before_network, after_network] = self.norms;
-        let y = self.normed(b, at, before_attention, x)?;
-        let y = self.attention(b, at, layer, y, mask)?;
+        let normed = self.normed(b, at, before_attention, x)?;
+        let y = self.attention(b, at, layer, normed, mask)?;
         let y = self.normed(b, at, after_attention, y)?;
         let y = scaled(b, &at.node("self_attn.scaled"), self.residual_scale, y)?;
         let x = b.node(&at.node("attended"), Add {}, &[x, y])?;
-        let y = self.normed(b, at, before_network, x)?;
+        let y = if self.parallel { normed } else { self.normed(b, at, before_network, x)? };
         let y = self.network(b, at, y)?;
         let y = self.normed(b, at, after_network, y)?;
         let y = scaled(b, &at.node("mlp.scaled"), self.residual_scale, y)?;
@@ -98,7 +119,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 
     fn normed(&self, b: &mut Builder, at: &LayerNames, name: Option<&str>, x: ValueId) -> Result<ValueId> {
-        name.map_or(Ok(x), |name| rms_norm(b, &at.node(name), &at.module(name), x, self.norm))
+        name.map_or(Ok(x), |name| self.norm.add(b, &at.node(name), &at.module(name), x))
     }
 
     fn attention(&self, b: &mut Builder, at: &LayerNames, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
@@ -107,28 +128,35 @@ impl<'s, 'c> Decoder<'s, 'c> {
             None => self.split(b, at, &layer, x)?,
         };
         let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap, ..Attention::default() };
-        let context = b.node(&at.node("self_attn.context_heads"), attention, &[q, k, v, mask])?;
+        let mut inputs = vec![q, k, v, mask];
+        if self.sinks {
+            inputs.push(b.param(&at.module("self_attn.sinks"), &[self.heads])?);
+        }
+        let context = b.node(&at.node("self_attn.context_heads"), attention, &inputs)?;
         let context = b.node(&at.node("self_attn.context"), MergeHeads {}, &[context])?;
-        self.linear(b, at, "self_attn.o_proj", context, self.s.size("hidden_size")?, self.out_bias)
+        self.linear(b, at, &format!("self_attn.{}", self.out), context, self.s.size("hidden_size")?, self.out_bias)
     }
 
     /// Heads of queries, keys and values, `[batch, heads, sequence, head_dim]`, with rotary embedding.
     fn split(&self, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
         let mut heads = self.projections(b, at, x)?;
-        for (part, value) in ["q", "k", "v"].into_iter().zip(&mut heads) {
+        let norms = self.head_norm_names.map(Some).into_iter().chain([None]);
+        for ((part, norm), value) in ["q", "k", "v"].into_iter().zip(norms).zip(&mut heads) {
             let name = format!("self_attn.{part}");
             let norm = |b: &mut Builder, over: HeadNorms, value: ValueId| {
-                if self.head_norms != over || part == "v" {
-                    return Ok(value);
-                }
-                rms_norm(b, &at.node(&format!("{name}_norm")), &at.module(&format!("{name}_norm")), value, self.norm)
+                let norm = norm.filter(|_| self.head_norms == over).map(|norm| format!("self_attn.{norm}"));
+                norm.map_or(Ok(value), |norm| self.norm.add(b, &at.node(&norm), &at.module(&norm), value))
             };
             let flat = norm(b, HeadNorms::Projection, *value)?;
             let split = b.node(&at.node(&format!("{name}_heads")), SplitHeads { head_dim: self.head_dim }, &[flat])?;
             *value = norm(b, HeadNorms::Head, split)?;
             if let Some(rotary) = layer.rotary.as_ref().filter(|_| part != "v") {
+                if self.interleaved {
+                    *value = neighbors(b, &at.node(&name), *value, rotary.width)?;
+                }
                 *value = b.node(&at.node(&format!("{name}_rotary")), rotary.clone(), &[*value])?;
             }
+            *value = norm(b, HeadNorms::AfterRotary, *value)?;
         }
         Ok(heads)
     }
@@ -136,7 +164,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
     /// Queries, keys and values, `[batch, sequence, heads · head_dim]`.
     fn projections(&self, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<[ValueId; 3]> {
         let widths = [self.heads, self.groups, self.groups].map(|count| count.saturating_mul(self.head_dim));
-        if self.fused {
+        if self.fused_qkv {
             let all = self.linear(b, at, "self_attn.qkv_proj", x, widths.into_iter().fold(0, usize::saturating_add), self.qkv_bias)?;
             return slices(b, ["q", "k", "v"].map(|part| at.node(&format!("self_attn.{part}"))), all, widths);
         }
@@ -151,7 +179,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
     fn network(&self, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
         match self.experts.as_ref().filter(|experts| experts.are_in_layer(at.index)) {
             Some(experts) => experts.build(self, b, at, x),
-            None => self.gated(b, at, ("mlp", PARTS), x, self.s.size("intermediate_size")?, self.mlp_bias),
+            None => self.dense(b, at, x),
         }
     }
 }
@@ -179,6 +207,20 @@ pub fn window(s: &Settings, slides: bool) -> Result<Option<usize>> {
         });
     }
     s.size_or("sliding_window", 4096).map(Some)
+}
+
+/// As [`window`], but a layer that requires a sliding window must have one.
+pub fn required_window(s: &Settings, slides: bool) -> Result<Option<usize>> {
+    if slides && s.is_null("sliding_window") {
+        return Err(Error::graph("config.json", "`sliding_window` is null, but layers require one"));
+    }
+    window(s, slides)
+}
+
+/// Whether a layer has a sliding window: by its type, or all except every `pattern`-th.
+pub fn is_local(s: &Settings, layer: usize, pattern: usize) -> Result<bool> {
+    let by_type = slides(s, layer, true)?;
+    Ok(by_type.unwrap_or_else(|| layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(pattern))))
 }
 
 /// Whether a layer has a sliding window according to `layer_types`; `None` without that key. Sliding

@@ -1,25 +1,29 @@
 //! Mixtures of experts.
 
+pub use super::layout::{Clamped, Experts, Shared};
 use super::layout::{Decoder, LayerNames, PARTS};
-pub use super::layout::{Experts, Shared};
 use super::parts::{linear_of, slices};
 use crate::error::Result;
-use crate::ir::ops::{Add, Combine, Dispatch, Mul, Reshape, Sigmoid, Slice, TargetSize};
+use crate::ir::ops::{Add, Clip, Combine, Dispatch, Linear, Mul, Reshape, Scale, Sigmoid, Slice, TargetSize};
 use crate::ir::{Builder, ValueId};
 
 impl Experts {
     /// The feed-forward network of a layer.
     pub fn build(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
         let name = |part: &str| format!("{}.{part}", self.block);
-        let scores = decoder.linear(b, at, &name("gate"), x, self.count, false)?;
-        let weights = b.node(&at.node(&name("routing")), self.route, &[scores])?;
+        let mut scores = vec![decoder.linear(b, at, &name(self.router), x, self.count, self.router_bias)?];
+        if let Some(bias) = self.selection_bias {
+            scores.push(b.param(&at.module(&name(bias)), &[self.count])?);
+        }
+        let weights = b.node(&at.node(&name("routing")), self.route, &scores)?;
         let fused = b.stored_shape(&at.module(&name("experts.gate_up_proj"))).is_some();
         let mut outputs = vec![weights];
         for expert in 0..self.count {
             let routed = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[x, weights])?;
-            outputs.push(match fused {
-                true => self.slice(decoder, b, at, expert, routed)?,
-                false => decoder.gated(b, at, (&name(&format!("experts.{expert}")), self.parts), routed, self.inner, false)?,
+            outputs.push(match (self.clamped, fused) {
+                (Some(clamped), _) => self.clamped(b, at, expert, routed, clamped)?,
+                (None, true) => self.slice(decoder, b, at, expert, routed)?,
+                (None, false) => decoder.gated(b, at, (&name(&format!("experts.{expert}")), self.parts), routed, self.inner, false)?,
             });
         }
         let sum = b.node(&at.node(&name("experts")), Combine {}, &outputs)?;
@@ -37,21 +41,46 @@ impl Experts {
     fn slice(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, expert: usize, x: ValueId) -> Result<ValueId> {
         let name = |part: &str| format!("{}.experts.{expert}.{part}", self.block);
         let (width, both) = (b.width(x)?, self.inner.saturating_mul(2));
-        let gate_up = self.weight(b, at, expert, "gate_up_proj", [both, width])?;
+        let gate_up = self.own(b, at, expert, "gate_up_proj", &[both, width])?;
         let both = linear_of(b, &at.node(&name("gate_up_proj")), x, gate_up)?;
         let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [self.inner; 2])?;
         let gate = decoder.act(b, at, &format!("{}.experts.{expert}", self.block), gate)?;
         let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
-        let down = self.weight(b, at, expert, "down_proj", [width, self.inner])?;
+        let down = self.own(b, at, expert, "down_proj", &[width, self.inner])?;
         linear_of(b, &at.node(&name("down_proj")), gated, down)
     }
 
-    /// The matrix of one expert in a stacked tensor.
-    fn weight(&self, b: &mut Builder, at: &LayerNames, expert: usize, part: &str, [out, width]: [usize; 2]) -> Result<ValueId> {
-        let all = b.param(&at.module(&format!("{}.experts.{part}", self.block)), &[self.count, out, width])?;
+    /// An expert of gpt-oss: projections `[in, out]` with biases, of which gate and up alternate.
+    fn clamped(&self, b: &mut Builder, at: &LayerNames, expert: usize, x: ValueId, Clamped { slope, limit }: Clamped) -> Result<ValueId> {
+        let name = |part: &str| at.node(&format!("{}.experts.{expert}.{part}", self.block));
+        let (width, both) = (b.width(x)?, self.inner.saturating_mul(2));
+        let both = self.projection(b, at, expert, "gate_up_proj", x, both)?;
+        let mut half = |part: &str, start: usize, min: f64| {
+            let every_second = b.node(&name(part), Slice { step: 2, ..Slice::last_axis(start, self.inner) }, &[both])?;
+            b.node(&name(&format!("{part}.clamped")), Clip { min, max: limit }, &[every_second])
+        };
+        let (gate, up) = (half("gate", 0, f64::NEG_INFINITY)?, half("up", 1, -limit)?);
+        let steep = b.node(&name("act.steep"), Scale { factor: slope }, &[gate])?;
+        let share = b.node(&name("act.gate"), Sigmoid {}, &[steep])?;
+        let active = b.node(&name("act"), Mul {}, &[gate, share])?;
+        let gated = b.node(&name("gated"), Mul {}, &[active, up])?;
+        let sum = b.node(&name("gated.sum"), Add {}, &[gated, active])?;
+        self.projection(b, at, expert, "down_proj", sum, width)
+    }
+
+    /// A linear layer of one expert with a weight `[in, out]` and a bias in stacked tensors.
+    fn projection(&self, b: &mut Builder, at: &LayerNames, expert: usize, part: &str, x: ValueId, out: usize) -> Result<ValueId> {
+        let width = b.width(x)?;
+        let inputs = [x, self.own(b, at, expert, part, &[width, out])?, self.own(b, at, expert, &format!("{part}_bias"), &[out])?];
+        b.node(&at.node(&format!("{}.experts.{expert}.{part}", self.block)), Linear { input_major: true }, &inputs)
+    }
+
+    /// The part of a stacked tensor that belongs to one expert.
+    fn own(&self, b: &mut Builder, at: &LayerNames, expert: usize, part: &str, shape: &[usize]) -> Result<ValueId> {
+        let all = b.param(&at.module(&format!("{}.experts.{part}", self.block)), &[&[self.count][..], shape].concat())?;
         let node = at.node(&format!("{}.experts.{expert}.{part}", self.block));
         let start = i64::try_from(expert).unwrap_or(i64::MAX);
         let one = b.node(&format!("{node}.slice"), Slice { start, length: Some(1), axis: 0, ..Slice::default() }, &[all])?;
-        b.node(&format!("{node}.weight"), Reshape { shape: vec![TargetSize::Copy(1), TargetSize::Copy(2)] }, &[one])
+        b.node(&format!("{node}.weight"), Reshape { shape: (1..=shape.len()).map(TargetSize::Copy).collect() }, &[one])
     }
 }

@@ -4,6 +4,7 @@
 pub use super::layout::Latent;
 use super::layout::{Decoder, Layer, LayerNames};
 use super::parts::{rms_norm, slices};
+use super::rope::{neighbors, pairs};
 use crate::error::Result;
 use crate::ir::ops::{Concat, RmsNorm, Rotary, Slice, SplitHeads};
 use crate::ir::{Builder, ValueId};
@@ -15,9 +16,12 @@ impl Latent {
     /// Heads of queries, keys and values. The rotary part of queries and keys precedes the other part.
     pub fn heads(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
         let q = self.queries(decoder, b, at, x)?;
-        let [even, odd] = pairs(b, at, "q", q, self.nope, self.rope)?;
-        let rest = b.node(&at.node("self_attn.q_plain"), Slice::last_axis(0, self.nope), &[q])?;
-        let mut q = b.node(&at.node("self_attn.q"), Concat::default(), &[even, odd, rest])?;
+        let mut parts = match self.interleaved {
+            true => pairs(b, &at.node("self_attn.q"), q, self.nope, self.rope)?.to_vec(),
+            false => vec![b.node(&at.node("self_attn.q_rope"), Slice::last_axis(self.nope, self.rope), &[q])?],
+        };
+        parts.push(b.node(&at.node("self_attn.q_plain"), Slice::last_axis(0, self.nope), &[q])?);
+        let mut q = b.node(&at.node("self_attn.q"), Concat::default(), &parts)?;
 
         let all = decoder.linear(b, at, "self_attn.kv_a_proj_with_mqa", x, self.rank.saturating_add(self.rope), decoder.qkv_bias)?;
         let [latent, shared] = slices(b, ["latent", "shared_key"].map(|part| at.node(&format!("self_attn.{part}"))), all, [self.rank, self.rope])?;
@@ -27,8 +31,7 @@ impl Latent {
         let kv = b.node(&at.node("self_attn.kv_heads"), SplitHeads { head_dim: wide }, &[kv])?;
         let [k, v] = slices(b, ["k_plain", "v"].map(|part| at.node(&format!("self_attn.{part}"))), kv, [self.nope, self.values])?;
         let shared = b.node(&at.node("self_attn.shared_key_heads"), SplitHeads { head_dim: self.rope }, &[shared])?;
-        let [even, odd] = pairs(b, at, "shared_key", shared, 0, self.rope)?;
-        let mut shared = b.node(&at.node("self_attn.shared_key_pairs"), Concat::default(), &[even, odd])?;
+        let mut shared = if self.interleaved { neighbors(b, &at.node("self_attn.shared_key"), shared, None)? } else { shared };
         if let Some(rotary) = &layer.rotary {
             q = b.node(&at.node("self_attn.q_rotary"), Rotary { width: Some(self.rope), ..rotary.clone() }, &[q])?;
             shared = b.node(&at.node("self_attn.shared_key_rotary"), rotary.clone(), &[shared])?;
@@ -50,12 +53,4 @@ impl Latent {
         };
         b.node(&at.node("self_attn.q_heads"), SplitHeads { head_dim: self.head_dim() }, &[flat])
     }
-}
-
-/// Even and odd elements, which are rotated as pairs. Reordering queries and keys alike does not change
-/// their products.
-fn pairs(b: &mut Builder, at: &LayerNames, part: &str, x: ValueId, from: usize, width: usize) -> Result<[ValueId; 2]> {
-    let mut every_second =
-        |name: &str, start: usize| b.node(&at.node(&format!("self_attn.{part}_{name}")), Slice { step: 2, ..Slice::last_axis(start, width.div_ceil(2)) }, &[x]);
-    Ok([every_second("even", from)?, every_second("odd", from.saturating_add(1))?])
 }

@@ -1,7 +1,7 @@
 //! Description of a decoder and its layers, and the linear layers that all of them share.
 
 use super::Settings;
-use super::parts::{activate, linear_with, slices};
+use super::parts::{activate, layer_norm_with, linear_with, rms_norm, slices};
 use crate::error::Result;
 use crate::ir::ops::{Mul, RmsNorm, Rotary, Route};
 use crate::ir::{Builder, ValueId};
@@ -23,8 +23,29 @@ pub enum HeadNorms {
     None,
     /// Over each head.
     Head,
+    /// Over each head, after the rotary embedding.
+    AfterRotary,
     /// Over all heads.
     Projection,
+}
+
+/// Normalization of hidden states.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Norm {
+    /// Root mean square normalization.
+    Rms(RmsNorm),
+    /// Layer normalization, with or without a bias.
+    Layer { epsilon: f64, bias: bool },
+}
+
+impl Norm {
+    /// The normalization over the last axis with the parameters of `module`.
+    pub fn add(self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
+        match self {
+            Self::Rms(norm) => rms_norm(b, node, module, x, norm),
+            Self::Layer { epsilon, bias } => layer_norm_with(b, node, module, x, epsilon, bias),
+        }
+    }
 }
 
 /// Properties of one layer.
@@ -49,29 +70,48 @@ pub struct Decoder<'s, 'c> {
     pub scale: f64,
     /// Soft cap on attention scores.
     pub soft_cap: Option<f64>,
+    /// Whether each head has an attention sink.
+    pub sinks: bool,
     /// Whether attention is causal.
     pub causal: bool,
-    /// Parameters of all normalizations.
-    pub norm: RmsNorm,
+    /// All normalizations.
+    pub norm: Norm,
     /// Positions of the normalizations.
     pub norms: Norms,
+    /// Name of the normalization after the last layer.
+    pub last_norm: &'static str,
+    /// Whether attention and feed-forward network read the same normalized values, and are added to the
+    /// residual stream together.
+    pub parallel: bool,
     /// Normalization of queries and keys.
     pub head_norms: HeadNorms,
-    /// Whether queries, keys and values are one projection, and gate and up another.
-    pub fused: bool,
+    /// Names of these normalizations.
+    pub head_norm_names: [&'static str; 2],
+    /// Whether rotary embeddings rotate pairs of neighboring elements.
+    pub interleaved: bool,
+    /// Whether queries, keys and values are one projection.
+    pub fused_qkv: bool,
+    /// Whether gate and up are one projection.
+    pub fused_gate: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Name of the output projection of attention.
+    pub out: &'static str,
     /// Whether the output projection of attention has a bias.
     pub out_bias: bool,
+    /// Names of the layers of a feed-forward network without a gate; `None` for networks with a gate.
+    pub ungated: Option<[&'static str; 2]>,
     /// Whether the projections of the feed-forward network have biases.
     pub mlp_bias: bool,
-    /// Activation function of the gate.
+    /// Activation function of the feed-forward network.
     pub activation: &'c str,
     /// Factor on embeddings.
     pub embedding_scale: Option<f64>,
     /// Factor on the outputs of attention and feed-forward networks before they are added to the residual
     /// stream.
     pub residual_scale: Option<f64>,
+    /// Whether the output head has a bias.
+    pub head_bias: bool,
     /// Factor on logits.
     pub logit_scale: Option<f64>,
     /// Soft cap on logits.
@@ -87,7 +127,7 @@ impl Decoder<'_, '_> {
         linear_with(b, &at.node(name), &at.module(name), x, out, bias)
     }
 
-    /// The activation function of a gate.
+    /// The activation function of a feed-forward network.
     pub fn act(&self, b: &mut Builder, at: &LayerNames, network: &str, gate: ValueId) -> Result<ValueId> {
         activate(b, &at.node(&format!("{network}.act")), self.activation, gate)
     }
@@ -103,7 +143,7 @@ impl Decoder<'_, '_> {
         bias: bool,
     ) -> Result<ValueId> {
         let name = |part: &str| format!("{network}.{part}");
-        let [gate, up] = if self.fused {
+        let [gate, up] = if self.fused_gate {
             let both = self.linear(b, at, &name("gate_up_proj"), x, wide.saturating_mul(2), bias)?;
             let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [wide; 2])?;
             [self.act(b, at, network, gate)?, up]
@@ -113,6 +153,15 @@ impl Decoder<'_, '_> {
         };
         let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
         self.linear(b, at, &name(down), gated, self.s.size("hidden_size")?, bias)
+    }
+
+    /// The feed-forward network `mlp` with `intermediate_size` neurons, with or without a gate.
+    pub fn dense(&self, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
+        let wide = self.s.size("intermediate_size")?;
+        let Some([up, down]) = self.ungated else { return self.gated(b, at, ("mlp", PARTS), x, wide, self.mlp_bias) };
+        let up = self.linear(b, at, &format!("mlp.{up}"), x, wide, self.mlp_bias)?;
+        let active = self.act(b, at, "mlp", up)?;
+        self.linear(b, at, &format!("mlp.{down}"), active, self.s.size("hidden_size")?, self.mlp_bias)
     }
 }
 
@@ -148,8 +197,16 @@ pub struct Experts {
     pub inner: usize,
     /// The module that contains the experts.
     pub block: &'static str,
+    /// Name of the router.
+    pub router: &'static str,
+    /// Whether the router has a bias.
+    pub router_bias: bool,
+    /// Name of a bias for the selection of experts.
+    pub selection_bias: Option<&'static str>,
     /// Names of the gate, up and down projections.
     pub parts: [&'static str; 3],
+    /// The feed-forward network of experts like those of gpt-oss.
+    pub clamped: Option<Clamped>,
     /// The shared expert, which processes all tokens.
     pub shared: Option<Shared>,
     /// Layers with a dense network.
@@ -158,6 +215,34 @@ pub struct Experts {
     pub first: usize,
     /// Every `step`-th layer has experts.
     pub step: usize,
+}
+
+/// The feed-forward network `(up + 1) · gate · sigmoid(slope · gate)` of clamped values.
+#[derive(Debug, Clone, Copy)]
+pub struct Clamped {
+    pub slope: f64,
+    /// Upper bound of gate and up, and the lower bound of up with the opposite sign.
+    pub limit: f64,
+}
+
+impl Default for Experts {
+    fn default() -> Self {
+        Self {
+            count: 1,
+            route: Route::default(),
+            inner: 1,
+            block: "mlp",
+            router: "gate",
+            router_bias: false,
+            selection_bias: None,
+            parts: PARTS,
+            clamped: None,
+            shared: None,
+            plain: Vec::new(),
+            first: 0,
+            step: 1,
+        }
+    }
 }
 
 /// An expert that processes all tokens.
@@ -189,18 +274,27 @@ pub struct Latent {
     pub rope: usize,
     /// Width of a head of values.
     pub values: usize,
+    /// Whether rotary embeddings rotate pairs of neighboring elements.
+    pub interleaved: bool,
 }
 
 impl Latent {
     /// The sizes from the configuration, with the defaults of DeepSeek-V2.
     pub fn new(s: &Settings) -> Result<Latent> {
+        Self::with_defaults(s, [1536, 128, 128])
+    }
+
+    /// As [`new`](Self::new), with other defaults of the rank of queries, of the width of a head without
+    /// rotary embedding, and of that of values.
+    pub fn with_defaults(s: &Settings, [query_rank, nope, values]: [usize; 3]) -> Result<Latent> {
         const QUERY_RANK: &str = "q_lora_rank";
         Ok(Latent {
-            query_rank: if s.is_null(QUERY_RANK) { None } else { Some(s.size_or(QUERY_RANK, 1536)?) },
+            query_rank: if s.is_null(QUERY_RANK) { None } else { Some(s.size_or(QUERY_RANK, query_rank)?) },
             rank: s.size_or("kv_lora_rank", 512)?,
-            nope: s.size_or("qk_nope_head_dim", 128)?,
+            nope: s.size_or("qk_nope_head_dim", nope)?,
             rope: s.size_or("qk_rope_head_dim", 64)?,
-            values: s.size_or("v_head_dim", 128)?,
+            values: s.size_or("v_head_dim", values)?,
+            interleaved: true,
         })
     }
 

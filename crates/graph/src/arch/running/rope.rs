@@ -3,7 +3,8 @@
 
 use super::Settings;
 use crate::error::{Error, Result};
-use crate::ir::ops::{Rotary, RotaryScaling};
+use crate::ir::ops::{Concat, Rotary, RotaryScaling, Slice};
+use crate::ir::{Builder, ValueId};
 
 /// Defaults of a family for missing keys.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +36,15 @@ pub fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
         });
     }
     Ok(s.group("rope_parameters").or(s.group("rope_scaling")))
+}
+
+/// Fails if a configuration does not specify the base, of which versions of transformers have different
+/// defaults.
+pub fn require_theta(s: &Settings) -> Result<()> {
+    if s.get("rope_theta").is_some() || s.get("rope_parameters").is_some() {
+        return Ok(());
+    }
+    Err(Error::graph("config.json", "has neither `rope_parameters` nor `rope_theta`"))
 }
 
 /// The rotary embedding for heads of this width.
@@ -148,6 +158,25 @@ fn rotary_dim(s: &Settings, parameters: Option<Settings>, head_dim: usize, defau
         ));
     }
     Ok(turned)
+}
+
+/// Reorders heads so that a [`Rotary`] over their first `width` elements, or all, rotates pairs of
+/// neighbors: even elements, odd elements, and the rest. The same order of queries and keys does not
+/// change their products.
+pub fn neighbors(b: &mut Builder, node: &str, heads: ValueId, width: Option<usize>) -> Result<ValueId> {
+    let all = b.width(heads)?;
+    let turned = width.unwrap_or(all);
+    let mut parts = pairs(b, node, heads, 0, turned)?.to_vec();
+    if let Some(rest) = all.checked_sub(turned).filter(|rest| *rest > 0) {
+        parts.push(b.node(&format!("{node}_plain"), Slice::last_axis(turned, rest), &[heads])?);
+    }
+    b.node(&format!("{node}_pairs"), Concat::default(), &parts)
+}
+
+/// Even and odd elements, which are rotated as pairs.
+pub fn pairs(b: &mut Builder, node: &str, x: ValueId, from: usize, width: usize) -> Result<[ValueId; 2]> {
+    let mut every_second = |name: &str, start: usize| b.node(&format!("{node}_{name}"), Slice { step: 2, ..Slice::last_axis(start, width.div_ceil(2)) }, &[x]);
+    Ok([every_second("even", from)?, every_second("odd", from.saturating_add(1))?])
 }
 
 /// Attention scaling of YaRN for longer sequences.

@@ -1,0 +1,49 @@
+//! GLM-4: partial rotary embeddings of neighboring elements, and one projection for gate and up. The later
+//! version also normalizes the outputs of attention and feed-forward network.
+
+use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
+
+pub(super) const GLM: Family = Family {
+    model_type: "glm",
+    graph: graph!(running::build),
+    keys: Keys { harmless: &["attention_dropout", "max_position_embeddings"], neutral: &[] },
+    // The default head width is not derived from the residual stream.
+    sizes: Some(&Sizes { custom_head_dim_default: true, ..DECODER_SIZES }),
+    fused: &[&["q_proj", "k_proj", "v_proj"]],
+    ..DECODER
+};
+
+pub(super) const GLM4: Family = Family { model_type: "glm4", graph: graph!(running::build_4), ..GLM };
+
+#[cfg(feature = "run")]
+mod running {
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, NORMS_BEFORE, Norm, Norms, every_layer};
+    use crate::arch::running::rope::RopeDefaults;
+    use crate::error::Result;
+    use crate::ir::Builder;
+    use crate::ir::ops::RmsNorm;
+
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        glm(s, b, NORMS_BEFORE)
+    }
+
+    pub fn build_4(s: &Settings, b: &mut Builder) -> Result<()> {
+        glm(s, b, [Some("input_layernorm"), Some("post_self_attn_layernorm"), Some("post_attention_layernorm"), Some("post_mlp_layernorm")])
+    }
+
+    fn glm(s: &Settings, b: &mut Builder, norms: Norms) -> Result<()> {
+        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1.5625e-7)?, ..RmsNorm::default() });
+        let decoder = Decoder {
+            norms,
+            interleaved: true,
+            fused_gate: true,
+            qkv_bias: s.flag_or("attention_bias", true)?,
+            out_bias: false,
+            mlp_bias: false,
+            ..Decoder::with_norm(s, Some(128), Some(2), norm)?
+        };
+        let rope = RopeDefaults { partial: Some(("partial_rotary_factor", 0.5)), ..RopeDefaults::default() };
+        decoder.build(b, every_layer(s, decoder.head_dim, rope, |_| Ok(false))?)
+    }
+}

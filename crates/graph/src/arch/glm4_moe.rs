@@ -1,0 +1,45 @@
+//! GLM-4.5 to GLM-4.7: mixtures of experts with the routers of DeepSeek-V3, and partial rotary embeddings.
+
+use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
+
+pub(super) const GLM4_MOE: Family = Family {
+    model_type: "glm4_moe",
+    graph: graph!(running::build),
+    keys: Keys {
+        // Layers that predict further tokens follow those of the graph.
+        harmless: &["attention_dropout", "intermediate_size", "max_position_embeddings", "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"],
+        neutral: &[],
+    },
+    sizes: Some(&Sizes {
+        other_sizes: &[("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
+        ..DECODER_SIZES
+    }),
+    heads: &["lm_head", "score", "shared_head.head"],
+    routers: &["mlp.gate"],
+    experts: Some(ExpertLayout { keys: &["n_routed_experts"], ..ExpertLayout::SEPARATE }),
+    ..DECODER
+};
+
+#[cfg(feature = "run")]
+mod running {
+    use crate::arch::deepseek::running::Defaults;
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, HeadNorms, Norm, every_layer};
+    use crate::arch::running::rope::RopeDefaults;
+    use crate::error::Result;
+    use crate::ir::Builder;
+    use crate::ir::ops::RmsNorm;
+
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-5)?, ..RmsNorm::default() });
+        let decoder = Decoder {
+            head_norms: if s.flag_or("use_qk_norm", false)? { HeadNorms::Head } else { HeadNorms::None },
+            out_bias: false,
+            mlp_bias: false,
+            experts: Some(Defaults { count: 128, top: 8, inner: 1408, scale: 1.0, groups: [1, 1], dense: 1 }.experts(s)?),
+            ..Decoder::with_norm(s, None, Some(8), norm)?
+        };
+        let rope = RopeDefaults { partial: Some(("partial_rotary_factor", 0.5)), ..RopeDefaults::default() };
+        decoder.build(b, every_layer(s, decoder.head_dim, rope, |_| Ok(false))?)
+    }
+}

@@ -1,0 +1,70 @@
+//! gpt-oss: attention sinks, sliding windows in every second layer, and mixtures of experts with clamped
+//! values and biases.
+
+use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
+
+pub(super) const GPT_OSS: Family = Family {
+    model_type: "gpt_oss",
+    graph: graph!(running::build),
+    keys: Keys {
+        // Load balancing of experts only affects training. Published files have two names of some keys.
+        harmless: &[
+            "attention_dropout",
+            "experts_per_token",
+            "initial_context_length",
+            "max_position_embeddings",
+            "output_router_logits",
+            "router_aux_loss_coef",
+        ],
+        neutral: &[("partial_rotary_factor", "1.0")],
+    },
+    // The default head width is not derived from the residual stream.
+    sizes: Some(&Sizes { custom_head_dim_default: true, other_sizes: &[("intermediate_size", "layers.0.mlp.experts.down_proj", 1)], ..DECODER_SIZES }),
+    fused: &[&["q_proj", "k_proj", "v_proj"]],
+    routers: &["mlp.router"],
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE }),
+    ..DECODER
+};
+
+#[cfg(feature = "run")]
+mod running {
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, Layer, Norm, is_local, required_window};
+    use crate::arch::running::experts::{Clamped, Experts};
+    use crate::arch::running::rope::{RopeDefaults, parameters, rotary};
+    use crate::error::{Error, Result};
+    use crate::ir::Builder;
+    use crate::ir::ops::{RmsNorm, Route};
+
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        const PACKED: &str = "model.layers.0.mlp.experts.gate_up_proj_blocks";
+        if b.stores(PACKED) {
+            return Err(Error::Unsupported {
+                what: format!("running experts that are stored as MXFP4 blocks, like `{PACKED}`"),
+                hint: "load the model in transformers with `Mxfp4Config(dequantize=True)`, and save it".into(),
+            });
+        }
+        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-5)?, ..RmsNorm::default() });
+        let head_dim = Some(64).filter(|_| !s.is_null("head_dim"));
+        let bias = s.flag_or("attention_bias", true)?;
+        let experts = Experts {
+            count: s.size_or("num_local_experts", 128)?,
+            // Routers select by logits, and normalize the weights of the selected experts.
+            route: Route { top: s.size_or("num_experts_per_tok", 4)?, normalised: true, ..Route::default() },
+            inner: s.size("intermediate_size")?,
+            router: "router",
+            router_bias: true,
+            clamped: Some(Clamped { slope: s.number_or("swiglu_alpha", 1.702)?, limit: s.number_or("swiglu_limit", 7.0)? }),
+            ..Experts::default()
+        };
+        let decoder = Decoder { sinks: true, qkv_bias: bias, out_bias: bias, experts: Some(experts), ..Decoder::with_norm(s, head_dim, Some(8), norm)? };
+        if parameters(s)?.is_none() {
+            return Err(Error::graph("config.json", "has neither `rope_parameters` nor `rope_scaling`"));
+        }
+        let rotary = rotary(s, decoder.head_dim, RopeDefaults { theta: 150_000.0, ..RopeDefaults::default() })?;
+        decoder.build(b, |index| {
+            let window = required_window(s, is_local(s, index, 2)?)?;
+            Ok(Layer { rotary: Some(rotary.clone()), window: window.map(|_| s.size_or("sliding_window", 128)).transpose()? })
+        })
+    }
+}

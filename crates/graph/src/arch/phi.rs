@@ -1,0 +1,47 @@
+//! Phi-1 to Phi-2: attention and feed-forward network side by side, layer normalization, partial rotary
+//! embeddings, and biases in all layers.
+
+use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
+
+pub(super) const PHI: Family = Family {
+    model_type: "phi",
+    graph: graph!(running::build),
+    keys: Keys { harmless: &["attention_dropout", "embd_pdrop", "max_position_embeddings", "resid_pdrop"], neutral: &[] },
+    sizes: Some(&Sizes {
+        heads: ("num_attention_heads", "layers.0.self_attn.dense.weight", 1),
+        other_sizes: &[("intermediate_size", "layers.0.mlp.fc2.weight", 1)],
+        ..DECODER_SIZES
+    }),
+    fused: &[&["q_proj", "k_proj", "v_proj"]],
+    genai: "phi",
+    ..DECODER
+};
+
+#[cfg(feature = "run")]
+mod running {
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, HeadNorms, Norm, every_layer};
+    use crate::arch::running::rope::RopeDefaults;
+    use crate::error::Result;
+    use crate::ir::Builder;
+
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let norm = Norm::Layer { epsilon: s.number_or("layer_norm_eps", 1e-5)?, bias: true };
+        let decoder = Decoder {
+            parallel: true,
+            last_norm: "final_layernorm",
+            head_norms: if s.flag_or("qk_layernorm", false)? { HeadNorms::Head } else { HeadNorms::None },
+            head_norm_names: ["q_layernorm", "k_layernorm"],
+            qkv_bias: true,
+            out: "dense",
+            out_bias: true,
+            ungated: Some(["fc1", "fc2"]),
+            mlp_bias: true,
+            activation: s.text_or("hidden_act", "gelu_new")?,
+            head_bias: true,
+            ..Decoder::with_norm(s, None, None, norm)?
+        };
+        let rope = RopeDefaults { partial: Some(("partial_rotary_factor", 0.5)), ..RopeDefaults::default() };
+        decoder.build(b, every_layer(s, decoder.head_dim, rope, |_| Ok(false))?)
+    }
+}
