@@ -13,7 +13,7 @@ from ._process import Path
 from ._run import Settings, run_pass
 from .report import Report
 
-__all__ = ["prune_unstructured", "prune_structured", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize"]
+__all__ = ["prune_unstructured", "prune_structured", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize"]
 
 
 def prune_unstructured(
@@ -95,6 +95,36 @@ def prune_structured(
     return run_pass(step, model, output, settings)
 
 
+def prune_vocabulary(
+    model: Path,
+    output: Path,
+    *,
+    keep: str | Sequence[str] | None = None,
+    text_column: int | str | None = None,
+    size: int | None = None,
+    min_count: int = 1,
+    multiple_of: int = 1,
+    **settings: Unpack[Settings],
+) -> Report:
+    """Remove tokens that a corpus does not need: smaller embeddings and output heads.
+
+    Args:
+        model: the model: a folder or a file, or a remote one like hf:org/name.
+        output: folder to write.
+        keep: Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl.
+        text_column: Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats,
+            in .jsonl), or the only one].
+        size: Maximum number of tokens: the most frequent ones of the texts; without texts, the first by merge
+            rank (BPE), score (Unigram) or id (WordPiece).
+        min_count: Number of occurrences below which a token of the texts is removed.
+        multiple_of: Round the number of rows up to a multiple of this number, by keeping more tokens.
+        settings: calibration, evaluation, force and more, as listed in `Settings`.
+    """
+    step = recipe.PruneVocabulary(keep=keep, text_column=text_column, size=size, min_count=min_count,
+        multiple_of=multiple_of)
+    return run_pass(step, model, output, settings)
+
+
 def decompose(
     model: Path,
     output: Path,
@@ -139,7 +169,8 @@ def quantize(
     propagation: float | None = None,
     ordered: bool | None = None,
     sweeps: int | None = None,
-    kv_cache: recipe.CacheFormat | None = None,
+    correct: recipe.Correction | None = None,
+    kv_cache: recipe.CacheFormat | recipe.CacheOptions | None = None,
     observer: recipe.WeightObserver | None = None,
     targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -169,7 +200,11 @@ def quantize(
         sweeps: With `method: gptq` or `autoround`, the maximum number of sweeps of coordinate descent, which
             improve the integers and the scales after all columns were quantized; 0 disables them [default:
             3].
-        kv_cache: Format of the KV cache of a decoder, with scales found on calibration samples [default:
+        correct: Low-rank correction of the quantization error, written as a LoRA adapter in the folder
+            `adapter`: its rank, or {rank: 32, importance: none} to ignore calibration samples [default:
+            none].
+        kv_cache: Format of the KV cache of a decoder, with scales found on calibration samples: fp8 or int8,
+            with one scale per layer, or {type: fp8, scales: head} (fp8:head) with one per head [default:
             floats].
         observer: Method that chooses the range of a scale [default: minmax for eight bits; for fewer bits l4,
             or mse with calibration samples].
@@ -180,7 +215,8 @@ def quantize(
     """
     step = recipe.Quantize(scheme=scheme, rules=rules, method=method, group_size=group_size,
         iterations=iterations, batch=batch, guide=guide, damping=damping, propagation=propagation,
-        ordered=ordered, sweeps=sweeps, kv_cache=kv_cache, observer=observer, targets=targets, ignore=ignore)
+        ordered=ordered, sweeps=sweeps, correct=correct, kv_cache=kv_cache, observer=observer,
+        targets=targets, ignore=ignore)
     return run_pass(step, model, output, settings)
 
 

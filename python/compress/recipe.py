@@ -66,6 +66,13 @@ CacheFormat: TypeAlias = Literal["fp8", "int8"]
 - int8: Int8, symmetric; supported by transformers, but not by vLLM
 """
 
+CacheScales: TypeAlias = Literal["tensor", "head"]
+"""Values that share a scale.
+
+- tensor: All keys of a layer, and all values of a layer
+- head: The keys of a head, and the values of a head
+"""
+
 ChannelOrder: TypeAlias = Literal["rgb", "bgr"]
 """Channel order of images.
 
@@ -88,7 +95,7 @@ Distance: TypeAlias = Literal["mse", "cosine"]
 - cosine: One minus the cosine similarity
 """
 
-FileType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K"]
+FileType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "IQ1_M", "TQ1_0", "IQ1_S", "MXFP4_MOE"]
 """File type of a GGUF file, by its name in llama.cpp.
 
 - F32: 32-bit floats
@@ -109,7 +116,21 @@ FileType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q
 - Q3_K_L: 3 bits in blocks of 256 with quantized scales; 5 bits for the most sensitive matrices
 - Q3_K_M: 3 bits in blocks of 256 with quantized scales; 4 or 5 bits for the most sensitive matrices
 - Q3_K_S: 3 bits in blocks of 256 with quantized scales
+- IQ3_M: 3 bits as points of a grid; 4 bits for the most sensitive matrices
+- IQ3_S: 3 bits as points of a grid
+- IQ3_XS: 3 bits as points of grids, of a smaller one for some matrices
+- IQ3_XXS: 3 bits as points of a smaller grid; needs importance
 - Q2_K: 2 bits in blocks of 256 with quantized scales; 3 or 4 bits for the most sensitive matrices
+- Q2_K_S: 2 bits in blocks of 256 with quantized scales; needs importance
+- IQ2_M: 2 bits as points of a grid; 3 bits for the most sensitive matrices; needs importance
+- IQ2_S: 2 bits as points of a smaller grid; 3 bits for the most sensitive matrices; needs importance
+- IQ2_XS: 2 bits as points of a smaller grid; needs importance
+- IQ2_XXS: 2 bits as points of the smallest grid; needs importance
+- TQ2_0: Ternary weights, in 2 bits
+- IQ1_M: Ternary weights as points of a grid, with a scale per 16 weights; needs importance
+- TQ1_0: Ternary weights, in 1.69 bits
+- IQ1_S: Ternary weights as points of a grid, with a scale per 32 weights; needs importance
+- MXFP4_MOE: 4-bit floats with a scale per 32 weights for experts, 8 bits for other matrices
 """
 
 FloatFormat: TypeAlias = Literal["f32", "f16", "bf16"]
@@ -183,7 +204,7 @@ LogFormat: TypeAlias = Literal["csv", "tensorboard"]
 - tensorboard: TensorBoard event file
 """
 
-Method: TypeAlias = Literal["rtn", "gptq", "awq", "smoothquant", "autoround"]
+Method: TypeAlias = Literal["rtn", "gptq", "awq", "smoothquant", "autoround", "best"]
 """Quantization algorithm.
 
 - rtn: Round to nearest; needs no data
@@ -192,6 +213,8 @@ Method: TypeAlias = Literal["rtn", "gptq", "awq", "smoothquant", "autoround"]
 - smoothquant: Migrate scales from activations to weights, then round to nearest; for schemes that quantize
   both
 - autoround: Train rounding offsets and scales of each block by signed gradient descent, starting from `gptq`
+- best: The method with the smallest error: with calibration samples autoround for integers of two and three
+  bits, gptq for fewer than eight bits, and smoothquant for W8A8; otherwise rtn
 """
 
 Offload: TypeAlias = Literal["optimizer", "teacher", "parameters"]
@@ -269,6 +292,12 @@ Runtime: TypeAlias = Literal["candle", "onnxruntime"]
 - onnxruntime: ONNX Runtime, for ONNX files
 """
 
+Sbom: TypeAlias = Literal["cyclonedx"]
+"""Format of a software bill of materials.
+
+- cyclonedx: CycloneDX 1.6, JSON
+"""
+
 Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16", "W3A16-ASYM", "W5A16", "W6A16", "W7A16", "W8A16", "W8A8", "W8A8-STATIC", "W4A8", "W4AFP8", "FP8", "FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP6A16", "MXFP8A16", "MXFP8"]
 """Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to `-`.
 
@@ -318,6 +347,17 @@ Shard: TypeAlias = Literal["optimizer", "parameters"]
   when its block is computed. Activations are recomputed
 """
 
+SoftDivergence: TypeAlias = Literal["forward", "reverse", "jensen-shannon", "total-variation", "acceptance"]
+"""Divergence of the student's distribution from the teacher's.
+
+- forward: KL divergence of the student from the teacher
+- reverse: KL divergence of the teacher from the student, which concentrates on the teacher's likely tokens
+- jensen-shannon: Generalized Jensen–Shannon divergence (GKD)
+- total-variation: Total variation distance: the rejection rate of speculative decoding
+- acceptance: KL divergence and total variation, weighted by the acceptance rate: for drafts of speculative
+  decoding
+"""
+
 Task: TypeAlias = Literal["classification", "language-modelling", "embedding", "fidelity"]
 """Task that a data set is used for.
 
@@ -327,7 +367,7 @@ Task: TypeAlias = Literal["classification", "language-modelling", "embedding", "
 - fidelity: No labels: outputs are compared only with those of another model
 """
 
-TensorType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q5_K", "Q4_1", "Q4_0", "Q4_K", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K"]
+TensorType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q5_K", "Q4_1", "Q4_0", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "IQ1_M", "TQ1_0", "IQ1_S"]
 """Type of a tensor in a GGUF file, by its name in llama.cpp.
 
 - F32: 32-bit floats
@@ -343,8 +383,18 @@ TensorType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_1", "Q
 - Q4_K: 4.5 bits per weight: blocks of 256 with quantized scales and minima
 - IQ4_NL: 4.5 bits per weight: indices into a codebook of 16 values, one scale per 32 weights
 - IQ4_XS: 4.25 bits per weight: the codebook of IQ4_NL in blocks of 256 with quantized scales
+- MXFP4: 4.25 bits per weight: 4-bit floats (E2M1), one power of two per 32 weights
 - Q3_K: 3.44 bits per weight: blocks of 256 with quantized scales
+- IQ3_S: 3.44 bits per weight: points of a grid of four values in blocks of 256 with quantized scales
+- IQ3_XXS: 3.06 bits per weight: points of a smaller grid of four values
 - Q2_K: 2.63 bits per weight: blocks of 256 with quantized scales and minima
+- IQ2_S: 2.56 bits per weight: points of a grid of eight values in blocks of 256 with quantized scales
+- IQ2_XS: 2.31 bits per weight: points of a smaller grid of eight values
+- IQ2_XXS: 2.06 bits per weight: points of the smallest grid of eight values
+- TQ2_0: 2.06 bits per weight: ternary values, one scale per 256 weights
+- IQ1_M: 1.75 bits per weight: shifted points of a ternary grid of eight values, scales per 16 weights
+- TQ1_0: 1.69 bits per weight: ternary values, five in a byte
+- IQ1_S: 1.56 bits per weight: shifted points of a ternary grid of eight values, scales per 32 weights
 """
 
 TiedHead: TypeAlias = Literal["float32", "int8"]
@@ -425,6 +475,26 @@ class AttentionLoss(TypedDict, total=False):
     largest one up to the teacher's number of heads]."""
 
 
+class Benchmark(TypedDict, total=False):
+    """A benchmark on the Hugging Face Hub."""
+
+    dataset: Required[str]
+    """Repository of the data set: `org/name`."""
+
+    task: Required[str]
+    """Task in the `eval.yaml` of the data set."""
+
+
+class CacheOptions(TypedDict, total=False):
+    """Format and scales of a quantized KV cache."""
+
+    type: Required[CacheFormat]
+    """Format of keys and values."""
+
+    scales: CacheScales
+    """Values that share a scale."""
+
+
 class CheckpointIntervalMinutes(TypedDict, total=False):
     """Number of minutes."""
 
@@ -441,6 +511,16 @@ class CheckpointingEvery(TypedDict, total=False):
     """Those inside segments of this many layers."""
 
     every: Required[int]
+
+
+class Correction(TypedDict, total=False):
+    """Low-rank correction of the quantization error, written as a LoRA adapter."""
+
+    rank: Required[int]
+    """Rank of the correction of each layer."""
+
+    importance: InputImportance
+    """Weighting of errors."""
 
 
 class CostTargetLatency(TypedDict, total=False):
@@ -609,6 +689,12 @@ class SoftLoss(TypedDict, total=False):
     temperature: float
     """Temperature that the logits are divided by."""
 
+    divergence: SoftDivergence
+    """Divergence of the student's distribution from the teacher's."""
+
+    mix: float | None
+    """Share of the teacher in the mean distribution of `jensen-shannon`, between 0 and 1 [default: 0.5]."""
+
 
 class StudentConfig(TypedDict, total=False):
     """Random weights for a configuration: a config.json, or a folder with one."""
@@ -725,6 +811,30 @@ class PruneStructured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PruneVocabulary:
+    """Remove tokens that a corpus does not need from the vocabulary."""
+
+    NAME: ClassVar[Literal["prune-vocabulary"]] = "prune-vocabulary"
+
+    keep: str | Sequence[str] | None = None
+    """Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl."""
+
+    text_column: int | str | None = None
+    """Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
+    .jsonl), or the only one]."""
+
+    size: int | None = None
+    """Maximum number of tokens: the most frequent ones of the texts; without texts, the first by merge
+    rank (BPE), score (Unigram) or id (WordPiece)."""
+
+    min_count: int = 1
+    """Number of occurrences below which a token of the texts is removed."""
+
+    multiple_of: int = 1
+    """Round the number of rows up to a multiple of this number, by keeping more tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decompose:
     """Replace layers by two low-rank layers."""
 
@@ -793,8 +903,13 @@ class Quantize:
     """With `method: gptq` or `autoround`, the maximum number of sweeps of coordinate descent, which
     improve the integers and the scales after all columns were quantized; 0 disables them [default: 3]."""
 
-    kv_cache: CacheFormat | None = None
-    """Format of the KV cache of a decoder, with scales found on calibration samples [default: floats]."""
+    correct: Correction | None = None
+    """Low-rank correction of the quantization error, written as a LoRA adapter in the folder `adapter`:
+    its rank, or {rank: 32, importance: none} to ignore calibration samples [default: none]."""
+
+    kv_cache: CacheFormat | CacheOptions | None = None
+    """Format of the KV cache of a decoder, with scales found on calibration samples: fp8 or int8, with one
+    scale per layer, or {type: fp8, scales: head} (fp8:head) with one per head [default: floats]."""
 
     observer: WeightObserver | None = None
     """Method that chooses the range of a scale [default: minmax for eight bits; for fewer bits l4, or mse
@@ -1180,6 +1295,13 @@ class Gguf:
     importance: InputImportance = "auto"
     """How errors are weighted in the search for the scales of blocks."""
 
+    imatrix: str | None = None
+    """An importance matrix of llama.cpp (`imatrix`), which is used instead of samples; relative to the
+    recipe."""
+
+    write_imatrix: bool | None = None
+    """Write the importance computed from samples to imatrix.gguf, which llama.cpp reads."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Onnx:
@@ -1313,8 +1435,12 @@ class Evaluate:
     """Floating-point type of the built-in executor: 32-bit floats are the most precise, 16-bit floats are
     faster on a GPU."""
 
+    benchmark: Benchmark | None = None
+    """The benchmark on the Hugging Face Hub that the evaluation data is: the score is written to
+    `.eval_results`, in the form that the Hub reads."""
 
-Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize"] | PruneUnstructured | PruneStructured | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize
+
+Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize"] | PruneUnstructured | PruneStructured | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize
 """One step of a recipe: a pass with its options, or only its name."""
 
 
@@ -1359,6 +1485,17 @@ class Recipe:
     export: Sequence[Export] = ()
     """Output formats [default: safetensors; ONNX for an .onnx model]."""
 
+    sbom: Sbom | None = None
+    """Write a software bill of materials, bom.cdx.json: hashes of all files, the base model, data sets,
+    metrics."""
+
+    loads: Sequence[str] = ()
+    """Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33
+    is a version. Their rules are checked before the run starts and on the written files."""
+
+    card: bool = True
+    """Write a model card (README.md) to the output folder; otherwise the README.md of the model is copied."""
+
     output: Path | None = None
     """Output folder, relative to the recipe."""
 
@@ -1402,6 +1539,17 @@ class RecipeSettings(TypedDict, total=False):
 
     export: Sequence[Export]
     """Output formats [default: safetensors; ONNX for an .onnx model]."""
+
+    sbom: Sbom | None
+    """Write a software bill of materials, bom.cdx.json: hashes of all files, the base model, data sets,
+    metrics."""
+
+    loads: Sequence[str]
+    """Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33
+    is a version. Their rules are checked before the run starts and on the written files."""
+
+    card: bool
+    """Write a model card (README.md) to the output folder; otherwise the README.md of the model is copied."""
 
 
 Samples: TypeAlias = Data | Path | InMemory

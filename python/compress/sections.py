@@ -445,6 +445,20 @@ class SearchUnit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RuntimeCheck:
+    """A runtime whose rules the output complies with."""
+
+    runtime: str
+    """Name of the runtime."""
+
+    version: str
+    """Version of the runtime."""
+
+    rules: int
+    """Number of rules, all of which were checked on the written files. The runtime was not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One weight."""
 
@@ -539,6 +553,17 @@ class CarriedFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SignatureFile:
+    """The signature of an output."""
+
+    path: str
+    """Name in the folder. The signature covers all files of the folder, including the report."""
+
+    public_key_sha256: str
+    """SHA-256 of the PEM file of the public key."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Totals:
     """Totals of a run."""
 
@@ -610,8 +635,14 @@ class Fields:
     search: FormatSearch | None = None
     """The search that chose the formats, if there was one."""
 
+    loads: Sequence[RuntimeCheck] = ()
+    """The runtimes that must load the output, whose rules it complies with."""
+
     histograms: Sequence[WeightHistogram] = ()
     """Histograms of the values of the weights that changed most."""
 
     carried: Sequence[CarriedFile] = ()
     """All other files of the folder, except report.json: copied from the input, or written for this run."""
+
+    signature: SignatureFile | None = None
+    """The signature of the folder, if the run signed it."""

@@ -259,13 +259,13 @@ fn sizes_are_limited_and_rounded() {
             case.remaining()
         };
         let least = rows(PruneVocabulary { min_count: 100, ..case.pass() });
-        let frequent = rows(PruneVocabulary { size: Some(least.len() + 4), ..case.pass() });
+        let frequent = rows(PruneVocabulary { vocab_size: Some(least.len() + 4), ..case.pass() });
         assert!(frequent.len() > least.len() && frequent.len() <= least.len() + 4, "{kind}");
         // The first tokens by rank, score or id.
-        let first = rows(PruneVocabulary { size: Some(least.len() + 4), ..PruneVocabulary::default() });
+        let first = rows(PruneVocabulary { vocab_size: Some(least.len() + 4), ..PruneVocabulary::default() });
         assert!(frequent.len() > least.len() && first != frequent, "{kind}: {first:?}");
         assert_eq!(rows(PruneVocabulary { multiple_of: 8, ..case.pass() }).len() % 8, 0, "{kind}");
-        let error = case.error(vec![PruneVocabulary { size: Some(least.len() - 1), ..case.pass() }.into()]);
+        let error = case.error(vec![PruneVocabulary { vocab_size: Some(least.len() - 1), ..case.pass() }.into()]);
         assert!(error.contains(&format!("less than the {} tokens that always remain", least.len())), "{error}");
     }
 }
@@ -346,7 +346,7 @@ fn later_passes_use_the_new_vocabulary_or_are_refused() {
 #[test]
 fn two_passes_keep_the_ids_of_the_input() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
-    let first = PruneVocabulary { size: Some(40), ..PruneVocabulary::default() };
+    let first = PruneVocabulary { vocab_size: Some(40), ..PruneVocabulary::default() };
     let second = PruneVocabulary { min_count: 2, ..case.pass() };
     let report = case.run_with(vec![first.into(), second.into()], |builder| builder).unwrap();
     assert_eq!(report.fidelity.as_ref().unwrap().fidelity.max_abs_error, 0.0, "{:?}", report.notes);
@@ -388,8 +388,8 @@ fn options_that_contradict_each_other_are_refused() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
     for (pass, reason) in [
         (PruneVocabulary::default(), "keep): is missing"),
-        (PruneVocabulary { size: Some(0), ..PruneVocabulary::default() }, "size): must be at least 1"),
-        (PruneVocabulary { size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count): counts tokens"),
+        (PruneVocabulary { vocab_size: Some(0), ..PruneVocabulary::default() }, "vocab_size): must be at least 1"),
+        (PruneVocabulary { vocab_size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count): counts tokens"),
         (PruneVocabulary { multiple_of: 0, ..case.pass() }, "multiple_of): must be at least 1"),
         (PruneVocabulary { multiple_of: 49, ..case.pass() }, "multiple_of): the embedding has only 48 rows"),
     ] {

@@ -57,7 +57,7 @@ pub struct PruneVocabulary {
     /// (BPE), score (Unigram) or id (WordPiece)
     #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub size: Option<usize>,
+    pub vocab_size: Option<usize>,
     /// Number of occurrences below which a token of the texts is removed
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", default_value_t = Self::default().min_count))]
     pub min_count: u64,
@@ -68,7 +68,7 @@ pub struct PruneVocabulary {
 
 impl Default for PruneVocabulary {
     fn default() -> Self {
-        Self { keep: Vec::new(), text_column: None, size: None, min_count: 1, multiple_of: 1 }
+        Self { keep: Vec::new(), text_column: None, vocab_size: None, min_count: 1, multiple_of: 1 }
     }
 }
 
@@ -90,11 +90,11 @@ impl PruneVocabulary {
     /// The ids that remain, ascending. `counts` are the occurrences in the corpus, if there is one.
     fn remaining(&self, tokenizer: &TokenizerFile, rows: usize, required: Vec<usize>, counts: Option<&[u64]>) -> Result<Vec<usize>> {
         let mut selection = Selection::new(tokenizer, required);
-        let (least, limit) = (selection.ids().len(), self.size.unwrap_or(usize::MAX));
+        let (least, limit) = (selection.ids().len(), self.vocab_size.unwrap_or(usize::MAX));
         if limit < least {
             let reason =
                 format!("{limit} is less than the {least} tokens that always remain: special tokens, all bytes or characters, and tokens that files name");
-            return Err(Error::option(format!("{NAME}: size"), reason));
+            return Err(Error::option(format!("{NAME}: vocab_size"), reason));
         }
         let count = |id: usize| counts.map_or(0, |counts| counts.get(id).copied().unwrap_or(0));
         let candidates = tokenizer.by_frequency(count);
@@ -178,8 +178,8 @@ impl Pass for PruneVocabulary {
     fn check(&self) -> Result<()> {
         let wrong = |what: &str, reason: &str| Err(Error::option(format!("{NAME}: {what}"), reason));
         match () {
-            () if self.keep.is_empty() && self.size.is_none() => wrong("keep", "is missing: specify texts whose tokens remain, a `size`, or both"),
-            () if self.size == Some(0) => wrong("size", "must be at least 1"),
+            () if self.keep.is_empty() && self.vocab_size.is_none() => wrong("keep", "is missing: specify texts whose tokens remain, a `vocab_size`, or both"),
+            () if self.vocab_size == Some(0) => wrong("vocab_size", "must be at least 1"),
             () if self.min_count == 0 => wrong("min_count", "must be at least 1"),
             () if self.min_count > 1 && self.keep.is_empty() => wrong("min_count", "counts tokens in the texts of `keep`, which is missing"),
             () if self.text_column.is_some() && self.keep.is_empty() => wrong("text_column", "is a column of the texts of `keep`, which is missing"),
@@ -202,6 +202,6 @@ impl Pass for PruneVocabulary {
     }
 
     fn remedy(&self) -> &'static str {
-        "texts in `keep` that are typical of the model's input, or a larger `size`"
+        "texts in `keep` that are typical of the model's input, or a larger `vocab_size`"
     }
 }

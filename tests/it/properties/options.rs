@@ -103,7 +103,7 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
         ("prune-structured", "target") => vec![json!({ "params": 0.7 })],
         ("prune-vocabulary", "keep") => vec![json!(evaluation("book.txt"))],
         ("prune-vocabulary", "text_column") => vec![json!("label")],
-        ("prune-vocabulary", "size") => vec![json!(35)],
+        ("prune-vocabulary", "vocab_size") => vec![json!(35)],
         ("finetune" | "distill", "schedule") => vec![json!({ "kind": "constant" })],
         ("finetune", "losses") => vec![json!({ "hard": { "label_smoothing": 0.1 } })],
         ("distill", "losses") => vec![json!({ "hidden": 1.0 })],
@@ -154,7 +154,7 @@ fn base(name: &str, option: &str) -> Value {
 fn required(name: &str) -> Value {
     match name {
         "prune-structured" => json!({ "amount": 0.5, "round_to": 2 }),
-        "prune-vocabulary" => json!({ "size": 36 }),
+        "prune-vocabulary" => json!({ "vocab_size": 36 }),
         "quantize" => json!({ "scheme": "W8A16" }),
         "finetune" => json!({ "max_steps": 3, "batch_size": 2, "learning_rate": 0.01 }),
         "distill" => json!({ "max_steps": 3, "batch_size": 2, "learning_rate": 0.01, "teacher": golden("llama") }),
