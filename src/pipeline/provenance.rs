@@ -33,6 +33,7 @@ impl Run<'_> {
             return Ok(());
         }
         let hashes = self.hash_reported(staging, report, hashes, Some(report::FILE))?;
+        provenance.check_files(&hashes, &self.pipeline.work())?;
         let signature = provenance.sign(&name(staging), &hashes)?;
         signature.map_or(Ok(()), |text| write_text(&staging.path().join(SIGNATURE), &text))
     }

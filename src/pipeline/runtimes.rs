@@ -18,8 +18,8 @@ const NEEDS_LOCAL: &str = "the rules of `loads` are checked on the written files
 const LISTED: usize = 3;
 
 impl Pipeline {
-    /// Checks the rules that the plan decides, and returns them. `after` and `run` are the model and the state
-    /// after the passes.
+    /// Checks the rules that the plan decides, and returns them. `after` and `run` are the model and the
+    /// state after the passes.
     ///
     /// # Errors
     /// The output would violate a rule, or it is on another machine.

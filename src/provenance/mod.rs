@@ -56,6 +56,10 @@ impl Provenance {
 
     /// Checks that the key is not a file that is copied to the output.
     pub fn check_input(&self, model: &Model) -> Result<()> {
+        if let Some(file) = model.auxiliary.files.iter().find(|file| self.needs_hashes() && file.to_str().is_none()) {
+            let what = if self.key.is_some() { "sign" } else { "sbom" };
+            return Err(Error::option(what, format!("the name of the file {} is not UTF-8 and cannot be listed: rename or remove it", file.display())));
+        }
         let Some(key) = self.key_path() else { return Ok(()) };
         let key = std::fs::canonicalize(key).unwrap_or_else(|_| key.to_owned());
         let is_key = |file: &PathBuf| std::fs::canonicalize(model.path.join(file)).is_ok_and(|path| path == key);
@@ -64,6 +68,17 @@ impl Provenance {
             return Err(Error::option("sign", reason));
         }
         Ok(())
+    }
+
+    /// Checks that no file of the output, by name and hash, has the content of the key: it would be
+    /// published.
+    pub fn check_files(&self, hashes: &Hashes, work: &Work) -> Result<()> {
+        let Some(key) = self.key_path() else { return Ok(()) };
+        let secret = crypto::sha256_file(key, work)?;
+        match hashes.iter().find(|(_, hash)| **hash == secret) {
+            Some((name, _)) => Err(Error::option("sign", format!("{name} would be published, but it is a copy of the private key: remove it from the input"))),
+            None => Ok(()),
+        }
     }
 
     /// Checks that the output is a folder, if it is signed.

@@ -147,7 +147,8 @@ fn the_adapter_is_part_of_the_output() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
     let pass = quantize(json!({ "scheme": "W4A16", "group_size": 16, "method": "gptq", "correct": { "rank": 3 } }));
-    let report = run(folder.path(), "llama", builder(folder.path(), [pass.into()]).export(Safetensors::default()).export(Onnx::default()));
+    let onnx: Onnx = serde_json::from_value(json!({ "opset": 21 })).unwrap();
+    let report = run(folder.path(), "llama", builder(folder.path(), [pass.into()]).export(Safetensors::default()).export(onnx));
     let report = report.unwrap();
     let adapter = candle_core::safetensors::load(out.join("adapter/adapter_model.safetensors"), &Device::Cpu).unwrap();
     let config: Value = serde_json::from_slice(&std::fs::read(out.join("adapter/adapter_config.json")).unwrap()).unwrap();

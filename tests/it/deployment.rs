@@ -153,6 +153,20 @@ fn scripts_of_the_workflows_exist() {
     }
 }
 
+/// The paths that a line of `.dockerignore` excludes: those of its pattern, and everything below.
+fn ignored_paths(line: &str) -> Regex {
+    let pattern = regex::escape(line).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*");
+    Regex::new(&format!("^{pattern}(/|$)")).unwrap()
+}
+
+/// The files of a folder of the project, and of its folders.
+fn files(folder: &str, found: &mut Vec<String>) {
+    for entry in fs::read_dir(root().join(folder)).unwrap() {
+        let name = format!("{folder}/{}", entry.unwrap().file_name().into_string().unwrap());
+        if root().join(&name).is_dir() { files(&name, found) } else { found.push(name) }
+    }
+}
+
 #[test]
 fn the_image_contains_the_program_and_its_minimum_rust_version() {
     let text = fs::read_to_string(root().join("Dockerfile")).unwrap();
@@ -162,9 +176,16 @@ fn the_image_contains_the_program_and_its_minimum_rust_version() {
     assert!(text.contains("COPY --from=build /src/target/release/compress /usr/local/bin/compress\n") && text.ends_with("ENTRYPOINT [\"compress\"]\n"));
     let ignored = fs::read_to_string(root().join(".dockerignore")).unwrap();
     // Cargo needs the files of all targets that the manifest lists.
-    for needed in ["src", "crates", "benches", "examples", "build.rs", "Cargo.lock", "README.md"] {
-        assert!(!ignored.lines().any(|line| line == needed) && root().join(needed).exists(), "{needed}");
-    }
+    let patterns: Vec<Regex> = ignored.lines().map(ignored_paths).collect();
+    let mut needed = vec!["build.rs".to_owned(), "Cargo.toml".into(), "Cargo.lock".into(), "README.md".into()];
+    ["src", "crates", "benches", "examples"].iter().for_each(|folder| files(folder, &mut needed));
+    let is_kept = |path: &String| root().join(path).is_file() && !patterns.iter().any(|pattern| pattern.is_match(path).unwrap());
+    let lost: Vec<&String> = needed.iter().filter(|path| !path.contains("/target/") && !is_kept(path)).collect();
+    assert!(needed.len() > 400 && lost.is_empty(), "{lost:?}");
+    assert!(
+        patterns.iter().any(|pattern| pattern.is_match("target/release/compress").unwrap())
+            && !patterns.iter().any(|pattern| pattern.is_match("src/target.rs").unwrap())
+    );
     for name in ["kubernetes.yaml", "kubernetes-merge.yaml"] {
         let job = yaml(&format!("configs/cluster/{name}"));
         assert_eq!(job["spec"]["template"]["spec"]["containers"][0]["command"][0], "compress", "{name}");

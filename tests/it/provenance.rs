@@ -208,6 +208,7 @@ fn unsuitable_keys_and_outputs_are_refused() {
     write_keys(folder, "key");
     write_keys(&folder.join("in"), "secret");
     fs::rename(folder.join("in/secret.pem"), folder.join("in/signer")).unwrap();
+    fs::copy(folder.join("in/signer"), folder.join("copy")).unwrap();
     let encrypted = "-----BEGIN EC PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-256-CBC,00\n\nAAAA\n-----END EC PRIVATE KEY-----\n";
     for (name, text) in [
         ("encrypted", pem("ENCRYPTED PRIVATE KEY", b"key")),
@@ -226,6 +227,7 @@ fn unsuitable_keys_and_outputs_are_refused() {
         ("-o out --sign text", "contains no private key in PEM"),
         ("-o out --sign key.pub.pem", "is a public key"),
         ("-o out --sign in/signer", "is in the model's folder and would be copied"),
+        ("-o out --sign copy", "signer would be published, but it is a copy of the private key"),
         ("-o out.gguf --sign key.pem", "choose a folder as the output"),
         ("-o out --sbom spdx", "[possible values: cyclonedx]"),
     ] {

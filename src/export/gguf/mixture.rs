@@ -32,8 +32,8 @@ impl Mixture {
         layers == 80 && (architecture == "qwen2" || (architecture == "llama" && query_group > 1))
     }
 
-    /// The type of a matrix with rows of `row` elements, before it is adapted to the row length. `is_head`: it
-    /// computes the logits.
+    /// The type of a matrix with rows of `row` elements, before it is adapted to the row length.
+    /// `is_head`: it computes the logits.
     pub fn kind(&self, name: &str, is_head: bool, row: usize) -> Kind {
         let Kind::Blocks(most) = self.file_type.most() else { return self.file_type.most() };
         let mut parts = name.split('.');
@@ -116,7 +116,8 @@ impl Mixture {
         }
     }
 
-    /// The type of a matrix of a file with one of the IQ1 and IQ2 types. `is_expert`: it belongs to an expert.
+    /// The type of a matrix of a file with one of the IQ1 and IQ2 types. `is_expert`: it belongs to an
+    /// expert.
     fn two_bit_type(&self, module: &str, most: BlockType, layer: usize, is_expert: bool) -> BlockType {
         let larger = if self.is_large_two_bits() { BlockType::IQ3_S } else { BlockType::Q2_K };
         // llama.cpp counts the shared expert as another layer here.

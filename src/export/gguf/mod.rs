@@ -47,7 +47,8 @@ pub struct Gguf {
     pub types: Vec<(Pattern, TensorType)>,
     /// How errors are weighted in the search for the scales of blocks
     pub importance: InputImportance,
-    /// An importance matrix of llama.cpp (`imatrix`), which is used instead of samples; relative to the recipe
+    /// An importance matrix of llama.cpp (`imatrix`), which is used instead of samples; relative to the
+    /// recipe
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imatrix: Option<PathBuf>,
     /// Write the importance computed from samples to imatrix.gguf, which llama.cpp reads

@@ -34,7 +34,7 @@ impl Quantize {
     }
 }
 
-#[cfg(all(test, feature = "run"))]
+#[cfg(test)]
 mod tests {
     use std::path::Path;
 

@@ -145,7 +145,8 @@ fn counted(model: &Model) -> BTreeMap<String, Vec<f32>> {
         Ok(())
     };
     executor.run_observed(&observation, &inputs, &mut look).unwrap();
-    let of = |value: &String| sums[value].0.iter().map(|sum| (sum / sums[value].1) as f32).collect();
+    // Importance matrices store sums in 32 bits.
+    let of = |value: &String| sums[value].0.iter().map(|sum| *sum as f32 / sums[value].1 as f32).collect();
     layers.iter().map(|(weight, value)| (weight.clone(), of(value))).collect()
 }
 

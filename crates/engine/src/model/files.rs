@@ -239,6 +239,13 @@ impl AuxiliaryFiles {
         }
     }
 
+    /// Excludes the files of a folder that the output replaces.
+    pub fn exclude_folder(&mut self, folder: &str) {
+        let (replaced, rest) = std::mem::take(&mut self.files).into_iter().partition(|file| file.starts_with(folder));
+        self.files = rest;
+        self.left.extend(<Vec<PathBuf>>::into_iter(replaced).map(|file| (file, ExclusionReason::Replaced)));
+    }
+
     /// Notes on excluded files, one for each reason, and on the contents of weight files.
     pub fn notes(&self, folder: &Path) -> Vec<String> {
         let mut reasons: Vec<ExclusionReason> = self.left.iter().map(|(_, reason)| *reason).collect();

@@ -49,8 +49,8 @@ simd! {
     }
 }
 
-/// Exponent of the scale of the largest magnitude of a block of MXFP4: the rounded logarithm to base 2, minus that
-/// of the largest value of E2M1.
+/// Exponent of the scale of the largest magnitude of a block of MXFP4: the rounded logarithm to base 2,
+/// minus that of the largest value of E2M1.
 fn exponent(largest: f32) -> u8 {
     let logarithm = f64::from(largest).log2() as f32;
     if largest > 0.0 { (logarithm.floor() as i32 - 2 + 127) as u8 } else { 0 }

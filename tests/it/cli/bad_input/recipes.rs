@@ -36,12 +36,12 @@ fn keys_and_names() {
         recipe(
             "an unknown pass",
             "model: in\npasses:\n  - prune: {}\n",
-            "line 3 column 5: unknown name `prune`, did you mean `prune-structured`? Expected one of `prune-unstructured`, `prune-structured`, `decompose`, `quantize`, `quantize-dynamic`",
+            "line 3 column 5: unknown name `prune`, did you mean `prune-vocabulary`? Expected one of `prune-unstructured`, `prune-structured`, `prune-vocabulary`, `decompose`, `quantize`, `quantize-dynamic`",
         ),
         recipe(
             "an unknown pass by name alone",
             "model: in\npasses: [prune]\n",
-            "line 2 column 10: unknown name `prune`, did you mean `prune-structured`? Expected one of `prune-unstructured`",
+            "line 2 column 10: unknown name `prune`, did you mean `prune-vocabulary`? Expected one of `prune-unstructured`",
         ),
         recipe("an unknown format", "model: in\nexport: [onxx]\n", "line 2 column 10: unknown name `onxx`, did you mean `onnx`? Expected one of `safetensors`"),
         recipe(

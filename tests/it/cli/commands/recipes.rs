@@ -26,7 +26,8 @@ output: out
 
 pub const SHORT: &str = "model: in\npasses: [cast, prune-unstructured: { pattern: \"2:4\" }]\nexport: [safetensors]\noutput: out\n";
 
-const FILES: [&str; 8] = ["1_Pooling", "config.json", "model.safetensors", "recipe.yaml", "report.html", "report.json", "report.md", "tokenizer.json"];
+const FILES: [&str; 9] =
+    ["1_Pooling", "README.md", "config.json", "model.safetensors", "recipe.yaml", "report.html", "report.json", "report.md", "tokenizer.json"];
 
 /// A folder with a model `in` and a recipe.
 fn prepared(recipe: &str) -> tempfile::TempDir {

@@ -16,8 +16,8 @@ simd! {
     }
 }
 
-/// Runs of bytes of TQ1_0: the first byte, the number of bytes, and digits per byte. Each digit of a run belongs
-/// to as many consecutive values as the run has bytes.
+/// Runs of bytes of TQ1_0: the first byte, the number of bytes, and digits per byte. Each digit of a run
+/// belongs to as many consecutive values as the run has bytes.
 pub(in crate::ggml) const RUNS: [(usize, usize, usize); 3] = [(0, 32, 5), (32, 16, 5), (48, 4, 4)];
 
 simd! {

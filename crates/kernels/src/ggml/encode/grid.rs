@@ -23,8 +23,8 @@ struct Candidates<const N: usize> {
 /// A grid with the points that are close to each possible point.
 pub(super) struct Search<const N: usize> {
     grid: &'static Grid<N>,
-    /// Whether each possible point is a point of the grid, and the range of its candidates, the closest ones first.
-    /// The last candidate may be repeated.
+    /// Whether each possible point is a point of the grid, and the range of its candidates, the closest
+    /// ones first. The last candidate may be repeated.
     close: Vec<(bool, Range<usize>)>,
     candidates: Vec<Candidates<N>>,
     /// Powers of the base.
@@ -69,8 +69,9 @@ impl<const N: usize> Search<N> {
         self.closest(&codes, (values, roots), scale, ODD)
     }
 
-    /// The point with these codes, or the one with the least weighted error of the points close to them; and whether
-    /// the codes are a point of the grid. Levels are coordinates times a factor plus an offset.
+    /// The point with these codes, or the one with the least weighted error of the points close to them;
+    /// and whether the codes are a point of the grid. Levels are coordinates times a factor plus an
+    /// offset.
     #[inline(always)]
     pub fn closest(&self, codes: &[u8; N], (values, weights): (&[f32; N], &[f32; N]), scale: f32, (factor, offset): (f32, f32)) -> (u16, bool) {
         // A sum that, unlike Horner's method, has no chain of multiplications.
@@ -166,8 +167,8 @@ fn split_signs<const SIZE: usize>(values: &[f32; SIZE], weights: &[f32; SIZE], h
     (magnitudes, signs)
 }
 
-/// A scale by weighted least squares for codes up to `highest` (`make_qp_quants`). Codes of negative values wrap
-/// around, as in the reference implementation.
+/// A scale by weighted least squares for codes up to `highest` (`make_qp_quants`). Codes of negative
+/// values wrap around, as in the reference implementation.
 #[inline(always)]
 fn first_scale<const SIZE: usize>(values: &[f32; SIZE], weights: &[f32; SIZE], largest: f32, highest: i32) -> f32 {
     let stored = |code: i32| f32::from(code as u8);
@@ -284,8 +285,8 @@ fn fit<const N: usize, const SIZE: usize>(search: &Search<N>, options: &Options,
     Part { scale, indices, signs }
 }
 
-/// Weights of the errors of the part with number `at` of a block: the importance of a column, increased for values
-/// that are large relative to `power`, or `plain` without importance.
+/// Weights of the errors of the part with number `at` of a block: the importance of a column, increased
+/// for values that are large relative to `power`, or `plain` without importance.
 #[inline(always)]
 pub(super) fn weights_of<const SIZE: usize>(
     values: &[f32; SIZE],
