@@ -270,6 +270,24 @@ fn sizes_are_limited_and_rounded() {
     }
 }
 
+/// `▁cat` occurs once, in a line that is also part of the whole text.
+#[test]
+fn a_token_of_a_plain_text_is_counted_once() {
+    let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
+    let lines: usize = tokens(&case.input(), TEXTS).iter().map(Vec::len).sum();
+    let table = case.folder.path().join("corpus.csv");
+    fs::write(&table, format!("text\n{TEXTS}")).unwrap();
+    let tokens_at_least = |keep: &Path, min_count| {
+        let report = case.run(vec![PruneVocabulary { keep: vec![keep.into()], min_count, ..PruneVocabulary::default() }.into()]).unwrap();
+        (ids(&read(&case.output().join("tokenizer.json"))), report.passes[0].details["occurrences"].as_u64().unwrap() as usize)
+    };
+    let (twice, occurrences) = tokens_at_least(&case.corpus(), 2);
+    assert!(!twice.contains_key("▁cat") && tokens_at_least(&case.corpus(), 1).0.contains_key("▁cat"), "{twice:?}");
+    // Only line breaks, and the tokens around them, are counted in addition.
+    assert!((lines..lines * 3 / 2).contains(&occurrences), "{occurrences} of {lines}");
+    assert_eq!(tokens_at_least(&table, 2).0, twice);
+}
+
 #[test]
 fn every_file_with_token_ids_is_rewritten() {
     let json = tokenizer("BPE");

@@ -24,29 +24,22 @@ impl TokenizedCorpus {
         Ok(TokenizedCorpus { files, tokenizer: Tokenizer::open(&target, None)? })
     }
 
-    /// How often each of the first `rows` tokens occurs: in each text, and in entire plain texts, whose line
-    /// breaks are tokens.
+    /// How often each of the first `rows` tokens occurs. A plain text is tokenized line by line, and as a
+    /// whole, so that line breaks are tokens: the larger number of each token counts.
     ///
     /// # Errors
     /// A text contains a token beyond these.
     pub fn counts(&self, rows: usize) -> Result<Vec<u64>> {
         let mut counts = vec![0u64; rows];
         for file in &self.files {
-            let mut add = |tokens: Vec<i64>| {
-                tokens.into_iter().try_for_each(|token| match usize::try_from(token).ok().and_then(|token| counts.get_mut(token)) {
-                    Some(count) => {
-                        *count += 1;
-                        Ok(())
-                    }
-                    None => Err(Error::malformed(file.path(), format!("contains the token {token}, but the embedding of the model has only {rows} rows"))),
-                })
-            };
-            for tokens in file.entire_text(&self.tokenizer)?.into_iter().flatten() {
-                add(tokens?)?;
-            }
-            for text in file.texts()? {
+            let texts = file.texts()?.map(|text| {
                 let text = text?;
-                add(self.tokenizer.untruncated(&text.text, !text.has_special_tokens)?)?;
+                self.tokenizer.untruncated(&text.text, !text.has_special_tokens)
+            });
+            let in_texts = occurrences(file, texts, rows)?;
+            let in_whole = occurrences(file, file.entire_text(&self.tokenizer)?.into_iter().flatten(), rows)?;
+            for (count, (one, other)) in counts.iter_mut().zip(in_texts.into_iter().zip(in_whole)) {
+                *count += one.max(other);
             }
         }
         Ok(counts)
@@ -100,6 +93,21 @@ impl TokenizedCorpus {
         }
         Ok(())
     }
+}
+
+/// How often each of the first `rows` tokens occurs in parts of a file.
+fn occurrences(file: &Corpus, parts: impl Iterator<Item = Result<Vec<i64>>>, rows: usize) -> Result<Vec<u64>> {
+    let mut counts = vec![0u64; rows];
+    for tokens in parts {
+        for token in tokens? {
+            let count = usize::try_from(token)
+                .ok()
+                .and_then(|token| counts.get_mut(token))
+                .ok_or_else(|| Error::malformed(file.path(), format!("contains the token {token}, but the embedding of the model has only {rows} rows")))?;
+            *count += 1;
+        }
+    }
+    Ok(counts)
 }
 
 fn is_equal(found: &[i64], expected: &[usize]) -> bool {
