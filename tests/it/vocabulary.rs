@@ -323,6 +323,19 @@ fn every_file_with_token_ids_is_rewritten() {
     assert!(report.carried.iter().any(|file| file.path == "tokenizer.json"));
 }
 
+/// `extra_ids` is a number of sentinel tokens. A token that only the settings of the tokenizer name remains.
+#[test]
+fn settings_of_t5_are_supported() {
+    for extra_ids in [0, 1, 100] {
+        let case = Case::new("t5", &tokenizer("Unigram"), TEXTS);
+        let settings = json!({ "additional_special_tokens": ["<mask>", "▁net"], "eos_token": "</s>", "extra_ids": extra_ids, "sp_model_kwargs": {} });
+        case.write("tokenizer_config.json", &settings);
+        case.run(vec![case.pass().into()]).unwrap_or_else(|e| panic!("{extra_ids}: {e}"));
+        assert_eq!(read(&case.output().join("tokenizer_config.json")), settings);
+        assert!(ids(&read(&case.output().join("tokenizer.json"))).contains_key("▁net"));
+    }
+}
+
 /// The same ids are other tokens, so that the input is compared with its remaining rows, and scored with its
 /// own tokenizer.
 #[test]

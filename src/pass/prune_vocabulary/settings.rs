@@ -25,8 +25,9 @@ enum Use {
     Unknown,
 }
 
-/// Keys that name ids of anything else than tokens.
-const OTHER_IDS: [&str; 2] = ["type_vocab_size", "pad_token_type_id"];
+/// Keys that end like those of token ids, but contain other numbers. `extra_ids` of T5 is the number of
+/// sentinel tokens, which are added tokens and remain.
+const OTHER_IDS: [&str; 3] = ["type_vocab_size", "pad_token_type_id", "extra_ids"];
 /// Keys of tokens without a common ending.
 const TOKENS: [&str; 8] = ["lang_to_id", "task_to_id", "force_words_ids", "bos_index", "eos_index", "pad_index", "unk_index", "mask_index"];
 
@@ -173,7 +174,7 @@ mod tests {
     #[test]
     fn ids_are_renumbered_and_entries_of_removed_tokens_dropped() {
         let mut values = json!({
-            "vocab_size": 10, "type_vocab_size": 10, "hidden_size": 10, "bos_token_id": 2, "eos_token_id": [2, 7], "pad_token_id": null,
+            "vocab_size": 10, "type_vocab_size": 10, "hidden_size": 10, "extra_ids": 7, "bos_token_id": 2, "eos_token_id": [2, 7], "pad_token_id": null,
             "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 2, "text_config": { "vocab_size": 10, "image_token_index": 7 },
             "suppress_tokens": [-1, 3, 7], "bad_words_ids": [[3], [2, 7]], "sequence_bias": [[[3, 2], 5.0], [[7], 2]],
             "forced_decoder_ids": [[1, 7], [2, null]], "lang_to_id": { "<|en|>": 2 },
@@ -182,7 +183,7 @@ mod tests {
         assert_eq!(required(values.as_object().unwrap(), 10), BTreeSet::from([2, 7]));
         let notes = renumber(values.as_object_mut().unwrap(), &retained, 10).unwrap();
         let expected = json!({
-            "vocab_size": 3, "type_vocab_size": 10, "hidden_size": 10, "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": null,
+            "vocab_size": 3, "type_vocab_size": 10, "hidden_size": 10, "extra_ids": 7, "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": null,
             "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 1, "text_config": { "vocab_size": 3, "image_token_index": 2 },
             "suppress_tokens": [-1, 2], "bad_words_ids": [[1, 2]], "sequence_bias": [[[2], 2]],
             "forced_decoder_ids": [[1, 2], [2, null]], "lang_to_id": { "<|en|>": 1 },
