@@ -323,6 +323,27 @@ fn every_file_with_token_ids_is_rewritten() {
     assert!(report.carried.iter().any(|file| file.path == "tokenizer.json"));
 }
 
+#[test]
+fn vocabularies_in_other_formats_are_not_copied() {
+    let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
+    let excluded = ["tokenizer.bin", "tokenizer.vocab", "tokens.txt", "source_vocab.json", "target_vocab.json"];
+    let others = ["my_vocab.dat", "TOKENS.md"];
+    for file in excluded.iter().chain(&others).chain(&["tokenization_llama.py", "notes.txt"]) {
+        fs::write(case.input().join(file), "{}").unwrap();
+    }
+    case.write("special_tokens_map.json", &json!({ "mask_token": "<mask>" }));
+    let report = case.run(vec![case.pass().into()]).unwrap();
+    for file in excluded {
+        assert!(!case.output().join(file).exists(), "{file}");
+        assert!(report.notes.iter().any(|note| note.contains(file)), "{file}: {:?}", report.notes);
+    }
+    let note = report.notes.iter().find(|note| note.contains("copied unchanged")).unwrap();
+    assert!(others.iter().all(|file| case.output().join(file).exists() && note.contains(file)), "{note}");
+    for file in ["tokenization_llama.py", "notes.txt", "special_tokens_map.json", "tokenizer.json"] {
+        assert!(case.output().join(file).exists() && !note.contains(file), "{note}");
+    }
+}
+
 /// `extra_ids` is a number of sentinel tokens. A token that only the settings of the tokenizer name remains.
 #[test]
 fn settings_of_t5_are_supported() {

@@ -23,8 +23,21 @@ const TOKEN_LIST: &str = "vocab.txt";
 /// Files of settings with token ids, except for `config.json`.
 const SETTINGS: [&str; 4] = ["generation_config.json", TOKENIZER_SETTINGS, "processor_config.json", "preprocessor_config.json"];
 /// Names and extensions of vocabularies in other formats.
-const OTHER_NAMES: [&str; 6] = ["encoder.json", "tekken.json", "dict.txt", "bpe.codes", "target_vocab.json", "vocab.tgt.json"];
-const OTHER_EXTENSIONS: [&str; 4] = ["model", "spm", "bpe", "tiktoken"];
+const OTHER_NAMES: [&str; 10] = [
+    "encoder.json",
+    "tekken.json",
+    "dict.txt",
+    "bpe.codes",
+    "source_vocab.json",
+    "target_vocab.json",
+    "vocab.src.json",
+    "vocab.tgt.json",
+    "tokenizer.bin",
+    "tokens.txt",
+];
+const OTHER_EXTENSIONS: [&str; 5] = ["model", "spm", "bpe", "tiktoken", "vocab"];
+/// Files with tokens but without ids.
+const WITHOUT_IDS: [&str; 1] = ["special_tokens_map.json"];
 
 /// Files of one model.
 struct Files<'m>(&'m Model);
@@ -138,11 +151,23 @@ pub(super) fn rewrite(model: &mut Model, tokenizer: &TokenizerFile, retained: &R
     let (excluded, files): (Vec<PathBuf>, Vec<PathBuf>) = std::mem::take(&mut auxiliary.files).into_iter().partition(|file| is_other(file));
     auxiliary.files = files;
     auxiliary.left.extend(excluded.into_iter().map(|file| (file, ExclusionReason::Vocabulary)));
+    let is_known = |file: &Path| SETTINGS.iter().chain(&ID_MAPS).chain(&WITHOUT_IDS).chain([&tokenizer::FILE, &TOKEN_LIST]).any(|name| file == Path::new(name));
+    let unknown = auxiliary.files.iter().filter(|file| may_contain_tokens(file) && !is_known(file));
+    let unknown: Vec<String> = unknown.map(|file| file.display().to_string()).collect();
+    if !unknown.is_empty() {
+        notes.push(format!("{}: copied unchanged: remove these files if they contain tokens or ids of the original vocabulary", unknown.join(", ")));
+    }
     for (name, text) in texts {
         auxiliary.files.retain(|file| file != Path::new(name));
         auxiliary.synthesized.insert(name.into(), Arc::new(text));
     }
     Ok(notes)
+}
+
+/// Whether the name of a file suggests that it contains tokens. Code does not contain ids of a model.
+fn may_contain_tokens(file: &Path) -> bool {
+    let name = file.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    (name.contains("vocab") || name.contains("token")) && file.extension().is_none_or(|extension| extension != "py")
 }
 
 /// Renumbers the token ids of `config.json`, and sets the size of the vocabulary.
