@@ -436,6 +436,17 @@ fn vocabularies_of_gguf_files_are_pruned() {
 }
 
 #[test]
+fn files_without_tokens_are_refused() {
+    let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
+    let empty = case.folder.path().join("empty.txt");
+    for text in ["", "\n\n"] {
+        fs::write(&empty, text).unwrap();
+        let error = case.error(vec![PruneVocabulary { keep: vec![case.corpus(), empty.clone()], ..PruneVocabulary::default() }.into()]);
+        assert!(error.contains("empty.txt contains no tokens"), "{error}");
+    }
+}
+
+#[test]
 fn options_that_contradict_each_other_are_refused() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
     for (pass, reason) in [

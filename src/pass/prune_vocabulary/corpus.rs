@@ -28,7 +28,7 @@ impl TokenizedCorpus {
     /// whole, so that line breaks are tokens: the larger number of each token counts.
     ///
     /// # Errors
-    /// A text contains a token beyond these.
+    /// A text contains a token beyond these, or a file contains none.
     pub fn counts(&self, rows: usize) -> Result<Vec<u64>> {
         let mut counts = vec![0u64; rows];
         for file in &self.files {
@@ -37,6 +37,9 @@ impl TokenizedCorpus {
                 self.tokenizer.untruncated(&text.text, !text.has_special_tokens)
             });
             let in_texts = occurrences(file, texts, rows)?;
+            if in_texts.iter().all(|count| *count == 0) {
+                return Err(Error::option(format!("{NAME}: keep"), format!("{} contains no tokens: specify a file with texts", file.path().display())));
+            }
             let in_whole = occurrences(file, file.entire_text(&self.tokenizer)?.into_iter().flatten(), rows)?;
             for (count, (one, other)) in counts.iter_mut().zip(in_texts.into_iter().zip(in_whole)) {
                 *count += one.max(other);
