@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use compress::export::{Export, Gguf, Safetensors};
 use compress::pass::{Distill, PruneVocabulary, QuantizeDynamic, Step};
 use compress::{Error, Model, Pipeline, Report};
-use compress_engine::data::{Data, Target, Task, Tokenizer, synthetic_with_sizes};
+use compress_engine::data::{Column, Data, Target, Task, Tokenizer, synthetic_with_sizes};
 use compress_engine::evaluation::Runtime;
 use compress_engine::exec::Inputs;
 use compress_engine::model::SynthesizedFiles;
@@ -454,6 +454,7 @@ fn options_that_contradict_each_other_are_refused() {
         (PruneVocabulary { vocab_size: Some(0), ..PruneVocabulary::default() }, "vocab_size): must be at least 1"),
         (PruneVocabulary { vocab_size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count): counts tokens"),
         (PruneVocabulary { multiple_of: 0, ..case.pass() }, "multiple_of): must be at least 1"),
+        (PruneVocabulary { text_column: Some(Column::Name("text".into())), ..case.pass() }, "text_column): applies only to texts in columns"),
         (PruneVocabulary { multiple_of: 49, ..case.pass() }, "multiple_of): the embedding has only 48 rows"),
     ] {
         let error = case.error(vec![pass.into()]);

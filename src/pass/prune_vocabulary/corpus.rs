@@ -16,11 +16,15 @@ pub(super) struct TokenizedCorpus {
 }
 
 impl TokenizedCorpus {
-    /// Opens files for the tokenizer of a model.
+    /// Opens files for the tokenizer of a model. Fails if a column is selected and no file has columns.
     pub fn open(model: &Model, paths: &[PathBuf], column: Option<&Column>) -> Result<TokenizedCorpus> {
         let target = target(model);
         let options = Data { text_column: column.cloned(), ..Data::default() };
-        let files = paths.iter().map(|path| Corpus::open(&options, path, &target)).collect::<Result<_>>()?;
+        let files = paths.iter().map(|path| Corpus::open(&options, path, &target)).collect::<Result<Vec<_>>>()?;
+        let plain = files.iter().map(Corpus::is_plain).collect::<Result<Vec<_>>>()?;
+        if column.is_some() && !plain.contains(&false) {
+            return Err(Error::option(format!("{NAME}: text_column"), "applies only to texts in columns (.csv, .tsv or .jsonl): remove it"));
+        }
         Ok(TokenizedCorpus { files, tokenizer: Tokenizer::open(&target, None)? })
     }
 

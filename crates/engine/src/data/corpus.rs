@@ -40,6 +40,11 @@ impl Corpus {
         &self.path
     }
 
+    /// Whether the file is plain text, without columns. Fails if its format is not known.
+    pub fn is_plain(&self) -> Result<bool> {
+        Ok(records::layout(&self.options, &self.path)? == TextFormat::Lines)
+    }
+
     /// The texts in order: lines that are not empty, or records. Fails if the file cannot be opened.
     pub fn texts(&self) -> Result<impl Iterator<Item = Result<CorpusText>> + '_> {
         let text = |record: records::Record| {
@@ -52,7 +57,7 @@ impl Corpus {
     /// Tokenizes an entire plain text, so that line breaks are tokens too; `None` for other files. Fails if
     /// the file cannot be opened.
     pub fn entire_text<'t>(&self, tokenizer: &'t Tokenizer) -> Result<Option<impl Iterator<Item = Result<Vec<i64>>> + use<'t>>> {
-        if records::layout(&self.options, &self.path)? != TextFormat::Lines {
+        if !self.is_plain()? {
             return Ok(None);
         }
         let file = files::stream(&self.path).and_then(records::without_byte_order_mark).map_err(Error::io("open", &self.path))?;
