@@ -267,6 +267,11 @@ fn sizes_are_limited_and_rounded() {
         assert_eq!(rows(PruneVocabulary { multiple_of: 8, ..case.pass() }).len() % 8, 0, "{kind}");
         let error = case.error(vec![PruneVocabulary { vocab_size: Some(least.len() - 1), ..case.pass() }.into()]);
         assert!(error.contains(&format!("less than the {} tokens that always remain", least.len())), "{error}");
+        // A maximum is rounded down.
+        assert_eq!(rows(PruneVocabulary { vocab_size: Some(46), multiple_of: 9, ..PruneVocabulary::default() }).len(), 45, "{kind}");
+        let (vocab_size, multiple_of) = (Some(least.len() + 1), least.len() - 1);
+        let error = case.error(vec![PruneVocabulary { vocab_size, multiple_of, ..PruneVocabulary::default() }.into()]);
+        assert!(error.contains(&format!("{multiple_of}, rounded down to a multiple of {multiple_of}, is less than the {}", least.len())), "{error}");
     }
 }
 

@@ -61,7 +61,8 @@ pub struct PruneVocabulary {
     /// Number of occurrences below which a token of the texts is removed
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", default_value_t = Self::default().min_count))]
     pub min_count: u64,
-    /// Round the number of rows up to a multiple of this number, by keeping more tokens
+    /// Round the number of rows up to a multiple of this number, by keeping more tokens, or the
+    /// maximum number of tokens down
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", default_value_t = Self::default().multiple_of))]
     pub multiple_of: usize,
 }
@@ -90,10 +91,13 @@ impl PruneVocabulary {
     /// The ids that remain, ascending. `counts` are the occurrences in the corpus, if there is one.
     fn remaining(&self, tokenizer: &TokenizerFile, rows: usize, required: Vec<usize>, counts: Option<&[u64]>) -> Result<Vec<usize>> {
         let mut selection = Selection::new(tokenizer, required);
-        let (least, limit) = (selection.ids().len(), self.vocab_size.unwrap_or(usize::MAX));
+        let least = selection.ids().len();
+        let limit = self.vocab_size.map_or(usize::MAX, |size| size - size % self.multiple_of);
         if limit < least {
-            let reason =
-                format!("{limit} is less than the {least} tokens that always remain: special tokens, all bytes or characters, and tokens that files name");
+            let rounded = if self.vocab_size == Some(limit) { String::new() } else { format!(", rounded down to a multiple of {},", self.multiple_of) };
+            let reason = format!(
+                "{limit}{rounded} is less than the {least} tokens that always remain: special tokens, all bytes or characters, and tokens that files name"
+            );
             return Err(Error::option(format!("{NAME}: vocab_size"), reason));
         }
         let count = |id: usize| counts.map_or(0, |counts| counts.get(id).copied().unwrap_or(0));
