@@ -441,6 +441,21 @@ fn vocabularies_of_gguf_files_are_pruned() {
 }
 
 #[test]
+fn the_report_states_whether_tokens_were_removed() {
+    let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
+    let notes = |pass: PruneVocabulary| case.run(vec![pass.into()]).unwrap().notes.join("\n");
+    let all = notes(PruneVocabulary { vocab_size: Some(ROWS), ..PruneVocabulary::default() });
+    assert!(all.contains("no token was removed: all 48 tokens") && !all.contains("ids of tokens are new"), "{all}");
+    // All ids are those of the input, so that outputs are compared.
+    let text = Data { text: Some(case.corpus()), ..Data::default() };
+    let pass = PruneVocabulary { vocab_size: Some(ROWS), ..PruneVocabulary::default() };
+    let evaluated = case.run_with(vec![pass.into()], |builder| builder.evaluation(text)).unwrap();
+    assert_eq!(evaluated.fidelity.as_ref().unwrap().fidelity.max_abs_error, 0.0, "{:?}", evaluated.notes);
+    let some = notes(case.pass());
+    assert!(some.contains("of 48 removed: ids of tokens are new"), "{some}");
+}
+
+#[test]
 fn files_without_tokens_are_refused() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
     let empty = case.folder.path().join("empty.txt");

@@ -157,11 +157,10 @@ impl PruneVocabulary {
                 applied.notes.push(format!("{percent:.2} % of the tokens in the texts are removed: they are split into shorter tokens"));
             }
         }
-        applied.notes.push(format!(
-            "{} of {} removed: ids of tokens are new, so caches of tokens and of logits do not apply",
-            counted(removed, "token"),
-            all.len()
-        ));
+        applied.notes.push(match removed {
+            0 => format!("no token was removed: all {} are necessary or requested", counted(all.len(), "token")),
+            _ => format!("{} of {} removed: ids of tokens are new, so caches of tokens and of logits do not apply", counted(removed, "token"), all.len()),
+        });
         applied.notes.extend(notes);
         applied.tensors = weights;
         applied.rule = "embeddings of tokens and output heads".into();

@@ -179,8 +179,10 @@ impl TokenTables {
         if was_described && !had_changed_graph {
             model.changed_graph = None;
         }
-        let original = |id: &usize| model.retained_tokens.as_ref().map_or(Some(*id), |before| before.get(*id).copied());
-        model.retained_tokens = Some(Arc::new(ids.iter().filter_map(original).collect()));
+        if ids.len() < self.rows {
+            let original = |id: &usize| model.retained_tokens.as_ref().map_or(Some(*id), |before| before.get(*id).copied());
+            model.retained_tokens = Some(Arc::new(ids.iter().filter_map(original).collect()));
+        }
         Ok(Reduced { model, weights: self.axes.keys().cloned().collect(), notes })
     }
 
