@@ -29,6 +29,9 @@ use crate::work::Work;
 
 /// Subfolder to which the input is exported as ONNX for comparison.
 const INPUT_FOLDER: &str = ".before";
+/// Why perplexities of vocabularies of different sizes are not comparable.
+const FEWER_ROWS: &str = "perplexities of input and output are not comparable: the output's softmax has fewer rows, so that the remaining tokens are more \
+                          probable even if the model is otherwise unchanged; `task: fidelity` in the evaluation data compares the same rows";
 /// Number of batches on which a static int8 file is verified.
 const VERIFICATION_BATCHES: usize = 2;
 
@@ -297,6 +300,9 @@ impl Run<'_> {
                 let reason =
                     if renumbered { "the output has other tokens than the input" } else { "the student preprocesses samples differently from the input" };
                 measured.notes.push(format!("{reason}: each model was scored with its own preprocessing, and their outputs were not compared"));
+                if renumbered && data.task() == Task::LanguageModelling {
+                    measured.notes.push(FEWER_ROWS.into());
+                }
                 let (before, after) = models.split_at_mut(runtimes.len());
                 let before = evaluation::evaluate(&data, before, &[], &self.work)?;
                 let shifted = |(a, b): &(usize, usize)| Some((a.checked_sub(runtimes.len())?, b.checked_sub(runtimes.len())?));
