@@ -377,6 +377,7 @@ fn the_output_is_compared_on_the_same_tokens() {
     assert_eq!(compared.fidelity.as_ref().unwrap().fidelity.max_abs_error, 0.0, "{:?}", compared.notes);
     let scored = case.run_with(vec![case.pass().into()], |builder| builder.evaluation(text())).unwrap();
     assert!(scored.fidelity.is_none() && scored.notes.iter().any(|note| note.starts_with("the output has other tokens than the input")), "{:?}", scored.notes);
+    assert!(scored.latency.is_some() && scored.notes.iter().any(|note| note.starts_with("latency of each model")), "{:?}", scored.notes);
     // Without the removed tokens, the others are more probable.
     let is_stated = |report: &Report| report.notes.iter().any(|note| note.starts_with("perplexities of input and output are not comparable"));
     assert!(is_stated(&scored) && !is_stated(&compared), "{:?}", scored.notes);

@@ -312,11 +312,15 @@ impl Run<'_> {
         if models.iter().any(|model| model.group_size(&batch.inputs).is_some()) {
             let more = if evaluate.latency { "; latency was not measured" } else { "" };
             measured.notes.push(format!("models ran block by block, because they do not fit into memory{more}"));
-        } else if evaluate.latency && own.is_none() && first_after > 0 {
+        } else if evaluate.latency && first_after > 0 {
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());
-            let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.work.threads)?;
-            measured.latency = Some(latency);
+            let first_own = own.as_ref().map(|own| own.first()).transpose()?;
+            let inputs = [&batch, first_own.as_ref().unwrap_or(&batch)].map(|batch| &batch.inputs);
+            measured.latency = Some(evaluation::latency(&mut *before[runtime], &mut *after[runtime], inputs, self.work.threads)?);
+            if first_own.is_some() {
+                measured.notes.push("latency of each model was measured on its own first batch, whose size can differ".into());
+            }
         }
         drop(models);
         let fidelity = outcomes.pairs.first().filter(|_| own.is_none() && first_after > 0);

@@ -12,20 +12,20 @@ const MEASURED: f64 = 1.5;
 /// Minimum and maximum number of measured runs.
 const RUNS: std::ops::RangeInclusive<usize> = 10..=200;
 
-/// Measures two models on one batch, in alternation, so that other load on the machine affects both.
-pub fn latency(before: &mut dyn Runner, after: &mut dyn Runner, inputs: &Inputs, threads: usize) -> Result<Latency> {
+/// Measures two models, each on one batch, in alternation, so that other load on the machine affects both.
+pub fn latency(before: &mut dyn Runner, after: &mut dyn Runner, [first, second]: [&Inputs; 2], threads: usize) -> Result<Latency> {
     let mut spent = 0.0;
     while spent < WARM_UP {
-        spent += seconds(before, inputs)? + seconds(after, inputs)?;
+        spent += seconds(before, first)? + seconds(after, second)?;
     }
     let mut times = (Vec::new(), Vec::new());
     let mut spent = 0.0;
     while times.0.len() < *RUNS.start() || (spent < MEASURED && times.0.len() < *RUNS.end()) {
-        times.0.push(seconds(before, inputs)?);
-        times.1.push(seconds(after, inputs)?);
+        times.0.push(seconds(before, first)?);
+        times.1.push(seconds(after, second)?);
         spent += times.0.last().unwrap_or(&0.0) + times.1.last().unwrap_or(&0.0);
     }
-    let batch = inputs.get("input_ids").or_else(|| inputs.values().next()).map(|t| t.dims().to_vec()).unwrap_or_default();
+    let batch = second.get("input_ids").or_else(|| second.values().next()).map(|t| t.dims().to_vec()).unwrap_or_default();
     Ok(summarize(times, after.runtime().to_string(), threads, batch))
 }
 
