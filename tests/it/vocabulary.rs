@@ -396,6 +396,7 @@ fn later_passes_use_the_new_vocabulary_or_are_refused() {
     let distill = Distill { max_steps: Some(1), ..Distill::default() };
     let error = case.run_with(vec![case.pass().into(), distill.into()], |builder| builder.measure(false).train(text)).map(drop).unwrap_err().to_string();
     assert!(error.contains("distill: teacher: has a different tokenizer"), "{error}");
+    assert!(error.contains("the teacher is the input before `prune-vocabulary`: set `teacher`"), "{error}");
     let arrays = Data { arrays: Some(golden("llama").join("golden.safetensors")), ..Data::default() };
     let error = case.run_with(vec![case.pass().into()], |builder| builder.evaluation(arrays)).map(drop).unwrap_err().to_string();
     assert!(error.contains("data: evaluation: contains token ids, but `prune-vocabulary` renumbers"), "{error}");

@@ -21,16 +21,15 @@ pub(super) fn require_same(student: &Model, teacher: &Model) -> Result<()> {
     }
     let (a, b) = (tokens(&ours, &a)?, tokens(&theirs, &b)?);
     let Some((token, one, other)) = difference(&a, &b) else { return Ok(()) };
+    let remedy = if student.has_renumbered_tokens(teacher) {
+        "the teacher is the input before `prune-vocabulary`: set `teacher` to a model with the remaining tokens, or use `finetune`"
+    } else {
+        "student and teacher must have the same vocabulary"
+    };
     let describe = |number: Option<&u64>| number.map_or("is missing".to_owned(), |number| format!("has the id {number}"));
     Err(Error::option(
         "distill: teacher",
-        format!(
-            "has a different tokenizer: `{token}` {} in {} and {} in {}; student and teacher must have the same vocabulary",
-            describe(one),
-            ours.display(),
-            describe(other),
-            theirs.display()
-        ),
+        format!("has a different tokenizer: `{token}` {} in {} and {} in {}; {remedy}", describe(one), ours.display(), describe(other), theirs.display()),
     ))
 }
 
