@@ -139,8 +139,8 @@ pub(in crate::ggml) fn iq1_s(blocks: &[u8], values: &mut [f32]) {
 }
 
 /// 32 bytes with the low bits of the indices, 16 bytes with three upper bits and the sign of the shift of two
-/// times eight values each, four 16-bit integers with four 3-bit scales each in the lower bits and four bits of
-/// `d` in the upper bits.
+/// times eight values each, four 16-bit integers with four 3-bit scales each in the lower bits and four
+/// bits of `d` in the upper bits.
 pub(in crate::ggml) fn iq1_m(blocks: &[u8], values: &mut [f32]) {
     let points = grids::IQ1.points();
     for (block, values) in blocks.as_chunks::<56>().0.iter().zip(values.as_chunks_mut::<256>().0) {

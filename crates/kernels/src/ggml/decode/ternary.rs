@@ -21,8 +21,8 @@ simd! {
 pub(in crate::ggml) const RUNS: [(usize, usize, usize); 3] = [(0, 32, 5), (32, 16, 5), (48, 4, 4)];
 
 simd! {
-    /// 52 bytes and `d`. A byte is a fraction of 256 whose digits in base 3 are codes, the first one the highest;
-    /// `d · (code − 1)`.
+    /// 52 bytes and `d`. A byte is a fraction of 256 whose digits in base 3 are codes, the first one the
+    /// highest; `d · (code − 1)`.
     pub(in crate::ggml) fn tq1_0(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<54>().0.iter().zip(values.as_chunks_mut::<256>().0) {
             let d = half(block, 52);
