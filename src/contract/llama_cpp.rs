@@ -180,11 +180,14 @@ fn keys(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
 fn tokenizer(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
     const HINT: &str = "write the file from a folder with a tokenizer.json that llama.cpp supports";
     let missing = |key: &str| vec![Finding::new(key, format!("is missing, and {target} requires it"), HINT)];
-    if contents.text("general.architecture") == Some("clip") || contents.has_no_vocabulary() {
+    // Image encoders have no vocabulary.
+    if contents.text("general.architecture") == Some("clip") {
         return Ok(Vec::new());
     }
-    if contents.text("tokenizer.ggml.model").is_none() {
-        return Ok(missing("tokenizer.ggml.model"));
+    let Some(name) = contents.text("tokenizer.ggml.model") else { return Ok(missing("tokenizer.ggml.model")) };
+    if contents.has_no_vocabulary() {
+        let reason = format!("is `{name}`: the file has no vocabulary, and {target} aborts when it tokenizes a text");
+        return Ok(vec![Finding::new("tokenizer.ggml.model", reason, HINT)]);
     }
     if contents.tokens().is_none() {
         return Ok(missing("tokenizer.ggml.tokens"));

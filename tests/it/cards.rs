@@ -11,6 +11,7 @@ use compress::prelude::*;
 use serde_json::{Map, Value, json};
 
 use crate::common::{DType, Desk, Output, Tensor, contents, pipeline, work, write};
+use crate::low_bits::BYTE_LEVEL;
 
 const CARD: &str = "README.md";
 
@@ -113,6 +114,7 @@ fn formats_determine_the_metadata_and_the_runtimes() {
     let desk = Desk::new();
     let input = golden(&desk);
     fs::write(input.join(CARD), "# Llama\n").unwrap();
+    fs::write(input.join("tokenizer.json"), BYTE_LEVEL).unwrap();
     let export = |name: &str| {
         let pass = Cast { to: FloatFormat::F16, ..Cast::default() };
         let export = Export::from_name(name).unwrap();

@@ -335,6 +335,7 @@ fn gguf_files_are_checked() {
     assert_eq!(violated(&edited(&desk, &file, b"llama.context_lengt", 0, b"H"), "llama.cpp"), BTreeSet::from(["keys"]));
     assert_eq!(violated(&edited(&desk, &file, b"llama.block_count", 4, &3u32.to_le_bytes()), "llama.cpp"), BTreeSet::from(["layers"]));
     // Files without a vocabulary, and folders without a file.
+    assert_eq!(violated(&edited(&desk, &file, b"tokenizer.ggml.model", 12, b"none"), "llama.cpp"), BTreeSet::from(["tokenizer"]));
     assert_eq!(violated(&golden("gguf/llama.gguf"), "llama.cpp"), BTreeSet::from(["tokenizer"]));
     assert_eq!(violated(&model(&desk), "llama.cpp"), BTreeSet::from(["file-format"]));
 }

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use crate::common::{Desk, contents, pipeline};
 use crate::contract::{SCHEMES, changed, check, golden, model, violated};
-use crate::low_bits::{quantize, samples};
+use crate::low_bits::{BYTE_LEVEL, quantize, samples};
 
 fn targets(names: &[&str]) -> Vec<Target> {
     names.iter().map(|name| name.parse().unwrap()).collect()
@@ -234,6 +234,9 @@ fn commands_check_the_requested_runtimes() {
     // A recipe whose output is a file.
     std::fs::write(folder.join("file.yaml"), "model: llama\nloads: [llama.cpp]\noutput: small.gguf\n").unwrap();
     std::fs::remove_file(folder.join("llama/tokenizer.json")).unwrap();
+    let run = compress(folder, "plan file.yaml");
+    assert!(run.code == 1 && run.stderr.contains("tokenizer: `tokenizer.ggml.model` is `no_vocab`"), "{}", run.stderr);
+    std::fs::write(folder.join("llama/tokenizer.json"), BYTE_LEVEL).unwrap();
     assert!(ok(folder, "plan file.yaml").stdout.contains("small.gguf"));
     assert_eq!(loads(data(folder, "run file.yaml --json")), ["llama.cpp"]);
 }

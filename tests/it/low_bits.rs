@@ -20,6 +20,12 @@ use compress_onnx::{WeightOnly, file};
 use prost::Message;
 use serde_json::{Value, json};
 
+/// A tokenizer that GGUF files can represent.
+pub const BYTE_LEVEL: &str = r#"{
+    "model": { "type": "BPE", "vocab": { "a": 0, "b": 1, "c": 2, "ab": 3 }, "merges": ["a b"], "ignore_merges": false },
+    "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false, "use_regex": true }
+}"#;
+
 /// A small Llama with rows of 32 and 96 elements.
 pub fn llama(folder: &Path) -> PathBuf {
     let (place, hidden, inner) = (folder.join("llama"), 32, 96);

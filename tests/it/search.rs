@@ -7,13 +7,13 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::cli::support::{compress, data, ok, read_json};
-use crate::low_bits::{llama, samples};
+use crate::low_bits::{BYTE_LEVEL, llama, samples};
 
 /// A model `llama`, and two files of samples.
 fn prepared() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     llama(folder.path());
-    // vLLM loads a tokenizer; GGUF files would contain the vocabulary of a tokenizer.json.
+    // vLLM loads a tokenizer.
     std::fs::write(folder.path().join("llama/tokenizer.model"), "").unwrap();
     samples(folder.path());
     let ids = candle_core::Tensor::from_vec((0..96i64).map(|i| (i * i * 11 + 3) % 43 % 40).collect::<Vec<_>>(), (8, 12), &candle_core::Device::Cpu).unwrap();
@@ -154,6 +154,9 @@ fn impossible_limits_name_the_nearest_possible_one() {
 fn types_of_a_gguf_file_meet_a_limit_of_its_size() {
     let folder = prepared();
     let folder = folder.path();
+    let run = compress(folder, "auto llama --for llama.cpp -o small.gguf --max-size 80% --calibration ids.safetensors --eval held-out.safetensors");
+    assert!(run.code == 1 && run.stderr.contains("`no_vocab`: the file has no vocabulary"), "{}", run.stderr);
+    std::fs::write(folder.join("llama/tokenizer.json"), BYTE_LEVEL).unwrap();
     let search = "auto llama --for llama.cpp --json --calibration ids.safetensors --eval held-out.safetensors";
     let found = data(folder, &format!("{search} --front front.json"))["search"].clone();
     let formats: Vec<&str> = found["formats"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
@@ -213,6 +216,7 @@ fn fused_experts_of_a_gguf_file_have_a_type() {
     let folder = folder.path();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/mixtral-fused");
     std::fs::create_dir(folder.join("mixtral")).unwrap();
+    std::fs::write(folder.join("mixtral/tokenizer.json"), BYTE_LEVEL).unwrap();
     let mut config = read_json(&golden.join("config.json"));
     for (key, size) in [("hidden_size", 32), ("intermediate_size", 32)] {
         config[key] = size.into();
