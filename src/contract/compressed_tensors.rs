@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::facts::VLLM_BITS;
+use super::facts::{VLLM_BITS, has_tokenizer};
 use super::folder::{Folder, Module, OWN_TYPE};
 use super::scheme::{Arguments, Group};
 use super::{Finding, Target, missing_layers};
@@ -10,18 +10,6 @@ use crate::arch;
 use crate::error::Result;
 use crate::store::DType;
 
-/// Files with the vocabulary of a tokenizer.
-const VOCABULARIES: [&str; 9] = [
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "tokenizer.model.v3",
-];
 const OWN: &str = "run `compress densify`, which writes plain floats";
 const RESAVE: &str = "the checkpoint is incomplete: save it again, or start from the original checkpoint";
 
@@ -62,10 +50,7 @@ pub(super) fn own_format(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
 pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let has_words = |config: &Value| config.get("vocab_size").is_some_and(Value::is_u64);
     let is_text = folder.get("vocab_size").is_some_and(Value::is_u64) || folder.get("text_config").is_some_and(has_words);
-    // Tokenizers with their own code have files of any name.
-    let is_own =
-        |name: &String| VOCABULARIES.contains(&name.as_str()) || name.ends_with(".tiktoken") || (name.starts_with("tokenization_") && name.ends_with(".py"));
-    if !is_text || folder.files.iter().any(is_own) {
+    if !is_text || has_tokenizer(&folder.files) {
         return Ok(Vec::new());
     }
     let reason = format!("is missing, and no other file has a vocabulary, which {} loads at the start", target.runtime().name());

@@ -1,5 +1,7 @@
 //! Capabilities of runtimes, for the rules and for the notes in reports.
 
+use std::collections::BTreeSet;
+
 use crate::store::{Codes, FloatFormat};
 
 /// Widths of packed integers that all versions of vLLM load, with or without zero points.
@@ -25,6 +27,26 @@ pub(crate) fn is_only_bf16(format: &str) -> bool {
 /// Whether vLLM 0.33 loads embeddings with such codes. vLLM 0.11 loads no quantized embeddings.
 pub(crate) fn vllm_loads_embeddings(codes: Codes, packed: bool, symmetric: bool) -> bool {
     packed && symmetric && matches!(codes, Codes::Integer(2 | 4 | 8))
+}
+
+/// Files with the vocabulary of a tokenizer.
+const VOCABULARIES: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "tokenizer.model.v3",
+];
+
+/// Whether a folder with these files has a tokenizer. Tokenizers with their own code have files of any name.
+pub(crate) fn has_tokenizer(files: &BTreeSet<String>) -> bool {
+    let is_of_tokenizer =
+        |name: &String| VOCABULARIES.contains(&name.as_str()) || name.ends_with(".tiktoken") || (name.starts_with("tokenization_") && name.ends_with(".py"));
+    files.iter().any(is_of_tokenizer)
 }
 
 #[cfg(test)]

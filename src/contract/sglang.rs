@@ -21,6 +21,13 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         check: compressed_tensors::own_format,
     },
     Rule {
+        name: "tokenizer",
+        sentence: "The folder of a language model has a tokenizer.",
+        source: "docs.sglang.io, server arguments: --tokenizer-path, --skip-tokenizer-init",
+        versions: &[],
+        check: compressed_tensors::tokenizer,
+    },
+    Rule {
         name: "fused-ignore",
         sentence: "`ignore` names all parts of a layer that is fused, or none.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",

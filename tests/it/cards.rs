@@ -135,6 +135,19 @@ fn formats_determine_the_metadata_and_the_runtimes() {
     assert!(card.contains("compress densify") && metadata(&card).keys().eq(["tags"]), "{card}");
 }
 
+/// Cards and rules know the same files of tokenizers.
+#[test]
+fn a_card_has_code_for_runtimes_that_find_the_tokenizer() {
+    let desk = Desk::new();
+    let input = golden(&desk);
+    let without = card(&run(&desk, &input, prune()).path);
+    assert!(!without.contains("vllm serve") && !without.contains("sglang") && without.contains("AutoModelForCausalLM"), "{without}");
+    assert!(!without.contains("AutoTokenizer"), "{without}");
+    fs::write(input.join("tekken.json"), "{}").unwrap();
+    let with = card(&run(&desk, &input, prune()).path);
+    assert!(with.contains("vllm serve") && with.contains("sglang") && with.contains("AutoTokenizer"), "{with}");
+}
+
 /// Threads, parts and the location of the folders do not change a card.
 #[test]
 fn the_same_run_writes_the_same_card() {

@@ -216,7 +216,9 @@ fn files_and_keys_of_the_folder_are_checked() {
         std::fs::remove_file(copy.join(name)).unwrap();
         copy
     };
-    assert_eq!(violated(&without("tokenizer.json"), "vllm"), BTreeSet::from(["tokenizer"]));
+    for target in ["vllm", "sglang"] {
+        assert_eq!(violated(&without("tokenizer.json"), target), BTreeSet::from(["tokenizer"]), "{target}");
+    }
     assert_eq!(violated(&without("config.json"), "vllm"), BTreeSet::from(["architectures"]));
     assert_eq!(violated(&without("config.json"), "transformers"), BTreeSet::from(["model-type"]));
     let key = |key: &str, value: Value| changed(&desk, &model, |config, _| config[key] = value);

@@ -4,12 +4,13 @@ use std::fmt::{Result, Write};
 
 use super::Card;
 use super::tasks::Task;
+use crate::contract::facts::has_tokenizer;
 use crate::contract::{Runtime, Target};
 
 /// Stands for the location of the output.
 const PATH: &str = "path/to/model";
-/// Files of tokenizers.
-const TOKENIZERS: [&str; 6] = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"];
+/// The only file of tokenizers that split texts into bytes, which runtimes other than transformers do not load.
+const SETTINGS: &str = "tokenizer_config.json";
 
 /// Writes a section for each runtime whose rules the output complies with.
 pub(super) fn write(card: &Card, out: &mut String) -> Result {
@@ -42,12 +43,12 @@ fn title(runtime: Runtime) -> &'static str {
 /// Code that loads the output, with its language. `None` if the runtime has no use for such a model.
 fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
     let shell = |command: String| Some(["sh".to_owned(), command]);
-    let has_tokenizer = TOKENIZERS.iter().any(|name| card.files.contains(*name));
+    let has_tokenizer = has_tokenizer(card.files);
     match runtime {
         Runtime::Vllm | Runtime::Sglang if !has_tokenizer || card.is_sentence_encoder() => None,
         Runtime::Vllm => shell(format!("vllm serve {PATH}")),
         Runtime::Sglang => shell(format!("python -m sglang.launch_server --model-path {PATH}")),
-        Runtime::Transformers => Some(["python".to_owned(), in_python(card, has_tokenizer)]),
+        Runtime::Transformers => Some(["python".to_owned(), in_python(card, has_tokenizer || card.files.contains(SETTINGS))]),
         Runtime::LlamaCpp => shell(format!("llama-server -m {}", inside(card.file("gguf")?))),
         Runtime::OnnxRuntime => {
             let code = format!("import onnxruntime\n\nsession = onnxruntime.InferenceSession(\"{}\")", inside(card.file("onnx")?));
