@@ -9,7 +9,7 @@ use crate::contract::{Runtime, Target};
 
 /// Stands for the location of the output.
 const PATH: &str = "path/to/model";
-/// The only file of tokenizers that split texts into bytes, which runtimes other than transformers do not load.
+/// The only file of tokenizers that split texts into bytes.
 const SETTINGS: &str = "tokenizer_config.json";
 
 /// Writes a section for each runtime whose rules the output complies with.

@@ -19,9 +19,10 @@ const fn sentence(pass: &'static str, text: &'static str, options: &'static [&'s
     Sentence { pass, text, options }
 }
 
-const SENTENCES: [Sentence; 11] = [
+const SENTENCES: [Sentence; 12] = [
     sentence("prune-unstructured", "Weights with the smallest absolute values were set to zero", &["amount"]),
     sentence("prune-structured", "Heads, neurons, channels, width, layers or experts were removed", &["amount"]),
+    sentence("prune-vocabulary", "Tokens were removed from the vocabulary", &[]),
     sentence("decompose", "Layers were replaced by two low-rank layers", &["rank"]),
     sentence("quantize", "Linear weights were quantized in a scheme of compressed-tensors", &["scheme", "method"]),
     sentence("quantize-dynamic", "Linear weights were quantized to int8", &["granularity", "activations"]),
