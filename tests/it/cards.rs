@@ -186,6 +186,25 @@ fn a_second_run_continues_the_card_of_the_first() {
     assert_eq!(text.matches("# pico, compressed").count(), 1, "{text}");
 }
 
+/// Sizes, quality and hashes are relative to the folder that the run has read.
+#[test]
+fn the_card_of_a_second_run_names_the_folder_of_the_first() {
+    let desk = Desk::new();
+    let measured = |input: &Path, pass: Step| desk.run(input, pipeline().pass(pass)).unwrap().path;
+    let first = measured(&model(&desk, SOURCE_CARD), prune().into());
+    let second = card(&measured(&first, quantize().into()));
+    let name = first.file_name().unwrap().to_str().unwrap();
+    for part in [
+        format!("from `{name}`, an earlier result from [org/pico](https://huggingface.co/org/pico): "),
+        format!("Compared with `{name}`, not with the original model."),
+        format!("to the path of `{name}`."),
+        format!("The BLAKE3 hash of the weights of `{name}` is `"),
+    ] {
+        assert!(second.contains(&part), "{part}\n{second}");
+    }
+    assert!(!card(&first).contains("earlier result") && !card(&first).contains("Compared with"), "{}", card(&first));
+}
+
 #[test]
 fn without_a_card_the_original_is_copied() {
     let desk = Desk::new();

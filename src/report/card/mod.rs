@@ -76,6 +76,9 @@ impl Card<'_> {
         if !rows.is_empty() {
             writeln!(out, "## Quality\n")?;
             measured_on(report, out)?;
+            if let Some(folder) = source.earlier_result() {
+                writeln!(out, "Compared with {}, not with the original model.\n", markdown_code(folder))?;
+            }
             table(out, &["", "before", "after"], &escaped(rows))?;
         }
         list(out, "Warnings", &report.warnings_and_notes().0)?;
@@ -101,11 +104,13 @@ impl Card<'_> {
         let Card { report, source, .. } = self;
         let link = |id: &String| format!("[{}]({HUB}/{id})", markdown(id));
         let base: Vec<String> = source.base_models.iter().map(link).collect();
+        let folder = markdown_code(&source.folder);
         let origin = match (&source.repository, base.as_slice()) {
             (Some(repository), [link]) if repository.revision == "main" => link.clone(),
             (Some(repository), [link]) => format!("{link} (revision {})", markdown_code(&repository.revision)),
+            (None, []) if source.is_own => format!("{folder}, an earlier result"),
+            (None, links) if source.is_own => format!("{folder}, an earlier result from {}", links.join(", ")),
             (_, []) => markdown_code(&source.name),
-            (_, links) if source.is_own => links.join(", "),
             (_, links) => format!("{}, which is based on {}", markdown_code(&source.name), links.join(", ")),
         };
         let (before, after) = (bytes(report.size.before.bytes), bytes(report.size.after.bytes));
@@ -125,10 +130,11 @@ impl Card<'_> {
         writeln!(out, "## Reproduction\n")?;
         writeln!(out, "[`recipe.yaml`](recipe.yaml) contains all options, with seed {}:\n", report.seed)?;
         writeln!(out, "```sh\ncompress run recipe.yaml -o out\n```\n")?;
+        let model = source.earlier_result().map_or_else(|| "the source".to_owned(), markdown_code);
         if source.repository.is_none() {
-            writeln!(out, "Set `model` in it to the path of the source.")?;
+            writeln!(out, "Set `model` in it to the path of {model}.")?;
         }
-        writeln!(out, "The BLAKE3 hash of the weights of the source is `{}`.", report.model.blake3)?;
+        writeln!(out, "The BLAKE3 hash of the weights of {model} is `{}`.", report.model.blake3)?;
         writeln!(out, "[`report.html`](report.html) and [`report.json`](report.json) have all measurements and the hash of each file;")?;
         writeln!(out, "`compress verify` compares the files with it.")
     }

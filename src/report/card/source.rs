@@ -21,8 +21,10 @@ const LOCAL: [&str; 13] = ["checkpoint", "checkpoints", "ckpt", "data", "home", 
 /// The model from which an output was made.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Source {
-    /// Name without its folder.
+    /// Name for titles.
     pub name: String,
+    /// Name of the folder or file, without the folders that contain it.
+    pub folder: String,
     /// The repository on the Hub that contains it.
     pub repository: Option<Repository>,
     /// The models on the Hub that it is, or that it is based on.
@@ -62,9 +64,15 @@ impl Source {
             }
         }
         source.base_models = base_models(repository.as_ref(), &source.metadata, model);
-        source.name = name(&model.path, repository.as_ref(), &source);
+        source.folder = folder(&model.path);
+        source.name = name(repository.as_ref(), &source);
         source.repository = repository;
         Ok(source)
+    }
+
+    /// The folder of an earlier run on this machine, which is not the original model.
+    pub(super) fn earlier_result(&self) -> Option<&str> {
+        (self.is_own && self.repository.is_none()).then_some(self.folder.as_str())
     }
 }
 
@@ -144,11 +152,13 @@ fn is_hub_name(name: &str) -> bool {
 }
 
 /// The name of the source for titles: that of its repository, or of its folder or file.
-fn name(path: &Path, repository: Option<&Repository>, source: &Source) -> String {
+fn name(repository: Option<&Repository>, source: &Source) -> String {
     let base = repository.map(|repository| &repository.id).or_else(|| source.base_models.first().filter(|_| source.is_own));
-    if let Some((_, name)) = base.and_then(|id| id.split_once('/')) {
-        return name.to_owned();
-    }
+    base.and_then(|id| id.split_once('/')).map_or_else(|| source.folder.clone(), |(_, name)| name.to_owned())
+}
+
+/// The name of a folder, or of a file without its extension.
+fn folder(path: &Path) -> String {
     let path = files::absolute(path);
     let name = if files::is_dir(&path) { path.file_name() } else { path.file_stem() };
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
