@@ -5,7 +5,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use compress::pass::{Cast, PruneUnstructured, Quantize};
+use compress::export::{Layout, Safetensors};
+use compress::pass::{Cast, PruneUnstructured, Quantize, QuantizeDynamic};
 use compress::pipeline::{PartIndex, verify};
 use compress::prelude::*;
 use serde_json::{Map, Value, json};
@@ -203,6 +204,20 @@ fn the_card_of_a_second_run_names_the_folder_of_the_first() {
         assert!(second.contains(&part), "{part}\n{second}");
     }
     assert!(!card(&first).contains("earlier result") && !card(&first).contains("Compared with"), "{}", card(&first));
+}
+
+/// A layout is a step like a pass: after it, the weights have other encodings.
+#[test]
+fn a_card_states_a_layout_that_changes_encodings() {
+    let desk = Desk::new();
+    let quantized = run(&desk, &model(&desk, SOURCE_CARD), QuantizeDynamic::default());
+    let with = |layout: Layout| card(&desk.run(&quantized.path, pipeline().measure(false).export(Safetensors::with_layout(layout))).unwrap().path);
+    let steps = |card: &str| card.lines().filter(|line| line.starts_with(['1', '2', '3'])).map(str::to_owned).collect::<Vec<_>>();
+    let dense = steps(&with(Layout::Dense));
+    assert!(dense.len() == 2 && dense[0].contains("were quantized to int8"), "{dense:?}");
+    assert_eq!(dense[1], "2. All weights were written as plain floats (`safetensors`, `layout: dense`).");
+    assert!(steps(&with(Layout::Sparse))[1].starts_with("2. Weights with many zeros were written as a bitmask"));
+    assert_eq!(steps(&with(Layout::Auto)), dense[..1]);
 }
 
 #[test]

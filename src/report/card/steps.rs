@@ -46,7 +46,11 @@ pub(super) fn of_pass(pass: &PassReport) -> String {
     format!("{text} ({details}): {}.", counted(pass.tensors_changed, "weight"))
 }
 
-/// The formats of a recipe other than the default one, as sentences.
+/// What a layout of safetensors does to weights of any encoding.
+const LAYOUTS: [(&str, &str); 2] =
+    [("dense", "All weights were written as plain floats"), ("sparse", "Weights with many zeros were written as a bitmask with the other values")];
+
+/// The formats of a recipe as sentences, without safetensors in a layout that keeps the encodings.
 pub(super) fn of_formats(recipe: &Value) -> Vec<String> {
     let entries = recipe.get("export").and_then(Value::as_array).into_iter().flatten();
     let named = entries.filter_map(|entry| match entry {
@@ -54,11 +58,16 @@ pub(super) fn of_formats(recipe: &Value) -> Vec<String> {
         other => other.as_object()?.iter().next().map(|(name, options)| (name.as_str(), options)),
     });
     let sentence = |(name, options): (&str, &Value)| {
+        if name == "safetensors" {
+            let layout = options.get("layout").and_then(Value::as_str)?;
+            let (_, text) = LAYOUTS.iter().find(|(known, _)| *known == layout)?;
+            return Some(format!("{text} (`{name}`, `layout: {layout}`)."));
+        }
         let defaults = Export::from_name(name).map_or(Value::Null, |export| export.format().options());
         let details = details(name, options, &defaults, if name == "gguf" { &["type"] } else { &[] });
-        format!("The result was written in the format {details}.")
+        Some(format!("The result was written in the format {details}."))
     };
-    named.filter(|(name, _)| *name != "safetensors").map(sentence).collect()
+    named.filter_map(sentence).collect()
 }
 
 /// A name with the options in `stated`, and all options that differ from their defaults.
@@ -95,5 +104,8 @@ mod tests {
         assert_eq!(details(json!({ "scheme": "W8A8", "ignore": ["a".repeat(200)] })), "`quantize`, `scheme: W8A8`, `ignore` as in the recipe");
         let formats = of_formats(&json!({ "export": ["safetensors", { "gguf": { "type": "Q8_0" } }] }));
         assert_eq!(formats, ["The result was written in the format `gguf`, `type: Q8_0`."]);
+        let dense = of_formats(&json!({ "export": [{ "safetensors": { "layout": "dense", "shard_size": "5GB" } }] }));
+        assert_eq!(dense, ["All weights were written as plain floats (`safetensors`, `layout: dense`)."]);
+        assert!(of_formats(&json!({ "export": [{ "safetensors": { "layout": "auto" } }] })).is_empty());
     }
 }
