@@ -54,7 +54,7 @@ impl Run<'_> {
         let names: BTreeSet<String> = names.iter().filter_map(|file| Some(file.file_name()?.to_string_lossy().into_owned())).collect();
         // Weights that were uploaded while they were written are not in the folder.
         let is_local = report.outputs.iter().all(|file| folder.join(&file.path).is_file());
-        let loaded_by = is_local.then(|| complying(folder));
+        let loaded_by = is_local.then(|| complying(folder, &self.pipeline.loads));
         let data_sets = self.data_sets();
         let card = Card { report, source: &source, config: &config, files: &names, loaded_by: loaded_by.as_deref(), data_sets: &data_sets };
         write_text(&folder.join(card::FILE), &card.render())?;
@@ -101,9 +101,13 @@ fn collect(value: Option<&Value>, found: &mut Vec<String>) {
     }
 }
 
-/// The runtimes whose rules an output complies with. An output that cannot be read for a runtime does not
-/// comply.
-fn complying(folder: &Path) -> Vec<Target> {
+/// The runtimes whose rules an output complies with: the versions that the run names, and the newest versions
+/// of other runtimes. An output that cannot be read for a runtime does not comply.
+fn complying(folder: &Path, named: &[Target]) -> Vec<Target> {
     let complies = |target: &Target| contract::check(folder, *target).is_ok_and(|checked| checked.is_met());
-    Runtime::ALL.into_iter().map(Target::newest).filter(complies).collect()
+    let versions = |runtime: Runtime| {
+        let named: Vec<Target> = named.iter().copied().filter(|target| target.runtime() == runtime).collect();
+        if named.is_empty() { vec![Target::newest(runtime)] } else { named }
+    };
+    Runtime::ALL.into_iter().flat_map(versions).filter(complies).collect()
 }

@@ -5,6 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use compress::contract::Target;
 use compress::export::{Layout, Safetensors};
 use compress::pass::{Cast, PruneUnstructured, Quantize, QuantizeDynamic};
 use compress::pipeline::{PartIndex, verify};
@@ -218,6 +219,24 @@ fn a_card_states_a_layout_that_changes_encodings() {
     assert_eq!(dense[1], "2. All weights were written as plain floats (`safetensors`, `layout: dense`).");
     assert!(steps(&with(Layout::Sparse))[1].starts_with("2. Weights with many zeros were written as a bitmask"));
     assert_eq!(steps(&with(Layout::Auto)), dense[..1]);
+}
+
+/// The card states the versions of `loads`, and the newest ones of other runtimes.
+#[test]
+fn a_card_states_the_versions_that_the_run_has_checked() {
+    let desk = Desk::new();
+    let input = model(&desk, SOURCE_CARD);
+    let with = |targets: &[&str]| {
+        let targets: Vec<Target> = targets.iter().map(|target| target.parse().unwrap()).collect();
+        card(&desk.run(&input, pipeline().measure(false).pass(prune()).loads(targets)).unwrap().path)
+    };
+    let section = |versions: &str| format!("### vLLM\n\nComplies with the rules of {versions} (a static check).\n");
+    let cases: [(&[&str], &str); 3] = [(&[], "version 0.33"), (&["vllm@0.11"], "version 0.11"), (&["vllm@0.11", "sglang", "vllm"], "versions 0.11, 0.33")];
+    for (targets, versions) in cases {
+        let card = with(targets);
+        assert!(card.contains(&section(versions)) && card.matches("vllm serve").count() == 1, "{targets:?}: {card}");
+        assert!(card.contains("### SGLang\n\nComplies with the rules of version 0.5 "), "{targets:?}: {card}");
+    }
 }
 
 #[test]

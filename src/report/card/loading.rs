@@ -4,8 +4,8 @@ use std::fmt::{Result, Write};
 
 use super::Card;
 use super::tasks::Task;
+use crate::contract::Runtime;
 use crate::contract::facts::has_tokenizer;
-use crate::contract::{Runtime, Target};
 
 /// Stands for the location of the output.
 const PATH: &str = "path/to/model";
@@ -17,14 +17,18 @@ pub(super) fn write(card: &Card, out: &mut String) -> Result {
     let Some(targets) = card.loaded_by else {
         return writeln!(out, "`compress check {PATH} --loads vllm,sglang,transformers` checks which runtimes load the model.\n");
     };
-    let sections: Vec<(&Target, [String; 2])> = targets.iter().filter_map(|target| Some((target, example(card, target.runtime())?))).collect();
+    let versions = |runtime: Runtime| targets.iter().filter(|target| target.runtime() == runtime).map(|target| target.version()).collect::<Vec<_>>();
+    let loading = Runtime::ALL.into_iter().map(|runtime| (runtime, versions(runtime))).filter(|(_, versions)| !versions.is_empty());
+    let sections: Vec<(Runtime, Vec<&str>, [String; 2])> =
+        loading.filter_map(|(runtime, versions)| Some((runtime, versions, example(card, runtime)?))).collect();
     if sections.is_empty() {
         writeln!(out, "None of the runtimes whose rules `compress check --loads` knows loads the model directly.\n")?;
         writeln!(out, "```sh\ncompress densify {PATH} -o dense\n```\n\nThis converts all weights to floats in safetensors.\n")?;
         return Ok(());
     }
-    for (target, [language, code]) in sections {
-        writeln!(out, "### {}\n\nComplies with the rules of version {} (a static check).\n", title(target.runtime()), target.version())?;
+    for (runtime, versions, [language, code]) in sections {
+        let (noun, versions) = (if versions.len() > 1 { "versions" } else { "version" }, versions.join(", "));
+        writeln!(out, "### {}\n\nComplies with the rules of {noun} {versions} (a static check).\n", title(runtime))?;
         writeln!(out, "```{language}\n{code}\n```\n")?;
     }
     Ok(())
