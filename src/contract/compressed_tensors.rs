@@ -11,10 +11,13 @@ use crate::error::Result;
 use crate::store::DType;
 
 const OWN: &str = "run `compress densify`, which writes plain floats";
+const OWN_IN_RUN: &str = "use `--layout dense`, which writes plain floats: no runtime loads palettes or the sparse layout";
+const COPY_KEY: &str = "copy the key from the config.json of the original model";
+const COPY_KEY_IN_RUN: &str = "copy the key from the config.json of the original model into that of the model's folder";
 const RESAVE: &str = "the checkpoint is incomplete: save it again, or start from the original checkpoint";
 
 fn missing_config(folder: &Folder) -> Option<Finding> {
-    folder.config.is_none().then(|| Finding::new("config.json", "is missing", "copy it from the original model"))
+    folder.config.is_none().then(|| Finding::new("config.json", "is missing", "copy it from the original model").for_run("copy it into the model's folder"))
 }
 
 /// The configuration names the classes of the model.
@@ -24,7 +27,7 @@ pub(super) fn architectures(folder: &Folder, target: Target) -> Result<Vec<Findi
     }
     let names = folder.get("architectures").and_then(Value::as_array).map_or(0, Vec::len);
     let reason = format!("is missing or empty in config.json, by which {} selects the model class", target.runtime().name());
-    Ok(if names == 0 { vec![Finding::new("architectures", reason, "copy the key from the config.json of the original model")] } else { Vec::new() })
+    Ok(if names == 0 { vec![Finding::new("architectures", reason, COPY_KEY).for_run(COPY_KEY_IN_RUN)] } else { Vec::new() })
 }
 
 /// The configuration has a model type.
@@ -34,15 +37,15 @@ pub(super) fn model_type(folder: &Folder, target: Target) -> Result<Vec<Finding>
     }
     let reason = format!("is missing in config.json, by which {} selects the model class", target.runtime().name());
     let is_missing = folder.model_type().is_empty();
-    Ok(if is_missing { vec![Finding::new("model_type", reason, "copy the key from the config.json of the original model")] } else { Vec::new() })
+    Ok(if is_missing { vec![Finding::new("model_type", reason, COPY_KEY).for_run(COPY_KEY_IN_RUN)] } else { Vec::new() })
 }
 
 /// The folder is not in a format that only this program reads.
 pub(super) fn own_format(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let named = folder.get("model_type").and_then(Value::as_str).filter(|name| name.starts_with(OWN_TYPE));
-    let of_type = named.map(|name| Finding::new("model_type", format!("is `{name}`: only compress reads the folder"), OWN));
+    let of_type = named.map(|name| Finding::new("model_type", format!("is `{name}`: only compress reads the folder"), OWN).for_run(OWN_IN_RUN));
     let is_own = folder.quantization.as_ref().is_some_and(|quantization| quantization.method == crate::model::OWN_METHOD);
-    let of_method = is_own.then(|| Finding::new("quant_method", "is `compress`: only compress reads the weights", OWN));
+    let of_method = is_own.then(|| Finding::new("quant_method", "is `compress`: only compress reads the weights", OWN).for_run(OWN_IN_RUN));
     Ok(of_type.or(of_method).into_iter().collect())
 }
 
@@ -54,7 +57,8 @@ pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>>
         return Ok(Vec::new());
     }
     let reason = format!("is missing, and no other file has a vocabulary, which {} loads at the start", target.runtime().name());
-    Ok(vec![Finding::new("tokenizer.json", reason, "copy the tokenizer files of the original model into the folder")])
+    let finding = Finding::new("tokenizer.json", reason, "copy the tokenizer files of the original model into the folder");
+    Ok(vec![finding.for_run("copy the tokenizer files of the original model into the model's folder, from which the run reads them")])
 }
 
 /// All decoder layers are stored.

@@ -169,11 +169,17 @@ struct Finding {
     subject: String,
     reason: String,
     hint: String,
+    /// The next step for a run, whose output does not exist; `None` if it is the same.
+    hint_for_run: Option<&'static str>,
 }
 
 impl Finding {
     fn new(subject: impl Into<String>, reason: impl Into<String>, hint: impl Into<String>) -> Finding {
-        Finding { subject: subject.into(), reason: reason.into(), hint: hint.into() }
+        Finding { subject: subject.into(), reason: reason.into(), hint: hint.into(), hint_for_run: None }
+    }
+
+    fn for_run(self, hint: &'static str) -> Finding {
+        Finding { hint_for_run: Some(hint), ..self }
     }
 }
 
@@ -206,6 +212,15 @@ pub struct Violation {
     pub hint: String,
     /// File of the runtime, or its documentation.
     pub source: &'static str,
+    #[serde(skip)]
+    hint_for_run: Option<&'static str>,
+}
+
+impl Violation {
+    /// The next step after a run that was refused, so that its output does not exist.
+    pub(crate) fn hint_for_run(&self) -> &str {
+        self.hint_for_run.unwrap_or(&self.hint)
+    }
 }
 
 impl fmt::Display for Violation {
@@ -264,7 +279,7 @@ impl Checked {
         let mut checked = Checked::new(target);
         checked.rules.push(CheckedRule { name, sentence, source, is_met: false });
         let hint = format!("write one with `--export {}`", target.runtime.format());
-        checked.violations.push(Violation { rule: name, subject, reason, hint, source });
+        checked.violations.push(Violation { rule: name, subject, reason, hint, source, hint_for_run: None });
         checked
     }
 
@@ -356,6 +371,7 @@ fn apply<S>(rules: &[Rule<S>], output: &S, target: Target) -> Result<Checked> {
             reason: found.reason,
             hint: found.hint,
             source: rule.source,
+            hint_for_run: found.hint_for_run,
         }));
     }
     Ok(checked)

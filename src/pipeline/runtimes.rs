@@ -58,7 +58,7 @@ fn require_met(checked: Vec<Checked>) -> Result<Vec<Checked>> {
     }
     let listed = || broken.iter().flat_map(|checked| checked.violations.iter().take(LISTED));
     let mut hints = BTreeSet::new();
-    let hints: Vec<&str> = listed().map(|violation| violation.hint.as_str()).filter(|hint| hints.insert(*hint)).collect();
+    let hints: Vec<&str> = listed().map(Violation::hint_for_run).filter(|hint| hints.insert(*hint)).collect();
     let reasons: Vec<String> = broken.iter().map(|checked| describe(checked)).collect();
     Err(Error::run("loads", reasons.join("; "), hints.join("; ")))
 }

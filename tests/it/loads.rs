@@ -97,6 +97,8 @@ fn a_violation_is_an_error_before_any_work() {
     std::fs::remove_file(model.join("tokenizer.json")).unwrap();
     let error = plan(&model, pipeline().loads(targets(&["vllm"]))).unwrap_err();
     assert!(error.to_string().contains("tokenizer: `tokenizer.json` is missing"), "{error}");
+    // Next steps refer to the model, because there is no output.
+    assert!(error.hint().unwrap().contains("into the model's folder"), "{error:?}");
     assert!(plan(&model, pipeline().loads(targets(&["transformers"]))).is_ok());
 }
 
@@ -154,8 +156,10 @@ fn estimates_decide_only_rules_of_the_configuration() {
     assert_eq!(found(quantized().export(Onnx::default()), "onnxruntime"), BTreeSet::from(["ir-version", "opset"]));
     let sparse = || pipeline().measure(false).pass(PruneUnstructured::default()).export(Safetensors::with_layout(Layout::Sparse));
     assert_eq!(found(sparse(), "vllm"), BTreeSet::new());
-    let error = desk.run(&model, sparse().loads(targets(&["vllm"]))).map(|output| output.path).unwrap_err().to_string();
-    assert!(error.contains("own-format: `model_type` is `compress-llama`"), "{error}");
+    let error = desk.run(&model, sparse().loads(targets(&["vllm"]))).map(|output| output.path).unwrap_err();
+    assert!(error.to_string().contains("own-format: `model_type` is `compress-llama`"), "{error}");
+    let hint = error.hint().unwrap();
+    assert!(hint.contains("`--layout dense`") && !hint.contains("densify"), "{hint}");
 }
 
 #[test]
