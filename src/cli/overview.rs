@@ -114,7 +114,13 @@ fn examples(folder: &Path) -> Vec<String> {
         Some(model) => (quoted(model), pass(&folder.join(model))),
         None => ("hf:HuggingFaceTB/SmolLM2-135M-Instruct".to_owned(), "quantize"),
     };
-    commands.extend([format!("compress inspect {shown}"), format!("compress {first} {shown} -o out/{first}"), format!("compress init {shown} -o first.yaml")]);
+    // An output inside the folder of the model is refused.
+    let place = if shown == "." { "../" } else { "" };
+    commands.extend([
+        format!("compress inspect {shown}"),
+        format!("compress {first} {shown} -o {place}out/{first}"),
+        format!("compress init {shown} -o {place}first.yaml"),
+    ]);
     commands.truncate(3);
     commands
 }
@@ -173,5 +179,8 @@ mod tests {
         assert_eq!(first(2), "compress report small; compress inspect './my model'");
         write("recipe.yaml", "model: x\npasses: []\n");
         assert_eq!(first(3), "compress plan recipe.yaml; compress run recipe.yaml; compress report small");
+        // Inside the folder of a model.
+        let inside = examples(&folder.path().join("my model")).join("; ");
+        assert_eq!(inside, "compress inspect .; compress quantize-dynamic . -o ../out/quantize-dynamic; compress init . -o ../first.yaml");
     }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::args::{Global, TextFile};
 use super::output;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pipeline::starter;
 
@@ -37,6 +37,8 @@ impl Args {
             None if global.json => output::json(&serde_json::json!({ "recipe": text })),
             None => output::print(&text),
             Some(file) => {
+                self.file.check(&RECIPE)?;
+                require_outside(&self.model, file)?;
                 self.file.write(&RECIPE, || Ok(text))?;
                 if global.json {
                     return output::json(&serde_json::json!({ "written": file }));
@@ -45,4 +47,21 @@ impl Args {
             }
         }
     }
+}
+
+/// Refuses a recipe in the folder of its model: the output of a recipe is relative to it, and outputs inside
+/// the model's folder are refused.
+fn require_outside(model: &Path, file: &Path) -> Result<()> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // Remote models have no local folder.
+    let (Ok(model), Ok(folder)) = (std::fs::canonicalize(model), std::fs::canonicalize(folder)) else { return Ok(()) };
+    if !model.is_dir() || !folder.starts_with(&model) {
+        return Ok(());
+    }
+    let outside = model.with_file_name(file.file_name().unwrap_or_default());
+    Err(Error::Output {
+        path: file.to_owned(),
+        reason: "lies inside the folder of the model, which must not contain the output of the recipe".to_owned(),
+        hint: format!("write it outside: -o {}", outside.display()),
+    })
 }

@@ -86,6 +86,11 @@ fn files_that_force_must_not_overwrite() {
         "in/model.safetensors: exists, and --force replaces only .yaml files here",
         "name a file that ends with .yaml",
     )]);
+    #[cfg(feature = "run")]
+    check([
+        place("a recipe in the model", "init in -o in/first.yaml", "in/first.yaml: lies inside the folder of the model", "write it outside: -o /"),
+        place("a recipe in the model, through a link", "init in -o inlink/1_Pooling/first.yaml", "first.yaml: lies inside the folder", "/first.yaml"),
+    ]);
 }
 
 #[cfg(feature = "run")]
