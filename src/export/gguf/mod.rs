@@ -2,11 +2,12 @@
 
 mod file_type;
 mod importance;
+mod loss_notes;
 mod mixture;
 mod tensors;
 mod types;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ use serde_json::Value as Json;
 
 pub use self::file_type::FileType;
 use self::importance::{Importance, Matrix};
+use self::loss_notes::{loss_notes, quantized_inputs};
 use self::mixture::{Mixture, fit_row};
 use self::tensors::{Planned, fallback_note, split_fused, tensors, width};
 use self::types::RequestedTypes;
@@ -29,7 +31,7 @@ use crate::model::gguf::{Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
 use crate::store::gguf::{Kind, Outline, RowPermutation, Value, header};
 use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt, WeightMeasurement};
-use crate::store::{ActivationScheme, Bytes, DType, Encoding, Module, Pattern, StorageFormat, Weight, Weights};
+use crate::store::{Bytes, DType, Encoding, Module, Pattern, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The GGUF format.
@@ -200,7 +202,7 @@ impl Gguf {
         values.extend(entries);
         values.extend(importance.metadata());
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
-        notes.extend(loss_notes(model, &all, file));
+        notes.extend(loss_notes(model, &all, self.file_type, file));
         let tensors = tensors(&mut all, experts)?;
         let encoding = |planned: &Planned| planned.kind.to_string().to_lowercase() + if planned.importance.is_some() { " by importance" } else { "" };
         let encodings = all.iter().map(encoding).collect();
@@ -255,31 +257,6 @@ impl Gguf {
     }
 }
 
-/// Notes about precision and quantization that the file cannot represent.
-fn loss_notes(model: &Model, all: &[Planned], file: &str) -> Vec<String> {
-    let weights = &model.weights.by_name;
-    let quantized = weights.values().filter(|weight| weight.encoding != Encoding::Dense).count();
-    let activations = quantized_inputs(model);
-    let mut notes = Vec::new();
-    let halves: BTreeSet<&str> = all.iter().filter(|planned| planned.target == Kind::Plain(DType::F16)).map(|planned| planned.name.as_str()).collect();
-    let rounded = halves.into_iter().filter(|name| weights.get(*name).is_some_and(|weight| weight.dtype == DType::BF16)).count();
-    if rounded > 0 {
-        notes.push(format!(
-            "{file}: {rounded} BF16 matrices are converted to F16, which represents small values less precisely: use the type BF16 to keep them"
-        ));
-    }
-    if quantized > 0 {
-        notes.push(format!("{file}: {} dequantized and converted to the types of the file", counted(quantized, "quantized weight")));
-    }
-    if activations > 0 {
-        notes.push(format!(
-            "{file}: the recipe quantizes the inputs of {}, which a GGUF file cannot specify: runtimes use their own settings",
-            counted(activations, "layer")
-        ));
-    }
-    notes
-}
-
 /// Whether the checkpoint contains a head that `config.json` ties to the embedding.
 fn ties_head(model: &Model) -> bool {
     model.weights.by_name.contains_key(HEAD) && model.tied_names().contains(&(HEAD, EMBEDDING))
@@ -296,12 +273,6 @@ fn stores_head(model: &Model, family: &GgufFamily, read_values: bool) -> Result<
         return Ok(false);
     }
     Err(Error::tensor(HEAD, "differs from the embedding", format!("llama.cpp uses the embedding as the head of `{}`", family.architecture)))
-}
-
-/// Number of layers whose inputs are quantized.
-fn quantized_inputs(model: &Model) -> usize {
-    let quantized = |weight: &&Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.activations != ActivationScheme::None);
-    model.weights.by_name.values().filter(quantized).count()
 }
 
 /// Layout of the separate files for the weights of modules; `None` if the output is a single file.

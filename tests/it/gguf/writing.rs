@@ -249,3 +249,22 @@ fn verification_compares_shapes_with_properties() {
     let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
     assert!(checks.iter().all(|check| check.ok), "{checks:?}");
 }
+
+/// Floats with the errors of 4 bits are rarely intended.
+#[test]
+fn the_note_on_dequantized_weights_names_a_smaller_type() {
+    let note = |pass: compress::pass::Quantize, file_type| {
+        let (_source, model) = source("llama");
+        let folder = tempfile::tempdir().unwrap();
+        let run = Pipeline::builder().pass(pass).export(Gguf { file_type, ..Gguf::default() }).measure(false).build().unwrap();
+        let notes = run.run(model, folder.path().join("out")).unwrap().notes;
+        notes.into_iter().find(|note| note.contains("dequantized")).expect("a note")
+    };
+    let pass = |scheme: &str| serde_json::from_value::<compress::pass::Quantize>(serde_json::json!({ "scheme": scheme, "group_size": -1 })).unwrap();
+    // Rows of these models are shorter than 256.
+    let four = note(pass("W4A16"), FileType::F16);
+    assert!(four.contains("has their rounding errors") && four.contains("--export 'gguf: {type: Q4_0}'"), "{four}");
+    let eight = note(pass("W8A16"), FileType::BF16);
+    assert!(eight.contains("--export 'gguf: {type: Q8_0}'"), "{eight}");
+    assert!(!note(pass("W4A16"), FileType::Q4_0).contains("--export"));
+}

@@ -1,0 +1,64 @@
+//! Notes about what a GGUF file cannot represent.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::file_type::FileType;
+use super::tensors::Planned;
+use crate::error::counted;
+use crate::model::Model;
+use crate::store::gguf::Kind;
+use crate::store::{ActivationScheme, DType, Encoding, Weight};
+
+/// Notes about precision and quantization that the file cannot represent.
+pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, file: &str) -> Vec<String> {
+    let weights = &model.weights.by_name;
+    let quantized = weights.values().filter(|weight| weight.encoding != Encoding::Dense).count();
+    let activations = quantized_inputs(model);
+    let mut notes = Vec::new();
+    let halves: BTreeSet<&str> = all.iter().filter(|planned| planned.target == Kind::Plain(DType::F16)).map(|planned| planned.name.as_str()).collect();
+    let rounded = halves.into_iter().filter(|name| weights.get(*name).is_some_and(|weight| weight.dtype == DType::BF16)).count();
+    if rounded > 0 {
+        notes.push(format!(
+            "{file}: {rounded} BF16 matrices are converted to F16, which represents small values less precisely: use the type BF16 to keep them"
+        ));
+    }
+    if quantized > 0 {
+        let smaller = smaller_type(weights, file_type).map_or(String::new(), |smaller| {
+            format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `--export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
+        });
+        notes.push(format!("{file}: {} dequantized and converted to the types of the file{smaller}", counted(quantized, "quantized weight")));
+    }
+    if activations > 0 {
+        notes.push(format!(
+            "{file}: the recipe quantizes the inputs of {}, which a GGUF file cannot specify: runtimes use their own settings",
+            counted(activations, "layer")
+        ));
+    }
+    notes
+}
+
+/// The file type with about as many bits as the quantized weights, if `file_type` is a float type.
+fn smaller_type(weights: &BTreeMap<String, Weight>, file_type: FileType) -> Option<FileType> {
+    if !matches!(file_type.most(), Kind::Plain(_)) {
+        return None;
+    }
+    let widths = weights.values().filter_map(|weight| match &weight.encoding {
+        Encoding::Quantized(spec) => Some((spec.codes.bits(), weight.shape.last().is_some_and(|row| row.is_multiple_of(256)))),
+        Encoding::Dense => None,
+    });
+    let (bits, fits) = widths.reduce(|(most, all), (bits, fits)| (most.max(bits), all && fits))?;
+    Some(match (bits, fits) {
+        (..=4, true) => FileType::Q4_K_M,
+        (..=4, false) => FileType::Q4_0,
+        (5, true) => FileType::Q5_K_M,
+        (5, false) => FileType::Q5_0,
+        (6, true) => FileType::Q6_K,
+        _ => FileType::Q8_0,
+    })
+}
+
+/// Number of layers whose inputs are quantized.
+pub(super) fn quantized_inputs(model: &Model) -> usize {
+    let quantized = |weight: &&Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.activations != ActivationScheme::None);
+    model.weights.by_name.values().filter(quantized).count()
+}
