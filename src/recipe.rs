@@ -65,8 +65,8 @@ pub struct Recipe {
     pub sbom: Option<Sbom>,
     /// Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33 is
     /// a version. Their rules are checked before the run starts and on the written files
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "cli", schemars(with = "Vec<String>"))]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::one_or_several")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::one_or_several::one_or_several_schema::<String>"))]
     pub loads: Vec<Target>,
     /// Write a model card (README.md) to the output folder; otherwise the README.md of the model is copied
     #[serde(default = "yes")]
@@ -364,6 +364,13 @@ mod tests {
         assert_eq!(parse("cast:").unwrap(), full);
         let two = parse("cast: {}\n    quantize-dynamic: {}").unwrap_err().to_string();
         assert!(two.contains("`quantize-dynamic` is a second pass in one entry"), "{two}");
+    }
+
+    #[test]
+    fn one_runtime_needs_no_list() {
+        let loads = |text: &str| Recipe::parse(&format!("model: m\nloads: {text}\n"), Path::new("r.yaml")).map(|recipe| recipe.loads);
+        assert_eq!(loads("vllm").unwrap(), loads("[vllm]").unwrap());
+        assert!(loads("vlm").unwrap_err().to_string().contains("unknown runtime `vlm`"));
     }
 
     #[test]

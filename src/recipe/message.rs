@@ -12,8 +12,29 @@ use crate::store::select::nearest;
 /// The message with line, column and a snippet of `source`.
 pub(crate) fn explain(error: &Error, source: &str) -> String {
     let text = error.render_with_options(render_options! { formatter: &Plain, source_name: Some(source) });
-    text.strip_prefix("error: ").unwrap_or(&text).to_owned()
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let first = text.lines().next().unwrap_or_default();
+    match (SCALARS.iter().find(|expected| first.ends_with(**expected)), marked_key(text)) {
+        (Some(expected), Some(key)) => text.replace(expected, &format!("{expected} for `{key}`")),
+        _ => text.to_owned(),
+    }
 }
+
+/// The key whose value is marked in the snippet of a message.
+fn marked_key(text: &str) -> Option<&str> {
+    let is_marker = |line: &str| line.trim_start_matches([' ', '|']).starts_with('^');
+    let (source, marker) = text.lines().zip(text.lines().skip(1)).find(|(_, line)| is_marker(line))?;
+    let column = marker.chars().position(|c| c == '^')?;
+    let (end, _) = source.char_indices().nth(column)?;
+    let before = source.get(..end)?.trim_end_matches([' ', '"', '\'']).strip_suffix(':')?;
+    before.rsplit(|c: char| !c.is_alphanumeric() && c != '_' && c != '-').next().filter(|key| !key.is_empty())
+}
+
+const WHOLE: &str = "expected a whole number";
+const NUMBER: &str = "expected a number";
+const BOOLEAN: &str = "expected true or false";
+/// Messages that name the key of the value.
+const SCALARS: [&str; 3] = [WHOLE, NUMBER, BOOLEAN];
 
 /// The message of an error in JSON values, with a suggestion for an unknown key.
 pub(crate) fn explain_json(error: &serde_json::Error) -> String {
@@ -33,7 +54,9 @@ impl MessageFormatter for Plain {
             Error::Unexpected { expected: "sequence start", .. } => "expected a list, like [a, b]".into(),
             Error::Unexpected { expected: "mapping start", .. } => "expected keys with values, like { key: value }".into(),
             Error::Unexpected { expected: "string scalar" | "scalar", .. } => "expected a plain value".into(),
-            Error::InvalidScalar { ty: "u64" | "u32" | "usize", .. } => "expected a whole number".into(),
+            Error::InvalidScalar { ty: "u8" | "u16" | "u32" | "u64" | "usize" | "i8" | "i16" | "i32" | "i64" | "isize", .. } => WHOLE.into(),
+            Error::InvalidScalar { ty: "f32" | "f64" | "floating point" | "float", .. } => NUMBER.into(),
+            Error::InvalidScalar { ty: "bool" | "boolean", .. } => BOOLEAN.into(),
             Error::SerdeUnknownField { field, expected, .. } => unknown("key", field, expected).into(),
             Error::SerdeUnknownVariant { variant, expected, .. } => unknown("name", variant, expected).into(),
             Error::SerdeMissingField { field, .. } => format!("the key `{field}` is missing").into(),

@@ -25,7 +25,7 @@ const LAYERS: [&[&str]; 19] = [
     &["kernel"],
     &["entry", "work", "output"],
     &["files"],
-    &["cache", "error", "heap", "program", "registry"],
+    &["cache", "error", "heap", "one_or_several", "program", "registry"],
 ];
 
 /// Crates in `crates`, and the module that their root is imported as, if it is one.

@@ -7,6 +7,7 @@ pub mod cache;
 pub mod error;
 pub mod files;
 pub mod heap;
+pub mod one_or_several;
 pub mod output;
 pub mod program;
 pub mod registry;

@@ -21,8 +21,8 @@ mod image_input;
 mod images;
 mod labels;
 mod loader;
+mod name_or_options;
 mod npy;
-pub mod one_or_several;
 mod open_sets;
 mod options;
 mod order;
@@ -51,6 +51,7 @@ use std::sync::OnceLock;
 
 pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
+pub use compress_core::one_or_several;
 pub use corpus::{Corpus, CorpusText};
 pub use open_sets::{DataSets, OpenSets};
 pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, Task, WindowSampling};

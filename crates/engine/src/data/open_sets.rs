@@ -19,13 +19,16 @@ use crate::work::lock;
 #[serde(deny_unknown_fields, default)]
 pub struct DataSets {
     /// Evaluation data, for accuracy and other metrics
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "super::name_or_options::name_or_options")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "super::name_or_options::name_or_options_schema"))]
     pub evaluation: Option<Data>,
     /// Calibration data, for passes that collect activation statistics; labels are ignored
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "super::name_or_options::name_or_options")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "super::name_or_options::name_or_options_schema"))]
     pub calibration: Option<Data>,
     /// Training data
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "super::name_or_options::name_or_options")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "super::name_or_options::name_or_options_schema"))]
     pub train: Option<Data>,
     /// Data sets that this run has opened
     #[serde(skip)]
@@ -115,6 +118,15 @@ impl fmt::Debug for OpenSets {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_data_set_may_be_the_name_of_a_file() {
+        let parse = |text: &str| serde_saphyr::from_str::<DataSets>(text);
+        let sets = parse("{ calibration: a.txt, evaluation: b.npz, train: { text: c, samples: 3 } }").unwrap();
+        assert_eq!(sets, parse("{ calibration: { text: a.txt }, evaluation: { arrays: b.npz }, train: { text: c, samples: 3 } }").unwrap());
+        assert!(parse("{ calibration: null }").unwrap().is_empty());
+        assert!(parse("{ calibration: { txt: a } }").unwrap_err().to_string().contains("txt"));
+    }
 
     #[test]
     fn labels_of_calibration_data_are_ignored_unless_a_pass_reads_them() {

@@ -9,13 +9,22 @@ use crate::error::Result;
 impl Data {
     /// The data at a path; its kind follows from the file extension or the folder's contents.
     pub fn at(path: &Path) -> Data {
+        let with_path = Some(path.to_owned());
+        match Data::in_file(path) {
+            Some(data) => data,
+            None if arrays::folder_has_arrays(path) => Data { arrays: with_path, ..Data::default() },
+            None => Data { images: with_path, ..Data::default() },
+        }
+    }
+
+    /// The data in a file of texts or arrays, from its extension.
+    pub(super) fn in_file(path: &Path) -> Option<Data> {
         let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
         let path = Some(path.to_owned());
         match ending.as_str() {
-            "txt" | "raw" | "csv" | "tsv" | "jsonl" => Data { text: path, ..Data::default() },
-            "safetensors" | "npz" | "npy" => Data { arrays: path, ..Data::default() },
-            _ if arrays::folder_has_arrays(path.as_deref().unwrap_or(Path::new(""))) => Data { arrays: path, ..Data::default() },
-            _ => Data { images: path, ..Data::default() },
+            "txt" | "raw" | "csv" | "tsv" | "jsonl" => Some(Data { text: path, ..Data::default() }),
+            "safetensors" | "npz" | "npy" => Some(Data { arrays: path, ..Data::default() }),
+            _ => None,
         }
     }
 

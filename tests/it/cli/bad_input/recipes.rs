@@ -88,7 +88,18 @@ fn types_and_ranges() {
         recipe("a list for text", "model: [in]\n", "line 1 column 8: expected a plain value"),
         recipe("keys for a list", "model: in\npasses: { cast: {} }\n", "line 2 column 9: expected a list"),
         recipe("text for a list", "model: in\npasses:\n  - cast: { targets: \"*\" }\n", "line 3 column 22: expected a list"),
-        recipe("text for a switch", "model: in\nallow_nonfinite: perhaps\n", "line 2 column 18: invalid bool"),
+        recipe("text for a switch", "model: in\nallow_nonfinite: perhaps\n", "line 2 column 18: expected true or false for `allow_nonfinite`"),
+        recipe(
+            "text for a whole number of a pass",
+            "model: in\npasses:\n  - quantize: { scheme: W4A16, group_size: \"abc\" }\n",
+            "recipe.yaml: line 3 column 44: expected a whole number for `group_size`",
+        ),
+        #[cfg(feature = "run")]
+        recipe(
+            "data without an extension",
+            "model: in\ndata: { calibration: images }\n",
+            "line 2 column 22: the extension of `images` does not show what it contains: write { text: images }, or `images` or `arrays`",
+        ),
         recipe(
             "an amount above one",
             "model: in\npasses:\n  - prune-unstructured:\n      amount: 1.5\n",
