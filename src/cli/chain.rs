@@ -49,8 +49,8 @@ impl Args {
         }
         let command = Step::augment_subcommands(clap::Command::new("compress chain ... --").no_binary_name(true).subcommand_required(true));
         let step = |segment: Vec<OsString>| {
-            let matches = command.clone().try_get_matches_from(segment).unwrap_or_else(|e| super::output::exit_with_usage(e));
-            Step::from_arg_matches(&matches).unwrap_or_else(|e| super::output::exit_with_usage(e))
+            let matches = command.clone().try_get_matches_from(segment).unwrap_or_else(|e| super::usage::exit(e));
+            Step::from_arg_matches(&matches).unwrap_or_else(|e| super::usage::exit(e))
         };
         self.inner.run(segments.into_iter().map(step).collect(), global)
     }

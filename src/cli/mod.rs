@@ -25,6 +25,7 @@ mod running;
 #[path = "weights_only.rs"]
 mod running;
 mod schema;
+mod usage;
 mod verify;
 
 use std::ffi::OsString;
@@ -107,7 +108,7 @@ pub fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     let (head, segments) = chain::split(args);
-    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::exit_with_usage(e));
+    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| usage::exit(e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
     global.threads.into_iter().for_each(running::set_threads);
     let requested = crate::kernel::simd::requested().map_err(|reason| Error::option(crate::kernel::simd::VARIABLE, reason));
@@ -140,11 +141,11 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
     if let Some((name, sub)) = matches.subcommand()
         && PASSES.contains(&name)
     {
-        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::exit_with_usage(e));
-        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::exit_with_usage(e));
+        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| usage::exit(e));
+        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| usage::exit(e));
         return args.run(vec![step], global);
     }
-    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::exit_with_usage(e)).command {
+    match Cli::from_arg_matches(matches).unwrap_or_else(|e| usage::exit(e)).command {
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),

@@ -2,10 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
-use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 use std::path::Path;
 
-use clap::error::ContextKind;
 use serde::Serialize;
 use serde_json::json;
 
@@ -67,31 +65,6 @@ pub(super) fn error(error: &Error, global: &Global) {
         text += &format!("{cyan}hint:{off} {}\n", display(&in_flags(hint)));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
-}
-
-/// Exits with the message of a clap error: invalid arguments, or the requested help.
-pub(super) fn exit_with_usage(error: clap::Error) -> ! {
-    let error = explain_number(&error).unwrap_or(error);
-    let text = error.to_string();
-    match redact(&text) {
-        clean if clean == text => error.exit(),
-        clean => clap::Error::raw(error.kind(), clean.trim_start_matches("error: ")).exit(),
-    }
-}
-
-/// A clearer message for an invalid number than that of the standard library.
-fn explain_number(error: &clap::Error) -> Option<clap::Error> {
-    let source = std::error::Error::source(error)?;
-    let (argument, value) = (error.get(ContextKind::InvalidArg)?, error.get(ContextKind::InvalidValue)?.to_string());
-    let reason = match (source.downcast_ref::<ParseIntError>().map(ParseIntError::kind), source.downcast_ref::<ParseFloatError>()) {
-        (Some(IntErrorKind::PosOverflow | IntErrorKind::NegOverflow), _) => "the number is too large",
-        (Some(_), _) if value.parse::<i128>().is_ok() => "the number must not be negative",
-        (Some(_), _) => "expected a whole number",
-        (None, Some(_)) => "expected a number",
-        (None, None) => return None,
-    };
-    let message = format!("invalid value '{value}' for '{argument}': {reason}\n\nFor more information, try '--help'.\n");
-    Some(clap::Error::raw(error.kind(), message))
 }
 
 fn has_color() -> bool {

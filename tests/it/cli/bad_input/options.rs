@@ -136,6 +136,22 @@ fn flags() {
         small("a size of nothing", "cast in -o out --shard-size 0", 2, "`0` is not a size", ""),
         small("no threads", "cast in -o out --threads 0", 2, "invalid value '0' for '--threads", ""),
         small("an unknown flag", "cast in -o out --too f16", 2, "unexpected argument '--too'…a similar argument exists: '--to'", ""),
+        small("bits", "quantize in -o out --bits 4", 2, "unexpected argument '--bits'…tip: a scheme specifies the bits: `compress quantize", ""),
+        small("a type", "cast in -o out --dtype=bf16", 2, "unexpected argument '--dtype'…tip: types are changed with `--to`", ""),
+        small(
+            "an option of the output",
+            "chain in -o out -- cast --loads vllm",
+            2,
+            "'--loads'…tip: `--loads` applies to the output: write it before the first `--`",
+            "",
+        ),
+        small("a signature of a pass", "chain in -o out -- cast --sign key.pem", 2, "'--sign'…tip: `--sign` applies to the output", ""),
+        #[cfg(feature = "run")]
+        small("evaluation data", "eval in --eval x.txt", 2, "unexpected argument '--eval'…tip: the option is `--data`", ""),
+        #[cfg(feature = "run")]
+        small("data without an option", "eval in x.txt", 2, "unexpected argument 'x.txt'…tip: samples need an option: `--data FILE`", ""),
+        #[cfg(feature = "run")]
+        small("a prompt without an option", "generate in Once", 2, "unexpected argument 'Once'…tip: a prompt needs an option: `--prompt TEXT`", ""),
         small("an unknown command", "prune in -o out", 2, "unrecognized subcommand 'prune'…'prune-unstructured'", ""),
         small("no output", "cast in", 2, "required arguments were not provided…--output <DIR>", ""),
         small("no pass in a chain", "chain in -o out", 2, "chain: no pass: write a `--` before each pass", ""),
@@ -346,4 +362,12 @@ fn tables_of_one_family_with_different_values() {
     let one = "tensor `encoder.embed_tokens.weight`: is always `shared.weight` in this family, but both are stored with different values";
     let hint = "the family shares one table: remove the wrong one from the checkpoint";
     check([case("one of both", shared, "prune-unstructured in -o out --targets shared.weight", 1, one, hint)]);
+}
+
+/// An option that a command lacks is not a value.
+#[test]
+fn unknown_options_are_not_suggested_as_values() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = crate::cli::support::compress(folder.path(), "densify in -o out --loads vllm");
+    assert!(run.code == 2 && run.stderr.contains("unexpected argument '--loads'") && !run.stderr.contains("as a value"), "{}", run.stderr);
 }

@@ -98,7 +98,7 @@ fn types_and_ranges() {
         recipe(
             "data without an extension",
             "model: in\ndata: { calibration: images }\n",
-            "line 2 column 22: the extension of `images` does not show what it contains: write { text: images }, or `images` or `arrays`",
+            "the extension of `images` does not show what it contains: write { text: images }, or `images` or `arrays`",
         ),
         recipe(
             "an amount above one",
