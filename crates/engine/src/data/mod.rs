@@ -53,6 +53,7 @@ pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
 pub use compress_core::one_or_several;
 pub use corpus::{Corpus, CorpusText};
+pub use name_or_options::NOT_LOCAL;
 pub use open_sets::{DataSets, OpenSets};
 pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, Task, WindowSampling};
 pub use order::Order;

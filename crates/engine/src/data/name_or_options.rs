@@ -7,6 +7,9 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor, value};
 
 use super::options::Data;
 
+/// Why a remote folder or data set of the Hub is refused.
+pub const NOT_LOCAL: &str = "is not a file: data sets are not downloaded, so data must be local files";
+
 struct Form;
 
 impl<'de> Visitor<'de> for Form {
@@ -25,6 +28,9 @@ impl<'de> Visitor<'de> for Form {
     }
 
     fn visit_str<E: de::Error>(self, name: &str) -> Result<Option<Data>, E> {
+        if crate::files::is_remote(Path::new(name)) && Data::in_file(Path::new(name)).is_none() {
+            return Err(E::custom(format!("`{name}` {NOT_LOCAL}")));
+        }
         // Folders are not searched, because the path is not resolved yet.
         let unknown = || E::custom(format!("the extension of `{name}` does not show what it contains: write {{ text: {name} }}, or `images` or `arrays`"));
         Data::in_file(Path::new(name)).map(Some).ok_or_else(unknown)

@@ -270,18 +270,21 @@ impl Names {
     fn record(&self, line: u64, text: &str) -> Result<Record> {
         let object: Map<String, Value> =
             serde_json::from_str(text).map_err(|e| Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}")))?;
-        let find = |name: &Option<String>, defaults: &[&str]| match name {
-            Some(name) => object.get(name).ok_or_else(|| name.clone()),
-            None => defaults.iter().find_map(|name| object.get(*name)).ok_or_else(|| defaults.first().copied().unwrap_or("").to_owned()),
+        let find = |name: &Option<String>, defaults: &[&str], option: &str| match name {
+            Some(name) => object.get(name).ok_or_else(|| format!("`{name}`")),
+            None => defaults
+                .iter()
+                .find_map(|name| object.get(*name))
+                .ok_or_else(|| format!("`{}`: specify `{option}`", defaults.first().copied().unwrap_or_default())),
         };
         let value = |found: Result<&Value, String>| match found {
             Ok(Value::String(text)) => Ok(Label::Text(text.clone())),
             Ok(Value::Bool(value)) => Ok(Label::Text(value.to_string())),
             Ok(Value::Number(number)) => Ok(Label::Number(number.to_string())),
             Ok(_) => Err(Error::malformed(&self.path, format!("line {line}: a text or label must be a string, a number or a boolean"))),
-            Err(name) => {
+            Err(missing) => {
                 let names: Vec<String> = object.keys().cloned().collect();
-                Err(Error::malformed(&self.path, format!("line {line} has no `{name}`; its keys are {}", listed(&names))))
+                Err(Error::malformed(&self.path, format!("line {line} has no {missing}; its keys are {}", listed(&names))))
             }
         };
         let named = self.text.as_deref().or_else(|| [TEXT[0], TEXT[1], MESSAGES].into_iter().find(|name| object.contains_key(*name)));
@@ -290,12 +293,12 @@ impl Names {
                 Text::Chat(self.chat(line, messages, &object)?)
             }
             (Some(MESSAGES), Some(_)) => return Err(self.wrong(line, "`messages` is not a list: store it as JSON, not as a string")),
-            _ => Text::Plain(value(find(&self.text, &TEXT))?.into_text()),
+            _ => Text::Plain(value(find(&self.text, &TEXT, "text_column"))?.into_text()),
         };
         Ok(Record {
             text,
-            pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[]))).transpose()?.map(Label::into_text),
-            label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL))?) } else { None },
+            pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[], "pair_column"))).transpose()?.map(Label::into_text),
+            label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL, "label_column"))?) } else { None },
             line,
         })
     }
@@ -361,7 +364,8 @@ mod tests {
         assert!(wrong("a.csv", "text,b\n1,a\n", "{}").contains("label_column"));
         assert!(wrong("a.csv", "a,b\n1,2\n", "{ header: false, text_column: b }").contains("column `b`: with `header: false`, columns are selected by number"));
         assert!(wrong("a.csv", "a,b\n1\n", "{ text_column: 0, label_column: 1 }").contains("line 2 has 1 columns"));
-        assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`; its keys are `a`"));
+        assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`: specify `text_column`; its keys are `a`"));
+        assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{ text_column: b }").contains("line 1 has no `b`; its keys are `a`"));
         assert!(wrong("a.jsonl", "[1]\n", "{}").contains("line 1 is not a JSON object"));
         assert!(wrong("a.txt", "a\n", "{}").contains("no columns"));
         assert!(wrong("a.md", "a\n", "{}").contains(".jsonl"));

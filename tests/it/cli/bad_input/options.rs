@@ -147,6 +147,8 @@ fn flags() {
         ),
         small("a signature of a pass", "chain in -o out -- cast --sign key.pem", 2, "'--sign'…tip: `--sign` applies to the output", ""),
         #[cfg(feature = "run")]
+        small("data of the Hub", "quantize-static in -o out --calibration hf:org/name", 2, "`hf:org/name` is not a file: data sets are not downloaded", ""),
+        #[cfg(feature = "run")]
         small("evaluation data", "eval in --eval x.txt", 2, "unexpected argument '--eval'…tip: the option is `--data`", ""),
         #[cfg(feature = "run")]
         small("data without an option", "eval in x.txt", 2, "unexpected argument 'x.txt'…tip: samples need an option: `--data FILE`", ""),

@@ -95,6 +95,8 @@ fn types_and_ranges() {
             "recipe.yaml: line 3 column 44: expected a whole number for `group_size`",
         ),
         #[cfg(feature = "run")]
+        recipe("data of the Hub", "model: in\ndata: { calibration: 'hf:org/name' }\n", "`hf:org/name` is not a file: data sets are not downloaded"),
+        #[cfg(feature = "run")]
         recipe(
             "data without an extension",
             "model: in\ndata: { calibration: images }\n",
