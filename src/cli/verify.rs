@@ -6,7 +6,7 @@ use super::args::Global;
 use super::output;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::output::{SIGNATURE, reported_output};
+use crate::output::{SIGNATURE, file_name, report_folder, reported_output};
 use crate::pipeline::{Check, verify};
 use crate::provenance::{PublicKey, verify_signature};
 use crate::report::terminal::table;
@@ -40,8 +40,7 @@ impl Args {
         match checks.iter().find(|c| !c.ok) {
             None => Ok(()),
             Some(check) => {
-                let output = reported_output(&self.folder);
-                let path = if files::is_dir(&output) { output.join(&check.path) } else { output.with_file_name(&check.path) };
+                let path = located(&reported_output(&self.folder), &check.path);
                 Err(Error::Verification { path, reason: check.finding.clone() })
             }
         }
@@ -62,6 +61,17 @@ impl Args {
     }
 }
 
+/// The path of a file of an output. Files of a single-file output whose names do not start with its name are
+/// in the folder of its report.
+fn located(output: &Path, name: &str) -> PathBuf {
+    match file_name(output).filter(|_| !files::is_dir(output)) {
+        None => output.join(name),
+        Some(_) if name == "." => output.to_owned(),
+        Some(file) if name.starts_with(&file) => output.with_file_name(name),
+        Some(_) => report_folder(output).join(name),
+    }
+}
+
 /// The folder that the signature of an output is in.
 fn signed_folder(path: &Path) -> Result<PathBuf> {
     let output = reported_output(path);
@@ -70,4 +80,17 @@ fn signed_folder(path: &Path) -> Result<PathBuf> {
     }
     let reason = format!("{} is not a folder: only folders are signed", output.display());
     Err(Error::option("--key", reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_an_output_are_located() {
+        let path = |output: &str, name: &str| located(Path::new(output), name).display().to_string();
+        assert_eq!(path("o/folder", "bom.cdx.json"), "o/folder/bom.cdx.json");
+        assert_eq!(path("o/m.gguf", "bom.cdx.json"), "o/m.gguf.report/bom.cdx.json");
+        assert_eq!([path("o/m.onnx", "m.onnx"), path("o/m.onnx", "m.onnx.data"), path("o/m.onnx", ".")], ["o/m.onnx", "o/m.onnx.data", "o/m.onnx"]);
+    }
 }

@@ -94,7 +94,9 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
     let mut paths: Vec<PathBuf> = report.iter().cloned().chain([target.to_owned()]).filter(|path| path.symlink_metadata().is_ok()).collect();
     let (Some(first), folder) = (paths.first(), report.as_deref().unwrap_or(target)) else { return Ok(()) };
     if replace == Replace::Never {
-        return Err(exists(first));
+        let is_leftover = report.as_ref() == Some(first) && target.symlink_metadata().is_err();
+        let reason = format!("its report exists: {}", redact_path(first).display());
+        return Err(if is_leftover { refuse(target, &reason, "set `force` to replace it, or choose another name") } else { exists(target) });
     }
     // While another process replaces the output, its report may not describe its files.
     let state = || [target, folder].map(|path| fs::symlink_metadata(path).ok().map(|about| (about.dev(), about.ino())));
@@ -240,6 +242,23 @@ pub(super) fn exists(path: &Path) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_report_of_a_file_is_named_with_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, file) = (folder.path().join("input"), folder.path().join("q.gguf"));
+        fs::create_dir(&input).unwrap();
+        fs::create_dir(report_folder(&file)).unwrap();
+        let told = || match check_target(&file, Replace::Never, &(&input).into()).unwrap_err() {
+            Error::Output { path, reason, hint } => (path, reason, hint),
+            other => panic!("{other}"),
+        };
+        let (path, reason, hint) = told();
+        assert!(path == file && reason.starts_with("its report exists: ") && reason.ends_with("q.gguf.report"), "{reason}");
+        assert!(hint.contains("`force`") && hint.contains("another name"), "{hint}");
+        fs::write(&file, "").unwrap();
+        assert_eq!(told(), (file.clone(), "exists".to_owned(), hint));
+    }
 
     #[test]
     fn rejects_outputs_that_overlap_the_input_or_cannot_be_created() {
