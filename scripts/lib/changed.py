@@ -24,7 +24,7 @@ CRATES = {
 # Modules of tests/it that test files, by the beginning of their path; all matching rows apply.
 TESTS = {
     "crates/kernels/": "ops laws goldens",
-    "crates/core/src/files": "cli::commands mutated",
+    "crates/core/src/files": "cli::commands cli::hub_output mutated",
     "crates/core/src/output": "cli parts",
     "crates/core/src/store/gguf": "contract loads",
     "crates/core/src/store": "goldens laws gguf pieces mutated corpus",

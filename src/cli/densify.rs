@@ -14,8 +14,8 @@ pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
     /// hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx or .gguf file; also s3://bucket/name, gs:// and az://, for which ONNX files
-    /// are first written to TMPDIR
+    /// Output folder, or an .onnx or .gguf file; also hf:org/name, which is first written to TMPDIR, and
+    /// s3://bucket/name, gs:// and az://, for which only ONNX files are
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
     /// Convert only the sparse layout; quantized weights stay quantized

@@ -137,12 +137,17 @@ impl Pipeline {
         })
     }
 
-    /// A note if the output is remote and some of its formats cannot be streamed: they are written to a
-    /// local folder first, then uploaded.
+    /// A note if the output is remote and some of its formats cannot be streamed to it: they are written to
+    /// a local folder first, then uploaded.
     #[doc(hidden)]
     pub fn local_staging_note(&self, model: &Model, output: &Path) -> Option<String> {
         let exports = self.exports(model);
-        let formats: Vec<&str> = exports.iter().map(Export::format).filter(|format| !format.streams()).map(crate::export::Format::name).collect();
+        let formats: Vec<&str> = exports
+            .iter()
+            .map(Export::format)
+            .filter(|format| !(crate::files::is_streamed(output) && format.streams()))
+            .map(crate::export::Format::name)
+            .collect();
         (crate::files::is_remote(output) && !formats.is_empty()).then(|| {
             let (formats, folder) = (formats.join(", "), std::env::temp_dir());
             format!(

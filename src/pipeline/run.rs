@@ -98,7 +98,7 @@ impl<'a> Run<'a> {
         let formats = || self.pipeline.export.iter().map(Export::format);
         let forecasts = formats().map(|format| format.forecast(&self.after, &self.state)).collect::<Result<Vec<SizeForecast>>>()?;
         let staging = Staging::new(output, self.pipeline.replace(), self.pipeline.protected(&self.input))?;
-        let is_local = |format: &dyn Format| !(staging.destination().is_remote() && format.streams());
+        let is_local = |format: &dyn Format| !(staging.destination().is_streamed() && format.streams());
         let forecasts: Vec<SizeForecast> = forecasts.into_iter().zip(formats()).filter(|(_, format)| is_local(*format)).map(|(forecast, _)| forecast).collect();
         self.state.data_file = staging.data_name().map(str::to_owned);
         // When resuming, the checkpoints already exist.

@@ -13,18 +13,18 @@ use compress::prelude::*;
 use crate::cli::servers::{Answer, COMMIT, Files, Request, Server, files, hub, s3};
 use crate::cli::support::{Run, command, floats, model_of, names, ok, read_json, snapshot};
 
-const TOKEN: &str = "hf_averysecrettoken";
+pub(super) const TOKEN: &str = "hf_averysecrettoken";
 /// Secrets that must never be printed.
 const SECRETS: [&str; 4] = [TOKEN, "verysecretsignature", "verysecretkey", "secretkeyid"];
 
 /// A model larger than one range, and the output of a local run.
-struct Workspace {
+pub(super) struct Workspace {
     folder: tempfile::TempDir,
     files: Files,
 }
 
 impl Workspace {
-    fn new() -> Workspace {
+    pub fn new() -> Workspace {
         let folder = tempfile::tempdir().unwrap();
         let tensors = [floats("a.weight", &[400, 400]), floats("b.bias", &[64]), floats("c.weight", &[64, 64])];
         model_of(&folder.path().join("in"), &json!({ "model_type": "bert" }), &tensors);
@@ -33,12 +33,12 @@ impl Workspace {
         Workspace { folder, files }
     }
 
-    fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         self.folder.path()
     }
 
     /// Runs the binary with an endpoint and a token. Its output must not contain secrets.
-    fn run(&self, args: &str, variables: &[(&str, &str)]) -> Run {
+    pub fn run(&self, args: &str, variables: &[(&str, &str)]) -> Run {
         let (mut command, temporary) = (command(self.path()), tempfile::tempdir().unwrap());
         command.args(args.split_whitespace()).env("HF_HOME", self.path().join("home")).env("TMPDIR", temporary.path());
         for name in ["HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
@@ -363,7 +363,7 @@ fn a_bucket_contains_the_same_as_a_folder() {
         assert!(run.code == 1 && run.stderr.contains(message), "{}", run.stderr);
     }
     for (args, message) in
-        [("quantize-dynamic in -o s3://bucket/parts --part 1/2", "another machine"), ("quantize-dynamic in -o hf:org/name", "cannot be written to")]
+        [("quantize-dynamic in -o s3://bucket/parts --part 1/2", "another machine"), ("quantize-dynamic in -o https://host/name", "cannot be written to")]
     {
         let run = place.run(args, &variables);
         assert!(run.code == 1 && run.stderr.contains(message), "{args}: {}", run.stderr);

@@ -1,5 +1,5 @@
-//! Destinations of output files: a local folder, or a remote folder to which large files are uploaded
-//! while they are written.
+//! Destinations of output files: a local folder, a folder in a bucket, to which large files are uploaded
+//! while they are written, or a repository of the Hub, to which a local folder is committed.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,17 +11,23 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{remote, remote_name};
 
-/// A folder for output files. For a remote folder, small files are staged in a local folder, and files
-/// created with [`create`](Destination::create) are uploaded while they are written. If it is dropped
-/// before it is published, everything uploaded is removed.
+/// A folder for output files. For a bucket, small files are staged in a local folder, and files created
+/// with [`create`](Destination::create) are uploaded while they are written. If it is dropped before it is
+/// published, everything uploaded is removed. For a repository of the Hub, all files are staged.
 #[derive(Debug)]
 pub struct Destination {
     folder: PathBuf,
-    remote: Option<RemoteTarget>,
+    remote: Option<Remote>,
 }
 
 #[derive(Debug)]
-struct RemoteTarget {
+enum Remote {
+    Bucket(BucketFolder),
+    Hub(remote::HubUpload),
+}
+
+#[derive(Debug)]
+struct BucketFolder {
     target: PathBuf,
     upload: remote::Upload,
     /// Names of the files created with [`create`](Destination::create).
@@ -34,11 +40,15 @@ impl Destination {
         Destination { folder: folder.into(), remote: None }
     }
 
-    /// A remote folder, which must not exist yet. Small files are staged in the local `folder`. Fails if the
-    /// remote folder exists or another run is writing it.
+    /// A remote folder. Small files, or all files for the Hub, are staged in the local `folder`. Fails if a
+    /// folder in a bucket exists or another run is writing it.
     pub fn remote(target: &Path, folder: impl Into<PathBuf>) -> io::Result<Destination> {
         let name = remote_name(target).ok_or(io::ErrorKind::InvalidInput)?;
-        let remote = RemoteTarget { target: target.to_owned(), upload: remote::Upload::begin(name)?, created: Mutex::default() };
+        let remote = if remote::is_streamed(name) {
+            Remote::Bucket(BucketFolder { target: target.to_owned(), upload: remote::Upload::begin(name)?, created: Mutex::default() })
+        } else {
+            Remote::Hub(remote::HubUpload::begin(name)?)
+        };
         Ok(Destination { folder: folder.into(), remote: Some(remote) })
     }
 
@@ -47,23 +57,35 @@ impl Destination {
         &self.folder
     }
 
-    /// Whether files created with [`create`](Destination::create) are uploaded to another machine.
+    /// Whether the files are uploaded to another machine.
     pub fn is_remote(&self) -> bool {
         self.remote.is_some()
+    }
+
+    /// Whether files created with [`create`](Destination::create) are uploaded while they are written.
+    pub fn is_streamed(&self) -> bool {
+        self.bucket().is_some()
+    }
+
+    fn bucket(&self) -> Option<&BucketFolder> {
+        match &self.remote {
+            Some(Remote::Bucket(bucket)) => Some(bucket),
+            Some(Remote::Hub(_)) | None => None,
+        }
     }
 
     /// Whether two concurrent runs could both write the same folder, because the backend has no
     /// conditional writes.
     pub fn can_race(&self) -> bool {
-        self.remote.as_ref().is_some_and(|remote| remote.upload.can_race())
+        self.bucket().is_some_and(|bucket| bucket.upload.can_race())
     }
 
     /// Creates a file of `length` bytes. Returns its final location too.
     pub fn create(&self, name: &str, length: u64) -> io::Result<(PathBuf, NewFile)> {
-        match &self.remote {
-            Some(remote) => {
-                created(remote).insert(name.to_owned());
-                Ok((remote.target.join(name), NewFile(Bytes::Remote(remote.upload.create(name, length)))))
+        match self.bucket() {
+            Some(bucket) => {
+                created(bucket).insert(name.to_owned());
+                Ok((bucket.target.join(name), NewFile(Bytes::Remote(bucket.upload.create(name, length)))))
             }
             None => {
                 let path = self.folder.join(name);
@@ -75,22 +97,28 @@ impl Destination {
 
     /// Location of a file of this destination.
     pub fn location(&self, name: &str) -> PathBuf {
-        let folder = self.remote.as_ref().filter(|remote| created(remote).contains(name)).map_or(&self.folder, |remote| &remote.target);
+        let folder = self.bucket().filter(|bucket| created(bucket).contains(name)).map_or(&self.folder, |bucket| &bucket.target);
         folder.join(name)
     }
 
-    /// Uploads the files of the local folder, with files that complete the model last, and verifies each by
-    /// reading it back. `progress` receives the number of additional bytes processed, in total twice the
-    /// size of the files, and returns whether to continue. Does nothing for local destinations. Fails if
-    /// `progress` returns `false` or a file reads back differently. Then everything uploaded is removed.
+    /// Uploads the files of the local folder. In a bucket, files that complete the model are last, and each
+    /// is verified by reading it back. In a repository, all files appear with one commit. `progress`
+    /// receives the number of additional bytes processed, in total twice the size of the files, and returns
+    /// whether to continue. Does nothing for local destinations. Fails if `progress` returns `false` or a
+    /// file reads back differently. Then everything uploaded is removed from a bucket, and the branch of a
+    /// repository is unchanged.
     pub fn publish(&self, progress: &(dyn Fn(u64) -> bool + Sync)) -> io::Result<()> {
-        let Some(remote) = &self.remote else { return Ok(()) };
-        remote.upload.publish(&self.folder, &|bytes| if progress(bytes) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) })
+        let progress = |bytes| if progress(bytes) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) };
+        match &self.remote {
+            Some(Remote::Bucket(bucket)) => bucket.upload.publish(&self.folder, &progress),
+            Some(Remote::Hub(upload)) => upload.publish(&self.folder, &progress),
+            None => Ok(()),
+        }
     }
 }
 
-fn created(remote: &RemoteTarget) -> MutexGuard<'_, BTreeSet<String>> {
-    remote.created.lock().unwrap_or_else(PoisonError::into_inner)
+fn created(bucket: &BucketFolder) -> MutexGuard<'_, BTreeSet<String>> {
+    bucket.created.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An output file, which any thread can write at any offset.

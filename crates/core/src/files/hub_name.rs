@@ -15,6 +15,8 @@ pub struct Repository {
 const NESTED: [&str; 2] = ["refs/pr/", "refs/convert/"];
 /// Prefixes of the folders in the cache of `huggingface_hub`, which contain repositories.
 const CACHED: [&str; 2] = ["models--", "datasets--"];
+/// File with the LFS patterns of a repository, which the Hub creates and changes.
+pub const GIT_ATTRIBUTES: &str = ".gitattributes";
 /// Start of the addresses of data sets.
 const DATASETS: &str = "https://huggingface.co/datasets/";
 

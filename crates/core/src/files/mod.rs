@@ -25,10 +25,10 @@ use std::sync::Arc;
 
 pub use destination::{Destination, NewFile};
 pub use file_cache::FileCache;
-pub use hub_name::{Repository, data_set_id, is_repository_id};
+pub use hub_name::{GIT_ATTRIBUTES, Repository, data_set_id, is_repository_id};
 pub use local_names::LocalNames;
 pub use remote::{SCHEMES, describe};
-pub use stores::{Store, is_writable, prefetch, register_store};
+pub use stores::{Store, is_streamed, is_writable, prefetch, register_store};
 
 /// Type of a file system entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +77,12 @@ pub fn require_no_secret(name: &str) -> io::Result<()> {
 /// Whether a path is a remote name.
 pub fn is_remote(path: &Path) -> bool {
     remote_name(path).is_some()
+}
+
+/// Checks that a name like `hf:org/name` is a branch of a repository that this user can probably write.
+/// Returns whether the repository exists. Later reads see the current commit.
+pub fn require_repository(path: &Path) -> io::Result<bool> {
+    remote::require_repository(remote_name(path).ok_or(io::ErrorKind::InvalidInput)?)
 }
 
 /// Resolves a path relative to a folder. Remote names are absolute.

@@ -97,6 +97,29 @@ impl Outgoing {
     }
 }
 
+/// An output in a repository of the Hub. Uninhabited in this build.
+#[derive(Debug)]
+pub(super) enum HubUpload {}
+
+impl HubUpload {
+    pub fn begin(_name: &str) -> io::Result<HubUpload> {
+        Err(refused())
+    }
+
+    pub fn publish(&self, _folder: &std::path::Path, _progress: &(dyn Fn(u64) -> io::Result<()> + Sync)) -> io::Result<()> {
+        match *self {}
+    }
+}
+
+pub(super) fn require_repository(_name: &str) -> io::Result<bool> {
+    Err(refused())
+}
+
+/// Returns `true`, so that the error of creating the folder is reported.
+pub(super) fn is_streamed(_name: &str) -> bool {
+    true
+}
+
 /// Returns `true`, so that the error of opening the file is reported instead.
 pub fn is_writable(_name: &str) -> bool {
     true

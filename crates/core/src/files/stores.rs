@@ -122,6 +122,12 @@ pub fn is_writable(name: &str) -> bool {
     find(name).is_none() && remote::is_writable(name)
 }
 
+/// Whether files of an output are uploaded while they are written. Otherwise, remote outputs are staged
+/// in a local folder first.
+pub fn is_streamed(path: &Path) -> bool {
+    path.to_str().is_some_and(|name| find(name).is_none() && remote::is_streamed(name))
+}
+
 /// Prefetches the first chunk of a file that will be opened soon.
 pub fn prefetch(path: &Path) {
     if path.to_str().and_then(find).is_none() {

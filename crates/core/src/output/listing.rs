@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 use serde::Deserialize;
 
 use super::names::{REPORT_FILES, file_format, file_name};
-use crate::files::FileCache;
+use crate::files::{self, FileCache, SMALL_FILE};
 
 /// The files that a report lists.
 #[derive(Default)]
@@ -49,7 +49,7 @@ struct Listed {
 impl Listing {
     /// Reads the listing of a folder that contains a report of this tool.
     pub fn open(folder: &Path) -> Option<Listing> {
-        let report: Reported = serde_json::from_slice(&fs::read(folder.join(REPORT_FILES[0])).ok()?).ok()?;
+        let report: Reported = serde_json::from_slice(&files::read(&folder.join(REPORT_FILES[0])).ok()?).ok()?;
         let listed = report.outputs.iter().chain(&report.carried).map(|file| file.path.clone());
         let names = listed.chain(REPORT_FILES.map(str::to_owned)).chain(report.signature.map(|signature| signature.path)).collect();
         (report.tool.name == crate::NAME).then_some(Listing { outputs: report.outputs, carried: report.carried, names })
@@ -89,6 +89,18 @@ impl Listing {
         let carried = self.carried.iter().map(|listed| (folder.join(&listed.path), listed));
         let changed = outputs.filter(|(path, _)| is_removed(path)).chain(carried).filter(|(path, listed)| listed.is_changed(path));
         changed.map(|(_, listed)| listed.path.clone()).collect()
+    }
+
+    /// Listed files of a remote folder that exist with other contents. Large files are compared by size. A
+    /// file that cannot be read counts as changed.
+    pub fn changed_remotely(&self, folder: &Path) -> Vec<String> {
+        let is_same = |listed: &Listed| {
+            let path = folder.join(&listed.path);
+            let same_size = files::length(&path)? == listed.bytes;
+            Ok::<_, io::Error>(same_size && (listed.bytes > SMALL_FILE || blake3::hash(&files::read(&path)?).to_string() == listed.blake3))
+        };
+        let is_changed = |listed: &&Listed| !is_same(listed).unwrap_or_else(|error| error.kind() == ErrorKind::NotFound);
+        self.outputs.iter().chain(&self.carried).filter(is_changed).map(|listed| listed.path.clone()).collect()
     }
 
     /// The external data files of an ONNX file that the report lists. They need not exist.

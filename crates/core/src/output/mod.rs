@@ -7,6 +7,7 @@
 mod listing;
 mod lock;
 mod names;
+mod repository;
 mod resume_folder;
 mod staging;
 mod target;

@@ -29,6 +29,7 @@ use std::path::{Path, PathBuf};
 use self::work_folder::{begin, bytes, remove, remove_created, remove_stale, sync, sync_folder};
 use super::lock::Lock;
 use super::names::{file_name, free_data_name, work_location};
+use super::repository::{check_repository, is_repository};
 use super::target::{Inputs, Replace, absolute, check_target, refuse};
 use crate::error::{Error, Result, redact_path};
 use crate::files::{self, Destination};
@@ -44,7 +45,8 @@ pub fn check_output(target: &Path, replace: Replace, inputs: &Inputs) -> Result<
 /// As [`check_output`]. Returns notes on leftovers of killed runs that were not removed.
 fn recover_and_check(target: &Path, replace: Replace, inputs: &Inputs) -> Result<Vec<String>> {
     let notes = work_location(target).map(|(parent, prefix)| remove_stale(&parent, &prefix, target)).unwrap_or_default();
-    check_target(target, replace, inputs).map_err(|error| match (error, notes.first()) {
+    let checked = if is_repository(target) { check_repository(target, replace, inputs) } else { check_target(target, replace, inputs) };
+    checked.map_err(|error| match (error, notes.first()) {
         (Error::Output { path, reason, hint }, Some(note)) => Error::Output { path, reason, hint: format!("{hint}; {note}") },
         (error, _) => error,
     })?;
@@ -108,7 +110,7 @@ impl Staging {
         }
     }
 
-    /// Creates the remote folder, to which weights are uploaded while they are computed.
+    /// Opens the remote folder, or creates it, if weights are uploaded while they are computed.
     fn open_remote(&mut self) -> Result<()> {
         self.destination = Destination::remote(&self.target, self.path()).map_err(Error::io("create", &self.target))?;
         if self.destination.can_race() {
@@ -141,7 +143,7 @@ impl Staging {
         self.data_name.as_deref()
     }
 
-    /// Bytes to upload and to read back for verification; 0 for local outputs.
+    /// Bytes to upload, and to hash or to read back for verification; 0 for local outputs.
     pub fn uploads(&self) -> Result<u64> {
         if self.destination.is_remote() { bytes(self.path()).map(|bytes| bytes.saturating_mul(2)) } else { Ok(0) }
     }

@@ -110,12 +110,7 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
         }
         std::thread::sleep(PAUSE);
     };
-    if let [first, rest @ ..] = lost.as_slice() {
-        let names = rest.iter().take(NAMED - 1).fold(first.clone(), |names, name| format!("{names}, {name}"));
-        let more = lost.len().checked_sub(NAMED).filter(|more| *more > 0).map(|more| format!(" and {more} more")).unwrap_or_default();
-        let reason = format!("cannot be replaced: {names}{more} would be lost, and {why}");
-        return Err(refuse(target, &reason, "move what you need and remove the rest, or choose another name"));
-    }
+    require_no_loss(target, &lost, why)?;
     paths.extend(listing.into_iter().flat_map(|listing| listing.data_files(target)));
     let paths: Vec<PathBuf> = paths.iter().filter_map(|path| fs::canonicalize(path).ok()).collect();
     for input in inputs.files.iter().chain([&inputs.model]).filter(|path| !files::is_remote(path)) {
@@ -126,6 +121,20 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
     }
     Ok(())
 }
+
+/// Fails if files would be lost.
+pub(super) fn require_no_loss(target: &Path, lost: &[String], why: &str) -> Result<()> {
+    let [first, rest @ ..] = lost else { return Ok(()) };
+    let names = rest.iter().take(NAMED - 1).fold(first.clone(), |names, name| format!("{names}, {name}"));
+    let more = lost.len().checked_sub(NAMED).filter(|more| *more > 0).map(|more| format!(" and {more} more")).unwrap_or_default();
+    let reason = format!("cannot be replaced: {names}{more} would be lost, and {why}");
+    Err(refuse(target, &reason, "move what you need and remove the rest, or choose another name"))
+}
+
+/// Reasons why files may not be replaced.
+pub(super) const FOREIGN: &str = "compress did not write them";
+pub(super) const UNREPORTED: &str = "no report of compress lists them";
+pub(super) const CHANGED: &str = "they were changed after compress wrote them";
 
 /// Existing data at the locations of an output.
 struct Found {
@@ -149,11 +158,11 @@ impl Found {
         let file = file_name(target).filter(|name| target.exists() && !listed.contains(name));
         let unlisted: Vec<String> = listed.unlisted(folder).into_iter().chain(file).collect();
         let (lost, why) = if !unlisted.is_empty() {
-            (unlisted, if listing.is_some() || is_work { "compress did not write them" } else { "no report of compress lists them" })
+            (unlisted, if listing.is_some() || is_work { FOREIGN } else { UNREPORTED })
         } else if cache.is_some_and(|marker| listed.contains(marker)) {
             (Vec::new(), "")
         } else {
-            (listed.changed(target, folder), "they were changed after compress wrote them")
+            (listed.changed(target, folder), CHANGED)
         };
         Found { listing, lost, why }
     }
@@ -190,14 +199,13 @@ pub fn require_local(output: &Path, reason: &str) -> Result<()> {
     if files::is_remote(output) { Err(refuse(output, &format!("is on another machine, and {reason}"), "specify a local folder")) } else { Ok(()) }
 }
 
-/// As [`check_output`] for a remote output. Object stores cannot replace a folder atomically, so
+/// As [`check_output`] for an output in a bucket. Object stores cannot replace a folder atomically, so
 /// existing folders are never replaced.
 fn check_remote(target: &Path, force: bool) -> Result<()> {
-    if file_name(target).is_some() {
-        return Err(refuse(target, "is a single file, but only folders can be written to other machines", "specify a folder, and the format with `export`"));
-    }
+    require_remote_folder(target)?;
     if !files::remote_name(target).is_some_and(files::is_writable) {
-        return Err(refuse(target, "cannot be written to", "specify a folder or a bucket: s3://bucket/name, gs://bucket/name, az://container/name"));
+        let hint = "specify a folder, a repository or a bucket: hf:org/name, s3://bucket/name, gs://bucket/name, az://container/name";
+        return Err(refuse(target, "cannot be written to", hint));
     }
     match files::kind(target) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
@@ -212,6 +220,14 @@ fn check_remote(target: &Path, force: bool) -> Result<()> {
             "choose another name, and remove the old folder when it is no longer in use",
         )),
         Ok(_) => Err(refuse(target, "exists", "choose another name")),
+    }
+}
+
+/// Rejects a remote output that is a single file.
+pub(super) fn require_remote_folder(target: &Path) -> Result<()> {
+    match file_name(target) {
+        Some(_) => Err(refuse(target, "is a single file, but only folders can be written to other machines", "specify a folder, and the format with `export`")),
+        None => Ok(()),
     }
 }
 

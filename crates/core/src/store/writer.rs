@@ -204,7 +204,7 @@ fn write_items(
         Ok(measurement)
     };
     // Uploads buffer incomplete parts in memory, so adjacent items are written at about the same time.
-    if folder.is_remote() {
+    if folder.is_streamed() {
         return work.run_in_order("Writing", &jobs, size, write);
     }
     // SHA-256 verification needs the input in file order. Ranges read in another order are downloaded

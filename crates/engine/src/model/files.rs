@@ -140,8 +140,6 @@ pub(super) const PREPROCESSING: [&str; 7] = [
 const RUNTIME: &str = "genai_config.json";
 /// Name of the ONNX file in output folders.
 const ONNX: &str = "model.onnx";
-/// Hidden file of repositories on the Hub, which is carried over.
-const ATTRIBUTES: &str = ".gitattributes";
 /// Names and extensions of files and folders with keys or credentials.
 const SECRETS: [&str; 11] = [
     "id_rsa",
@@ -186,7 +184,7 @@ impl AuxiliaryFiles {
             let (relative, name) = (inside.join(name), name.to_string_lossy().into_owned());
             is_empty = false;
             let reason = match () {
-                () if name.starts_with('.') && name != ATTRIBUTES => ExclusionReason::Hidden,
+                () if name.starts_with('.') && name != files::GIT_ATTRIBUTES => ExclusionReason::Hidden,
                 () if kind == Kind::Folder && top && (has_other_format(&name) || is_weights(&name)) => ExclusionReason::OldWeights,
                 () if kind == Kind::Folder && is_secret(&name) => ExclusionReason::Secret,
                 () if kind == Kind::Folder => {

@@ -14,9 +14,14 @@ pub(super) fn sha256() -> Context {
     Context::new(&SHA256)
 }
 
+/// The digits of a finished hash, hexadecimal and in lower case.
+pub(super) fn digits(hasher: Context) -> String {
+    hasher.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Compares a finished hash with the expected one, in lower-case hexadecimal digits.
 pub(super) fn compare(hasher: Context, expected: &str) -> Result<(), String> {
-    let found: String = hasher.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    let found = digits(hasher);
     if found == expected {
         return Ok(());
     }

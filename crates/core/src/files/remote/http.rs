@@ -4,22 +4,18 @@ use std::cell::RefCell;
 use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::{LazyLock, Mutex};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use ureq::http::{HeaderMap, Response, Uri};
 use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
-use super::{lock, secrets};
+pub(super) use super::failure::header;
+use super::failure::{Backoff, Failure, describe_status, error_message, fatal, refusal, request_failure, transient};
+use super::lock;
 
 /// Prefix of versions that are modification times.
 const MODIFIED: &str = "modified ";
-/// Consecutive attempts without progress before a request fails.
-const ATTEMPTS: u32 = 6;
-const FIRST_WAIT: Duration = Duration::from_millis(100);
-const LONGEST_WAIT: Duration = Duration::from_secs(5);
-/// Maximum honored `Retry-After` delay.
-const MAX_RETRY_AFTER: Duration = Duration::from_secs(60);
 /// Maximum length of a chain of redirects.
 const MAX_REDIRECTS: usize = 5;
 /// Read timeout in seconds, unless `HF_HUB_DOWNLOAD_TIMEOUT` is set.
@@ -72,7 +68,7 @@ pub(super) fn require_private(url: &str) -> io::Result<()> {
 }
 
 /// Scheme and authority of a URL.
-fn origin(url: &str) -> &str {
+pub(super) fn origin(url: &str) -> &str {
     let host = url.find("://").map_or(0, |at| at.saturating_add(3));
     let end = url.get(host..).and_then(|rest| rest.find(['/', '?', '#'])).map_or(url.len(), |end| end.saturating_add(host));
     url.get(..end).unwrap_or(url)
@@ -94,27 +90,6 @@ pub(super) struct Received {
     /// Size of the complete file in bytes.
     pub total: u64,
     pub headers: HeaderMap,
-}
-
-/// Failure of one attempt.
-#[derive(Debug)]
-pub(super) enum Failure {
-    /// Transient failure, with a minimum delay before the next attempt.
-    Retry(String, Duration),
-    Fatal(io::Error),
-}
-
-fn transient(reason: impl std::fmt::Display) -> Failure {
-    Failure::Retry(reason.to_string(), Duration::ZERO)
-}
-
-fn fatal(kind: io::ErrorKind, reason: impl Into<String>) -> Failure {
-    Failure::Fatal(io::Error::new(kind, reason.into()))
-}
-
-/// Value of a header as text.
-pub(super) fn header<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
-    headers.get(name)?.to_str().ok()
 }
 
 /// The ETag without quotes and without the prefix of weak tags.
@@ -157,7 +132,7 @@ impl Address {
         let length = range.as_ref().map(|range| range.end.saturating_sub(range.start));
         let mut received =
             Received { bytes: Vec::with_capacity(usize::try_from(length.unwrap_or(0)).unwrap_or(0)), total: total.unwrap_or(0), headers: HeaderMap::new() };
-        let (mut attempts, mut wait) = (0u32, FIRST_WAIT);
+        let mut backoff = Backoff::new();
         loop {
             let before = received.bytes.len();
             // Continues after the bytes received so far.
@@ -165,22 +140,11 @@ impl Address {
             if rest.is_none() {
                 received.bytes.clear();
             }
-            match self.attempt(rest, total, limit, &mut received) {
-                Ok(()) => return Ok(received),
-                Err(Failure::Fatal(error)) => return Err(secrets::redact_error(error)),
-                Err(Failure::Retry(reason, delay)) => {
-                    if range.is_some() && received.bytes.len() > before {
-                        (attempts, wait) = (0, FIRST_WAIT);
-                    }
-                    attempts = attempts.saturating_add(1);
-                    if attempts >= ATTEMPTS {
-                        let error = io::Error::other(format!("{reason} (after {ATTEMPTS} attempts)"));
-                        return Err(secrets::redact_error(error));
-                    }
-                    std::thread::sleep(with_jitter(wait).max(delay));
-                    wait = wait.saturating_mul(2).min(LONGEST_WAIT);
-                }
+            let Err(failure) = self.attempt(rest, total, limit, &mut received) else { return Ok(received) };
+            if range.is_some() && received.bytes.len() > before {
+                backoff = Backoff::new();
             }
+            backoff.pause(failure)?;
         }
     }
 
@@ -209,18 +173,11 @@ impl Address {
                 // Redirect targets such as signed URLs expire after some minutes.
                 400 | 401 | 403 | 404 | 410 if redirect.is_some() => {
                     *lock(&self.redirect) = None;
-                    return Err(transient(format!("the storage server answers {}", describe_status(&answer))));
+                    return Err(transient(format!("the storage server answers {}", describe_status(answer.status(), error_message(answer.headers())))));
                 }
                 200 | 206 => return receive(answer, range.as_ref(), total, limit, received),
-                401 => return Err(fatal(io::ErrorKind::PermissionDenied, format!("the server does not accept the credentials: {}", describe_status(&answer)))),
-                403 => return Err(fatal(io::ErrorKind::PermissionDenied, format!("the server denies access: {}", describe_status(&answer)))),
-                404 => return Err(fatal(io::ErrorKind::NotFound, format!("the server has no such file: {}", describe_status(&answer)))),
                 416 => return Err(fatal(io::ErrorKind::InvalidData, "was truncated while it was read; start again")),
-                408 | 425 | 429 | 500 | 502 | 503 | 504 => {
-                    let delay = header(answer.headers(), "retry-after").and_then(|text| text.parse().ok()).map(Duration::from_secs);
-                    return Err(Failure::Retry(format!("the server answers {}", describe_status(&answer)), delay.unwrap_or_default().min(MAX_RETRY_AFTER)));
-                }
-                _ => return Err(fatal(io::ErrorKind::Other, format!("the server answers {}", describe_status(&answer)))),
+                _ => return Err(refusal(answer.status(), answer.headers(), error_message(answer.headers()))),
             }
         }
         *lock(&self.redirect) = None;
@@ -287,27 +244,6 @@ fn resolve_location(from: &str, to: &str) -> String {
         () if to.starts_with('/') => format!("{}{to}", origin(from)),
         () => format!("{}/{to}", from.split(['?', '#']).next().and_then(|plain| plain.rsplit_once('/')).map_or(from, |(folder, _)| folder)),
     }
-}
-
-/// Status of a response, with the error message of the server if there is one.
-fn describe_status(answer: &Response<Body>) -> String {
-    let message = header(answer.headers(), "x-error-message").map(|text| format!(" ({})", text.chars().take(200).collect::<String>()));
-    format!("{}{}", answer.status(), message.unwrap_or_default())
-}
-
-/// Failure of a request without a response.
-fn request_failure(error: ureq::Error) -> Failure {
-    match error {
-        ureq::Error::BadUri(_) => fatal(io::ErrorKind::InvalidInput, "is not a valid URL"),
-        ureq::Error::HostNotFound => Failure::Retry("the host name cannot be resolved: check the name and the network connection".into(), Duration::ZERO),
-        error => transient(error),
-    }
-}
-
-/// Random jitter of ±25 %, so that several threads do not retry at the same time.
-fn with_jitter(wait: Duration) -> Duration {
-    let nanos = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.subsec_nanos());
-    wait.mul_f64(0.75 + f64::from(nanos % 1000) / 2000.0)
 }
 
 #[cfg(test)]

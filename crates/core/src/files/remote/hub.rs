@@ -18,14 +18,16 @@ use super::{Backend, Found, content_hash, lock, secrets};
 use crate::files::hub_name::{Repository, parse};
 
 /// Maximum size of an API response in bytes.
-const MAX_RESPONSE: u64 = 64 << 20;
+pub(super) const MAX_RESPONSE: u64 = 64 << 20;
 /// Files per page of a listing.
 const PAGE: usize = 1000;
+/// Address of the Hub, unless `HF_ENDPOINT` is set.
+pub(super) const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
 /// Maximum number of pages of a listing.
 const MAX_PAGES: usize = 100;
 
 /// Whether an environment variable is set to a true value.
-fn is_enabled(name: &str) -> bool {
+pub(super) fn is_enabled(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str()))
 }
 
@@ -58,12 +60,11 @@ pub(super) fn token() -> Option<String> {
 /// Parses a name into repository and path.
 pub(super) fn address(name: &str) -> io::Result<super::Address> {
     let (repository, inside) = parse(name).map_err(|reason| io::Error::new(io::ErrorKind::InvalidInput, reason))?;
-    let root = format!("hf:{}@{}", repository.id, repository.revision);
-    Ok(super::Address { root, inside, open: Box::new(move || open(repository)) })
+    Ok(super::Address { root: root(&repository), inside, open: Box::new(move || open(repository)) })
 }
 
 /// Percent-encodes a text for a URL, except the characters of `keep`.
-fn percent_encode(text: &str, keep: &str) -> String {
+pub(super) fn percent_encode(text: &str, keep: &str) -> String {
     let one = |byte: u8| {
         let c = char::from(byte);
         if c.is_ascii_alphanumeric() || "-_.~".contains(c) || keep.contains(c) { c.to_string() } else { format!("%{byte:02X}") }
@@ -71,14 +72,24 @@ fn percent_encode(text: &str, keep: &str) -> String {
     text.bytes().map(one).collect()
 }
 
+/// Address of the Hub.
+pub(super) fn endpoint() -> io::Result<String> {
+    let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| DEFAULT_ENDPOINT.into()).trim_end_matches('/').to_owned();
+    http::require_private(&endpoint)?;
+    Ok(endpoint)
+}
+
+/// Name of the backend of a repository.
+pub(super) fn root(repository: &Repository) -> String {
+    format!("hf:{}@{}", repository.id, repository.revision)
+}
+
 fn open(repository: Repository) -> io::Result<Box<dyn Backend>> {
     let cache = cached(&repository.id);
     if is_enabled("HF_HUB_OFFLINE") {
         return Ok(Box::new(Snapshot::open(&repository, cache)?));
     }
-    let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into()).trim_end_matches('/').to_owned();
-    http::require_private(&endpoint)?;
-    let token = token();
+    let (endpoint, token) = (endpoint()?, token());
     let url = format!("{endpoint}/api/models/{}/revision/{}", repository.id, percent_encode(&repository.revision, ""));
     let about = json(&Address::new(url, token.clone()).read_all(MAX_RESPONSE).map_err(|e| with_advice(e, token.is_some()))?.bytes)?;
     let commit = about.get("sha").and_then(Value::as_str).filter(|sha| sha.len() == 40 && sha.bytes().all(|b| b.is_ascii_hexdigit()));
@@ -99,7 +110,7 @@ fn with_advice(error: io::Error, token: bool) -> io::Error {
     io::Error::new(error.kind(), format!("{error}; {advice}"))
 }
 
-fn json(bytes: &[u8]) -> io::Result<Value> {
+pub(super) fn json(bytes: &[u8]) -> io::Result<Value> {
     serde_json::from_slice(bytes).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the Hub's response is not valid JSON"))
 }
 
@@ -179,6 +190,10 @@ impl Backend for Hub {
     fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
         let response = self.address(&file.name).range(range, Some(file.bytes), None);
         response.map(|response| response.bytes).map_err(|e| if e.kind() == io::ErrorKind::PermissionDenied { with_advice(e, self.token.is_some()) } else { e })
+    }
+
+    fn commit(&self) -> Option<&str> {
+        Some(&self.commit)
     }
 
     /// Files that are not LFS objects are identified by the SHA-1 of their git blob.

@@ -8,10 +8,15 @@
 mod bucket;
 mod chunks;
 mod content_hash;
+mod failure;
 mod http;
 mod hub;
+mod hub_api;
+mod hub_output;
+mod lfs;
 mod outgoing;
 mod secrets;
+mod send;
 mod session;
 mod upload;
 mod web;
@@ -22,6 +27,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
+pub(super) use self::hub_output::{HubUpload, require_repository};
 pub(super) use self::outgoing::Outgoing;
 pub(super) use self::upload::Upload;
 use super::{Entry, File, Kind, SMALL_FILE, remote_name};
@@ -29,14 +35,25 @@ use super::{Entry, File, Kind, SMALL_FILE, remote_name};
 /// Parses a name into the name of the backend, a function that opens the backend, and the path inside.
 type Opener = fn(&str) -> io::Result<Address>;
 
-/// Scheme, opener and writability of each backend.
-const TABLE: [(&str, Opener, bool); 6] = [
-    ("hf:", hub::address, false),
-    ("https://", web::address, false),
-    ("http://", web::address, false),
-    ("s3://", bucket::s3, true),
-    ("gs://", bucket::gs, true),
-    ("az://", bucket::az, true),
+/// How outputs are written to a backend.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outputs {
+    /// Not at all.
+    Refused,
+    /// Staged in a local folder, then committed.
+    Committed,
+    /// Uploaded while they are written.
+    Streamed,
+}
+
+/// Scheme and opener of each backend, and how outputs are written to it.
+const TABLE: [(&str, Opener, Outputs); 6] = [
+    ("hf:", hub::address, Outputs::Committed),
+    ("https://", web::address, Outputs::Refused),
+    ("http://", web::address, Outputs::Refused),
+    ("s3://", bucket::s3, Outputs::Streamed),
+    ("gs://", bucket::gs, Outputs::Streamed),
+    ("az://", bucket::az, Outputs::Streamed),
 ];
 
 /// Prefixes of remote names.
@@ -47,7 +64,16 @@ pub const SCHEMES: [&str; TABLE.len()] = {
 
 /// Whether the backend of a name supports writing.
 pub fn is_writable(name: &str) -> bool {
-    TABLE.iter().any(|(scheme, _, writable)| *writable && name.starts_with(scheme))
+    outputs(name) != Outputs::Refused
+}
+
+/// Whether outputs are uploaded to the backend of a name while they are written.
+pub(super) fn is_streamed(name: &str) -> bool {
+    outputs(name) == Outputs::Streamed
+}
+
+fn outputs(name: &str) -> Outputs {
+    TABLE.iter().find(|(scheme, ..)| name.starts_with(scheme)).map_or(Outputs::Refused, |(.., outputs)| *outputs)
 }
 
 /// A parsed remote name.
@@ -73,6 +99,11 @@ trait Backend: Send + Sync {
     /// The write interface, if the backend supports writing.
     fn writable(&self) -> io::Result<&dyn Writable> {
         Err(io::Error::new(io::ErrorKind::Unsupported, "cannot be written to"))
+    }
+
+    /// The commit that is read, if the backend has commits.
+    fn commit(&self) -> Option<&str> {
+        None
     }
 
     /// Verifies the contents of a completely read file against its metadata.

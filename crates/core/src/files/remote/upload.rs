@@ -135,13 +135,15 @@ impl Drop for Upload {
     }
 }
 
-fn read_part(file: &std::fs::File, range: Range<u64>) -> io::Result<Vec<u8>> {
+/// Reads a range of a file.
+pub(super) fn read_part(file: &std::fs::File, range: Range<u64>) -> io::Result<Vec<u8>> {
     let mut part = vec![0; usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX)];
     file.read_exact_at(&mut part, range.start)?;
     Ok(part)
 }
 
-fn collect(folder: &Path, inside: &str, files: &mut Vec<(String, PathBuf)>) -> io::Result<()> {
+/// Names and paths of all files of a folder.
+pub(super) fn collect(folder: &Path, inside: &str, files: &mut Vec<(String, PathBuf)>) -> io::Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).map(|name| format!("{inside}{name}"));
