@@ -215,7 +215,9 @@ impl Recipe {
         let wrong = |e: serde_json::Error| Error::option(format!("{flag} {key}={}", plain(value)), message::explain_json(&e));
         // Serializing includes defaults, so that options that the file does not contain can be set.
         let mut values = serde_json::to_value(self).map_err(wrong)?;
-        set_value(&mut values, key, value).map_err(|reason| Error::option(format!("{flag} {key}"), reason))?;
+        let refused = |reason: String| Error::option(format!("{flag} {key}"), reason);
+        let unset = unset_option(&values, key, value).map_err(refused)?;
+        set_value(&mut values, unset.as_deref().unwrap_or(key), value).map_err(refused)?;
         serde_json::from_value(values).map_err(wrong)
     }
 
@@ -306,18 +308,50 @@ fn set_value(values: &mut Value, key: &str, value: &Value) -> Result<(), String>
     Ok(())
 }
 
+/// The entries of passes and formats: the path of each, and its options.
+fn entries(values: &Value) -> impl Iterator<Item = (String, &Value)> {
+    let lists = ["passes", "export"].into_iter().filter_map(move |list| Some((list, values.get(list)?.as_array()?)));
+    let indexed = lists.flat_map(|(list, entries)| entries.iter().enumerate().map(move |(index, entry)| (list, index, entry)));
+    indexed.flat_map(|(list, index, entry)| {
+        let named = entry.as_object().into_iter().flatten();
+        named.map(move |(name, options)| (format!("{list}.{index}.{name}"), options))
+    })
+}
+
 /// Path of an option that exactly one pass or format has.
 fn option_of(values: &Value, key: &str) -> Result<Option<String>, String> {
-    let mut found = Vec::new();
-    for list in ["passes", "export"] {
-        for (index, entry) in values.get(list).and_then(Value::as_array).into_iter().flatten().enumerate() {
-            let with_option = entry.as_object().into_iter().flatten().filter(|(_, options)| options.get(key).is_some());
-            found.extend(with_option.map(|(name, _)| format!("{list}.{index}.{name}.{key}")));
-        }
-    }
+    let found: Vec<String> = entries(values).filter(|(_, options)| options.get(key).is_some()).map(|(path, _)| format!("{path}.{key}")).collect();
     if let (true, Some(near)) = (found.is_empty(), nearest_option(values, key)) {
         return Err(format!("unknown option `{key}`; did you mean `{near}`?"));
     }
+    only(found)
+}
+
+/// Path of an option without a value that exactly one pass or format accepts.
+fn unset_option(values: &Value, key: &str, value: &Value) -> Result<Option<String>, String> {
+    // Keys of the recipe and options with values need no search.
+    if key.contains('.') || values.get(key).is_some() || entries(values).any(|(_, options)| options.get(key).is_some()) {
+        return Ok(None);
+    }
+    let is_unknown = |e: serde_json::Error| e.to_string().starts_with(&format!("unknown field `{key}`"));
+    let is_accepted = |parent: &str| {
+        let mut changed = values.clone();
+        let inner = if parent.is_empty() { Some(&mut changed) } else { changed.pointer_mut(&format!("/{}", parent.replace('.', "/"))) };
+        match inner {
+            Some(Value::Object(options)) => drop(options.insert(key.to_owned(), value.clone())),
+            Some(options) if options.is_null() => *options = serde_json::json!({ key: value }),
+            _ => return false,
+        }
+        !serde_json::from_value::<Recipe>(changed).is_err_and(is_unknown)
+    };
+    if is_accepted("") {
+        return Ok(None);
+    }
+    only(entries(values).filter(|(path, _)| is_accepted(path)).map(|(path, _)| format!("{path}.{key}")).collect())
+}
+
+/// The only path in a list of at most one.
+fn only(mut found: Vec<String>) -> Result<Option<String>, String> {
     if found.len() > 1 { Err(format!("is an option of several entries: {}", found.join(", "))) } else { Ok(found.pop()) }
 }
 
@@ -408,6 +442,11 @@ mod tests {
         assert!(set(&[("amont", "1")]).unwrap_err().to_string().contains("did you mean `amount`?"));
         assert!(set(&[("sed", "1")]).unwrap_err().to_string().contains("sed"));
         assert!(set(&[("amount", "0.75")]).unwrap().to_yaml().contains("0.75"));
+        // Options without a value, of passes without options.
+        std::fs::write(&path, "model: m\npasses: [prune-unstructured, cast]\n").unwrap();
+        assert_eq!(set(&[("amount", "0.3")]).unwrap(), set(&[("prune-unstructured.amount", "0.3")]).unwrap());
+        assert!(set(&[("amount", "3.5")]).unwrap_err().to_string().starts_with("--set amount=3.5: "));
+        assert!(set(&[("amuont", "1")]).is_err() && set(&[("memory", "8GB")]).unwrap().memory.is_some());
     }
 
     #[test]

@@ -101,7 +101,7 @@ def prune_vocabulary(
     *,
     keep: str | Sequence[str] | None = None,
     text_column: int | str | None = None,
-    size: int | None = None,
+    vocab_size: int | None = None,
     min_count: int = 1,
     multiple_of: int = 1,
     **settings: Unpack[Settings],
@@ -114,14 +114,15 @@ def prune_vocabulary(
         keep: Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl.
         text_column: Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats,
             in .jsonl), or the only one].
-        size: Maximum number of tokens: the most frequent ones of the texts; without texts, the first by merge
-            rank (BPE), score (Unigram) or id (WordPiece).
+        vocab_size: Maximum number of tokens: the most frequent ones of the texts; without texts, the first by
+            merge rank (BPE), score (Unigram) or id (WordPiece).
         min_count: Number of occurrences below which a token of the texts is removed.
-        multiple_of: Round the number of rows up to a multiple of this number, by keeping more tokens.
+        multiple_of: Round the number of rows up to a multiple of this number, by keeping more tokens, or the
+            maximum number of tokens down.
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
-    step = recipe.PruneVocabulary(keep=keep, text_column=text_column, size=size, min_count=min_count,
-        multiple_of=multiple_of)
+    step = recipe.PruneVocabulary(keep=keep, text_column=text_column, vocab_size=vocab_size,
+        min_count=min_count, multiple_of=multiple_of)
     return run_pass(step, model, output, settings)
 
 

@@ -545,13 +545,13 @@ class CostTargetParams(TypedDict, total=False):
 class DataSets(TypedDict, total=False):
     """The data sets of a recipe."""
 
-    evaluation: Samples | None
+    evaluation: str | Samples | None
     """Evaluation data, for accuracy and other metrics."""
 
-    calibration: Samples | None
+    calibration: str | Samples | None
     """Calibration data, for passes that collect activation statistics; labels are ignored."""
 
-    train: Samples | None
+    train: str | Samples | None
     """Training data."""
 
 
@@ -823,7 +823,7 @@ class PruneVocabulary:
     """Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
     .jsonl), or the only one]."""
 
-    size: int | None = None
+    vocab_size: int | None = None
     """Maximum number of tokens: the most frequent ones of the texts; without texts, the first by merge
     rank (BPE), score (Unigram) or id (WordPiece)."""
 
@@ -831,7 +831,8 @@ class PruneVocabulary:
     """Number of occurrences below which a token of the texts is removed."""
 
     multiple_of: int = 1
-    """Round the number of rows up to a multiple of this number, by keeping more tokens."""
+    """Round the number of rows up to a multiple of this number, by keeping more tokens, or the maximum
+    number of tokens down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1489,7 +1490,7 @@ class Recipe:
     """Write a software bill of materials, bom.cdx.json: hashes of all files, the base model, data sets,
     metrics."""
 
-    loads: Sequence[str] = ()
+    loads: str | Sequence[str] | None = None
     """Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33
     is a version. Their rules are checked before the run starts and on the written files."""
 
@@ -1507,13 +1508,13 @@ class Recipe:
 class RecipeSettings(TypedDict, total=False):
     """Settings of a recipe with one pass, as parameters of the function of the pass."""
 
-    evaluation: Samples | None
+    evaluation: str | Samples | None
     """Evaluation data, for accuracy and other metrics."""
 
-    calibration: Samples | None
+    calibration: str | Samples | None
     """Calibration data, for passes that collect activation statistics; labels are ignored."""
 
-    train: Samples | None
+    train: str | Samples | None
     """Training data."""
 
     seed: int
@@ -1544,7 +1545,7 @@ class RecipeSettings(TypedDict, total=False):
     """Write a software bill of materials, bom.cdx.json: hashes of all files, the base model, data sets,
     metrics."""
 
-    loads: Sequence[str]
+    loads: str | Sequence[str] | None
     """Runtimes that must load the output: vllm, sglang, transformers, llama.cpp or onnxruntime; vllm@0.33
     is a version. Their rules are checked before the run starts and on the written files."""
 

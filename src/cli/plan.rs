@@ -58,7 +58,11 @@ impl Args {
         let mut checked = Vec::new();
         for path in &self.recipes {
             let variants = self.variants(path)?;
-            variants.iter().try_for_each(|variant| pipeline(path, &variant.recipe, global, &self.runtimes).map(drop))?;
+            for Variant { name, recipe } in &variants {
+                // The runs of a sweep write to folders inside the output.
+                let output = recipe.output.as_deref().filter(|_| name.is_empty());
+                pipeline(path, recipe, global, &self.runtimes)?.check_formats(output).map_err(|e| named(path, e))?;
+            }
             checked.push((path, variants.len()));
         }
         if global.json {

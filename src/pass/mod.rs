@@ -120,6 +120,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Models among [`reads`](Pass::reads), from which the output is derived, such as a teacher.
+    fn reads_models(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
     /// The samples that the pass runs the model on, or [`Samples::None`] if it computes on weights before
     /// they are written. `None` if all of its work is done while the model is written.
     fn runs_on(&self) -> Option<Samples> {

@@ -1,5 +1,6 @@
 //! Writes the records of provenance: the software bill of materials and the signature.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use super::carry::{self, write_text};
@@ -19,7 +20,8 @@ impl Run<'_> {
         }
         let mut hashes = self.hash_reported(staging, report, Hashes::new(), None)?;
         if provenance.sbom.is_some() {
-            let text = Bill { name: &name(staging), report, hashes: &hashes }.render()?;
+            let models: BTreeSet<PathBuf> = self.pipeline.steps.iter().flat_map(|step| step.pass().reads_models()).collect();
+            let text = Bill { name: &name(staging), report, models: &models, hashes: &hashes }.render()?;
             report.carried.push(carry::write_listed(staging.path(), SBOM, &text)?);
             hashes = self.hash_reported(staging, report, hashes, None)?;
         }

@@ -17,7 +17,25 @@ const NEEDS_LOCAL: &str = "the rules of `loads` are checked on the written files
 /// Maximum number of violations of a runtime in an error message.
 const LISTED: usize = 3;
 
+/// Formats of outputs without configured formats; the model decides which.
+const DEFAULT_FORMATS: [&str; 2] = ["safetensors", "onnx"];
+
 impl Pipeline {
+    /// Checks what the configured formats decide without the model: whether they include those of the
+    /// runtimes in `loads`, and whether an output file has the only format.
+    ///
+    /// # Errors
+    /// A run would refuse them.
+    #[doc(hidden)]
+    pub fn check_formats(&self, output: Option<&Path>) -> Result<()> {
+        let of_output = output.map(|output| self.for_output(output)).transpose()?;
+        let exports = of_output.as_ref().map_or(&self.export, |(pipeline, _)| &pipeline.export);
+        let formats: Vec<&str> = exports.iter().map(|export| export.format().name()).collect();
+        let formats = if formats.is_empty() { DEFAULT_FORMATS.to_vec() } else { formats };
+        let unloadable = self.loads.iter().filter(|target| !formats.contains(&target.runtime().format()));
+        require_met(unloadable.map(|target| Checked::without_format(*target)).collect()).map(drop)
+    }
+
     /// Checks the rules that the plan decides, and returns them. `after` and `run` are the model and the
     /// state after the passes.
     ///

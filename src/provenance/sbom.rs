@@ -5,7 +5,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -33,6 +33,8 @@ pub(crate) struct Bill<'a> {
     pub name: &'a str,
     /// The report, which lists all files except itself and the bill.
     pub report: &'a Report,
+    /// Models that passes read in addition to the input.
+    pub models: &'a BTreeSet<PathBuf>,
     /// Hashes of these files.
     pub hashes: &'a Hashes,
 }
@@ -89,11 +91,16 @@ impl Bill<'_> {
         let sets: Vec<Value> = data.iter().filter_map(|set| Some(json!({ "ref": set.get("bom-ref")? }))).collect();
         let mut parameters = architecture(report);
         parameters.extend((!sets.is_empty()).then(|| ("datasets".to_owned(), sets.into())));
+        let others = self.models.iter().zip(1..).map(|(path, number)| {
+            let source = path.to_string_lossy();
+            input_model(&format!("input-model:{number}"), &source, Map::new(), &[property("source", &source)])
+        });
+        let ancestors: Vec<Value> = [base_model(report)].into_iter().chain(others).collect();
         json!({
             "type": MODEL,
             "bom-ref": "model",
             "name": self.name,
-            "pedigree": { "ancestors": [base_model(report)], "notes": notes },
+            "pedigree": { "ancestors": ancestors, "notes": notes },
             "externalReferences": references,
             "modelCard": model_card(parameters, measurements(report, 1)),
             "properties": properties,
@@ -131,18 +138,21 @@ impl Bill<'_> {
 fn base_model(report: &Report) -> Value {
     let source = report.model.source.to_string_lossy();
     let before = &report.size.before;
-    let mut base = json!({
-        "type": MODEL,
-        "bom-ref": "base-model",
-        "modelCard": model_card(architecture(report), measurements(report, 0)),
-        "properties": [
-            property("source", &source),
-            property("parameters", before.parameters),
-            property("bytes", before.bytes),
-            property("tensors:blake3", &report.model.blake3),
-        ],
-    });
+    let properties = [
+        property("source", &source),
+        property("parameters", before.parameters),
+        property("bytes", before.bytes),
+        property("tensors:blake3", &report.model.blake3),
+    ];
+    let card = Map::from_iter([("modelCard".to_owned(), model_card(architecture(report), measurements(report, 0)))]);
+    input_model("base-model", &source, card, &properties)
+}
+
+/// A model that a run reads, as a component with further values.
+fn input_model(reference: &str, source: &str, more: Map<String, Value>, properties: &[Value]) -> Value {
+    let mut base = json!({ "type": MODEL, "bom-ref": reference, "properties": properties });
     let Some(component) = base.as_object_mut() else { return base };
+    component.extend(more);
     if let Some((repository, revision)) = source.strip_prefix("hf:").and_then(repository) {
         component.insert("name".into(), repository.clone().into());
         // The version of a package URL is a commit.

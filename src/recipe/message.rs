@@ -30,11 +30,11 @@ fn marked_key(text: &str) -> Option<&str> {
     before.rsplit(|c: char| !c.is_alphanumeric() && c != '_' && c != '-').next().filter(|key| !key.is_empty())
 }
 
-const WHOLE: &str = "expected a whole number";
+const INTEGER: &str = "expected a whole number";
 const NUMBER: &str = "expected a number";
 const BOOLEAN: &str = "expected true or false";
 /// Messages that name the key of the value.
-const SCALARS: [&str; 3] = [WHOLE, NUMBER, BOOLEAN];
+const SCALARS: [&str; 3] = [INTEGER, NUMBER, BOOLEAN];
 
 /// The message of an error in JSON values, with a suggestion for an unknown key.
 pub(crate) fn explain_json(error: &serde_json::Error) -> String {
@@ -54,7 +54,7 @@ impl MessageFormatter for Plain {
             Error::Unexpected { expected: "sequence start", .. } => "expected a list, like [a, b]".into(),
             Error::Unexpected { expected: "mapping start", .. } => "expected keys with values, like { key: value }".into(),
             Error::Unexpected { expected: "string scalar" | "scalar", .. } => "expected a plain value".into(),
-            Error::InvalidScalar { ty: "u8" | "u16" | "u32" | "u64" | "usize" | "i8" | "i16" | "i32" | "i64" | "isize", .. } => WHOLE.into(),
+            Error::InvalidScalar { ty: "u8" | "u16" | "u32" | "u64" | "usize" | "i8" | "i16" | "i32" | "i64" | "isize", .. } => INTEGER.into(),
             Error::InvalidScalar { ty: "f32" | "f64" | "floating point" | "float", .. } => NUMBER.into(),
             Error::InvalidScalar { ty: "bool" | "boolean", .. } => BOOLEAN.into(),
             Error::SerdeUnknownField { field, expected, .. } => unknown("key", field, expected).into(),

@@ -150,6 +150,8 @@ fn the_adapter_is_part_of_the_output() {
     let onnx: Onnx = serde_json::from_value(json!({ "opset": 21 })).unwrap();
     let report = run(folder.path(), "llama", builder(folder.path(), [pass.into()]).export(Safetensors::default()).export(onnx));
     let report = report.unwrap();
+    let card = std::fs::read_to_string(out.join("README.md")).unwrap();
+    assert!(card.contains("model.load_adapter(\"path/to/model/adapter\")"), "{card}");
     let adapter = candle_core::safetensors::load(out.join("adapter/adapter_model.safetensors"), &Device::Cpu).unwrap();
     let config: Value = serde_json::from_slice(&std::fs::read(out.join("adapter/adapter_config.json")).unwrap()).unwrap();
     assert_eq!((&config["r"], &config["lora_alpha"], &config["peft_type"]), (&json!(3), &json!(3), &json!("LORA")));
@@ -297,4 +299,23 @@ fn impossible_corrections_are_rejected() {
     let pass = quantize(json!({ "scheme": "W8A16", "group_size": -1, "correct": { "rank": 2 } }));
     let report = run(folder.path(), "mixtral", builder(folder.path(), [pass.into()])).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("without a correction") && note.contains("experts")), "{:?}", report.notes);
+}
+
+/// An adapter that someone else wrote does not replace the factors of this run.
+#[test]
+fn a_foreign_adapter_in_the_input_is_not_copied() {
+    let folder = tempfile::tempdir().unwrap();
+    let pass = quantize(json!({ "scheme": "W4A16", "group_size": 16, "correct": { "rank": 3 } }));
+    let input = folder.path().join("in");
+    std::fs::create_dir_all(input.join("adapter")).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden("llama").join(file), input.join(file)).unwrap();
+    }
+    std::fs::write(input.join("adapter/adapter_model.safetensors"), "foreign").unwrap();
+    std::fs::write(input.join("adapter/notes.txt"), "foreign").unwrap();
+    let out = folder.path().join("out");
+    let report = Pipeline::builder().pass(pass).measure(false).build().unwrap().run(Model::open(&input).unwrap(), &out).unwrap();
+    assert!(candle_core::safetensors::load(out.join("adapter/adapter_model.safetensors"), &Device::Cpu).unwrap().len() > 4);
+    assert!(!out.join("adapter/notes.txt").exists() && report.notes.iter().any(|note| note.contains("adapter/notes.txt")), "{:?}", report.notes);
+    crate::common::work(|work| verify(&out, work)).unwrap();
 }

@@ -88,7 +88,9 @@ fn the_action_runs_a_recipe_and_checks_its_budgets() {
     let report: Value = serde_json::from_str(&fs::read_to_string(folder.path().join("out/compressed/report.json")).unwrap()).unwrap();
     assert_eq!(report["passes"][0]["options"]["embeddings"], true);
     let uploaded = step(&action, "Upload the report")["with"]["path"].as_str().unwrap().replace("${{ inputs.output }}", "out/compressed");
-    assert!(uploaded.lines().all(|file| folder.path().join(file).is_file()), "{uploaded}");
+    // Those of a folder, and those of a single file.
+    let (single, of_folder): (Vec<&str>, Vec<&str>) = uploaded.lines().partition(|file| file.contains(".report/"));
+    assert!(single.len() == 2 && of_folder.len() == 2 && of_folder.iter().all(|file| folder.path().join(file).is_file()), "{uploaded}");
     for (budgets, code) in [("--max-size-ratio 90% --max-bytes 1GB", 0), ("--max-bytes 1KB", 1)] {
         let outcome = run("Check the budgets", &[("budgets", budgets)]);
         assert_eq!(outcome.status.code(), Some(code), "{}", text(&outcome));

@@ -244,6 +244,29 @@ fn unsuitable_keys_and_outputs_are_refused() {
     assert!(run.code == 1 && run.stderr.contains("model.sig"), "{}", run.stderr);
 }
 
+/// The output of `distill` is derived from the student and the teacher too.
+#[test]
+#[cfg(feature = "run")]
+fn a_bill_of_materials_lists_all_models_that_passes_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let copy = |name: &str| {
+        golden_model(folder, "bert-sequence-classification", &[("word-pieces.json", "tokenizer.json")]);
+        fs::rename(folder.join("in"), folder.join(name)).unwrap();
+    };
+    ["student", "teacher", "first"].into_iter().for_each(copy);
+    fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/labelled.csv"), folder.join("labelled.csv")).unwrap();
+    let recipe = "model: first\nmeasure: false\ndata: { train: { text: labelled.csv } }\npasses: [distill: { student: { model: student }, teacher: teacher, losses: { soft: 1 }, max_steps: 1 }]\nsbom: cyclonedx\noutput: out\n";
+    fs::write(folder.join("recipe.yaml"), recipe).unwrap();
+    ok(folder, "run recipe.yaml");
+    let bill = read_json(&folder.join("out/bom.cdx.json"));
+    let ancestors = bill["metadata"]["component"]["pedigree"]["ancestors"].as_array().unwrap();
+    let names: Vec<(&str, &str)> = ancestors.iter().map(|model| (model["bom-ref"].as_str().unwrap(), model["name"].as_str().unwrap())).collect();
+    assert_eq!(names, [("base-model", "first"), ("input-model:1", "student"), ("input-model:2", "teacher")], "{ancestors:?}");
+    assert!(ancestors.iter().all(|model| model["type"] == "machine-learning-model" && model["properties"][0]["name"] == "compress:source"));
+    ok(folder, "verify out");
+}
+
 #[test]
 fn a_bill_of_materials_lists_files_base_model_data_and_metrics() {
     let folder = tempfile::tempdir().unwrap();

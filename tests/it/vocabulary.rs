@@ -478,8 +478,8 @@ fn options_that_contradict_each_other_are_refused() {
         (PruneVocabulary { vocab_size: Some(0), ..PruneVocabulary::default() }, "vocab_size): must be at least 1"),
         (PruneVocabulary { vocab_size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count): counts tokens"),
         (PruneVocabulary { multiple_of: 0, ..case.pass() }, "multiple_of): must be at least 1"),
-        (PruneVocabulary { text_column: Some(Column::Name("text".into())), ..case.pass() }, "text_column): applies only to texts in columns"),
-        (PruneVocabulary { multiple_of: 49, ..case.pass() }, "multiple_of): the embedding has only 48 rows"),
+        (PruneVocabulary { text_column: Some(Column::Name("text".into())), ..case.pass() }, "applies only to texts in columns"),
+        (PruneVocabulary { multiple_of: 49, ..case.pass() }, "the embedding has only 48 rows"),
     ] {
         let error = case.error(vec![pass.into()]);
         assert!(error.contains(reason), "{error}");

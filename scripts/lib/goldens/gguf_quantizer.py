@@ -100,7 +100,7 @@ def write_model(path, config, found):
         writer.add_expert_used_count(2)
     stacks = {}
     # The seed of a tensor is its position in the order of the names.
-    for seed, (name, (own, shape)) in enumerate(sorted(found.items())):
+    for seed, (_, (own, shape)) in enumerate(sorted(found.items())):
         tensor = weights(seed, shape)
         if own.endswith(("attn_q", "attn_k")):
             tensor = interleaved(tensor, HEADS if own.endswith("q") else GROUPS)

@@ -73,6 +73,8 @@ file_types! {
     MXFP4_MOE 38 MXFP4 "4-bit floats with a scale per 32 weights for experts, 8 bits for other matrices";
 }
 
+// The variants are rows of a table, in which none can be marked.
+#[allow(clippy::derivable_impls)]
 impl Default for FileType {
     fn default() -> FileType {
         FileType::F16

@@ -24,7 +24,7 @@ pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
 use crate::arch::GgufFamily;
 use crate::contract::Planned as PlannedFile;
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result};
 use crate::files::Destination;
 use crate::model::Model;
 use crate::model::gguf::{Metadata, describe, vocabulary};

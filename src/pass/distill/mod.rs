@@ -100,6 +100,11 @@ impl Pass for Distill {
         self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
     }
 
+    fn reads_models(&self) -> Vec<std::path::PathBuf> {
+        let student = self.student.iter().filter_map(|student| if let Student::Model(path) = student { Some(path) } else { None });
+        student.chain(&self.teacher).cloned().collect()
+    }
+
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }

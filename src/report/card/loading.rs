@@ -6,6 +6,7 @@ use super::Card;
 use super::tasks::Task;
 use crate::contract::Runtime;
 use crate::contract::facts::has_tokenizer;
+use crate::model::adapter::{self, FOLDER};
 
 /// Stands for the location of the output.
 const PATH: &str = "path/to/model";
@@ -50,6 +51,13 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
     let has_tokenizer = has_tokenizer(card.files);
     match runtime {
         Runtime::Vllm | Runtime::Sglang if !has_tokenizer || card.is_sentence_encoder() => None,
+        // Without the adapter, the model is not that of the figures.
+        Runtime::Sglang if is_corrected(card) => None,
+        Runtime::Vllm if is_corrected(card) => {
+            let rank = card.report.passes.iter().rev().find_map(|pass| pass.details.get("correction")?.get("rank")?.as_u64());
+            let limit = rank.map_or(String::new(), |rank| format!(" --max-lora-rank {}", rank.next_power_of_two().max(8)));
+            shell(format!("vllm serve {PATH} --enable-lora{limit} --lora-modules corrected={PATH}/{FOLDER}  # requests name the model `corrected`"))
+        }
         Runtime::Vllm => shell(format!("vllm serve {PATH}")),
         Runtime::Sglang => shell(format!("python -m sglang.launch_server --model-path {PATH}")),
         Runtime::Transformers => Some(["python".to_owned(), in_python(card, has_tokenizer || card.files.contains(SETTINGS))]),
@@ -59,6 +67,11 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
             Some(["python".to_owned(), code])
         }
     }
+}
+
+/// Whether a LoRA adapter with corrections of the weights belongs to the model.
+fn is_corrected(card: &Card) -> bool {
+    card.config.contains_key(adapter::KEY)
 }
 
 fn inside(file: &str) -> String {
@@ -77,5 +90,6 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
     };
     let imports = [Some(class), preprocessor.map(|(class, _)| class)].into_iter().flatten().collect::<Vec<_>>().join(", ");
     let lines = [Some((class, "model")), preprocessor].into_iter().flatten().map(|(class, name)| format!("\n{name} = {class}.from_pretrained(\"{PATH}\")"));
-    format!("from transformers import {imports}\n{}", lines.collect::<String>())
+    let corrections = if is_corrected(card) { format!("\nmodel.load_adapter(\"{PATH}/{FOLDER}\")  # needs the package peft") } else { String::new() };
+    format!("from transformers import {imports}\n{}{corrections}", lines.collect::<String>())
 }

@@ -46,7 +46,7 @@ pub(super) fn of_pass(pass: &PassReport) -> String {
     format!("{text} ({details}): {}.", counted(pass.tensors_changed, "weight"))
 }
 
-/// What a layout of safetensors does to weights of any encoding.
+/// Effects of layouts of safetensors on weights of any encoding.
 const LAYOUTS: [(&str, &str); 2] =
     [("dense", "All weights were written as plain floats"), ("sparse", "Weights with many zeros were written as a bitmask with the other values")];
 

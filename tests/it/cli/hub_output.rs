@@ -17,7 +17,7 @@ const PART: usize = 50_000;
 /// The repository `org/name`.
 #[derive(Default)]
 struct Repo {
-    /// The files of each commit of `main`, without those that are LFS objects.
+    /// The files of each commit of `main`, with the contents of LFS objects.
     commits: Vec<Files>,
     /// LFS objects by SHA-256.
     objects: Files,
@@ -238,7 +238,7 @@ fn a_repository_contains_the_same_as_a_folder() {
         assert!(puts.iter().any(|path| path.ends_with("/2")) && puts.iter().any(|path| path.len() == 65), "{puts:?}");
         for request in hub.storage.requests() {
             assert!(!request.headers.contains_key("authorization") && request.body.len() <= PART);
-            assert_eq!(request.headers.get("x-kind").is_some(), request.path().len() == 65);
+            assert_eq!(request.headers.contains_key("x-kind"), request.path().len() == 65);
         }
     }
     let verified = hub.run(&place, "verify hf:org/name");
@@ -278,7 +278,7 @@ fn files_of_others_are_not_replaced() {
     hub.repo().commits[0].get_mut("config.json").unwrap().push(b'\n');
     refused(&hub, &format!("{QUANTIZE} --force"), "config.json would be lost, and they were changed after compress wrote them");
     // The model itself.
-    refused(&hub, "densify hf:org/name -o hf:org/name --force", "contains hf:org/name, which this run reads");
+    refused(&hub, "densify hf:org/name -o hf:org/name --force", ", which this run reads");
     // A new repository has only the file of the Hub.
     let hub = Hub::start(Repo::with(&[(".gitattributes", b"")]), |_, _| None);
     let run = hub.run(&place, QUANTIZE);

@@ -197,6 +197,18 @@ fn several_recipes_are_planned_or_checked_at_once() {
     assert_eq!(ok(folder.path(), "plan swept.yaml --recipe-only").stdout, "swept.yaml: valid, 2 runs\n");
     let broken = compress(folder.path(), "plan recipe.yaml --recipe-only --set cast.to=f17");
     assert!(broken.code == 2 && broken.stderr.contains("recipe.yaml: --set cast.to=f17"), "{}", broken.stderr);
+    // Formats that no model makes valid.
+    for (text, reason) in [
+        ("loads: [llama.cpp]\n", "`export` does not contain `gguf`"),
+        ("export: [safetensors]\nloads: [vllm, llama.cpp]\n", "`export` does not contain `gguf`"),
+        ("export: [gguf]\noutput: a.onnx\n", "is of the format onnx, but other formats are configured"),
+    ] {
+        fs::write(folder.path().join("formats.yaml"), format!("model: in\n{text}")).unwrap();
+        let run = compress(folder.path(), "plan formats.yaml --recipe-only");
+        assert!(run.code == 1 && run.stderr.contains(reason), "{text}{}", run.stderr);
+    }
+    fs::write(folder.path().join("formats.yaml"), "model: in\nloads: [llama.cpp]\noutput: a.gguf\n").unwrap();
+    ok(folder.path(), "plan formats.yaml --recipe-only");
 }
 
 #[test]

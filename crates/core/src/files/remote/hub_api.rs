@@ -138,8 +138,8 @@ impl Api {
         Err(io::Error::new(io::ErrorKind::PermissionDenied, reason))
     }
 
-    /// Creates the repository, which only its owner sees. If another process has just created it, it is
-    /// left as it is.
+    /// Creates the repository, which only its owner sees. Does nothing if another process has just created
+    /// it.
     pub fn create(&self) -> io::Result<()> {
         let (owner, name) = self.repository.id.split_once('/').unwrap_or_default();
         let body = json!({ "type": "model", "name": name, "organization": owner, "visibility": "private" });

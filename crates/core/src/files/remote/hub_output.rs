@@ -42,8 +42,8 @@ struct Branch {
 }
 
 impl Branch {
-    /// The state of a branch, or `None` if the repository does not exist. It is the one that a preceding
-    /// check of the branch has seen.
+    /// The state of a branch, or `None` if the repository does not exist. The state is cached by a preceding
+    /// check of the branch.
     fn open(name: &str) -> io::Result<Option<Branch>> {
         let cached = match locate(name) {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),

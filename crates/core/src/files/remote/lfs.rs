@@ -44,7 +44,7 @@ struct Batch {
     objects: Vec<Entry>,
 }
 
-/// What the server requests for an object.
+/// The server's instructions for an object.
 #[derive(Deserialize)]
 struct Entry {
     oid: String,

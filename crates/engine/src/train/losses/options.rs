@@ -212,9 +212,7 @@ impl FromStr for Losses {
 }
 
 /// A number, or a map.
-#[cfg(feature = "cli")]
-#[derive(schemars::JsonSchema)]
-#[serde(untagged)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema), serde(untagged))]
 #[allow(dead_code)]
 enum Form<T> {
     Weight(f64),

@@ -30,7 +30,7 @@ simd! {
             for (first, count, digits) in RUNS {
                 for power in [1u8, 3, 9, 27, 81].into_iter().take(digits) {
                     for (byte, value) in block[first..][..count].iter().zip(&mut values) {
-                        let code = u16::from(byte.wrapping_mul(power)) * 3 >> 8;
+                        let code = (u16::from(byte.wrapping_mul(power)) * 3) >> 8;
                         *value = (f32::from(code) - 1.0) * d;
                     }
                 }
