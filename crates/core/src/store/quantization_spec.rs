@@ -15,7 +15,7 @@ pub enum Granularity {
     /// One scale for this many consecutive inputs of a row.
     Group(usize),
     /// One scale for a block of rows and consecutive inputs; the last block may have fewer rows. In a
-    /// [`View`], each row has separate scales.
+    /// [`View`](super::View), each row has separate scales.
     Block([usize; 2]),
 }
 

@@ -17,7 +17,7 @@ pub struct QuantizedReader {
     pub zero_points: Option<RawTensor>,
     /// Divisor of the scales; otherwise 1.
     pub global_scale: f32,
-    /// Whether codes are packed, see [`Codes::packing`].
+    /// Whether codes are packed, see [`Codes::packing`](super::Codes::packing).
     pub packed: bool,
     /// Shape `[out, in]`.
     pub shape: Vec<usize>,
