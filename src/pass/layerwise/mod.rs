@@ -367,7 +367,8 @@ impl Layerwise<'_> {
             let Runs { blocks, reference, guide, .. } = &mut *runs;
             let mut observe = |moments: &mut Moments| {
                 let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight));
-                self.observe(site, moments, blocks, reference.as_mut().filter(|_| self.requested.original), factors)
+                self.observe(site, moments, blocks, reference.as_mut().filter(|_| self.requested.original), factors)?;
+                moments.download(&site.value)
             };
             observe(&mut moments)?;
             if moments.hold_out_more() {

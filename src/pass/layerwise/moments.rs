@@ -5,10 +5,10 @@ use candle_core::{Device, Tensor};
 use super::held_out::{HeldOut, Split};
 use crate::calibration::select_rows;
 use crate::error::Result;
-use crate::exec::transfer::Cause;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
 use crate::kernel::{columns, gram};
-use crate::pass::calibrate::{nonzero_rows, not_finite, numbers, tensor_error};
+use crate::pass::calibrate::{nonzero_rows, not_finite, tensor_error};
 
 /// Statistics to collect.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -51,6 +51,9 @@ pub(super) struct Moments {
     pub split: Option<Split>,
     pub request: MomentsRequest,
     batches: usize,
+    /// Products and differences of rows on a GPU, which are not part of the fields above until they are
+    /// [downloaded](Moments::download).
+    on_device: [Option<Tensor>; 2],
 }
 
 impl Moments {
@@ -70,16 +73,16 @@ impl Moments {
             split: None,
             request,
             batches: 0,
+            on_device: [None, None],
         }
     }
 
     /// Adds rows `[n, size]`. Returns an error if a row is not finite.
     pub fn add(&mut self, name: &str, rows: &Tensor) -> Result<()> {
-        if self.request.products && !matches!(rows.device(), Device::Cpu) {
-            let products = rows.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(tensor_error)?;
-            self.products.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
-        }
         let host = matches!(rows.device(), Device::Cpu);
+        if self.request.products && !host {
+            add_product(&mut self.on_device[0], rows, rows).map_err(tensor_error)?;
+        }
         let added = floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(self.add_rows(values, host)))).map_err(tensor_error)?;
         added.ok_or_else(|| not_finite(name))
     }
@@ -97,10 +100,22 @@ impl Moments {
         }
         let original = select_rows(original, selected).map_err(tensor_error)?;
         let differences = (&original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(&original)?)).map_err(tensor_error)?;
-        let products = differences.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(tensor_error)?;
-        self.differences.resize(self.size * self.size, 0.0);
-        self.differences.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
-        if self.differences.iter().all(|x| x.is_finite()) { Ok(()) } else { Err(not_finite(name)) }
+        add_product(&mut self.on_device[1], &differences, rows).map_err(tensor_error)
+    }
+
+    /// Adds the sums on a GPU to those on the host. Returns an error if a sum is not finite.
+    pub fn download(&mut self, name: &str) -> Result<()> {
+        let [products, differences] = std::mem::take(&mut self.on_device);
+        for (sums, added) in [(&mut self.products, products), (&mut self.differences, differences)] {
+            let Some(added) = added else { continue };
+            let added = transfer::values::<f32>(&added, Cause::Statistics).map_err(tensor_error)?;
+            if !added.iter().all(|x| x.is_finite()) {
+                return Err(not_finite(name));
+            }
+            sums.resize(added.len(), 0.0);
+            sums.iter_mut().zip(added).for_each(|(sum, added)| *sum += added);
+        }
+        Ok(())
     }
 
     /// Adds rows on the host. Returns `None` if a row is not finite.
@@ -197,6 +212,16 @@ impl Moments {
     pub fn mean_magnitudes(&self) -> Vec<f64> {
         self.magnitudes.iter().map(|sum| sum / self.count.max(1) as f64).collect()
     }
+}
+
+/// Adds `leftᵀ right` to a sum on their device.
+fn add_product(sum: &mut Option<Tensor>, left: &Tensor, right: &Tensor) -> candle_core::Result<()> {
+    let product = left.t()?.contiguous()?.matmul(right)?;
+    *sum = Some(match sum.take() {
+        Some(sum) => (sum + product)?,
+        None => product,
+    });
+    Ok(())
 }
 
 /// Differences `[n, size]` between selected rows of the original model and other rows; zero where the
