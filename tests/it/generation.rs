@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use crate::common::work;
+use crate::common::{device, work};
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress_core::work::MemoryLimit;
@@ -24,8 +24,8 @@ fn golden() -> PathBuf {
 }
 
 fn executor<'g>(model: &Model, graph: &'g Graph) -> Executor<'g> {
-    let parameters = work(|work| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)).unwrap();
-    Executor::new(graph, parameters, Device::Cpu)
+    let parameters = work(|work| Parameters::load(graph, &model.weights, &device(), DType::F32, Residence::Stored, work)).unwrap();
+    Executor::new(graph, parameters, device())
 }
 
 /// A range of columns of the inputs with a token axis (for encoder-decoder models, only those of the
@@ -40,7 +40,7 @@ fn columns(inputs: &Inputs, from: usize, to: usize) -> Inputs {
 fn distance(whole: &Tensor, last: &Tensor, mask: &Tensor) -> f32 {
     let (length, count) = (whole.dim(1).unwrap(), last.dim(1).unwrap());
     let difference = (whole.narrow(1, length - count, count).unwrap() - last).unwrap().abs().unwrap();
-    let mask = mask.narrow(1, length - count, count).unwrap().to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap();
+    let mask = mask.narrow(1, length - count, count).unwrap().to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap().to_device(last.device()).unwrap();
     difference.broadcast_mul(&mask).unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
 }
 
@@ -145,12 +145,12 @@ fn sliding_windows_bound_the_kv_cache() {
 
 fn generated(path: &Path, prompts: &[Vec<i64>], options: &Generate) -> compress::Result<Vec<compress_engine::generation::Continuation>> {
     let model = LanguageModel::new(Model::open(path)?)?;
-    work(|work| model.generate(prompts, options, &Device::Cpu, MemoryLimit::default(), work))
+    work(|work| model.generate(prompts, options, &device(), MemoryLimit::default(), work))
 }
 
 fn transcribed(path: &Path, features: &[Tensor], options: &Generate) -> compress::Result<Vec<compress_engine::generation::Continuation>> {
     let model = LanguageModel::new(Model::open(path)?)?;
-    work(|work| model.transcribe(features, options, &Device::Cpu, MemoryLimit::default(), work))
+    work(|work| model.transcribe(features, options, &device(), MemoryLimit::default(), work))
 }
 
 /// The spectrograms of a golden model.

@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress_core::work::{Cancel, Silent, Work};
@@ -22,10 +23,10 @@ fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32
     let text = graph.to_string();
     assert!(text.parse::<Graph>()?.to_string() == text, "the text form of {}", folder.display());
     let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work)?;
+    let parameters = Parameters::load(&graph, &model.weights, &device(), DType::F32, Residence::Computed, &work)?;
     let golden = candle_core::safetensors::load(folder.join(golden), &Device::Cpu).unwrap();
     let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
-    let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&inputs)?;
+    let outputs = Executor::new(&graph, parameters, device()).run(&inputs)?;
     let mut found = Vec::new();
     for (name, expected) in golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("out/")?, t))) {
         // transformers keeps two axes of size one after the pooled channels of a ResNet.
@@ -34,7 +35,7 @@ fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32
             found.push((format!("{name}, which is not among {:?}", outputs.iter().map(|(n, t)| (n, t.dims())).collect::<Vec<_>>()), f32::NAN));
             continue;
         };
-        let worst: f32 = distance(ours, expected, golden.get("in/attention_mask"));
+        let worst: f32 = distance(&ours.to_device(&Device::Cpu).unwrap(), expected, golden.get("in/attention_mask"));
         found.push((name.to_owned(), worst));
     }
     Ok(found)

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress_core::work::{Cancel, Silent, Work};
@@ -51,19 +52,17 @@ fn reference(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> BTreeMa
 
 /// Gradients of the tape for these gradients of the outputs, and the peak memory of activations.
 fn walked_from(
-    graph: &Graph,
-    parameters: &Parameters,
-    inputs: &Inputs,
+    Golden { device, graph, parameters, inputs, .. }: &Golden,
     cuts: &[usize],
     weights: &dyn Fn(&str, &Tensor) -> Tensor,
 ) -> (BTreeMap<String, Tensor>, u64) {
     let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
-    let tape = Tape::new(graph, Device::Cpu, taps, &|_| true, cuts);
+    let tape = Tape::new(graph, device.clone(), taps, &|_| true, cuts);
     let memory_tracker = MemoryTracker::default();
     let forward = tape.forward(parameters, inputs, &memory_tracker, None).unwrap();
     let mut from = BTreeMap::new();
     for (name, id) in graph.outputs() {
-        let gradient = weights(name, &forward.taps()[id]);
+        let gradient = weights(name, &forward.taps()[id]).to_device(device).unwrap();
         from.entry(*id).and_modify(|other: &mut Tensor| *other = (&*other + &gradient).unwrap()).or_insert(gradient);
     }
     let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
@@ -78,8 +77,8 @@ fn walked_from(
     (found, peaks.iter().find(|(category, _)| *category == MemoryCategory::Activations).unwrap().1)
 }
 
-fn walked(graph: &Graph, parameters: &Parameters, inputs: &Inputs, cuts: &[usize]) -> (BTreeMap<String, Tensor>, u64) {
-    walked_from(graph, parameters, inputs, cuts, &|_, output| weights(output))
+fn walked(golden: &Golden, cuts: &[usize]) -> (BTreeMap<String, Tensor>, u64) {
+    walked_from(golden, cuts, &|_, output| weights(output))
 }
 
 /// Weights of the loss of `scripts/goldens gradients`.
@@ -88,6 +87,7 @@ fn formula(count: usize, series: usize) -> Vec<f32> {
 }
 
 struct Golden {
+    device: Device,
     graph: Graph,
     parameters: Parameters,
     inputs: Inputs,
@@ -95,16 +95,16 @@ struct Golden {
     mask: Option<Tensor>,
 }
 
-fn golden(name: &str) -> Golden {
+fn golden(name: &str, device: Device) -> Golden {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
     let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
     let model = Model::open(&folder).unwrap();
     let graph = model.graph().unwrap();
-    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
+    let parameters = Parameters::load(&graph, &model.weights, &device, DType::F32, Residence::Computed, &work).unwrap();
     let stored = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
     let named = |prefix: &str| stored.iter().filter_map(|(name, t)| Some((name.strip_prefix(prefix)?.to_owned(), t.clone()))).collect::<BTreeMap<_, _>>();
     let mask = stored.get("in/attention_mask").cloned();
-    Golden { graph, parameters, inputs: named("in/"), outputs: named("out/").into_keys().collect(), mask }
+    Golden { device, graph, parameters, inputs: named("in/"), outputs: named("out/").into_keys().collect(), mask }
 }
 
 fn names() -> Vec<String> {
@@ -120,7 +120,7 @@ fn whole_models_have_the_gradients_of_pytorch() {
     let stored = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
     let (mut failures, mut compared) = (Vec::new(), 0);
     for name in names() {
-        let golden = golden(&name);
+        let golden = golden(&name, device());
         let weights = |output: &str, value: &Tensor| {
             let Some(series) = golden.outputs.iter().position(|other| other == output) else { return value.zeros_like().unwrap() };
             let weights = Tensor::from_vec(formula(value.elem_count(), series), value.dims(), &Device::Cpu).unwrap();
@@ -129,7 +129,7 @@ fn whole_models_have_the_gradients_of_pytorch() {
                 None => weights,
             }
         };
-        let (found, _) = walked_from(&golden.graph, &golden.parameters, &golden.inputs, &[], &weights);
+        let (found, _) = walked_from(&golden, &[], &weights);
         let prefix = format!("{name}/");
         let expected: BTreeMap<&str, Vec<f32>> =
             stored.iter().filter_map(|(key, tensor)| Some((key.strip_prefix(&prefix)?, tensor.to_vec1().unwrap()))).collect();
@@ -182,15 +182,16 @@ fn whole_models_match_the_backward_rules_of_ops() {
     let mut failures = Vec::new();
     let names = names();
     for name in &names {
-        let Golden { graph, parameters, inputs, .. } = golden(name);
-        let expected = reference(&graph, &parameters, &inputs);
+        let golden = golden(name, Device::Cpu);
+        let Golden { graph, parameters, inputs, .. } = &golden;
+        let expected = reference(graph, parameters, inputs);
         let nodes = graph.nodes().len();
-        let (_, most) = walked(&graph, &parameters, &inputs, &[]);
+        let (_, most) = walked(&golden, &[]);
         for cuts in [vec![], vec![nodes / 2], (1..nodes).step_by(7).collect(), (1..nodes).collect::<Vec<_>>()] {
-            let (found, peak) = walked(&graph, &parameters, &inputs, &cuts);
+            let (found, peak) = walked(&golden, &cuts);
             // Very short segments store more at their boundaries than they save. At each boundary, at
             // most the values that cross it are stored.
-            let across = cuts.first().map_or(0, |cut| across(&graph, &inputs, *cut));
+            let across = cuts.first().map_or(0, |cut| across(graph, inputs, *cut));
             assert!(cuts.len() > 1 || peak <= most + across, "{name}: {} segments took {peak} bytes, one took {most}", cuts.len() + 1);
             if found.keys().ne(expected.keys()) {
                 failures.push(format!("{name}: gradients of {:?}, not of {:?}", found.keys(), expected.keys()));

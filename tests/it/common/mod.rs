@@ -233,6 +233,16 @@ pub fn pipeline() -> Builder {
     Pipeline::builder().threads(2).allow_nonfinite(true)
 }
 
+/// The device that models run on: that of `COMPRESS_TEST_DEVICE`, which must exist, or else the first GPU, as
+/// for the option `auto`.
+#[cfg(feature = "run")]
+pub fn device() -> candle_core::Device {
+    use compress_engine::exec::DeviceChoice;
+
+    let choice = std::env::var("COMPRESS_TEST_DEVICE").map_or(DeviceChoice::Auto, |name| name.parse().unwrap());
+    choice.open().unwrap()
+}
+
 /// A `Work` outside of a pipeline.
 pub fn work<T>(job: impl FnOnce(&Work) -> T) -> T {
     job(&Work { threads: 2, progress: &Silent, cancel: &Cancel::default() })

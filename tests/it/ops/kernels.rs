@@ -1,6 +1,7 @@
 //! Property of kernels: on every device and in every float dtype, the definition of an op and its
 //! kernels compute the same, up to rounding, as the definition in f64 on the host.
 
+use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use compress_graph::ir::Op;
 use compress_graph::ir::ops::*;
@@ -11,13 +12,9 @@ use super::gradients::{all_cases, backward, converted, output_gradient, saved, w
 /// Float dtypes and tolerances of values and gradients, relative to the largest element.
 const TYPES: [(DType, f64); 3] = [(DType::F32, 5e-5), (DType::F16, 0.01), (DType::BF16, 0.05)];
 
-/// The devices of this machine; with `COMPRESS_TEST_DEVICE`, the CPU and that device, which must exist.
+/// The CPU and the device of [`device`].
 fn devices() -> Vec<Device> {
-    let other = match std::env::var("COMPRESS_TEST_DEVICE") {
-        Ok(name) => Some(name.parse::<compress_engine::exec::DeviceChoice>().unwrap().open().unwrap()).filter(|device| !device.is_cpu()),
-        Err(_) => Device::new_cuda(0).ok(),
-    };
-    [Some(Device::Cpu), other].into_iter().flatten().collect()
+    [Some(Device::Cpu), Some(device()).filter(|device| !device.is_cpu())].into_iter().flatten().collect()
 }
 
 fn on(tensors: &[Tensor], device: &Device) -> Vec<Tensor> {
