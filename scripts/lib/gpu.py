@@ -109,7 +109,7 @@ def distance(ours, expected):
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours, expected, strict=True))
 
 
-def check_ops(args, checks):
+def check_ops(args, checks, _):
     """The tests of ops and kernels, by the test program."""
     device = "cpu" if args.device.startswith("cpu") else args.device
     environment = os.environ | {"COMPRESS_TEST_DEVICE": device} | ({"COMPRESS_KERNELS": "off"} if args.device == "cpu:strict" else {})
@@ -232,6 +232,47 @@ def bench(args, checks, trainer):
     return results
 
 
+def decoder(args, checks, trainer):
+    """GPTQ and evaluation of a decoder of 1.5 B parameters, in turns with llm-compressor and transformers."""
+    if args.device.startswith("cpu"):
+        return []
+    peers, folder = HERE / "gpu_decoder.py", trainer.folder / "large"
+    subprocess.run([sys.executable, peers, "make", folder], check=True, timeout=PATIENCE)
+    model, windows, recipe = folder / "decoder", folder / "windows.safetensors", folder / "recipe.yaml"
+    sets = f"data: {{ calibration: {{ arrays: {windows}, samples: 16, task: fidelity }} }}"
+    recipe.write_text(f"model: {model}\nmeasure: false\n{sets}\npasses: [quantize: {{ scheme: W4A16, method: gptq }}]\n")
+    compress = [args.bin / "compress"]
+
+    def output(command):
+        done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
+        return done.stdout
+
+    def quantize():
+        output([*compress, "run", recipe, "-o", folder / "ours", "--force", "--no-cache", "--quiet", "--device", args.device])
+        totals = json.loads((folder / "ours" / "report.json").read_text())["totals"]
+        return {"seconds": totals["seconds"], "peak": totals["peak_vram_bytes"]}
+
+    def evaluate():
+        told = json.loads(output([*compress, "eval", model, "--arrays", windows, "--task", "language-modelling", "--precision", "bf16", "--device", args.device, "--json"]))
+        return {"seconds": told["seconds"], "peak": None, "loss": told["score"]["more"]["negative_log_likelihood"]}
+
+    results = []
+    for job, ours in (("evaluate", evaluate), ("quantize", quantize)):
+        try:
+            turns = [{"ours": ours(), "theirs": json.loads(output([sys.executable, peers, job, folder, args.device]).splitlines()[-1])} for _ in range(2)]
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            checks.add("1.5 B decoder", job, False, said=str(error))
+            continue
+        if job == "evaluate":
+            losses = [turns[0][side]["loss"] for side in ("ours", "theirs")]
+            checks.add("1.5 B decoder", "the same loss", abs(losses[0] - losses[1]) <= 0.01 * losses[1], losses=losses)
+        ratio = statistics.median(turn["ours"]["seconds"] / turn["theirs"]["seconds"] for turn in turns)
+        results.append({"job": f"{job} of a 1.5 B decoder", "tokens": 16 * 512, "time_ratio": ratio, "turns": turns})
+    return results
+
+
 def page(result):
     """The result as one page."""
     failed = [row for row in result["checks"] if not row["ok"]]
@@ -272,7 +313,6 @@ def libraries():
 def run(args):
     start, checks = time.monotonic(), Checks()
     libraries()
-    beside, environment = [], {}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         trainer = Trainer(args, Path(scratch))
         samples(trainer.folder)
@@ -284,11 +324,11 @@ def run(args):
                 checks.add(section, "could be run", False, said=f"{type(error).__name__}: {error}"[-2000:])
                 return None
 
-        attempt("ops", lambda: check_ops(args, checks))
-        environment = attempt("report", lambda: check_report(args, checks, trainer)) or {}
-        attempt("training", lambda: check_training(args, checks, trainer))
-        if not args.small:
-            beside = attempt("beside PyTorch", lambda: bench(args, checks, trainer)) or []
+        parts = {"ops": check_ops, "report": check_report, "training": check_training, "PyTorch": bench, "decoder": decoder}
+        chosen = args.only.split(",") if args.only else [name for name in parts if not (args.small and name in ("PyTorch", "decoder"))]
+        results = {name: attempt(name, lambda name=name: parts[name](args, checks, trainer)) for name in chosen}
+        environment = results.get("report") or {}
+        beside = [*(results.get("PyTorch") or []), *(results.get("decoder") or [])]
     seconds = time.monotonic() - start
     checks.add("everything", f"took less than {ALL} s", seconds < ALL, seconds=seconds)
     result = {"device": args.device, "machine": machine(), "environment": environment, "seconds": seconds, "checks": checks.rows, "beside_pytorch": beside}
