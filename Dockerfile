@@ -6,7 +6,7 @@ FROM rust:1.95-slim-trixie AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-pip
 WORKDIR /src
 COPY . .
-RUN cargo build --release --locked --bin compress
+RUN CARGO_INCREMENTAL=0 cargo build --release --locked --bin compress
 RUN COMPRESS_CACHE=/cache target/release/compress doctor --fetch
 
 FROM debian:trixie-slim

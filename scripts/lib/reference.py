@@ -241,8 +241,9 @@ def commands(program):
 
     main = read()
     groups = {heading: items for heading, items in main.sections.items() if heading != "Options"}
-    helps = {name: read(name) for items in groups.values() for name, _, _ in items if name != "help"}
-    shared = next(page.rows(OUTPUT) for name, page in helps.items() if name == "cast")
+    helps = {name: read(name) for items in groups.values() for name, _, _ in items}
+    # The options of the output are the same for all passes.
+    shared = helps["cast"].rows(OUTPUT)
     out = (
         "# Commands\n\n"
         + paragraph(f"Look up a command and its options. `compress COMMAND --help` prints the same, and `compress man` manual pages. {NOTICE}")

@@ -118,9 +118,6 @@ pub(super) struct Writing {
     /// Do not measure the fidelity to the original model if no evaluation data is given
     #[arg(long)]
     pub no_measure: bool,
-    /// Do not write a model card (README.md); the README.md of the model is copied instead
-    #[arg(long)]
-    pub no_card: bool,
 }
 
 impl Writing {
@@ -166,11 +163,15 @@ pub(super) struct Records {
     /// metrics
     #[arg(long, value_enum, value_name = "FORMAT")]
     sbom: Option<Sbom>,
+    /// Do not write a model card (README.md); the README.md of the model is copied instead
+    #[arg(long)]
+    no_card: bool,
 }
 
 impl Records {
-    /// Adds the requested records of provenance.
+    /// Adds the requested records of provenance, and omits the model card if requested.
     pub fn configure(&self, builder: Builder) -> Result<Builder> {
+        let builder = if self.no_card { builder.card(false) } else { builder };
         self.signing.configure(self.sbom.into_iter().fold(builder, Builder::sbom))
     }
 }

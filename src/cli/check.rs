@@ -19,10 +19,10 @@ use crate::report::{Budgets, Finding, Report};
   compress check out/w4a16 --loads vllm,transformers
   compress check out/model.gguf --loads llama.cpp
 
-Exit code 0: all budgets are met, and the runtimes load the output. 1: a budget is exceeded; the error lists the
-measured and the allowed values. Or a rule of a runtime is violated; each line lists the rule, the tensor or key, and
-the next step. Or the output cannot be read for a runtime. 2: the report lacks a measurement; the error names the
-settings to add to the recipe.")]
+Exit code 0: all budgets are met, and the output complies with the rules of the runtimes (a static check). 1: a budget
+is exceeded (the error lists the measured and the allowed values), a rule of a runtime is violated (each line lists the
+rule, the tensor or key, and the next step), or the output cannot be read for a runtime. 2: the report lacks a
+measurement; the error names the settings to add to the recipe.")]
 pub(super) struct Args {
     /// Output folder, or its report.json
     report: PathBuf,

@@ -14,8 +14,8 @@ pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
     /// hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx or .gguf file; also hf:org/name, which is first written to TMPDIR, and
-    /// s3://bucket/name, gs:// and az://, for which only ONNX files are
+    /// Output folder, or an .onnx or .gguf file; also hf:org/name, s3://bucket/name, gs:// and az://. Outputs
+    /// for hf:, and ONNX files for buckets, are first written to TMPDIR
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
     /// Convert only the sparse layout; quantized weights stay quantized
@@ -33,16 +33,13 @@ pub(super) struct Args {
     /// and infinity the largest value
     #[arg(long)]
     allow_nonfinite: bool,
-    /// Do not write a model card (README.md); the README.md of the model is copied instead
-    #[arg(long)]
-    no_card: bool,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let mut format = Safetensors::with_layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
-        let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite).card(!self.no_card);
+        let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
         let model = Model::open(&self.model)?;
         if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
             builder = builder.note("all weights were already dense: the files contain the same values in the same types");

@@ -15,8 +15,8 @@ pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
     /// hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx or .gguf file; also hf:org/name, which is first written to TMPDIR, and
-    /// s3://bucket/name, gs:// and az://, for which only ONNX files are
+    /// Output folder, or an .onnx or .gguf file; also hf:org/name, s3://bucket/name, gs:// and az://. Outputs
+    /// for hf:, and ONNX files for buckets, are first written to TMPDIR
     #[arg(long, short, value_name = "DIR", help_heading = "Output")]
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]
@@ -31,9 +31,9 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, steps: Vec<Step>, global: &Global) -> Result<()> {
-        let Writing { force, allow_nonfinite, no_measure, no_card, runtimes, .. } = &self.writing;
+        let Writing { force, allow_nonfinite, no_measure, runtimes, .. } = &self.writing;
         let builder = global.builder()?.passes(steps).force(*force).allow_nonfinite(*allow_nonfinite);
-        let mut builder = builder.measure(!no_measure).card(!no_card).loads(runtimes.loads.iter().copied());
+        let mut builder = builder.measure(!no_measure).loads(runtimes.loads.iter().copied());
         for export in self.writing.exports() {
             builder = builder.export(export);
         }

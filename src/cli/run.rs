@@ -51,9 +51,6 @@ pub(super) struct Args {
     no_measure: bool,
     #[command(flatten)]
     records: Records,
-    /// Do not write a model card (README.md); the README.md of the model is copied instead
-    #[arg(long)]
-    no_card: bool,
     /// Write only a part of the weights, to OUT.parts: `2/16`, or `auto` in a Slurm job array, `auto/16` in a
     /// Kubernetes indexed job; `compress merge` merges the parts
     #[arg(long, value_name = "I/N", conflicts_with_all = ["sweep", "dry_run", "resume"])]
@@ -100,8 +97,7 @@ impl Args {
     fn job(&self, variant: Variant, global: &Global) -> Result<Job> {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
-        let (measure, card) = (recipe.measure && !self.no_measure, recipe.card && !self.no_card);
-        let builder = global.builder()?.recipe(&recipe).measure(measure).card(card).force(self.force).resume(self.resume);
+        let builder = global.builder()?.recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
         let builder = builder.loads(self.runtimes.loads.iter().copied());
         // Runs of a sweep share their first passes, so they use cached results.
         let builder = if self.no_cache { builder } else { with_cache(builder, !name.is_empty()) };

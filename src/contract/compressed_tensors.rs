@@ -51,8 +51,8 @@ pub(super) fn own_format(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
 
 /// A model of text has a tokenizer.
 pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let has_words = |config: &Value| config.get("vocab_size").is_some_and(Value::is_u64);
-    let is_text = folder.get("vocab_size").is_some_and(Value::is_u64) || folder.get("text_config").is_some_and(has_words);
+    let nested = folder.get("text_config").and_then(|config| config.get("vocab_size"));
+    let is_text = folder.get("vocab_size").into_iter().chain(nested).any(Value::is_u64);
     if !is_text || has_tokenizer(&folder.files) {
         return Ok(Vec::new());
     }
@@ -164,15 +164,15 @@ pub(super) fn group_rows(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     Ok(found)
 }
 
-fn is_named_head(name: &str) -> bool {
-    name == "lm_head" || name.ends_with(".lm_head")
+fn quantized_heads(folder: &Folder) -> impl Iterator<Item = &String> {
+    let is_head = |name: &str| name == "lm_head" || name.ends_with(".lm_head");
+    folder.modules.iter().filter(move |(name, module)| module.is_quantized && is_head(name)).map(|(name, _)| name)
 }
 
 /// The head of a language model is not quantized.
 pub(super) fn heads(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let heads = folder.modules.iter().filter(|(name, module)| module.is_quantized && is_named_head(name));
     let finding = |name: &String| Finding::new(name.clone(), format!("is a quantized head, which {target} does not load"), "quantize without the head");
-    Ok(heads.map(|(name, _)| finding(name)).collect())
+    Ok(quantized_heads(folder).map(finding).collect())
 }
 
 /// Embeddings are floats, or in a form that the runtime loads.
@@ -205,16 +205,14 @@ pub(super) fn tied_head(folder: &Folder, target: Target) -> Result<Vec<Finding>>
         return Ok(Vec::new());
     }
     let reason = format!("is quantized, but `tie_word_embeddings` is true, so that {} uses the embedding instead", target.runtime().name());
-    let heads = folder.modules.iter().filter(|(name, module)| module.is_quantized && is_named_head(name)).map(|(name, _)| name);
     let hint = "quantize without the head, or set `tie_word_embeddings` to false";
-    Ok(heads.map(|name| Finding::new(name.clone(), reason.clone(), hint)).collect())
+    Ok(quantized_heads(folder).map(|name| Finding::new(name.clone(), reason.clone(), hint)).collect())
 }
 
 /// Packed integers have one of these widths.
 pub(super) fn widths(folder: &Folder, target: Target, supported: &[u64]) -> Vec<Finding> {
     let list = supported.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
-    let is_packed = |group: &Group, weights: &Arguments| group.format == "pack-quantized" && weights.is_integer && group.inputs.is_none();
-    let wrong = folder.linear_groups().into_iter().filter(|(group, weights)| is_packed(group, weights) && !supported.contains(&weights.bits));
+    let wrong = folder.linear_groups().into_iter().filter(|(group, weights)| group.has_packed_integers() && !supported.contains(&weights.bits));
     let finding = |(group, weights): (&Group, &Arguments)| {
         let reason = format!("has weights of {} bits, but {target} loads packed integers of {list} bits", weights.bits);
         Finding::new(group.name.clone(), reason, "use `--scheme W4A16` or `W8A16`")
@@ -224,13 +222,7 @@ pub(super) fn widths(folder: &Folder, target: Target, supported: &[u64]) -> Vec<
 
 /// Packed integers with zero points have 4 or 8 bits.
 pub(super) fn zero_points(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let is_wrong = |group: &Group, weights: &Arguments| {
-        group.format == "pack-quantized"
-            && weights.is_integer
-            && group.inputs.is_none()
-            && !weights.symmetric
-            && !VLLM_BITS.map(u64::from).contains(&weights.bits)
-    };
+    let is_wrong = |group: &Group, weights: &Arguments| group.has_packed_integers() && !weights.symmetric && !VLLM_BITS.map(u64::from).contains(&weights.bits);
     let wrong = folder.linear_groups().into_iter().filter(|(group, weights)| is_wrong(group, weights));
     let finding = |(group, weights): (&Group, &Arguments)| {
         let reason = format!("has zero points for weights of {} bits, but {target} loads them only for 4 and 8 bits", weights.bits);

@@ -8,6 +8,8 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{EXTENSION, Outline, Value, block_type, is_gguf, model_files};
 
+/// The next step after a violation of a rule of tokenizers.
+const TOKENIZER_HINT: &str = "write the file from a folder with a tokenizer.json that llama.cpp supports";
 /// Keys of every architecture, after its name.
 const REQUIRED: [&str; 3] = ["context_length", "embedding_length", "block_count"];
 /// Vocabularies without tokens.
@@ -178,8 +180,7 @@ fn keys(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
 }
 
 fn tokenizer(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
-    const HINT: &str = "write the file from a folder with a tokenizer.json that llama.cpp supports";
-    let missing = |key: &str| vec![Finding::new(key, format!("is missing, and {target} requires it"), HINT)];
+    let missing = |key: &str| vec![Finding::new(key, format!("is missing, and {target} requires it"), TOKENIZER_HINT)];
     // Image encoders have no vocabulary.
     if contents.text("general.architecture") == Some("clip") {
         return Ok(Vec::new());
@@ -187,7 +188,7 @@ fn tokenizer(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
     let Some(name) = contents.text("tokenizer.ggml.model") else { return Ok(missing("tokenizer.ggml.model")) };
     if contents.has_no_vocabulary() {
         let reason = format!("is `{name}`: the file has no vocabulary, and {target} aborts when it tokenizes a text");
-        return Ok(vec![Finding::new("tokenizer.ggml.model", reason, HINT)]);
+        return Ok(vec![Finding::new("tokenizer.ggml.model", reason, TOKENIZER_HINT)]);
     }
     if contents.tokens().is_none() {
         return Ok(missing("tokenizer.ggml.tokens"));
@@ -202,9 +203,8 @@ fn pre_tokenizer(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
         return Ok(Vec::new());
     }
     const KEY: &str = "tokenizer.ggml.pre";
-    const HINT: &str = "write the file from a folder with a tokenizer.json that llama.cpp supports";
     let finding = match contents.text(KEY).filter(|name| !name.is_empty()) {
-        None => Finding::new(KEY, format!("is missing, and {target} then splits text in another way than in training"), HINT),
+        None => Finding::new(KEY, format!("is missing, and {target} then splits text in another way than in training"), TOKENIZER_HINT),
         Some(name) if PRE_TOKENIZERS.contains(&name) => return Ok(Vec::new()),
         Some(name) => Finding::new(KEY, format!("is `{name}`, which {target} does not know"), "use a newer version of llama.cpp"),
     };

@@ -1,8 +1,8 @@
 //! Static checks whether a runtime loads an output: a table of rules for each runtime, by version.
 //!
 //! Rules read configuration, headers and small tensors, and run nothing. Every rule names the file of the
-//! runtime that it was derived from. Outputs that a runtime loads, and computes with the stored weights, are
-//! not rejected.
+//! runtime that it was derived from. An output that a runtime loads and runs with the stored weights is not
+//! rejected.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -34,7 +34,7 @@ use self::folder::Folder;
 use crate::error::{Error, ParseError, Result};
 use crate::files;
 
-/// Most violations of a rule that are listed.
+/// Maximum number of violations that are listed for a rule.
 const MOST: usize = 10;
 
 /// A runtime whose rules are known.

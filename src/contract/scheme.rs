@@ -95,6 +95,11 @@ pub(super) struct Group {
 }
 
 impl Group {
+    /// Whether the weights are packed integers, and activations are floats.
+    pub(super) fn has_packed_integers(&self) -> bool {
+        self.format == "pack-quantized" && self.inputs.is_none() && self.weights.as_ref().is_some_and(|weights| weights.is_integer)
+    }
+
     /// Whether two groups describe the same quantization.
     pub(super) fn is_equal(&self, other: &Group) -> bool {
         (&self.weights, &self.inputs, &self.format) == (&other.weights, &other.inputs, &other.format)

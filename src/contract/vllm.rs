@@ -194,7 +194,7 @@ fn group_size(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let dtype = folder.dtype();
     // Exllama's kernel for float16 has groups of any size.
     let is_wrong = |group: &Group, weights: &Arguments| {
-        let is_packed = group.format == "pack-quantized" && weights.is_integer && group.inputs.is_none() && weights.strategy == "group";
+        let is_packed = group.has_packed_integers() && weights.strategy == "group";
         is_packed && (dtype == "bfloat16" || !weights.symmetric) && weights.group_size.is_some_and(|size| ![32, 64, 128].contains(&size))
     };
     let wrong = folder.linear_groups().into_iter().filter(|(group, weights)| is_wrong(group, weights));

@@ -66,7 +66,10 @@ fn largest_by_head(graph: &Graph, model: &Model, cached: &[CachedAttention], con
     let roles = SequenceRoles::new(graph);
     let mut largest: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     let record = |batch: &Batch, name: &str, value: &Tensor| {
-        let [_, heads, tokens, size] = value.dims() else { return Err(calibrate::not_finite(name)) };
+        let [_, heads, tokens, size] = value.dims() else {
+            let reason = "does not have the shape [batch, heads, tokens, size]: use one scale per layer (`scales: tensor`)";
+            return Err(Error::graph(format!("graph value `{name}`"), reason));
+        };
         let padding = Padding::from_batch(batch).map_err(calibrate::tensor_error)?;
         let is_token = padding.token_rows(roles.token_axis(name), value.dims());
         let found = largest.entry(name.to_owned()).or_insert_with(|| vec![0.0; *heads]);
@@ -93,7 +96,7 @@ fn largest_by_head(graph: &Graph, model: &Model, cached: &[CachedAttention], con
 /// the dtype of the attention weights, like those of llm-compressor. Returns the names of scales of caches
 /// with only zeros.
 fn insert(scheme: CacheScheme, model: &mut Model, graph: &Graph, cached: &[CachedAttention], largest: impl Fn(&str, usize) -> Vec<f32>) -> Result<Vec<String>> {
-    let described = model.is_described() && model.changed_graph.is_none();
+    let described = model.has_derived_graph();
     let mut zeros = Vec::new();
     for found in cached {
         for (value, name) in found.reads.iter().zip(found.scales()) {

@@ -10,7 +10,6 @@ use super::carry::write_text;
 use super::run::Run;
 use crate::contract::{self, Runtime, Target};
 use crate::error::{Error, Result};
-use crate::evaluation::Benchmark;
 use crate::files;
 use crate::model::ExclusionReason;
 use crate::report::Report;
@@ -26,11 +25,11 @@ impl Run<'_> {
     pub fn exclude_source_card(&mut self) -> Result<()> {
         let path = self.after.path.join(card::FILE);
         if self.has_card() {
-            self.after.auxiliary.exclude(card::FILE, ExclusionReason::Card);
+            self.after.auxiliary.exclude(ExclusionReason::Card, |file| file == Path::new(card::FILE));
         } else if self.after.auxiliary.files.iter().any(|file| file == Path::new(card::FILE)) {
             let text = files::read(&path).map_err(Error::io("read", &path))?;
             if card::is_own(&String::from_utf8_lossy(&text)) {
-                self.after.auxiliary.exclude(card::FILE, ExclusionReason::Replaced);
+                self.after.auxiliary.exclude(ExclusionReason::Replaced, |file| file == Path::new(card::FILE));
             }
         }
         Ok(())
@@ -63,10 +62,7 @@ impl Run<'_> {
 
     /// Writes the score on the benchmark of the recipe, if it names one.
     fn write_score(&self, folder: &Path, report: &mut Report) -> Result<()> {
-        let Some(benchmark) = report.recipe.get("evaluate").and_then(|evaluate| evaluate.get("benchmark")).filter(|benchmark| !benchmark.is_null()) else {
-            return Ok(());
-        };
-        let benchmark: Benchmark = serde_json::from_value(benchmark.clone()).map_err(|e| Error::option("evaluate", e))?;
+        let Some(benchmark) = self.pipeline.recipe(&self.input).evaluate.and_then(|evaluate| evaluate.benchmark) else { return Ok(()) };
         let Some((name, text)) = card::eval_results(report, &benchmark) else {
             report.notes.push(format!("no score on the benchmark {} was written: the evaluation data has no labels", benchmark.dataset));
             return Ok(());
@@ -104,7 +100,8 @@ fn collect(value: Option<&Value>, found: &mut Vec<String>) {
 /// The runtimes whose rules an output complies with: the versions that the run names, and the newest versions
 /// of other runtimes. An output that cannot be read for a runtime does not comply.
 fn complying(folder: &Path, named: &[Target]) -> Vec<Target> {
-    let complies = |target: &Target| contract::check(folder, *target).is_ok_and(|checked| checked.is_met());
+    // The run has checked the named versions on these files.
+    let complies = |target: &Target| named.contains(target) || contract::check(folder, *target).is_ok_and(|checked| checked.is_met());
     let versions = |runtime: Runtime| {
         let named: Vec<Target> = named.iter().copied().filter(|target| target.runtime() == runtime).collect();
         if named.is_empty() { vec![Target::newest(runtime)] } else { named }

@@ -42,7 +42,7 @@ impl Run<'_> {
 
     /// Adds the hashes of files that a report lists, and of another file.
     fn hash_reported(&self, staging: &Staging, report: &Report, mut hashes: Hashes, other: Option<&str>) -> Result<Hashes> {
-        let names = report.outputs.iter().map(|file| file.path.as_str()).chain(report.carried.iter().map(|file| file.path.as_str())).chain(other);
+        let names = report.files().map(|(name, ..)| name).chain(other);
         let missing = names.filter(|name| !hashes.contains_key(*name));
         let files: Vec<(String, PathBuf)> = missing.map(|name| (name.to_owned(), staging.destination().location(name))).collect();
         hashes.extend(hash_files(&files, &self.pipeline.work())?);

@@ -10,7 +10,7 @@ use super::measured::Measured;
 use super::running::write_graph;
 use crate::error::{Error, Result, counted};
 use crate::export::{Export, Exported, Format, SizeForecast};
-use crate::model::{Model, adapter};
+use crate::model::{ExclusionReason, Model, adapter};
 use crate::output::{ResumeFolder, Staging};
 use crate::report::{self, Peak, Report, RuntimeCheck};
 use crate::run_state::RunState;
@@ -148,7 +148,7 @@ impl<'a> Run<'a> {
             self.after.auxiliary.exclude_runtime_config();
         }
         if self.after.is_corrected() {
-            self.after.auxiliary.exclude_folder(adapter::FOLDER);
+            self.after.auxiliary.exclude(ExclusionReason::Replaced, |file| file.starts_with(adapter::FOLDER));
         }
         let peak_rss_bytes = peak.lap().rss_bytes;
         let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&self.after.config);

@@ -54,7 +54,7 @@ impl Provenance {
         Ok(())
     }
 
-    /// Checks that the key is not a file that is copied to the output.
+    /// Checks that the names of copied files can be listed, and that none of these files is the private key.
     pub fn check_input(&self, model: &Model) -> Result<()> {
         if let Some(file) = model.auxiliary.files.iter().find(|file| self.needs_hashes() && file.to_str().is_none()) {
             let what = if self.key.is_some() { "sign" } else { "sbom" };

@@ -39,12 +39,6 @@ pub(crate) struct Bill<'a> {
     pub hashes: &'a Hashes,
 }
 
-/// The files that a report lists: name, size and BLAKE3.
-fn reported_files(report: &Report) -> impl Iterator<Item = (&str, u64, &str)> {
-    let outputs = report.outputs.iter().map(|file| (file.path.as_str(), file.bytes, file.blake3.as_str()));
-    outputs.chain(report.carried.iter().map(|file| (file.path.as_str(), file.bytes, file.blake3.as_str())))
-}
-
 fn property(name: &str, value: impl ToString) -> Value {
     json!({ "name": format!("compress:{name}"), "value": value.to_string() })
 }
@@ -113,7 +107,7 @@ impl Bill<'_> {
             let hashes: Vec<Value> = sha256.into_iter().chain([json!({ "alg": BLAKE3, "content": blake3 })]).collect();
             json!({ "type": FILE, "bom-ref": format!("file:{name}"), "name": name, "hashes": hashes, "properties": [property("bytes", bytes)] })
         };
-        reported_files(self.report).map(file).collect()
+        self.report.files().map(file).collect()
     }
 
     /// The data sets of the recipe.
@@ -329,7 +323,7 @@ fn compare(report: &Report, locate: impl Fn(&str) -> PathBuf, work: &Work) -> Re
     }
     let files: Vec<&Component> = stored.components.iter().filter(|component| component.kind == FILE).collect();
     let listed: BTreeMap<&str, &Component> = files.iter().map(|file| (file.name.as_str(), *file)).collect();
-    let reported: BTreeMap<&str, &str> = reported_files(report).filter(|(name, ..)| *name != SBOM).map(|(name, _, blake3)| (name, blake3)).collect();
+    let reported: BTreeMap<&str, &str> = report.files().filter(|(name, ..)| *name != SBOM).map(|(name, _, blake3)| (name, blake3)).collect();
     if let Some(name) = listed.keys().find(|name| !reported.contains_key(*name)) {
         return Err(invalid(format!("lists `{name}`, which the report does not list")));
     }

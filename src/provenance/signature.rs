@@ -118,6 +118,7 @@ fn message(payload: &[u8]) -> Vec<u8> {
 fn root_digest<'d>(digests: impl Iterator<Item = &'d str>) -> Option<String> {
     let mut bytes = Vec::new();
     for digest in digests {
+        // Both hashes have 32 bytes, so that this type parses the hexadecimal digits of SHA-256 too.
         let hash: blake3::Hash = digest.parse().ok()?;
         bytes.extend(hash.as_bytes());
     }

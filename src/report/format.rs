@@ -64,6 +64,8 @@ pub fn runtime_name(name: &str) -> &str {
     match name {
         "candle" => "built-in executor",
         "onnxruntime" => "ONNX Runtime",
+        "sglang" => "SGLang",
+        "vllm" => "vLLM",
         other => other,
     }
 }

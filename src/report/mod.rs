@@ -104,6 +104,12 @@ pub struct Report {
 }
 
 impl Report {
+    /// All listed files: name, size and BLAKE3.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (&str, u64, &str)> {
+        let outputs = self.outputs.iter().map(|file| (file.path.as_str(), file.bytes, file.blake3.as_str()));
+        outputs.chain(self.carried.iter().map(|file| (file.path.as_str(), file.bytes, file.blake3.as_str())))
+    }
+
     /// The warnings, without their prefix, and the other notes.
     pub(crate) fn warnings_and_notes(&self) -> (Vec<&str>, Vec<&str>) {
         let (warnings, notes): (Vec<&str>, Vec<&str>) = self.notes.iter().map(String::as_str).partition(|note| note.starts_with(WARNING));

@@ -32,7 +32,7 @@ pub struct FormatSearch {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct SearchPoint {
-    /// The name of a mixture that people use otherwise.
+    /// Name of a common mixture, such as Q4_K_M; absent for points of the front.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Mean bits of the searched weights, with scales.

@@ -39,7 +39,7 @@ fn predictions_are_close_to_measurements() {
     let (predicted, measured) = (numbers(points, "predicted"), numbers(points, "measured"));
     assert!(predicted.len() >= 8, "{points}");
     for (point, (predicted, measured)) in points.as_array().unwrap().iter().zip(predicted.iter().zip(&measured)) {
-        let bound: f64 = if point["uniform"].is_null() { 1.5 } else { 1.25 };
+        let bound: f64 = if point["reference"].is_null() { 1.5 } else { 1.25 };
         assert!((predicted / measured).ln().abs() < bound.ln(), "{predicted} and {measured}: {point}");
     }
     let uniform: Vec<&Value> = points.as_array().unwrap().iter().filter(|point| !point["reference"].is_null()).collect();

@@ -125,7 +125,14 @@ impl Model {
                 }
             }
         }
-        let model = Model {
+        let model = Model::new(path, config, weights, weight_files, auxiliary);
+        model.require_widths()?;
+        Ok(model)
+    }
+
+    /// A model that no pass has changed.
+    fn new(path: &Path, config: Config, weights: Weights, weight_files: Vec<PathBuf>, auxiliary: AuxiliaryFiles) -> Model {
+        Model {
             path: path.to_owned(),
             config,
             weights,
@@ -135,9 +142,7 @@ impl Model {
             onnx: None,
             signed_activations: false,
             retained_tokens: None,
-        };
-        model.require_widths()?;
-        Ok(model)
+        }
     }
 }
 

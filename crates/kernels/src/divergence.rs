@@ -22,9 +22,9 @@ pub enum Divergence {
     Acceptance,
 }
 
-/// A term of the divergence, and `p ∂/∂p` of it.
+/// A term of the divergence, and `p ∂/∂p` of it. `kl_weight`: the weight `w` of [`Divergence::Acceptance`].
 #[inline(always)]
-fn term(divergence: Divergence, forward: f32, (ln_p, ln_q): (f32, f32)) -> (f32, f32) {
+fn term(divergence: Divergence, kl_weight: f32, (ln_p, ln_q): (f32, f32)) -> (f32, f32) {
     let (p, q) = (exp(ln_p), exp(ln_q));
     let kl = || (q * (ln_q - ln_p), -q);
     let variation = || {
@@ -45,7 +45,7 @@ fn term(divergence: Divergence, forward: f32, (ln_p, ln_q): (f32, f32)) -> (f32,
         Divergence::TotalVariation => variation(),
         Divergence::Acceptance => {
             let ((kl, kl_slope), (variation, slope)) = (kl(), variation());
-            (forward * kl + (1.0 - forward) * variation, forward * kl_slope + (1.0 - forward) * slope)
+            (kl_weight * kl + (1.0 - kl_weight) * variation, kl_weight * kl_slope + (1.0 - kl_weight) * slope)
         }
     }
 }
@@ -58,19 +58,19 @@ simd! {
         let part = 1.0 / temperature;
         let (of_x, of_y) = (total(x, part), total(y, part));
         let logarithms = |(x, y): (&f32, &f32)| (x * part - of_x, y * part - of_y);
-        let mut forward = 0.0;
+        let mut kl_weight = 0.0;
         if divergence == Divergence::Acceptance {
             let acceptance: f32 = x.iter().zip(y).map(logarithms).map(|(ln_p, ln_q)| exp(ln_p.min(ln_q))).sum();
-            forward = (-3.0 * acceptance).exp();
+            kl_weight = (-3.0 * acceptance).exp();
         }
         let (mut loss, mut slopes) = (0f32, 0f32);
         for pair in x.iter().zip(y).map(logarithms) {
-            let (term, slope) = term(divergence, forward, pair);
+            let (term, slope) = term(divergence, kl_weight, pair);
             loss += term;
             slopes += slope;
         }
         for (out, pair) in out.iter_mut().zip(x.iter().zip(y).map(logarithms)) {
-            let (_, slope) = term(divergence, forward, pair);
+            let (_, slope) = term(divergence, kl_weight, pair);
             *out += (slope - exp(pair.0) * slopes) * factor;
         }
         loss
@@ -164,11 +164,16 @@ mod tests {
             // Total variation has a kink at equal values.
             assert!(matches!(kind, Divergence::TotalVariation | Divergence::Acceptance) || out.iter().all(|x| x.abs() < 1e-5), "{kind:?}");
         }
-        // Their probabilities underflow.
-        x[3] = -1e4;
+        // Probabilities of class 3 underflow.
+        let mut y = row(977_123_456);
+        (x[3], y[3]) = (-1e4, -1e4);
+        let without = |row: &[f32]| [&row[..3], &row[4..]].concat();
         for kind in ALL {
-            let mut out = vec![0.0; x.len()];
-            assert!(divergence(&x, &x, kind, 1.0, 1.0, &mut out).is_finite() && out.iter().all(|x| x.is_finite()), "{kind:?}");
+            let (mut out, mut expected) = (vec![0.0; x.len()], vec![0.0; x.len() - 1]);
+            let loss = divergence(&x, &y, kind, 1.0, 1.0, &mut out);
+            let expected_loss = divergence(&without(&x), &without(&y), kind, 1.0, 1.0, &mut expected);
+            assert!((loss - expected_loss).abs() < 1e-5 * (1.0 + expected_loss) && out[3].abs() < 1e-6, "{kind:?}: {loss}, expected {expected_loss}");
+            assert!(without(&out).iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{kind:?}");
         }
     }
 }

@@ -59,8 +59,8 @@ impl LowRank {
     }
 }
 
-/// Expands an upper triangle to a symmetric matrix.
-fn symmetric(upper: &[f32], size: usize) -> Vec<f64> {
+/// Expands an upper triangle `[size, size]` to a symmetric matrix.
+pub fn symmetric(upper: &[f32], size: usize) -> Vec<f64> {
     (0..size * size).map(|at| upper[(at / size).min(at % size) * size + (at / size).max(at % size)].into()).collect()
 }
 

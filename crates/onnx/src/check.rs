@@ -51,6 +51,11 @@ pub(super) fn bodies(node: &NodeProto) -> impl Iterator<Item = &GraphProto> {
     node.attribute.iter().flat_map(|attribute| attribute.g.iter().chain(&attribute.graphs))
 }
 
+/// As [`bodies`], mutable.
+pub(super) fn bodies_mut(node: &mut NodeProto) -> impl Iterator<Item = &mut GraphProto> {
+    node.attribute.iter_mut().flat_map(|attribute| attribute.g.iter_mut().chain(&mut attribute.graphs))
+}
+
 /// Names of the initializers of a graph.
 fn initializer_names(graph: &GraphProto) -> impl Iterator<Item = &str> {
     let sparse = graph.sparse_initializer.iter().filter_map(|tensor| tensor.values.as_ref());

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::check::{self, bodies};
+use super::check::{self, bodies, bodies_mut};
 use super::proto::{GraphProto, NodeProto};
 
 /// New names by old name.
@@ -36,10 +36,6 @@ pub(super) fn rename<'n>(names: &NameMap, of: impl Iterator<Item = &'n mut Strin
 pub(super) fn rename_node(names: &NameMap, node: &mut NodeProto) {
     rename(names, node.input.iter_mut().chain(&mut node.output));
     bodies_mut(node).for_each(|body| rename_body(names, body));
-}
-
-fn bodies_mut(node: &mut NodeProto) -> impl Iterator<Item = &mut GraphProto> {
-    node.attribute.iter_mut().flat_map(|attribute| attribute.g.iter_mut().chain(&mut attribute.graphs))
 }
 
 /// Names that a body defines shadow those of the enclosing graph.

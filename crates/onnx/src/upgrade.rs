@@ -6,7 +6,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use super::check::is_own;
+use super::check::{bodies_mut, is_own};
 use super::proto::{AttributeProto, DataType, NodeProto, TensorProto};
 
 /// The oldest supported opset.
@@ -120,7 +120,7 @@ fn softmax_over_flattened_axes(node: NodeProto, axis: i64, fresh: &mut dyn FnMut
 
 /// Upgrades the nodes in the bodies of a node.
 fn upgrade_bodies(mut node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut(&str) -> String) -> Result<NodeProto, String> {
-    for body in node.attribute.iter_mut().flat_map(|attribute| attribute.g.iter_mut().chain(&mut attribute.graphs)) {
+    for body in bodies_mut(&mut node) {
         let mut nodes = Vec::with_capacity(body.node.len());
         for inner in std::mem::take(&mut body.node) {
             nodes.extend(upgrade(inner, from, to, fresh)?);

@@ -106,6 +106,8 @@ def check(binary, folder, text, scratch):
     for line in lines:
         if names(old, line) != names(new, line) or new.decode(new(line)["input_ids"]) != old.decode(old(line)["input_ids"]):
             return f"{line!r} has other tokens: {names(new, line)}", None
+    if after.config.vocab_size >= before.config.vocab_size:
+        return f"no token was removed: {after.config.vocab_size} of {before.config.vocab_size} remain", None
     vocabulary = old.get_vocab()
     rows = [vocabulary[token] for token, _ in sorted(new.get_vocab().items(), key=lambda entry: entry[1])]
     if len(rows) != after.config.vocab_size:
@@ -129,6 +131,8 @@ def main():
     parser.add_argument("--model", metavar="FOLDER", type=Path, help="check this model")
     parser.add_argument("--keep", metavar="TEXT", type=Path, help="a .txt or .raw file whose tokens remain")
     args = parser.parse_args()
+    if (args.model is None) != (args.keep is None):
+        parser.error("--model and --keep require each other")
     binary = args.compress.absolute()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -41,17 +41,14 @@ class Sides:
     def __init__(self, compress, scratch):
         self.compress, self.scratch = compress, scratch
         self.llama = llama_cpp.tools()
-
-    @property
-    def importance(self):
-        """llama.cpp's importance matrix."""
-        return self.scratch / "importance.gguf"
+        # llama.cpp's importance matrix.
+        self.importance = scratch / "importance.gguf"
 
     def ours(self, model, kind, out, samples=None, imatrix=None):
         recipe = self.scratch / "recipe.yaml"
-        kind = f"{kind}, imatrix: {imatrix}" if imatrix else kind
+        matrix = f", imatrix: {imatrix}" if imatrix else ""
         data = f"data: {{ calibration: {{ text: {samples[0]}, max_length: 512, samples: {samples[1]} }} }}\n" if samples else ""
-        recipe.write_text(f"model: {model}\n{data}passes: []\nexport: [{{ gguf: {{ type: {kind} }} }}]\noutput: {out}\n")
+        recipe.write_text(f"model: {model}\n{data}passes: []\nexport: [{{ gguf: {{ type: {kind}{matrix} }} }}]\noutput: {out}\n")
         return timed([self.compress, "--threads", THREADS, "run", recipe, "--force", "--no-measure", "--quiet"])
 
     def theirs(self, model, kind, out, samples=None):
@@ -83,15 +80,15 @@ def compare(sides, name, source, kind, samples, judged):
     used = sides.ours(source, kind, folder, samples), sides.theirs(source, kind, theirs, samples)
     ours = folder / "model.gguf"
     one, other = tensors(ours), tensors(theirs)
-    equal = sum(one[name] == other.get(name) for name in one)
-    cells = [f"{each['seconds']:.1f}" for each in used] + [f"{each['peak'] / 1e6:.0f}" for each in used]
-    cells += [f"{ours.stat().st_size / 1e6:.0f}", f"{equal} of {len(other)}"]
-    if judged:
-        cells += [f"{score:.3f}" for score in (sides.score(ours, *judged), sides.score_in_llama(ours, *judged), sides.score_in_llama(theirs, *judged))]
+    equal = f"{sum(one[name] == other.get(name) for name in one)} of {len(other)}"
     if samples:
         sides.ours(source, kind, sides.scratch / "weighted", imatrix=sides.importance)
         weighted = tensors(sides.scratch / "weighted/model.gguf")
-        cells[5] += f", {sum(weighted[name] == other.get(name) for name in weighted)} with the same importance"
+        equal += f", {sum(weighted[name] == other.get(name) for name in weighted)} with the same importance"
+    cells = [f"{each['seconds']:.1f}" for each in used] + [f"{each['peak'] / 1e6:.0f}" for each in used]
+    cells += [f"{ours.stat().st_size / 1e6:.0f}", equal]
+    if judged:
+        cells += [f"{score:.3f}" for score in (sides.score(ours, *judged), sides.score_in_llama(ours, *judged), sides.score_in_llama(theirs, *judged))]
     print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

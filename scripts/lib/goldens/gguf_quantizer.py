@@ -114,13 +114,19 @@ def write_model(path, config, found):
     finish(writer)
 
 
-def write_importance(path, hidden, inner, experts, layers):
+def importance_writer(path, chunks, size):
+    """A writer of an importance matrix, which has no architecture."""
     writer = gguf.GGUFWriter(path, "none")
     del writer.kv_data[0]["general.architecture"]
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["text"])
-    writer.add_uint32("imatrix.chunk_count", 4)
-    writer.add_uint32("imatrix.chunk_size", 16)
+    writer.add_uint32("imatrix.chunk_count", chunks)
+    writer.add_uint32("imatrix.chunk_size", size)
+    return writer
+
+
+def write_importance(path, hidden, inner, experts, layers):
+    writer = importance_writer(path, 4, 16)
     width = HEADS * WIDTH if hidden == 256 else hidden
     for layer in range(layers):
         stack = "_exps" if experts else ""
@@ -137,14 +143,20 @@ def write_importance(path, hidden, inner, experts, layers):
 
 
 def quantized(tools, model, kind, out, importance=None):
-    """Types and hashes of the tensors that llama-quantize writes, in the order of their names; `None` if it
-    refuses the type."""
+    """The tensors that llama-quantize writes; `None` if it refuses the type without an importance matrix."""
     matrix = ["--imatrix", importance] if importance else []
     done = subprocess.run([tools / "llama-quantize", *matrix, model, out, kind, "2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         assert "importance matrix" in done.stdout, done.stdout
         return None
-    tensors = sorted(gguf.GGUFReader(out).tensors, key=lambda tensor: tensor.name)
+    return gguf.GGUFReader(out).tensors
+
+
+def checksums(tensors):
+    """Types and hashes of tensors, in the order of their names."""
+    if tensors is None:
+        return None
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
     return " ".join(f"{tensor.tensor_type.name}:{sha256(tensor.data.tobytes()).hexdigest()[:8]}" for tensor in tensors)
 
 
@@ -177,12 +189,7 @@ def mixture(tools, scratch, layers, heads, groups, experts, shared):
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(2)
-    importance = gguf.GGUFWriter(matrix, "none")
-    del importance.kv_data[0]["general.architecture"]
-    importance.add_type("imatrix")
-    importance.add_array("imatrix.datasets", ["text"])
-    importance.add_uint32("imatrix.chunk_count", 1)
-    importance.add_uint32("imatrix.chunk_size", 1)
+    importance = importance_writer(matrix, 1, 1)
     names = ["token_embd", "output"] + [f"blk.{layer}.{module}" for layer in range(layers) for module in modules]
     for name in names:
         count = experts if name.endswith("_exps") else 1
@@ -195,13 +202,12 @@ def mixture(tools, scratch, layers, heads, groups, experts, shared):
     found = {}
     for kind in TYPES:
         found[kind] = []
-        for used in ([], ["--imatrix", matrix]):
-            done = subprocess.run([tools / "llama-quantize", *used, model, out, kind, "2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if done.returncode != 0:
-                assert "importance matrix" in done.stdout, done.stdout
+        for used in (None, matrix):
+            tensors = quantized(tools, model, kind, out, used)
+            if tensors is None:
                 found[kind].append(None)
                 continue
-            types = {tensor.name.removesuffix(".weight"): tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+            types = {tensor.name.removesuffix(".weight"): tensor.tensor_type.name for tensor in tensors}
             runs = {name: types[name] for name in ("token_embd", "output")}
             for module in modules:
                 every = [types[f"blk.{layer}.{module}"] for layer in range(layers)]
@@ -237,7 +243,7 @@ def main():
             subprocess.run([tools / "llama-imatrix", "-m", model, "--in-file", importance, "-o", older, "--output-format", "dat", "-c", "16"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             files = {}
             for kind in types:
-                files[kind] = [quantized(tools, model, kind, out, *matrix) for matrix in ((), (importance,), (older,))]
+                files[kind] = [checksums(quantized(tools, model, kind, out, matrix)) for matrix in (None, importance, older)]
             write_json(FOLDER / f"{name}.json", {"config": config, "shapes": {tensor: list(shape) for tensor, (_, shape) in found.items()}, "files": files})
 
 

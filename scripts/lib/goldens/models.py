@@ -310,8 +310,8 @@ def old_spelling(config):
     if rope["rope_type"] in ("linear", "dynamic") and "rope_local_base_freq" not in old:
         rope["type"] = rope.pop("rope_type")
     old["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
-    said = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True}
-    if not said.get(config["model_type"]):
+    keeps_layer_types = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True}
+    if not keeps_layer_types.get(config["model_type"]):
         old.pop("layer_types", None)
     if old.get("use_sliding_window") is False:
         old["sliding_window"] = 4

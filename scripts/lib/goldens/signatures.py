@@ -45,8 +45,8 @@ for number, (name, curve) in enumerate(CURVES.items()):
         (folder / file).write_text(text)
     key = ec.derive_private_key(20261126 + number, curve)
     (out / f"{name}.pub.pem").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    with tempfile.TemporaryDirectory() as place:
-        private = Path(place, "key.pem")
+    with tempfile.TemporaryDirectory() as scratch:
+        private = Path(scratch, "key.pem")
         private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         hashing = model_signing.hashing.Config().set_ignored_paths(paths=[folder / "model.sig"], ignore_git_paths=True)
         signing = model_signing.signing.Config().use_elliptic_key_signer(private_key=private).set_hashing_config(hashing)

@@ -74,9 +74,6 @@ pub(in crate::cli) struct Args {
     force: bool,
     #[command(flatten)]
     records: Records,
-    /// Do not write a model card (README.md); the README.md of the model is copied instead
-    #[arg(long)]
-    no_card: bool,
 }
 
 impl Args {
@@ -88,7 +85,7 @@ impl Args {
         let calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
         let model = Model::open(&self.model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>| -> Result<_> {
-            let builder = global.builder()?.passes(writing.passes).force(self.force).card(!self.no_card).calibration(calibration.clone());
+            let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());
             let builder = builder.loads([self.runtime()]);
             let builder = search.into_iter().fold(builder, Builder::search);
             let builder = writing.exports.into_iter().fold(builder, Builder::export);

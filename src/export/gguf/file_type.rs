@@ -58,7 +58,7 @@ file_types! {
     Q3_K_S 11 Q3_K "3 bits in blocks of 256 with quantized scales";
     IQ3_M 27 IQ3_S "3 bits as points of a grid; 4 bits for the most sensitive matrices";
     IQ3_S 26 IQ3_S "3 bits as points of a grid";
-    IQ3_XS 22 IQ3_S "3 bits as points of grids, of a smaller one for some matrices";
+    IQ3_XS 22 IQ3_S "3 bits as points of grids, of a smaller one for some matrices; needs importance";
     IQ3_XXS 23 IQ3_XXS "3 bits as points of a smaller grid; needs importance";
     Q2_K 10 Q2_K "2 bits in blocks of 256 with quantized scales; 3 or 4 bits for the most sensitive matrices";
     Q2_K_S 21 Q2_K "2 bits in blocks of 256 with quantized scales; needs importance";

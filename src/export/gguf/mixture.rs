@@ -204,7 +204,7 @@ impl Mixture {
         }
     }
 
-    /// Whether a tensor of this type needs importance: without it, most of its values would be lost.
+    /// Whether llama.cpp's quantizer refuses to write a tensor of this type without importance.
     pub fn requires_importance(&self, name: &str, kind: Kind) -> bool {
         let Kind::Blocks(kind) = kind else { return false };
         let is_table = ["token_embd.weight", "output.weight"].contains(&name);

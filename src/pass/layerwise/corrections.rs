@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_finite, unsupported};
 use crate::error::{Error, Result};
 use crate::kernel::dense::product;
-use crate::kernel::low_rank::LowRank;
+use crate::kernel::low_rank::{LowRank, symmetric};
 use crate::model::Model;
 use crate::model::adapter::factor_names;
 use crate::pass::Context;
@@ -47,7 +47,8 @@ pub(super) fn correction(
     let mut error: Vec<f32> = target.iter().zip(quantized).map(|(target, quantized)| target - quantized).collect();
     let not_finite = || Error::tensor(weight, "cannot be corrected: its values, or the inputs of its layer, are too large", "add it to `ignore`");
     let low_rank = LowRank::new(&error, size, rank, products).ok_or_else(not_finite)?;
-    let squares = |matrix: &[f32]| output_squares(matrix, size, products);
+    let moments = products.map(|products| symmetric(products, size));
+    let squares = |matrix: &[f32]| output_squares(matrix, size, moments.as_deref());
     let (all, before) = (squares(target), squares(&error));
     let mut factors = Vec::with_capacity(2);
     for ((name, shape), values) in factor_names(weight).into_iter().zip(corrections.shapes(layer.sizes)).zip([low_rank.inner, low_rank.outer]) {
@@ -62,13 +63,11 @@ pub(super) fn correction(
     Ok((factors, CorrectedError { weight: weight.to_owned(), before: relative(before), after: relative(squares(&error)) }))
 }
 
-/// Sum of `e H eᵀ` over the rows `e` of a matrix `[n, size]`, or of their squares without `H`.
-fn output_squares(matrix: &[f32], size: usize, products: Option<&[f32]>) -> f64 {
+/// Sum of `e H eᵀ` over the rows `e` of a matrix `[n, size]`, or of their squares without `H` `[size, size]`.
+fn output_squares(matrix: &[f32], size: usize, moments: Option<&[f64]>) -> f64 {
     let wide: Vec<f64> = matrix.iter().map(|x| f64::from(*x)).collect();
-    let Some(upper) = products else { return wide.iter().map(|x| x * x).sum() };
-    let (row, column) = (|at: usize| at / size.max(1), |at: usize| at % size.max(1));
-    let moments: Vec<f64> = (0..size * size).map(|at| f64::from(upper[row(at).min(column(at)) * size + row(at).max(column(at))])).collect();
-    product(&wide, &moments, size, size).iter().zip(&wide).map(|(a, b)| a * b).sum::<f64>().max(0.0)
+    let Some(moments) = moments else { return wide.iter().map(|x| x * x).sum() };
+    product(&wide, moments, size, size).iter().zip(&wide).map(|(a, b)| a * b).sum::<f64>().max(0.0)
 }
 
 /// The product `[rows, size]` of the factors.
@@ -150,8 +149,7 @@ pub(super) fn describe(corrections: &Corrections, errors: &[CorrectedError], det
 
 /// Declares the factors in the weights of a model as corrections, and adds them to its graph.
 pub(in crate::pass) fn declare_corrections(model: &mut Model) -> Result<()> {
-    let described = model.is_described() && model.changed_graph.is_none();
-    let graph = if described { None } else { Some(model.graph()?) };
+    let graph = if model.has_derived_graph() { None } else { Some(model.graph()?) };
     model.declare_corrections();
     if let Some(graph) = graph {
         model.changed_graph = Some(std::sync::Arc::new(crate::ir::low_rank::insert(&graph, &model.weights, &model.corrections())?));

@@ -75,9 +75,8 @@ impl TokenizedCorpus {
                     return Err(differs(file, format!("line {}", text.line), &found));
                 }
             }
-            let (Some(before), Some(after)) = (file.entire_text(&self.tokenizer)?, file.entire_text(&other)?) else { continue };
+            let (Some(before), Some(mut after)) = (file.entire_text(&self.tokenizer)?, file.entire_text(&other)?) else { continue };
             let (mut expected, mut found, mut is_complete) = (Vec::new(), Vec::new(), true);
-            let mut after = after;
             for tokens in before {
                 let Some(tokens) = new_ids(&tokens?) else {
                     is_complete = false;

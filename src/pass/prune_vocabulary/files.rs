@@ -4,7 +4,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use super::retained::{Retained, number};
 use super::settings;
 use super::tokenizer::{self, TokenizerFile, pair};
+use crate::data::token_text;
 use crate::error::{Error, Result};
 use crate::model::{ExclusionReason, Model, auxiliary_path, read_auxiliary_text};
 
@@ -86,13 +87,12 @@ pub(super) fn required(model: &Model, tokenizer: &TokenizerFile, rows: usize) ->
 }
 
 /// Texts of special tokens in the settings of a tokenizer.
-fn named_tokens(values: &Map<String, Value>) -> Vec<String> {
-    let text = |token: &Value| token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned);
-    let single = values.iter().filter(|(key, _)| key.ends_with("_token")).filter_map(|(_, token)| text(token));
+fn named_tokens(values: &Map<String, Value>) -> Vec<&str> {
+    let single = values.iter().filter(|(key, _)| key.ends_with("_token")).filter_map(|(_, token)| token_text(token));
     let lists = ["additional_special_tokens", "extra_special_tokens"].into_iter().filter_map(|key| values.get(key));
     let listed = lists.flat_map(|list| match list {
-        Value::Array(list) => list.iter().filter_map(text).collect(),
-        Value::Object(map) => map.values().filter_map(text).collect::<Vec<_>>(),
+        Value::Array(list) => list.iter().filter_map(token_text).collect(),
+        Value::Object(map) => map.values().filter_map(token_text).collect::<Vec<_>>(),
         _ => Vec::new(),
     });
     single.chain(listed).collect()
@@ -148,9 +148,7 @@ pub(super) fn rewrite(model: &mut Model, tokenizer: &TokenizerFile, retained: &R
         let (name, extension) = (file.to_str().unwrap_or_default(), file.extension().and_then(|e| e.to_str()).unwrap_or_default());
         others.contains(&name) || OTHER_NAMES.contains(&name) || (OTHER_EXTENSIONS.contains(&extension) && file.components().count() == 1)
     };
-    let (excluded, files): (Vec<PathBuf>, Vec<PathBuf>) = std::mem::take(&mut auxiliary.files).into_iter().partition(|file| is_other(file));
-    auxiliary.files = files;
-    auxiliary.left.extend(excluded.into_iter().map(|file| (file, ExclusionReason::Vocabulary)));
+    auxiliary.exclude(ExclusionReason::Vocabulary, is_other);
     let is_known = |file: &Path| SETTINGS.iter().chain(&ID_MAPS).chain(&WITHOUT_IDS).chain([&tokenizer::FILE, &TOKEN_LIST]).any(|name| file == Path::new(name));
     let unknown = auxiliary.files.iter().filter(|file| may_contain_tokens(file) && !is_known(file));
     let unknown: Vec<String> = unknown.map(|file| file.display().to_string()).collect();

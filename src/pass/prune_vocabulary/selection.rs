@@ -20,22 +20,16 @@ impl<'t> Selection<'t> {
         selection
     }
 
-    /// Adds a token and its parts, unless there would be more than `limit` tokens. Returns whether it is in
-    /// the set.
-    pub fn add(&mut self, id: usize, limit: usize) -> bool {
-        if self.ids.contains(&id) {
-            return true;
-        }
-        if self.ids.len() >= limit {
-            return false;
+    /// Adds a token and its parts, unless there would be more than `limit` tokens.
+    pub fn add(&mut self, id: usize, limit: usize) {
+        if self.ids.contains(&id) || self.ids.len() >= limit {
+            return;
         }
         let mut new: BTreeSet<usize> = self.tokenizer.parts(id).into_iter().filter(|part| !self.ids.contains(part)).collect();
         new.insert(id);
-        let fits = self.ids.len().saturating_add(new.len()) <= limit;
-        if fits {
+        if self.ids.len().saturating_add(new.len()) <= limit {
             self.ids.append(&mut new);
         }
-        fits
     }
 
     /// Adds a row of the embedding that has no token.

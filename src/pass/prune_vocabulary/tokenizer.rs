@@ -248,7 +248,7 @@ impl TokenizerFile {
         merges.ranks.get(&[left, right]).is_some_and(|(_, result)| [left, right, *result].into_iter().all(|id| retained.contains(id)))
     }
 
-    /// Descriptions of the vocabulary for reports.
+    /// The type of the tokenizer, for reports.
     pub fn kind(&self) -> &'static str {
         match self.model {
             TokenizerModel::Bpe(_) => "BPE",
@@ -258,7 +258,8 @@ impl TokenizerFile {
         }
     }
 
-    /// Ids of `candidates` in the order of [`order`](TokenizerFile::order), the most frequent first.
+    /// Ids of the tokens without added ones, the most frequent first; otherwise in the
+    /// [`order`](TokenizerFile::order).
     pub fn by_frequency(&self, count: impl Fn(usize) -> u64) -> Vec<usize> {
         let mut ids = self.order();
         ids.sort_by_key(|id| Reverse(count(*id)));

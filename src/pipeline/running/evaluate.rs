@@ -117,7 +117,7 @@ impl<'r> Run<'r> {
 
     /// The same run with another input.
     pub(super) fn compared_with(&self, before: &'r Model) -> Run<'r> {
-        Run { pipeline: self.pipeline, before, after: self.after, folder: self.folder, file: self.file, work: self.work, start: self.start }
+        Run { before, ..*self }
     }
 }
 

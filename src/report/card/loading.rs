@@ -7,6 +7,7 @@ use super::tasks::Task;
 use crate::contract::Runtime;
 use crate::contract::facts::has_tokenizer;
 use crate::model::adapter::{self, FOLDER};
+use crate::report::format::runtime_name;
 
 /// Stands for the location of the output.
 const PATH: &str = "path/to/model";
@@ -29,20 +30,10 @@ pub(super) fn write(card: &Card, out: &mut String) -> Result {
     }
     for (runtime, versions, [language, code]) in sections {
         let (noun, versions) = (if versions.len() > 1 { "versions" } else { "version" }, versions.join(", "));
-        writeln!(out, "### {}\n\nComplies with the rules of {noun} {versions} (a static check).\n", title(runtime))?;
+        writeln!(out, "### {}\n\nComplies with the rules of {noun} {versions} (a static check).\n", runtime_name(runtime.name()))?;
         writeln!(out, "```{language}\n{code}\n```\n")?;
     }
     Ok(())
-}
-
-fn title(runtime: Runtime) -> &'static str {
-    match runtime {
-        Runtime::Vllm => "vLLM",
-        Runtime::Sglang => "SGLang",
-        Runtime::Transformers => "transformers",
-        Runtime::LlamaCpp => "llama.cpp",
-        Runtime::OnnxRuntime => "ONNX Runtime",
-    }
 }
 
 /// Code that loads the output, with its language. `None` if the runtime has no use for such a model.

@@ -13,7 +13,7 @@ const DENSE: [&str; 13] = ["f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8
 /// Tags of the source that name its format, which is not that of the output.
 const FORMAT_TAGS: [&str; 12] =
     ["safetensors", "pytorch", "tf", "jax", "rust", "onnx", "gguf", "openvino", "coreml", "tflite", "transformers.js", "compressed-tensors"];
-/// Libraries that load safetensors, whose names are taken from the source.
+/// Formats other than safetensors. Their names are also those of libraries and tags on the Hub.
 const OTHER_FORMATS: [&str; 2] = ["gguf", "onnx"];
 /// Maximum number and length of the tags that are taken from the source.
 const MAX_TAGS: usize = 64;

@@ -329,6 +329,13 @@ fn a_failed_output_leaves_the_branch_unchanged() {
         let repo = hub.repo();
         assert!(repo.commits.iter().all(|files| files.len() == 1), "{message}: {:?}", repo.files().keys());
     }
+    // The Hub creates a repository that is not private.
+    let hub = Hub::start(Repo::default(), |request, repo| {
+        (request.path() == "/api/models/org/name" && !repo.commits.is_empty()).then(|| Answer::new(200, r#"{"private":false}"#))
+    });
+    let run = hub.run(&place, QUANTIZE);
+    assert!(run.code == 1 && run.stderr.contains("not private, so nothing was uploaded"), "{}", run.stderr);
+    assert!(hub.repo().commits.len() == 1 && hub.requested("PUT").is_empty());
     // Names that cannot be outputs, and a missing token.
     let hub = Hub::start(Repo::default(), |_, _| None);
     for (name, message) in [("hf:org/name/folder", "an output is a whole repository"), ("hf:org/name@v2", "has no branch `v2`"), ("hf:name", "hf:org/name")] {

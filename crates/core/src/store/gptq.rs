@@ -155,11 +155,10 @@ fn weight(checkpoint: &mut Checkpoint, module: &str) -> Result<(String, Weight)>
     };
     let granularity = if groups == 1 { Granularity::Channel } else { Granularity::Group(common) };
     let affine = QuantizationSpec { codes: Codes::Integer(bits as u8), granularity, symmetric, scale_dtype: scales.dtype, activations: ActivationScheme::None };
-    let (dtype, is_scattered) = (scales.dtype, order.as_ref().is_some_and(|order| order.len() == row));
+    let dtype = scales.dtype;
     let file = WordsFile { name: name.clone(), words, values, zeros, scales, order, offset, rows, row, groups, affine: affine.clone() };
     let (encoding, source): (Encoding, Arc<dyn WeightSource>) = if floats {
-        let granularity = if is_scattered { Granularity::Group(1) } else { granularity };
-        let affine = QuantizationSpec { granularity, symmetric: false, ..affine };
+        let affine = QuantizationSpec { symmetric: false, ..affine };
         (Encoding::Dense, Arc::new(Decoded { upstream: Arc::new(WordsFile { affine, ..file }), dtype, name: name.clone() }))
     } else {
         (Encoding::Quantized(affine), Arc::new(file))
@@ -180,8 +179,7 @@ fn sample(zeros: &RawTensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The size of consecutive groups, or the group of each input if they are not consecutive. `None` if `order`
-/// is invalid.
+/// The size of consecutive groups; otherwise 1 and the group of each input. `None` if `order` is invalid.
 fn input_groups(order: &RawTensor, row: usize, groups: usize, stated: Option<usize>) -> Option<(usize, Option<Vec<usize>>)> {
     if order.dtype != DType::I32 || order.elements() != row {
         return None;

@@ -84,13 +84,11 @@ impl<'a> Parameters<'a> {
     pub(super) fn next(&mut self, elements: usize) -> Result<(&[u8], &[u8])> {
         let count = if self.affine.granularity == Granularity::Tensor { 1 } else { elements / self.affine.granularity.run(self.row, elements) };
         let size = self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8;
-        self.scales.resize(count * size, 0);
         let is_block = matches!(self.affine.granularity, Granularity::Block(_));
         if is_block {
-            let mut scales = std::mem::take(&mut self.scales);
-            self.read_blocks(self.files.0, size, &mut scales)?;
-            self.scales = scales;
+            self.scales = self.read_blocks(self.files.0, size, count)?;
         } else {
+            self.scales.resize(count * size, 0);
             self.files.0.read_at((self.position * size) as u64, &mut self.scales)?;
         }
         if let Some(file) = self.files.1 {
@@ -104,9 +102,7 @@ impl<'a> Parameters<'a> {
                 file.read_at((4 * columns * from) as u64, &mut self.words)?;
                 packing::unpack_columns(&self.words, columns, bits, first, &mut self.zero_points);
             } else if is_block {
-                let mut zero_points = std::mem::take(&mut self.zero_points);
-                self.read_blocks(file, 1, &mut zero_points)?;
-                self.zero_points = zero_points;
+                self.zero_points = self.read_blocks(file, 1, count)?;
             } else {
                 file.read_at(self.position as u64, &mut self.zero_points)?;
             }
@@ -117,19 +113,23 @@ impl<'a> Parameters<'a> {
         Ok((&self.scales, &self.zero_points))
     }
 
-    /// Reads parameters of `size` bytes for the blocks of the next rows. The rows of a block share one row of
-    /// parameters in the file.
-    fn read_blocks(&self, file: &RawTensor, size: usize, output: &mut [u8]) -> Result<()> {
-        let Granularity::Block([high, wide]) = self.affine.granularity else { return Ok(()) };
+    /// Parameters of `size` bytes for the next `count` blocks. The rows of a block share one row of parameters
+    /// in the file, which is read once.
+    fn read_blocks(&self, file: &RawTensor, size: usize, count: usize) -> Result<Vec<u8>> {
+        let mut parameters = vec![0; count * size];
+        let Granularity::Block([high, wide]) = self.affine.granularity else { return Ok(parameters) };
         let (groups, columns) = (self.affine.granularity.groups(self.row).max(1), self.columns.max(1));
-        let mut line = vec![0; self.row.div_ceil(columns) * size];
-        for (row, output) in (self.position / groups..).zip(output.chunks_exact_mut((groups * size).max(1))) {
-            file.read_at((row / high.max(1) * line.len()) as u64, &mut line)?;
+        let (mut line, mut last) = (vec![0; self.row.div_ceil(columns) * size], None);
+        for (row, output) in (self.position / groups..).zip(parameters.chunks_exact_mut((groups * size).max(1))) {
+            let block = row / high.max(1);
+            if last.replace(block) != Some(block) {
+                file.read_at((block * line.len()) as u64, &mut line)?;
+            }
             for (group, output) in output.chunks_exact_mut(size.max(1)).enumerate() {
                 let start = group * wide / columns * size;
                 output.copy_from_slice(&line[start..start + size]);
             }
         }
-        Ok(())
+        Ok(parameters)
     }
 }

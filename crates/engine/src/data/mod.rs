@@ -65,7 +65,7 @@ pub use source_registry::{Array, DataSource, Sample, Values, register_source};
 pub use speech::Speech;
 pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
 pub use target::{Target, fixed_batch};
-pub use tokens::Tokenizer;
+pub use tokens::{Tokenizer, token_text};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;

@@ -58,7 +58,7 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
     }
     let file = path.join(FOLDER).join(CONFIG);
     let text = files::read_to_string(&file).map_err(Error::io("read", &file))?;
-    let adapter: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(&file, format!("not a JSON object: {e}")))?;
+    let adapter = Config::parse(&file, text)?;
     let is_true = |key: &&str| adapter.get(key).and_then(Value::as_bool) == Some(true);
     let (rank, alpha) = (adapter.get("r").and_then(Value::as_f64), adapter.get("lora_alpha").and_then(Value::as_f64));
     if rank.is_none() || rank != alpha {

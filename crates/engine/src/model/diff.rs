@@ -127,7 +127,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
     }
     if unlike > 0 {
         diff.max_abs_error = Some(f64::INFINITY);
-        diff.note = Some(format!("{} NaN in only one model", counted(unlike, "element")));
+        diff.note = Some(format!("NaN in only one model: {}", counted(unlike, "element")));
     }
     Ok(diff)
 }
@@ -207,7 +207,7 @@ mod tests {
         for (a, b) in [(&numbers, &broken), (&broken, &numbers)] {
             let found = weight_diff("w", Some(a), Some(b)).unwrap();
             assert_eq!((found.equal, found.max_abs_error), (false, Some(f64::INFINITY)));
-            assert_eq!(found.note.as_deref(), Some("2 elements NaN in only one model"));
+            assert_eq!(found.note.as_deref(), Some("NaN in only one model: 2 elements"));
         }
         let found = weight_diff("w", Some(&broken), Some(&broken)).unwrap();
         assert_eq!((found.equal, found.note), (true, None));

@@ -225,23 +225,14 @@ impl AuxiliaryFiles {
 
     /// Excludes the description of an ONNX file, because the output has a different one.
     pub fn exclude_runtime_config(&mut self) {
-        self.exclude(RUNTIME, ExclusionReason::Runtime);
+        self.exclude(ExclusionReason::Runtime, |file| file == Path::new(RUNTIME));
     }
 
-    /// Excludes a file, if it would be carried over.
-    pub fn exclude(&mut self, name: &str, reason: ExclusionReason) {
-        let before = self.files.len();
-        self.files.retain(|file| file != Path::new(name));
-        if self.files.len() < before {
-            self.left.push((name.into(), reason));
-        }
-    }
-
-    /// Excludes the files of a folder that the output replaces.
-    pub fn exclude_folder(&mut self, folder: &str) {
-        let (replaced, rest) = std::mem::take(&mut self.files).into_iter().partition(|file| file.starts_with(folder));
+    /// Excludes the files that match, if they would be carried over.
+    pub fn exclude(&mut self, reason: ExclusionReason, is_excluded: impl Fn(&Path) -> bool) {
+        let (excluded, rest): (Vec<PathBuf>, Vec<PathBuf>) = std::mem::take(&mut self.files).into_iter().partition(|file| is_excluded(file));
         self.files = rest;
-        self.left.extend(<Vec<PathBuf>>::into_iter(replaced).map(|file| (file, ExclusionReason::Replaced)));
+        self.left.extend(excluded.into_iter().map(|file| (file, reason)));
     }
 
     /// Notes on excluded files, one for each reason, and on the contents of weight files.

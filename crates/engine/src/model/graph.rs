@@ -24,17 +24,9 @@ impl Model {
         let folder = files::is_dir(path);
         let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
         auxiliary.in_weight_files.extend(onnx.quantization_notes());
-        Ok(Model {
-            path: path.to_owned(),
-            config: if folder { Config::open(&path.join("config.json"))? } else { Config::default() },
-            weights: onnx.all_weights(),
-            auxiliary,
-            weight_files,
-            changed_graph: None,
-            onnx: Some(Arc::new(onnx)),
-            signed_activations: false,
-            retained_tokens: None,
-        })
+        let config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
+        let model = Model::new(path, config, onnx.all_weights(), weight_files, auxiliary);
+        Ok(Model { onnx: Some(Arc::new(onnx)), ..model })
     }
 
     /// Fixes symbolic dimensions of an ONNX file. Fails if the model is not an ONNX file, or has no such
@@ -119,7 +111,7 @@ impl Model {
             return Ok(None);
         }
         let mut model = self.clone();
-        if self.changed_graph.is_some() || !self.is_described() {
+        if !self.has_derived_graph() {
             let floats = rebuild(&self.graph()?, &self.weights, &mut |step| match (&step.node.op, step.inputs.as_slice()) {
                 (Op::CacheQuantize(_), [value, ..]) => Ok(*value),
                 _ => step.copy(),
@@ -178,6 +170,11 @@ impl Model {
             Some(_) => self.graph_file().is_ok_and(|file| file.is_none()),
             None => self.onnx.is_none() && !files::is_file(&self.path.join(GraphFile::NAME)),
         }
+    }
+
+    /// Whether the graph is built from `config.json` and the weights, so that it follows their changes.
+    pub fn has_derived_graph(&self) -> bool {
+        self.changed_graph.is_none() && self.is_described()
     }
 
     /// The graph that `config.json` describes, and unrecognized keys.

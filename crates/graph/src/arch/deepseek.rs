@@ -80,7 +80,7 @@ pub(super) mod running {
     use crate::arch::running::rope::{RopeDefaults, attention_scale, parameters};
     use crate::error::{Error, Result};
     use crate::ir::Builder;
-    use crate::ir::ops::{ExpertGroups, RmsNorm, Route};
+    use crate::ir::ops::{ExpertGroups, Route};
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         decoder(s, b, Latent::new(s)?, mixture(s)?, (None, 1e-6))
@@ -105,7 +105,7 @@ pub(super) mod running {
     pub fn decoder(s: &Settings, b: &mut Builder, latent: Latent, experts: Experts, (groups, epsilon): (Option<usize>, f64)) -> Result<()> {
         // Published folders refer to custom code, which transformers now includes.
         let _ = s.get("auto_map");
-        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", epsilon)?, ..RmsNorm::default() });
+        let norm = Norm::rms(s, epsilon)?;
         let plain = Decoder::with_norm(s, Some(latent.head_dim()), groups, norm)?;
         if plain.groups != plain.heads {
             return Err(Error::graph(

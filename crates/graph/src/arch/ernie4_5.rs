@@ -18,10 +18,9 @@ mod running {
     use crate::arch::running::rope::RopeDefaults;
     use crate::error::Result;
     use crate::ir::Builder;
-    use crate::ir::ops::RmsNorm;
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-5)?, ..RmsNorm::default() });
+        let norm = Norm::rms(s, 1e-5)?;
         let head_dim = Some(128).filter(|_| !s.is_null("head_dim"));
         let bias = s.flag_or("use_bias", false)?;
         let decoder = Decoder { interleaved: true, qkv_bias: bias, out_bias: bias, mlp_bias: bias, ..Decoder::with_norm(s, head_dim, Some(2), norm)? };

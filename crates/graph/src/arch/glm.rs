@@ -22,7 +22,6 @@ mod running {
     use crate::arch::running::rope::RopeDefaults;
     use crate::error::Result;
     use crate::ir::Builder;
-    use crate::ir::ops::RmsNorm;
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         glm(s, b, NORMS_BEFORE)
@@ -33,7 +32,7 @@ mod running {
     }
 
     fn glm(s: &Settings, b: &mut Builder, norms: Norms) -> Result<()> {
-        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1.5625e-7)?, ..RmsNorm::default() });
+        let norm = Norm::rms(s, 1.5625e-7)?;
         let decoder = Decoder {
             norms,
             interleaved: true,

@@ -28,10 +28,9 @@ mod running {
     use crate::arch::running::rope::RopeDefaults;
     use crate::error::Result;
     use crate::ir::Builder;
-    use crate::ir::ops::RmsNorm;
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-5)?, ..RmsNorm::default() });
+        let norm = Norm::rms(s, 1e-5)?;
         let decoder = Decoder {
             head_norms: if s.flag_or("use_qk_norm", false)? { HeadNorms::Head } else { HeadNorms::None },
             out_bias: false,

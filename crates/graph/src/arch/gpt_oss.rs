@@ -34,7 +34,7 @@ mod running {
     use crate::arch::running::rope::{RopeDefaults, parameters, rotary};
     use crate::error::{Error, Result};
     use crate::ir::Builder;
-    use crate::ir::ops::{RmsNorm, Route};
+    use crate::ir::ops::Route;
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         const PACKED: &str = "model.layers.0.mlp.experts.gate_up_proj_blocks";
@@ -44,7 +44,7 @@ mod running {
                 hint: "load the model in transformers with `Mxfp4Config(dequantize=True)`, and save it".into(),
             });
         }
-        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-5)?, ..RmsNorm::default() });
+        let norm = Norm::rms(s, 1e-5)?;
         let head_dim = Some(64).filter(|_| !s.is_null("head_dim"));
         let bias = s.flag_or("attention_bias", true)?;
         let experts = Experts {

@@ -45,7 +45,7 @@ mod running {
     use crate::arch::running::rope::RopeDefaults;
     use crate::error::{Error, Result};
     use crate::ir::Builder;
-    use crate::ir::ops::{RmsNorm, Route};
+    use crate::ir::ops::Route;
 
     const KINDS: &str = "attn_type_list";
 
@@ -58,7 +58,7 @@ mod running {
             let hint = "1, softmax attention, is supported for each layer".into();
             return Err(Error::Unsupported { what: format!("config.json: `{KINDS}` of {kinds}"), hint });
         }
-        let norm = Norm::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-6)?, ..RmsNorm::default() });
+        let norm = Norm::rms(s, 1e-6)?;
         let experts = Experts {
             count: s.size_or("num_local_experts", 256)?,
             route: Route { top: s.size_or("num_experts_per_tok", 8)?, normalised: true, sigmoid: true, ..Route::default() },

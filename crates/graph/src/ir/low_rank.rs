@@ -1,6 +1,6 @@
 //! Linear layers with a low-rank term, as in LoRA: `y = x Wᵀ + b + (x Aᵀ) Bᵀ`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::ops::{Add, Linear, Op};
 use super::quantizers::layer_weight;
@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 /// shapes.
 pub fn insert(graph: &Graph, catalog: &dyn Catalog, factors: &BTreeMap<String, [String; 2]>) -> Result<Graph> {
     let is_linear = |node: &super::Node| matches!(node.op, Op::Linear(_));
-    let found = |weight: &str| graph.nodes().iter().any(|node| is_linear(node) && layer_weight(graph, node) == Some(weight));
-    if let Some((weight, [name, _])) = factors.iter().find(|(weight, _)| !found(weight)) {
+    let layers: BTreeSet<&str> = graph.nodes().iter().filter(|node| is_linear(node)).filter_map(|node| layer_weight(graph, node)).collect();
+    if let Some((weight, [name, _])) = factors.iter().find(|(weight, _)| !layers.contains(weight.as_str())) {
         return Err(Error::tensor(name, format!("is a factor of the layer of `{weight}`, which the model does not have"), "start from the original model"));
     }
     rebuild(graph, catalog, &mut |step: Rewrite| {

@@ -195,7 +195,7 @@ simd! {
 pub(super) const E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 /// Half the power of two with a biased exponent.
-pub(super) fn power_of_two(exponent: u8) -> f32 {
+pub(super) fn half_power_of_two(exponent: u8) -> f32 {
     f32::from_bits(if exponent < 2 { 0x20_0000 << exponent } else { u32::from(exponent - 1) << 23 })
 }
 
@@ -203,7 +203,7 @@ simd! {
     /// A biased exponent, 16 bytes as in Q4_0; a power of two times a value of E2M1.
     pub(super) fn mxfp4(blocks: &[u8], values: &mut [f32]) {
         for (block, values) in blocks.as_chunks::<17>().0.iter().zip(values.as_chunks_mut::<32>().0) {
-            let scale = power_of_two(block[0]);
+            let scale = half_power_of_two(block[0]);
             for j in 0..16 {
                 values[j] = E2M1[usize::from(block[1 + j] & 15)] * scale;
                 values[j + 16] = E2M1[usize::from(block[1 + j] >> 4)] * scale;

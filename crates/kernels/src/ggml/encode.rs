@@ -3,7 +3,7 @@
 
 use half::f16;
 
-use super::decode::{E2M1, power_of_two};
+use super::decode::{E2M1, half_power_of_two};
 use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, higher, interleaved, lanes, lower, with_minimum};
 
 mod grid;
@@ -61,7 +61,7 @@ simd! {
     pub(super) fn mxfp4(values: &[f32], _importance: &[f32], blocks: &mut [u8]) {
         for (values, block) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<17>().0) {
             block[0] = exponent(farthest(values).abs());
-            let scale = power_of_two(block[0]);
+            let scale = half_power_of_two(block[0]);
             let closest = |value: f32| {
                 let error = |code: usize| (E2M1[code] * scale - value).abs();
                 (1..16).fold(0, |best, code| if error(code) < error(best) { code } else { best }) as u8

@@ -74,7 +74,7 @@ pub(super) trait Formats {
     /// Size of the output without the units.
     fn other_bytes(&self, units: &[Unit]) -> u64;
 
-    /// Mixtures that people use otherwise, by name, as options of all units.
+    /// Common mixtures (uniform schemes, or those of llama.cpp), by name, as options of all units.
     ///
     /// # Errors
     /// If the output format cannot represent the model.

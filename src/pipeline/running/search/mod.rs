@@ -47,7 +47,7 @@ pub struct Search<'a> {
     pub context: &'a Context<'a>,
 }
 
-/// A point of the front, or a mixture that people use otherwise.
+/// A point of the front, or a common mixture.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Point {
     /// The name of the mixture; `None` for a point of the front.
@@ -118,14 +118,14 @@ impl Search<'_> {
         found.scale(&factors);
         found.chosen = match self.budget {
             Some(Budget::Loss(limit)) => Some(self.choose_by_loss(limit, &mut found, &measurement)?),
-            _ => self.choose(&found, &found.front())?,
-        };
-        if let Some(mut point) = found.chosen.take() {
-            if point.measured.is_none() {
-                point.measured = measure(&found, &point.options, &measurement)?;
+            _ => {
+                let mut chosen = self.choose(&found, &found.front())?;
+                if let Some(point) = &mut chosen {
+                    point.measured = measure(&found, &point.options, &measurement)?;
+                }
+                chosen
             }
-            found.chosen = Some(point);
-        }
+        };
         Ok(found)
     }
 
@@ -273,7 +273,7 @@ impl Found {
         }
     }
 
-    /// The point of a mixture that people use otherwise.
+    /// The point of a common mixture.
     fn reference(&self, name: String, options: Vec<usize>) -> Point {
         Point { reference: Some(name), ..self.point(options) }
     }

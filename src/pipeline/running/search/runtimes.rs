@@ -27,11 +27,7 @@ pub enum LoadedBy {
 
 impl fmt::Display for LoadedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            LoadedBy::Vllm => "vLLM",
-            LoadedBy::Transformers => "transformers",
-            LoadedBy::LlamaCpp => "llama.cpp",
-        })
+        f.write_str(crate::report::format::runtime_name(self.runtime().name()))
     }
 }
 

@@ -257,7 +257,7 @@ fn configurations() {
             "in/config.json: `transform_config` is not supported",
         ),
         quantization(
-            "a cache with a scale for each head",
+            "a cache with a scale for each channel",
             described("kv_cache_scheme", json!({ "num_bits": 8, "type": "float", "strategy": "channel" })),
             "in/config.json: `kv_cache_scheme` by \"channel\" is not supported",
         ),

@@ -190,14 +190,24 @@ impl Outline {
     /// The outline of the file that [`header`](super::header) describes. `None` if a tensor's type has no id,
     /// or its size overflows.
     pub fn planned(values: Vec<(String, Value)>, tensors: Vec<(String, Kind, Vec<usize>)>) -> Option<Outline> {
-        let (mut begin, mut described) = (0u64, Vec::with_capacity(tensors.len()));
-        for (name, kind, shape) in tensors {
-            let (type_id, bytes) = (kind.id()?, kind.byte_count(&shape)?);
-            described.push(TensorDescription { name, shape, type_id, begin });
-            begin = begin.checked_add(bytes.checked_next_multiple_of(ALIGNMENT)?)?;
-        }
-        Some(Outline { values: values.into_iter().collect(), tensors: described })
+        let layout = layout(&tensors)?;
+        let described = tensors.into_iter().zip(layout).map(|((name, _, shape), (type_id, begin, _))| TensorDescription { name, shape, type_id, begin });
+        Some(Outline { tensors: described.collect(), values: values.into_iter().collect() })
     }
+}
+
+/// Type id, offset and number of padding bytes of each tensor of a file. `None` if a type has no id, or a
+/// size overflows.
+pub(super) fn layout(tensors: &[(String, Kind, Vec<usize>)]) -> Option<Vec<(u32, u64, u64)>> {
+    let mut begin = 0u64;
+    let tensor = |(_, kind, shape): &(String, Kind, Vec<usize>)| {
+        let bytes = kind.byte_count(shape)?;
+        let padded = bytes.checked_next_multiple_of(ALIGNMENT)?;
+        let laid = (kind.id()?, begin, padded.saturating_sub(bytes));
+        begin = begin.checked_add(padded)?;
+        Some(laid)
+    };
+    tensors.iter().map(tensor).collect()
 }
 
 /// Contents of a header.

@@ -1,7 +1,7 @@
 //! Writes the header of a GGUF file.
 
 use super::MARK;
-use super::header::{ALIGNMENT, Kind, Value};
+use super::header::{ALIGNMENT, Kind, Value, layout};
 
 /// The header of a file, including its padding, and the number of padding bytes after each tensor.
 ///
@@ -13,20 +13,16 @@ pub fn header(values: &[(String, Value)], tensors: &[(String, Kind, Vec<usize>)]
         text(&mut bytes, key);
         put(&mut bytes, value);
     }
-    let (mut begin, mut padding) = (0u64, Vec::with_capacity(tensors.len()));
-    for (name, kind, shape) in tensors {
+    let layout = layout(tensors)?;
+    for ((name, _, shape), (type_id, begin, _)) in tensors.iter().zip(&layout) {
         text(&mut bytes, name);
         bytes.extend((shape.len() as u32).to_le_bytes());
         shape.iter().rev().for_each(|size| bytes.extend((*size as u64).to_le_bytes()));
-        bytes.extend(kind.id()?.to_le_bytes());
+        bytes.extend(type_id.to_le_bytes());
         bytes.extend(begin.to_le_bytes());
-        let length = kind.byte_count(shape)?;
-        let padded = length.checked_next_multiple_of(ALIGNMENT)?;
-        padding.push(padded.saturating_sub(length));
-        begin = begin.checked_add(padded)?;
     }
     bytes.resize(bytes.len().next_multiple_of(ALIGNMENT as usize), 0);
-    Some((bytes, padding))
+    Some((bytes, layout.into_iter().map(|(.., padding)| padding).collect()))
 }
 
 fn text(bytes: &mut Vec<u8>, text: &str) {

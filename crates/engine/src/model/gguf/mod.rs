@@ -68,17 +68,8 @@ impl Model {
         if !unused.is_empty() {
             auxiliary.in_weight_files.push(format!("not carried over from {location}: {}", unused.join(", ")));
         }
-        let mut model = Model {
-            path: path.to_owned(),
-            config: Config::from_values(config),
-            weights: Weights { by_name, metadata, folders: module_weights.folders },
-            weight_files,
-            auxiliary,
-            changed_graph: None,
-            onnx: None,
-            signed_activations: false,
-            retained_tokens: None,
-        };
+        let weights = Weights { by_name, metadata, folders: module_weights.folders };
+        let mut model = Model::new(path, Config::from_values(config), weights, weight_files, auxiliary);
         arch::mark_roles(&mut model.weights.by_name, model.config.values());
         model.require_widths()?;
         Ok(model)

@@ -38,10 +38,10 @@ pub enum AttentionTarget {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum SoftDivergence {
-    /// KL divergence of the student from the teacher
+    /// KL(teacher ‖ student): the student covers every token that the teacher considers possible
     #[default]
     Forward,
-    /// KL divergence of the teacher from the student, which concentrates on the teacher's likely tokens
+    /// KL(student ‖ teacher): the student concentrates on the teacher's likely tokens
     Reverse,
     /// Generalized Jensen–Shannon divergence (GKD)
     JensenShannon,

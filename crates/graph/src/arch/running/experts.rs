@@ -2,9 +2,9 @@
 
 pub use super::layout::{Clamped, Experts, Shared};
 use super::layout::{Decoder, LayerNames, PARTS};
-use super::parts::{linear_of, slices};
+use super::parts::{linear_of, slices, swish};
 use crate::error::Result;
-use crate::ir::ops::{Add, Clip, Combine, Dispatch, Linear, Mul, Reshape, Scale, Sigmoid, Slice, TargetSize};
+use crate::ir::ops::{Add, Clip, Combine, Dispatch, Linear, Mul, Reshape, Sigmoid, Slice, TargetSize};
 use crate::ir::{Builder, ValueId};
 
 impl Experts {
@@ -60,9 +60,7 @@ impl Experts {
             b.node(&name(&format!("{part}.clamped")), Clip { min, max: limit }, &[every_second])
         };
         let (gate, up) = (half("gate", 0, f64::NEG_INFINITY)?, half("up", 1, -limit)?);
-        let steep = b.node(&name("act.steep"), Scale { factor: slope }, &[gate])?;
-        let share = b.node(&name("act.gate"), Sigmoid {}, &[steep])?;
-        let active = b.node(&name("act"), Mul {}, &[gate, share])?;
+        let active = swish(b, &name("act"), slope, gate)?;
         let gated = b.node(&name("gated"), Mul {}, &[active, up])?;
         let sum = b.node(&name("gated.sum"), Add {}, &[gated, active])?;
         self.projection(b, at, expert, "down_proj", sum, width)

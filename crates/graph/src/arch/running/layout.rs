@@ -39,6 +39,11 @@ pub enum Norm {
 }
 
 impl Norm {
+    /// Root mean square normalization with a default epsilon.
+    pub fn rms(s: &Settings, epsilon: f64) -> Result<Norm> {
+        Ok(Self::Rms(RmsNorm { epsilon: s.number_or("rms_norm_eps", epsilon)?, ..RmsNorm::default() }))
+    }
+
     /// The normalization over the last axis with the parameters of `module`.
     pub fn add(self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
         match self {

@@ -39,10 +39,12 @@ fn activation(name: &str) -> Result<Op> {
 
 /// Adds the activation function with this name, which may need several ops.
 pub fn activate(b: &mut Builder, node: &str, name: &str, x: ValueId) -> Result<ValueId> {
-    if name != "quick_gelu" {
-        return b.node(node, activation(name)?, &[x]);
-    }
-    let steep = b.node(&format!("{node}.steep"), Scale { factor: 1.702 }, &[x])?;
+    if name == "quick_gelu" { swish(b, node, 1.702, x) } else { b.node(node, activation(name)?, &[x]) }
+}
+
+/// Adds `x · sigmoid(slope · x)`.
+pub fn swish(b: &mut Builder, node: &str, slope: f64, x: ValueId) -> Result<ValueId> {
+    let steep = b.node(&format!("{node}.steep"), Scale { factor: slope }, &[x])?;
     let gate = b.node(&format!("{node}.gate"), Sigmoid {}, &[steep])?;
     b.node(node, Mul {}, &[x, gate])
 }
