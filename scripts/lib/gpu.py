@@ -261,7 +261,12 @@ def decoder(args, checks, trainer):
     results = []
     for job, ours in (("evaluate", evaluate), ("quantize", quantize)):
         try:
-            turns = [{"ours": ours(), "theirs": json.loads(output([sys.executable, peers, job, folder, args.device]).splitlines()[-1])} for _ in range(2)]
+            turns = []
+            for _ in range(2):
+                turns.append({"ours": ours()})
+                print(f"       {job}, ours: {turns[-1]['ours']}", flush=True)
+                turns[-1]["theirs"] = json.loads(output([sys.executable, peers, job, folder, args.device]).splitlines()[-1])
+                print(f"       {job}, theirs: {turns[-1]['theirs']}", flush=True)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             checks.add("1.5 B decoder", job, False, said=str(error))
             continue
