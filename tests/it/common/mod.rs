@@ -238,9 +238,12 @@ pub fn pipeline() -> Builder {
 #[cfg(feature = "run")]
 pub fn device() -> candle_core::Device {
     use compress_engine::exec::DeviceChoice;
+    use std::sync::OnceLock;
 
-    let choice = std::env::var("COMPRESS_TEST_DEVICE").map_or(DeviceChoice::Auto, |name| name.parse().unwrap());
-    choice.open().unwrap()
+    // Tensors of two handles of the same GPU cannot be combined.
+    static DEVICE: OnceLock<candle_core::Device> = OnceLock::new();
+    let open = || std::env::var("COMPRESS_TEST_DEVICE").map_or(DeviceChoice::Auto, |name| name.parse().unwrap()).open().unwrap();
+    DEVICE.get_or_init(open).clone()
 }
 
 /// A `Work` outside of a pipeline.
