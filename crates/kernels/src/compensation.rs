@@ -12,6 +12,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::cholesky_f32;
 use super::epilogue::Epilogue;
 use super::matmul::{Columns, Left, Rows, product};
 use super::solve;
@@ -56,25 +57,26 @@ impl Compensation {
     /// added to the diagonal. `order` contains the columns in processing order. `None` if the damped matrix
     /// is not positive definite.
     pub fn new(products: &[f32], size: usize, order: &[usize], damping: f64) -> Option<Compensation> {
-        let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
-        // If all features are zero in all samples, any positive value works.
-        let added = if mean > 0.0 { damping * mean } else { 1.0 };
-        // Columns in reverse order, so that the lower Cholesky triangle corresponds to an upper one.
-        let mut matrix = vec![0f64; size * size];
-        matrix.par_chunks_mut(size.max(1)).enumerate().for_each(|(i, row)| {
-            let a = order[size - 1 - i];
-            for (j, out) in row[..=i].iter_mut().enumerate() {
-                let b = order[size - 1 - j];
-                *out = f64::from(products[a.min(b) * size + a.max(b)]);
-            }
-            row[i] += added;
-        });
-        let lower = solve::triangle(matrix, size)?;
-        let at = |k: usize, j: usize| lower[(size - 1 - k) * size + (size - 1 - j)];
+        let lower = solve::triangle(damped(products, size, order, damping, |x| x), size)?;
+        Some(Compensation::from_triangle(&lower, size))
+    }
+
+    /// The same with a factorization in f32, for comparisons; in f64 if the damped matrix is not positive
+    /// definite in f32.
+    pub fn approximate(products: &[f32], size: usize, order: &[usize], damping: f64) -> Option<Compensation> {
+        match cholesky_f32::triangle(damped(products, size, order, damping, |x| x as f32), size) {
+            Some(lower) => Some(Compensation::from_triangle(&lower, size)),
+            None => Compensation::new(products, size, order, damping),
+        }
+    }
+
+    /// From the lower Cholesky triangle of the [`damped`] matrix.
+    fn from_triangle<T: Copy + Into<f64> + Sync>(lower: &[T], size: usize) -> Compensation {
+        let at = |k: usize, j: usize| -> f64 { lower[(size - 1 - k) * size + (size - 1 - j)].into() };
         let costs: Vec<f32> = (0..size).map(|j| (at(j, j) * at(j, j)) as f32).collect();
         let mut ratios = vec![0f32; size * size];
         ratios.par_chunks_mut(size.max(1)).enumerate().for_each(|(k, row)| (k + 1..size).for_each(|j| row[j] = (at(k, j) / at(j, j)) as f32));
-        Some(Compensation { size, ratios, costs })
+        Compensation { size, ratios, costs }
     }
 
     /// Cost of the squared error of each column, in processing order.
@@ -177,6 +179,24 @@ impl Compensation {
             });
         }
     }
+}
+
+/// The damped matrix with columns in reverse order, so that its lower Cholesky triangle corresponds to an upper
+/// one. Elements above the diagonal are not set.
+fn damped<T: Copy + Default + Send>(products: &[f32], size: usize, order: &[usize], damping: f64, number: impl Fn(f64) -> T + Sync) -> Vec<T> {
+    let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
+    // If all features are zero in all samples, any positive value works.
+    let added = if mean > 0.0 { damping * mean } else { 1.0 };
+    let mut matrix = vec![T::default(); size * size];
+    matrix.par_chunks_mut(size.max(1)).enumerate().for_each(|(i, row)| {
+        let a = order[size - 1 - i];
+        for (j, out) in row[..=i].iter_mut().enumerate() {
+            let b = order[size - 1 - j];
+            let product = f64::from(products[a.min(b) * size + a.max(b)]);
+            *out = number(if i == j { product + added } else { product });
+        }
+    });
+    matrix
 }
 
 simd! {

@@ -38,6 +38,7 @@ mod running {
     mod attention_single;
     mod block_rounding;
     pub mod channels;
+    mod cholesky_f32;
     pub mod column_solver;
     pub mod columns;
     pub mod compensation;

@@ -106,6 +106,8 @@ struct Preparation {
     ordered: bool,
     /// Whether coordinate descent follows.
     descends: bool,
+    /// Whether the factorization is only compared with others, so that f32 suffices.
+    is_trial: bool,
 }
 
 /// Some outputs of a layer, and their values for the held-out rows of each fold.
@@ -191,7 +193,7 @@ impl Choosing {
     }
 
     fn preparation(&self, damping: Option<f64>) -> Preparation {
-        Preparation { damping, ordered: self.ordered, descends: self.sweeps > 0 }
+        Preparation { damping, ordered: self.ordered, descends: self.sweeps > 0, is_trial: false }
     }
 
     fn choice(&self, layer: &Layer, method: &dyn Compensating, solution: Solution, damping: f64, relative_error: Option<f64>) -> LayerChoice {
@@ -256,10 +258,11 @@ impl Choosing {
         damping: Option<f64>,
     ) -> Result<Vec<Trial>> {
         let mut trials: Vec<Trial> = sampled.iter().map(|_| Trial::default()).collect();
+        let preparation = Preparation { is_trial: true, ..self.preparation(damping) };
         for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
             let fitted = moments.without(fold);
             let fitted = fitted.as_ref().unwrap_or(moments);
-            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
+            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), preparation, &mut Vec::new())?;
             for (Sampled { layer, weight, values, outputs }, trial) in sampled.iter().zip(&mut trials) {
                 let [targets, current] = &outputs[fold];
                 let mut solution = solution;
@@ -296,8 +299,9 @@ impl<'m> Prepared<'m> {
         let mut prepared = Prepared { squares: squares.clone(), order, compensation: None, hessian: None, differences };
         if let Some(damping) = preparation.damping {
             let mut tried = damping;
+            let factorize = if preparation.is_trial { Compensation::approximate } else { Compensation::new };
             prepared.compensation = loop {
-                let found = Compensation::new(products, size, &prepared.order, tried);
+                let found = factorize(products, size, &prepared.order, tried);
                 if found.is_some() {
                     break found;
                 }
@@ -387,7 +391,7 @@ mod tests {
         let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
         let mut corrected = weight.clone();
         let differences = Cow::Borrowed(&*moments.differences);
-        let preparation = Preparation { damping: Some(1e-6), ordered: true, descends: false };
+        let preparation = Preparation { damping: Some(1e-6), ordered: true, ..Preparation::default() };
         let prepared = Prepared::new("x", &moments, differences, preparation, &mut Vec::new()).unwrap();
         prepared.correct(&mut corrected, 1.0);
         let output = |x: &[f32], w: &[f32], at: usize, row: usize| (0..size).map(|i| f64::from(x[at * size + i]) * f64::from(w[row * size + i])).sum::<f64>();
