@@ -1,6 +1,9 @@
 //! Malformed safetensors files.
 
+use std::collections::BTreeMap;
 use std::fs;
+
+use compress_core::store::gguf::{ImportanceFile, InputSums};
 
 use super::{Case, case, check};
 use crate::cli::support::raw_file;
@@ -129,4 +132,16 @@ fn the_data() {
             "tensor `b`: data_offsets [1152921504606846976, 1152921504606846980] exceed the 4 bytes of data",
         ),
     ]);
+}
+
+#[test]
+fn importance_matrices_are_not_models() {
+    let write = |folder: &std::path::Path| {
+        let sums = BTreeMap::from([("blk.0.attn_q.weight".to_owned(), InputSums { squares: vec![1.0, 2.0], counts: vec![1.0] })]);
+        fs::write(folder.join("imatrix.gguf"), ImportanceFile { sums, ..ImportanceFile::default() }.to_bytes().unwrap()).unwrap();
+    };
+    for args in ["inspect imatrix.gguf", "inspect ."] {
+        let message = "imatrix.gguf: opening an importance matrix of llama.cpp as a model is not supported";
+        check([case("an importance matrix", write, args, 1, message, "`export: [{ gguf: { type: Q4_K_M, imatrix: FILE } }]`")]);
+    }
 }

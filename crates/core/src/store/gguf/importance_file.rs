@@ -15,8 +15,6 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::store::{DType, Encoding};
 
-/// Value of `general.type`.
-const TYPE: &str = "imatrix";
 const DATASETS: &str = "imatrix.datasets";
 const CHUNK_COUNT: &str = "imatrix.chunk_count";
 const CHUNK_SIZE: &str = "imatrix.chunk_size";
@@ -57,6 +55,9 @@ pub struct ImportanceFile {
 }
 
 impl ImportanceFile {
+    /// Value of `general.type`.
+    pub const TYPE: &str = "imatrix";
+
     /// Reads a file in either form.
     ///
     /// # Errors
@@ -140,7 +141,7 @@ impl ImportanceFile {
     pub fn to_bytes(&self) -> Option<Vec<u8>> {
         let number = |key: &str, number: u64| (key.to_owned(), Value::Unsigned(number));
         let values = [
-            ("general.type".to_owned(), Value::Text(TYPE.to_owned())),
+            ("general.type".to_owned(), Value::Text(Self::TYPE.to_owned())),
             (DATASETS.to_owned(), Value::Texts(self.datasets.clone())),
             number(CHUNK_COUNT, self.chunks),
             number(CHUNK_SIZE, self.chunk_size),
@@ -182,7 +183,7 @@ fn text(rest: &mut &[u8], what: &str) -> Result<String, String> {
 /// importance matrices.
 pub fn model_files<'p>(files: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
     let mut found: Vec<&PathBuf> = files.iter().copied().filter(|file| !is_continuation(file)).collect();
-    let is_importance = |path: &Path| Outline::open(path).is_ok_and(|outline| outline.values.get("general.type") == Some(&Value::Text(TYPE.to_owned())));
+    let is_importance = |path: &Path| Outline::open(path).is_ok_and(|outline| outline.values.get("general.type") == Some(&Value::Text(ImportanceFile::TYPE.to_owned())));
     if found.len() > 1 {
         found.retain(|file| !is_importance(file));
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::store::gguf::Value;
+use crate::store::gguf::{ImportanceFile, Value};
 
 /// Sizes above this are invalid.
 const LIMIT: u64 = 1 << 32;
@@ -44,8 +44,15 @@ pub(super) struct Values {
 impl Values {
     pub fn new(path: &Path, values: BTreeMap<String, Value>) -> Result<Values> {
         let mut values = Values { path: path.to_owned(), architecture: String::new(), values };
-        if let Some(kind) = values.text("general.type")?.filter(|kind| kind != "model") {
-            return Err(values.wrong(format!("contains a `{kind}`, not a model")));
+        match values.text("general.type")?.filter(|kind| kind != "model") {
+            None => {}
+            Some(kind) if kind == ImportanceFile::TYPE => {
+                return Err(Error::Unsupported {
+                    what: format!("{}: opening an importance matrix of llama.cpp as a model", path.display()),
+                    hint: "open the model, and name this file in the export of a recipe: `export: [{ gguf: { type: Q4_K_M, imatrix: FILE } }]`".into(),
+                });
+            }
+            Some(kind) => return Err(values.wrong(format!("contains a `{kind}`, not a model"))),
         }
         let architecture = values.text("general.architecture")?;
         values.architecture = architecture.ok_or_else(|| values.wrong("does not specify its architecture (`general.architecture`)".into()))?;
