@@ -29,6 +29,15 @@ pub(crate) fn vllm_loads_embeddings(codes: Codes, packed: bool, symmetric: bool)
     packed && symmetric && matches!(codes, Codes::Integer(2 | 4 | 8))
 }
 
+/// Values of `--max-lora-rank` that all versions of vLLM accept (`vllm/config/lora.py`: `MaxLoRARanks`).
+const VLLM_LORA_RANKS: [u64; 8] = [8, 16, 32, 64, 128, 256, 320, 512];
+
+/// The smallest `--max-lora-rank` with which vLLM loads a LoRA adapter of this rank; `None` if vLLM does not
+/// load it.
+pub(crate) fn vllm_max_lora_rank(rank: u64) -> Option<u64> {
+    VLLM_LORA_RANKS.into_iter().find(|limit| *limit >= rank)
+}
+
 /// Files with the vocabulary of a tokenizer.
 const VOCABULARIES: [&str; 9] = [
     "tokenizer.json",
@@ -58,6 +67,12 @@ mod tests {
         assert!(is_of_expert("model.layers.0.mlp.experts.3.up_proj"));
         assert!(!is_of_expert("model.layers.0.mlp.experts.gate_up_proj"));
         assert!(!is_of_expert("model.layers.0.mlp.shared_experts.up_proj"));
+    }
+
+    #[test]
+    fn lora_ranks_are_rounded_up_to_those_of_vllm() {
+        assert_eq!([1, 8, 9, 256, 257, 321, 512].map(vllm_max_lora_rank), [8, 8, 16, 256, 320, 512, 512].map(Some));
+        assert_eq!(vllm_max_lora_rank(513), None);
     }
 
     #[test]

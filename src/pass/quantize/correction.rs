@@ -6,6 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{NAME, Quantize, is_expert};
+use crate::contract::facts::vllm_max_lora_rank;
 use crate::error::{Error, ParseError, Result, counted};
 use crate::model::adapter::factor_names;
 use crate::model::{Model, class};
@@ -129,12 +130,17 @@ impl Corrections {
 
     /// A note on the adapter and how to load it.
     pub fn note(&self) -> String {
+        let vllm = match vllm_max_lora_rank(self.rank as u64) {
+            Some(limit) => {
+                format!("In vLLM: `--enable-lora --max-lora-rank {limit} --lora-modules corrected=FOLDER/adapter`, and requests for the model `corrected`")
+            }
+            None => "vLLM does not load adapters of this rank".to_owned(),
+        };
         format!(
-            "{NAME}: the folder `adapter` has corrections of rank {} for {} ({:.1} MB), a LoRA adapter that must be loaded with the model: all figures of this report are those of both together. In vLLM: `--enable-lora --max-lora-rank {} --lora-modules corrected=FOLDER/adapter`, and requests for the model `corrected`",
+            "{NAME}: the folder `adapter` has corrections of rank {} for {} ({:.1} MB), a LoRA adapter that must be loaded with the model: all figures of this report are those of both together. {vllm}",
             self.rank,
             counted(self.layers.len(), "layer"),
             self.bytes() as f64 / 1e6,
-            self.rank.next_power_of_two().max(8),
         )
     }
 }
@@ -142,6 +148,13 @@ impl Corrections {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_note_states_whether_vllm_loads_the_adapter() {
+        let note = |rank: usize| Corrections { rank, uses_samples: false, layers: BTreeMap::new(), notes: Vec::new() }.note();
+        assert!(note(300).contains("`--enable-lora --max-lora-rank 320 "), "{}", note(300));
+        assert!(note(513).ends_with("vLLM does not load adapters of this rank"), "{}", note(513));
+    }
 
     #[test]
     fn a_correction_is_a_rank_or_an_object() {

@@ -5,7 +5,7 @@ use std::fmt::{Result, Write};
 use super::Card;
 use super::tasks::Task;
 use crate::contract::Runtime;
-use crate::contract::facts::has_tokenizer;
+use crate::contract::facts::{has_tokenizer, vllm_max_lora_rank};
 use crate::model::adapter::{self, FOLDER};
 use crate::report::format::runtime_name;
 
@@ -46,7 +46,11 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
         Runtime::Sglang if is_corrected(card) => None,
         Runtime::Vllm if is_corrected(card) => {
             let rank = card.report.passes.iter().rev().find_map(|pass| pass.details.get("correction")?.get("rank")?.as_u64());
-            let limit = rank.map_or(String::new(), |rank| format!(" --max-lora-rank {}", rank.next_power_of_two().max(8)));
+            let limit = match rank.map(vllm_max_lora_rank) {
+                None => String::new(),
+                Some(None) => return shell(format!("# vLLM does not load the adapter {PATH}/{FOLDER}, whose rank exceeds its limit")),
+                Some(Some(limit)) => format!(" --max-lora-rank {limit}"),
+            };
             shell(format!("vllm serve {PATH} --enable-lora{limit} --lora-modules corrected={PATH}/{FOLDER}  # requests name the model `corrected`"))
         }
         Runtime::Vllm => shell(format!("vllm serve {PATH}")),
