@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::data::DataSet;
+use crate::data::{Data, DataSet};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{Precision, Runtime, Subject};
+use crate::files;
 use crate::model::Model;
 use crate::pass::Samples;
 use crate::pipeline::Pipeline;
@@ -21,6 +22,7 @@ impl Pipeline {
         if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
             return Err(Error::option("evaluate", "`precision` applies only to the built-in executor, but this model runs in ONNX Runtime"));
         }
+        self.require_unused_files()?;
         self.require_texts(model)?;
         if self.used_data().is_empty() {
             return Ok(Vec::new());
@@ -39,6 +41,7 @@ impl Pipeline {
 
     /// The number of samples of each data set that is used, and notes about them.
     pub(in crate::pipeline) fn count_samples(&self, model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
+        self.require_unused_files()?;
         self.require_texts(model)?;
         if self.used_data().is_empty() {
             return Ok((BTreeMap::new(), Vec::new()));
@@ -46,6 +49,13 @@ impl Pipeline {
         let sets = self.open_data(Subject::from_model(model.clone())?.target())?;
         let notes = self.sample_notes(&sets)?;
         Ok((sets.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect::<Result<_>>()?, notes))
+    }
+
+    /// Checks that the files of data sets that nothing reads exist: the name of a missing one is a mistake.
+    fn require_unused_files(&self) -> Result<()> {
+        let used = self.used_data();
+        let unused = self.running.sets().filter(|set| !used.values().any(|used| std::ptr::eq(*used, *set)));
+        unused.flat_map(Data::paths).try_for_each(|path| files::kind(path).map(drop).map_err(Error::io("open", path)))
     }
 
     /// Rejects arrays if a pass renumbers tokens: their ids are other tokens after it.
@@ -98,7 +108,6 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::data::Data;
 
     /// Plans state how images are preprocessed, and warn about few samples and about data sets that are
     /// preprocessed differently.

@@ -118,7 +118,8 @@ impl Running {
         Ok(memory_limit(self.memory, &self.device()?))
     }
 
-    fn sets(&self) -> impl Iterator<Item = &Data> {
+    /// All data sets, including unused ones.
+    pub fn sets(&self) -> impl Iterator<Item = &Data> {
         [&self.data.calibration, &self.data.train, &self.data.evaluation].into_iter().flatten()
     }
 

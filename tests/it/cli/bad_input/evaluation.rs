@@ -33,6 +33,7 @@ fn data_that_is_wrong() {
     check([
         with("no data", nothing, "eval in", 2, "eval: no data: specify samples with --data", ""),
         with("a missing file", nothing, "eval in --data nowhere.csv --label-column label", 1, "cannot open nowhere.csv", ""),
+        with("a missing file that no pass reads", nothing, "cast in -o out --calibration nowhere.csv", 1, "cannot open nowhere.csv", ""),
         with(
             "a wrong column",
             nothing,
