@@ -195,18 +195,26 @@ fn verify(folder: &Path, key: &PublicKey, work: &Work) -> Result<usize> {
     let signed = resources(&predicate).map_err(invalid)?;
     let mut present = Vec::new();
     list(folder, "", &mut present)?;
-    let (mut files, mut unsigned) = (Vec::new(), Vec::new());
+    let allows_links = predicate.serialization.allow_symlinks;
+    let (mut files, mut unsigned, mut links) = (Vec::new(), Vec::new(), Vec::new());
     for (name, kind) in present {
+        let path = folder.join(&name);
         match () {
-            () if signed.contains_key(&name) && kind == Kind::File => files.push((name.clone(), folder.join(&name))),
+            () if signed.contains_key(&name) && files::is_link(&path) && !allows_links => links.push(name),
+            () if signed.contains_key(&name) && kind == Kind::File => files.push((name, path)),
             () if is_ignored(&name, &predicate.serialization.ignore_paths) => {}
             () => unsigned.push(name),
         }
     }
     let found = hash_files(&files, work)?;
-    let missing = signed.keys().filter(|name| !found.contains_key(*name));
+    let missing = signed.keys().filter(|name| !found.contains_key(*name) && !links.contains(name));
     let changed = found.iter().filter(|(name, hash)| signed.get(*name) != Some(*hash)).map(|(name, _)| name);
-    let findings = [("changed", changed.collect::<Vec<_>>()), ("missing", missing.collect()), ("not signed", unsigned.iter().collect())];
+    let findings = [
+        ("changed", changed.collect::<Vec<_>>()),
+        ("missing", missing.collect()),
+        ("not signed", unsigned.iter().collect()),
+        ("symbolic links, which the signature does not allow", links.iter().collect()),
+    ];
     let findings: Vec<String> = findings.iter().filter(|(_, names)| !names.is_empty()).map(|(what, names)| format!("{what}: {}", listed(names))).collect();
     if findings.is_empty() { Ok(signed.len()) } else { Err(invalid(format!("the folder differs from the signed files: {}", findings.join("; ")))) }
 }

@@ -127,6 +127,43 @@ fn signatures_of_model_signing_are_verified() {
     }
 }
 
+/// The contents of a link can change after the verification.
+#[test]
+fn symbolic_links_are_not_followed() {
+    let (folder, signed) = (tempfile::tempdir().unwrap(), files(&golden("p256")));
+    let (folder, key) = (folder.path(), golden("p256.pub.pem"));
+    write_files(&folder.join("signed"), &signed);
+    ok(folder, &format!("verify signed --key {}", key.display()));
+    for name in ["a-b.txt", "a/b.txt"] {
+        let (inside, outside) = (folder.join("signed").join(name), folder.join("outside"));
+        fs::rename(&inside, &outside).unwrap();
+        std::os::unix::fs::symlink(&outside, &inside).unwrap();
+        refused(folder, &key, &format!("the folder differs from the signed files: symbolic links, which the signature does not allow: {name}"));
+        fs::rename(&outside, &inside).unwrap();
+    }
+}
+
+/// `--force` replaces the signature that the report describes, and no other file with its name.
+#[test]
+fn foreign_signatures_are_not_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(&folder.join("in"));
+    write_keys(folder, "key");
+    let run = "quantize-dynamic in -o signed --no-measure --sign key.pem --force";
+    ok(folder, run);
+    ok(folder, run);
+    let (path, own) = (folder.join("signed/model.sig"), fs::read(folder.join("signed/model.sig")).unwrap());
+    for foreign in [fs::read(golden("p256").join("model.sig")).unwrap(), b"notes".to_vec()] {
+        fs::write(&path, &foreign).unwrap();
+        let refused = compress(folder, run);
+        assert!(refused.code == 1 && refused.stderr.contains("model.sig"), "exit code {}\n{}", refused.code, refused.stderr);
+        assert_eq!(fs::read(&path).unwrap(), foreign);
+    }
+    fs::write(&path, own).unwrap();
+    ok(folder, run);
+}
+
 /// The statement of a signature, which is valid according to ring.
 fn statement(folder: &Path, public: &[u8]) -> Value {
     let bundle = read_json(&folder.join("model.sig"));

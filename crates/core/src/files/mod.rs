@@ -218,6 +218,11 @@ pub fn is_dir(path: &Path) -> bool {
     if is_remote(path) { matches!(kind(path), Ok(Kind::Folder)) } else { path.is_dir() }
 }
 
+/// Whether a path is a symbolic link. Remote files are not.
+pub fn is_link(path: &Path) -> bool {
+    !is_remote(path) && path.is_symlink()
+}
+
 /// Length of a file in bytes.
 pub fn length(path: &Path) -> io::Result<u64> {
     if is_remote(path) { File::open(path).map(|file| file.length) } else { fs::metadata(path).map(|about| about.len()) }

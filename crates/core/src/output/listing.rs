@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::names::{REPORT_FILES, file_format, file_name};
 use crate::files::{self, FileCache, SMALL_FILE};
@@ -16,6 +17,7 @@ use crate::files::{self, FileCache, SMALL_FILE};
 pub(super) struct Listing {
     outputs: Vec<Listed>,
     carried: Vec<Listed>,
+    signature: Option<Signature>,
     names: BTreeSet<String>,
 }
 
@@ -28,10 +30,11 @@ struct Reported {
     signature: Option<Signature>,
 }
 
-/// The signature, which covers the report.
+/// The signature. It covers the report, which therefore contains the key instead of a hash of the file.
 #[derive(Deserialize)]
 struct Signature {
     path: String,
+    public_key_sha256: String,
 }
 
 #[derive(Deserialize)]
@@ -51,8 +54,9 @@ impl Listing {
     pub fn open(folder: &Path) -> Option<Listing> {
         let report: Reported = serde_json::from_slice(&files::read(&folder.join(REPORT_FILES[0])).ok()?).ok()?;
         let listed = report.outputs.iter().chain(&report.carried).map(|file| file.path.clone());
-        let names = listed.chain(REPORT_FILES.map(str::to_owned)).chain(report.signature.map(|signature| signature.path)).collect();
-        (report.tool.name == crate::NAME).then_some(Listing { outputs: report.outputs, carried: report.carried, names })
+        let signature = report.signature.iter().map(|signature| signature.path.clone());
+        let names = listed.chain(REPORT_FILES.map(str::to_owned)).chain(signature).collect();
+        (report.tool.name == crate::NAME).then_some(Listing { outputs: report.outputs, carried: report.carried, signature: report.signature, names })
     }
 
     /// Whether a file is listed, or is part of the report.
@@ -88,7 +92,18 @@ impl Listing {
         let outputs = self.outputs.iter().map(|listed| (if file.is_some() { target.with_file_name(&listed.path) } else { folder.join(&listed.path) }, listed));
         let carried = self.carried.iter().map(|listed| (folder.join(&listed.path), listed));
         let changed = outputs.filter(|(path, _)| is_removed(path)).chain(carried).filter(|(path, listed)| listed.is_changed(path));
-        changed.map(|(_, listed)| listed.path.clone()).collect()
+        changed.map(|(_, listed)| listed.path.clone()).chain(self.changed_signature(folder)).collect()
+    }
+
+    /// The signature, if the file exists but was not made with the key of the report.
+    fn changed_signature(&self, folder: &Path) -> Option<String> {
+        let signature = self.signature.as_ref()?;
+        let is_same = |bytes: Vec<u8>| {
+            let bundle: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+            bundle.pointer("/verificationMaterial/publicKey/hint").and_then(Value::as_str) == Some(signature.public_key_sha256.as_str())
+        };
+        let is_same = files::read(&folder.join(&signature.path)).map_or_else(|error| error.kind() == ErrorKind::NotFound, is_same);
+        (!is_same).then(|| signature.path.clone())
     }
 
     /// Listed files of a remote folder that exist with other contents. Large files are compared by size. A
@@ -100,7 +115,8 @@ impl Listing {
             Ok::<_, io::Error>(same_size && (listed.bytes > SMALL_FILE || blake3::hash(&files::read(&path)?).to_string() == listed.blake3))
         };
         let is_changed = |listed: &&Listed| !is_same(listed).unwrap_or_else(|error| error.kind() == ErrorKind::NotFound);
-        self.outputs.iter().chain(&self.carried).filter(is_changed).map(|listed| listed.path.clone()).collect()
+        let changed = self.outputs.iter().chain(&self.carried).filter(is_changed).map(|listed| listed.path.clone());
+        changed.chain(self.changed_signature(folder)).collect()
     }
 
     /// The external data files of an ONNX file that the report lists. They need not exist.
