@@ -401,3 +401,15 @@ fn layers_that_are_selected_by_their_names_are_noted() {
     assert!(unknown.len() == 2 && unknown.iter().all(|note| note.contains("`model_type` unheard-of is not in the table")), "{unknown:?}");
     assert!(notes("llama").is_empty() && notes("deepseek_v3").is_empty());
 }
+
+/// Configurations of Command R7B state how it was trained.
+#[test]
+fn a_sharded_embedding_of_cohere_has_no_effect() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/cohere2");
+    let mut model = Model::open(path).unwrap();
+    let before = model.graph().unwrap();
+    for value in [true, false] {
+        model.config.set("use_parallel_embedding", value.into());
+        assert_eq!(model.graph().unwrap().to_string(), before.to_string());
+    }
+}

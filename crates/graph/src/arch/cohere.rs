@@ -2,7 +2,7 @@
 //! rotary embeddings of neighboring elements, and scaled logits. The second version has sliding windows in
 //! most layers, and no position embedding in the others.
 
-use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
+use super::{DECODER, Family, Keys};
 
 pub(super) const COHERE: Family = Family {
     model_type: "cohere",
@@ -15,7 +15,15 @@ pub(super) const COHERE2: Family = Family {
     model_type: "cohere2",
     graph: graph!(running::build_2),
     keys: Keys {
-        harmless: &["_sliding_window_pattern", "attention_dropout", "cache_implementation", "max_position_embeddings", "sliding_window_pattern"],
+        // Published files state whether the embedding was sharded in training.
+        harmless: &[
+            "_sliding_window_pattern",
+            "attention_dropout",
+            "cache_implementation",
+            "max_position_embeddings",
+            "sliding_window_pattern",
+            "use_parallel_embedding",
+        ],
         neutral: &[
             ("layer_switch", "4"),
             ("order_of_interleaved_layers", "\"local_attn_first\""),
@@ -25,11 +33,9 @@ pub(super) const COHERE2: Family = Family {
             ("use_embedding_sharing", "true"),
             ("use_gated_activation", "true"),
             ("use_parallel_block", "true"),
-            ("use_parallel_embedding", "false"),
             ("use_qk_norm", "false"),
         ],
     },
-    sizes: Some(&Sizes { head_dim: None, ..DECODER_SIZES }),
     ..DECODER
 };
 
@@ -41,23 +47,21 @@ mod running {
     use crate::error::Result;
     use crate::ir::Builder;
 
-    fn cohere<'s, 'c>(s: &'s Settings<'c>, head_dim: Option<usize>) -> Result<Decoder<'s, 'c>> {
+    fn cohere<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
         let norm = Norm::Layer { epsilon: s.number_or("layer_norm_eps", 1e-5)?, bias: false };
-        let decoder = Decoder::with_norm(s, head_dim, None, norm)?;
+        let decoder = Decoder::with_norm(s, None, None, norm)?;
         Ok(Decoder { parallel: true, interleaved: true, mlp_bias: false, logit_scale: Some(s.number_or("logit_scale", 0.0625)?), ..decoder })
     }
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         require_theta(s)?;
-        let decoder = cohere(s, None)?;
+        let decoder = cohere(s)?;
         decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults { theta: 500_000.0, ..RopeDefaults::default() }, |_| Ok(false))?)
     }
 
     pub fn build_2(s: &Settings, b: &mut Builder) -> Result<()> {
-        // A head width in the configuration has no effect.
-        let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
-        let decoder = Decoder { head_dim, scale: 1.0 / (head_dim as f64).sqrt(), ..cohere(s, Some(head_dim))? };
-        let rotary = rotary(s, head_dim, RopeDefaults::default())?;
+        let decoder = cohere(s)?;
+        let rotary = rotary(s, decoder.head_dim, RopeDefaults::default())?;
         let pattern = s.size_or("sliding_window_pattern", 4)?;
         decoder.build(b, |index| {
             let is_local = is_local(s, index, pattern)?;
