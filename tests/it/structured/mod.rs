@@ -176,6 +176,8 @@ fn graph_json_describes_the_rest() {
         ("swin", PrunedPart::Hidden),
         // transformers would expect one `longrope` factor instead of three.
         ("phi3-longrope", PrunedPart::Hidden),
+        // transformers would expect norms of heads of 4 elements instead of 8.
+        ("phi-head-norms", PrunedPart::Hidden),
         // The pooler would have to be as wide as the residual stream.
         ("deberta-sequence-classification", PrunedPart::Hidden),
     ] {

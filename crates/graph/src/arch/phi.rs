@@ -22,15 +22,16 @@ mod running {
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, HeadNorms, Norm, every_layer};
     use crate::arch::running::rope::RopeDefaults;
-    use crate::error::Result;
+    use crate::error::{Error, Result};
     use crate::ir::Builder;
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let norm = Norm::Layer { epsilon: s.number_or("layer_norm_eps", 1e-5)?, bias: true };
+        let has_head_norms = s.flag_or("qk_layernorm", false)?;
         let decoder = Decoder {
             parallel: true,
             last_norm: "final_layernorm",
-            head_norms: if s.flag_or("qk_layernorm", false)? { HeadNorms::Head } else { HeadNorms::None },
+            head_norms: if has_head_norms { HeadNorms::Head } else { HeadNorms::None },
             head_norm_names: ["q_layernorm", "k_layernorm"],
             qkv_bias: true,
             out: "dense",
@@ -41,6 +42,12 @@ mod running {
             head_bias: true,
             ..Decoder::with_norm(s, None, None, norm)?
         };
+        let derived = s.size("hidden_size")?.checked_div(decoder.heads);
+        if has_head_norms && derived != Some(decoder.head_dim) {
+            let width = decoder.head_dim;
+            let reason = format!("`head_dim` is {width}, but with `qk_layernorm`, the norms of transformers have the width `hidden_size` / `num_attention_heads`");
+            return Err(Error::graph("config.json", reason));
+        }
         let rope = RopeDefaults { partial: Some(("partial_rotary_factor", 0.5)), ..RopeDefaults::default() };
         decoder.build(b, every_layer(s, decoder.head_dim, rope, |_| Ok(false))?)
     }
