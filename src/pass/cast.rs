@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::targets::{self, SelectedWeights};
 use super::{Pass, Plan, options_of};
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::Model;
@@ -106,13 +107,20 @@ impl Pass for Cast {
         let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0 && !is_integers(w) && !is_constant(w);
         let SelectedWeights { mut names, rule, .. } =
             targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
-        let mut constants = Vec::new();
-        names.retain(|name| {
-            let is_constant = weights.by_name.get(*name).is_some_and(is_constant);
-            constants.extend(is_constant.then_some(*name));
-            !is_constant
+        let (to, model_type) = (self.to.dtype(), model.config.model_type());
+        let reason = |name: &str| match weights.by_name.get(name) {
+            Some(weight) if is_constant(weight) => Some("a constant of the graph"),
+            Some(weight) if weight.dtype != to && to != DType::F32 && arch::stays_float32(model_type, name) => Some("kept in float32 by transformers"),
+            _ => None,
+        };
+        let mut skipped = BTreeMap::<&str, Vec<&str>>::new();
+        names.retain(|name| match reason(*name) {
+            None => true,
+            Some(reason) => {
+                skipped.entry(reason).or_default().push(*name);
+                false
+            }
         });
-        let skipped = BTreeMap::from([("a constant of the graph", constants)]).into_iter().filter(|(_, names)| !names.is_empty()).collect();
         let notes = targets::left_unchanged(NAME, &skipped, &self.targets, names.is_empty())?;
         let meter = Arc::new(Meter::default());
         let mut changed = std::collections::BTreeSet::new();
@@ -123,7 +131,7 @@ impl Pass for Cast {
                 let hint = "run `dequantize` before this pass, or add the tensor to `ignore`";
                 return Err(Error::tensor(name, "is stored as 32-bit integers with scales, but cast needs floats", hint));
             }
-            if weight.dtype == self.to.dtype() {
+            if weight.dtype == to {
                 continue;
             }
             let source = Converted {
@@ -135,7 +143,7 @@ impl Pass for Cast {
                 overflow: self.overflow,
                 meter: meter.clone(),
             };
-            model.weights.by_name.insert(name.to_owned(), weight.then(self.to.dtype(), Encoding::Dense, Arc::new(source)));
+            model.weights.by_name.insert(name.to_owned(), weight.then(to, Encoding::Dense, Arc::new(source)));
             changed.insert(name.to_owned());
         }
         if self.targets.is_empty() && self.ignore.is_empty() {

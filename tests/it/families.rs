@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::common::pipeline;
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
-use compress::pass::{Quantize, QuantizeDynamic, Step};
+use compress::pass::{Cast, Quantize, QuantizeDynamic, Step};
 use compress_core::store::Role;
 use compress_engine::model::{exempt_layers, is_convolution, is_embedding, is_linear, stacked_experts};
 use compress_graph::analysis::mixtures;
@@ -411,5 +411,21 @@ fn a_sharded_embedding_of_cohere_has_no_effect() {
     for value in [true, false] {
         model.config.set("use_parallel_embedding", value.into());
         assert_eq!(model.graph().unwrap().to_string(), before.to_string());
+    }
+}
+
+/// transformers keeps the biases that select experts in float32, whatever the dtype of the model.
+#[test]
+fn casts_keep_what_transformers_keeps_in_float32() {
+    for (name, biases) in [("deepseek-v3", 1), ("kimi-k2", 1), ("glm4-moe", 1), ("glm4-moe-lite", 1), ("minimax-m2", 0)] {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name), folder.path().join("out"));
+        let pipeline = compress::Pipeline::builder().pass(Cast::default()).measure(false).build().unwrap();
+        let report = pipeline.run(Model::open(input).unwrap(), &out).unwrap();
+        let written = Model::open(&out).unwrap();
+        let kept = written.weights.by_name.iter().filter(|(_, weight)| weight.dtype == crate::common::DType::F32);
+        let kept: Vec<&str> = kept.map(|(name, _)| name.as_str()).collect();
+        assert!(kept.len() == biases && kept.iter().all(|name| name.ends_with(".gate.e_score_correction_bias")), "{name}: {kept:?}");
+        assert_eq!(report.notes.iter().any(|note| note.contains("kept in float32 by transformers")), biases > 0, "{name}: {:?}", report.notes);
     }
 }

@@ -1,7 +1,7 @@
 //! DeepSeek-V2 and V3: latent attention, partial rotary embeddings, and experts after the first layers. The
 //! routers of V3 have a bias that balances the load of experts.
 
-use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
+use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, SELECTION_BIAS, Sizes};
 
 const SIZES: Sizes = Sizes {
     heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
@@ -65,6 +65,7 @@ pub(super) const DEEPSEEK_V3: Family = Family {
     },
     sizes: Some(&SIZES),
     heads: &["lm_head", "score", "shared_head.head"],
+    float32: SELECTION_BIAS,
     ..DEEPSEEK_V2
 };
 

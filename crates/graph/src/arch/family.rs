@@ -60,6 +60,9 @@ pub struct Family {
     /// Other modules that are not quantized, with the role of their matrices, in addition to those of all
     /// families.
     pub exempt: &'static [(&'static str, Role)],
+    /// Tensors that transformers 5 keeps in float32 if the model has a 16-bit dtype
+    /// (`_keep_in_fp32_modules_strict`), by consecutive components of their names.
+    pub float32: &'static [&'static str],
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<ExpertLayout>,
     /// Whether transformers replaces experts in one tensor with a linear layer each in quantized folders.
@@ -200,6 +203,9 @@ pub(super) const EXEMPT: &[(&str, Role)] = &[
     ("indexer.weights_proj", Role::Other),
 ];
 
+/// Bias for the selection of experts, whose differences bfloat16 does not resolve.
+pub(super) const SELECTION_BIAS: &[&str] = &["e_score_correction_bias"];
+
 /// A family without knowledge.
 pub(super) const EMPTY: Family = Family {
     model_type: "",
@@ -216,6 +222,7 @@ pub(super) const EMPTY: Family = Family {
     heads: &[],
     routers: &[],
     exempt: &[],
+    float32: &[],
     experts: None,
     splits_experts: false,
     positions: Positions::DEFAULT,

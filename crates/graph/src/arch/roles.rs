@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use super::{Tie, conventions, family};
+use super::{SELECTION_BIAS, Tie, conventions, family};
 use crate::store::{Role, Weight};
 
 /// Sets the roles of the weights of a checkpoint that have none.
@@ -42,6 +42,13 @@ pub fn tied(model_type: &str) -> &'static [Tie] {
 /// Names of the same table, regardless of the configuration.
 pub fn shared_tables(model_type: &str) -> &'static [Tie] {
     family(model_type).map_or(&[], |family| family.shared_tables)
+}
+
+/// Whether transformers keeps a tensor in float32 if the model has a 16-bit dtype.
+pub fn stays_float32(model_type: &str, name: &str) -> bool {
+    let dotted = format!(".{name}.");
+    let parts = family(model_type).map_or(SELECTION_BIAS, |family| family.float32);
+    parts.iter().any(|part| dotted.contains(&format!(".{part}.")))
 }
 
 /// Name of the layer that runtimes fuse a weight into; the unchanged name if the weight is not fused.

@@ -1,7 +1,7 @@
 //! Families without a graph, whose weights can be compressed.
 
 use super::ModelKind::{Encoder, EncoderDecoder};
-use super::family::{DECODER, EMPTY, ENCODER, ExpertLayout, Family};
+use super::family::{DECODER, EMPTY, ENCODER, ExpertLayout, Family, SELECTION_BIAS};
 use crate::store::Role;
 
 /// Queries, keys and values, and gate and up projections with the names of Mixtral.
@@ -83,11 +83,15 @@ const fn like(model_type: &'static str, family: Family) -> Family {
 
 /// The families.
 pub(super) const FAMILIES: &[Family] = &[
-    Family { fused: LATENT, ..like("deepseek_v32", MIXTURE) },
+    Family { fused: LATENT, float32: SELECTION_BIAS, ..like("deepseek_v32", MIXTURE) },
     like("kimi_linear", SPARSE),
-    like("dots1", MIXTURE),
+    Family { float32: SELECTION_BIAS, ..like("dots1", MIXTURE) },
     like("olmoe", MIXTURE),
-    Family { exempt: &[("mtp_block", Role::TokenPrediction), ("mtp_linear_proj", Role::TokenPrediction)], ..like("ernie4_5_moe", MIXTURE) },
+    Family {
+        exempt: &[("mtp_block", Role::TokenPrediction), ("mtp_linear_proj", Role::TokenPrediction)],
+        float32: &["gate.weight", "moe_statics"],
+        ..like("ernie4_5_moe", MIXTURE)
+    },
     like("hunyuan_v1_moe", MIXTURE),
     like("llama4", LLAMA4),
     like("llama4_text", LLAMA4),
@@ -144,6 +148,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         fused: &[&["q_proj", "k_proj", "v_proj"]],
         routers: &["mixer.gate"],
+        float32: SELECTION_BIAS,
         experts: Some(ExpertLayout { keys: &["n_routed_experts"], stacked: &[] }),
         ..like("nemotron_h", MAMBA)
     },
