@@ -29,6 +29,8 @@ mod selection;
 mod sensitivity;
 mod widths;
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -37,13 +39,14 @@ pub(super) use layers::drop_layers;
 pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 
 use super::{Context, Pass, Plan, Samples, Scope, options_of};
+use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::Amount;
 use crate::pass::amount::suggest_percentage;
 use crate::run_state::{Applied, RunState};
-use crate::store::Pattern;
+use crate::store::{Pattern, Role, Weight};
 use selection::Selection;
 
 /// Remove heads, neurons, channels, width, layers or experts from a model.
@@ -125,6 +128,23 @@ fn is_transformer(graph: &Graph) -> bool {
     graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_)))
 }
 
+/// Rejects models with layers that predict further tokens: the graph does not contain these layers, so they
+/// would keep their sizes, which `config.json` specifies only once. Whole layers can be removed.
+fn require_no_token_prediction(model: &Model) -> Result<()> {
+    let predicts = |(name, weight): &(&String, &Weight)| arch::role(name, weight) == Some(Role::TokenPrediction);
+    let mut predicting = model.weights.by_name.iter().filter(predicts).map(|(name, _)| name.as_str()).peekable();
+    if predicting.peek().is_none() {
+        return Ok(());
+    }
+    let graph = model.graph()?;
+    let read: BTreeSet<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
+    let Some(name) = predicting.find(|name| !read.contains(name)) else { return Ok(()) };
+    Err(Error::Unsupported {
+        what: format!("{NAME}: a layer that predicts further tokens, which would keep its sizes (`{name}`),"),
+        hint: "remove the tensors of such layers from the checkpoint, and set `num_nextn_predict_layers` in config.json to 0; only `dims: [layers]` supports them".into(),
+    })
+}
+
 /// How layers, experts and units are ranked.
 #[derive(Clone, Copy)]
 enum Ranking<'a> {
@@ -179,6 +199,9 @@ impl PruneStructured {
 
     /// Prunes the model.
     fn prune(&self, mut model: Model, ranking: Ranking) -> Result<(Model, Applied)> {
+        if self.selects_units() || self.selects(PrunedPart::Experts) {
+            require_no_token_prediction(&model)?;
+        }
         let mut applied = Applied::new(NAME, self.options());
         let mut details = Map::new();
         let mut rules = Vec::new();

@@ -201,3 +201,36 @@ fn experts_needed_by_the_router_are_kept() {
         assert!(message.contains("`dims` lists none of them"), "{message}");
     }
 }
+
+/// A folder of DeepSeek-V3 or GLM-4.5 with a copy of the last layer that predicts a further token.
+fn with_token_prediction(name: &str, folder: &Path) {
+    let mut tensors = candle_core::safetensors::load(golden(name).join("model.safetensors"), &Device::Cpu).unwrap();
+    let last = tensors.clone().into_iter().filter_map(|(name, tensor)| Some((format!("model.layers.2.{}", name.strip_prefix("model.layers.1.")?), tensor)));
+    tensors.extend(last.collect::<Vec<_>>());
+    tensors.insert("model.layers.2.eh_proj.weight".to_owned(), Tensor::ones((16, 32), DType::F32, &Device::Cpu).unwrap());
+    std::fs::create_dir(folder).unwrap();
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    std::fs::copy(golden(name).join("config.json"), folder.join("config.json")).unwrap();
+}
+
+/// Layers that predict further tokens follow those of the graph. Only whole layers can be removed.
+#[test]
+fn layers_that_predict_tokens_keep_their_sizes() {
+    for name in ["deepseek-v3", "glm4-moe"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (folder.path().join("in"), folder.path().join("out"));
+        with_token_prediction(name, &input);
+        let run = |part: PrunedPart, amount: Amount| {
+            let pass = PruneStructured { amount: Some(Amounts::All(amount)), ..half(&[part]) };
+            Pipeline::builder().calibration(tokens(folder.path())).pass(pass).build().unwrap().run(Model::open(&input).unwrap(), &out)
+        };
+        for (part, amount) in [(PrunedPart::Hidden, Amount::fraction(0.5)), (PrunedPart::Mlp, Amount::fraction(0.5)), (PrunedPart::Experts, Amount::Count(2))] {
+            let error = run(part, amount).unwrap_err().to_string();
+            assert!(error.contains("predicts further tokens") && error.contains("`model.layers.2.eh_proj.weight`"), "{name}: {error}");
+            assert!(!out.exists(), "{name}");
+        }
+        run(PrunedPart::Layers, Amount::Count(1)).unwrap();
+        let names: Vec<String> = Model::open(&out).unwrap().weights.by_name.into_keys().collect();
+        assert!(names.iter().any(|name| name == "model.layers.1.eh_proj.weight") && !names.iter().any(|name| name.contains("layers.2.")), "{names:?}");
+    }
+}
