@@ -18,7 +18,7 @@ use crate::data::SequenceRoles;
 use crate::error::{Error, Result};
 use crate::exec::Executor;
 use crate::exec::transfer::{self, Cause};
-use crate::ir::{Graph, GraphFile, Kind};
+use crate::ir::{Graph, GraphFile, Kind, Node, Op};
 use crate::model::Model;
 use crate::pass::calibrate::{self, tensor_error};
 use crate::pass::plan::layout;
@@ -28,6 +28,8 @@ use crate::pass::{Amount, Context};
 /// outputs of layers.
 const STEM: &str = "stem";
 const STAGE: &str = "stage";
+/// Key of the types of attention of all layers.
+const TYPES: &str = "layer_types";
 
 /// Result of a removal.
 pub(super) struct Removed {
@@ -72,7 +74,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking) -> Res
     let list = removed.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
     let mut notes = vec![format!("layers removed, {how}: {}", if list.is_empty() { "none".to_owned() } else { list })];
     if !removed.is_empty() {
-        notes.extend(update_config(model, &found, &removed)?);
+        notes.extend(update_config(model, &graph, &found, &removed)?);
     }
     Ok(Removed { tensors, notes, details: json!({ "before": all, "gone": removed, "influence": influence }), open })
 }
@@ -161,7 +163,7 @@ pub(super) fn renamed(name: &str, prefix: &str, removed: &BTreeSet<usize>) -> St
 /// Removes layers by index. Returns notes on the description of the model.
 pub(in crate::pass) fn drop_layers(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTreeSet<usize>) -> Result<Vec<String>> {
     remove_layers(model, graph, found, removed)?;
-    if removed.is_empty() { Ok(Vec::new()) } else { update_config(model, found, removed) }
+    if removed.is_empty() { Ok(Vec::new()) } else { update_config(model, graph, found, removed) }
 }
 
 /// Renumbers the weights and rebuilds the graph without the layers. Returns the names of removed and
@@ -214,20 +216,25 @@ fn remove_layers(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
     Ok(changed)
 }
 
-/// Updates the number of layers and lists with one element per layer in `config.json`.
-fn update_config(model: &mut Model, found: &Layers, removed: &BTreeSet<usize>) -> Result<Vec<String>> {
+/// Updates the number of layers, lists with one element per layer, and keys of layers with a dense network
+/// in `config.json`. `graph` is that of all layers.
+fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTreeSet<usize>) -> Result<Vec<String>> {
     let all = found.layers.len();
     let mut values: Vec<(String, Value)> = Vec::new();
     if let Some(key) = arch::layers_key(model.config.model_type()) {
         values.push((key.to_owned(), json!(all - removed.len())));
     }
+    let remaining = |list: &[Value]| -> Value { list.iter().enumerate().filter(|(at, _)| !removed.contains(at)).map(|(_, value)| value.clone()).collect() };
+    if model.config.get(TYPES).is_none_or(Value::is_null) {
+        // The default depends on the indices of layers.
+        values.extend(window_types(graph, found).map(|types| (TYPES.to_owned(), remaining(&types))));
+    }
+    let dense = arch::dense_layers(model.config.values(), &layers_with_experts(model, found, all - removed.len()));
+    values.extend(dense.into_iter().map(|(key, value)| (key.to_owned(), value)));
     for (key, value) in model.config.values() {
         let Some(list) = value.as_array() else { continue };
         match key.as_str() {
-            "layer_types" | "no_rope_layers" if list.len() == all => {
-                let remaining: Vec<&Value> = list.iter().enumerate().filter(|(at, _)| !removed.contains(at)).map(|(_, value)| value).collect();
-                values.push((key.clone(), json!(remaining)));
-            }
+            TYPES | "attn_type_list" | "no_rope_layers" if list.len() == all => values.push((key.clone(), remaining(list))),
             // The input of the first layer, and the output of each layer.
             "stage_names" if list.len() == all + 1 => values.push((key.clone(), json!(list[..=all - removed.len()]))),
             "out_features" | "_out_features" | "out_indices" | "_out_indices" => values.push((key.clone(), json!(stages(list, all, removed)))),
@@ -236,6 +243,26 @@ fn update_config(model: &mut Model, found: &Layers, removed: &BTreeSet<usize>) -
     }
     let smaller = model.graph()?;
     cut::set_graph(model, smaller, values)
+}
+
+/// The types of attention of all layers, if only some have a sliding window.
+fn window_types(graph: &Graph, found: &Layers) -> Option<Vec<Value>> {
+    let has_window = |node: &&Node| matches!(&node.op, Op::Attention(op) if op.window.is_some());
+    let windows: Vec<&str> = graph.nodes().iter().filter(has_window).map(|node| graph.value(node.output).name.as_str()).collect();
+    let slides: Vec<bool> = found.layers.iter().map(|layer| windows.iter().any(|name| layer.nodes.contains(*name))).collect();
+    let kind = |slides: &bool| json!(if *slides { "sliding_attention" } else { "full_attention" });
+    (slides.contains(&true) && slides.contains(&false)).then(|| slides.iter().map(kind).collect())
+}
+
+/// Whether each of the first `count` layers has experts, by the names of its tensors.
+fn layers_with_experts(model: &Model, found: &Layers, count: usize) -> Vec<bool> {
+    let mut has_experts = vec![false; count];
+    for name in model.weights.by_name.keys().filter(|name| name.split('.').any(|part| part == "experts")) {
+        if let Some(layer) = analysis::layer_index(name, &found.tensors).and_then(|number| has_experts.get_mut(number)) {
+            *layer = true;
+        }
+    }
+    has_experts
 }
 
 /// Renumbers the output stages of a backbone of `all` layers, given by index or name. The output of a

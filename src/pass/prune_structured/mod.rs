@@ -141,7 +141,9 @@ fn require_no_token_prediction(model: &Model) -> Result<()> {
     let Some(name) = predicting.find(|name| !read.contains(name)) else { return Ok(()) };
     Err(Error::Unsupported {
         what: format!("{NAME}: a layer that predicts further tokens, which would keep its sizes (`{name}`),"),
-        hint: "remove the tensors of such layers from the checkpoint, and set `num_nextn_predict_layers` in config.json to 0; only `dims: [layers]` supports them".into(),
+        hint:
+            "remove the tensors of such layers from the checkpoint, and set `num_nextn_predict_layers` in config.json to 0; only `dims: [layers]` supports them"
+                .into(),
     })
 }
 

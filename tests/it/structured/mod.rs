@@ -102,6 +102,7 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("granite", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
         ("smollm3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("cohere2", vec![PrunedPart::Hidden], vec![("hidden_size", 8), ("head_dim", 4)]),
+        ("deepseek-v3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1), ("first_k_dense_replace", 0)]),
         ("mixtral", vec![PrunedPart::Mlp], vec![("intermediate_size", 6)]),
         ("qwen2-moe", vec![PrunedPart::Mlp], vec![("moe_intermediate_size", 6), ("shared_expert_intermediate_size", 10)]),
         ("qwen3-moe", vec![PrunedPart::Mlp], vec![("moe_intermediate_size", 6), ("intermediate_size", 12)]),

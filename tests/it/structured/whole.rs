@@ -8,6 +8,7 @@ use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair};
 use compress::pass::{Amount, PruneStructured};
 use compress::{Model, Pipeline};
 use compress_engine::exec::{Executor, Parameters, Residence};
+use compress_engine::model::Config;
 use serde_json::json;
 
 use super::{golden, half, outputs, run, tokens};
@@ -81,6 +82,34 @@ fn stages_of_a_backbone_follow_its_layers() {
     let of = |key: &str| config.get(key).cloned().unwrap();
     // The output of a removed layer equals its input.
     assert_eq!([of("out_features"), of("out_indices")], [json!(["stem", "stage1"]), json!([0, 1])]);
+}
+
+/// Keys that state which layers have experts or a sliding window. Without data, the first of two layers is
+/// removed; the default of a missing key would describe another layer.
+#[test]
+fn remaining_layers_keep_their_experts_and_windows() {
+    for (name, key, is_missing, value) in [
+        ("qwen3-moe", "mlp_only_layers", false, json!([0])),
+        ("glm4-moe-lite", "mlp_layer_types", false, json!(["dense"])),
+        ("glm4-moe", "first_k_dense_replace", false, json!(0)),
+        ("glm4-moe", "first_k_dense_replace", true, json!(0)),
+        ("cohere2", "layer_types", false, json!(["full_attention"])),
+        ("gemma2", "layer_types", true, json!(["full_attention"])),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut model = Model::open(golden(name)).unwrap();
+        if is_missing {
+            let mut values = model.config.values().clone();
+            values.shift_remove(key).unwrap();
+            model.config = Config::from_values(values);
+        }
+        let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
+        let out = folder.path().join("out");
+        let report = Pipeline::builder().pass(pass).build().unwrap().run(model, &out).unwrap();
+        let config = Model::open(&out).unwrap().config;
+        assert_eq!((config.get(key), config.get("num_hidden_layers")), (Some(&value), Some(&json!(1))), "{name}");
+        assert!(!out.join("graph.json").exists(), "{name}: {:?}", report.notes);
+    }
 }
 
 /// The values of a tensor at these indices of its first axis.

@@ -1,7 +1,7 @@
 //! DeepSeek-V2 and V3: latent attention, partial rotary embeddings, and experts after the first layers. The
 //! routers of V3 have a bias that balances the load of experts.
 
-use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, SELECTION_BIAS, Sizes};
+use super::{DECODER, DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, SELECTION_BIAS, Sizes};
 
 const SIZES: Sizes = Sizes {
     heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
@@ -39,7 +39,7 @@ pub(super) const DEEPSEEK_V2: Family = Family {
     sizes: Some(&Sizes { heads_must_divide: true, ..SIZES }),
     fused: &[&["q_a_proj", "kv_a_proj_with_mqa"], &["gate_proj", "up_proj"]],
     routers: &["mlp.gate"],
-    experts: Some(ExpertLayout { keys: &["n_routed_experts"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout { keys: &["n_routed_experts"], dense: &[DenseLayers::Count("first_k_dense_replace")], ..ExpertLayout::SEPARATE }),
     ..DECODER
 };
 

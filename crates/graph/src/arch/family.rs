@@ -160,11 +160,24 @@ pub struct ExpertLayout {
     pub keys: &'static [&'static str],
     /// Modules with one tensor for all experts, whose name does not contain `experts`.
     pub stacked: &'static [&'static str],
+    /// Configuration keys of the layers with a dense network instead of experts; empty if there are none.
+    pub dense: &'static [DenseLayers],
 }
 
 impl ExpertLayout {
     /// Experts whose names contain `experts`.
-    pub(super) const SEPARATE: ExpertLayout = ExpertLayout { keys: &["num_experts"], stacked: &[] };
+    pub(super) const SEPARATE: ExpertLayout = ExpertLayout { keys: &["num_experts"], stacked: &[], dense: &[] };
+}
+
+/// A configuration key of the layers with a dense network instead of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DenseLayers {
+    /// The number of the first layers, which are dense.
+    Count(&'static str),
+    /// `dense` or `sparse` for each layer.
+    Types(&'static str),
+    /// The indices of dense layers, and the key of a step `n`: only every `n`-th layer has experts.
+    Indices(&'static str, &'static str),
 }
 
 /// Maximum length of a text.

@@ -1,6 +1,6 @@
 //! GLM-4.5 to GLM-4.7: mixtures of experts with the routers of DeepSeek-V3, and partial rotary embeddings.
 
-use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, SELECTION_BIAS, Sizes};
+use super::{DECODER, DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, SELECTION_BIAS, Sizes};
 
 pub(super) const GLM4_MOE: Family = Family {
     model_type: "glm4_moe",
@@ -17,7 +17,7 @@ pub(super) const GLM4_MOE: Family = Family {
     heads: &["lm_head", "score", "shared_head.head"],
     routers: &["mlp.gate"],
     float32: SELECTION_BIAS,
-    experts: Some(ExpertLayout { keys: &["n_routed_experts"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout { keys: &["n_routed_experts"], dense: &[DenseLayers::Count("first_k_dense_replace")], ..ExpertLayout::SEPARATE }),
     ..DECODER
 };
 

@@ -1,14 +1,16 @@
 //! GLM-4.7-Flash: latent attention of DeepSeek-V3, and experts in the layers that the configuration lists.
 
-use super::{Family, Keys, deepseek};
+use super::{DenseLayers, ExpertLayout, Family, Keys, deepseek};
 
 pub(super) const GLM4_MOE_LITE: Family = Family {
     model_type: "glm4_moe_lite",
     graph: graph!(running::build),
     keys: Keys {
-        // Layers that predict further tokens follow those of the graph.
+        // Layers that predict further tokens follow those of the graph. vLLM reads `first_k_dense_replace`,
+        // transformers `mlp_layer_types`.
         harmless: &[
             "attention_dropout",
+            "first_k_dense_replace",
             "head_dim",
             "intermediate_size",
             "max_position_embeddings",
@@ -18,6 +20,11 @@ pub(super) const GLM4_MOE_LITE: Family = Family {
         ],
         neutral: &[("partial_rotary_factor", "1.0"), ("topk_method", "\"noaux_tc\"")],
     },
+    experts: Some(ExpertLayout {
+        keys: &["n_routed_experts"],
+        dense: &[DenseLayers::Types("mlp_layer_types"), DenseLayers::Count("first_k_dense_replace")],
+        ..ExpertLayout::SEPARATE
+    }),
     ..deepseek::DEEPSEEK_V3
 };
 

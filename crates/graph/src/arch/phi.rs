@@ -45,7 +45,8 @@ mod running {
         let derived = s.size("hidden_size")?.checked_div(decoder.heads);
         if has_head_norms && derived != Some(decoder.head_dim) {
             let width = decoder.head_dim;
-            let reason = format!("`head_dim` is {width}, but with `qk_layernorm`, the norms of transformers have the width `hidden_size` / `num_attention_heads`");
+            let reason =
+                format!("`head_dim` is {width}, but with `qk_layernorm`, the norms of transformers have the width `hidden_size` / `num_attention_heads`");
             return Err(Error::graph("config.json", reason));
         }
         let rope = RopeDefaults { partial: Some(("partial_rotary_factor", 0.5)), ..RopeDefaults::default() };

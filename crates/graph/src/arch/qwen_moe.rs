@@ -2,7 +2,7 @@
 
 use super::gguf::{self, GgufExperts, GgufFamily};
 use super::mixtral::KEYS;
-use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Sizes};
+use super::{DECODER, DECODER_SIZES, DenseLayers, ExpertLayout, Family, Sizes};
 
 pub(super) const QWEN2_MOE: Family = Family {
     model_type: "qwen2_moe",
@@ -17,7 +17,11 @@ pub(super) const QWEN2_MOE: Family = Family {
         ..DECODER_SIZES
     }),
     routers: &["mlp.gate", "shared_expert_gate"],
-    experts: Some(ExpertLayout { keys: &["num_experts", "num_local_experts"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout {
+        keys: &["num_experts", "num_local_experts"],
+        dense: &[DenseLayers::Indices("mlp_only_layers", "decoder_sparse_step")],
+        ..ExpertLayout::SEPARATE
+    }),
     gguf: Some(&GgufFamily {
         architecture: "qwen2moe",
         class: "Qwen2MoeForCausalLM",

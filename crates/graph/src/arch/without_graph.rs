@@ -14,13 +14,13 @@ const VISION: &[(&str, Role)] = &[("vision_model", Role::Vision)];
 const MIXTURE: Family = Family {
     heads: &["lm_head", "score", "shared_head.head"],
     routers: &["mlp.gate"],
-    experts: Some(ExpertLayout { keys: &["n_routed_experts", "num_experts"], stacked: &[] }),
+    experts: Some(ExpertLayout { keys: &["n_routed_experts", "num_experts"], ..ExpertLayout::SEPARATE }),
     sizes: None,
     ..DECODER
 };
 /// Decoders with experts, with the names of Mixtral; routers also with those of transformers 5.
 const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate", "mlp.gate", "mlp.router"], experts: LOCAL, ..MIXTURE };
-const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], stacked: &[] });
+const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE });
 /// Hybrids of attention and gated delta networks.
 const DELTA: Family = Family {
     tied: &[("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "model.language_model.embed_tokens.weight")],
@@ -32,15 +32,18 @@ const DELTA: Family = Family {
         ("linear_attn.in_proj_b", Role::LinearAttentionGate),
         ("linear_attn.in_proj_ba", Role::LinearAttentionGate),
     ],
-    experts: Some(ExpertLayout { keys: &["num_experts"], stacked: &[] }),
+    experts: Some(ExpertLayout { keys: &["num_experts"], ..ExpertLayout::SEPARATE }),
     ..MIXTURE
 };
-const GRANITE: Family =
-    Family { routers: &["router"], experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"] }), ..MIXTURE };
+const GRANITE: Family = Family {
+    routers: &["router"],
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
+    ..MIXTURE
+};
 const STEP3: Family = Family {
     routers: &["moe.gate"],
     exempt: &[("vision_model", Role::Vision), ("vit_downsampler", Role::Vision), ("vit_large_projector", Role::Vision)],
-    experts: Some(ExpertLayout { keys: &["moe_num_experts"], stacked: &["moe.gate_proj", "moe.up_proj", "moe.down_proj"] }),
+    experts: Some(ExpertLayout { keys: &["moe_num_experts"], stacked: &["moe.gate_proj", "moe.up_proj", "moe.down_proj"], ..ExpertLayout::SEPARATE }),
     ..MIXTURE
 };
 const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: LOCAL, splits_experts: true, exempt: VISION, ..MIXTURE };
@@ -149,7 +152,7 @@ pub(super) const FAMILIES: &[Family] = &[
         fused: &[&["q_proj", "k_proj", "v_proj"]],
         routers: &["mixer.gate"],
         float32: SELECTION_BIAS,
-        experts: Some(ExpertLayout { keys: &["n_routed_experts"], stacked: &[] }),
+        experts: Some(ExpertLayout { keys: &["n_routed_experts"], ..ExpertLayout::SEPARATE }),
         ..like("nemotron_h", MAMBA)
     },
     Family { tied: &[("lm_head.weight", "transformer.w.weight")], fused: &[&["Wq", "Wk", "Wv"]], embeddings: &["transformer.w"], ..decoder("ctrl") },

@@ -183,7 +183,8 @@ fn text(rest: &mut &[u8], what: &str) -> Result<String, String> {
 /// importance matrices.
 pub fn model_files<'p>(files: &[&'p PathBuf]) -> Vec<&'p PathBuf> {
     let mut found: Vec<&PathBuf> = files.iter().copied().filter(|file| !is_continuation(file)).collect();
-    let is_importance = |path: &Path| Outline::open(path).is_ok_and(|outline| outline.values.get("general.type") == Some(&Value::Text(ImportanceFile::TYPE.to_owned())));
+    let is_importance =
+        |path: &Path| Outline::open(path).is_ok_and(|outline| outline.values.get("general.type") == Some(&Value::Text(ImportanceFile::TYPE.to_owned())));
     if found.len() > 1 {
         found.retain(|file| !is_importance(file));
     }

@@ -17,11 +17,12 @@ mod sentence;
 
 pub use config::{GraphBuilder, ReadKeys, Settings};
 pub use resize::{
-    Shapes, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, refuses_rope_factors, residual_stream_axes, resized, unsupported_heads_reason,
+    Shapes, dense_layers, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, refuses_rope_factors, residual_stream_axes, resized,
+    unsupported_heads_reason,
 };
 pub use sentence::{SentenceModule, is_of_module};
 
-use super::{ClassificationHead, Family, Groups, Keys, ModelKind, Sizes, families, family};
+use super::{ClassificationHead, DenseLayers, Family, Groups, Keys, ModelKind, Sizes, families, family};
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph};
 

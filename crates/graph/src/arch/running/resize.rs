@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::rope::parameters;
-use super::{Groups, Settings, Sizes, family};
+use super::{DenseLayers, Groups, Settings, Sizes, family};
 
 /// Looks up the shape of a tensor.
 pub type Shapes<'s> = &'s dyn Fn(&str) -> Option<Vec<usize>>;
@@ -30,6 +30,29 @@ pub fn derives_head_dim(model_type: &str) -> bool {
 /// The configuration key of the number of layers.
 pub fn layers_key(model_type: &str) -> Option<&'static str> {
     sizes(model_type).map(|sizes| sizes.layers)
+}
+
+/// The values of `config.json` that change if only these layers, in order, have experts, and the others a
+/// dense network.
+pub fn dense_layers(config: &Map<String, Value>, has_experts: &[bool]) -> Vec<(&'static str, Value)> {
+    let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or("");
+    let keys = family(model_type).and_then(|family| family.experts).map_or(&[][..], |experts| experts.dense);
+    let dense: Vec<usize> = has_experts.iter().enumerate().filter(|(_, has)| !**has).map(|(layer, _)| layer).collect();
+    let mut found = Vec::new();
+    for key in keys {
+        match *key {
+            DenseLayers::Count(key) if dense.iter().copied().eq(0..dense.len()) => found.push((key, json!(dense.len()))),
+            DenseLayers::Count(_) => {}
+            DenseLayers::Types(key) => found.push((key, has_experts.iter().map(|has| if *has { "sparse" } else { "dense" }).collect())),
+            DenseLayers::Indices(key, step) => {
+                found.push((key, json!(dense)));
+                // The default is 1.
+                found.extend(config.contains_key(step).then(|| (step, json!(1))));
+            }
+        }
+    }
+    found.retain(|(key, value)| config.get(*key) != Some(value));
+    found
 }
 
 /// A tensor name and the index of one of its axes.
@@ -154,6 +177,17 @@ fn resnet(settings: &Settings, shapes: Shapes) -> Vec<(&'static str, Value)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn layers_with_a_dense_network_are_described() {
+        let changed = |config: Value, has_experts: &[bool]| dense_layers(config.as_object().unwrap(), has_experts);
+        let qwen = json!({ "model_type": "qwen3_moe", "decoder_sparse_step": 2, "mlp_only_layers": [] });
+        assert_eq!(changed(qwen, &[true, false, true]), [("mlp_only_layers", json!([1])), ("decoder_sparse_step", json!(1))]);
+        let glm = json!({ "model_type": "glm4_moe_lite", "first_k_dense_replace": 1 });
+        assert_eq!(changed(glm, &[true, true]), [("mlp_layer_types", json!(["sparse", "sparse"])), ("first_k_dense_replace", json!(0))]);
+        assert!(changed(json!({ "model_type": "deepseek_v3", "first_k_dense_replace": 1 }), &[false, true]).is_empty());
+        assert!(changed(json!({ "model_type": "mixtral" }), &[true]).is_empty());
+    }
 
     #[test]
     fn rope_factors_of_phi3_follow_the_width_of_the_residual_stream() {
