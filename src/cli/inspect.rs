@@ -123,8 +123,7 @@ impl<'a> Tensor<'a> {
 /// Summary of the model; `zeros` is the number of zeros, if they were counted.
 fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], cannot_run: Option<String>) -> comfy_table::Table {
     let weights = &model.weights;
-    let class = model.config.values().get("architectures").and_then(|names| names.get(0)?.as_str());
-    let names: Vec<&str> = [model.config.model_type()].into_iter().filter(|name| !name.is_empty()).chain(class).collect();
+    let names: Vec<&str> = [model.config.model_type(), model.config.class()].into_iter().filter(|name| !name.is_empty()).collect();
     let linear: u64 = weights.by_name.iter().filter(|(name, w)| is_linear(name, w)).map(|(_, w)| w.elements() as u64).sum();
     let mut encodings: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     for weight in weights.by_name.values() {

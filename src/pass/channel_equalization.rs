@@ -78,10 +78,8 @@ pub(super) fn source(graph: &Graph, chain: &Chain) -> Option<ValueId> {
         return Some(first);
     }
     let (output, _) = chain.values.first()?;
-    let is_dispatched = |value: ValueId| match graph.value(value).kind {
-        Kind::Node(at) => matches!(graph.nodes()[at].op, Op::Dispatch(_)) && graph.nodes()[at].inputs.first() == Some(output),
-        _ => false,
-    };
+    let is_dispatch = |node: &Node| matches!(node.op, Op::Dispatch(_)) && node.inputs.first() == Some(output);
+    let is_dispatched = |value: ValueId| graph.producer(value).is_some_and(is_dispatch);
     chain.consumers.iter().all(|layer| layer.value == *output || is_dispatched(layer.value)).then_some(*output)
 }
 

@@ -1,6 +1,6 @@
 //! Queries for the consumers of graph values.
 
-use crate::ir::{Graph, Kind, Node, Op, ValueId};
+use crate::ir::{Graph, Node, Op, ValueId};
 
 /// Indices of the nodes that read a value, and whether the value is an output of the graph.
 pub(super) fn readers(graph: &Graph, value: ValueId) -> (Vec<usize>, bool) {
@@ -34,8 +34,7 @@ pub(super) fn channels_second(graph: &Graph, value: ValueId) -> bool {
         return true;
     }
     let mut value = value;
-    while let Kind::Node(index) = graph.value(value).kind {
-        let Some(node) = graph.nodes().get(index) else { return false };
+    while let Some(node) = graph.producer(value) {
         match (node.op.activation(), node.inputs.first()) {
             _ if is_spatial(node) => return true,
             (Some(_), Some(input)) => value = *input,

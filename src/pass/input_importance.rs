@@ -8,7 +8,7 @@ use super::calibrate::{self, not_finite, numbers, tensor_error};
 use super::{Context, consumers};
 use crate::data::SequenceRoles;
 use crate::error::Result;
-use crate::ir::{Graph, Kind, Node, Op, ValueId};
+use crate::ir::{Graph, Kind, Node, Op};
 use crate::model::Model;
 use crate::run_state::ColumnImportance;
 use crate::store::gguf::InputSums;
@@ -103,9 +103,8 @@ fn matrix<'g>(graph: &'g Graph, node: &Node) -> Option<Matrix<'g>> {
         return consumers::only_reader(graph, id).map(|_| Matrix { weight: &value.name, position: [0, 1] });
     }
     // One matrix of a stack: a slice of the first axis.
-    let producer = |id: ValueId| if let Kind::Node(index) = graph.value(id).kind { graph.nodes().get(index) } else { None };
-    let reshape = producer(id).filter(|node| matches!(node.op, Op::Reshape(_)))?;
-    let slice = producer(*reshape.inputs.first()?)?;
+    let reshape = graph.producer(id).filter(|node| matches!(node.op, Op::Reshape(_)))?;
+    let slice = graph.producer(*reshape.inputs.first()?)?;
     let Op::Slice(op) = &slice.op else { return None };
     let all = graph.value(*slice.inputs.first()?);
     let sizes: Vec<usize> = all.ty.shape.iter().filter_map(|dim| dim.fixed()).collect();

@@ -45,10 +45,6 @@ impl Sample {
         &self.graph.value(id).name
     }
 
-    fn producer(&self, id: ValueId) -> Option<&Node> {
-        self.graph.nodes().iter().find(|node| node.output == id)
-    }
-
     /// Nodes with a stored weight as their second input, with its name.
     fn linears(&self) -> impl Iterator<Item = (&Node, &str)> {
         let stored = |node: &&Node| matches!(node.op, Op::Linear(_)) && self.model.weights.by_name.contains_key(self.name(node.inputs[1]));
@@ -57,7 +53,7 @@ impl Sample {
 
     /// The names of the linear layers that compute a value, through operations on single elements.
     fn computed_by(&self, id: ValueId) -> Vec<&str> {
-        match self.producer(id) {
+        match self.graph.producer(id) {
             Some(node) if matches!(node.op, Op::Linear(_)) => vec![self.name(node.inputs[1])],
             Some(node) if matches!(node.op, Op::Add(_) | Op::Scale(_) | Op::Tanh(_)) => node.inputs.iter().flat_map(|id| self.computed_by(*id)).collect(),
             _ => Vec::new(),

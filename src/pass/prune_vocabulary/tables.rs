@@ -128,7 +128,7 @@ impl TokenTables {
             return Ok(());
         }
         let mut biases = Vec::new();
-        while let Some(node) = graph.nodes().iter().find(|node| node.output == id) {
+        while let Some(node) = graph.producer(id) {
             let (parameters, values): (Vec<ValueId>, Vec<ValueId>) = node.inputs.iter().partition(|id| graph.value(**id).kind == Kind::Param);
             match (&node.op, values.as_slice()) {
                 (Op::Linear(op), [_]) => {
@@ -203,8 +203,7 @@ impl TokenTables {
 
 /// Whether the last axis of the outputs is classes of tokens instead of the vocabulary.
 fn classifies_tokens(model: &Model) -> bool {
-    let class = model.config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
-    class.is_some_and(|class| class.ends_with("Classification") || class.ends_with("QuestionAnswering"))
+    ["Classification", "QuestionAnswering"].iter().any(|end| model.config.class().ends_with(end))
 }
 
 fn unknown_head(node: &Node) -> Error {

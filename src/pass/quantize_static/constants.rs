@@ -18,7 +18,7 @@ pub(super) type Widened = BTreeMap<String, Weight>;
 pub(super) fn widen(prepared: &mut Prepared) -> Result<Widened> {
     let graph = &prepared.graph;
     let quantized = |node: &Node| matches!(node.op, Op::Conv(_)) && prepared.layers.contains(weight_input(graph, node));
-    let producer = |node: &Node, at: usize| if let Kind::Node(index) = graph.value(node.inputs[at]).kind { graph.nodes().get(index) } else { None };
+    let producer = |node: &Node, at: usize| graph.producer(node.inputs[at]);
     let reader = |node: &Node| only_reader(graph, node.output).map(|reader| &graph.nodes()[reader]);
     let mut channels: BTreeMap<String, usize> = BTreeMap::new();
     for node in graph.nodes().iter().filter(|node| matches!(node.op, Op::Mul(_))) {

@@ -10,7 +10,7 @@ use crate::calibration::{ActivationHistogram, ValueStatistics, with_headroom};
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
 use crate::ir::quantizers::{self, Quantizers, layer_weight};
-use crate::ir::{Graph, Kind, Node, ValueId};
+use crate::ir::{Graph, Node, ValueId};
 use crate::model::{self, Model};
 use crate::pass::consumers::{readers, weight_input};
 use crate::pass::weight_quantizer::WeightQuantizer;
@@ -24,11 +24,8 @@ pub(super) type ValueQuantizers = BTreeMap<String, (FakeQuantize, bool)>;
 /// Limits a range to that of the clamp that computes the value. Runtimes fuse a clamp into an integer
 /// kernel only if the quantizer after it has no wider range.
 fn clamp_range(graph: &Graph, value: ValueId, (low, high): (f32, f32)) -> (f32, f32) {
-    match graph.value(value).kind {
-        Kind::Node(at) => match &graph.nodes()[at].op {
-            Op::Clip(op) => (low.max(op.min.min(0.0) as f32), high.min(op.max.max(0.0) as f32)),
-            _ => (low, high),
-        },
+    match graph.producer(value).map(|node| &node.op) {
+        Some(Op::Clip(op)) => (low.max(op.min.min(0.0) as f32), high.min(op.max.max(0.0) as f32)),
         _ => (low, high),
     }
 }

@@ -71,10 +71,6 @@ impl Facts<'_> {
     fn has_file(&self, name: &str) -> bool {
         self.model.auxiliary.files.iter().chain(self.model.auxiliary.synthesized.keys()).any(|file| file == Path::new(name))
     }
-
-    fn architecture(&self) -> &str {
-        self.model.config.get("architectures").and_then(|names| names.get(0)).and_then(serde_json::Value::as_str).unwrap_or("")
-    }
 }
 
 /// Returns a commented recipe for a model, which is referred to as `path`. `file` is the name of the
@@ -154,7 +150,7 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
     if images && !facts.has_file("preprocessor_config.json") {
         out.push("# The folder has no preprocessor_config.json: specify the preprocessing with resize, rescale, mean and std.".into());
     }
-    let architecture = facts.architecture();
+    let architecture = facts.model.config.class();
     let (evaluation, calibration) = match facts.kind {
         Some(ModelKind::Encoder) if architecture.ends_with("ForSequenceClassification") => {
             ("{ text: test.tsv, text_column: text, label_column: label }", "{ text: sentences.txt, samples: 128 }")

@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use super::Target;
+use crate::arch::Settings;
 use crate::error::{Error, Result};
 use crate::store::ContentKey;
 use crate::work::Work;
@@ -353,8 +354,7 @@ pub(super) fn is_masked(target: &Target) -> bool {
 
 /// Whether the name of the model class in `architectures` ends with this suffix.
 pub(super) fn is_of_class(target: &Target, ending: &str) -> bool {
-    let class = target.config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
-    class.is_some_and(|class| class.ends_with(ending))
+    Settings::new(target.config).class().ends_with(ending)
 }
 
 /// Rejects masked language models for next-token prediction.

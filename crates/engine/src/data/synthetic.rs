@@ -122,8 +122,7 @@ fn floats(count: usize, shape: Vec<usize>, next: &mut impl FnMut() -> u32) -> ca
 /// Maximum sequence length that the position embeddings of a graph support; `None` if there is no limit.
 pub fn max_positions(graph: &Graph) -> Option<usize> {
     let positions = |id: &crate::ir::ValueId| {
-        let producer = graph.nodes().iter().find(|node| node.output == *id)?;
-        if let Op::Positions(op) = &producer.op { Some(op.first()) } else { None }
+        if let Op::Positions(op) = &graph.producer(*id)?.op { Some(op.first()) } else { None }
     };
     let room = |node: &crate::ir::Node| {
         let first = node.inputs.first().filter(|_| matches!(node.op, Op::Embedding(_))).and_then(positions)?;

@@ -120,8 +120,7 @@ impl Model {
         let corrections = self.corrections();
         let (_, [first, _]) = corrections.first_key_value()?;
         let rank = *self.weights.by_name.get(first)?.shape.first()?;
-        let architecture = self.config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
-        let is_causal = ["ForCausalLM", "LMHeadModel"].iter().any(|end| architecture.ends_with(end));
+        let is_causal = ["ForCausalLM", "LMHeadModel"].iter().any(|end| self.config.class().ends_with(end));
         let config = json!({
             "base_model_name_or_path": null,
             "bias": "none",

@@ -83,6 +83,11 @@ impl Config {
         self.get("model_type").and_then(Value::as_str).unwrap_or("")
     }
 
+    /// The class that the weights were saved from (`architectures`), or an empty string.
+    pub fn class(&self) -> &str {
+        self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("")
+    }
+
     /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
     pub fn has_conv1d(&self) -> bool {
         arch::family(self.model_type()).is_some_and(|family| family.is_input_major)
@@ -110,9 +115,8 @@ impl Config {
     ///
     /// If `tie_word_embeddings` is missing, a language model is tied if its head is not stored.
     pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
-        let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
         let has_head =
-            ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
+            ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| self.class().ends_with(end));
         let specified = self.get("tie_word_embeddings").and_then(Value::as_bool);
         // A stored head of T5 is never tied: transformers writes `tie_word_embeddings` into every
         // configuration.

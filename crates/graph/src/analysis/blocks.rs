@@ -61,7 +61,7 @@ impl CutPoints<'_> {
     /// with it, unless the reader starts a fused group. A transposed value is a view; as a copy, it would
     /// be reduced in a different order of summation.
     fn is_materialized(&self, id: ValueId) -> bool {
-        if matches!(self.graph.value(id).kind, Kind::Node(index) if matches!(self.graph.nodes()[index].op, Op::Transpose(_))) {
+        if self.graph.producer(id).is_some_and(|node| matches!(node.op, Op::Transpose(_))) {
             return false;
         }
         let (count, last) = self.readers.get(&id).copied().unwrap_or_default();

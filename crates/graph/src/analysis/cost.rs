@@ -28,8 +28,7 @@ impl RoutedTokens {
     /// The share of `whole`, the cost for all tokens, that a node takes.
     fn share_of(&mut self, whole: u64, graph: &Graph, node: &Node) -> u64 {
         let route = |id: &ValueId| {
-            let Kind::Node(at) = graph.value(*id).kind else { return None };
-            let Op::Route(route) = &graph.nodes().get(at)?.op else { return None };
+            let Op::Route(route) = &graph.producer(*id)?.op else { return None };
             Some((route.top as u64, graph.value(*id).ty.shape.last()?.fixed()? as u64))
         };
         let part = match node.op {

@@ -8,7 +8,7 @@ pub fn head(graph: &Graph, output: ValueId) -> Option<&Node> {
     let rank = |id: ValueId| graph.value(id).ty.shape.len();
     let mut id = output;
     while rank(id) == 3 {
-        let node = graph.nodes().iter().find(|node| node.output == id)?;
+        let node = graph.producer(id)?;
         let (parameters, values): (Vec<ValueId>, Vec<ValueId>) = node.inputs.iter().partition(|id| graph.value(**id).kind == Kind::Param);
         let [input] = values.as_slice() else { return None };
         match node.op {

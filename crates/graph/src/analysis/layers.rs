@@ -87,13 +87,10 @@ fn index_prefix(name: &str) -> Option<&str> {
 
 /// Removes values that quantizers or factors of channels compute from another value of the set.
 fn without_derived(graph: &Graph, ids: BTreeSet<ValueId>) -> BTreeSet<ValueId> {
-    let source = |id: ValueId| match graph.value(id).kind {
-        Kind::Node(index) => match &graph.nodes()[index] {
-            Node { op: Op::FakeQuantize(_) | Op::LearnedFakeQuantize(_), inputs, .. } => inputs.first().copied(),
-            Node { op: Op::Mul(_), inputs, .. } => match inputs.as_slice() {
-                [value, factors] if graph.value(*factors).kind == Kind::Param => Some(*value),
-                _ => None,
-            },
+    let source = |id: ValueId| match graph.producer(id)? {
+        Node { op: Op::FakeQuantize(_) | Op::LearnedFakeQuantize(_), inputs, .. } => inputs.first().copied(),
+        Node { op: Op::Mul(_), inputs, .. } => match inputs.as_slice() {
+            [value, factors] if graph.value(*factors).kind == Kind::Param => Some(*value),
             _ => None,
         },
         _ => None,

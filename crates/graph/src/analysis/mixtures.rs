@@ -47,25 +47,23 @@ pub fn mixtures(graph: &Graph) -> Result<Vec<Mixture>> {
 fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     let name = |id: ValueId| graph.value(id).name.as_str();
     let refuse = |id: ValueId, reason: &str| Error::graph(format!("graph node `{}`", name(id)), format!("{reason}, so that experts cannot be removed"));
-    let node_of = |id: ValueId| if let Kind::Node(at) = graph.value(id).kind { graph.nodes().get(at) } else { None };
     let readers = |id: ValueId| graph.nodes().iter().filter(move |node| node.inputs.contains(&id));
     let (Some(weights), count) = (sum.inputs.first().copied(), sum.inputs.len().saturating_sub(1)) else {
         return Err(refuse(sum.output, "has no expert outputs"));
     };
-    let Some((Op::Route(route), [scores, biases @ ..])) = node_of(weights).map(|node| (&node.op, node.inputs.as_slice())) else {
+    let Some((Op::Route(route), [scores, biases @ ..])) = graph.producer(weights).map(|node| (&node.op, node.inputs.as_slice())) else {
         return Err(refuse(sum.output, "has routing weights that are not computed by a router"));
     };
-    let is_output = |id: ValueId| graph.outputs().iter().any(|(_, output)| *output == id);
-    if readers(weights).any(|node| !matches!(node.op, Op::Dispatch(_)) && node.output != sum.output) || is_output(weights) {
+    if readers(weights).any(|node| !matches!(node.op, Op::Dispatch(_)) && node.output != sum.output) || graph.is_output(weights) {
         return Err(refuse(weights, "is read by other nodes than the experts"));
     }
     let scores = *scores;
-    let router = node_of(scores).filter(|_| readers(scores).count() == 1 && !is_output(scores)).and_then(|node| match &node.op {
+    let router = graph.producer(scores).filter(|_| readers(scores).count() == 1 && !graph.is_output(scores)).and_then(|node| match &node.op {
         Op::Linear(op) => Some((node, usize::from(op.input_major))),
         _ => None,
     });
     let Some((router, axis)) = router else { return Err(refuse(weights, "has scores that are not computed by a linear layer of its own")) };
-    let own = |id: &&ValueId| graph.value(**id).kind == Kind::Param && readers(**id).count() == 1 && !is_output(**id);
+    let own = |id: &&ValueId| graph.value(**id).kind == Kind::Param && readers(**id).count() == 1 && !graph.is_output(**id);
     if router.inputs.iter().skip(1).chain(biases).any(|id| !own(&id)) {
         return Err(refuse(router.output, "has weights that are computed or shared with other nodes"));
     }
@@ -94,7 +92,7 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
                 Some(_) => return Err(refuse(node.output, &format!("reads `{}`, which another expert also reads", name(id)))),
                 None => {}
             }
-            let Some(producer) = node_of(id) else { continue };
+            let Some(producer) = graph.producer(id) else { continue };
             match (&producer.op, producer.inputs.first()) {
                 (Op::Slice(slice), Some(all)) if is_slice_of(graph, slice, *all, [number, count]) => drop(stacked.insert(*all)),
                 _ => others.extend(&producer.inputs),

@@ -1,7 +1,7 @@
 //! Token axes of the values of a graph, for incremental decoding.
 
 use crate::error::{Error, Result};
-use crate::ir::{Axes, Axis, Dim, Graph, Kind, Node, Slicing, ValueId};
+use crate::ir::{Axes, Axis, Dim, Graph, Node, Slicing, ValueId};
 
 /// Inputs with the token ids to continue: of encoder-decoder models, and of decoders.
 const TOKENS: [&str; 2] = ["decoder_input_ids", "input_ids"];
@@ -122,10 +122,7 @@ impl SequenceAxes {
 
 /// Whether a value has a row and a column for each token.
 fn is_pairs(graph: &Graph, id: ValueId) -> bool {
-    match graph.value(id).kind {
-        Kind::Node(at) => graph.nodes()[at].op.spec().incremental().is_some_and(|op| op.returns_pairs()),
-        _ => false,
-    }
+    graph.producer(id).is_some_and(|node| node.op.spec().incremental().is_some_and(|op| op.returns_pairs()))
 }
 
 /// The name of an axis of a tensor of this rank, if the op processes the elements along it independently.

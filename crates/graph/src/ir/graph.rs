@@ -70,6 +70,11 @@ impl Graph {
         &self.values[id.index()]
     }
 
+    /// The node that computes a value; `None` for inputs and parameters.
+    pub fn producer(&self, id: ValueId) -> Option<&Node> {
+        if let Kind::Node(index) = self.value(id).kind { self.nodes.get(index) } else { None }
+    }
+
     /// All nodes, in topological order.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::graph::{Graph, Kind, ValueId};
+use super::graph::{Graph, ValueId};
 use super::ops::{CacheQuantize, Op};
 use super::rebuild::{Rewrite, rebuild};
 use super::{Builder, Catalog};
@@ -41,8 +41,7 @@ pub fn cached_attentions(graph: &Graph) -> Result<Vec<CachedAttention>> {
             return unusable(name, "cannot have a KV cache because it is not causal");
         }
         let reads = [1, 2].map(|at| node.inputs[at]);
-        let producer = |id: ValueId| if let Kind::Node(at) = graph.value(id).kind { Some(&graph.nodes()[at].op) } else { None };
-        if reads.iter().any(|id| matches!(producer(*id), Some(Op::CacheQuantize(_)))) {
+        if reads.iter().any(|id| graph.producer(*id).is_some_and(|node| matches!(node.op, Op::CacheQuantize(_)))) {
             return unusable(name, "reads keys and values that are already quantized");
         }
         let Some(module) = module_of(graph, reads[0]) else { return unusable(name, "reads keys that no linear layer computes") };
@@ -60,8 +59,7 @@ pub fn cached_attentions(graph: &Graph) -> Result<Vec<CachedAttention>> {
 /// The module of the linear layer that a value is computed from, following first inputs.
 fn module_of(graph: &Graph, mut id: ValueId) -> Option<&str> {
     loop {
-        let Kind::Node(at) = graph.value(id).kind else { return None };
-        let node = &graph.nodes()[at];
+        let node = graph.producer(id)?;
         if let Op::Linear(_) = node.op {
             let weight = graph.value(*node.inputs.get(1)?).name.as_str();
             return weight.strip_suffix(".weight")?.rsplit_once('.').map(|(module, _)| module);

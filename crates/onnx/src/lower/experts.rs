@@ -7,7 +7,7 @@ use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::{Dispatch, ExpertGroups, Op, Route, Slice};
-use crate::ir::{Graph, Kind, Node, ValueId};
+use crate::ir::{Graph, Node, ValueId};
 
 pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
     let (x, top, axis) = (n.wide(&n.input(0))?, n.ints(&[op.top as i64]), || vec![AttributeProto::int("axis", -1)]);
@@ -150,8 +150,7 @@ fn is_row_wise(n: &Lowering, combine: &Node, expert: usize) -> bool {
     let mut reads: BTreeMap<ValueId, usize> = BTreeMap::from([(*output, 1)]);
     let mut open = vec![*output];
     while let Some(id) = open.pop() {
-        let Kind::Node(at) = graph.value(id).kind else { return false };
-        let node = &graph.nodes()[at];
+        let Some(node) = graph.producer(id) else { return false };
         let data = match &node.op {
             Op::Dispatch(op) if op.expert == expert && node.inputs.get(1) == Some(weights) => continue,
             Op::Linear(_) | Op::RmsNorm(_) | Op::LearnedFakeQuantize(_) => 1,
