@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use super::args::{Global, Records};
 use super::output;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::export::{ByteSize, Layout, Safetensors};
 use crate::model::Model;
+use crate::pass::Step;
 use crate::store::Encoding;
 
 #[derive(Debug, clap::Args)]
@@ -41,7 +42,11 @@ impl Args {
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
         let model = Model::open(&self.model)?;
-        if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
+        if model.is_corrected() && !self.keep_quantized {
+            let missing = |e| Error::option("densify", format!("adding the low-rank corrections to the weights needs the pass `dequantize`: {e}"));
+            builder = builder.pass(serde_json::from_value::<Step>("dequantize".into()).map_err(missing)?);
+        } else if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none())
+        {
             builder = builder.note("all weights were already dense: the files contain the same values in the same types");
         }
         output::run(&self.records.configure(builder)?.build()?, &model, &self.output, None, global)

@@ -1,4 +1,5 @@
-//! Dequantizes weights, and removes the quantization of activations and of the KV cache.
+//! Dequantizes weights, adds their low-rank corrections, and removes the quantization of activations and of
+//! the KV cache.
 //!
 //! ```yaml
 //! passes:
@@ -13,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Error, Result, counted};
 use crate::ir::ops::{Clip, FakeQuantize};
-use crate::ir::{Graph, Op, ValueId, rebuild};
+use crate::ir::{Graph, Op, ValueId, low_rank, rebuild};
 use crate::model::Model;
 use crate::onnx::ModelFile;
 use crate::pass::targets::{self, SelectedWeights};
@@ -53,7 +54,8 @@ impl Pass for Dequantize {
         let without_cache = if self.targets.is_empty() && self.ignore.is_empty() { model.without_cache()? } else { None };
         let cache = without_cache.is_some().then(|| "the KV cache is no longer quantized: `kv_cache_scheme` and its scales are removed".to_owned());
         let (weights, mut model) = (&model.weights, without_cache.unwrap_or_else(|| model.clone()));
-        let quantized = |_: &str, weight: &Weight| weight.encoding != Encoding::Dense;
+        let corrections = model.corrections();
+        let quantized = |name: &str, weight: &Weight| weight.encoding != Encoding::Dense || corrections.contains_key(name);
         if !weights.by_name.iter().any(|(name, weight)| quantized(name, weight)) {
             if let Some(note) = cache {
                 return Ok(Plan::new(model, Applied { notes: vec![note], details: json!({ "dequantized": 0 }), ..Applied::new(NAME, self.options()) }));
@@ -76,7 +78,7 @@ impl Pass for Dequantize {
         let chosen: BTreeSet<String> =
             names.into_iter().filter(|name| weights.get(name).is_ok_and(|weight| quantized(name, weight))).map(str::to_owned).collect();
         let all = weights.by_name.iter().filter(|(name, weight)| quantized(name, weight)).count() == chosen.len();
-        let quantizers = fake_quantizers(&model)?;
+        let mut quantizers = fake_quantizers(&model)?;
         for name in &chosen {
             let weight = weights.get(name)?;
             // Scales have at most 32 bits, so F64 would not be more precise.
@@ -85,6 +87,15 @@ impl Pass for Dequantize {
             model.weights.by_name.insert(name.clone(), weight.then(dtype, Encoding::Dense, Arc::new(source)));
         }
         let mut notes: Vec<String> = model.onnx.iter().filter_map(|file| file.unsupported_integers()).chain(cache).collect();
+        let folded: BTreeSet<&str> = corrections.iter().filter(|(name, _)| chosen.contains(*name)).map(|(_, [_, outer])| outer.as_str()).collect();
+        if !folded.is_empty() {
+            if !model.has_derived_graph() {
+                model.changed_graph = Some(Arc::new(low_rank::remove(&model.graph()?, weights, &folded)?));
+                quantizers = fake_quantizers(&model)?;
+            }
+            model.fold_corrections(&chosen)?;
+            notes.push(format!("the low-rank corrections of {} (`adapter`) are added to the weights", counted(folded.len(), "layer")));
+        }
         if let Some((graph, count)) = quantizers {
             let unsupported = ModelFile::opaque_quantizers(&graph);
             if unsupported > 0 {

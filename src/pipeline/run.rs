@@ -147,13 +147,14 @@ impl<'a> Run<'a> {
         if self.after.changed_graph.is_some() || exports.iter().all(|(format, _)| *format != "onnx") {
             self.after.auxiliary.exclude_runtime_config();
         }
-        if self.after.is_corrected() {
+        if self.input.is_corrected() || self.after.is_corrected() {
             self.after.auxiliary.exclude(ExclusionReason::Replaced, |file| file.starts_with(adapter::FOLDER));
         }
         let peak_rss_bytes = peak.lap().rss_bytes;
-        let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&self.after.config);
+        // Only safetensors are written with the adapter that the configuration of a corrected model names.
+        let config = exports.iter().find_map(|(_, exported)| exported.config.clone()).unwrap_or_else(|| self.after.config_without_corrections());
         let resized = self.after.resized_modules(&self.after.path)?;
-        carry_over(&self.after, config, &resized, staging.path(), self.state.file.is_some(), &work)?;
+        carry_over(&self.after, &config, &resized, staging.path(), self.state.file.is_some(), &work)?;
         let graph_note = write_graph(&self.after, staging.path())?;
         if exports.iter().any(|(format, _)| *format == "safetensors") {
             carry::write_adapter_config(&self.after, staging.path())?;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Gguf, Layout, Onnx, Safetensors};
-use compress::pass::{Cast, FloatFormat, PruneUnstructured, Quantize, Step};
+use compress::pass::{Cast, Dequantize, FloatFormat, PruneUnstructured, Quantize, Step};
 use compress::pipeline::{Builder, ResultCache, verify};
 use compress::{Error, Model, Pipeline, Report};
 use compress_core::store::{Encoding, Weight};
@@ -249,6 +249,65 @@ fn later_passes_keep_the_correction_or_are_rejected() {
     assert!(error.contains("low-rank corrections") && error.contains("before `quantize`"), "{error}");
     let error = again(Pipeline::builder().export(Gguf::default()), "gguf").unwrap_err().to_string();
     assert!(error.contains("low-rank corrections"), "{error}");
+}
+
+/// The weights of a dequantized model contain the corrections, so that later passes can process them.
+#[test]
+fn corrections_are_added_to_dequantized_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), "llama", builder(folder.path(), [corrected("rtn", json!({ "rank": 4 })).into()])).unwrap();
+    let model = Model::open(folder.path().join("out")).unwrap();
+    let inputs = synthetic(&model.graph().unwrap(), 3).unwrap().inputs;
+    let (before, effect) = (outputs(&model, &inputs), distance(&outputs(&model, &inputs), &outputs(&without_corrections(&model), &inputs)));
+    let check = |out: &str, corrected: usize| {
+        let dense = Model::open(folder.path().join(out)).unwrap();
+        assert_eq!((dense.corrections().len(), dense.is_corrected()), (corrected, corrected > 0), "{out}");
+        assert_eq!(folder.path().join(out).join("adapter").exists(), corrected > 0, "{out}");
+        let error = distance(&outputs(&dense, &inputs), &before);
+        assert!(error < 1e-6 * effect, "{out}: {error} of {effect}");
+        assert_eq!(dense.weights.get(WEIGHT).unwrap().encoding, Encoding::Dense, "{out}");
+    };
+    let run = crate::cli::support::ok(folder.path(), "densify out -o dense");
+    assert!(run.stderr.contains("corrections of 14 layers") || run.stdout.contains("corrections of 14 layers"), "{}{}", run.stdout, run.stderr);
+    check("dense", 0);
+    let pass = |targets: &str| Dequantize { targets: vec![targets.parse().unwrap()], ..Dequantize::default() };
+    let again = |builder: Builder, out: &str| builder.build().unwrap().run(Model::open(folder.path().join("out")).unwrap(), folder.path().join(out)).unwrap();
+    again(Pipeline::builder().pass(pass("*up_proj*")), "part");
+    check("part", 12);
+    again(
+        Pipeline::builder().pass(Dequantize::default()).pass(PruneUnstructured { targets: vec!["*q_proj*".parse().unwrap()], ..Default::default() }),
+        "pruned",
+    );
+    assert!(!Model::open(folder.path().join("pruned")).unwrap().is_corrected());
+}
+
+/// A `graph.json` contains the corrections until they are part of the weights.
+#[test]
+fn corrections_are_removed_from_a_changed_graph() {
+    let folder = tempfile::tempdir().unwrap();
+    let [corrected, dense] = ["corrected", "dense"].map(|name| folder.path().join(name));
+    let passes = json!([{ "prune-structured": { "dims": ["heads"], "amount": 0.5 } }, { "quantize": { "scheme": "W8A16", "group_size": -1, "correct": { "rank": 2 } } }]);
+    let passes: Vec<Step> = serde_json::from_value(passes).unwrap();
+    Pipeline::builder().passes(passes).measure(false).build().unwrap().run(Model::open(golden("bert")).unwrap(), &corrected).unwrap();
+    let before = Model::open(&corrected).unwrap();
+    assert!(corrected.join("graph.json").exists() && !before.corrections().is_empty());
+    Pipeline::builder().pass(Dequantize::default()).measure(false).build().unwrap().run(before.clone(), &dense).unwrap();
+    let after = Model::open(&dense).unwrap();
+    assert!(dense.join("graph.json").exists() && after.corrections().is_empty() && !dense.join("adapter").exists());
+    let inputs = synthetic(&before.graph().unwrap(), 3).unwrap().inputs;
+    let error = distance(&outputs(&before, &inputs), &outputs(&after, &inputs));
+    assert!(error < 1e-10, "{error}");
+}
+
+/// ONNX files contain the corrections, so that the configuration next to them names no adapter.
+#[test]
+fn onnx_outputs_have_no_adapter() {
+    let folder = tempfile::tempdir().unwrap();
+    let pass = quantize(json!({ "scheme": "W8A16", "group_size": -1, "correct": { "rank": 2 } }));
+    run(folder.path(), "llama", builder(folder.path(), [pass.into()]).export(Onnx::default())).unwrap();
+    let config: Value = serde_json::from_slice(&std::fs::read(folder.path().join("out/config.json")).unwrap()).unwrap();
+    assert!(config["model_type"] == "llama" && config.get("low_rank_correction").is_none(), "{config}");
+    assert!(!folder.path().join("out/adapter").exists());
 }
 
 #[test]

@@ -111,7 +111,10 @@ impl Gguf {
             return Err(unsupported("lm_head.weight is missing, and config.json does not tie it to the embedding", "the checkpoint is incomplete"));
         }
         if model.is_corrected() {
-            return Err(unsupported("low-rank corrections of layers", "export safetensors, or quantize without `correct`"));
+            return Err(unsupported(
+                "low-rank corrections of layers",
+                "run the pass `dequantize` first, which adds them to the weights, or export safetensors",
+            ));
         }
         let (mut all, mut rows) = (Vec::new(), 0);
         let mut module_items = Vec::new();

@@ -4,7 +4,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ use super::{Config, Model};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::checkpoint::{ADAPTER, ADAPTER_PREFIX, Checkpoint};
-use crate::store::{Role, Weights};
+use crate::store::{Corrected, Role, Weights};
 
 /// Folder of the adapter.
 pub const FOLDER: &str = "adapter";
@@ -113,6 +113,34 @@ impl Model {
         }
         let modules = self.weights.by_name.keys().filter_map(|name| corrected(name)).filter(|(_, is_first)| *is_first);
         modules.map(|(module, _)| format!("{module}.weight")).map(|weight| (weight.clone(), factor_names(&weight))).collect()
+    }
+
+    /// The configuration for a folder without the adapter.
+    pub fn config_without_corrections(&self) -> Config {
+        let mut config = self.config.clone();
+        config.remove(KEY);
+        config
+    }
+
+    /// Adds the corrections of these layers to their weights, which must be dense, and removes the factors;
+    /// with the last ones, also the adapter. A graph that passes have changed must not read the factors.
+    ///
+    /// # Errors
+    /// A factor is missing, or the shapes of factors do not fit.
+    pub fn fold_corrections(&mut self, layers: &BTreeSet<String>) -> Result<()> {
+        let corrections = self.corrections();
+        let folded: Vec<_> = corrections.iter().filter(|(name, _)| layers.contains(*name)).collect();
+        for (name, factors) in &folded {
+            let [inner, outer] = factors.each_ref().map(|factor| self.weights.get(factor).cloned());
+            let sum = Corrected { name: (*name).clone(), upstream: self.weights.get(name)?.clone(), inner: inner?, outer: outer? }.weight()?;
+            self.weights.by_name.insert((*name).clone(), sum);
+            factors.iter().for_each(|factor| drop(self.weights.by_name.remove(factor)));
+        }
+        if !folded.is_empty() && folded.len() == corrections.len() {
+            self.weights.folders.retain(|folder| folder != FOLDER);
+            self.config = self.config_without_corrections();
+        }
+        Ok(())
     }
 
     /// The content of `adapter_config.json`; `None` without corrections.

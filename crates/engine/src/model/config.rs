@@ -99,6 +99,13 @@ impl Config {
         self.text = None;
     }
 
+    /// Removes a value.
+    pub fn remove(&mut self, key: &str) {
+        if self.values.shift_remove(key).is_some() {
+            self.text = None;
+        }
+    }
+
     /// Sets the dtype of the weights, under the key that the file already uses.
     pub fn set_dtype(&mut self, name: &str) {
         if self.values.is_empty() {

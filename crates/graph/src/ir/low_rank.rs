@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::ops::{Add, Linear, Op};
 use super::quantizers::layer_weight;
 use super::rebuild::{Rewrite, rebuild};
-use super::{Catalog, Graph};
+use super::{Catalog, Graph, Node, ValueId};
 use crate::error::{Error, Result};
 
 /// Adds low-rank terms to linear layers. `factors` has the names of `A` `[rank, in]` and `B` `[out, rank]`
@@ -33,8 +33,31 @@ pub fn insert(graph: &Graph, catalog: &dyn Catalog, factors: &BTreeMap<String, [
     })
 }
 
+/// Removes the low-rank terms whose factor `B` is one of `outer`. Undoes [`insert`].
+pub fn remove(graph: &Graph, catalog: &dyn Catalog, outer: &BTreeSet<&str>) -> Result<Graph> {
+    let is_term = |id: ValueId| graph.producer(id).and_then(|node| layer_weight(graph, node)).is_some_and(|factor| outer.contains(factor));
+    let layer = |sum: &Node| match (&sum.op, sum.inputs.as_slice()) {
+        (Op::Add(_), [product, term]) if is_term(*term) => graph.producer(*product),
+        _ => None,
+    };
+    let mut inputs_of_layers: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
+    rebuild(graph, catalog, &mut |step: Rewrite| {
+        // The layer gets its name back, which is that of the sum.
+        if let Some(layer) = layer(step.node)
+            && let Some(inputs) = inputs_of_layers.get(&layer.output)
+        {
+            return step.builder.node(step.name, layer.op.clone(), inputs);
+        }
+        if matches!(step.node.op, Op::Linear(_)) {
+            inputs_of_layers.insert(step.node.output, step.inputs.clone());
+        }
+        step.copy()
+    })
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::is_equivalent;
     use super::*;
 
     const TEXT: &str = "input x: float[batch, 6]\nparam a.weight: float[4, 6]\nparam a.bias: float[4]\n\
@@ -52,6 +75,8 @@ mod tests {
         let ops: Vec<&str> = changed.nodes().iter().map(|node| node.op.name()).collect();
         assert_eq!(ops, ["Linear", "Linear", "Linear", "Add"]);
         assert_eq!(changed.value(changed.outputs()[0].1).name, "y");
+        assert!(is_equivalent(&remove(&changed, &shapes(4), &["B"].into()).unwrap(), &graph, &shapes(4)));
+        assert!(is_equivalent(&remove(&changed, &shapes(4), &["C"].into()).unwrap(), &changed, &shapes(4)));
         let message = |shapes: BTreeMap<String, Vec<usize>>, factors: BTreeMap<String, [String; 2]>| insert(&graph, &shapes, &factors).unwrap_err().to_string();
         assert!(message(shapes(4), factors("b.weight")).contains("`b.weight`, which the model does not have"));
         assert!(message(shapes(5), factors("a.weight")).contains("graph node `y`"));

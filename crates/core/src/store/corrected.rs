@@ -1,0 +1,103 @@
+//! Weights with the product of two factors added.
+
+use std::sync::Arc;
+
+use super::{BlockSink, DType, Encoding, Origin, View, Weight, WeightSource};
+use crate::error::{Error, Result};
+use crate::kernel::convert;
+
+/// A matrix and the factors of a low-rank term.
+pub struct Corrected {
+    /// Name for errors.
+    pub name: String,
+    /// The matrix, `[out, in]`, which must be floats.
+    pub upstream: Weight,
+    /// The factor that is applied first, `[rank, in]`.
+    pub inner: Weight,
+    /// The factor that is applied last, `[out, rank]`.
+    pub outer: Weight,
+}
+
+impl Corrected {
+    /// The sum of the matrix and the product `outer · inner`, in the dtype of the matrix; F32 for F64.
+    ///
+    /// # Errors
+    /// The shapes do not fit.
+    pub fn weight(self) -> Result<Weight> {
+        let Corrected { name, upstream, inner, outer } = &self;
+        let fits = match (&upstream.shape[..], &inner.shape[..], &outer.shape[..]) {
+            ([rows, columns], [rank, inputs], [outputs, shared]) => (rows, columns, rank) == (outputs, inputs, shared),
+            _ => false,
+        };
+        if !fits {
+            let reason = format!("has the shape {:?}, but the factors of its correction have {:?} and {:?}", upstream.shape, inner.shape, outer.shape);
+            return Err(Error::tensor(name, reason, "use the adapter that was written with these weights"));
+        }
+        let dtype = if upstream.dtype == DType::F64 { DType::F32 } else { upstream.dtype };
+        let mut sum = upstream.clone();
+        for factor in [inner, outer] {
+            sum.stored_bytes += factor.stored_bytes;
+            sum.stored_as.extend(factor.stored_as.iter().cloned());
+        }
+        Ok(sum.then(dtype, Encoding::Dense, Arc::new(Typed { corrected: self, dtype })).with_origin(Origin::Rescaled))
+    }
+}
+
+struct Typed {
+    corrected: Corrected,
+    dtype: DType,
+}
+
+impl WeightSource for Typed {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        let Corrected { name, upstream, inner, outer } = &self.corrected;
+        let (columns, rank, size) = (upstream.row().max(1), outer.row(), self.dtype.bitsize() / 8);
+        let (inner, outer) = (inner.floats(name)?, outer.floats(name)?);
+        let (mut values, mut bytes) = (Vec::new(), Vec::new());
+        let mut at = 0;
+        upstream.visit(unit, &mut |block| {
+            values.resize(block.now.elements(), 0f32);
+            bytes.resize(values.len() * size, 0);
+            let floats = block.now.decode(0, &mut values);
+            let mut rest = &mut values[..];
+            // A block may begin and end within a row.
+            while !rest.is_empty() {
+                let (row, column) = (at / columns, at % columns);
+                let length = (columns - column).min(rest.len());
+                let (part, after) = std::mem::take(&mut rest).split_at_mut(length);
+                for (factor, inner) in outer[row * rank..(row + 1) * rank].iter().zip(inner.chunks_exact(columns)) {
+                    part.iter_mut().zip(&inner[column..]).for_each(|(value, x)| *value += factor * x);
+                }
+                (at, rest) = (at + length, after);
+            }
+            if !floats || !convert::from_f32(self.dtype, &values, &mut bytes) {
+                return Err(Error::tensor(name, format!("is {}, expected F16, BF16 or F32", upstream.dtype), "convert it to F32 first"));
+            }
+            sink(block.becomes(View::dense(self.dtype, &bytes)))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Computed;
+
+    #[test]
+    fn the_product_of_the_factors_is_added() {
+        let weight = |shape: [usize; 2], scale: f32| {
+            let count = shape[0] * shape[1];
+            Computed { values: move || Ok((0..count).map(|i| scale * (i % 7) as f32).collect()) }.weight(shape.to_vec())
+        };
+        let corrected = |inner| Corrected { name: "w".into(), upstream: weight([3, 5], 1.0), inner, outer: weight([3, 2], 0.25) };
+        let sum = corrected(weight([2, 5], 0.5)).weight().unwrap();
+        let found = sum.floats("w").unwrap();
+        let at = |weight: &Weight, row: usize, column: usize| weight.floats("").unwrap()[row * weight.shape[1] + column];
+        let (inner, outer) = (weight([2, 5], 0.5), weight([3, 2], 0.25));
+        for (row, column) in (0..3).flat_map(|row| (0..5).map(move |column| (row, column))) {
+            let product: f32 = (0..2).map(|k| at(&outer, row, k) * at(&inner, k, column)).sum();
+            assert_eq!(found[row * 5 + column], at(&weight([3, 5], 1.0), row, column) + product);
+        }
+        assert!(corrected(weight([3, 5], 0.5)).weight().unwrap_err().to_string().contains("the factors of its correction"));
+    }
+}
