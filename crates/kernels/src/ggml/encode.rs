@@ -4,7 +4,7 @@
 use half::f16;
 
 use super::decode::{E2M1, half_power_of_two};
-use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, higher, interleaved, lanes, lower, with_minimum};
+use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, higher, interleaved, lanes, lower, nearest, with_minimum};
 
 mod grid;
 mod low_bits;
@@ -18,7 +18,7 @@ pub(super) use one_bit::{iq1_m, iq1_s};
 pub(super) use ternary::{tq1_0, tq2_0};
 pub(super) use uneven::{iq4_nl, iq4_xs};
 
-/// Reciprocal of a step; 0 for a step of 0, for which the codes do not matter.
+/// Reciprocal of a step; 0 if it is infinite, because the step is 0 or denormal.
 #[inline(always)]
 fn inverse(step: f32) -> f32 {
     let inverse = 1.0 / step;
@@ -78,8 +78,12 @@ fn around_zero(values: &[f32], middle: f32) -> Fits<32> {
     let mut fits = Fits::ZERO;
     for (lane, values) in values.as_chunks::<32>().0.iter().enumerate().take(LANES) {
         let step = farthest(values) / -middle;
-        let inverse = inverse(step);
         fits.scale[lane] = step;
+        // Infinities become code 0, as in ggml on x86-64; C leaves their conversion undefined.
+        if (1.0 / step).is_infinite() && step != 0.0 {
+            continue;
+        }
+        let inverse = inverse(step);
         for (value, code) in values.iter().zip(&mut fits.codes[lane]) {
             *code = (value * inverse + (middle + 0.5)).min(2.0 * middle - 1.0) as u8;
         }
@@ -225,7 +229,7 @@ const SIX_BITS: f32 = 63.0;
 fn quantize_scales<const N: usize>(scales: &[f32; N], highest: f32) -> (f32, [u8; N]) {
     let largest = scales.iter().fold(0f32, |most, value| higher(most, *value));
     let inverse = if largest > 0.0 { highest / largest } else { 0.0 };
-    (largest / highest, scales.map(|scale| (inverse * scale).round_ties_even().min(highest) as u8))
+    (largest / highest, scales.map(|scale| (nearest(inverse * scale) as f32).clamp(0.0, highest) as u8))
 }
 
 /// Quantizes nonnegative scales by weighted least squares (`make_qp_quants`).

@@ -233,6 +233,26 @@ mod tests {
         }
     }
 
+    /// Scales of denormal values are zero in binary16, so the codes have no effect. They are those of
+    /// llama-quantize on x86-64: the reciprocals of denormal steps are infinite.
+    #[test]
+    fn denormal_values_have_the_codes_of_the_reference() {
+        use BlockType::{Q2_K, Q4_0, Q4_K, Q5_0, Q5_K, Q6_K, Q8_0};
+        let values = |scale: f32| (0..256).map(|i| if i % 7 == 0 { 0.0 } else { ((i * i % 31) as f32 - 9.0) * scale }).collect::<Vec<f32>>();
+        for kind in [Q2_K, Q4_K, Q5_K, Q6_K, Q8_0] {
+            assert_eq!(encoded(kind, &values(1e-42)).0, vec![0; kind.bytes() * LARGE / kind.elements()], "{}", kind.name());
+        }
+        for (kind, middle) in [(Q4_0, 0x88), (Q5_0, 0)] {
+            for (scale, code) in [(1e-42, 0), (0.0, middle)] {
+                let (blocks, _) = encoded(kind, &values(scale));
+                for block in blocks.chunks(kind.bytes()) {
+                    let codes = &block[kind.bytes() - 16..];
+                    assert!(block[0] == 0 && block[1] & 0x7F == 0 && codes.iter().all(|byte| *byte == code), "{} {scale}: {block:?}", kind.name());
+                }
+            }
+        }
+    }
+
     /// Representable values are exact, and the error of others decreases with more bits.
     #[test]
     fn large_blocks_represent_values_as_expected() {

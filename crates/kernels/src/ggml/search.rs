@@ -12,6 +12,13 @@ pub(super) fn higher(best: f32, value: f32) -> f32 {
     if value > best { value } else { best }
 }
 
+/// Rounds to the nearest integer, and values that are out of range as the reference implementation does
+/// (`nearest_int`). Infinities, from reciprocals of denormal steps, become less than the lowest code.
+#[inline(always)]
+pub(super) fn nearest(value: f32) -> i32 {
+    ((value + 12_582_912.0).to_bits() & 0x7F_FFFF) as i32 - 0x40_0000
+}
+
 /// Number of blocks processed in parallel, one per lane. Sums over a block keep the order of the
 /// reference implementation and are still vectorized.
 pub(super) const LANES: usize = 16;
@@ -175,7 +182,7 @@ pub(super) fn around_by_descent<const N: usize>(values: &Interleaved<N>, middle:
 /// The code of a value relative to `low`.
 #[inline(always)]
 fn code_above(value: f32, inverse: f32, low: f32, highest: f32) -> f32 {
-    (inverse * (value - low)).round_ties_even().clamp(0.0, highest)
+    (nearest(inverse * (value - low)) as f32).clamp(0.0, highest)
 }
 
 /// Scales and minima by weighted least squares, trying the codes of several scales (`make_qkx2_quants`,

@@ -5,14 +5,8 @@ use std::ops::Range;
 use std::sync::LazyLock;
 
 use super::super::grids::{self, Grid};
-use super::super::search::{EPSILON, LANES};
+use super::super::search::{EPSILON, LANES, nearest};
 use super::{power, put};
-
-/// Rounds to the nearest integer, and values that are out of range as the reference implementation does.
-#[inline(always)]
-pub(super) fn nearest(value: f32) -> i32 {
-    ((value + 12_582_912.0).to_bits() & 0x7F_FFFF) as i32 - 0x40_0000
-}
 
 /// Points that are compared in parallel.
 struct Candidates<const N: usize> {

@@ -7,7 +7,8 @@ use std::sync::LazyLock;
 use half::f16;
 
 use super::super::grids;
-use super::grid::{Search, nearest, squares as plain, weights_of};
+use super::super::search::nearest;
+use super::grid::{Search, squares as plain, weights_of};
 use super::{power, put};
 
 /// Levels that are shifted up, and down.
