@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::scheme::{Arguments, Group, Quantization};
-use super::{Planned, Target};
+use super::{Needs, Planned, Target};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
@@ -203,6 +203,6 @@ impl Planned {
             (name, Tensor { dtype, shape, values: bytes.map_or(Values::Unknown, Values::Known) })
         };
         let folder = Folder::new(Path::new("config.json"), config, tensors.into_iter().map(planned).collect(), files)?;
-        Ok(Planned { files: Box::new(folder), undecided: &["global-scale"] })
+        Ok(Planned { files: Box::new(folder), determined: Needs::Weights })
     }
 }

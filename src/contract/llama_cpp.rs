@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
-use super::{Finding, Planned, Rule, Target, missing_layers};
+use super::{Finding, Needs, Planned, Rule, Target, missing_layers};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{EXTENSION, Outline, Value, block_type, is_gguf, model_files};
@@ -27,6 +27,7 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         sentence: "The file contains a model: `general.type` is `model`.",
         source: "ggml/docs/gguf.md: general.type",
         versions: &[],
+        needs: Needs::Configuration,
         check: model,
     },
     Rule {
@@ -34,6 +35,7 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         sentence: "`general.architecture` is known.",
         source: "src/llama-arch.cpp: LLM_ARCH_NAMES",
         versions: &[],
+        needs: Needs::Configuration,
         check: architecture,
     },
     Rule {
@@ -41,6 +43,7 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         sentence: "The file has the context length, the embedding length and the number of blocks.",
         source: "src/llama-model.cpp: load_hparams",
         versions: &[],
+        needs: Needs::Weights,
         check: keys,
     },
     Rule {
@@ -48,6 +51,7 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         sentence: "The file has a vocabulary, and byte-level BPE has merges.",
         source: "src/llama-vocab.cpp: llama_vocab::impl::load",
         versions: &[],
+        needs: Needs::Configuration,
         check: tokenizer,
     },
     Rule {
@@ -55,6 +59,7 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         sentence: "The pre-tokenizer of byte-level BPE is known; without one, text is split differently than in training.",
         source: "src/llama-vocab.cpp: llama_vocab::impl::load",
         versions: &[],
+        needs: Needs::Configuration,
         check: pre_tokenizer,
     },
     Rule {
@@ -62,14 +67,23 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         sentence: "The embedding has one row for each token.",
         source: "src/llama-model.cpp: load_tensors",
         versions: &[],
+        needs: Needs::Weights,
         check: vocabulary_size,
     },
-    Rule { name: "layers", sentence: "All blocks of `block_count` are stored.", source: "src/llama-model.cpp: load_tensors", versions: &[], check: layers },
+    Rule {
+        name: "layers",
+        sentence: "All blocks of `block_count` are stored.",
+        source: "src/llama-model.cpp: load_tensors",
+        versions: &[],
+        needs: Needs::Weights,
+        check: layers,
+    },
     Rule {
         name: "rows",
         sentence: "Rows are multiples of the block size: 256 elements for K and I types.",
         source: "ggml/src/gguf.cpp",
         versions: &[],
+        needs: Needs::Weights,
         check: rows,
     },
     Rule {
@@ -77,6 +91,7 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         sentence: "No tensor has a type that was removed from the format.",
         source: "ggml/include/ggml.h: enum ggml_type",
         versions: &[],
+        needs: Needs::Weights,
         check: types,
     },
 ];
@@ -142,7 +157,7 @@ impl Contents {
 impl Planned {
     /// A GGUF file with all tensors.
     pub(crate) fn gguf(outline: Outline) -> Planned {
-        Planned { files: Box::new(Contents { outline, is_complete: true }), undecided: &[] }
+        Planned { files: Box::new(Contents { outline, is_complete: true }), determined: Needs::Files }
     }
 }
 

@@ -161,7 +161,21 @@ struct Rule<S> {
     source: &'static str,
     /// Versions that the rule applies to; all if the list is empty.
     versions: &'static [&'static str],
+    needs: Needs,
     check: fn(&S, Target) -> Result<Vec<Finding>>,
+}
+
+/// The input of a rule, in the order in which a run determines it. Later variants include the earlier ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Needs {
+    /// Neither names nor shapes and types of weights.
+    Configuration,
+    /// Names, shapes and planned types of weights.
+    Weights,
+    /// Final types and values of the written tensors.
+    Tensors,
+    /// The written files.
+    Files,
 }
 
 /// Part of an output that violates a rule.
@@ -291,47 +305,40 @@ impl Checked {
 
 /// The files of a format, as runtimes read them.
 trait ReadByRuntime {
-    /// Checks the rules of a runtime that loads the format.
-    fn check(&self, target: Target) -> Result<Checked>;
+    /// Checks the rules of a runtime that loads the format and that need only what is `determined`.
+    fn check(&self, target: Target, determined: Needs) -> Result<Checked>;
 }
 
 impl ReadByRuntime for Folder {
-    fn check(&self, target: Target) -> Result<Checked> {
+    fn check(&self, target: Target, determined: Needs) -> Result<Checked> {
         match target.runtime {
-            Runtime::Vllm => apply(vllm::RULES, self, target),
-            Runtime::Sglang => apply(sglang::RULES, self, target),
-            Runtime::Transformers => apply(transformers::RULES, self, target),
+            Runtime::Vllm => apply(vllm::RULES, self, target, determined),
+            Runtime::Sglang => apply(sglang::RULES, self, target, determined),
+            Runtime::Transformers => apply(transformers::RULES, self, target, determined),
             Runtime::LlamaCpp | Runtime::OnnxRuntime => Ok(Checked::without_format(target)),
         }
     }
 }
 
 impl ReadByRuntime for llama_cpp::Contents {
-    fn check(&self, target: Target) -> Result<Checked> {
-        apply(llama_cpp::RULES, self, target)
+    fn check(&self, target: Target, determined: Needs) -> Result<Checked> {
+        apply(llama_cpp::RULES, self, target, determined)
     }
 }
-
-/// Rules that depend neither on names nor on shapes and types of weights.
-const WITHOUT_WEIGHTS: [&str; 8] = ["architecture", "architectures", "ir-version", "model-type", "opset", "pre-tokenizer", "tokenizer", "type"];
 
 /// The files of a format that a run will write, from its plan.
 #[doc(hidden)]
 pub struct Planned {
     files: Box<dyn ReadByRuntime>,
-    /// Rules that only the written files decide.
-    undecided: &'static [&'static str],
+    /// The extent of the plan, unless it is an estimate.
+    determined: Needs,
 }
 
 impl Planned {
     /// Checks the rules of a runtime that the plan decides. `is_estimate`: whether the weights of the output
     /// may differ from the planned ones.
     pub(crate) fn check(&self, target: Target, is_estimate: bool) -> Result<Checked> {
-        let mut checked = self.files.check(target)?;
-        let is_decided = |rule: &str| if is_estimate { WITHOUT_WEIGHTS.contains(&rule) } else { !self.undecided.contains(&rule) };
-        checked.rules.retain(|rule| is_decided(rule.name));
-        checked.violations.retain(|violation| is_decided(violation.rule));
-        Ok(checked)
+        self.files.check(target, if is_estimate { Needs::Configuration } else { self.determined })
     }
 }
 
@@ -343,19 +350,20 @@ pub fn check(path: impl AsRef<Path>, target: Target) -> Result<Checked> {
     let path = path.as_ref();
     files::kind(path).map_err(Error::io("open", path))?;
     match target.runtime {
-        Runtime::Vllm | Runtime::Sglang | Runtime::Transformers => Folder::open(path, target)?.check(target),
+        Runtime::Vllm | Runtime::Sglang | Runtime::Transformers => Folder::open(path, target)?.check(target, Needs::Files),
         Runtime::LlamaCpp => match llama_cpp::Contents::find(path)? {
-            Some(contents) => contents.check(target),
+            Some(contents) => contents.check(target, Needs::Files),
             None => Ok(Checked::without_file(target, path)),
         },
         Runtime::OnnxRuntime => running::check(path, target),
     }
 }
 
-/// Checks the rules of a table that apply to a version.
-fn apply<S>(rules: &[Rule<S>], output: &S, target: Target) -> Result<Checked> {
+/// Checks the rules of a table that apply to a version and need only what is `determined`.
+fn apply<S>(rules: &[Rule<S>], output: &S, target: Target, determined: Needs) -> Result<Checked> {
     let mut checked = Checked::new(target);
-    for rule in rules.iter().filter(|rule| rule.versions.is_empty() || rule.versions.contains(&target.version)) {
+    let applies = |rule: &&Rule<S>| rule.needs <= determined && (rule.versions.is_empty() || rule.versions.contains(&target.version));
+    for rule in rules.iter().filter(applies) {
         let mut findings = (rule.check)(output, target)?;
         checked.rules.push(CheckedRule { name: rule.name, sentence: rule.sentence, source: rule.source, is_met: findings.is_empty() });
         let unlisted = findings.len().saturating_sub(MOST);

@@ -2,7 +2,7 @@
 
 use super::folder::Folder;
 use super::scheme::{Arguments, Group};
-use super::{Finding, Rule, Target, compressed_tensors, fused};
+use super::{Finding, Needs, Rule, Target, compressed_tensors, fused};
 use crate::error::Result;
 
 pub(super) const RULES: &[Rule<Folder>] = &[
@@ -11,6 +11,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "`config.json` names the model class in `architectures`.",
         source: "python/sglang/srt/models/registry.py",
         versions: &[],
+        needs: Needs::Configuration,
         check: compressed_tensors::architectures,
     },
     Rule {
@@ -18,6 +19,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The folder is not in a format that only compress reads.",
         source: "python/sglang/srt/layers/quantization/__init__.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::own_format,
     },
     Rule {
@@ -25,6 +27,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The folder of a language model has a tokenizer.",
         source: "docs.sglang.io, server arguments: --tokenizer-path, --skip-tokenizer-init",
         versions: &[],
+        needs: Needs::Configuration,
         check: compressed_tensors::tokenizer,
     },
     Rule {
@@ -32,6 +35,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "`ignore` names all parts of a layer that is fused, or none.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
         versions: &[],
+        needs: Needs::Weights,
         check: fused::ignore,
     },
     Rule {
@@ -39,6 +43,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "All parts of a layer that is fused have the same scheme.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/utils.py: find_matched_target",
         versions: &[],
+        needs: Needs::Weights,
         check: fused::scheme,
     },
     Rule {
@@ -46,6 +51,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every quantized matrix is selected by a target of `config_groups`, and `ignore` does not exclude it.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::selected,
     },
     Rule {
@@ -53,6 +59,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every quantized matrix has its scales, zero points and shape.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/schemes",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::complete,
     },
     Rule {
@@ -60,6 +67,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The group size of integers divides the rows.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: create_weights",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::group_rows,
     },
     Rule {
@@ -67,6 +75,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Packed integers have 4 or 8 bits.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: WNA16_SUPPORTED_TYPES_MAP",
         versions: &[],
+        needs: Needs::Weights,
         check: bits,
     },
     Rule {
@@ -74,6 +83,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Integers in one byte each have int8 activations; 8-bit ones are symmetric and not in groups.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts",
         versions: &[],
+        needs: Needs::Weights,
         check: activations,
     },
     Rule {
@@ -81,6 +91,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Embeddings are floats.",
         source: "python/sglang/srt/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
         versions: &[],
+        needs: Needs::Weights,
         check: embeddings,
     },
     Rule {
@@ -88,6 +99,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "A head that is tied to the embedding is not quantized.",
         source: "sgl-project/sglang#38143",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::tied_head,
     },
 ];

@@ -3,7 +3,7 @@
 use super::facts::{is_of_expert, is_only_bf16, loads_float_experts};
 use super::folder::{Folder, Module};
 use super::scheme::Arguments;
-use super::{Finding, Rule, Target, compressed_tensors};
+use super::{Finding, Needs, Rule, Target, compressed_tensors};
 use crate::error::Result;
 use crate::store::DType;
 
@@ -58,6 +58,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "`config.json` has a `model_type`.",
         source: "transformers/models/auto/configuration_auto.py",
         versions: &[],
+        needs: Needs::Configuration,
         check: compressed_tensors::model_type,
     },
     Rule {
@@ -65,6 +66,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The folder is not in a format that only compress reads.",
         source: "transformers/quantizers/auto.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::own_format,
     },
     Rule {
@@ -72,6 +74,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The quantization method is known; with other methods, missing weights are filled with random values.",
         source: "transformers/quantizers/auto.py: AUTO_QUANTIZER_MAPPING",
         versions: &[],
+        needs: Needs::Weights,
         check: method,
     },
     Rule {
@@ -79,6 +82,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The format of the weights is one of compressed-tensors 0.20.",
         source: "compressed_tensors/config/base.py: CompressionFormat",
         versions: &[],
+        needs: Needs::Weights,
         check: format_is_known,
     },
     Rule {
@@ -86,6 +90,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "All layers of `num_hidden_layers` are stored; missing ones are filled with random values.",
         source: "transformers/modeling_utils.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::layers,
     },
     Rule {
@@ -93,6 +98,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every quantized matrix is selected by a target of `config_groups`, and `ignore` does not exclude it.",
         source: "compressed_tensors/quantization/lifecycle/apply.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::selected,
     },
     Rule {
@@ -100,6 +106,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every matrix of floats that a target selects is in `ignore`.",
         source: "compressed_tensors/quantization/lifecycle/apply.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::ignored,
     },
     Rule {
@@ -107,6 +114,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every quantized matrix has its scales, zero points and shape.",
         source: "compressed_tensors/compressors",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::complete,
     },
     Rule {
@@ -114,6 +122,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The group size of integers divides the rows.",
         source: "compressed_tensors/quantization/lifecycle/forward.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::group_rows,
     },
     Rule {
@@ -121,6 +130,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Experts in separate tensors are floats, and only in folders of FP8: transformers stacks them, which fails otherwise.",
         source: "transformers/conversion_mapping.py",
         versions: &["5.23"],
+        needs: Needs::Weights,
         check: experts,
     },
     Rule {
@@ -128,6 +138,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "No packed integers have zero points: these load only with `CompressedTensorsConfig(dequantize=True)`.",
         source: "compressed_tensors/compressors",
         versions: &["5.23"],
+        needs: Needs::Weights,
         check: zero_points,
     },
     Rule {
@@ -135,6 +146,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "With NVFP4, MXFP4, MXFP6 and MXFP8, the model is bfloat16, to which these are dequantized.",
         source: "compressed_tensors/compressors",
         versions: &["5.23"],
+        needs: Needs::Weights,
         check: bfloat16,
     },
 ];

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::facts::{VLLM_BITS, vllm_loads_embeddings};
 use super::folder::Folder;
 use super::scheme::{Arguments, Group};
-use super::{Finding, Rule, Target, compressed_tensors, fused};
+use super::{Finding, Needs, Rule, Target, compressed_tensors, fused};
 use crate::error::Result;
 use crate::store::Role;
 
@@ -18,6 +18,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "`config.json` names the model class in `architectures`.",
         source: "vllm/model_executor/models/registry.py",
         versions: &[],
+        needs: Needs::Configuration,
         check: compressed_tensors::architectures,
     },
     Rule {
@@ -25,6 +26,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The folder is not in a format that only compress reads.",
         source: "vllm/model_executor/layers/quantization/__init__.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::own_format,
     },
     Rule {
@@ -32,6 +34,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The folder of a language model has a tokenizer.",
         source: "docs.vllm.ai, engine arguments: --tokenizer, --skip-tokenizer-init",
         versions: &[],
+        needs: Needs::Configuration,
         check: compressed_tensors::tokenizer,
     },
     Rule {
@@ -39,6 +42,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "All layers of `num_hidden_layers` are stored.",
         source: "vllm/model_executor/model_loader/default_loader.py",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::layers,
     },
     Rule {
@@ -46,6 +50,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "`ignore` names all parts of a layer that is fused, or none.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
         versions: &[],
+        needs: Needs::Weights,
         check: fused::ignore,
     },
     Rule {
@@ -53,6 +58,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "All parts of a layer that is fused have the same scheme.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/utils.py: find_matched_target",
         versions: &[],
+        needs: Needs::Weights,
         check: fused::scheme,
     },
     Rule {
@@ -60,6 +66,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "All parts of a layer that is fused have the same global NVFP4 scales.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
         versions: &[],
+        needs: Needs::Tensors,
         check: fused::global_scales,
     },
     Rule {
@@ -67,6 +74,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "In fused layers of FP8-BLOCK, the outputs of all parts but the last are multiples of the block size.",
         source: "vllm/model_executor/layers/quantization/utils/fp8_utils.py: validate_fp8_block_shape",
         versions: &[],
+        needs: Needs::Weights,
         check: fused::block_rows,
     },
     Rule {
@@ -74,6 +82,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every quantized matrix is selected by a target of `config_groups`, and `ignore` does not exclude it.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::selected,
     },
     Rule {
@@ -81,6 +90,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every matrix of floats that a target selects is in `ignore`.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::ignored,
     },
     Rule {
@@ -88,6 +98,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Every quantized matrix has its scales, zero points and shape.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::complete,
     },
     Rule {
@@ -95,6 +106,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The group size of integers divides the rows.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: create_weights",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::group_rows,
     },
     Rule {
@@ -102,6 +114,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Packed integers of bfloat16 models or with zero points have groups of 32, 64 or 128, or one scale per row.",
         source: "vllm/model_executor/layers/quantization/utils/marlin_utils.py: MARLIN_SUPPORTED_GROUP_SIZES",
         versions: &["0.11"],
+        needs: Needs::Weights,
         check: group_size,
     },
     Rule {
@@ -109,6 +122,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Packed integers have 4 or 8 bits; since the kernels of Humming, 2 to 8.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: WNA16_SUPPORTED_TYPES_MAP",
         versions: &[],
+        needs: Needs::Weights,
         check: bits,
     },
     Rule {
@@ -116,6 +130,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Packed integers with zero points have 4 or 8 bits.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: WNA16_ZP_SUPPORTED_TYPES_MAP",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::zero_points,
     },
     Rule {
@@ -123,6 +138,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The quantization of weights and activations has a kernel.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts",
         versions: &[],
+        needs: Needs::Weights,
         check: activations,
     },
     Rule {
@@ -130,6 +146,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Routers of Mixtral, Qwen2-MoE, DeepSeek-V2 and DeepSeek-V3 are floats.",
         source: "vllm/model_executor/models/mixtral.py, qwen2_moe.py, deepseek_v2.py",
         versions: &[],
+        needs: Needs::Weights,
         check: routers,
     },
     Rule {
@@ -137,6 +154,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "All experts of a layer have the same scheme.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe: get_moe_method",
         versions: &[],
+        needs: Needs::Weights,
         check: fused::experts,
     },
     Rule {
@@ -144,6 +162,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "Embeddings are floats; since 0.33 also packed symmetric integers of 2, 4 or 8 bits.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
         versions: &[],
+        needs: Needs::Weights,
         check: embeddings,
     },
     Rule {
@@ -151,6 +170,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "The head of a language model (`lm_head`) is not quantized.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_quant_method",
         versions: &["0.11"],
+        needs: Needs::Weights,
         check: compressed_tensors::heads,
     },
     Rule {
@@ -158,6 +178,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "A head that is tied to the embedding is not quantized.",
         source: "vllm/model_executor/models/llama.py: load_weights",
         versions: &[],
+        needs: Needs::Weights,
         check: compressed_tensors::tied_head,
     },
     Rule {
@@ -165,6 +186,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "`kv_cache_scheme` is FP8, symmetric, with one scale per tensor or head.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: validate_kv_cache_scheme",
         versions: &[],
+        needs: Needs::Weights,
         check: kv_cache,
     },
     Rule {
@@ -172,14 +194,23 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         sentence: "A static `kv_cache_scheme` has stored scales; missing ones are 1.",
         source: "vllm/model_executor/layers/quantization/kv_cache.py",
         versions: &[],
+        needs: Needs::Weights,
         check: kv_cache_scales,
     },
-    Rule { name: "sparsity", sentence: "`sparsity_config` has no targets.", source: "vllm-project/vllm#36799", versions: &["0.33"], check: sparsity },
+    Rule {
+        name: "sparsity",
+        sentence: "`sparsity_config` has no targets.",
+        source: "vllm-project/vllm#36799",
+        versions: &["0.33"],
+        needs: Needs::Weights,
+        check: sparsity,
+    },
     Rule {
         name: "actorder",
         sentence: "`actorder` is static, so that groups consist of adjacent inputs.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py",
         versions: &["0.33"],
+        needs: Needs::Weights,
         check: actorder,
     },
 ];

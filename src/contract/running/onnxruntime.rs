@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
-use crate::contract::{Checked, Finding, Planned, ReadByRuntime, Rule, Target, apply};
+use crate::contract::{Checked, Finding, Needs, Planned, ReadByRuntime, Rule, Target, apply};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::onnx::ModelFile;
@@ -38,6 +38,7 @@ const RULES: &[Rule<Contents>] = &[
         sentence: "The format version (`ir_version`) is not newer than the runtime's.",
         source: "onnxruntime/core/graph/model.cc, docs/reference/compatibility.md",
         versions: &[],
+        needs: Needs::Configuration,
         check: ir_version,
     },
     Rule {
@@ -45,6 +46,7 @@ const RULES: &[Rule<Contents>] = &[
         sentence: "The opset is not newer than the runtime's.",
         source: "onnxruntime/core/graph/model_load_utils.h: ValidateOpsetForDomain, docs/reference/compatibility.md",
         versions: &[],
+        needs: Needs::Configuration,
         check: opset,
     },
     Rule {
@@ -52,6 +54,7 @@ const RULES: &[Rule<Contents>] = &[
         sentence: "Standard operators read 4-bit integers from opset 21 on.",
         source: "onnx/docs/Changelog.md: DequantizeLinear-21",
         versions: &[],
+        needs: Needs::Tensors,
         check: int4,
     },
     Rule {
@@ -59,6 +62,7 @@ const RULES: &[Rule<Contents>] = &[
         sentence: "Files of external data are in the folder of the model, and contain all elements.",
         source: "onnx/docs/ExternalData.md",
         versions: &[],
+        needs: Needs::Files,
         check: external_data,
     },
     Rule {
@@ -66,6 +70,7 @@ const RULES: &[Rule<Contents>] = &[
         sentence: "Operators are standard operators, operators of ONNX Runtime, or functions of the model.",
         source: "docs/OperatorKernels.md, docs/ContribOperators.md",
         versions: &[],
+        needs: Needs::Weights,
         check: domains,
     },
 ];
@@ -80,12 +85,12 @@ struct Contents {
 pub(in crate::contract) fn check(path: &Path, target: Target) -> Result<Checked> {
     let Some(file) = find(path)? else { return Ok(Checked::without_file(target, path)) };
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
-    Contents { folder, model: ModelFile::messages(&file)? }.check(target)
+    Contents { folder, model: ModelFile::messages(&file)? }.check(target, Needs::Files)
 }
 
 impl ReadByRuntime for Contents {
-    fn check(&self, target: Target) -> Result<Checked> {
-        apply(RULES, self, target)
+    fn check(&self, target: Target, determined: Needs) -> Result<Checked> {
+        apply(RULES, self, target, determined)
     }
 }
 
@@ -93,8 +98,8 @@ impl Planned {
     /// An ONNX file with these messages. `has_final_types`: whether the initializers have the types of the
     /// output.
     pub(crate) fn onnx(model: ModelProto, has_final_types: bool) -> Planned {
-        let undecided: &[&str] = if has_final_types { &["external-data"] } else { &["external-data", "int4"] };
-        Planned { files: Box::new(Contents { folder: PathBuf::new(), model }), undecided }
+        let determined = if has_final_types { Needs::Tensors } else { Needs::Weights };
+        Planned { files: Box::new(Contents { folder: PathBuf::new(), model }), determined }
     }
 }
 
