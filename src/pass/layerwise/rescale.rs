@@ -345,7 +345,7 @@ impl Rescale {
 fn rounded(activations: ActivationScheme, inputs: &Tensor) -> candle_core::Result<Tensor> {
     let ActivationScheme::Static(step) = activations else { return Rounding::Token.round_input(activations, inputs) };
     let scale = f64::from(step.scale());
-    round_half_even(&(inputs / scale)?)?.clamp_scalar(-128.0, 127.0)? * scale
+    round_half_even(&inputs.div_scalar(scale)?)?.clamp_scalar(-128.0, 127.0)? * scale
 }
 
 /// The largest factor.

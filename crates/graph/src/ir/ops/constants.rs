@@ -56,7 +56,8 @@ fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
 macro_rules! scalar_ops {
     ($($name:ident $with_tensor:ident),+) => {
         /// Elementwise functions of a tensor and a number. Candle's methods without the suffix upload the
-        /// number at every call; these upload it once per device.
+        /// number at every call; these upload it once per device. Candle's `/` multiplies by the reciprocal, which
+        /// rounds differently from this division.
         pub trait ScalarOps {
             $(
                 #[doc = concat!("`", stringify!($with_tensor), "` of each element and a number.")]
@@ -79,7 +80,7 @@ macro_rules! scalar_ops {
 }
 
 scalar_ops!(
-    maximum_scalar maximum, minimum_scalar minimum, eq_scalar eq, ne_scalar ne, lt_scalar lt, le_scalar le, gt_scalar gt, ge_scalar ge
+    div_scalar div, maximum_scalar maximum, minimum_scalar minimum, eq_scalar eq, ne_scalar ne, lt_scalar lt, le_scalar le, gt_scalar gt, ge_scalar ge
 );
 
 #[cfg(test)]
@@ -96,6 +97,8 @@ mod tests {
             let expected = [x.maximum(0.3), x.clamp(-1.0, f64::MAX), x.le(0.5), x.ne(0.0)].map(|x| bits(x.unwrap()));
             assert_eq!(ours, expected, "{dtype:?}");
         }
+        let x = Tensor::new(&[127.3f32, 0.1, -3.7], &Device::Cpu).unwrap();
+        assert_eq!(x.div_scalar(127.5).unwrap().to_vec1::<f32>().unwrap(), [127.3f32 / 127.5, 0.1 / 127.5, -3.7 / 127.5]);
         let ids = Tensor::new(&[-1i64, 0, 7], &Device::Cpu).unwrap();
         assert_eq!(ids.ne_scalar(-1.0).unwrap().to_vec1::<u8>().unwrap(), [0, 1, 1]);
     }
