@@ -20,6 +20,10 @@ use super::solve;
 /// Number of columns that [`Compensation::divide`] eliminates at once.
 const SOLVED: usize = 64;
 
+/// Smallest damping with which matrices are factorized in f32. The implementations of both papers compute in f32
+/// with a damping of 0.01.
+const DAMPING_F32: f64 = 0.01;
+
 /// Error compensation between the columns of a layer's weight.
 pub struct Compensation {
     size: usize,
@@ -57,17 +61,13 @@ impl Compensation {
     /// added to the diagonal. `order` contains the columns in processing order. `None` if the damped matrix
     /// is not positive definite.
     pub fn new(products: &[f32], size: usize, order: &[usize], damping: f64) -> Option<Compensation> {
+        if damping >= DAMPING_F32
+            && let Some(lower) = cholesky_f32::triangle(damped(products, size, order, damping, |x| x as f32), size)
+        {
+            return Some(Compensation::from_triangle(&lower, size));
+        }
         let lower = solve::triangle(damped(products, size, order, damping, |x| x), size)?;
         Some(Compensation::from_triangle(&lower, size))
-    }
-
-    /// The same with a factorization in f32, for comparisons; in f64 if the damped matrix is not positive
-    /// definite in f32.
-    pub fn approximate(products: &[f32], size: usize, order: &[usize], damping: f64) -> Option<Compensation> {
-        match cholesky_f32::triangle(damped(products, size, order, damping, |x| x as f32), size) {
-            Some(lower) => Some(Compensation::from_triangle(&lower, size)),
-            None => Compensation::new(products, size, order, damping),
-        }
     }
 
     /// From the lower Cholesky triangle of the [`damped`] matrix.

@@ -106,8 +106,6 @@ struct Preparation {
     ordered: bool,
     /// Whether coordinate descent follows.
     descends: bool,
-    /// Whether the factorization is only compared with others, so that f32 suffices.
-    is_trial: bool,
 }
 
 /// Some outputs of a layer, and their values for the held-out rows of each fold.
@@ -193,7 +191,7 @@ impl Choosing {
     }
 
     fn preparation(&self, damping: Option<f64>) -> Preparation {
-        Preparation { damping, ordered: self.ordered, descends: self.sweeps > 0, is_trial: false }
+        Preparation { damping, ordered: self.ordered, descends: self.sweeps > 0 }
     }
 
     fn choice(&self, layer: &Layer, method: &dyn Compensating, solution: Solution, damping: f64, relative_error: Option<f64>) -> LayerChoice {
@@ -258,11 +256,10 @@ impl Choosing {
         damping: Option<f64>,
     ) -> Result<Vec<Trial>> {
         let mut trials: Vec<Trial> = sampled.iter().map(|_| Trial::default()).collect();
-        let preparation = Preparation { is_trial: true, ..self.preparation(damping) };
         for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
             let fitted = moments.without(fold);
             let fitted = fitted.as_ref().unwrap_or(moments);
-            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), preparation, &mut Vec::new())?;
+            let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
             for (Sampled { layer, weight, values, outputs }, trial) in sampled.iter().zip(&mut trials) {
                 let [targets, current] = &outputs[fold];
                 let mut solution = solution;
@@ -299,9 +296,8 @@ impl<'m> Prepared<'m> {
         let mut prepared = Prepared { squares: squares.clone(), order, compensation: None, hessian: None, differences };
         if let Some(damping) = preparation.damping {
             let mut tried = damping;
-            let factorize = if preparation.is_trial { Compensation::approximate } else { Compensation::new };
             prepared.compensation = loop {
-                let found = factorize(products, size, &prepared.order, tried);
+                let found = Compensation::new(products, size, &prepared.order, tried);
                 if found.is_some() {
                     break found;
                 }
