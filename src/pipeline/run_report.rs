@@ -104,7 +104,9 @@ impl Run<'_> {
         let is_replaced = |name: &str| name == GRAPH || self.state.attached.contains_key(name) || written.resized.contains_key(Path::new(name));
         report.carried = carry::list(folder, &self.after, &report.outputs, is_replaced, &self.pipeline.work())?;
         let highest = peak.highest();
-        report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
+        // A GPU that was opened, but on which nothing ran, is not the device of the report.
+        let peak_vram_bytes = highest.vram_bytes.filter(|_| report.environment.device.as_deref() != Some("cpu"));
+        report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes };
         let [json, markdown, html] = report::FILES;
         for (name, text) in [(markdown, report.to_markdown()), (html, report.to_html())] {
             report.carried.push(carry::write_listed(folder, name, &text)?);

@@ -14,7 +14,7 @@ use compress::{Error, Model, Pipeline, Report};
 use compress_core::store::{Encoding, Weight};
 use compress_core::work::{Cancel, Event};
 use compress_engine::data::Data;
-use compress_engine::exec::{Executor, Parameters, Residence};
+use compress_engine::exec::{Executor, Parameters, Residence, hardware};
 
 /// Path of a golden model, or another path unchanged.
 fn golden(name: &str) -> PathBuf {
@@ -536,7 +536,7 @@ fn an_interrupted_run_resumes_after_the_last_block() {
         let folders = std::fs::read_dir(folder.path().join("out.unfinished")).unwrap().map(|entry| entry.unwrap().path().join("identity"));
         let identity = folders.into_iter().find(|path| path.is_file()).unwrap();
         let text = std::fs::read_to_string(&identity).unwrap();
-        let elsewhere = text.replace(&format!("cpu {}", compress::report::Environment::detect().simd), "cpu another");
+        let elsewhere = text.replace(&hardware(&crate::common::device()), "cpu another");
         std::fs::write(&identity, elsewhere).unwrap();
         let other = builder(folder.path(), pass.clone()).resume(true).build().unwrap().run(model(), folder.path().join("out"));
         assert!(other.unwrap_err().to_string().contains("another device or instruction set"));
