@@ -16,7 +16,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-fn expected() -> Value {
+pub fn expected() -> Value {
     serde_json::from_str(&fs::read_to_string(golden("evaluation/expected.json")).unwrap()).unwrap()
 }
 
@@ -30,7 +30,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 /// A golden model with files of `golden/evaluation` under the file names of published models.
-fn model(name: &str, extra: &[(&str, &str)]) -> tempfile::TempDir {
+pub fn model(name: &str, extra: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     copy(&golden("models").join(name), folder.path());
     for (file, called) in extra {
@@ -42,16 +42,16 @@ fn model(name: &str, extra: &[(&str, &str)]) -> tempfile::TempDir {
 const WORDS: (&str, &str) = ("word-pieces.json", "tokenizer.json");
 const LETTERS: (&str, &str) = ("characters.json", "tokenizer.json");
 
-fn options(yaml: &str) -> Data {
+pub fn options(yaml: &str) -> Data {
     serde_saphyr::from_str(yaml).unwrap()
 }
 
 /// The options with a path of `golden/evaluation`.
-fn texts(file: &str, yaml: &str) -> Data {
+pub fn texts(file: &str, yaml: &str) -> Data {
     Data { text: Some(golden("evaluation").join(file)), ..options(yaml) }
 }
 
-fn score(folder: &Path, data: &Data) -> compress::Result<Outcomes> {
+pub fn score(folder: &Path, data: &Data) -> compress::Result<Outcomes> {
     crate::common::work(|work| {
         let mut subject = Subject::open(folder, 1)?;
         let data = DataSet::open(data, subject.target())?;
@@ -59,11 +59,11 @@ fn score(folder: &Path, data: &Data) -> compress::Result<Outcomes> {
     })
 }
 
-fn refused(folder: &Path, data: &Data) -> String {
+pub fn refused(folder: &Path, data: &Data) -> String {
     score(folder, data).unwrap_err().to_string()
 }
 
-fn batches(folder: &Path, data: &Data) -> compress::Result<Vec<Batch>> {
+pub fn batches(folder: &Path, data: &Data) -> compress::Result<Vec<Batch>> {
     let subject = Subject::open(folder, 1)?;
     let mut batches = Vec::new();
     DataSet::open(data, subject.target())?.for_each(|batch| {

@@ -63,4 +63,5 @@ mod train;
 mod train_encoder_decoder;
 mod train_processes;
 mod train_reports;
+mod training_data;
 mod vocabulary;

@@ -96,8 +96,9 @@ fn save_samples(folder: &Path) {
 }
 
 /// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
-/// `t5`, `whisper` with `speech.wav`, `smollm` without a tokenizer, `network` with a graph from a guide and
-/// `images`, `classifier` for these images with `samples.safetensors` and `runs`, and the keys of a signer.
+/// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` without a
+/// tokenizer, `network` with a graph from a guide and `images`, `classifier` for these images with
+/// `samples.safetensors` and `runs`, and the keys of a signer.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -109,6 +110,12 @@ fn with_all_models() -> tempfile::TempDir {
     copy("models/llama/config.json", "llama/config.json");
     copy("models/llama/model.safetensors", "llama/model.safetensors");
     copy("evaluation/characters.json", "llama/tokenizer.json");
+    copy("models/llama/config.json", "assistant/config.json");
+    copy("models/llama/model.safetensors", "assistant/model.safetensors");
+    copy("evaluation/merged.json", "assistant/tokenizer.json");
+    copy("evaluation/special.json", "assistant/tokenizer_config.json");
+    copy("evaluation/answers.jinja", "assistant/chat_template.jinja");
+    copy("evaluation/answers.jsonl", "chats.jsonl");
     copy("models/llama/config.json", "smollm/config.json");
     copy("models/llama/model.safetensors", "smollm/model.safetensors");
     copy("evaluation/book.txt", "book.txt");

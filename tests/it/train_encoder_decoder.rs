@@ -452,7 +452,7 @@ fn unsuitable_samples_are_rejected() {
         path
     };
     let source = pairs(path("a.csv", "source,target\na,b\n"));
-    assert!(refused(Data { stride: Some(4), ..source.clone() }).contains("`stride`: pairs of texts"));
+    assert!(refused(Data { stride: Some(4), ..source.clone() }).contains("`stride` does not apply to pairs of texts"));
     assert!(refused(Data { pair_column: None, ..source.clone() }).contains("`pair_column`"));
     assert!(refused(Data { label_column: Some("target".parse().unwrap()), ..source.clone() }).contains("do not use class labels"));
     assert!(refused(Data { task: Some(Task::Embedding), ..source }).contains("language-modelling and fidelity"));

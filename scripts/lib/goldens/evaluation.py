@@ -159,6 +159,41 @@ def chats(tokenizer, random):
     return {"tokens": tokens, "perplexity": math.exp(sum(losses) / len(losses)), "count": len(losses)}
 
 
+# The text of the assistant in generation blocks, without text between messages.
+ANSWERS = """{{ bos_token }}{% for message in messages %}
+{{ message.role }}, {% if message.role == 'assistant' %}
+{% generation %}
+{{ message.content }}{{ eos_token }}
+{%- endgeneration %}
+{% else %}
+{{ message.content }}{{ eos_token }}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}assistant, {% endif %}"""
+
+
+def answers():
+    """Tokens of chats with several answers, and masks of the text of the assistant."""
+    letters = json.loads((FOLDER / "characters.json").read_text())
+    # A token of the space before an answer and the first letter of it.
+    letters["model"]["vocab"]["▁n"] = len(letters["model"]["vocab"])
+    letters["model"]["merges"] = [["▁", "n"]]
+    (FOLDER / "merged.json").write_text(json.dumps(letters, indent=1, ensure_ascii=False) + "\n")
+    contents = ["a red hat", "no", "rain, rain.", "big drops", "nap", "our old barn", "not a mat fell over our small red barn"]
+    roles = [["user", "assistant", "user", "assistant"], ["system", "user", "assistant"], ["user", "assistant"], ["assistant"]]
+    rows, used = [], 0
+    for row in roles:
+        rows.append([{"role": role, "content": contents[(used + n) % len(contents)]} for n, role in enumerate(row)])
+        used += len(row)
+    (FOLDER / "answers.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (FOLDER / "answers.jinja").write_text(ANSWERS)
+    tokenizer = Tokenizer.from_file(str(FOLDER / "merged.json"))
+    known = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=ANSWERS)
+    marked = [known.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True) for row in rows]
+    assert all(0 < sum(row["assistant_masks"]) < len(row["input_ids"]) for row in marked)
+    return {"tokens": [row["input_ids"] for row in marked], "masks": [row["assistant_masks"] for row in marked]}
+
+
 def picture(random, height, width):
     coarse = numpy.array([[[random.randrange(256) for _ in range(3)] for _ in range(4)] for _ in range(4)], dtype=numpy.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
@@ -220,6 +255,7 @@ def main():
         "perplexity": perplexity(letters, source),
         "images": images(source),
         "chats": chats(letters, source),
+        "answers": answers(),
     }
     rows = [[9, 1, 1, 1, 1, 1], [1, 1, 9, 1, 1, 1], [1, 1, 1, 1, 1, 200], [1, 1, 1, 1, 7, 1]]
     numpy.savez_compressed(FOLDER / "arrays.npz", x=numpy.array(rows, dtype=numpy.float64).reshape(4, 2, 3), labels=numpy.array([0, 2, 5, 3], dtype=numpy.int32))

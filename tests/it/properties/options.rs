@@ -292,8 +292,8 @@ fn complaint(name: &str, option: &str, values: &[Value], accepted: usize, acts: 
     }
 }
 
-/// Models with evaluation data: labelled texts, pairs with scores, a text, images, and arrays under
-/// other names.
+/// Models with evaluation data: labelled texts, pairs with scores, a text and chats for a decoder, images,
+/// and arrays under other names.
 fn scored(desk: &Desk) -> Vec<(PathBuf, Value)> {
     let evaluation = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation");
     let model = |name: &str, extra: &str, called: &str| {
@@ -322,6 +322,9 @@ fn scored(desk: &Desk) -> Vec<(PathBuf, Value)> {
     let rows = [("ids", whole(&[6, 7], &|at| 3 + (at * 5 % 30) as i64)), ("mask", whole(&[6, 7], &|_| 1)), ("kinds", whole(&[6, 7], &|_| 0))];
     let labels = ("labels", whole(&[6], &|at| (at % 3) as i64));
     write(&arrays, &rows.into_iter().chain([labels]).map(|(name, tensor)| (name.to_owned(), tensor)).collect());
+    let decoder = model("llama", "characters.json", "tokenizer.json");
+    std::fs::copy(evaluation.join("special.json"), decoder.join("tokenizer_config.json")).unwrap();
+    std::fs::copy(evaluation.join("chat_template.jinja"), decoder.join("chat_template.jinja")).unwrap();
     // Rows of the same width, so that the first one can be a header.
     let pairs = desk.place().with_extension("tsv");
     let lines = std::fs::read_to_string(evaluation.join("pairs.tsv")).unwrap();
@@ -333,7 +336,8 @@ fn scored(desk: &Desk) -> Vec<(PathBuf, Value)> {
             model("sentence-mean", "word-pieces.json", "tokenizer.json"),
             json!({ "text": pairs, "header": false, "text_column": 1, "pair_column": 2, "label_column": 0 }),
         ),
-        (model("llama", "characters.json", "tokenizer.json"), json!({ "text": evaluation.join("book.txt"), "max_length": 16, "samples": 4 })),
+        (decoder.clone(), json!({ "text": evaluation.join("book.txt"), "max_length": 16, "samples": 4 })),
+        (decoder, json!({ "text": evaluation.join("answers.jsonl"), "max_length": 16 })),
         (model("resnet-basic", "resnet-basic.json", "preprocessor_config.json"), json!({ "images": evaluation.join("images") })),
         (classifier, json!({ "arrays": arrays })),
     ]
@@ -353,7 +357,7 @@ fn every_option_of_data_and_evaluation_changes_the_scores_or_is_rejected() {
     let (schema, desk) = (schema(), Desk::new());
     let (sets, plain) = (scored(&desk), json!({ "runtime": ["candle"], "latency": false }));
     let before: Vec<_> = sets.iter().map(|(model, data)| scores(&desk, model, data, &plain)).collect();
-    assert_eq!(before.iter().filter(|before| before.is_ok()).count(), 4, "{before:?}");
+    assert_eq!(before.iter().filter(|before| before.is_ok()).count(), 5, "{before:?}");
     let mut wrong = Vec::new();
     for (name, kind) in [("data", "Data"), ("evaluate", "Evaluate")] {
         for (option, described) in schema["$defs"][kind]["properties"].as_object().unwrap() {

@@ -1,6 +1,7 @@
 //! Chat templates: render the messages of a chat to the text format that a model was trained on.
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::Path;
 
 use minijinja::syntax::SyntaxConfig;
@@ -22,6 +23,12 @@ const SETTINGS: &str = "tokenizer_config.json";
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// Maximum number of template instructions, since templates are untrusted.
 const FUEL: u64 = 10_000_000;
+/// Filter that marks the text of `{% generation %}` blocks.
+const MARKING_FILTER: &str = "mark_generation";
+/// Noncharacters of Unicode, of which two that do not occur in a chat mark the ends of these blocks.
+const MARKERS: std::ops::RangeInclusive<char> = '\u{fdd0}'..='\u{fdef}';
+/// Role of the messages that a model is trained to write.
+const ASSISTANT: &str = "assistant";
 
 /// A message of a chat.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -39,12 +46,35 @@ pub(super) struct Chat {
     pub tools: Value,
 }
 
+/// A rendered chat.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RenderedChat {
+    pub text: String,
+    /// The text of the assistant, in bytes: ranges in ascending order that are not empty.
+    pub answers: Vec<Range<usize>>,
+}
+
+/// The text of a template.
+struct Template {
+    /// With `{% generation %}` blocks as unconditional blocks.
+    plain: String,
+    /// With `{% generation %}` blocks as blocks of the filter that marks them; `None` without such blocks.
+    marked: Option<String>,
+}
+
+impl Template {
+    fn new(text: &str) -> Template {
+        let marked = replace_generation_blocks(text, [&format!("filter {MARKING_FILTER}"), "endfilter"]);
+        Template { plain: replace_generation_blocks(text, ["if true", "endif"]), marked: Some(marked).filter(|marked| marked != text) }
+    }
+}
+
 /// A Jinja chat template with the semantics of transformers: `trim_blocks` and `lstrip_blocks` are set,
 /// and `raise_exception` is available.
 pub struct ChatTemplate {
-    text: String,
+    template: Template,
     /// A separate template for chats with tools, if there is one.
-    with_tools: Option<String>,
+    with_tools: Option<Template>,
     /// Special tokens by their names in templates, such as `bos_token`.
     tokens: Map<String, Value>,
     folder: String,
@@ -64,14 +94,14 @@ impl ChatTemplate {
             }
             _ => None,
         };
-        let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| without_generation_blocks(&text));
+        let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| Template::new(&text));
         let text = own.or_else(|| stored("default")).ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
             hint: format!("add {FILE} to the model's folder, or use plain texts instead of chats"),
         })?;
         let tokens = special_tokens(folder, synthesized, settings.values())?;
         let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
-        Ok(ChatTemplate { text: without_generation_blocks(&text), with_tools, tokens, folder: folder.display().to_string() })
+        Ok(ChatTemplate { template: Template::new(&text), with_tools, tokens, folder: folder.display().to_string() })
     }
 
     /// Renders messages followed by the generation prompt. Fails if the template exceeds the instruction
@@ -85,7 +115,86 @@ impl ChatTemplate {
         self.render_with(&chat.messages, &chat.tools, false)
     }
 
+    /// Renders a complete chat, and finds the text of the assistant in it: the `{% generation %}` blocks of
+    /// the template, or without such blocks the text that each message of the assistant adds after the
+    /// generation prompt. Fails if a message adds no text at the end of the previous ones.
+    pub(super) fn render_with_answers(&self, chat: &Chat) -> Result<RenderedChat> {
+        let text = self.render_complete(chat)?;
+        let answers = match &self.template_for(&chat.tools).marked {
+            Some(marked) => self.marked_answers(marked, chat, &text)?,
+            None => self.added_answers(chat, &text)?,
+        };
+        if answers.is_empty() {
+            let what = format!("a chat without text of the assistant ({})", self.folder);
+            return Err(Error::Unsupported { what, hint: "remove the chat, or set `loss_on: all`".into() });
+        }
+        Ok(RenderedChat { text, answers })
+    }
+
+    /// The text in `{% generation %}` blocks.
+    fn marked_answers(&self, template: &str, chat: &Chat, text: &str) -> Result<Vec<Range<usize>>> {
+        let unusable = |what: &str| {
+            let hint = "set `loss_on: all`, or change the template".to_owned();
+            Error::Unsupported { what: format!("{}: `loss_on: assistant` with {what}", self.folder), hint }
+        };
+        let mut unused = MARKERS.filter(|marker| !text.contains(*marker));
+        let (Some(start), Some(end)) = (unused.next(), unused.next()) else { return Err(unusable("a chat that contains all noncharacters of Unicode")) };
+        let marked = self.render_text(template, (&chat.messages, &chat.tools), false, Some([start, end]))?;
+        let (mut answers, mut unmarked, mut starts) = (Vec::new(), String::with_capacity(text.len()), Vec::new());
+        for character in marked.chars() {
+            if character == start {
+                starts.push(unmarked.len());
+            } else if character == end {
+                // Blocks within blocks belong to the outermost one.
+                let start = starts.pop().filter(|_| starts.is_empty());
+                answers.extend(start.map(|start| start..unmarked.len()).filter(|answer| !answer.is_empty()));
+            } else {
+                unmarked.push(character);
+            }
+        }
+        if unmarked == text { Ok(answers) } else { Err(unusable("a chat template that changes the text of its generation blocks")) }
+    }
+
+    /// The text that each message of the assistant adds to the text of the previous messages, without the
+    /// generation prompt.
+    fn added_answers(&self, chat: &Chat, text: &str) -> Result<Vec<Range<usize>>> {
+        let messages = chat.messages.as_array().map(Vec::as_slice).unwrap_or_default();
+        let render = |count: usize, prompt: bool| self.render_with(&messages.iter().take(count).cloned().collect(), &chat.tools, prompt);
+        let mut answers = Vec::new();
+        for (before, message) in messages.iter().enumerate() {
+            if message.get("role").and_then(Value::as_str) != Some(ASSISTANT) {
+                continue;
+            }
+            let through = before.saturating_add(1);
+            let (start, end) = (render(before, false)?, if through == messages.len() { text.to_owned() } else { render(through, false)? });
+            if !text.starts_with(&end) || !end.starts_with(&start) {
+                let what = format!(
+                    "{}: `loss_on: assistant` with a chat template without `{{% generation %}}` blocks, in which the text of message {through} is not \
+                     added after the previous messages",
+                    self.folder
+                );
+                let hint = "put the text of the assistant between `{% generation %}` and `{% endgeneration %}` in the template, or set `loss_on: all`";
+                return Err(Error::Unsupported { what, hint: hint.into() });
+            }
+            // The prompt of some templates differs from the beginning of a message: a prompt for reasoning.
+            let prompt = render(before, true)?;
+            let common = prompt.chars().zip(end.chars()).take_while(|(a, b)| a == b).map(|(character, _)| character.len_utf8()).sum::<usize>();
+            answers.extend(Some(common.max(start.len())..end.len()).filter(|answer| !answer.is_empty()));
+        }
+        Ok(answers)
+    }
+
+    /// The template for a chat with these tools.
+    fn template_for(&self, tools: &Value) -> &Template {
+        self.with_tools.as_ref().filter(|_| !tools.is_null()).unwrap_or(&self.template)
+    }
+
     fn render_with(&self, messages: &Value, tools: &Value, add_generation_prompt: bool) -> Result<String> {
+        self.render_text(&self.template_for(tools).plain, (messages, tools), add_generation_prompt, None)
+    }
+
+    /// Renders a template; `markers` enclose the text of its generation blocks.
+    fn render_text(&self, text: &str, (messages, tools): (&Value, &Value), add_generation_prompt: bool, markers: Option<[char; 2]>) -> Result<String> {
         let failed = |e: TemplateError| {
             let uses_date = e.to_string().contains("strftime_now");
             let hint =
@@ -103,6 +212,9 @@ impl ChatTemplate {
             options.assert_all_used()?;
             as_python(&value, indent).map_err(|e| TemplateError::new(ErrorKind::BadSerialization, e.to_string()))
         });
+        if let Some([start, end]) = markers {
+            environment.add_filter(MARKING_FILTER, move |text: String| format!("{start}{text}{end}"));
+        }
         let mut context = self.tokens.clone();
         // transformers always passes all of these.
         let variables = [
@@ -112,7 +224,6 @@ impl ChatTemplate {
             ("add_generation_prompt", json!(add_generation_prompt)),
         ];
         context.extend(variables.map(|(name, value)| (name.to_owned(), value)));
-        let text = self.with_tools.as_ref().filter(|_| !tools.is_null()).unwrap_or(&self.text);
         environment.render_str(text, Serde(context)).map_err(failed)
     }
 }
@@ -137,9 +248,9 @@ fn normalize_messages(messages: &Value) -> Value {
     }
 }
 
-/// Replaces `{% generation %}` blocks, which mark assistant messages for training in transformers, by
-/// unconditional blocks.
-fn without_generation_blocks(text: &str) -> String {
+/// Replaces the tags of `{% generation %}` blocks, which mark assistant messages for training in
+/// transformers.
+fn replace_generation_blocks(text: &str, [start, end]: [&str; 2]) -> String {
     let mut rest = text;
     let mut out = String::with_capacity(text.len());
     while let Some((before, inside, after)) =
@@ -147,8 +258,8 @@ fn without_generation_blocks(text: &str) -> String {
     {
         let name = inside.trim_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '+'));
         let inside = match name {
-            "generation" => inside.replace(name, "if true"),
-            "endgeneration" => inside.replace(name, "endif"),
+            "generation" => inside.replace(name, start),
+            "endgeneration" => inside.replace(name, end),
             _ => inside.to_owned(),
         };
         out.extend([before, "{%", &inside, "%}"]);
@@ -254,6 +365,69 @@ mod tests {
             let chat = Chat { messages: json!([message]), tools: Value::Null };
             assert_eq!(template.render_complete(&chat).unwrap(), expected);
         }
+    }
+
+    /// The text of the assistant in a chat, rendered by a template.
+    fn answers(template: &str, messages: Value, tools: Value) -> Result<(String, Vec<String>)> {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = json!({ "bos_token": "<s>", "eos_token": "</s>", "chat_template": template });
+        std::fs::write(folder.path().join(SETTINGS), settings.to_string()).unwrap();
+        let template = ChatTemplate::open(folder.path(), &SynthesizedFiles::new())?;
+        let chat = Chat { messages, tools };
+        let rendered = template.render_with_answers(&chat)?;
+        assert_eq!(rendered.text, template.render_complete(&chat)?);
+        let answers = rendered.answers.iter().map(|answer| rendered.text[answer.clone()].to_owned()).collect();
+        Ok((rendered.text, answers))
+    }
+
+    fn dialogue() -> Value {
+        let message = |(role, content): (&str, &str)| json!({ "role": role, "content": content });
+        [("user", "ä"), ("assistant", "no"), ("user", "no"), ("assistant", "🙂")].into_iter().map(message).collect()
+    }
+
+    #[test]
+    fn answers_are_the_generation_blocks_of_a_template() {
+        let turn = "{{ m.role }}: {%- generation %} {{ m.content }}{{ eos_token }} {% endgeneration -%} \n";
+        let template = format!("{{% for m in messages %}}{{% if m.role == 'user' %}}[{{{{ m.content }}}}]{{% else %}}\n{turn}{{% endif %}}{{% endfor %}}");
+        let (text, found) = answers(&template, dialogue(), Value::Null).unwrap();
+        assert_eq!(text, "[ä]assistant: no</s> [no]assistant: 🙂</s> ");
+        assert_eq!(found, [" no</s> ", " 🙂</s> "]);
+        let nested = "{% generation %}a{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}{% endgeneration %}b";
+        assert_eq!(answers(nested, json!([{ "role": "x" }, { "role": "y" }]), Value::Null).unwrap(), ("axyb".into(), vec!["axy".into()]));
+        // In a macro, and with a marker in the text.
+        let called = "{% macro say(m) %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}";
+        let messages = json!([{ "role": "a", "content": "x\u{fdd0}" }, { "role": "b", "content": "" }]);
+        assert_eq!(answers(called, messages, Value::Null).unwrap(), ("<x\u{fdd0}><>".into(), vec!["x\u{fdd0}".into()]));
+    }
+
+    #[test]
+    fn without_generation_blocks_answers_are_what_messages_add() {
+        let template = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
+        assert_eq!(answers(template, dialogue(), Value::Null).unwrap().1, ["no</s>", "🙂</s>"]);
+        // Without a generation prompt, and with one that differs from the text of a message.
+        assert_eq!(
+            answers(&template[..template.find("{% if add").unwrap()], dialogue(), Value::Null).unwrap().1,
+            ["<|assistant|>no</s>", "<|assistant|>🙂</s>"]
+        );
+        let reasoning = template.replace("<|assistant|>{%", "<|assistant|><think>{%");
+        assert_eq!(answers(&reasoning, dialogue(), Value::Null).unwrap().1, ["no</s>", "🙂</s>"]);
+    }
+
+    #[test]
+    fn chats_without_identifiable_answers_are_refused() {
+        let turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+        let error = |template: &str, messages: Value| answers(template, messages, json!([{ "b": "tool" }])).unwrap_err().to_string();
+        for dependent in [format!("{turns}{{{{ tools[0].b }}}}").as_str(), "{{ messages | length }} messages"] {
+            let found = error(dependent, dialogue());
+            assert!(found.contains("message 2 is not added after the previous messages"), "{found}");
+        }
+        let silent = json!([{ "role": "user", "content": "a" }]);
+        for template in [turns, "{{ messages[0].content }}{% generation %}{% endgeneration %}"] {
+            let found = error(template, silent.clone());
+            assert!(found.contains("a chat without text of the assistant"), "{found}");
+        }
+        let found = error("{% set text %}{% generation %}a{% endgeneration %}{% endset %}{{ text[:1] }}", silent);
+        assert!(found.contains("changes the text of its generation blocks"), "{found}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::options::Data;
 use super::records::{TextFormat, layout};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, redact_path};
 
 impl Data {
     /// Validates the options.
@@ -33,10 +33,28 @@ impl Data {
         if let Some((name, of)) = self.unread_option() {
             return Err(Error::option("data", format!("`{name}` applies only to {of}: remove it")));
         }
+        if self.loss_on.is_some() && !self.text.as_ref().is_some_and(|path| matches!(layout(self, path), Ok(TextFormat::Json))) {
+            return Err(self.requires_chats());
+        }
         if self.std.iter().chain(&self.rescale).any(|v| !v.is_normal()) || self.mean.iter().any(|v| !v.is_finite()) {
             return Err(Error::option("data", "`rescale`, `mean` and `std` must be finite numbers, and `rescale` and `std` not 0"));
         }
         Ok(())
+    }
+
+    /// An error because `loss_on` is set for data without chats.
+    pub(super) fn requires_chats(&self) -> Error {
+        let data = self.paths().next().map(|path| redact_path(path).display().to_string()).or_else(|| self.source.clone()).unwrap_or_default();
+        Error::option("data", format!("{data}: `loss_on` applies only to chats (.jsonl with `messages`): remove it"))
+    }
+
+    /// Rejects options of windows for data that is not split into windows.
+    pub(super) fn reject_window_options(&self, hint: &str) -> Result<()> {
+        let options = [("stride", self.stride.is_some()), ("loss_on", self.loss_on.is_some())];
+        match options.into_iter().find(|(_, is_given)| *is_given) {
+            Some((name, _)) => Err(Error::option("data", format!("`{name}` {hint}: remove it"))),
+            None => Ok(()),
+        }
     }
 
     /// An option that does not apply to this kind of data, and the kind that it applies to.
@@ -98,6 +116,9 @@ mod tests {
             ("{ text: a.jsonl, samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
             ("{ images: ., samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
             ("{ text: a.txt, sampling: spread }", "requires `samples`"),
+            ("{ text: a.txt, loss_on: assistant }", "a.txt: `loss_on` applies only to chats"),
+            ("{ text: a.csv, loss_on: all }", "a.csv: `loss_on` applies only to chats"),
+            ("{ arrays: a.npz, loss_on: assistant }", "a.npz: `loss_on` applies only to chats"),
             ("{ text: a.txt, samples: 2, sampling: spread, stride: 8 }", "`stride` does not apply to `sampling: spread`"),
         ];
         for (text, reason) in unread {

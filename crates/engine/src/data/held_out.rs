@@ -149,10 +149,10 @@ impl DataSets {
 /// Labels do not matter.
 fn includes(set: &Data, other: &Data) -> bool {
     let inputs = |data: &Data| {
-        let data = data.clone();
-        let path = |path: Option<PathBuf>| path.map(|path| path.canonicalize().unwrap_or(path));
-        let [text, images, arrays] = [data.text, data.images, data.arrays].map(path);
-        Data { text, images, arrays, task: None, label_column: None, label_kind: None, labels: None, samples: None, sampling: None, batch_size: None, ..data }
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.canonicalize().unwrap_or_else(|_| path.clone()));
+        let data = Data { task: None, label_column: None, label_kind: None, labels: None, loss_on: None, ..data.clone() };
+        let [text, images, arrays] = [&data.text, &data.images, &data.arrays].map(path);
+        Data { text, images, arrays, samples: None, sampling: None, batch_size: None, ..data }
     };
     set.samples.is_none() && inputs(set) == inputs(other)
 }

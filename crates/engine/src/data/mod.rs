@@ -55,7 +55,7 @@ pub use compress_core::one_or_several;
 pub use corpus::{Corpus, CorpusText};
 pub use name_or_options::NOT_LOCAL;
 pub use open_sets::{DataSets, OpenSets};
-pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, Task, WindowSampling};
+pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, LossOn, Task, WindowSampling};
 pub use order::Order;
 pub use padding::Padding;
 pub use preprocessing::{has_renumbered_tokens, has_same_preprocessing};

@@ -80,6 +80,18 @@ pub enum WindowSampling {
     Spread,
 }
 
+/// Tokens of chats that losses and perplexity predict.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum LossOn {
+    /// All tokens
+    All,
+    /// The text of the assistant: the generation blocks of the chat template, or else the text that its
+    /// messages add
+    Assistant,
+}
+
 /// How labels identify classes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
@@ -176,6 +188,10 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sampling: Option<WindowSampling>,
+    /// Tokens of chats that losses and perplexity predict [default: all]
+    #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_on: Option<LossOn>,
     /// Samples per batch [default: 32, or 4 windows of a text; fewer if that exceeds 2048 tokens]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -302,6 +318,11 @@ impl Data {
     /// Whether windows are spread over a text.
     pub(super) fn is_spread(&self) -> bool {
         self.sampling == Some(WindowSampling::Spread)
+    }
+
+    /// Whether losses and perplexity predict only the text of the assistant in chats.
+    pub(super) fn predicts_answers(&self) -> bool {
+        self.loss_on == Some(LossOn::Assistant)
     }
 
     /// Returns these options, overridden by all options that are set in `others`.

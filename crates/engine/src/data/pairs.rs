@@ -40,9 +40,7 @@ impl Pairs {
             let reason = "an encoder-decoder model requires target texts: specify their column as `pair_column`, in a .csv, .tsv or .jsonl file";
             return Err(Error::option("data", format!("{}: {reason}", path.display())));
         }
-        if options.stride.is_some() {
-            return Err(Error::option("data", "`stride`: pairs of texts are not split into windows, but truncated at `max_length`: remove it"));
-        }
+        options.reject_window_options("does not apply to pairs of texts, which are not split into windows, but truncated at `max_length`")?;
         let (tokenizer, decoder) = (Tokenizer::open(&target, options.max_length)?, DecoderTargets::from_target(&target)?);
         let pairs = Pairs { options: options.clone(), path: path.to_owned(), task, tokenizer, decoder };
         // Reports errors in the columns before a model is loaded.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::Target;
-use super::chat::{Chat, ChatTemplate};
+use super::chat::{Chat, ChatTemplate, RenderedChat};
 use super::labels::Label;
 use super::options::{Column, Data};
 use crate::error::{Error, Result, counted, redact_path};
@@ -33,18 +33,33 @@ pub(super) struct Record {
 impl Record {
     /// The text, and whether it already contains its special tokens, as rendered chats do.
     pub fn rendered(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
-        let mixed = |this: &str, first: &str| {
-            Err(Error::malformed(path, format!("line {} is {this}, but the first line is {first}: a file must contain either texts or chats", self.line)))
-        };
         match (&self.text, template) {
             (Text::Plain(text), None) => Ok((text.into(), false)),
-            (Text::Chat(chat), Some(template)) => template.render_complete(chat).map(|text| (text.into(), true)).map_err(|e| {
-                let hint = e.hint().unwrap_or_default();
-                Error::run(format!("{}: line {}", path.display(), self.line), e, hint)
-            }),
-            (Text::Chat(_), None) => mixed("a chat", "a text"),
-            (Text::Plain(_), Some(_)) => mixed("a text", "a chat"),
+            (Text::Chat(chat), Some(template)) => template.render_complete(chat).map(|text| (text.into(), true)).map_err(self.located(path)),
+            _ => Err(self.mixed(path)),
         }
+    }
+
+    /// The text of a chat, with the text of the assistant in it.
+    pub fn rendered_with_answers(&self, template: &ChatTemplate, path: &Path) -> Result<RenderedChat> {
+        match &self.text {
+            Text::Chat(chat) => template.render_with_answers(chat).map_err(self.located(path)),
+            Text::Plain(_) => Err(self.mixed(path)),
+        }
+    }
+
+    /// Adds the line to an error of the template.
+    fn located(&self, path: &Path) -> impl Fn(Error) -> Error {
+        let location = format!("{}: line {}", path.display(), self.line);
+        move |e| {
+            let hint = e.hint().unwrap_or_default();
+            Error::run(location.clone(), e, hint)
+        }
+    }
+
+    fn mixed(&self, path: &Path) -> Error {
+        let (this, first) = if matches!(self.text, Text::Chat(_)) { ("a chat", "a text") } else { ("a text", "a chat") };
+        Error::malformed(path, format!("line {} is {this}, but the first line is {first}: a file must contain either texts or chats", self.line))
     }
 }
 

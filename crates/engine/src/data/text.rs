@@ -27,12 +27,7 @@ impl Sentences {
         if task == Task::Embedding && options.pair_column.is_none() {
             return Err(Error::option("data", "`task: embedding` requires pairs of texts with scores: specify `pair_column` and `label_column`"));
         }
-        if options.stride.is_some() {
-            return Err(Error::option(
-                "data",
-                "`stride` applies only to the windows of `task: language-modelling`, but each text is one sample here: remove it",
-            ));
-        }
+        options.reject_window_options("applies only to the windows of `task: language-modelling`, but each text is one sample here")?;
         if options.is_spread() {
             return Err(Error::option(
                 "data",

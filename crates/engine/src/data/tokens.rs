@@ -6,6 +6,7 @@ mod stream;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -146,6 +147,16 @@ impl Tokenizer {
     pub(super) fn with_offsets(&self, text: &str) -> Result<Vec<(i64, usize)>> {
         let encoding = self.inner.encode(text, false).map_err(|e| Error::malformed(&self.path, e))?;
         Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(id, (start, _))| (i64::from(*id), *start)).collect())
+    }
+
+    /// Tokenizes a text of any length that already contains its special tokens; returns each token, and
+    /// whether its text overlaps one of the `targets`, ranges of bytes.
+    pub(super) fn with_targets(&self, text: &str, targets: &[Range<usize>]) -> Result<Vec<(i64, bool)>> {
+        let in_case = |at: usize| text.get(..at).map_or(at, |before| self.apply_case(before).len());
+        let targets: Vec<Range<usize>> = targets.iter().map(|target| in_case(target.start)..in_case(target.end)).collect();
+        let encoding = self.inner.encode(self.apply_case(text), false).map_err(|e| Error::malformed(&self.path, e))?;
+        let overlaps = |(start, end): (usize, usize)| targets.iter().any(|target| start < target.end && target.start < end);
+        Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(id, offsets)| (i64::from(*id), overlaps(*offsets))).collect())
     }
 
     fn with_truncation(&self) -> &tokenizers::Tokenizer {

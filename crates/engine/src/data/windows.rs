@@ -3,13 +3,14 @@
 //! A plain file is one text; in other files, every record is one. Windows have `max_length` tokens
 //! including the tokenizer's first special token, and a distance of `stride` tokens. In overlapping
 //! windows, a token is predicted only in the first window that contains it. With `sampling: spread`,
-//! windows of a plain file start at lines spread evenly over it.
+//! windows of a plain file start at lines spread evenly over it. With `loss_on: assistant`, only the text
+//! of the assistant in chats is predicted.
 
 use std::io::{self, BufRead, BufReader, Cursor, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::chat::ChatTemplate;
+use super::chat::{ChatTemplate, RenderedChat};
 use super::held_out::token_hashes;
 use super::options::{self, Data, Task};
 use super::records::{self, Record, TextFormat};
@@ -27,9 +28,17 @@ const LONGEST_LINE: u64 = 1 << 16;
 /// Bytes of text per token to read at a time where one window is taken.
 const BYTES_PER_TOKEN: usize = 8;
 
-/// A text, and whether it contains its special tokens.
-type Text = (Box<dyn Read + Send>, bool);
+/// A text that is split into windows.
+enum Text {
+    Plain(Box<dyn Read + Send>),
+    /// A chat, which contains its special tokens.
+    Chat(Box<dyn Read + Send>),
+    /// A chat of which only the text of the assistant is predicted.
+    Answers(RenderedChat),
+}
+
 type Texts<'a> = Box<dyn Iterator<Item = Result<Text>> + Send + 'a>;
+type WindowsOfText<'a> = Box<dyn Iterator<Item = Result<Window>> + Send + 'a>;
 
 pub(super) struct Windows {
     options: Data,
@@ -64,7 +73,10 @@ impl Windows {
         }
         let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride } };
         let template = if windows.is_one_text()? { None } else { records::template(windows.records()?, &target)? };
-        Ok(Windows { template, ..windows })
+        match template {
+            None if options.loss_on.is_some() => Err(options.requires_chats()),
+            _ => Ok(Windows { template, ..windows }),
+        }
     }
 
     fn is_one_text(&self) -> Result<bool> {
@@ -82,11 +94,15 @@ impl Windows {
         if self.is_one_text()? {
             let file = files::stream(&self.path).map_err(Error::io("open", &self.path))?;
             let text = records::without_byte_order_mark(file).map_err(Error::io("read", &self.path))?;
-            return Ok(Box::new(std::iter::once(Ok((text, false)))));
+            return Ok(Box::new(std::iter::once(Ok(Text::Plain(text)))));
         }
         let read = |text: String| Box::new(Cursor::new(text.into_bytes())) as Box<dyn Read + Send>;
-        let rendered = move |record: Record| {
-            record.rendered(self.template.as_ref(), &self.path).map(|(text, has_special_tokens)| (read(text.into_owned()), has_special_tokens))
+        let rendered = move |record: Record| match self.template.as_ref().filter(|_| self.options.predicts_answers()) {
+            Some(template) => record.rendered_with_answers(template, &self.path).map(Text::Answers),
+            None => record.rendered(self.template.as_ref(), &self.path).map(|(text, is_chat)| {
+                let text = read(text.into_owned());
+                if is_chat { Text::Chat(text) } else { Text::Plain(text) }
+            }),
         };
         Ok(Box::new(self.records()?.map(move |record| record.and_then(rendered))))
     }
@@ -99,27 +115,42 @@ impl Windows {
             let mut reader = file.reader();
             reader.seek(SeekFrom::Start(start)).map_err(Error::io("read", &self.path))?;
             let text: io::Result<Box<dyn Read + Send>> = if start == 0 { records::without_byte_order_mark(reader) } else { Ok(Box::new(reader)) };
-            text.map(|text| (text, false)).map_err(Error::io("read", &self.path))
+            text.map(Text::Plain).map_err(Error::io("read", &self.path))
         })))
     }
 
     /// The windows. Text is read and tokenized lazily.
     fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
-        let (piece, each) = if self.options.is_spread() { (self.cut.room.saturating_mul(BYTES_PER_TOKEN), 1) } else { (usize::MAX, usize::MAX) };
-        let windows = move |(text, has_special_tokens): Text| {
-            let cut = if has_special_tokens { self.cut.without_first(self.options.stride) } else { self.cut };
-            cut.windows(TokenStream::new(&self.tokenizer, text, self.path.clone()).with_piece(piece)).take(each)
-        };
-        let windows = self.texts()?.flat_map(move |text| match text {
-            Ok(text) => Either::Windows(windows(text)),
-            Err(e) => Either::Failed(Some(e)),
-        });
+        let windows =
+            self.texts()?.flat_map(move |text| text.and_then(|text| self.windows_of_text(text)).unwrap_or_else(|e| Box::new(std::iter::once(Err(e)))));
         Ok(windows.take(self.options.samples.unwrap_or(usize::MAX)))
+    }
+
+    fn windows_of_text(&self, text: Text) -> Result<WindowsOfText<'_>> {
+        let (piece, each) = if self.options.is_spread() { (self.cut.room.saturating_mul(BYTES_PER_TOKEN), 1) } else { (usize::MAX, usize::MAX) };
+        let stream = |text| TokenStream::new(&self.tokenizer, text, self.path.clone()).with_piece(piece);
+        let chat_cut = self.cut.without_first(self.options.stride);
+        Ok(match text {
+            Text::Plain(text) => Box::new(self.cut.windows(stream(text)).take(each)),
+            Text::Chat(text) => Box::new(chat_cut.windows(stream(text)).take(each)),
+            Text::Answers(chat) => {
+                let (ids, is_target): (Vec<i64>, Vec<bool>) = self.tokenizer.with_targets(&chat.text, &chat.answers)?.into_iter().unzip();
+                let windows = chat_cut.windows(std::iter::once(Ok(ids)));
+                Box::new(windows.map(move |window| window.map(|window| window.restricted_to(&is_target))).filter(|window| {
+                    // Windows without text of the assistant have no loss.
+                    !window.as_ref().is_ok_and(Window::is_unpredicted)
+                }))
+            }
+        })
     }
 
     fn batch(&self, windows: &[Window]) -> Result<Batch> {
         let rows: Vec<Tokens> = windows.iter().map(|w| Tokens { ids: w.ids.clone(), types: vec![0; w.ids.len()] }).collect();
-        let references = References::Next(windows.iter().map(|w| w.predicted.clone()).collect());
+        let references = if windows.iter().any(|window| window.positions.is_some()) {
+            References::Tokens(windows.iter().map(Window::labels).collect())
+        } else {
+            References::Next(windows.iter().map(|window| window.predicted.clone()).collect())
+        };
         Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: windows.len() })
     }
 }
@@ -178,7 +209,31 @@ fn line_start(file: &File, position: u64) -> io::Result<u64> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Window {
     ids: Vec<i64>,
+    /// Position in the text of the first token.
+    start: usize,
     predicted: Range<usize>,
+    /// The positions of this range that are predicted, if not all are.
+    positions: Option<Vec<usize>>,
+}
+
+impl Window {
+    /// Restricts the predicted positions to targets of the text, which has no token added at the start of
+    /// windows.
+    fn restricted_to(self, is_target: &[bool]) -> Window {
+        let is_target = |at: &usize| is_target.get(self.start.saturating_add(*at)) == Some(&true);
+        let positions = self.predicted.clone().filter(is_target).collect();
+        Window { positions: Some(positions), ..self }
+    }
+
+    fn is_unpredicted(&self) -> bool {
+        self.positions.as_ref().is_some_and(Vec::is_empty)
+    }
+
+    /// The target token of the logits at each position.
+    fn labels(&self) -> Vec<Option<i64>> {
+        let is_predicted = |at: usize| self.predicted.contains(&at) && self.positions.as_ref().is_none_or(|positions| positions.binary_search(&at).is_ok());
+        (1..).zip(self.ids.iter().skip(1)).map(|(at, id)| is_predicted(at).then_some(*id)).collect()
+    }
 }
 
 /// Parameters of the windows.
@@ -238,29 +293,13 @@ impl<I: Iterator<Item = Result<Vec<i64>>>> Iterator for Cutter<I> {
             let ids: Vec<i64> = first.into_iter().chain(own.iter().copied()).collect();
             // The first token of a window has no context, and cannot be predicted.
             let predicted = self.done.saturating_sub(self.start).saturating_add(usize::from(first.is_some())).max(1)..ids.len();
+            let start = self.start;
             self.done = end;
             self.start = self.start.saturating_add(stride);
             self.tokens.drain(..stride.min(self.tokens.len()));
             if !predicted.is_empty() {
-                return Some(Ok(Window { ids, predicted }));
+                return Some(Ok(Window { ids, start, predicted, positions: None }));
             }
-        }
-    }
-}
-
-/// The windows of a text, or an error.
-enum Either<W> {
-    Windows(W),
-    Failed(Option<Error>),
-}
-
-impl<W: Iterator<Item = Result<Window>>> Iterator for Either<W> {
-    type Item = Result<Window>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        match self {
-            Either::Windows(windows) => windows.next(),
-            Either::Failed(error) => error.take().map(Err),
         }
     }
 }
@@ -307,6 +346,26 @@ mod tests {
         // Without lines, windows start at characters.
         assert_eq!(starts(&"ä".repeat(50_000), 4), [0, 25_000, 50_000, 75_000]);
         assert_eq!(starts(&"ä".repeat(50_001), 4), [0, 25_000, 50_002, 75_002]);
+    }
+
+    /// Overlapping windows predict each target once.
+    #[test]
+    fn windows_predict_the_targets_of_a_text() {
+        let is_target: Vec<bool> = (0..40).map(|at| at % 7 == 3 || at == 11).collect();
+        for (room, stride) in [(5, 1), (5, 3), (8, 8), (40, 40)] {
+            let windows = Cut { first: None, room, stride }.windows(std::iter::once(Ok((100..140).collect())));
+            let windows: Vec<Window> = windows.map(|window| window.unwrap().restricted_to(&is_target)).collect();
+            let labels = |window: &Window| {
+                assert!(window.labels().iter().zip(&window.ids[1..]).all(|(label, next)| label.is_none_or(|label| label == *next)));
+                assert_eq!(window.is_unpredicted(), window.labels().iter().all(Option::is_none));
+                window.labels().into_iter().flatten().collect::<Vec<_>>()
+            };
+            let found: Vec<i64> = windows.iter().flat_map(labels).collect();
+            let expected = (0..40).filter(|at| is_target[*at]).map(|at| 100 + at as i64).collect::<Vec<_>>();
+            // The first token of a window that does not overlap the previous one has no context.
+            let is_predicted = |id: &i64| stride < room || (id - 100) as usize % room != 0;
+            assert_eq!(found, expected.into_iter().filter(is_predicted).collect::<Vec<_>>(), "{room} {stride}");
+        }
     }
 
     #[test]
