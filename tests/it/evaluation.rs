@@ -40,7 +40,7 @@ pub fn model(name: &str, extra: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 const WORDS: (&str, &str) = ("word-pieces.json", "tokenizer.json");
-const LETTERS: (&str, &str) = ("characters.json", "tokenizer.json");
+pub const LETTERS: (&str, &str) = ("characters.json", "tokenizer.json");
 
 pub fn options(yaml: &str) -> Data {
     serde_saphyr::from_str(yaml).unwrap()

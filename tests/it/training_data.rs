@@ -1,4 +1,4 @@
-//! Texts for training: the text of the assistant in chats (`scripts/goldens evaluation`).
+//! Texts for training: the text of the assistant in chats (`scripts/goldens evaluation`), and ends of texts.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -12,7 +12,7 @@ use compress::{Model, Pipeline};
 use compress_engine::data::{Batch, Data};
 use compress_engine::train::BatchSize;
 
-use crate::evaluation::{batches, expected, model, options, refused, score, texts};
+use crate::evaluation::{LETTERS, batches, expected, model, options, refused, score, texts};
 
 const SPECIAL: (&str, &str) = ("special.json", "tokenizer_config.json");
 const CHATS: [(&str, &str); 3] = [("merged.json", "tokenizer.json"), SPECIAL, ("answers.jinja", "chat_template.jinja")];
@@ -121,9 +121,45 @@ fn options_of_texts_are_refused_where_they_do_not_apply() {
     assert!(plain.contains("plain.txt: `loss_on` applies only to chats"), "{plain}");
     let records = of(file("records.jsonl", "{ \"text\": \"a cat\" }\n"), "{ loss_on: all }");
     assert!(records.contains("records.jsonl: `loss_on` applies only to chats"), "{records}");
-    let error = of(texts("answers.jsonl", "{}").text.unwrap(), "{ loss_on: assistant, task: fidelity }");
-    assert!(error.contains("`loss_on` applies only to the windows of `task: language-modelling`"), "{error}");
+    let chats = || texts("answers.jsonl", "{}").text.unwrap();
+    for (yaml, wanted) in [
+        ("{ loss_on: assistant, task: fidelity }", "`loss_on` applies only to the windows of `task: language-modelling`"),
+        ("{ append_eos: true }", "answers.jsonl: `append_eos` does not apply to chats"),
+    ] {
+        let error = of(chats(), yaml);
+        assert!(error.contains(wanted), "{error}");
+    }
     let chat = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n";
     let silent = of(file("silent.jsonl", chat), "{ loss_on: assistant }");
     assert!(silent.contains("silent.jsonl: line 1") && silent.contains("a chat without text of the assistant"), "{silent}");
+    let config = fs::read_to_string(folder.path().join("config.json")).unwrap().replace("\"eos_token_id\": 2", "\"eos_token_id\": null");
+    fs::write(folder.path().join("config.json"), config).unwrap();
+    fs::write(folder.path().join("tokenizer_config.json"), "{}").unwrap();
+    let endless = of(file("plain.txt", "a cat\n"), "{ append_eos: true }");
+    assert!(endless.contains("a model without an end-of-text token"), "{endless}");
+}
+
+#[test]
+fn the_end_of_texts_is_a_token() {
+    const END: i64 = 2;
+    let folder = model("llama", &[LETTERS, SPECIAL]);
+    let path = folder.path().join("texts.jsonl");
+    // The second text ends with the token, and the third one fills a window.
+    let filling = "a".repeat(30);
+    fs::write(&path, format!("{{\"text\": \"a cat\"}}\n{{\"text\": \"a mat</s>\"}}\n{{\"text\": \"{filling}\"}}\n")).unwrap();
+    let of = |yaml: &str| windows(folder.path(), &Data { text: Some(path.clone()), ..options(yaml) });
+    let (with, without) = (of("{ append_eos: true }"), of("{}"));
+    assert_eq!((of("{ append_eos: false }"), with.len()), (without.clone(), 3));
+    let ids = |windows: &[Window]| windows.iter().map(|(ids, _)| ids.clone()).collect::<Vec<_>>();
+    let mut expected = ids(&without);
+    expected[0].push(END);
+    assert_eq!((ids(&with), expected[1].last(), expected[2].len()), (expected.clone(), Some(&END), 32));
+    assert_eq!(with[0].1.last(), Some(&(expected[0].len() - 2, END)));
+    // A plain file is one text.
+    let book = |yaml: &str| ids(&windows(folder.path(), &texts("book.txt", yaml))).concat();
+    let (with, without) = (book("{ append_eos: true }"), book("{}"));
+    assert_eq!(with, [without.clone(), vec![END]].concat());
+    assert!(!without.contains(&END));
+    let trained = |yaml: &str| losses(folder.path(), &Data { text: Some(path.clone()), ..options(yaml) }, finetune(1).into());
+    assert!(difference(&trained("{ append_eos: true }"), &trained("{}")) > 1e-4);
 }

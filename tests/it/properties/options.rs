@@ -292,7 +292,7 @@ fn complaint(name: &str, option: &str, values: &[Value], accepted: usize, acts: 
     }
 }
 
-/// Models with evaluation data: labelled texts, pairs with scores, a text and chats for a decoder, images,
+/// Models with evaluation data: labelled texts, pairs with scores, texts and chats for a decoder, images,
 /// and arrays under other names.
 fn scored(desk: &Desk) -> Vec<(PathBuf, Value)> {
     let evaluation = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation");
@@ -337,7 +337,8 @@ fn scored(desk: &Desk) -> Vec<(PathBuf, Value)> {
             json!({ "text": pairs, "header": false, "text_column": 1, "pair_column": 2, "label_column": 0 }),
         ),
         (decoder.clone(), json!({ "text": evaluation.join("book.txt"), "max_length": 16, "samples": 4 })),
-        (decoder, json!({ "text": evaluation.join("answers.jsonl"), "max_length": 16 })),
+        (decoder.clone(), json!({ "text": evaluation.join("answers.jsonl"), "max_length": 16 })),
+        (decoder, json!({ "text": texts, "text_column": "text" })),
         (model("resnet-basic", "resnet-basic.json", "preprocessor_config.json"), json!({ "images": evaluation.join("images") })),
         (classifier, json!({ "arrays": arrays })),
     ]
@@ -357,7 +358,7 @@ fn every_option_of_data_and_evaluation_changes_the_scores_or_is_rejected() {
     let (schema, desk) = (schema(), Desk::new());
     let (sets, plain) = (scored(&desk), json!({ "runtime": ["candle"], "latency": false }));
     let before: Vec<_> = sets.iter().map(|(model, data)| scores(&desk, model, data, &plain)).collect();
-    assert_eq!(before.iter().filter(|before| before.is_ok()).count(), 5, "{before:?}");
+    assert_eq!(before.iter().filter(|before| before.is_ok()).count(), 6, "{before:?}");
     let mut wrong = Vec::new();
     for (name, kind) in [("data", "Data"), ("evaluate", "Evaluate")] {
         for (option, described) in schema["$defs"][kind]["properties"].as_object().unwrap() {

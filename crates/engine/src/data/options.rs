@@ -192,6 +192,10 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_on: Option<LossOn>,
+    /// Whether to append the end-of-text token to every text that is split into windows [default: false]
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub append_eos: Option<bool>,
     /// Samples per batch [default: 32, or 4 windows of a text; fewer if that exceeds 2048 tokens]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]

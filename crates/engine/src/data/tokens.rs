@@ -44,6 +44,8 @@ pub struct Tokenizer {
     truncated: OnceLock<tokenizers::Tokenizer>,
     path: PathBuf,
     pad: i64,
+    /// The end-of-text token, if the model has one.
+    end: Option<i64>,
     max_length: Option<usize>,
     /// Number of special tokens of a pair of texts.
     pair_special_tokens: usize,
@@ -74,6 +76,7 @@ impl Tokenizer {
         override_normalizer(&mut inner, settings.values());
         settings::configure_splitting(&mut inner, settings.values(), target.config);
         add_named_tokens(&mut inner, target, settings.values())?;
+        let end = end(&inner, settings.values(), target.config);
         let sentences = Sentences::open(target.folder)?;
         let limit = limit(target, settings.values(), sentences.max_length);
         if let (Some(requested), Some(limit)) = (max_length, limit)
@@ -93,7 +96,7 @@ impl Tokenizer {
         inner.with_truncation(truncation.clone()).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
         inner.with_truncation(None).map_err(|e| Error::malformed(&path, e))?;
         let lower_case = sentences.lower_case;
-        Ok(Tokenizer { inner, truncation, truncated: OnceLock::new(), path, pad, max_length, pair_special_tokens, lower_case, has_token_types })
+        Ok(Tokenizer { inner, truncation, truncated: OnceLock::new(), path, pad, end, max_length, pair_special_tokens, lower_case, has_token_types })
     }
 
     /// Maximum number of tokens of a text.
@@ -193,6 +196,11 @@ impl Tokenizer {
         Ok(with.split_first().filter(|(_, rest)| rest.starts_with(&without) && !with.starts_with(&without)).map(|(first, _)| *first))
     }
 
+    /// The end-of-text token: `eos_token` of the tokenizer, or else `eos_token_id` of the configuration.
+    pub(super) fn end(&self) -> Option<i64> {
+        self.end
+    }
+
     /// Pads rows to one length. Returns `input_ids`, `attention_mask` and `token_type_ids`.
     pub fn collate(&self, rows: &[Tokens]) -> Result<BTreeMap<String, Tensor>> {
         let width = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
@@ -283,6 +291,13 @@ fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config:
         .or_else(|| named.and_then(|token| tokenizer.token_to_id(token)).map(i64::from))
         .or_else(|| config.get("pad_token_id").and_then(Value::as_i64))
         .unwrap_or(0)
+}
+
+/// The end-of-text token: from the tokenizer, otherwise the first one of the configuration.
+fn end(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config: &Map<String, Value>) -> Option<i64> {
+    let named = settings.get("eos_token").and_then(token_text).and_then(|token| tokenizer.token_to_id(token)).map(i64::from);
+    let stored = config.get("eos_token_id").and_then(|ids| ids.as_array().map_or(Some(ids), |ids| ids.first())).and_then(Value::as_i64);
+    named.or(stored)
 }
 
 /// Maximum number of tokens that a model accepts.

@@ -46,6 +46,8 @@ pub(super) struct Windows {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     cut: Cut,
+    /// The token that is appended to texts.
+    end: Option<i64>,
 }
 
 impl Windows {
@@ -71,10 +73,15 @@ impl Windows {
         if options.is_spread() && matches!(files::kind(path), Ok(Kind::Special)) {
             return Err(Error::option("data", format!("`sampling: spread` reads {} at several positions, and it is not a file", redact_path(path).display())));
         }
-        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride } };
+        let end = if options.append_eos == Some(true) { Some(tokenizer.end().ok_or_else(|| no_end(&target))?) } else { None };
+        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride }, end };
         let template = if windows.is_one_text()? { None } else { records::template(windows.records()?, &target)? };
         match template {
             None if options.loss_on.is_some() => Err(options.requires_chats()),
+            Some(_) if end.is_some() => {
+                let reason = "`append_eos` does not apply to chats, whose template writes the end of a text: remove it";
+                Err(Error::option("data", format!("{}: {reason}", redact_path(path).display())))
+            }
             _ => Ok(Windows { template, ..windows }),
         }
     }
@@ -131,7 +138,13 @@ impl Windows {
         let stream = |text| TokenStream::new(&self.tokenizer, text, self.path.clone()).with_piece(piece);
         let chat_cut = self.cut.without_first(self.options.stride);
         Ok(match text {
-            Text::Plain(text) => Box::new(self.cut.windows(stream(text)).take(each)),
+            Text::Plain(text) => {
+                let (cut, end) = (self.cut, self.end);
+                // A window that contains only the appended token would teach a model to write nothing.
+                let is_end = move |ids: &[i64]| end.is_some() && ids.strip_prefix(cut.first.as_slice()).unwrap_or(ids) == end.as_slice();
+                let windows = cut.windows(with_end(stream(text), end));
+                Box::new(windows.filter(move |window| !window.as_ref().is_ok_and(|window| is_end(&window.ids))).take(each))
+            }
             Text::Chat(text) => Box::new(chat_cut.windows(stream(text)).take(each)),
             Text::Answers(chat) => {
                 let (ids, is_target): (Vec<i64>, Vec<bool>) = self.tokenizer.with_targets(&chat.text, &chat.answers)?.into_iter().unzip();
@@ -155,6 +168,27 @@ impl Windows {
     }
 }
 
+fn no_end(target: &Target) -> Error {
+    let what = format!("{}: `append_eos` for a model without an end-of-text token", target.folder.display());
+    Error::Unsupported { what, hint: "add `eos_token` to tokenizer_config.json, or remove `append_eos`".into() }
+}
+
+/// Appends a token to a text that does not end with it. An empty text remains empty.
+fn with_end(mut parts: impl Iterator<Item = Result<Vec<i64>>>, end: Option<i64>) -> impl Iterator<Item = Result<Vec<i64>>> {
+    let mut last = None;
+    std::iter::from_fn(move || match parts.next() {
+        Some(part) => {
+            last = part.as_ref().ok().and_then(|part| part.last().copied()).or(last);
+            Some(part)
+        }
+        None => {
+            let missing = end.filter(|end| last.is_some_and(|last| last != *end));
+            last = None;
+            missing.map(|end| Ok(vec![end]))
+        }
+    })
+}
+
 impl SampleSource for Windows {
     fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
         let (size, bytes) = (self.options.batch(Task::LanguageModelling, Some(self.cut.room)), self.cut.room.saturating_mul(size_of::<i64>()));
@@ -162,7 +196,11 @@ impl SampleSource for Windows {
     }
 
     fn identities(&self, _: usize, everywhere: bool) -> Result<Identities<'_>> {
-        let text = |ids: &[i64]| ids.strip_prefix(self.cut.first.as_slice()).unwrap_or(ids).to_vec();
+        // Special tokens are not content.
+        let text = |ids: &[i64]| {
+            let ids = ids.strip_prefix(self.cut.first.as_slice()).unwrap_or(ids);
+            ids.strip_suffix(self.end.as_slice()).unwrap_or(ids).to_vec()
+        };
         Ok(Box::new(self.windows()?.map(move |window| window.map(|window| token_hashes(&text(&window.ids), everywhere)))))
     }
 
@@ -346,6 +384,15 @@ mod tests {
         // Without lines, windows start at characters.
         assert_eq!(starts(&"ä".repeat(50_000), 4), [0, 25_000, 50_000, 75_000]);
         assert_eq!(starts(&"ä".repeat(50_001), 4), [0, 25_000, 50_002, 75_002]);
+    }
+
+    #[test]
+    fn only_texts_that_do_not_end_with_the_token_get_it() {
+        let ended = |parts: &[&[i64]], end| with_end(parts.iter().map(|part| Ok(part.to_vec())), end).collect::<Result<Vec<_>>>().unwrap().concat();
+        assert_eq!(ended(&[&[3, 4], &[5]], Some(2)), [3, 4, 5, 2]);
+        assert_eq!(ended(&[&[3, 2]], Some(2)), [3, 2]);
+        assert_eq!(ended(&[&[3, 2], &[4]], None), [3, 2, 4]);
+        assert!(ended(&[], Some(2)).is_empty());
     }
 
     /// Overlapping windows predict each target once.
