@@ -1,15 +1,18 @@
-//! Texts for training: the text of the assistant in chats (`scripts/goldens evaluation`), and ends of texts.
+//! Texts for training: the text of the assistant in chats (`scripts/goldens evaluation`), ends of texts, and
+//! texts mixed by weight.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::HashMap;
 use std::fs;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::pass::{Distill, Finetune, Step, Student};
 use compress::{Model, Pipeline};
-use compress_engine::data::{Batch, Data};
+use compress_engine::data::{Batch, Data, DataSet, LossOn, Order};
+use compress_engine::evaluation::Subject;
 use compress_engine::train::BatchSize;
 
 use crate::evaluation::{LETTERS, batches, expected, model, options, refused, score, texts};
@@ -20,9 +23,13 @@ const CHATS: [(&str, &str); 3] = [("merged.json", "tokenizer.json"), SPECIAL, ("
 /// Tokens of a window, and the positions whose next token is predicted, each with that token.
 type Window = (Vec<i64>, Vec<(usize, i64)>);
 
+/// The window of a batch of one sample.
+fn window(batch: &Batch) -> Window {
+    (batch.inputs["input_ids"].to_vec2().unwrap().remove(0), batch.next_tokens().unwrap().unwrap().remove(0))
+}
+
 /// The windows of data, without padding.
 fn windows(folder: &Path, data: &Data) -> Vec<Window> {
-    let window = |batch: &Batch| (batch.inputs["input_ids"].to_vec2().unwrap().remove(0), batch.next_tokens().unwrap().unwrap().remove(0));
     batches(folder, &Data { batch_size: Some(1), ..data.clone() }).unwrap().iter().map(window).collect()
 }
 
@@ -162,4 +169,81 @@ fn the_end_of_texts_is_a_token() {
     assert!(!without.contains(&END));
     let trained = |yaml: &str| losses(folder.path(), &Data { text: Some(path.clone()), ..options(yaml) }, finetune(1).into());
     assert!(difference(&trained("{ append_eos: true }"), &trained("{}")) > 1e-4);
+}
+
+/// The windows in the order of a training, without padding.
+fn shuffled(folder: &Path, data: &Data, order: Order) -> Vec<Window> {
+    let subject = Subject::open(folder, 1).unwrap();
+    let mut found = Vec::new();
+    let order = Order { batch: Some(1), ..order };
+    let set = DataSet::open(data, subject.target()).unwrap();
+    set.for_each_in(order, |batch| {
+        found.push(window(&batch));
+        Ok(ControlFlow::Continue(()))
+    })
+    .unwrap();
+    assert_eq!(found.len(), set.batches(order).unwrap());
+    found
+}
+
+#[test]
+fn texts_are_mixed_by_weight() {
+    let folder = model("llama", &CHATS);
+    let file = |name: &str, word: &str, count: usize| {
+        let path = folder.path().join(name);
+        fs::write(&path, (0..count).map(|n| format!("{{\"text\": \"{word} {}\"}}\n", &"abcdefghijkl"[n..])).collect::<String>()).unwrap();
+        path
+    };
+    let (large, small) = (file("large.jsonl", "rain", 12), file("small.jsonl", "mat", 3));
+    let part = |path: &Path, weight: f64| Data { text: Some(path.to_owned()), weight: Some(weight), ..Data::default() };
+    let mix = Data { mix: vec![part(&large, 1.0), Data { append_eos: Some(true), ..part(&small, 3.0) }], ..Data::default() };
+    let own = |index: usize| windows(folder.path(), &Data { weight: None, ..mix.mix[index].clone() });
+    // Without a seed, every window of both texts, in proportion as long as possible.
+    let in_order = windows(folder.path(), &mix);
+    let is_small = |(ids, _): &Window| ids.last() == Some(&2);
+    assert_eq!(in_order.iter().take(4).filter(|window| is_small(window)).count(), 3);
+    let sorted = |mut windows: Vec<Window>| {
+        windows.sort();
+        windows
+    };
+    assert_eq!(sorted(in_order.clone()), sorted([own(0), own(1)].concat()));
+    let limited = Data { samples: Some(5), ..mix.clone() };
+    assert_eq!(windows(folder.path(), &limited), in_order[..5]);
+    // With one, as many windows, drawn by weight, and the same after an interruption.
+    let order = |seed: u64| Order { shuffle: Some(seed), ..Order::default() };
+    let all: Vec<Vec<Window>> = (0..40).map(|seed| shuffled(folder.path(), &mix, order(seed))).collect();
+    assert!(all.iter().all(|epoch| epoch.len() == 15 && epoch.iter().all(|window| in_order.contains(window))));
+    let share = all.iter().flatten().filter(|window| is_small(window)).count() as f64 / 600.0;
+    assert!((share - 0.75).abs() < 0.05, "{share}");
+    assert!(all[3] == shuffled(folder.path(), &mix, order(3)) && all[3] != all[4]);
+    assert_eq!(shuffled(folder.path(), &mix, Order { skip: 6, ..order(3) }), all[3][6..]);
+    assert_eq!(shuffled(folder.path(), &limited, order(3)), all[3][..5]);
+    // Chats of which only the answers are predicted, with a text.
+    let chats = Data { loss_on: Some(LossOn::Assistant), ..part(&texts("answers.jsonl", "{}").text.unwrap(), 1.0) };
+    let with_chats = Data { mix: vec![chats, part(&large, 2.0)], batch_size: Some(64), ..Data::default() };
+    let expected = [expected_windows(), own(0)].concat();
+    let batch = batches(folder.path(), &with_chats).unwrap().remove(0);
+    let next = batch.next_tokens().unwrap().unwrap();
+    assert_eq!((batch.samples, next.iter().map(Vec::len).sum::<usize>()), (expected.len(), expected.iter().map(|(_, next)| next.len()).sum()));
+    assert_eq!(sorted(windows(folder.path(), &with_chats)), sorted(expected));
+    let trained = losses(folder.path(), &with_chats, finetune(2).into());
+    assert_eq!(trained, losses(folder.path(), &with_chats, finetune(2).into()));
+    assert!(difference(&trained, &losses(folder.path(), &Data { mix: vec![with_chats.mix[1].clone()], ..with_chats.clone() }, finetune(2).into())) > 1e-3);
+}
+
+#[test]
+fn unsuitable_mixtures_are_refused() {
+    let folder = model("llama", &[LETTERS]);
+    let mix = |yaml: &str| options(&format!("{{ mix: [{{ text: {} }}], {yaml} }}", texts("book.txt", "{}").text.unwrap().display()));
+    assert!(refused(folder.path(), &mix("task: fidelity")).contains("`mix` mixes texts of language models"));
+    let encoder = model("sentence-mean", &[("word-pieces.json", "tokenizer.json")]);
+    assert!(refused(encoder.path(), &mix("max_length: 8")).contains("`mix` mixes texts of language models"));
+    let empty = folder.path().join("empty.txt");
+    fs::write(&empty, "").unwrap();
+    let mut data = mix("max_length: 8");
+    data.mix.push(Data { text: Some(empty), ..Data::default() });
+    let subject = Subject::open(folder.path(), 1).unwrap();
+    let set = DataSet::open(&data, subject.target()).unwrap();
+    let error = set.for_each_in(Order { shuffle: Some(1), ..Order::default() }, |_| Ok(ControlFlow::Continue(()))).unwrap_err().to_string();
+    assert!(error.contains("empty.txt: contains no samples"), "{error}");
 }

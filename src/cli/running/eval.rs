@@ -48,7 +48,7 @@ impl Args {
             Some(data) => data.overridden_by(&self.options)?,
             None => self.options.clone(),
         };
-        if options.text.is_none() && options.images.is_none() && options.arrays.is_none() {
+        if !options.has_texts() && options.images.is_none() && options.arrays.is_none() {
             return Err(Error::option("eval", "no data: specify samples with --data"));
         }
         let path = self.subject()?;

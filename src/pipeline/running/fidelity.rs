@@ -207,7 +207,7 @@ impl Run<'_> {
         let mut note = None;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
             let Some(set) = set else { continue };
-            if self.after.retained_tokens.is_some() && set.text.is_none() {
+            if self.after.retained_tokens.is_some() && !set.has_texts() {
                 note = Some("fidelity was not measured on held-out samples: they contain token ids of the original vocabulary".to_owned());
                 continue;
             }

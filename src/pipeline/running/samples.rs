@@ -60,7 +60,7 @@ impl Pipeline {
 
     /// Rejects arrays if a pass renumbers tokens: their ids are other tokens after it.
     fn require_texts(&self, model: &Model) -> Result<()> {
-        let used = self.used_data().into_iter().find(|(_, set)| set.text.is_none()).filter(|_| model.retained_tokens.is_some());
+        let used = self.used_data().into_iter().find(|(_, set)| !set.has_texts()).filter(|_| model.retained_tokens.is_some());
         used.map_or(Ok(()), |(key, _)| {
             let reason = "contains token ids, but `prune-vocabulary` renumbers the tokens: use texts, or a separate run on the result";
             Err(Error::option(format!("data: {key}"), reason))

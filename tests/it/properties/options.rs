@@ -125,10 +125,12 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
 }
 
 /// Options for which these models and data accept no value, and the reason.
-const REFUSED: [(&str, &str, &str); 6] = [
+const REFUSED: [(&str, &str, &str); 8] = [
     ("finetune", "classes", "needs a model without a head, which tests/it/train.rs trains"),
     ("finetune", "labels", "needs a model without a head, which tests/it/train.rs trains"),
     ("distill", "teacher_top", "needs a folder of cached outputs, whose contents tests/it/train.rs compares"),
+    ("data", "mix", "excludes `text`, `images` and `arrays`: tests/it/training_data.rs"),
+    ("data", "weight", "is for texts of `mix`: tests/it/training_data.rs"),
     ("data", "labels", "is for IDX files, which unit tests of crates/engine/src/data/idx.rs read"),
     ("gguf", "imatrix", "needs a file for the model, which tests/it/gguf/quantizer.rs reads"),
     ("evaluate", "runtime", "needs ONNX Runtime for another value than the default: tests/it/cli/commands/evaluation.rs"),

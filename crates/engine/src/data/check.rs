@@ -10,14 +10,20 @@ impl Data {
     /// # Errors
     /// A value is out of range, or an option does not apply to this kind of data.
     pub fn check(&self) -> Result<()> {
-        let kinds = [self.text.is_some(), self.images.is_some(), self.arrays.is_some(), self.source.is_some()];
+        let kinds = [self.text.is_some(), self.images.is_some(), self.arrays.is_some(), self.source.is_some(), !self.mix.is_empty()];
         if kinds.iter().filter(|kind| **kind).count() != 1 {
-            return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays` and `source`"));
+            return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays`, `source` and `mix`"));
+        }
+        if self.weight.is_some() {
+            return Err(Error::option("data", "`weight` applies only to the texts of `mix`: remove it"));
         }
         for (name, value) in [("samples", self.samples), ("batch_size", self.batch_size), ("max_length", self.max_length), ("stride", self.stride)] {
             if value == Some(0) {
                 return Err(Error::option("data", format!("`{name}` must be at least 1")));
             }
+        }
+        if !self.mix.is_empty() {
+            return self.check_mix();
         }
         for (name, sides) in [("resize", &self.resize), ("crop", &self.crop)] {
             if sides.as_ref().is_some_and(|sides| !(1..=2).contains(&sides.len()) || sides.contains(&0)) {
@@ -40,6 +46,23 @@ impl Data {
             return Err(Error::option("data", "`rescale`, `mean` and `std` must be finite numbers, and `rescale` and `std` not 0"));
         }
         Ok(())
+    }
+
+    /// Validates the texts of `mix`.
+    fn check_mix(&self) -> Result<()> {
+        for part in &self.mix {
+            let Some(path) = &part.text else { return Err(Error::option("data", "`mix`: requires `text` in each entry")) };
+            let wrong = |reason: String| Err(Error::option("data", format!("`mix`: {}: {reason}", redact_path(path).display())));
+            let common =
+                [("mix", !part.mix.is_empty()), ("task", part.task.is_some()), ("metric", part.metric.is_some()), ("batch_size", part.batch_size.is_some())];
+            if let Some((name, _)) = common.iter().find(|(_, is_given)| *is_given) {
+                return wrong(format!("`{name}` applies to all texts: specify it next to `mix`"));
+            }
+            if part.weight.is_some_and(|weight| !(weight.is_normal() && weight > 0.0)) {
+                return wrong("`weight` must be a positive number".into());
+            }
+        }
+        self.parts()?.into_iter().try_for_each(|(part, _)| part.check())
     }
 
     /// An error because `loss_on` is set for data without chats.
@@ -117,6 +140,15 @@ mod tests {
             ("{ text: a.jsonl, samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
             ("{ images: ., samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
             ("{ text: a.txt, sampling: spread }", "requires `samples`"),
+            ("{ text: a.txt, weight: 2 }", "`weight` applies only to the texts of `mix`"),
+            ("{ text: a.txt, mix: [{ text: b.txt }] }", "exactly one of"),
+            ("{ mix: [{ images: a }] }", "`mix`: requires `text` in each entry"),
+            ("{ mix: [{ text: b.txt, weight: 0 }] }", "`mix`: b.txt: `weight` must be a positive number"),
+            ("{ mix: [{ text: b.txt, weight: -.inf }] }", "`mix`: b.txt: `weight` must be a positive number"),
+            ("{ mix: [{ text: b.txt, task: fidelity }] }", "`mix`: b.txt: `task` applies to all texts"),
+            ("{ mix: [{ text: a.jsonl }, { text: b.txt }], loss_on: assistant }", "b.txt: `loss_on` applies only to chats"),
+            ("{ mix: [{ text: b.txt, crop: 3 }] }", "`crop` applies only to images"),
+            ("{ mix: [{ text: b.txt, samples: 0 }] }", "`samples` must be at least 1"),
             ("{ text: a.txt, loss_on: assistant }", "a.txt: `loss_on` applies only to chats"),
             ("{ text: a.csv, loss_on: all }", "a.csv: `loss_on` applies only to chats"),
             ("{ arrays: a.npz, loss_on: assistant }", "a.npz: `loss_on` applies only to chats"),
@@ -126,7 +158,11 @@ mod tests {
         for (text, reason) in unread {
             assert!(check(text).is_err_and(|e| e.contains(reason)), "{text}");
         }
-        for valid in ["{ text: a.csv, header: false, quoting: false, text_column: 0, max_length: 8 }", "{ text: a.log, delimiter: \";\", header: false }"] {
+        for valid in [
+            "{ mix: [{ text: a.txt, weight: 0.5, append_eos: true }, { text: b.jsonl, loss_on: assistant }], max_length: 8 }",
+            "{ text: a.csv, header: false, quoting: false, text_column: 0, max_length: 8 }",
+            "{ text: a.log, delimiter: \";\", header: false }",
+        ] {
             assert_eq!(check(valid), Ok(()), "{valid}");
         }
         assert!(["mean: 0.286, std: 1", "mean: -1", "mean: [1, 0.5]"].iter().all(|scalar| check(&format!("{{ images: a, {scalar} }}")).is_ok()));

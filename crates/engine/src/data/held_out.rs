@@ -117,7 +117,7 @@ impl DataSets {
         }
         let (mut shared, mut complete) = (BTreeSet::new(), true);
         for other in others {
-            let limit = if other.text.is_some() { SCANNED } else { usize::MAX };
+            let limit = if other.has_texts() { SCANNED } else { usize::MAX };
             let other = self.open(other, target)?;
             for (sample, identity) in other.source.identities(batch_of(&other, target), false)?.enumerate() {
                 if shared.len() == candidates.len() {

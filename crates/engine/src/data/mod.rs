@@ -19,8 +19,10 @@ mod idx;
 mod image_files;
 mod image_input;
 mod images;
+mod interleaved;
 mod labels;
 mod loader;
+mod mixture;
 mod name_or_options;
 mod npy;
 mod open_sets;
@@ -43,6 +45,7 @@ mod task;
 mod text;
 mod tokens;
 mod wav;
+mod window;
 mod windows;
 
 use std::ops::ControlFlow;
@@ -166,6 +169,10 @@ impl DataSet {
         };
         if let Some(name) = &options.source {
             return Ok(made(Box::new(custom_source::CustomSource::open(options, name, task, target)?), name.clone()));
+        }
+        if !options.mix.is_empty() {
+            let names: Vec<String> = options.paths().map(|path| path.display().to_string()).collect();
+            return Ok(made(Box::new(mixture::Mixture::open(options, task, target)?), names.join(", ")));
         }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),

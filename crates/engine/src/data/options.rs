@@ -121,6 +121,14 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrays: Option<PathBuf>,
+    /// Texts to mix, each with its own options and `weight`; other options apply to all of them
+    #[cfg_attr(feature = "cli", arg(skip))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mix: Vec<Data>,
+    /// Probability of a sample of this text in `mix`, relative to the sum of all weights [default: 1]
+    #[cfg_attr(feature = "cli", arg(skip))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight: Option<f64>,
     /// Name of a data source that the program has registered
     #[cfg_attr(feature = "cli", arg(skip))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -346,11 +354,25 @@ impl Data {
         for path in [&mut self.text, &mut self.images, &mut self.arrays, &mut self.labels].into_iter().flatten() {
             *path = crate::files::resolve(folder, path);
         }
+        self.mix.iter_mut().for_each(|part| part.resolve(folder));
     }
 
     /// Files and folders of the data.
     pub fn paths(&self) -> impl Iterator<Item = &PathBuf> {
-        [&self.text, &self.images, &self.arrays, &self.labels].into_iter().flatten()
+        let own = [&self.text, &self.images, &self.arrays, &self.labels].into_iter().flatten();
+        own.chain(self.mix.iter().filter_map(|part| part.text.as_ref()))
+    }
+
+    /// Whether the samples are texts.
+    pub fn has_texts(&self) -> bool {
+        self.text.is_some() || !self.mix.is_empty()
+    }
+
+    /// The texts of `mix` with all their options, and their weights.
+    pub(super) fn parts(&self) -> Result<Vec<(Data, f64)>> {
+        let common = Data { mix: Vec::new(), samples: None, batch_size: None, metric: None, ..self.clone() };
+        let part = |part: &Data| Ok((Data { weight: None, ..common.overridden_by(part)? }, part.weight.unwrap_or(1.0)));
+        self.mix.iter().map(part).collect()
     }
 
     /// Hash of the options and of the contents of all files.

@@ -7,16 +7,15 @@
 //! of the assistant in chats is predicted.
 
 use std::io::{self, BufRead, BufReader, Cursor, Read, Seek, SeekFrom};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::chat::{ChatTemplate, RenderedChat};
 use super::held_out::token_hashes;
 use super::options::{self, Data, Task};
 use super::records::{self, Record, TextFormat};
-use super::tokens::TokenStream;
-use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Identities, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
+use super::tokens::{TokenStream, Tokenizer};
+use super::window::{Window, to_batch};
+use super::{Identities, Order, PendingBatches, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result, redact_path};
 use crate::files::{self, File, Kind};
 
@@ -86,6 +85,20 @@ impl Windows {
         }
     }
 
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Length of the text in a window, in tokens.
+    pub fn room(&self) -> usize {
+        self.cut.room
+    }
+
     fn is_one_text(&self) -> Result<bool> {
         Ok(records::layout(&self.options, &self.path)? == TextFormat::Lines)
     }
@@ -127,7 +140,7 @@ impl Windows {
     }
 
     /// The windows. Text is read and tokenized lazily.
-    fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
+    pub fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
         let windows =
             self.texts()?.flat_map(move |text| text.and_then(|text| self.windows_of_text(text)).unwrap_or_else(|e| Box::new(std::iter::once(Err(e)))));
         Ok(windows.take(self.options.samples.unwrap_or(usize::MAX)))
@@ -157,14 +170,10 @@ impl Windows {
         })
     }
 
-    fn batch(&self, windows: &[Window]) -> Result<Batch> {
-        let rows: Vec<Tokens> = windows.iter().map(|w| Tokens { ids: w.ids.clone(), types: vec![0; w.ids.len()] }).collect();
-        let references = if windows.iter().any(|window| window.positions.is_some()) {
-            References::Tokens(windows.iter().map(Window::labels).collect())
-        } else {
-            References::Next(windows.iter().map(|window| window.predicted.clone()).collect())
-        };
-        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: windows.len() })
+    /// Hashes of the content of a window, without special tokens.
+    pub fn hashes(&self, window: &Window, everywhere: bool) -> Vec<u64> {
+        let ids = window.ids.strip_prefix(self.cut.first.as_slice()).unwrap_or(&window.ids);
+        token_hashes(ids.strip_suffix(self.end.as_slice()).unwrap_or(ids), everywhere)
     }
 }
 
@@ -192,16 +201,11 @@ fn with_end(mut parts: impl Iterator<Item = Result<Vec<i64>>>, end: Option<i64>)
 impl SampleSource for Windows {
     fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
         let (size, bytes) = (self.options.batch(Task::LanguageModelling, Some(self.cut.room)), self.cut.room.saturating_mul(size_of::<i64>()));
-        Ok(in_batches(self.windows()?, size, bytes, order, |windows| self.batch(windows)))
+        Ok(in_batches(self.windows()?, size, bytes, order, |windows| to_batch(&self.tokenizer, windows)))
     }
 
     fn identities(&self, _: usize, everywhere: bool) -> Result<Identities<'_>> {
-        // Special tokens are not content.
-        let text = |ids: &[i64]| {
-            let ids = ids.strip_prefix(self.cut.first.as_slice()).unwrap_or(ids);
-            ids.strip_suffix(self.end.as_slice()).unwrap_or(ids).to_vec()
-        };
-        Ok(Box::new(self.windows()?.map(move |window| window.map(|window| token_hashes(&text(&window.ids), everywhere)))))
+        Ok(Box::new(self.windows()?.map(move |window| window.map(|window| self.hashes(&window, everywhere)))))
     }
 
     fn count(&self) -> Result<usize> {
@@ -241,37 +245,6 @@ fn line_start(file: &File, position: u64) -> io::Result<u64> {
         _ => skipped.iter().skip(1).position(|byte| byte & 0xc0 != 0x80).map_or(skipped.len(), |at| at.saturating_add(1)),
     };
     Ok(before.saturating_add(count as u64))
-}
-
-/// Tokens of one window, and the positions that are predicted.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Window {
-    ids: Vec<i64>,
-    /// Position in the text of the first token.
-    start: usize,
-    predicted: Range<usize>,
-    /// The positions of this range that are predicted, if not all are.
-    positions: Option<Vec<usize>>,
-}
-
-impl Window {
-    /// Restricts the predicted positions to targets of the text, which has no token added at the start of
-    /// windows.
-    fn restricted_to(self, is_target: &[bool]) -> Window {
-        let is_target = |at: &usize| is_target.get(self.start.saturating_add(*at)) == Some(&true);
-        let positions = self.predicted.clone().filter(is_target).collect();
-        Window { positions: Some(positions), ..self }
-    }
-
-    fn is_unpredicted(&self) -> bool {
-        self.positions.as_ref().is_some_and(Vec::is_empty)
-    }
-
-    /// The target token of the logits at each position.
-    fn labels(&self) -> Vec<Option<i64>> {
-        let is_predicted = |at: usize| self.predicted.contains(&at) && self.positions.as_ref().is_none_or(|positions| positions.binary_search(&at).is_ok());
-        (1..).zip(self.ids.iter().skip(1)).map(|(at, id)| is_predicted(at).then_some(*id)).collect()
-    }
 }
 
 /// Parameters of the windows.
