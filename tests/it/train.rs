@@ -89,13 +89,13 @@ impl Run {
     }
 }
 
-fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
+pub fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
     let model = Model::open(folder).unwrap();
     let floats = model.weights.by_name.iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
     floats.map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
 }
 
-fn furthest(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) -> f32 {
+pub fn furthest(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) -> f32 {
     assert!(a.keys().eq(b.keys()));
     a.values().zip(b.values()).flat_map(|(a, b)| a.iter().zip(b)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }

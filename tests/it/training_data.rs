@@ -1,9 +1,9 @@
-//! Texts for training: the text of the assistant in chats (`scripts/goldens evaluation`), ends of texts, and
-//! texts mixed by weight.
+//! Texts for training: the text of the assistant in chats (`scripts/goldens evaluation`), ends of texts,
+//! texts mixed by weight, and packed texts.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -14,8 +14,10 @@ use compress::{Model, Pipeline};
 use compress_engine::data::{Batch, Data, DataSet, LossOn, Order};
 use compress_engine::evaluation::Subject;
 use compress_engine::train::BatchSize;
+use compress_engine::train::optimizer::Kind;
 
 use crate::evaluation::{LETTERS, batches, expected, model, options, refused, score, texts};
+use crate::train::{furthest, weights};
 
 const SPECIAL: (&str, &str) = ("special.json", "tokenizer_config.json");
 const CHATS: [(&str, &str); 3] = [("merged.json", "tokenizer.json"), SPECIAL, ("answers.jinja", "chat_template.jinja")];
@@ -75,11 +77,16 @@ fn as_arrays(batch: &Batch, path: &Path) -> Data {
 
 /// Losses of all steps.
 fn losses(folder: &Path, data: &Data, step: Step) -> Vec<f64> {
+    train(folder, data, step).0
+}
+
+/// Losses of all steps, and the weights after them.
+fn train(folder: &Path, data: &Data, step: Step) -> (Vec<f64>, BTreeMap<String, Vec<f32>>) {
     let out = tempfile::tempdir().unwrap();
     let pipeline = Pipeline::builder().pass(step).train(data.clone()).seed(3).build().unwrap();
     let report = pipeline.run(Model::open(folder).unwrap(), out.path().join("out")).unwrap();
     let curve = report.passes.last().unwrap().details["training"]["curve"].as_array().unwrap().clone();
-    curve.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+    (curve.iter().map(|step| step["loss"].as_f64().unwrap()).collect(), weights(&out.path().join("out")))
 }
 
 fn difference(a: &[f64], b: &[f64]) -> f64 {
@@ -246,4 +253,64 @@ fn unsuitable_mixtures_are_refused() {
     let set = DataSet::open(&data, subject.target()).unwrap();
     let error = set.for_each_in(Order { shuffle: Some(1), ..Order::default() }, |_| Ok(ControlFlow::Continue(()))).unwrap_err().to_string();
     assert!(error.contains("empty.txt: contains no samples"), "{error}");
+}
+
+/// Texts of different lengths, of which several fit into a window.
+fn short_texts(folder: &Path) -> Data {
+    let path = folder.join("short.jsonl");
+    let text = |n: usize| format!("{{\"text\": \"{}\"}}\n", ["rain", "a red hat", "on our old barn", "mat", "big drops fell over it"][n % 5]);
+    fs::write(&path, (0..14).map(text).collect::<String>()).unwrap();
+    Data { text: Some(path), ..Data::default() }
+}
+
+/// Causal attention with and without a window, soft caps, rotary scaling and experts. The step is one of
+/// gradient descent, so that the weights show the gradients.
+#[test]
+fn packed_texts_are_trained_like_separate_ones() {
+    let step = |losses: &str| -> Step {
+        let (optimizer, learning_rate, clip_norm, weight_decay) = (Kind::Sgd, 0.1, 0.0, 0.0);
+        if losses.contains("soft") {
+            return Distill { optimizer, learning_rate, clip_norm, weight_decay, max_steps: Some(1), ..distill(losses) }.into();
+        }
+        Finetune { losses: losses.parse().unwrap(), optimizer, learning_rate, clip_norm, weight_decay, ..finetune(1) }.into()
+    };
+    let cases = [
+        ("llama", "{ hard: 1 }"),
+        ("llama", "{ soft: 1, hidden: 1 }"),
+        ("llama-rope-llama3", "{ hard: 1 }"),
+        ("gemma2", "{ hard: 1 }"),
+        ("mixtral", "{ hard: 1 }"),
+    ];
+    for (name, losses) in cases {
+        let folder = model(name, &[LETTERS, SPECIAL]);
+        let separate = Data { append_eos: Some(true), batch_size: Some(64), ..short_texts(folder.path()) };
+        let packed = Data { packing: Some(true), ..separate.clone() };
+        let [rows, texts] = [&packed, &separate].map(|data| batches(folder.path(), data).unwrap().remove(0));
+        assert!(rows.samples <= texts.samples / 2, "{name}: {} rows of {} texts", rows.samples, texts.samples);
+        let count = |batch: &Batch| batch.next_tokens().unwrap().unwrap().iter().map(Vec::len).sum::<usize>();
+        assert_eq!(count(&rows), count(&texts), "{name}");
+        let numbers = rows.inputs["attention_mask"].to_vec2::<i64>().unwrap();
+        assert!(numbers.iter().all(|row| row[0] == 1 && row.iter().max() > Some(&1)), "{name}: {numbers:?}");
+        let [(found, weights), (expected, expected_weights)] = [&packed, &separate].map(|data| train(folder.path(), data, step(losses)));
+        assert!(difference(&found, &expected) < 1e-6 * expected[0], "{name}, {losses}: {found:?} instead of {expected:?}");
+        assert!(furthest(&weights, &expected_weights) < 5e-6, "{name}, {losses}: {}", furthest(&weights, &expected_weights));
+    }
+}
+
+#[test]
+fn packing_is_refused_where_texts_would_affect_each_other() {
+    let error = |name: &str, step: Step, evaluation: bool| {
+        let folder = model(name, &[LETTERS, SPECIAL]);
+        let data = Data { packing: Some(true), ..short_texts(folder.path()) };
+        let pipeline = Pipeline::builder().pass(step).train(data.clone());
+        let pipeline = if evaluation { pipeline.evaluation(data) } else { pipeline };
+        let out = tempfile::tempdir().unwrap();
+        pipeline.build().and_then(|pipeline| pipeline.run(Model::open(folder.path()).unwrap(), out.path().join("out"))).unwrap_err().to_string()
+    };
+    let learned = error("gpt2", finetune(1).into(), false);
+    assert!(learned.contains("`packing`") && learned.contains("Positions depends on the position in the row"), "{learned}");
+    let attention = error("llama", distill("{ soft: 1, attention: 1 }").into(), false);
+    assert!(attention.contains("losses: attention") && attention.contains("`packing`"), "{attention}");
+    let evaluation = error("llama", finetune(1).into(), true);
+    assert!(evaluation.contains("data: evaluation") && evaluation.contains("`packing` applies only to training data"), "{evaluation}");
 }

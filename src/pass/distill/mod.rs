@@ -11,6 +11,7 @@
 //!       max_steps: 2000
 //! ```
 
+mod packing;
 mod student;
 mod training;
 mod vocabulary;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 
-use super::vocabulary;
+use super::{packing, vocabulary};
 use crate::analysis;
 use crate::data::{DataSet, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
@@ -111,6 +111,7 @@ impl<'a> Job<'a> {
             return Err(Error::option("data: train", "has pairs with scores, which no loss supports: specify one text column, and `task: fidelity`"));
         }
         let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), samples.task())?;
+        packing::require_separate_texts(&objective.losses, data)?;
         let device = &context.device;
         let team = Team::from_environment(device)?;
         let requested = context.memory.bytes.filter(|_| context.memory.explicit);
@@ -147,7 +148,7 @@ impl<'a> Job<'a> {
             weights.learn_scales(quantizers)?;
             graph = quantizers.graph.clone();
         }
-        let small = training_graph(&graph, &objective, training)?;
+        let small = packing::for_samples(training_graph(&graph, &objective, training)?, data)?;
         for (name, matrix) in objective.projections(context.seed)? {
             weights.add(&name, &matrix)?;
         }
@@ -162,7 +163,8 @@ impl<'a> Job<'a> {
         let teacher = match (teacher, &teacher_graph) {
             (Some(teacher), Some(graph)) if !teacher_values.is_empty() => {
                 let placement = (teacher_device, teacher_dtype, training.offloads_parameters());
-                Some(Teacher::load(teacher, graph, (&teacher_values, &objective.heads().1), placement, &memory_tracker, &context.work)?)
+                let graph = packing::for_samples(subgraph(graph, &teacher_values, &Op::clone)?, data)?;
+                Some(Teacher::load(teacher, &graph, (&teacher_values, &objective.heads().1), placement, &memory_tracker, &context.work)?)
             }
             _ => None,
         };

@@ -59,6 +59,11 @@ impl Running {
             (_, Some(data)) => data.check()?,
             (None, None) => {}
         }
+        for (key, set) in [("evaluation", &self.data.evaluation), ("calibration", &self.data.calibration)] {
+            if set.as_ref().is_some_and(Data::is_packed) {
+                return Err(Error::option(format!("data: {key}"), "`packing` applies only to training data: remove it"));
+            }
+        }
         for (name, samples) in runs {
             if let Some((key, None)) = self.data_set(samples) {
                 return Err(Error::option(name, format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or --{key} on the command line")));
@@ -91,7 +96,7 @@ impl Running {
         self.data.ignore_labels(with_labels);
         if calibrates && self.data.calibration.is_none() {
             let limited =
-                |data: &Data| Data { samples: Some(data.samples.map_or(CALIBRATION_FALLBACK, |samples| samples.min(CALIBRATION_FALLBACK))), ..data.clone() };
+                |data: &Data| Data { samples: Some(data.samples.map_or(CALIBRATION_FALLBACK, |samples| samples.min(CALIBRATION_FALLBACK))), ..data.unpacked() };
             self.data.calibration = self.data.train.as_ref().map(limited);
         }
     }

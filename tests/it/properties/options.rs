@@ -137,8 +137,9 @@ const REFUSED: [(&str, &str, &str); 8] = [
 ];
 
 /// Options of data and evaluation that do not affect scores, and the reason.
-const WITHOUT_EFFECT: [(&str, &str); 5] = [
+const WITHOUT_EFFECT: [(&str, &str); 6] = [
     ("batch_size", "samples are independent of each other"),
+    ("packing", "is for training data: tests/it/training_data.rs"),
     ("layout", "a model supports images in one layout, and the other layout is rejected"),
     ("source", "names a source that a program has registered"),
     ("metric", "names a metric that a program has registered"),

@@ -73,7 +73,12 @@ impl Data {
 
     /// Rejects options of windows for data that is not split into windows.
     pub(super) fn reject_window_options(&self, hint: &str) -> Result<()> {
-        let options = [("stride", self.stride.is_some()), ("loss_on", self.loss_on.is_some()), ("append_eos", self.append_eos.is_some())];
+        let options = [
+            ("stride", self.stride.is_some()),
+            ("loss_on", self.loss_on.is_some()),
+            ("append_eos", self.append_eos.is_some()),
+            ("packing", self.packing.is_some()),
+        ];
         match options.into_iter().find(|(_, is_given)| *is_given) {
             Some((name, _)) => Err(Error::option("data", format!("`{name}` {hint}: remove it"))),
             None => Ok(()),
@@ -98,6 +103,7 @@ impl Data {
             (text, self.max_length.is_some(), "max_length", "text"),
             (text, self.stride.is_some(), "stride", "text"),
             (text, self.append_eos.is_some(), "append_eos", "text"),
+            (text, self.packing.is_some(), "packing", "text"),
             (text && !records, self.is_spread(), "sampling: spread", "plain text (.txt and .raw)"),
             (images, self.resize.is_some(), "resize", "images"),
             (images, self.crop.is_some(), "crop", "images"),
@@ -153,6 +159,7 @@ mod tests {
             ("{ text: a.csv, loss_on: all }", "a.csv: `loss_on` applies only to chats"),
             ("{ arrays: a.npz, loss_on: assistant }", "a.npz: `loss_on` applies only to chats"),
             ("{ arrays: a.npz, append_eos: true }", "`append_eos` applies only to text"),
+            ("{ arrays: a.npz, packing: true }", "`packing` applies only to text"),
             ("{ text: a.txt, samples: 2, sampling: spread, stride: 8 }", "`stride` does not apply to `sampling: spread`"),
         ];
         for (text, reason) in unread {

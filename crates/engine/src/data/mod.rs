@@ -182,7 +182,7 @@ impl DataSet {
             (None, Some(path), None) => (Box::new(idx::Idx::open(options, path, task, target)?), path),
             (None, None, Some(path)) if runs => (Box::new(runs::Runs::open(options, path, task, target)?), path),
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
-            _ => return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays` and `source`")),
+            _ => return Err(Error::option("data", "requires exactly one of `text`, `images`, `arrays`, `source` and `mix`")),
         };
         Ok(made(source, path.display().to_string()))
     }

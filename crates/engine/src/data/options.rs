@@ -103,7 +103,7 @@ pub enum LabelKind {
     Name,
 }
 
-/// Samples: one of `text`, `images`, `arrays` and `source`, and options for reading them.
+/// Samples: one of `text`, `images`, `arrays`, `source` and `mix`, and options for reading them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -204,6 +204,10 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub append_eos: Option<bool>,
+    /// Whether to pack several short texts into a window, as one sample of a training [default: false]
+    #[cfg_attr(feature = "cli", arg(skip))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub packing: Option<bool>,
     /// Samples per batch [default: 32, or 4 windows of a text; fewer if that exceeds 2048 tokens]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -368,6 +372,16 @@ impl Data {
         self.text.is_some() || !self.mix.is_empty()
     }
 
+    /// Whether samples contain several texts, which do not attend to each other.
+    pub fn is_packed(&self) -> bool {
+        self.packing == Some(true) || self.mix.iter().any(Data::is_packed)
+    }
+
+    /// The same data with one text per sample.
+    pub fn unpacked(&self) -> Data {
+        Data { packing: None, mix: self.mix.iter().map(Data::unpacked).collect(), ..self.clone() }
+    }
+
     /// The texts of `mix` with all their options, and their weights.
     pub(super) fn parts(&self) -> Result<Vec<(Data, f64)>> {
         let common = Data { mix: Vec::new(), samples: None, batch_size: None, metric: None, ..self.clone() };
@@ -422,6 +436,15 @@ mod tests {
         let given = Data { samples: Some(7), std: vec![0.25], ..Data::default() };
         assert_eq!(data.overridden_by(&given).unwrap(), parse("{ images: a, crop: 224, samples: 7, mean: [0.5], std: [0.25] }"));
         assert_eq!(data.overridden_by(&Data::default()).unwrap(), data);
+    }
+
+    #[test]
+    fn packing_of_a_mixture_is_found_and_removed() {
+        let parse = |text: &str| serde_saphyr::from_str::<Data>(text).unwrap();
+        for packed in ["{ text: a.jsonl, packing: true }", "{ mix: [{ text: a.jsonl, packing: true }, { text: b.txt }] }"].map(parse) {
+            assert!(packed.is_packed() && !packed.unpacked().is_packed());
+        }
+        assert!(!parse("{ text: a.jsonl, packing: false }").is_packed());
     }
 
     #[test]

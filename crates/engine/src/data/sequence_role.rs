@@ -10,6 +10,8 @@ use crate::ir::{Dim, Graph, ValueId};
 
 /// The input with token ids.
 pub(super) const INPUT_IDS: &str = "input_ids";
+/// The attention mask of the input tokens.
+pub(super) const ATTENTION_MASK: &str = "attention_mask";
 /// The decoder's token ids of an encoder-decoder model.
 pub const DECODER_INPUT_IDS: &str = "decoder_input_ids";
 /// The attention mask of the decoder's tokens. Models with causal decoder attention do not take it.
@@ -28,7 +30,7 @@ impl SequenceRole {
     /// Names of the inputs with token ids, and with their attention mask.
     fn names(self) -> [&'static str; 2] {
         match self {
-            SequenceRole::Input => [INPUT_IDS, "attention_mask"],
+            SequenceRole::Input => [INPUT_IDS, ATTENTION_MASK],
             SequenceRole::Decoder => [DECODER_INPUT_IDS, DECODER_ATTENTION_MASK],
         }
     }

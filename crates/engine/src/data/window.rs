@@ -2,8 +2,11 @@
 
 use std::ops::Range;
 
+use candle_core::{Device, Tensor};
+
+use super::sequence_role::ATTENTION_MASK;
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, References};
+use super::{Batch, References, shaped};
 use crate::error::Result;
 
 /// Tokens of one window, and the positions that are predicted.
@@ -15,6 +18,8 @@ pub(super) struct Window {
     pub predicted: Range<usize>,
     /// The positions of this range that are predicted, if not all are.
     pub positions: Option<Vec<usize>>,
+    /// Lengths of the texts that were packed into the window; empty if there is only one.
+    pub packed: Vec<usize>,
 }
 
 impl Window {
@@ -24,6 +29,27 @@ impl Window {
         let is_target = |at: &usize| is_target.get(self.start.saturating_add(*at)) == Some(&true);
         let positions = self.predicted.clone().filter(is_target).collect();
         Window { positions: Some(positions), ..self }
+    }
+
+    /// Appends a window of another text.
+    fn append(&mut self, other: Window) {
+        let from = self.ids.len();
+        if self.packed.is_empty() {
+            self.packed.push(from);
+        }
+        self.packed.push(other.ids.len());
+        let positions = |window: &Window| window.positions.clone().unwrap_or_else(|| window.predicted.clone().collect());
+        let added = positions(&other).into_iter().map(|at| at.saturating_add(from));
+        self.positions = Some(positions(self).into_iter().chain(added).collect());
+        self.ids.extend(other.ids);
+        self.predicted = 0..self.ids.len();
+    }
+
+    /// The number of the text at each of `width` positions, from 1, and 0 for padding.
+    fn numbers(&self, width: usize) -> impl Iterator<Item = i64> {
+        let lengths = if self.packed.is_empty() { vec![self.ids.len()] } else { self.packed.clone() };
+        let numbers = (1i64..).zip(lengths).flat_map(|(number, length)| std::iter::repeat_n(number, length));
+        numbers.chain(std::iter::repeat(0)).take(width)
     }
 
     pub fn is_unpredicted(&self) -> bool {
@@ -45,5 +71,54 @@ pub(super) fn to_batch(tokenizer: &Tokenizer, windows: &[Window]) -> Result<Batc
     } else {
         References::Next(windows.iter().map(|window| window.predicted.clone()).collect())
     };
-    Ok(Batch { inputs: tokenizer.collate(&rows)?, references, samples: windows.len() })
+    let mut inputs = tokenizer.collate(&rows)?;
+    if windows.iter().any(|window| !window.packed.is_empty()) {
+        let width = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
+        let numbers: Vec<i64> = windows.iter().flat_map(|window| window.numbers(width)).collect();
+        let numbers = Tensor::from_vec(numbers, (windows.len(), width), &Device::Cpu).map_err(shaped)?;
+        inputs.insert(ATTENTION_MASK.to_owned(), numbers);
+    }
+    Ok(Batch { inputs, references, samples: windows.len() })
+}
+
+/// Joins consecutive windows as long as they have at most `length` tokens together.
+pub(super) fn packed(windows: impl Iterator<Item = Result<Window>>, length: usize) -> impl Iterator<Item = Result<Window>> {
+    let mut windows = windows.peekable();
+    std::iter::from_fn(move || {
+        let mut all = match windows.next()? {
+            Ok(window) => window,
+            Err(e) => return Some(Err(e)),
+        };
+        let fits = |all: &Window, next: &Result<Window>| next.as_ref().is_ok_and(|next| all.ids.len().saturating_add(next.ids.len()) <= length);
+        while let Some(Ok(next)) = windows.next_if(|next| fits(&all, next)) {
+            all.append(next);
+        }
+        Some(Ok(all))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn packed_windows_predict_the_tokens_of_each_text() {
+        let window = |(index, length): (i64, usize)| {
+            let ids = [vec![1], vec![10 + index; length - 1]].concat();
+            Window { ids, start: 0, predicted: 1..length, positions: None, packed: Vec::new() }
+        };
+        let separate: Vec<Window> = (0..).zip([4, 3, 8, 2, 2, 2, 8, 3, 5]).map(window).collect();
+        let found: Vec<Window> = packed(separate.iter().cloned().map(Ok), 8).map(Result::unwrap).collect();
+        let lengths: Vec<Vec<usize>> = found.iter().map(|window| window.packed.clone()).collect();
+        assert_eq!(lengths, [vec![4, 3], vec![], vec![2, 2, 2], vec![], vec![3, 5]]);
+        let tokens = |windows: &[Window]| windows.iter().flat_map(|window| window.ids.clone()).collect::<Vec<_>>();
+        let labels = |windows: &[Window]| windows.iter().flat_map(Window::labels).flatten().collect::<Vec<_>>();
+        assert_eq!((tokens(&found), labels(&found)), (tokens(&separate), labels(&separate)));
+        assert_eq!(found[0].labels(), [Some(10), Some(10), Some(10), None, Some(11), Some(11)]);
+        assert_eq!(found[0].numbers(9).collect::<Vec<_>>(), [1, 1, 1, 1, 2, 2, 2, 0, 0]);
+        assert_eq!(found[1].numbers(9).collect::<Vec<_>>(), [1, 1, 1, 1, 1, 1, 1, 1, 0]);
+        let failing = [Ok(separate[0].clone()), Err(Error::Cancelled)];
+        assert!(matches!(packed(failing.into_iter(), 8).nth(1), Some(Err(Error::Cancelled))));
+    }
 }

@@ -4,7 +4,8 @@
 //! including the tokenizer's first special token, and a distance of `stride` tokens. In overlapping
 //! windows, a token is predicted only in the first window that contains it. With `sampling: spread`,
 //! windows of a plain file start at lines spread evenly over it. With `loss_on: assistant`, only the text
-//! of the assistant in chats is predicted.
+//! of the assistant in chats is predicted. With `packing`, a window contains several texts, and its
+//! attention mask numbers them.
 
 use std::io::{self, BufRead, BufReader, Cursor, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use super::held_out::token_hashes;
 use super::options::{self, Data, Task};
 use super::records::{self, Record, TextFormat};
 use super::tokens::{TokenStream, Tokenizer};
-use super::window::{Window, to_batch};
+use super::window::{Window, packed, to_batch};
 use super::{Identities, Order, PendingBatches, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result, redact_path};
 use crate::files::{self, File, Kind};
@@ -139,10 +140,14 @@ impl Windows {
         })))
     }
 
-    /// The windows. Text is read and tokenized lazily.
+    /// The windows, packed if that is requested. Text is read and tokenized lazily.
     pub fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
         let windows =
             self.texts()?.flat_map(move |text| text.and_then(|text| self.windows_of_text(text)).unwrap_or_else(|e| Box::new(std::iter::once(Err(e)))));
+        let windows: WindowsOfText = match self.options.packing {
+            Some(true) => Box::new(packed(windows, self.cut.length())),
+            _ => Box::new(windows),
+        };
         Ok(windows.take(self.options.samples.unwrap_or(usize::MAX)))
     }
 
@@ -261,8 +266,13 @@ struct Cut {
 impl Cut {
     /// The parameters for texts that already contain their special tokens.
     fn without_first(self, stride: Option<usize>) -> Cut {
-        let room = self.room.saturating_add(usize::from(self.first.is_some()));
+        let room = self.length();
         Cut { first: None, room, stride: stride.unwrap_or(room) }
+    }
+
+    /// Number of tokens per window.
+    fn length(self) -> usize {
+        self.room.saturating_add(usize::from(self.first.is_some()))
     }
 
     /// Splits a token sequence, given in parts, into windows.
@@ -309,7 +319,7 @@ impl<I: Iterator<Item = Result<Vec<i64>>>> Iterator for Cutter<I> {
             self.start = self.start.saturating_add(stride);
             self.tokens.drain(..stride.min(self.tokens.len()));
             if !predicted.is_empty() {
-                return Some(Ok(Window { ids, start, predicted, positions: None }));
+                return Some(Ok(Window { ids, start, predicted, positions: None, packed: Vec::new() }));
             }
         }
     }

@@ -10,6 +10,7 @@ mod head;
 mod layers;
 mod live;
 mod mixtures;
+mod segments;
 mod sequence;
 
 pub use atoms::UnitLayout;
@@ -20,4 +21,5 @@ pub use head::{head, shared_head};
 pub use layers::{Layer, Layers, layer_index, layers, stacks};
 pub use live::{dead_after, node_by_node};
 pub use mixtures::{Expert, Mixture, mixtures};
+pub use segments::with_segments;
 pub use sequence::SequenceAxes;

@@ -24,6 +24,9 @@ pub(super) fn merge_heads(n: &mut Lowering) -> Result<()> {
 
 /// Query heads that share a key head are stacked in one matrix product, so that keys are not copied.
 pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
+    if op.segments {
+        return Err(n.node_error("reads several texts in each row, as in training, but a file for inference reads one".into()));
+    }
     let [mut q, mut k, mut v] = [0, 1, 2].map(|i| n.input(i));
     if n.cache.is_some() {
         [k, v] = kv_cache::append(n, [k, v])?;

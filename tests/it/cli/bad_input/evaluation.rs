@@ -70,7 +70,7 @@ fn data_that_is_wrong() {
             "`mean` is 123.675, but `rescale` 0.003922 scales pixels to 0 to 1",
             "",
         ),
-        with("two kinds", nothing, "eval in --text labelled.csv --images x", 2, "exactly one of `text`, `images`, `arrays` and `source`", ""),
+        with("two kinds", nothing, "eval in --text labelled.csv --images x", 2, "exactly one of `text`, `images`, `arrays`, `source` and `mix`", ""),
         with("an empty file", |folder| fs::write(folder.join("labelled.csv"), "text,label\n").unwrap(), EVAL, 1, "labelled.csv: contains no samples", ""),
         with(
             "no tokenizer",

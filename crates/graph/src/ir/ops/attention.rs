@@ -37,11 +37,15 @@ pub struct Attention {
     /// Whether a query all of whose keys have a bias of minus infinity returns zeros instead of NaN.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub zero_where_hidden: bool,
+    /// Whether the mask numbers the segments of each row, from 1: a query attends only to keys with the
+    /// number of its own position. The positions of a segment are consecutive. Requires `causal`.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub segments: bool,
 }
 
 impl Default for Attention {
     fn default() -> Self {
-        Self { scale: 1.0, causal: false, window: None, soft_cap: None, zero_where_hidden: false }
+        Self { scale: 1.0, causal: false, window: None, soft_cap: None, zero_where_hidden: false, segments: false }
     }
 }
 
@@ -142,6 +146,12 @@ impl Attention {
         let (queries, keys) = (block.queries.len(), block.keys.len());
         let order = if self.causal || self.window.is_some() { Some(self.order(block, device)?.reshape((1, 1, 1, queries, keys))?) } else { None };
         let padding = match mask {
+            Some(mask) if self.segments => {
+                let numbers = mask.to_dtype(DType::F32)?;
+                let own = numbers.narrow(1, block.queries.start, queries)?.unsqueeze(2)?;
+                let others = own.broadcast_ne(&numbers.unsqueeze(1)?)?.to_dtype(DType::F32)?;
+                Some((others * f64::from(HIDDEN))?.reshape((mask.dim(0)?, 1, 1, queries, keys))?)
+            }
             Some(mask) => Some((mask.eq_scalar(0.0)?.to_dtype(DType::F32)? * f64::from(HIDDEN))?.reshape((mask.dim(0)?, 1, 1, 1, keys))?),
             None => None,
         };
@@ -230,6 +240,9 @@ impl OpSpec for Attention {
         }
         if (self.causal || self.window.is_some()) && q.shape[2] != k.shape[2] {
             return Err("causal and sliding-window attention require as many queries as keys".into());
+        }
+        if self.segments && !(self.causal && inputs.get(3).is_some_and(|mask| mask.element == Element::Int)) {
+            return Err("segments require causal attention with a mask".into());
         }
         let bias = [&q.shape[0], &q.shape[1], &q.shape[2], &k.shape[2]];
         let is_bias = |extra: &TensorType| match extra.shape.len() {
@@ -420,7 +433,7 @@ mod tests {
             (false, None, false, None, Some(&by_key)),
             (false, None, false, None, Some(&by_query)),
         ] {
-            let op = Attention { scale: 0.4, causal, window, soft_cap, zero_where_hidden: bias.is_some_and(|bias| bias.rank() == 4) };
+            let op = Attention { scale: 0.4, causal, window, soft_cap, zero_where_hidden: bias.is_some_and(|bias| bias.rank() == 4), segments: false };
             let mut inputs = vec![q.clone(), k.clone(), v.clone()];
             inputs.extend(padded.then(|| mask.clone()));
             inputs.extend(bias.cloned());

@@ -40,6 +40,9 @@ impl Attention {
 
 impl Kernel for Attention {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        if self.segments {
+            return self.forward_segments(inputs);
+        }
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
         let Extras { mask, bias, sinks } = extras(&inputs[3..]);
         if sinks.is_some() {
@@ -67,6 +70,9 @@ impl Kernel for Attention {
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        if self.segments {
+            return self.backward_segments(backward);
+        }
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
         let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() != 2);
         if biased || self.soft_cap.is_some() || !readable([q, k, v, backward.gradient]) {

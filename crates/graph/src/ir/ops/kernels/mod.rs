@@ -14,6 +14,7 @@ mod images;
 mod index_sum;
 mod linear;
 mod rows;
+mod segments;
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
