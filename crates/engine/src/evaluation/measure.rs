@@ -1,10 +1,11 @@
 //! Evaluates one or several models on a data set.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use super::metric::{Metric, Outputs};
 use super::{Fidelity, FidelityAccumulator, Runner, Score, classification, custom_metric, embedding, language_modelling};
-use crate::data::{Batch, DataSet, Task};
+use crate::data::{Batch, DataSet, Order, Task};
 use crate::error::Result;
 use crate::evaluation::{Accuracy, Runtime};
 use crate::exec::Inputs;
@@ -133,6 +134,17 @@ pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(u
     let size = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.group_size(&batch.inputs)).min().unwrap_or(1);
     data.for_each_group(work, &mut consumer, |(_, models), batch| size(batch, models), |(state, models), batches| state.add_all(batches, models))?;
     let (evaluation, _) = consumer;
+    evaluation.finish(data.task())
+}
+
+/// Like [`evaluate`], on the batches of an order, for example without the first ones.
+pub fn evaluate_in(order: Order, data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
+    let mut evaluation = Evaluation::new(data, models.len(), pairs)?;
+    data.for_each_in(order, |batch| {
+        work.cancel.check()?;
+        evaluation.add_all(std::slice::from_ref(&batch), models)?;
+        Ok(ControlFlow::Continue(()))
+    })?;
     evaluation.finish(data.task())
 }
 

@@ -32,7 +32,7 @@ mod running {
     pub use custom_metric::{CustomMetric, register_metric};
     pub use fidelity::FidelityAccumulator;
     pub use latency::latency;
-    pub use measure::{Outcome, Outcomes, compare, evaluate, output_fidelity};
+    pub use measure::{Outcome, Outcomes, compare, evaluate, evaluate_in, output_fidelity};
     pub use metric::Outputs;
     use metric::{Metric, in_chunks, select_output, tensor_error};
     pub use runner::{BlockwiseCandle, Candle, OnnxRuntime, Runner};
