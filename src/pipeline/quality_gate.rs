@@ -68,13 +68,26 @@ pub(super) fn quality_note(measured: &Measured, pipeline: &Pipeline, run: &RunSt
 
 /// A warning if the written model exceeds the limit of the search that chose its formats.
 pub(super) fn limit_note(measured: &Measured, pipeline: &Pipeline) -> Option<String> {
-    let limit = pipeline.search.as_ref()?.max_kl?;
-    let measured = measured.fidelity.as_ref()?;
-    let divergence = measured.fidelity.kl.filter(|divergence| *divergence > limit)?;
-    Some(format!(
-        "{WARNING}the KL divergence of the written model is {divergence:.6} nats on {}, which exceeds `--max-kl {limit}`: the search met this limit with weights rounded to nearest on its own samples; repeat it with a lower limit",
-        measured.describe()
-    ))
+    let search = pipeline.search.as_ref()?;
+    let exceeded = |what: &str, limit: &str| {
+        format!(
+            "{WARNING}{what}, which exceeds {limit}: the search met this limit with weights rounded to nearest on its own samples; repeat it with a lower limit"
+        )
+    };
+    let fidelity = measured.fidelity.as_ref();
+    let divergence = search.max_kl.zip(fidelity).and_then(|(limit, fidelity)| {
+        let divergence = fidelity.fidelity.kl.filter(|divergence| *divergence > limit)?;
+        let what = format!("the KL divergence of the written model is {divergence:.6} nats on {}", fidelity.describe());
+        Some(exceeded(&what, &format!("`--max-kl {limit}`")))
+    });
+    divergence.or_else(|| {
+        let (limit, accuracy) = (search.max_loss?, measured.accuracy.as_ref()?);
+        let before = accuracy.before.values().next().filter(|before| **before != 0.0)?;
+        let percent = 100.0 * accuracy.drop? / before.abs();
+        let metric = accuracy.metric.as_ref().filter(|_| percent > limit)?;
+        let what = format!("the {metric} of the written model is worse by {percent:.3}% on {} samples of {}", accuracy.samples, accuracy.data);
+        Some(exceeded(&what, &format!("`--max-loss {limit}%`")))
+    })
 }
 
 /// A warning if the outputs differ strongly from the original model's. It names the metrics, the passes
@@ -127,6 +140,20 @@ mod tests {
         let exceeded = note(Some(0.01), 0.0139).unwrap();
         assert!(exceeded.starts_with(WARNING) && exceeded.contains("0.013900 nats") && exceeded.contains("`--max-kl 0.01`"), "{exceeded}");
         assert_eq!((note(Some(0.01), 0.0099), note(None, 5.0)), (None, None));
+    }
+
+    #[test]
+    fn a_score_below_the_limit_of_the_search_is_reported() {
+        let note = |max_loss: Option<f64>, drop: f64| {
+            let search = crate::report::FormatSearch { max_loss, ..crate::report::FormatSearch::default() };
+            let values = |value: f64| BTreeMap::from([(Runtime::Candle, value)]);
+            let accuracy = json!({ "task": "", "metric": "spearman", "data": "pairs.tsv", "samples": 8, "before": values(0.8), "after": values(0.8 - drop), "drop": drop, "more": {} });
+            let measured = Measured { accuracy: serde_json::from_value(accuracy).unwrap(), ..Measured::default() };
+            limit_note(&measured, &Pipeline::builder().search(search).build().unwrap())
+        };
+        let exceeded = note(Some(0.5), 0.008).unwrap();
+        assert!(exceeded.starts_with(WARNING) && exceeded.contains("worse by 1.000% on 8 samples of pairs.tsv, which exceeds `--max-loss 0.5%`"), "{exceeded}");
+        assert_eq!((note(Some(1.5), 0.008), note(Some(0.5), -0.1), note(None, 0.5)), (None, None, None));
     }
 
     /// A new head differs from the original one on purpose, so scores take precedence over fidelity.

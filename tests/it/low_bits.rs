@@ -81,7 +81,7 @@ fn written(folder: &Path, model: &Path, step: impl Into<Step>, exports: Vec<Expo
     builder.build()?.run(Model::open(model)?, &out)
 }
 
-fn outputs(model: &Model, inputs: &Inputs, rounding: Rounding) -> Tensor {
+pub fn outputs(model: &Model, inputs: &Inputs, rounding: Rounding) -> Tensor {
     let graph = model.graph().unwrap();
     let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
     Executor::new(&graph, parameters, Device::Cpu).with_rounding(rounding).run(inputs).unwrap().remove("logits").unwrap()

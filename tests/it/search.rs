@@ -4,10 +4,12 @@
 
 use std::path::Path;
 
+use candle_core::{Device, Tensor};
+use compress_engine::exec::{Inputs, Rounding};
 use serde_json::{Value, json};
 
 use crate::cli::support::{compress, data, ok, read_json};
-use crate::low_bits::{BYTE_LEVEL, llama, samples};
+use crate::low_bits::{BYTE_LEVEL, llama, outputs, samples};
 
 /// A model `llama`, and two files of samples.
 fn prepared() -> tempfile::TempDir {
@@ -248,4 +250,38 @@ fn fused_experts_of_a_gguf_file_have_a_type() {
             assert_eq!(types[format!("blk.{layer}.{tensor}.weight")], format, "{types}");
         }
     }
+}
+
+/// The score of a language model is its perplexity on labels.
+#[test]
+fn the_smallest_language_model_within_a_loss_of_the_score_is_chosen() {
+    let folder = prepared();
+    let folder = folder.path();
+    // The most likely next tokens: quantization increases the perplexity.
+    let ids = candle_core::safetensors::load(folder.join("held-out.safetensors"), &Device::Cpu).unwrap();
+    let inputs: Inputs = ids.into_iter().collect();
+    let logits = outputs(&compress::Model::open(folder.join("llama")).unwrap(), &inputs, Rounding::Token);
+    let likely: Vec<Vec<u32>> = logits.argmax(2).unwrap().to_vec2().unwrap();
+    let next = |row: &Vec<u32>| [-100].into_iter().chain(row[..row.len() - 1].iter().map(|token| i64::from(*token))).collect::<Vec<i64>>();
+    let labels = Tensor::from_vec(likely.iter().flat_map(next).collect::<Vec<_>>(), (8, 12), &Device::Cpu).unwrap();
+    let arrays = inputs.into_iter().chain([("labels".to_owned(), labels)]).collect();
+    candle_core::safetensors::save(&arrays, folder.join("labelled.safetensors")).unwrap();
+    let search = "auto llama --for transformers --json --calibration ids.safetensors";
+    let found = data(folder, &format!("{search} --eval labelled.safetensors -o out --max-loss 1%"));
+    let (chosen, metric) = (&found["search"]["chosen"], &found["search"]["metric"]);
+    let original = metric["original"].as_f64().unwrap();
+    assert_eq!((&metric["name"], &found["search"]["loss"]), (&json!("perplexity"), &json!("kl-divergence")));
+    let drop = chosen["drop"].as_f64().unwrap();
+    assert!(drop <= 0.01 && (chosen["score"].as_f64().unwrap() / original - 1.0 - drop).abs() < 1e-9, "{chosen} {original}");
+    for point in found["search"]["points"].as_array().unwrap() {
+        assert!(point["bytes"].as_u64() >= chosen["bytes"].as_u64() || point["drop"].as_f64().unwrap() > 0.01, "{point}");
+    }
+    // The limit matters.
+    assert!(found["search"]["points"].as_array().unwrap().iter().any(|point| point["drop"].as_f64() > Some(0.01)), "{found}");
+    let report = read_json(&folder.join("out/report.json"));
+    assert_eq!((&report["search"]["max_loss"], &report["search"]["metric"]["original"]), (&json!(1.0), &metric["original"]));
+    let run = compress(folder, &format!("{search} --eval held-out.safetensors -o new --max-loss 1%"));
+    assert!(run.code > 0 && run.stderr.contains("needs data with labels") && !folder.join("new").exists(), "{}", run.stderr);
+    let run = compress(folder, "auto llama --for transformers -o new --max-loss 1% --calibration {\"arrays\":\"ids.safetensors\",\"samples\":9}");
+    assert!(run.stderr.contains("needs `--eval`, because calibration uses 9 of the 12 samples"), "{}", run.stderr);
 }

@@ -14,11 +14,11 @@ use crate::evaluation::Subject;
 use crate::export::Export;
 use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
-use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing};
+use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing, calibration_part};
 use crate::pipeline::{Builder, memory_limit};
-use crate::report::format::bytes;
+use crate::report::format::{bytes, figure};
 use crate::report::terminal::table;
-use crate::report::{FormatSearch, SearchPoint};
+use crate::report::{FormatSearch, SearchLoss, SearchPoint};
 
 /// Extension of the file of the front.
 const FRONT: [&str; 1] = ["json"];
@@ -28,6 +28,7 @@ const FRONT: [&str; 1] = ["json"];
   compress auto llama -o out --max-size 4.5bits --calibration book.txt             the best mixture of 4.5 bits per weight
   compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
   compress auto llama -o small.gguf --for llama.cpp --max-size 80MB --calibration book.txt   a GGUF file of this size
+  compress auto llama -o out --max-loss 1% --calibration book.txt --eval other.txt   the smallest with this perplexity
   compress auto llama --front front.json --calibration book.txt                    only search, and write the front
   compress auto llama -o out --max-size 25% --for transformers --calibration '{ text: book.txt, samples: 32, max_length: 512 }'
 
@@ -48,16 +49,21 @@ pub(in crate::cli) struct Args {
     formats: Vec<String>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
     /// file (300MB), or a fraction of the size of the input (0.25, 25%)
-    #[arg(long, value_name = "SIZE", conflicts_with = "max_kl")]
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["max_kl", "max_loss"])]
     max_size: Option<Budget>,
     /// Largest KL divergence of the predictions from those of the original model, in nats per token, measured
     /// with weights rounded to nearest
-    #[arg(long, value_name = "NATS", allow_negative_numbers = true)]
+    #[arg(long, value_name = "NATS", allow_negative_numbers = true, conflicts_with = "max_loss")]
     max_kl: Option<f64>,
+    /// Largest loss of the score (accuracy, rank correlation, perplexity) relative to the original model, on
+    /// samples that do not calibrate (0.5%)
+    #[arg(long, value_name = "PERCENT", value_parser = Budget::parse_drop, allow_hyphen_values = true)]
+    max_loss: Option<Budget>,
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
-    #[arg(long, value_name = "DATA", value_parser = parse_data)]
+    #[arg(long, visible_alias = "data", value_name = "DATA", value_parser = parse_data)]
     calibration: Data,
-    /// Data on which mixtures are measured [default: calibration samples that are not used otherwise]
+    /// Data on which mixtures are measured, with labels for `--max-loss` [default: calibration samples that are
+    /// not used otherwise]
     #[arg(long, value_name = "DATA", value_parser = parse_data)]
     eval: Option<Data>,
     /// Algorithm that quantizes the output, for vLLM and transformers [default: gptq]
@@ -82,9 +88,9 @@ impl Args {
         let front = TextFile { output: self.front.clone(), force: self.force };
         front.check(&FRONT)?;
         let mut data = self.data();
-        let calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
+        let mut calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
         let model = Model::open(&self.model)?;
-        let builder = |writing: Writing, search: Option<FormatSearch>| -> Result<_> {
+        let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Data| -> Result<_> {
             let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());
             let builder = builder.loads([self.runtime()]);
             let builder = search.into_iter().fold(builder, Builder::search);
@@ -93,7 +99,7 @@ impl Args {
             self.records.configure(builder)?.build()
         };
         if let Some(output) = &self.output {
-            builder(Writing { passes: vec![Quantize::default().into()], exports: Vec::new() }, None)?.check_output(&model, output)?;
+            builder(Writing { passes: vec![Quantize::default().into()], exports: Vec::new() }, None, &calibration)?.check_output(&model, output)?;
             // Rules that no choice of formats can meet are violated before the search.
             let floats = global.builder()?.loads([self.runtime()]).measure(false);
             let export = Export::from_name(self.runtime().runtime().format());
@@ -102,21 +108,27 @@ impl Args {
         let subject = Subject::from_model(model.clone())?;
         // The part of the calibration data that is not used measures the mixtures.
         if self.eval.is_none() {
-            data.calibration = Some(data.reserve_held_out(&calibration, subject.target())?);
+            if self.max_loss.is_some() {
+                calibration = calibration_part(&data, &calibration, subject.target())?;
+                data.calibration = Some(calibration.clone());
+            } else {
+                data.calibration = Some(data.reserve_held_out(&calibration, subject.target())?);
+            }
         }
         data.open(data.calibration.as_ref().unwrap_or(&calibration), subject.target())?;
         let device = global.models.device.open()?;
         let memory = memory_limit(global.models.memory, &device);
         let (found, writing) = global.work(|work| {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
-            let search = Search { model: &model, target: self.target, formats: &self.formats, budget, points: self.points, context: &context };
+            let labelled = Some(&self.calibration);
+            let search = Search { model: &model, target: self.target, formats: &self.formats, budget, points: self.points, labelled, context: &context };
             let found = search.run()?;
             let chosen = found.chosen.as_ref().filter(|_| self.output.is_some());
             let writing = chosen.map(|point| search.writing(&found, point, self.method)).transpose()?;
             Ok::<_, Error>((found, writing))
         })?;
         front.write(&FRONT, || serde_json::to_string_pretty(&front_of(&found)).map(|text| text + "\n").map_err(|e| Error::option("--front", e)))?;
-        let section = found.report(self.target, self.max_kl);
+        let section = found.report(self.target, budget);
         if !global.json {
             let larger = section.as_ref().and_then(|section| section.larger.as_ref());
             output::print(&text(&found, self.target, larger))?;
@@ -124,7 +136,7 @@ impl Args {
         let (Some(output), Some(writing)) = (&self.output, writing) else {
             return if global.json { output::json(&json!({ "search": front_of(&found) })) } else { Ok(()) };
         };
-        let report = builder(writing, section)?.run(model, output)?;
+        let report = builder(writing, section, &calibration)?.run(model, output)?;
         if global.json {
             return output::json(&json!({ "search": front_of(&found), "report": report }));
         }
@@ -148,20 +160,27 @@ impl Args {
         let budget = match (self.max_size, self.max_kl) {
             (_, Some(limit)) if !(limit.is_finite() && limit > 0.0) => return Err(Error::option("--max-kl", format!("{limit} is not a positive number"))),
             (_, Some(limit)) => Some(Budget::Loss(limit)),
-            (size, None) => size,
+            (size, None) => size.or(self.max_loss),
         };
+        let runtime = self.target;
+        let format = runtime.runtime().format();
         let file = self.output.as_deref().and_then(crate::output::file_name);
-        if let Some(file) = file.filter(|file| !self.target.is_file() || !file.ends_with(".gguf")) {
-            let what = if self.target.is_file() { "a GGUF file or a folder" } else { "a folder" };
-            let reason = format!("`{file}` is a file, but {} loads {what}: the formats of this command are not those of this file", self.target);
+        if let Some(file) = file.filter(|file| !runtime.is_file() || !file.ends_with(&format!(".{format}"))) {
+            let what = match format {
+                "gguf" => "a GGUF file or a folder",
+                _ => "a folder",
+            };
+            let reason = format!("`{file}` is a file, but {runtime} loads {what}: the formats of this command are not those of this file");
             return Err(Error::option("--output", reason));
         }
-        if self.target.is_file() && self.method.is_some() {
+        if self.method.is_some() && runtime.is_file() {
             return Err(Error::option("--method", "has no effect on GGUF files, whose scales are searched by the importance of the columns"));
         }
         match (&self.output, &self.front, budget) {
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
-            (Some(_), _, None) => Err(Error::option("auto", "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, or `--max-kl 0.05`")),
+            (Some(_), _, None) => {
+                Err(Error::option("auto", "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, `--max-kl 0.05`, or `--max-loss 1%`"))
+            }
             _ => Ok(budget),
         }
     }
@@ -180,24 +199,33 @@ fn front_of(found: &Found) -> serde_json::Value {
 }
 
 fn text(found: &Found, target: LoadedBy, larger: Option<&SearchPoint>) -> String {
-    let divergence = |value: f64| format!("{value:.4}");
+    let loss = |value: f64| if found.loss == SearchLoss::KlDivergence { format!("{value:.4}") } else { format!("{value:.2e}") };
+    let optional = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
     let row = |point: &Point, what: &str| {
-        let measured = point.measured.map_or("-".to_owned(), divergence);
-        vec![what.to_owned(), format!("{:.3}", point.bits), bytes(point.bytes), divergence(point.predicted), measured]
+        let cells = [what.to_owned(), format!("{:.3}", point.bits), bytes(point.bytes), loss(point.predicted), optional(point.measured.map(loss))];
+        let scores = [optional(point.score.map(figure)), optional(point.drop.map(|drop| format!("{:.3} %", 100.0 * drop)))];
+        cells.into_iter().chain(scores.into_iter().filter(|_| found.metric.is_some())).collect::<Vec<String>>()
     };
     let points = found.points.iter().map(|point| row(point, point.reference.as_deref().unwrap_or("mixture")));
     let chosen = found.chosen.iter().map(|point| row(point, "chosen"));
     let size = if target.is_file() { "file" } else { "weights" };
-    let table = table(&["", "bits", size, "predicted KL", "measured KL"], points.chain(chosen));
+    let name = if found.loss == SearchLoss::KlDivergence { "KL" } else { "distance" };
+    let titles = [format!("predicted {name}"), format!("measured {name}")];
+    let metric = found.metric.iter().flat_map(|metric| [metric.name.as_str(), "loss"]);
+    let titles = ["", "bits", size].into_iter().chain(titles.iter().map(String::as_str)).chain(metric);
+    let table = table(&titles.collect::<Vec<_>>(), points.chain(chosen));
     let mut text = format!("{table}\n\n");
     if let Some(samples) = &found.measured_on {
         text += &format!("Measured with weights rounded to nearest, on {samples}; predictions are corrected by the measurements.\n");
     }
+    if let Some(metric) = &found.metric {
+        text += &format!("The {} of the original model is {}, on {}.\n", metric.name, figure(metric.original), metric.measured_on);
+    }
     if let Some(point) = &found.chosen {
         text += &format!("Chosen: {}\n", found.summary(point));
         if let Some(larger) = larger {
-            let (size, before, after) = (bytes(larger.bytes), divergence(point.predicted), divergence(larger.predicted));
-            text += &format!("With 5 % more bytes ({size}), the predicted KL divergence falls from {before} to {after}.\n");
+            let (size, before, after) = (bytes(larger.bytes), loss(point.predicted), loss(larger.predicted));
+            text += &format!("With 5 % more bytes ({size}), the predicted {} falls from {before} to {after}.\n", found.loss);
         }
         text += "\n";
     }

@@ -5,7 +5,7 @@ use maud::{Markup, html};
 use super::chart::{Axis, Frame, dot, short};
 use super::{section, table};
 use crate::report::Report;
-use crate::report::format::bytes;
+use crate::report::format::{bytes, figure};
 use crate::report::search::{FormatSearch, SearchPoint};
 
 /// Units with the largest expected losses that are listed.
@@ -13,15 +13,20 @@ const UNITS: usize = 24;
 
 pub(super) fn section_of(report: &Report) -> Markup {
     let Some(search) = &report.search else { return html! {} };
+    let noun = search.loss.noun();
     let lead = format!(
-        "Mixtures of formats that {} loads. The line is the predicted front: no mixture of this size has less expected divergence. Dots are measured with weights rounded to nearest{}.",
+        "Mixtures of formats that {} loads. The line is the predicted front: no mixture of this size has less expected {noun} ({}). Dots are measured with weights rounded to nearest{}.{}",
         search.runtime,
-        search.measured_on.as_ref().map_or_else(String::new, |samples| format!(", on {samples}"))
+        search.loss,
+        search.measured_on.as_ref().map_or_else(String::new, |samples| format!(", on {samples}")),
+        search.metric.as_ref().map_or_else(String::new, |metric| {
+            format!(" The {} of the original model is {}, on {}.", metric.name, figure(metric.original), metric.measured_on)
+        })
     );
     let larger = search.larger.as_ref().map(|point| {
         let count = search.units.iter().filter(|unit| unit.larger.is_some()).count();
         format!(
-            "With 5 % more bytes ({}), {count} of {} units get other formats, and the expected divergence falls from {} to {}.",
+            "With 5 % more bytes ({}), {count} of {} units get other formats, and the expected {noun} falls from {} to {}.",
             bytes(point.bytes),
             search.units.len(),
             short(search.chosen.predicted),
@@ -34,7 +39,7 @@ pub(super) fn section_of(report: &Report) -> Markup {
         @if let Some(text) = larger { p { (text) } }
         (units(search))
     };
-    section("search", "Size and divergence", &lead, &content)
+    section("search", &format!("Size and {noun}"), &lead, &content)
 }
 
 fn front(search: &FormatSearch) -> Markup {
@@ -47,7 +52,8 @@ fn front(search: &FormatSearch) -> Markup {
         let (left, top) = position(point.bytes, point.predicted);
         path += &format!("{}{left:.1} {top:.1}", if path.is_empty() { "M" } else { "L" });
     }
-    let tip = |point: &SearchPoint, what: &str, value: f64| format!("{what}: {}, {:.3} bits, divergence {}", bytes(point.bytes), point.bits, short(value));
+    let noun = search.loss.noun();
+    let tip = |point: &SearchPoint, what: &str, value: f64| format!("{what}: {}, {:.3} bits, {noun} {}", bytes(point.bytes), point.bits, short(value));
     let mark = |point: &SearchPoint, class: &str, what: &str, value: f64| {
         let (left, top) = position(point.bytes, value);
         html! { g.mark transform=(format!("translate({left:.1} 0)")) data-tip=(tip(point, what, value)) { path.dot.large.(class) d=(dot(0.0, top)) {} } }
@@ -62,7 +68,7 @@ fn front(search: &FormatSearch) -> Markup {
         (mark(&search.chosen, "before", "chosen, predicted", search.chosen.predicted))
     };
     let size = |value: f64| bytes((value * 1e6) as u64);
-    let frame = Frame { height: 320, title: "size against divergence", x: Some((&x, &size)), y: Some((&y, &|value| short(value))), nearest: true };
+    let frame = Frame { height: 320, title: &format!("size against {noun}"), x: Some((&x, &size)), y: Some((&y, &|value| short(value))), nearest: true };
     html! {
         figure.pareto {
             (frame.draw(&marks))
@@ -74,17 +80,21 @@ fn front(search: &FormatSearch) -> Markup {
 fn points(search: &FormatSearch) -> Markup {
     let row = |point: &SearchPoint, name: &str| {
         let measured = point.measured.map_or_else(|| "\u{2013}".to_owned(), short);
-        vec![
+        let score = search.metric.iter().map(|_| point.score.map_or_else(|| "\u{2013}".to_owned(), figure));
+        let cells = vec![
             html! { (name) },
             html! { (format!("{:.3}", point.bits)) },
             html! { (bytes(point.bytes)) },
             html! { (short(point.predicted)) },
             html! { (measured) },
-        ]
+        ];
+        cells.into_iter().chain(score.map(|score| html! { (score) })).collect()
     };
     let mut rows: Vec<Vec<Markup>> = search.points.iter().map(|point| row(point, point.name.as_deref().unwrap_or("mixture"))).collect();
     rows.push(row(&search.chosen, "chosen"));
-    table(&["", "bits", "size", "predicted divergence", "measured divergence"], &rows)
+    let titles = ["predicted", "measured"].map(|what| format!("{what} {}", search.loss.noun()));
+    let titles = ["", "bits", "size"].into_iter().chain(titles.iter().map(String::as_str)).chain(search.metric.as_ref().map(|metric| metric.name.as_str()));
+    table(&titles.collect::<Vec<_>>(), &rows)
 }
 
 fn units(search: &FormatSearch) -> Markup {
@@ -95,11 +105,12 @@ fn units(search: &FormatSearch) -> Markup {
         vec![html! { code { (unit.name) } }, html! { (unit.format) }, html! { (bytes(unit.bytes)) }, html! { (short(unit.loss)) }, html! { (larger) }]
     };
     let rows: Vec<Vec<Markup>> = sorted.into_iter().take(UNITS).map(cell).collect();
-    let title = format!("The {} units with the largest expected divergence, of {}", rows.len(), search.units.len());
+    let noun = search.loss.noun();
+    let title = format!("The {} units with the largest expected {noun}, of {}", rows.len(), search.units.len());
     html! {
         details {
             summary { (title) }
-            (table(&["unit", "format", "size", "expected divergence", "with 5 % more bytes"], &rows))
+            (table(&["unit", "format", "size", &format!("expected {noun}"), "with 5 % more bytes"], &rows))
         }
     }
 }
@@ -117,20 +128,25 @@ mod tests {
             bytes,
             predicted,
             measured,
+            score: None,
         };
         let search = FormatSearch {
             runtime: "llama.cpp".to_owned(),
             measured_on: Some("8 windows of text".to_owned()),
-            max_kl: None,
             chosen: point(None, 60, 0.02, None),
             larger: Some(point(None, 63, 0.015, None)),
             points: vec![point(Some("Q4_K_M"), 61, 0.03, Some(0.031)), point(None, 62, 0.017, Some(0.018))],
             front: (50..70u32).map(|bytes| point(None, bytes.into(), 1.0 / f64::from(bytes), None)).collect(),
             units: vec![SearchUnit { name: "blk.0.attn_q".into(), format: "Q4_K".into(), bytes: 5, loss: 0.01, larger: Some("Q5_K".into()) }],
+            ..FormatSearch::default()
         };
         let page = html! { (front(&search)) (points(&search)) (units(&search)) }.into_string();
         assert_eq!(page.matches("dot large").count(), 3, "{page}");
         assert!(page.contains("Q4_K_M: 61 B, 4.500 bits, divergence 0.0310"), "{page}");
-        assert!(page.contains("<td>chosen</td>") && page.contains("Q5_K"), "{page}");
+        assert!(page.contains("<td>chosen</td>") && page.contains("Q5_K") && page.contains("expected divergence"), "{page}");
+        let metric = Some(crate::report::SearchMetric { name: "spearman".to_owned(), original: 0.8203, measured_on: "pairs".to_owned() });
+        let chosen = SearchPoint { score: Some(0.8194), ..search.chosen.clone() };
+        let page = points(&FormatSearch { loss: crate::report::SearchLoss::CosineDistance, metric, chosen, ..search }).into_string();
+        assert!(page.contains("measured distance") && page.contains("spearman") && page.contains("0.8194"), "{page}");
     }
 }

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use super::formats::{Formats, Unit, Writing, retain};
+use super::formats::{Formats, Unit, Writing, Written, retain};
 use super::matrices::{Matrix, matrices};
 use crate::error::{Error, Result};
 use crate::export::{FileType, Gguf, TensorType};
 use crate::model::Model;
-use crate::pass::{Method, Score, Scores, WeightFormat};
+use crate::pass::{self, Context, Method, Score, Scores, WeightFormat};
 use crate::run_state::InputImportance;
 use crate::store::gguf::{ALIGNMENT, Kind};
 
@@ -110,10 +110,6 @@ impl Matrix {
 }
 
 impl Formats for Blocks<'_> {
-    fn formats(&self) -> &[WeightFormat] {
-        &self.formats
-    }
-
     fn names(&self) -> Vec<String> {
         self.types.iter().map(|(tensor_type, _)| format!("{tensor_type:?}")).collect()
     }
@@ -121,6 +117,10 @@ impl Formats for Blocks<'_> {
     fn retain(&mut self, kept: &[bool]) {
         retain(&mut self.types, kept);
         self.formats = self.types.iter().filter_map(block_format).collect();
+    }
+
+    fn scores(&self, context: &Context) -> Result<Scores> {
+        pass::scores(&self.formats, self.model, context)
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {
@@ -165,7 +165,7 @@ impl Formats for Blocks<'_> {
         Ok(found)
     }
 
-    fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores) -> Result<Option<Model>> {
+    fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores, _context: &Context) -> Result<Option<Written>> {
         if options.iter().all(|option| *option == self.floats()) {
             return Ok(None);
         }
@@ -181,7 +181,7 @@ impl Formats for Blocks<'_> {
                 }
             }
         }
-        Ok(Some(model))
+        Ok(Some(Written { model, bytes: None }))
     }
 
     /// All matrices are listed, so that the mixture of the file type affects none of them. Scales are

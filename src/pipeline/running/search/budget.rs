@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use super::Point;
 use crate::error::ParseError;
-use crate::pass::amount::parse_fraction;
+use crate::pass::amount::{parse_fraction, suggest_percentage};
 use crate::store::ByteSize;
 
 /// A limit of a search.
@@ -20,9 +20,26 @@ pub enum Budget {
     Ratio(f64),
     /// KL divergence from the original model, in nats per token.
     Loss(f64),
+    /// Percentage by which the score of the model is worse than that of the original: `0.5%`. Without
+    /// labels, the cosine distance of the outputs from the original ones, in percent.
+    Drop(f64),
 }
 
 impl Budget {
+    /// Parses a limit of the loss of a score: a percentage, or a fraction below 1.
+    ///
+    /// # Errors
+    /// The text is neither.
+    pub fn parse_drop(text: &str) -> Result<Budget, ParseError> {
+        let fraction = parse_fraction(text).filter(|fraction| (0.0..1.0).contains(fraction));
+        // Written percentages are kept exactly.
+        let percent = text.trim().strip_suffix('%').and_then(|percent| percent.trim_end().parse().ok());
+        fraction.map(|fraction| Budget::Drop(percent.unwrap_or(100.0 * fraction))).ok_or_else(|| {
+            let hint = suggest_percentage(parse_fraction(text).unwrap_or(0.0)).map_or_else(String::new, |hint| format!("; write {hint}"));
+            format!("`{text}` is not a percentage like `0.5%` or a fraction like `0.005`, from 0 to below 1{hint}").into()
+        })
+    }
+
     /// Whether a point is small enough. `input` is the size of the input.
     pub(super) fn allows(self, point: &Point, input: u64) -> bool {
         match self {
@@ -30,6 +47,8 @@ impl Budget {
             Budget::Bytes(bytes) => point.bytes <= bytes,
             Budget::Ratio(ratio) => point.bytes as f64 <= ratio * input as f64,
             Budget::Loss(limit) => point.predicted <= limit,
+            // Only measurements determine the score.
+            Budget::Drop(percent) => point.drop.is_some_and(|drop| 100.0 * drop <= percent),
         }
     }
 
@@ -41,8 +60,16 @@ impl Budget {
             Budget::Bytes(_) => Budget::Bytes(point.bytes),
             Budget::Ratio(_) => Budget::Ratio((point.bytes as f64 / input.max(1) as f64 * 1000.0).ceil() / 1000.0),
             Budget::Loss(_) => Budget::Loss(point.predicted),
+            Budget::Drop(percent) => Budget::Drop(point.drop.map_or(percent, |drop| rounded_up(100.0 * drop))),
         }
     }
+}
+
+/// A number with three digits that is not smaller.
+pub(super) fn rounded_up(number: f64) -> f64 {
+    let unit = 10f64.powi(number.log10().floor() as i32 - 2);
+    let rounded = (number / unit).ceil() * unit;
+    if rounded >= number { rounded } else { number }
 }
 
 impl fmt::Display for Budget {
@@ -52,6 +79,7 @@ impl fmt::Display for Budget {
             Budget::Bytes(bytes) => write!(f, "{bytes}B"),
             Budget::Ratio(ratio) => write!(f, "{ratio}"),
             Budget::Loss(loss) => write!(f, "{loss} nats"),
+            Budget::Drop(percent) => write!(f, "{percent}%"),
         }
     }
 }
@@ -93,11 +121,31 @@ mod tests {
         }
     }
 
+    #[test]
+    fn losses_of_a_score_are_percentages_or_fractions() {
+        for (text, percent) in [("0.5%", 0.5), ("0.005", 0.5), ("0%", 0.0), ("12 %", 12.0)] {
+            assert_eq!(Budget::parse_drop(text), Ok(Budget::Drop(percent)), "{text}");
+            assert_eq!(Budget::parse_drop(&Budget::Drop(percent).to_string()), Ok(Budget::Drop(percent)));
+        }
+        for text in ["", "%", "-1%", "100%", "1", "nan", "0.5 points"] {
+            assert!(Budget::parse_drop(text).unwrap_err().to_string().contains("is not a percentage"), "{text}");
+        }
+        assert!(Budget::parse_drop("2").unwrap_err().to_string().contains("`2%`"));
+    }
+
+    #[test]
+    fn suggested_limits_are_rounded_up() {
+        for number in [0.013_912, 0.013_9, 1.0, 2.345_6e-7] {
+            let rounded = rounded_up(number);
+            assert!(rounded >= number && rounded <= 1.01 * number, "{number}: {rounded}");
+        }
+    }
+
     /// The limit that an error suggests can be met.
     #[test]
     fn the_nearest_limit_is_met() {
-        let point = Point { reference: None, bits: 4.123_456, bytes: 1_234_567, predicted: 0.123_456_789, measured: None, options: Vec::new() };
-        for budget in [Budget::Bits(1.0), Budget::Bytes(1), Budget::Ratio(0.01), Budget::Loss(1e-9)] {
+        let point = Point { bits: 4.123_456, bytes: 1_234_567, predicted: 0.123_456_789, drop: Some(0.012_345_6), ..Point::default() };
+        for budget in [Budget::Bits(1.0), Budget::Bytes(1), Budget::Ratio(0.01), Budget::Loss(1e-9), Budget::Drop(1.0)] {
             assert!(!budget.allows(&point, 7_654_321) && budget.nearest(&point, 7_654_321).allows(&point, 7_654_321), "{budget}");
         }
     }

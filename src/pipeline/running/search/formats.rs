@@ -3,9 +3,11 @@
 use serde::Serialize;
 
 use crate::error::Result;
+use crate::exec::Rounding;
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::{Method, Score, Scores, Step, WeightFormat};
+use crate::pass::{Context, Method, Score, Scores, Step};
+use crate::report::SearchLoss;
 use crate::store::Weight;
 
 /// Weights that have the same format.
@@ -50,6 +52,14 @@ pub struct Writing {
     pub exports: Vec<Export>,
 }
 
+/// A model in a choice of formats.
+pub(super) struct Written {
+    /// The model.
+    pub model: Model,
+    /// Size of its file, if it is known more precisely than the sizes of the formats.
+    pub bytes: Option<u64>,
+}
+
 /// Removes the elements for which `kept` is false; elements without an entry remain.
 pub(super) fn retain<T>(elements: &mut Vec<T>, kept: &[bool]) {
     let mut flags = kept.iter();
@@ -59,14 +69,27 @@ pub(super) fn retain<T>(elements: &mut Vec<T>, kept: &[bool]) {
 /// The formats of a runtime, for a model. The option of a unit is the index of its format; the last one is
 /// floats.
 pub(super) trait Formats {
-    /// The formats, in ascending order of bits.
-    fn formats(&self) -> &[WeightFormat];
-
-    /// Display names of the formats and of floats.
+    /// Display names of the formats, in ascending order of bits, and of floats.
     fn names(&self) -> Vec<String>;
 
     /// Removes the formats for which `kept` is false.
     fn retain(&mut self, kept: &[bool]);
+
+    /// The loss that the search minimizes.
+    fn loss(&self) -> SearchLoss {
+        SearchLoss::KlDivergence
+    }
+
+    /// How the runtime rounds activations at run time.
+    fn rounding(&self) -> Rounding {
+        Rounding::Token
+    }
+
+    /// Expected losses of the formats of each weight.
+    ///
+    /// # Errors
+    /// If the model cannot run, calibration samples are missing, or no weight can be quantized.
+    fn scores(&self, context: &Context) -> Result<Scores>;
 
     /// The units with the scores of their formats.
     fn units(&self, scores: &Scores) -> Vec<Unit>;
@@ -80,12 +103,12 @@ pub(super) trait Formats {
     /// If the output format cannot represent the model.
     fn references(&self, units: &[Unit]) -> Result<Vec<(String, Vec<usize>)>>;
 
-    /// The model with the weights of the units rounded to nearest in the formats with these indices; `None`
-    /// if all are floats.
+    /// The model with the units in the formats with these indices, with weights rounded to nearest; `None` if
+    /// all are floats.
     ///
     /// # Errors
     /// If a weight cannot be rounded.
-    fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores) -> Result<Option<Model>>;
+    fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores, context: &Context) -> Result<Option<Written>>;
 
     /// The passes and output formats of the units in the formats with these indices; `None` if all are
     /// floats.

@@ -1,16 +1,58 @@
-//! Measures the KL divergence of quantized models on samples that were not used for the search.
+//! Measures quantized models on samples that were not used for the search: the distance of their outputs
+//! from the original ones, and the score of the task.
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
-use super::formats::{Formats, Unit};
-use crate::data::{Batch, Data};
+use super::Point;
+use super::formats::{Formats, Unit, Written};
+use crate::data::{Batch, Data, DataSet, DataSets, Order, Target, WindowSampling};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, FidelityAccumulator, Subject};
+use crate::evaluation::{self, FidelityAccumulator, Score, Subject};
 use crate::model::Model;
 use crate::pass::{Context, Scores};
+use crate::report::{SearchLoss, SearchMetric};
 
-/// Largest number of held-out samples.
+/// Largest number of held-out samples of a text whose outputs are compared.
 const MAX_SAMPLES: usize = 8;
+/// Samples per batch if the metric is measured on a part of a set.
+const BATCH: usize = 8;
+/// Largest number of samples that measure the metric, unless they are evaluation data.
+const MAX_MEASURED: usize = 2000;
+/// Largest number of calibration samples of a set that also measures the metric, unless it is limited.
+const MAX_CALIBRATION: usize = 128;
+
+/// The part of a set that calibrates, if the samples after it measure the metric: as many as it is limited to,
+/// or a quarter, but at most 128.
+///
+/// # Errors
+/// If the samples of the set are not in a fixed order, or if none are left.
+pub fn calibration_part(sets: &DataSets, set: &Data, target: Target) -> Result<Data> {
+    if set.images.as_ref().is_some_and(|path| path.is_dir()) || set.sampling == Some(WindowSampling::Spread) {
+        let reason = "needs `--eval`: the calibration samples are spread over the whole data, so that no part of it is left to measure on";
+        return Err(Error::option("--max-loss", reason));
+    }
+    let batch = batch_of(target);
+    let all = sets.open(&Data { samples: None, ..set.clone() }, target)?.count()?;
+    let quarter = (all / 4).min(MAX_CALIBRATION);
+    let used = set.samples.unwrap_or(if quarter < batch { quarter } else { quarter - quarter % batch }).max(1);
+    if used.next_multiple_of(batch) >= all {
+        return Err(Error::option("--max-loss", format!("needs `--eval`, because calibration uses {used} of the {all} samples of the data")));
+    }
+    Ok(Data { samples: Some(used), ..set.clone() })
+}
+
+fn batch_of(target: Target) -> usize {
+    target.fixed_batch().unwrap_or(BATCH).max(1)
+}
+
+/// The score of the original model, and the samples it was computed on.
+struct Baseline {
+    data: Arc<DataSet>,
+    order: Option<Order>,
+    score: Score,
+    samples: usize,
+}
 
 /// The samples.
 pub struct Measurement<'a> {
@@ -20,6 +62,7 @@ pub struct Measurement<'a> {
     scores: &'a Scores,
     samples: Vec<Batch>,
     source: String,
+    baseline: Option<Baseline>,
 }
 
 impl<'a> Measurement<'a> {
@@ -28,9 +71,11 @@ impl<'a> Measurement<'a> {
         let data = context.data;
         let subject = Subject::from_model(model.clone())?;
         let mut samples = Vec::new();
+        // Samples of other tasks than texts are small.
+        let most = if formats.loss() == SearchLoss::KlDivergence { MAX_SAMPLES } else { usize::MAX };
         let mut take = |sample: Batch| {
             samples.push(sample);
-            Ok(if samples.len() < MAX_SAMPLES { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+            Ok(if samples.len() < most { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         };
         let (set, kind, used, others): (&Data, _, _, Vec<&Data>) = match (&data.evaluation, &data.calibration) {
             (Some(evaluation), calibration) => (evaluation, "evaluation data", 0, calibration.iter().collect()),
@@ -43,8 +88,37 @@ impl<'a> Measurement<'a> {
             return Err(Error::run("auto", reason, "specify `--eval`, or fewer `samples` in `--calibration`"));
         }
         let name = set.paths().next().map(|path| path.display().to_string()).unwrap_or_default();
-        let source = format!("{} windows of {name} ({kind})", samples.len());
-        Ok(Measurement { model, context, formats, scores, samples, source })
+        let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
+        let source = format!("{} {what} of {name} ({kind})", samples.len());
+        Ok(Measurement { model, context, formats, scores, samples, source, baseline: None })
+    }
+
+    /// Computes the score of the original model on the evaluation data, or on the samples of the `labelled`
+    /// set after those that calibrate. Without labels, points have no score.
+    ///
+    /// # Errors
+    /// If the score is 0, so that a relative loss is not defined.
+    pub fn with_metric(mut self, labelled: Option<&Data>) -> Result<Measurement<'a>> {
+        let sets = self.context.data;
+        let subject = Subject::from_model(self.model.clone())?;
+        let (data, order) = match (&sets.evaluation, labelled) {
+            (Some(evaluation), _) => (sets.open(evaluation, subject.target())?, None),
+            (None, Some(labelled)) => {
+                let batch = batch_of(subject.target());
+                let used = sets.calibration.as_ref().and_then(|calibration| calibration.samples).unwrap_or(0);
+                let order = Order { batch: Some(batch), skip: used.div_ceil(batch), ..Order::default() };
+                let samples = Some(used.next_multiple_of(batch) + MAX_MEASURED.next_multiple_of(batch));
+                (sets.open(&Data { samples, ..labelled.clone() }, subject.target())?, Some(order))
+            }
+            (None, None) => return Ok(self),
+        };
+        let Some((score, samples)) = self.evaluate(self.model.clone(), &data, order)? else { return Ok(self) };
+        if !(score.value.is_finite() && score.value != 0.0) {
+            let reason = format!("the {} of the original model is {}, so that a relative loss is not defined", score.metric, score.value);
+            return Err(Error::run("--max-loss", reason, "check the labels of the data"));
+        }
+        self.baseline = Some(Baseline { data, order, score, samples });
+        Ok(self)
     }
 
     /// Description of the samples.
@@ -52,13 +126,58 @@ impl<'a> Measurement<'a> {
         self.source.clone()
     }
 
-    /// The KL divergence of the model with the units rounded in the formats with these indices from the
-    /// original one, in nats per token; `None` if all units are floats.
-    pub fn divergence(&self, units: &[Unit], options: &[usize]) -> Result<Option<f64>> {
+    /// The metric of the task, with the value of the original model.
+    pub fn metric(&self) -> Option<SearchMetric> {
+        let Baseline { data, order, score, samples } = self.baseline.as_ref()?;
+        let part = if order.is_some() { " that calibration does not use" } else { "" };
+        Some(SearchMetric { name: score.metric.clone(), original: score.value, measured_on: format!("{samples} samples of {}{part}", data.description()) })
+    }
+
+    /// The distance of the outputs of the model with the units rounded in the formats with these indices from
+    /// those of the original one; `None` if all units are floats.
+    pub fn loss(&self, units: &[Unit], options: &[usize]) -> Result<Option<f64>> {
+        self.context.work.cancel.check()?;
+        let written = self.formats.rounded(units, options, self.scores, self.context)?;
+        written.map(|written| self.distance(written.model)).transpose()
+    }
+
+    /// Measures a point: its loss, its score if the metric is measured, and the size of its file.
+    pub fn measure(&self, units: &[Unit], point: &mut Point) -> Result<()> {
+        self.context.work.cancel.check()?;
+        let Some(Written { model, bytes }) = self.formats.rounded(units, &point.options, self.scores, self.context)? else { return Ok(()) };
+        let loss = self.distance(model.clone())?;
+        point.measured = Some(loss);
+        point.bytes = bytes.unwrap_or(point.bytes);
+        if let Some(Baseline { data, order, score, .. }) = &self.baseline {
+            let after = self.evaluate(model, data, *order)?.map(|(score, _)| score);
+            point.score = after.as_ref().map(|after| after.value);
+            point.drop = after.map(|after| score.drop_to(&after) / score.value.abs());
+        } else if self.formats.loss() == SearchLoss::CosineDistance {
+            point.drop = Some(loss);
+        }
+        Ok(())
+    }
+
+    /// The score of a model, and the number of samples; `None` without labels.
+    fn evaluate(&self, model: Model, data: &DataSet, order: Option<Order>) -> Result<Option<(Score, usize)>> {
         let context = self.context;
-        context.work.cancel.check()?;
-        let Some(changed) = self.formats.rounded(units, options, self.scores)? else { return Ok(None) };
-        let mut subjects = [Subject::from_model(self.model.clone())?, Subject::from_model(changed)?];
+        let mut subject = Subject::from_model(model)?.with_rounding(self.formats.rounding());
+        let first = data.first()?;
+        let mut runner = evaluation::load([&mut subject], Some(&first.inputs), &context.device, context.memory, &context.work)?;
+        let outcomes = match order {
+            Some(order) => evaluation::evaluate_in(order, data, &mut runner, &[], &context.work)?,
+            None => evaluation::evaluate(data, &mut runner, &[], &context.work)?,
+        };
+        let samples = outcomes.samples;
+        Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score).map(|score| (score, samples)))
+    }
+
+    /// The KL divergence of a model from the original one in nats per token, or the cosine distance of its
+    /// outputs.
+    fn distance(&self, changed: Model) -> Result<f64> {
+        let context = self.context;
+        let subject = |model: Model| Ok::<_, Error>(Subject::from_model(model)?.with_rounding(self.formats.rounding()));
+        let mut subjects = [subject(self.model.clone())?, subject(changed)?];
         let first = self.samples.first().map(|sample| &sample.inputs);
         let mut runners = evaluation::load(&mut subjects, first, &context.device, context.memory, &context.work)?;
         let mut accumulator = FidelityAccumulator::default();
@@ -70,7 +189,13 @@ impl<'a> Measurement<'a> {
             accumulator.add(sample, &before.run(&sample.inputs)?, &after.run(&sample.inputs)?)?;
         }
         let fidelity = accumulator.finish();
-        fidelity.kl.filter(|divergence| divergence.is_finite()).map(Some).ok_or_else(|| {
+        if self.formats.loss() == SearchLoss::CosineDistance {
+            // Outputs that are not finite count as unrelated. Rounding of the cosine itself must not produce
+            // a loss of 0, because losses are fitted relative to measurements.
+            let distance = if fidelity.cosine.is_finite() { 1.0 - fidelity.cosine } else { 1.0 };
+            return Ok(distance.max(f64::EPSILON));
+        }
+        fidelity.kl.filter(|divergence| divergence.is_finite()).ok_or_else(|| {
             Error::run("auto", "the KL divergence of the predictions is not defined for this model", "`auto` searches formats of models with logits")
         })
     }

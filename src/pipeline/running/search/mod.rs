@@ -4,13 +4,15 @@
 //! of each unit ([`scores`](crate::pass::scores)), and dynamic programming the assignments with the least
 //! loss for their size. Some of them are measured by the KL divergence of their predictions on held-out
 //! samples; the scores of each format are scaled to what was measured, and the front is computed again. The
-//! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured.
+//! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured. For a limit
+//! of the task's score, the smallest point within it is searched by bisection (`metric`).
 
 mod blocks;
 mod budget;
 mod formats;
 mod matrices;
 mod measure;
+mod metric;
 mod runtimes;
 mod schemes;
 pub mod solver;
@@ -20,11 +22,15 @@ use serde::Serialize;
 
 pub use budget::Budget;
 pub use formats::{Unit, Writing};
+pub use measure::calibration_part;
 pub use runtimes::LoadedBy;
 
+use crate::data::Data;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
-use crate::pass::{Context, Method, Score, scores};
+use crate::pass::{Context, Method, Score};
+use crate::report::{SearchLoss, SearchMetric};
+use budget::rounded_up;
 use measure::Measurement;
 use solver::{Assignment, Row, front};
 
@@ -43,12 +49,15 @@ pub struct Search<'a> {
     pub budget: Option<Budget>,
     /// Number of points of the front that are measured.
     pub points: usize,
+    /// The calibration data with its labels. Samples that do not calibrate measure the task's score, if there
+    /// is no evaluation data.
+    pub labelled: Option<&'a Data>,
     /// Calibration data, device and progress.
     pub context: &'a Context<'a>,
 }
 
 /// A point of the front, or a common mixture.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Point {
     /// The name of the mixture; `None` for a point of the front.
     pub reference: Option<String>,
@@ -56,17 +65,24 @@ pub struct Point {
     pub bits: f64,
     /// Size of all weights of the model, or of the file if the output is a single file.
     pub bytes: u64,
-    /// Expected KL divergence, in nats per token.
+    /// Expected KL divergence in nats per token, or cosine distance of the outputs.
     pub predicted: f64,
-    /// KL divergence on held-out samples with weights rounded to nearest.
+    /// The same, measured on held-out samples with weights rounded to nearest.
     pub measured: Option<f64>,
+    /// Score on data with labels, if the limit is one of the score.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub score: Option<f64>,
+    /// Loss of the score relative to that of the original model, or the measured cosine distance without
+    /// labels.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drop: Option<f64>,
     /// Index of the format of each unit.
     #[serde(skip)]
     pub options: Vec<usize>,
 }
 
 /// Result of a search.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Found {
     /// Formats that the runtime loads, in ascending order of bits; the last one is floats.
     pub formats: Vec<String>,
@@ -78,6 +94,11 @@ pub struct Found {
     pub chosen: Option<Point>,
     /// Description of the samples on which points were measured.
     pub measured_on: Option<String>,
+    /// The loss that was minimized.
+    pub loss: SearchLoss,
+    /// The metric of the task, if the limit is one of its score.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metric: Option<SearchMetric>,
     /// Bytes of the weights that are not searched.
     pub other_bytes: u64,
 }
@@ -89,17 +110,24 @@ impl Search<'_> {
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self) -> Result<Found> {
         let formats = self.target.formats(self.model, self.formats)?;
-        let scores = scores(formats.formats(), self.model, self.context)?;
+        let scores = formats.scores(self.context)?;
         let units = formats.units(&scores);
         let has_formats = |unit: &Unit| unit.options.iter().rev().skip(1).any(Option::is_some);
         if !units.iter().any(has_formats) {
             return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model", self.target)));
         }
         let other_bytes = formats.other_bytes(&units);
-        let mut found = Found { formats: formats.names(), units, points: Vec::new(), chosen: None, measured_on: None, other_bytes };
+        let mut found = Found { formats: formats.names(), units, other_bytes, loss: formats.loss(), ..Found::default() };
         // Reject an impossible limit before the long part.
         self.choose(&found, &found.front())?;
-        let measurement = Measurement::new(self.model, self.context, &*formats, &scores)?;
+        let mut measurement = Measurement::new(self.model, self.context, &*formats, &scores)?;
+        if let Some(Budget::Drop(_)) = self.budget {
+            measurement = measurement.with_metric(self.labelled)?;
+            found.metric = measurement.metric();
+            if found.metric.is_none() && found.loss == SearchLoss::KlDivergence {
+                return Err(Error::option("--max-loss", "needs data with labels; without labels, limit the KL divergence with `--max-kl`"));
+            }
+        }
         measure_units(&mut found, &measurement)?;
         let first = found.front();
         let expected = self.choose(&found, &first)?;
@@ -107,34 +135,51 @@ impl Search<'_> {
         found.points.extend(self.selection(&found, &first, expected));
         found.points.sort_by_key(|point| point.bytes);
         let mut rows = Vec::new();
-        for point in &mut found.points {
-            let Some(measured) = measurement.divergence(&found.units, &point.options)? else { continue };
-            let [predicted, exact] = [false, true].map(|measured| by_format(&found.units, &point.options, found.formats.len(), measured));
-            rows.push(Row { losses: predicted, fixed: exact.iter().sum(), measured });
-            point.measured = Some(measured);
+        for at in 0..found.points.len() {
+            let mut point = found.points[at].clone();
+            measurement.measure(&found.units, &mut point)?;
+            if let Some(measured) = point.measured {
+                let [predicted, exact] = [false, true].map(|measured| by_format(&found.units, &point.options, found.formats.len(), measured));
+                rows.push(Row { losses: predicted, fixed: exact.iter().sum(), measured });
+            }
+            found.points[at] = point;
         }
         found.measured_on = Some(measurement.description());
         let factors = solver::factors(&rows);
         found.scale(&factors);
         found.chosen = match self.budget {
             Some(Budget::Loss(limit)) => Some(self.choose_by_loss(limit, &mut found, &measurement)?),
-            _ => {
-                let mut chosen = self.choose(&found, &found.front())?;
-                if let Some(point) = &mut chosen {
-                    point.measured = measure(&found, &point.options, &measurement)?;
-                }
-                chosen
-            }
+            Some(Budget::Drop(percent)) => Some(self.choose_by_drop(percent, &mut found, &measurement)?),
+            _ => self.choose_by_size(&found, &measurement)?,
         };
         Ok(found)
+    }
+
+    /// The largest point within a limit of size. The size of a file that is only known when it is written may
+    /// exceed the limit: then, smaller points are measured.
+    fn choose_by_size(&self, found: &Found, measurement: &Measurement) -> Result<Option<Point>> {
+        let (Some(budget), mut front) = (self.budget, found.front()) else { return Ok(None) };
+        for _ in 0..ROUNDS {
+            let Some(mut point) = self.choose(found, &front)? else { break };
+            let expected = point.bytes;
+            measure(found, &mut point, measurement)?;
+            if budget.allows(&point, self.model.stored_bytes()) {
+                return Ok(Some(point));
+            }
+            let excess = point.bytes.saturating_sub(expected);
+            front.retain_mut(|assignment| {
+                assignment.bytes += excess;
+                assignment.options != point.options
+            });
+        }
+        let reason = format!("no measured choice of formats for {} meets the limit `{budget}`", self.target);
+        Err(Error::run("auto", reason, "use a larger limit"))
     }
 
     /// The smallest point whose measured loss is within the limit. Points that exceed it are added to the
     /// measured ones, and the next point is predicted to have proportionally less loss.
     fn choose_by_loss(&self, limit: f64, found: &mut Found, measurement: &Measurement) -> Result<Point> {
-        let floats = found.formats.len() - 1;
-        let front: Vec<Point> = found.front().into_iter().map(|assignment| found.point(assignment.options)).collect();
-        let front: Vec<Point> = front.into_iter().filter(|point| point.options.iter().any(|option| *option != floats)).collect();
+        let front = found.quantized_front();
         let (mut target, mut next, mut nearest) = (limit, 0, f64::INFINITY);
         for round in 1..=ROUNDS {
             let Some(last) = front.len().checked_sub(1).filter(|last| next <= *last) else { break };
@@ -142,7 +187,7 @@ impl Search<'_> {
             // The largest point shows whether the limit can be met.
             let at = expected.filter(|_| round < ROUNDS).unwrap_or(last);
             let mut point = front[at].clone();
-            point.measured = measure(found, &point.options, measurement)?;
+            measure(found, &mut point, measurement)?;
             let measured = point.measured.unwrap_or(f64::INFINITY);
             if measured <= limit {
                 return Ok(point);
@@ -155,19 +200,21 @@ impl Search<'_> {
                 found.points.sort_by_key(|point| point.bytes);
             }
         }
-        let reason = format!("no choice of formats for {} meets the limit `{}`", self.target, Budget::Loss(limit));
-        let hint = if nearest.is_finite() {
-            format!("the nearest possible limit is {}", Budget::Loss(rounded_up(nearest)))
-        } else {
-            "choose another runtime with `--for`".to_owned()
-        };
-        Err(Error::run("auto", reason, hint))
+        Err(self.no_choice(Budget::Loss(limit), Some(nearest).filter(|nearest| nearest.is_finite()).map(|nearest| Budget::Loss(rounded_up(nearest)))))
     }
 
-    /// The point of the front for the limit.
+    /// An error because no point meets a limit.
+    fn no_choice(&self, limit: Budget, nearest: Option<Budget>) -> Error {
+        let reason = format!("no choice of formats for {} meets the limit `{limit}`", self.target);
+        let hint = nearest.map_or_else(|| "choose another runtime with `--for`".to_owned(), |nearest| format!("the nearest possible limit is {nearest}"));
+        Error::run("auto", reason, hint)
+    }
+
+    /// The point of the front for the limit. A limit of the score needs measurements.
     fn choose(&self, found: &Found, front: &[Assignment]) -> Result<Option<Point>> {
-        let Some(budget) = self.budget else { return Ok(None) };
-        let point = |assignment: &Assignment| found.point(assignment.options.clone());
+        let Some(budget) = self.budget.filter(|budget| !matches!(budget, Budget::Drop(_))) else { return Ok(None) };
+        // Assignments may be larger than their units.
+        let point = |assignment: &Assignment| Point { bytes: assignment.bytes + found.other_bytes, ..found.point(assignment.options.clone()) };
         let (Some(least), Some(most)) = (front.first().map(&point), front.last().map(&point)) else { return Ok(None) };
         let input = self.model.stored_bytes();
         let chosen = match budget {
@@ -175,19 +222,18 @@ impl Search<'_> {
             _ => front.iter().rev().map(&point).find(|point| budget.allows(point, input)),
         };
         let nearest = if matches!(budget, Budget::Loss(_)) { most } else { least };
-        chosen.map(Some).ok_or_else(|| {
-            let reason = format!("no choice of formats for {} meets the limit `{budget}`", self.target);
-            Error::run("auto", reason, format!("the nearest possible limit is {}", budget.nearest(&nearest, input)))
-        })
+        chosen.map(Some).ok_or_else(|| self.no_choice(budget, Some(budget.nearest(&nearest, input))))
     }
 
-    /// Points of the front at equal distances between its smallest point and the largest reference, and the
-    /// point that is expected for the limit.
+    /// Points of the front at equal distances between its smallest point and the largest reference (or floats, if
+    /// all references are about as small), and the point that is expected for the limit.
     fn selection(&self, found: &Found, front: &[Assignment], expected: Option<Point>) -> Vec<Point> {
-        let ends = front.first().zip(found.points.iter().max_by_key(|point| point.bytes));
+        let reference = found.points.iter().map(|point| point.bytes - found.other_bytes).max();
+        let floats = front.last().map(|last| last.bytes).filter(|_| found.loss == SearchLoss::CosineDistance);
+        let ends = front.first().zip(floats.or(reference));
         let mut chosen: Vec<usize> = Vec::new();
         if let Some((first, last)) = ends {
-            let width = (last.bytes - found.other_bytes).saturating_sub(first.bytes) as f64;
+            let width = last.saturating_sub(first.bytes) as f64;
             for number in 0..self.points {
                 let bytes = first.bytes + (width * (number + 1) as f64 / (self.points + 1) as f64) as u64;
                 chosen.extend(front.iter().rposition(|assignment| assignment.bytes <= bytes));
@@ -211,10 +257,13 @@ impl Search<'_> {
     }
 }
 
-/// The KL divergence of formats on held-out samples, which may be known; `None` if all units are floats.
-fn measure(found: &Found, options: &[usize], measurement: &Measurement) -> Result<Option<f64>> {
-    let point = found.points.iter().find(|point| point.options == options && point.measured.is_some());
-    point.map_or_else(|| measurement.divergence(&found.units, options), |point| Ok(point.measured))
+/// Measures a point, unless it is known.
+fn measure(found: &Found, point: &mut Point, measurement: &Measurement) -> Result<()> {
+    match found.points.iter().find(|known| known.options == point.options && known.measured.is_some()) {
+        Some(known) => *point = Point { reference: None, predicted: point.predicted, ..known.clone() },
+        None => measurement.measure(&found.units, point)?,
+    }
+    Ok(())
 }
 
 /// Measures the losses of units that the backward pass does not give, with all others as floats.
@@ -225,7 +274,7 @@ fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
             let Some(score) = found.units[at].options[option] else { continue };
             let mut options = vec![floats; found.units.len()];
             options[at] = option;
-            if let Some(loss) = measurement.divergence(&found.units, &options)? {
+            if let Some(loss) = measurement.loss(&found.units, &options)? {
                 found.units[at].options[option] = Some(Score { loss, ..score });
             }
         }
@@ -246,6 +295,13 @@ impl Found {
         assignments
     }
 
+    /// The points of the front by ascending size, without that of floats.
+    fn quantized_front(&self) -> Vec<Point> {
+        let floats = self.formats.len() - 1;
+        let points = self.front().into_iter().map(|assignment| self.point(assignment.options));
+        points.filter(|point| point.options.iter().any(|option| *option != floats)).collect()
+    }
+
     /// Multiplies the losses of each format by its factor, except measured losses.
     fn scale(&mut self, factors: &[f64]) {
         for unit in self.units.iter_mut().filter(|unit| !unit.measured) {
@@ -264,12 +320,11 @@ impl Found {
         let bytes: u64 = chosen().map(|format| format.bytes).sum();
         let parameters: u64 = self.units.iter().map(|unit| unit.parameters).sum();
         Point {
-            reference: None,
             bits: 8.0 * bytes as f64 / parameters.max(1) as f64,
             bytes: bytes + self.other_bytes,
             predicted: chosen().map(|format| format.loss).sum(),
-            measured: None,
             options,
+            ..Point::default()
         }
     }
 
@@ -285,13 +340,6 @@ impl Found {
         let parts = self.formats.iter().zip(counts).filter(|(_, count)| *count > 0).map(|(format, count)| format!("{count} in {format}"));
         format!("{}: {}", counted(self.units.len(), "unit"), parts.collect::<Vec<_>>().join(", "))
     }
-}
-
-/// A positive number with three digits that is not smaller.
-fn rounded_up(number: f64) -> f64 {
-    let unit = 10f64.powi(number.log10().floor() as i32 - 2);
-    let rounded = (number / unit).ceil() * unit;
-    if rounded >= number { rounded } else { number }
 }
 
 /// The sum of the losses of the units with each format: of the `measured` units, or of the others.
@@ -321,7 +369,7 @@ mod tests {
             Unit { options: vec![None, Some(Score { loss: 0.1, bytes: 1000 }), Some(Score { loss: 0.0, bytes: 2000 })], ..unit("c", [0.0, 0.0]) },
         ];
         let formats = ["W4A16", "W8A16", "floats"].map(str::to_owned).to_vec();
-        Found { formats, units, points: Vec::new(), chosen: None, measured_on: None, other_bytes: 100 }
+        Found { formats, units, other_bytes: 100, ..Found::default() }
     }
 
     #[test]
@@ -332,14 +380,6 @@ mod tests {
         let point = found.point(front[1].options.clone());
         assert_eq!((point.options.as_slice(), point.bytes, point.predicted), (&[1, 0, 1][..], 2600, 3.1));
         assert!((point.bits - 8.0 * 2500.0 / 3000.0).abs() < 1e-9 && point.reference.is_none());
-    }
-
-    #[test]
-    fn suggested_limits_are_rounded_up() {
-        for number in [0.013_912, 0.013_9, 1.0, 2.345_6e-7] {
-            let rounded = rounded_up(number);
-            assert!(rounded >= number && rounded <= 1.01 * number, "{number}: {rounded}");
-        }
     }
 
     /// Measured losses are not corrected by the measurements of mixtures.

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::formats::{Formats, Unit, Writing, retain};
+use super::formats::{Formats, Unit, Writing, Written, retain};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::pass::{Method, Pass, Quantize, Scheme, SchemeRule, Score, Scores, WeightFormat};
+use crate::pass::{self, Context, Method, Pass, Quantize, Scheme, SchemeRule, Score, Scores, WeightFormat};
 use crate::report::format::natural;
 use crate::run_state::RunState;
 use crate::store::Pattern;
@@ -29,10 +29,6 @@ impl<'a> Schemes<'a> {
 }
 
 impl Formats for Schemes<'_> {
-    fn formats(&self) -> &[WeightFormat] {
-        &self.formats
-    }
-
     fn names(&self) -> Vec<String> {
         let name = |pass: &Quantize| pass.group_size.map_or_else(|| pass.scheme.name().to_owned(), |size| format!("{}:{size}", pass.scheme.name()));
         self.passes.iter().map(name).chain(["floats".to_owned()]).collect()
@@ -41,6 +37,10 @@ impl Formats for Schemes<'_> {
     fn retain(&mut self, kept: &[bool]) {
         retain(&mut self.passes, kept);
         self.formats = self.passes.iter().cloned().map(WeightFormat::Scheme).collect();
+    }
+
+    fn scores(&self, context: &Context) -> Result<Scores> {
+        pass::scores(&self.formats, self.model, context)
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {
@@ -70,9 +70,9 @@ impl Formats for Schemes<'_> {
         Ok(named.filter(|(format, _)| has(format)).map(|(format, name)| (name, vec![format; units.len()])).collect())
     }
 
-    fn rounded(&self, units: &[Unit], options: &[usize], _scores: &Scores) -> Result<Option<Model>> {
+    fn rounded(&self, units: &[Unit], options: &[usize], _scores: &Scores, _context: &Context) -> Result<Option<Written>> {
         let pass = pass_of(&self.passes, units, options, Method::Rtn)?;
-        pass.map(|pass| Ok(pass.plan(self.model, &RunState::default())?.model)).transpose()
+        pass.map(|pass| Ok(Written { model: pass.plan(self.model, &RunState::default())?.model, bytes: None })).transpose()
     }
 
     fn writing(&self, units: &[Unit], options: &[usize], method: Option<Method>) -> Result<Option<Writing>> {

@@ -1,14 +1,14 @@
 //! The section of the report about a search.
 
-use super::{Found, LoadedBy, Point};
+use super::{Budget, Found, LoadedBy, Point};
 use crate::report::{FormatSearch, SearchPoint, SearchUnit};
 
 /// Largest number of points of the front in a report.
 const FRONT: usize = 200;
 
 impl Found {
-    /// The section of the report, for a limit of the KL divergence; `None` without a chosen point.
-    pub fn report(&self, target: LoadedBy, max_kl: Option<f64>) -> Option<FormatSearch> {
+    /// The section of the report, for a limit; `None` without a chosen point.
+    pub fn report(&self, target: LoadedBy, budget: Option<Budget>) -> Option<FormatSearch> {
         let chosen = self.chosen.as_ref()?;
         let front = self.front();
         let limit = chosen.bytes + chosen.bytes / 20;
@@ -33,7 +33,10 @@ impl Found {
         Some(FormatSearch {
             runtime: target.to_string(),
             measured_on: self.measured_on.clone(),
-            max_kl,
+            max_kl: if let Some(Budget::Loss(limit)) = budget { Some(limit) } else { None },
+            max_loss: if let Some(Budget::Drop(percent)) = budget { Some(percent) } else { None },
+            loss: self.loss,
+            metric: self.metric.clone(),
             chosen: reported(chosen),
             larger: larger.as_ref().map(reported),
             points: self.points.iter().map(reported).collect(),
@@ -44,5 +47,12 @@ impl Found {
 }
 
 fn reported(point: &Point) -> SearchPoint {
-    SearchPoint { name: point.reference.clone(), bits: point.bits, bytes: point.bytes, predicted: point.predicted, measured: point.measured }
+    SearchPoint {
+        name: point.reference.clone(),
+        bits: point.bits,
+        bytes: point.bytes,
+        predicted: point.predicted,
+        measured: point.measured,
+        score: point.score,
+    }
 }
