@@ -28,17 +28,18 @@ const FRONT: [&str; 1] = ["json"];
   compress auto llama -o out --max-size 4.5bits --calibration book.txt             the best mixture of 4.5 bits per weight
   compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
   compress auto llama -o small.gguf --for llama.cpp --max-size 80MB --calibration book.txt   a GGUF file of this size
-  compress auto llama -o out --max-loss 1% --calibration book.txt --eval other.txt   the smallest with this perplexity
+  compress auto vit -o out --for onnxruntime --max-loss 0.5% --calibration train --eval val   the smallest with this accuracy
   compress auto llama --front front.json --calibration book.txt                    only search, and write the front
   compress auto llama -o out --max-size 25% --for transformers --calibration '{ text: book.txt, samples: 32, max_length: 512 }'
 
 One backward pass over the calibration samples predicts the loss of each format of each layer; several mixtures are then
-measured on held-out samples, and the predictions are corrected. `compress run` with the recipe
-in the output folder writes the same weights again.")]
+measured on held-out samples, and the predictions are corrected. For ONNX Runtime, each layer is quantized separately
+instead. `compress run` with the recipe in the output folder writes the same weights again.")]
 pub(in crate::cli) struct Args {
-    /// Model folder or file: a language model
+    /// Model folder or file: a language model; for ONNX Runtime, any model that the built-in executor runs
     model: PathBuf,
-    /// Output folder, or a `.gguf` file for llama.cpp; without it, nothing is written
+    /// Output folder, or a `.gguf` file for llama.cpp or an `.onnx` file for ONNX Runtime; without it, nothing
+    /// is written
     #[arg(long, short, value_name = "DIR")]
     output: Option<PathBuf>,
     /// The runtime that loads the output, which determines the formats
@@ -48,7 +49,7 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
-    /// file (300MB), or a fraction of the size of the input (0.25, 25%)
+    /// or ONNX file (300MB), or a fraction of the size of the input (0.25, 25%)
     #[arg(long, value_name = "SIZE", conflicts_with_all = ["max_kl", "max_loss"])]
     max_size: Option<Budget>,
     /// Largest KL divergence of the predictions from those of the original model, in nats per token, measured
@@ -56,7 +57,7 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "NATS", allow_negative_numbers = true, conflicts_with = "max_loss")]
     max_kl: Option<f64>,
     /// Largest loss of the score (accuracy, rank correlation, perplexity) relative to the original model, on
-    /// samples that do not calibrate (0.5%)
+    /// samples that do not calibrate (0.5%); for ONNX Runtime without labels, of the cosine similarity
     #[arg(long, value_name = "PERCENT", value_parser = Budget::parse_drop, allow_hyphen_values = true)]
     max_loss: Option<Budget>,
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
@@ -168,13 +169,22 @@ impl Args {
         if let Some(file) = file.filter(|file| !runtime.is_file() || !file.ends_with(&format!(".{format}"))) {
             let what = match format {
                 "gguf" => "a GGUF file or a folder",
+                "onnx" => "an ONNX file or a folder",
                 _ => "a folder",
             };
             let reason = format!("`{file}` is a file, but {runtime} loads {what}: the formats of this command are not those of this file");
             return Err(Error::option("--output", reason));
         }
+        if self.max_kl.is_some() && runtime == LoadedBy::OnnxRuntime {
+            let reason = format!("is not supported for {runtime}, whose formats are compared by the cosine similarity of all outputs: use `--max-loss`");
+            return Err(Error::option("--max-kl", reason));
+        }
         if self.method.is_some() && runtime.is_file() {
-            return Err(Error::option("--method", "has no effect on GGUF files, whose scales are searched by the importance of the columns"));
+            let reason = match runtime {
+                LoadedBy::LlamaCpp => "has no effect on GGUF files, whose scales are searched by the importance of the columns",
+                _ => "has no effect on ONNX files, whose int8 weights are rounded to nearest",
+            };
+            return Err(Error::option("--method", reason));
         }
         match (&self.output, &self.front, budget) {
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),

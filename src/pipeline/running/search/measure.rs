@@ -22,8 +22,8 @@ const MAX_MEASURED: usize = 2000;
 /// Largest number of calibration samples of a set that also measures the metric, unless it is limited.
 const MAX_CALIBRATION: usize = 128;
 
-/// The part of a set that calibrates, if the samples after it measure the metric: as many as it is limited to,
-/// or a quarter, but at most 128.
+/// The calibration samples of a set whose other samples measure the metric: as many as `samples` specifies, or a
+/// quarter of the set, at most 128.
 ///
 /// # Errors
 /// If the samples of the set are not in a fixed order, or if none are left.
@@ -94,7 +94,7 @@ impl<'a> Measurement<'a> {
     }
 
     /// Computes the score of the original model on the evaluation data, or on the samples of the `labelled`
-    /// set after those that calibrate. Without labels, points have no score.
+    /// set after the calibration samples. Without labels, points have no score.
     ///
     /// # Errors
     /// If the score is 0, so that a relative loss is not defined.

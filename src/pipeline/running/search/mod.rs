@@ -6,6 +6,9 @@
 //! samples; the scores of each format are scaled to what was measured, and the front is computed again. The
 //! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured. For a limit
 //! of the task's score, the smallest point within it is searched by bisection (`metric`).
+//!
+//! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
+//! cosine distances of the outputs (`onnx_layers`).
 
 mod blocks;
 mod budget;
@@ -13,6 +16,7 @@ mod formats;
 mod matrices;
 mod measure;
 mod metric;
+mod onnx_layers;
 mod runtimes;
 mod schemes;
 pub mod solver;
@@ -49,8 +53,8 @@ pub struct Search<'a> {
     pub budget: Option<Budget>,
     /// Number of points of the front that are measured.
     pub points: usize,
-    /// The calibration data with its labels. Samples that do not calibrate measure the task's score, if there
-    /// is no evaluation data.
+    /// The calibration data with its labels. Without evaluation data, the samples that do not calibrate measure
+    /// the task's score.
     pub labelled: Option<&'a Data>,
     /// Calibration data, device and progress.
     pub context: &'a Context<'a>,
@@ -242,7 +246,7 @@ impl Search<'_> {
         chosen.dedup();
         let mut points: Vec<Point> = chosen.into_iter().map(|at| found.point(front[at].options.clone())).collect();
         points.extend(expected.filter(|point| points.iter().all(|other| other.options != point.options)));
-        points.retain(|point| found.points.iter().all(|reference| reference.options != point.options));
+        points.retain(|point| !found.is_floats(point) && found.points.iter().all(|reference| reference.options != point.options));
         points
     }
 
@@ -297,9 +301,13 @@ impl Found {
 
     /// The points of the front by ascending size, without that of floats.
     fn quantized_front(&self) -> Vec<Point> {
-        let floats = self.formats.len() - 1;
         let points = self.front().into_iter().map(|assignment| self.point(assignment.options));
-        points.filter(|point| point.options.iter().any(|option| *option != floats)).collect()
+        points.filter(|point| !self.is_floats(point)).collect()
+    }
+
+    /// Whether all units of a point are floats.
+    fn is_floats(&self, point: &Point) -> bool {
+        point.options.iter().all(|option| option + 1 == self.formats.len())
     }
 
     /// Multiplies the losses of each format by its factor, except measured losses.

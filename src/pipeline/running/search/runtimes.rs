@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::blocks::Blocks;
 use super::formats::Formats;
+use super::onnx_layers::OnnxLayers;
 use super::schemes::Schemes;
 use crate::contract::Runtime;
 use crate::error::{Error, Result};
@@ -23,6 +24,9 @@ pub enum LoadedBy {
     /// llama.cpp: a GGUF file with a type for each matrix, including the embedding and the head
     #[cfg_attr(feature = "cli", value(name = "llama.cpp", alias = "llama-cpp"))]
     LlamaCpp,
+    /// ONNX Runtime: an ONNX file with int8 and float layers, for encoders and convolutional networks too
+    #[cfg_attr(feature = "cli", value(name = "onnxruntime"))]
+    OnnxRuntime,
 }
 
 impl fmt::Display for LoadedBy {
@@ -75,6 +79,7 @@ impl LoadedBy {
                 ],
             )),
             LoadedBy::LlamaCpp => Box::new(Blocks::new(model)?),
+            LoadedBy::OnnxRuntime => Box::new(OnnxLayers::new(model)?),
         })
     }
 
@@ -84,11 +89,12 @@ impl LoadedBy {
             LoadedBy::Vllm => Runtime::Vllm,
             LoadedBy::Transformers => Runtime::Transformers,
             LoadedBy::LlamaCpp => Runtime::LlamaCpp,
+            LoadedBy::OnnxRuntime => Runtime::OnnxRuntime,
         }
     }
 
     /// Whether the result is a single file.
     pub fn is_file(self) -> bool {
-        self == LoadedBy::LlamaCpp
+        matches!(self, LoadedBy::LlamaCpp | LoadedBy::OnnxRuntime)
     }
 }
