@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 const TOLERANCE: f32 = 2e-5;
 
-fn golden() -> PathBuf {
+pub fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
@@ -63,7 +63,7 @@ fn incremental_decoding_equals_whole_texts() {
         let length = mask.dim(1).unwrap();
         let wholes: Vec<BTreeMap<String, Tensor>> = (1..=length).map(|end| executor.run(&columns(&inputs, 0, end)).unwrap()).collect();
         for pieces in [vec![length], vec![1; length], vec![4, 3, 1, length - 8], vec![length - 2, 1, 1]] {
-            for answers in [OutputTokens::All, OutputTokens::Last] {
+            for answers in [OutputTokens::All, OutputTokens::Last(1), OutputTokens::Last(3)] {
                 cache.clear();
                 let mut seen = 0;
                 for piece in &pieces {
@@ -71,11 +71,13 @@ fn incremental_decoding_equals_whole_texts() {
                         cache.clear();
                     }
                     let end = seen + piece;
+                    let count = end - cache.tokens();
                     let outputs = executor.run_next(&columns(&inputs, cache.tokens(), end), &mut cache, answers).unwrap();
                     assert_eq!(cache.tokens(), end);
+                    let rows = if let OutputTokens::Last(last) = answers { last.min(count) } else { count };
                     for (output, whole) in &wholes[end - 1] {
                         let last = &outputs[output];
-                        assert!(answers == OutputTokens::All || last.dim(1).unwrap() == 1);
+                        assert_eq!(last.dim(1).unwrap(), rows);
                         let apart = distance(whole, last, &mask.narrow(1, 0, end).unwrap())
                             / whole.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap().max(1.0);
                         assert!(apart < TOLERANCE, "{name}: {output} of {piece} tokens after {seen} of {pieces:?}: {apart:e}");
@@ -125,6 +127,66 @@ fn incremental_decoding_equals_whole_texts() {
     }
 }
 
+/// Tokens that were removed from the cache, in any family, have no effect on the next ones.
+#[test]
+fn removed_tokens_have_no_effect() {
+    let mut families = 0;
+    for entry in std::fs::read_dir(golden().join("models")).unwrap() {
+        let path = entry.unwrap().path();
+        let model = Model::open(&path).unwrap();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let graph = model.graph().unwrap();
+        let Ok(mut cache) = SequenceCache::with_removable(&graph, 3) else { continue };
+        let executor = executor(&model, &graph);
+        let stored = candle_core::safetensors::load(path.join("golden.safetensors"), &Device::Cpu).unwrap();
+        let inputs: Inputs = stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor.clone()))).collect();
+        let tokens = if inputs.contains_key("decoder_input_ids") { "decoder_input_ids" } else { "input_ids" };
+        let length = inputs[tokens].dim(1).unwrap();
+        if !SequenceCache::is_stable(&graph, length - 4, length) {
+            continue;
+        }
+        families += 1;
+        let mut others = inputs.clone();
+        others.insert(tokens.to_owned(), (&inputs[tokens] * 0.0).and_then(|zeros| zeros + 3.0).unwrap());
+        let mut whole = SequenceCache::new(&graph).unwrap();
+        let run =
+            |inputs: &Inputs, cache: &mut SequenceCache, to: usize| executor.run_next(&columns(inputs, cache.tokens(), to), cache, OutputTokens::All).unwrap();
+        run(&inputs, &mut whole, length - 3);
+        run(&inputs, &mut cache, length - 4);
+        // One by one, then in one run after a token that stays.
+        (length - 3..length).for_each(|to| drop(run(&others, &mut cache, to)));
+        cache.truncate(&graph, length - 4).unwrap();
+        run(&inputs, &mut cache, length - 3);
+        run(&others, &mut cache, length);
+        cache.truncate(&graph, length - 3).unwrap();
+        assert_eq!(cache.tokens(), length - 3);
+        let (found, expected) = (run(&inputs, &mut cache, length), run(&inputs, &mut whole, length));
+        for (output, expected) in &expected {
+            let apart = (expected - &found[output]).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+            assert!(apart < TOLERANCE * expected.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap().max(1.0), "{name}: {output}: {apart:e}");
+        }
+    }
+    assert!(families > 30, "{families}");
+}
+
+#[test]
+fn tokens_before_a_sliding_window_cannot_be_removed() {
+    let truncated = |removable: usize, tokens: usize| {
+        let model = Model::open(golden().join("models/mistral")).unwrap();
+        let graph = model.graph().unwrap();
+        let (executor, mut cache) = (executor(&model, &graph), SequenceCache::with_removable(&graph, removable).unwrap());
+        let one = |value: i64| Tensor::new(&[[value]], &Device::Cpu).unwrap();
+        for token in 3..23 {
+            let inputs: Inputs = [("input_ids".to_owned(), one(token)), ("attention_mask".to_owned(), one(1))].into();
+            executor.run_next(&inputs, &mut cache, OutputTokens::Last(1)).unwrap();
+        }
+        cache.truncate(&graph, tokens).map(|()| cache.tokens()).map_err(|e| e.to_string())
+    };
+    assert_eq!([truncated(0, 19), truncated(4, 15), truncated(20, 0)], [Ok(19), Ok(15), Ok(0)]);
+    let refused = truncated(4, 14).unwrap_err();
+    assert!(refused.contains("graph node `layers.0.self_attn.") && refused.contains("the last 6 cannot be removed"), "{refused}");
+}
+
 #[test]
 fn sliding_windows_bound_the_kv_cache() {
     let kept = |name: &str, tokens: usize| {
@@ -134,7 +196,7 @@ fn sliding_windows_bound_the_kv_cache() {
         let one = |value: i64| Tensor::new(&[[value]], &Device::Cpu).unwrap();
         for token in 0..tokens as i64 {
             let inputs: Inputs = [("input_ids".to_owned(), one(3 + token % 40)), ("attention_mask".to_owned(), one(1))].into();
-            executor.run_next(&inputs, &mut cache, OutputTokens::Last).unwrap();
+            executor.run_next(&inputs, &mut cache, OutputTokens::Last(1)).unwrap();
         }
         assert!(graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_))));
         cache.bytes()
@@ -154,14 +216,14 @@ fn transcribed(path: &Path, features: &[Tensor], options: &Generate) -> compress
 }
 
 /// The spectrograms of a golden model.
-fn recordings(name: &str) -> Vec<Tensor> {
+pub fn recordings(name: &str) -> Vec<Tensor> {
     let stored = candle_core::safetensors::load(golden().join("models").join(name).join("golden.safetensors"), &Device::Cpu).unwrap();
     let features = &stored["in/input_features"];
     (0..features.dim(0).unwrap()).map(|row| features.narrow(0, row, 1).unwrap()).collect()
 }
 
 /// A golden model with another configuration.
-fn changed(name: &str, keys: Value) -> tempfile::TempDir {
+pub fn changed(name: &str, keys: Value) -> tempfile::TempDir {
     let (from, folder) = (golden().join("models").join(name), tempfile::tempdir().unwrap());
     std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
     let mut config: Value = serde_json::from_str(&std::fs::read_to_string(from.join("config.json")).unwrap()).unwrap();

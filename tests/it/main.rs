@@ -17,6 +17,7 @@ mod contract;
 mod corpus;
 mod corrections;
 mod deployment;
+mod drafts;
 mod evaluation;
 mod families;
 mod generation;

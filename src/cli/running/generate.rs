@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::args::Global;
 use super::output;
 use crate::error::{Error, Result, counted};
-use crate::generation::{Continuation, Generate, InputKind, LanguageModel, Message, Sampling, Speed, StopReason, Vocabulary, first_difference};
+use crate::generation::{Continuation, Generate, InputKind, LanguageModel, Message, Sampling, Speculation, Speed, StopReason, Vocabulary, first_difference};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::terminal::{table, wrapped};
@@ -19,6 +19,7 @@ use crate::report::terminal::{table, wrapped};
   compress generate out/smollm2-w4a16 --against ./smollm2 --prompt 'Once upon a time' --prompt 'Water boils at'
   compress generate ./smollm2-instruct --chat --prompt 'Why is the sky blue?'
   compress generate ./smollm2 --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95 --seed 7
+  compress generate ./smollm2 --draft out/draft --prompt 'Once upon a time'
   compress generate ./flan-t5-small --prompt 'translate English to German: The house is small.'
   compress generate ./whisper-tiny.en --audio speech.wav
 
@@ -42,6 +43,12 @@ pub(in crate::cli) struct Args {
     /// Compare with another model on the same prompts, usually the original
     #[arg(long, value_name = "MODEL")]
     against: Option<PathBuf>,
+    /// A smaller model with the same tokens, which proposes tokens that the model verifies
+    #[arg(long, value_name = "MODEL", help_heading = "Speculative decoding")]
+    draft: Option<PathBuf>,
+    /// Maximum number of tokens that the draft proposes per step [default: 4]
+    #[arg(long, value_name = "N", requires = "draft", help_heading = "Speculative decoding")]
+    draft_tokens: Option<usize>,
     /// Sample tokens, with logits divided by this; values below 1 favour likely tokens
     #[arg(long, value_name = "T", help_heading = "Sampling")]
     temperature: Option<f64>,
@@ -75,10 +82,16 @@ impl Args {
             Ok::<_, Error>((path.clone(), model, vocabulary))
         };
         // Models with different vocabularies are rejected before any is loaded.
-        let models = self.against.iter().chain([&self.model]).map(open).collect::<Result<Vec<_>>>()?;
-        if let [(_, _, before), (_, _, after)] = models.as_slice() {
-            before.require_same(after)?;
+        let against = self.against.as_ref().map(open).transpose()?;
+        let (path, model, vocabulary) = open(&self.model)?;
+        if let Some((_, _, before)) = &against {
+            before.require_same(&vocabulary)?;
         }
+        let model = match self.draft.as_ref().map(open).transpose()? {
+            Some((_, draft, tokens)) => self.with_draft(model, draft, &vocabulary, &tokens)?,
+            None => model,
+        };
+        let models: Vec<_> = against.into_iter().chain([(path, model, vocabulary)]).collect();
         // Invalid recordings are reported before a model is loaded.
         let recordings = models.iter().map(|(_, model, _)| self.read_recordings(model)).collect::<Result<Vec<_>>>()?;
         let device = global.models.device.open()?;
@@ -96,6 +109,7 @@ impl Args {
                     true => model.generate(&prompts, &options, &device, memory, work),
                     false => model.transcribe(&recordings, &options, &device, memory, work),
                 }?;
+                self.draft.as_ref().map_or(Ok(()), |draft| Model::check_remote(draft, work))?;
                 Model::check_remote(&path, work).map(|()| continuations)
             })?;
             let text = |(index, found): (usize, &Continuation)| match prompts.get(index).filter(|_| model.input_kind() == InputKind::Prompt) {
@@ -119,6 +133,20 @@ impl Args {
         let tokens = self.tokens.unwrap_or(if self.recordings.is_empty() { Generate::default().tokens } else { MAX_RECORDING_TOKENS });
         let options = Generate { tokens, sampling: samples.then_some(sampling) };
         options.check().map(|()| options)
+    }
+
+    /// A model that verifies the proposals of a draft.
+    fn with_draft(&self, model: LanguageModel, draft: LanguageModel, vocabulary: &Vocabulary, tokens: &Vocabulary) -> Result<LanguageModel> {
+        vocabulary.require_draft(tokens)?;
+        let is_speech = [&model, &draft].iter().all(|model| model.input_kind() == InputKind::Recording);
+        if is_speech && model.speech()? != draft.speech()? {
+            return Err(Error::option("--draft", "computes spectrograms with other settings (preprocessor_config.json) than the model"));
+        }
+        model.with_draft(draft, self.draft_tokens())
+    }
+
+    fn draft_tokens(&self) -> usize {
+        self.draft_tokens.unwrap_or(DRAFT_TOKENS)
     }
 
     /// Reads the recordings in the format of a model's input.
@@ -153,6 +181,7 @@ impl Args {
         json!({
             "model": last.path.to_string_lossy(),
             "against": before.map(|before| before.path.to_string_lossy()),
+            "draft": self.draft.as_ref().map(|draft| self.draft_data(draft, &last.speculation())),
             "options": options,
             "chat": self.chat,
             "prompts": self.headings().iter().enumerate().map(prompt).collect::<Vec<_>>(),
@@ -163,12 +192,36 @@ impl Args {
         })
     }
 
+    fn draft_data(&self, draft: &Path, speculation: &Speculation) -> Value {
+        json!({
+            "model": draft.to_string_lossy(),
+            "tokens": self.draft_tokens(),
+            "steps": speculation.steps,
+            "proposed": speculation.proposed.iter().sum::<usize>(),
+            "accepted": speculation.accepted.iter().sum::<usize>(),
+            "tokens_per_step": speculation.tokens_per_step(),
+            "acceptance_rate": speculation.acceptance_rate(),
+            "acceptance_by_position": speculation.acceptance_by_position(),
+        })
+    }
+
+    fn draft_text(&self, draft: &Path, speculation: &Speculation) -> String {
+        let (Some(tokens), Some(rate)) = (speculation.tokens_per_step(), speculation.acceptance_rate()) else {
+            return format!(" {}: proposed no tokens\n", draft.display());
+        };
+        let percent = |rate: f64| format!("{:.0} %", 100.0 * rate);
+        let positions: Vec<String> = speculation.acceptance_by_position().into_iter().map(percent).collect();
+        let rate = percent(rate);
+        format!(" {}: {tokens:.2} tokens per step; {rate} of the proposals accepted, by position {}\n", draft.display(), positions.join(", "))
+    }
+
     fn text(&self, options: &Generate, last: &ModelOutput, before: Option<&ModelOutput>) -> String {
         let method = match options.sampling {
             Some(Sampling { seed, .. }) => format!("sampled with seed {seed}"),
             None => "greedy decoding".to_owned(),
         };
-        let mut out = format!("{}: {method}, at most {}\n", last.path.display(), counted(options.tokens, "token"));
+        let draft = self.draft.as_ref().map_or(String::new(), |draft| format!(", proposals of {}", draft.display()));
+        let mut out = format!("{}: {method}, at most {}{draft}\n", last.path.display(), counted(options.tokens, "token"));
         let columns = super::columns().unwrap_or(DEFAULT_COLUMNS);
         for (index, prompt) in self.headings().iter().enumerate() {
             out += &format!("\n> {prompt}\n");
@@ -190,6 +243,9 @@ impl Args {
         let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
         let row = |output: &ModelOutput| vec![output.path.display().to_string(), number(output.speed().prefill), number(output.speed().decode)];
         out += &format!("\n{}\n", table(&["tokens per second", "prompt", "continuation"], before.into_iter().chain([last]).map(row)));
+        if let Some(draft) = &self.draft {
+            out += &self.draft_text(draft, &last.speculation());
+        }
         for output in before.into_iter().chain([last]) {
             for note in &output.notes {
                 out += &format!(" note: {}: {note}\n", output.path.display());
@@ -201,12 +257,18 @@ impl Args {
 
 /// Default token limit for recordings, which exceeds the positions of all models.
 const MAX_RECORDING_TOKENS: usize = 1 << 12;
+/// Default maximum number of proposals per step.
+const DRAFT_TOKENS: usize = 4;
 /// Number of columns if stdout is not a terminal.
 const DEFAULT_COLUMNS: u16 = 100;
 
 impl ModelOutput {
     fn speed(&self) -> Speed {
         Speed::new(&self.prompts, &self.continuations)
+    }
+
+    fn speculation(&self) -> Speculation {
+        Speculation::of_all(&self.continuations)
     }
 
     fn first_difference(&self, before: &ModelOutput, index: usize) -> Option<usize> {

@@ -40,7 +40,7 @@ const KEYS: Keys = Keys {
 };
 
 /// Settings of the log-mel spectrogram.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Speech {
     /// Number of mel filters.
     bins: usize,

@@ -8,17 +8,19 @@ use super::plan::FusedNodes;
 use super::run::failed;
 use super::{Executor, Inputs, bytes_of};
 use crate::analysis::SequenceAxes;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ir::ops::{DecodingState, elements};
 use crate::ir::{Bindings, Dim, Graph, Kind, Node, Op, ValueId};
 
 /// State of a graph in incremental decoding: cached keys and values, position counts, and values that are
 /// the same for all tokens, such as the encoder output. With a sliding window, only the keys and values
-/// within it are cached.
+/// within it are cached, plus the rows required by [`truncate`](SequenceCache::truncate).
 #[derive(Debug)]
 pub struct SequenceCache {
     axes: SequenceAxes,
     tokens: usize,
+    /// Number of last tokens that can be removed.
+    removable: usize,
     /// State of each node; `None` for nodes that do not depend on earlier tokens.
     ops: Vec<Option<DecodingState>>,
     /// Values that do not depend on tokens but are read by nodes that do, once they are computed.
@@ -30,17 +32,24 @@ pub struct SequenceCache {
 pub enum OutputTokens {
     /// All tokens.
     All,
-    /// The last token. Nodes after the last one that combines tokens skip the others.
-    Last,
+    /// This many of the last tokens. Nodes after the last one that combines tokens skip the others.
+    Last(usize),
 }
 
 impl SequenceCache {
     /// Creates an empty cache. Fails if the graph does not support incremental decoding; the message names
     /// the node.
     pub fn new(graph: &Graph) -> Result<SequenceCache> {
+        SequenceCache::with_removable(graph, 0)
+    }
+
+    /// Like [`new`](SequenceCache::new), but up to `removable` of the last tokens can be removed, in
+    /// addition to those of the last run.
+    pub fn with_removable(graph: &Graph, removable: usize) -> Result<SequenceCache> {
         let axes = SequenceAxes::from_graph(graph)?;
-        let ops = (0..graph.nodes().len()).map(|node| axes.needs_state(node).then(DecodingState::default)).collect();
-        Ok(SequenceCache { axes, tokens: 0, ops, same: None })
+        let state = |node| axes.needs_state(node).then(|| DecodingState::with_removable(removable));
+        let ops = (0..graph.nodes().len()).map(state).collect();
+        Ok(SequenceCache { axes, tokens: 0, removable, ops, same: None })
     }
 
     /// Number of processed tokens.
@@ -70,7 +79,8 @@ impl SequenceCache {
                 [1, 3].map(|axis| shape.get(axis).and_then(Dim::fixed).unwrap_or(0) as u64).iter().product::<u64>()
             });
             // Buffers have twice the capacity, so that rows are rarely moved.
-            widths.sum::<u64>().saturating_mul(8).saturating_mul(op.window.map_or(tokens, |window| window.min(tokens)) as u64)
+            let rows = op.window.map_or(tokens, |window| window.saturating_add(self.removable).min(tokens));
+            widths.sum::<u64>().saturating_mul(8).saturating_mul(rows as u64)
         };
         graph.nodes().iter().enumerate().map(of_node).fold(0, u64::saturating_add)
     }
@@ -83,7 +93,22 @@ impl SequenceCache {
 
     fn take(&mut self) -> Vec<Option<DecodingState>> {
         self.tokens = 0;
-        self.ops.iter_mut().map(|past| past.as_mut().map(std::mem::take)).collect()
+        let empty = || DecodingState::with_removable(self.removable);
+        self.ops.iter_mut().map(|past| past.as_mut().map(|past| std::mem::replace(past, empty()))).collect()
+    }
+
+    /// Removes all tokens after the first `tokens`, such as rejected proposals of a draft. Fails if keys and
+    /// values in a sliding window before them are no longer cached.
+    pub fn truncate(&mut self, graph: &Graph, tokens: usize) -> Result<()> {
+        for (node, past) in graph.nodes().iter().zip(&mut self.ops) {
+            if past.as_mut().is_some_and(|past| !past.truncate(tokens)) {
+                let reason = format!("has a sliding window, whose first tokens are no longer cached: the last {} cannot be removed", self.tokens - tokens);
+                self.clear();
+                return Err(Error::graph(format!("graph node `{}`", graph.value(node.output).name), reason));
+            }
+        }
+        self.tokens = self.tokens.min(tokens);
+        Ok(())
     }
 
     /// Whether no node of a step depends on tokens.
@@ -124,11 +149,14 @@ impl Executor<'_> {
         // step only needs the last token.
         let all = self.steps().iter().rposition(|step| step.nodes.iter().any(|node| cache.axes.needs_state(*node))).map_or(0, |last| last + 1);
         for (index, step) in self.steps().iter().enumerate() {
-            if output_tokens == OutputTokens::Last && index == all && count > 1 {
+            if let OutputTokens::Last(last) = output_tokens
+                && index == all
+                && count > last
+            {
                 for id in graph.ids() {
                     let Some((axis, tensor)) = cache.axes.axis(id).zip(run.values[id.index()].clone()) else { continue };
-                    let row = tensor.narrow(axis, count - 1, 1).and_then(|row| row.contiguous()).map_err(failed(&graph.value(id).name))?;
-                    run.replace(id, row);
+                    let rows = tensor.narrow(axis, count - last, last).and_then(|rows| rows.contiguous()).map_err(failed(&graph.value(id).name))?;
+                    run.replace(id, rows);
                 }
             }
             if known.is_none() || !cache.is_same(graph, step) {

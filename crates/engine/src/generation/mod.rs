@@ -3,7 +3,9 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod decoder;
 mod decoder_prompt;
+mod draft;
 mod options;
 mod run;
 mod sampling;
@@ -15,6 +17,7 @@ use std::collections::BTreeSet;
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
+pub use draft::Speculation;
 pub use options::{Generate, Sampling};
 pub use vocabulary::Vocabulary;
 
@@ -23,14 +26,16 @@ use crate::arch::{self, ModelKind, Positions};
 pub use crate::data::{ChatTemplate, Message};
 use crate::data::{DECODER_INPUT_IDS, Speech, max_positions};
 use crate::error::{Error, Result};
-use crate::exec::{Executor, Inputs, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};
+use crate::exec::{Inputs, MemoryNeed, Residence, Schedule, SequenceCache};
 use crate::ir::decoder::LOGITS;
 use crate::ir::ops::{Rotary, RotaryScaling};
 use crate::ir::{Dim, Graph, Node, Op};
 use crate::model::Model;
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
+use decoder::{CHUNK_TOKENS, Decoder, FEATURES, token_inputs};
 use decoder_prompt::DecoderPrompt;
-use run::{CHUNK_TOKENS, FEATURES, Prompt, Run, token_inputs};
+use draft::{Draft, Drafter};
+use run::{Prompt, Run};
 use sampling::Sampler;
 use settings::Settings;
 
@@ -43,6 +48,16 @@ pub enum InputKind {
     SourceText,
     /// A recording of speech.
     Recording,
+}
+
+impl InputKind {
+    fn plural(self) -> &'static str {
+        match self {
+            InputKind::Prompt => "prompts to continue",
+            InputKind::SourceText => "source texts",
+            InputKind::Recording => "recordings",
+        }
+    }
 }
 
 /// Reason for the end of a continuation.
@@ -68,6 +83,8 @@ pub struct Continuation {
     pub prefill_seconds: f64,
     /// Seconds for all further tokens.
     pub decode_seconds: f64,
+    /// Accepted proposals; `None` without a draft.
+    pub speculation: Option<Speculation>,
 }
 
 /// Tokens per second over several prompts; `None` if nothing was computed.
@@ -111,6 +128,8 @@ pub struct LanguageModel {
     /// Maximum number of tokens of a text.
     positions: Option<usize>,
     notes: Vec<String>,
+    /// A model that proposes tokens.
+    draft: Option<Box<Draft>>,
 }
 
 impl LanguageModel {
@@ -162,7 +181,7 @@ impl LanguageModel {
         if ends.is_empty() {
             notes.push("neither generation_config.json nor config.json has an `eos_token_id`: generation ends only at the number of tokens".into());
         }
-        Ok(LanguageModel { model, graph, input_kind, decoder_prompt, suppressed, ends, positions, notes })
+        Ok(LanguageModel { model, graph, input_kind, decoder_prompt, suppressed, ends, positions, notes, draft: None })
     }
 
     /// Input that the model generates text from.
@@ -229,16 +248,16 @@ impl LanguageModel {
     fn generate_all(&self, prompts: Vec<Prompt>, options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         options.check()?;
         self.require_memory(&prompts, options, memory)?;
-        let parameters = Parameters::load(&self.graph, &self.model.weights, device, DType::F32, Residence::Stored, work)?;
-        let executor = Executor::new(&self.graph, parameters, device.clone());
+        let mut decoder = Decoder::load(self, 0, device, work)?;
+        let mut draft = self.draft.as_ref().map(|draft| Drafter::load(draft, device, work)).transpose()?;
         let total = (prompts.len() as u64).saturating_mul(options.tokens as u64);
         work.progress.on(Event::Begin { stage: "Generating", total, unit: ProgressUnit::Steps });
         // Inside the pool, parallel work starts without waking a thread from outside.
         let found: Result<Vec<Continuation>> = rayon::scope(|_| {
-            let mut cache = SequenceCache::new(&self.graph)?;
             let generate = |(index, prompt): (usize, Prompt)| {
-                cache.clear();
-                let run = Run { model: self, executor: &executor, cache: &mut cache, inputs: prompt.inputs, work };
+                draft.iter_mut().for_each(|draft| draft.start(prompt.inputs.clone()));
+                decoder.start(prompt.inputs);
+                let run = Run { decoder: &mut decoder, draft: draft.as_mut(), work };
                 run.continuation(prompt.tokens, options, Sampler::new(options.sampling, index))
             };
             prompts.into_iter().enumerate().map(generate).collect()
@@ -266,6 +285,24 @@ impl LanguageModel {
 
     /// Checks the memory: every token reads all parameters, so that they must be resident.
     fn require_memory(&self, prompts: &[Prompt], options: &Generate, memory: MemoryLimit) -> Result<()> {
+        let draft_tokens = self.draft.as_ref().map_or(0, |draft| draft.tokens);
+        let mut need = self.memory_need(prompts, options, draft_tokens.saturating_add(1), 0)?;
+        if let Some(draft) = &self.draft {
+            need.parameters = need.parameters.saturating_add(draft.model.memory_need(prompts, options, 1, draft_tokens)?.total());
+        }
+        match Schedule::choose(memory, &[(self.model.config.model_type(), need.clone())])? {
+            Schedule::Resident => Ok(()),
+            Schedule::Blockwise { .. } => Err(Error::run(
+                "generation",
+                format!("requires {} bytes of memory, but the limit is {}", need.total(), memory.bytes.unwrap_or(0)),
+                "every token reads all parameters, which must fit into memory: use a machine with more memory, or a smaller model",
+            )),
+        }
+    }
+
+    /// Memory for the longest of the prompts, with at least `step` tokens per forward pass and a KV cache
+    /// from which `removable` tokens can be removed.
+    fn memory_need(&self, prompts: &[Prompt], options: &Generate, step: usize, removable: usize) -> Result<MemoryNeed> {
         let size = |name: &str, length: &dyn Fn(&Prompt) -> usize| {
             let input = self.graph.inputs().find(|(_, value)| value.name == name).and_then(|(_, value)| value.ty.shape.get(1));
             let longest = prompts.iter().map(length).max().unwrap_or(1).max(1);
@@ -275,7 +312,7 @@ impl LanguageModel {
         let (decoder_input, encoder_input) = if self.input_kind == InputKind::Prompt { ("input_ids", None) } else { (DECODER_INPUT_IDS, Some("input_ids")) };
         let (first, name) = size(decoder_input, &|prompt| prompt.tokens.len().saturating_add(added));
         let total = first.saturating_add(options.tokens).min(self.positions.unwrap_or(usize::MAX).max(first));
-        let chunk = if SequenceCache::is_stable(&self.graph, 1, total) { first.min(CHUNK_TOKENS) } else { total };
+        let chunk = if SequenceCache::is_stable(&self.graph, 1, total) { first.min(CHUNK_TOKENS).max(step) } else { total };
         let mut sizes = usual_sizes(&self.graph);
         sizes.extend(name.map(|name| (name, chunk)));
         if let Some(input) = encoder_input {
@@ -283,15 +320,9 @@ impl LanguageModel {
             sizes.extend(name.map(|name| (name, longest)));
         }
         let mut need = MemoryNeed::estimate(&self.graph, &self.model.weights, DType::F32, Residence::Stored, &sizes);
-        need.activations = need.activations.saturating_add(SequenceCache::new(&self.graph)?.bytes_of(&self.graph, total, &sizes));
-        match Schedule::choose(memory, &[(self.model.config.model_type(), need.clone())])? {
-            Schedule::Resident => Ok(()),
-            Schedule::Blockwise { .. } => Err(Error::run(
-                "generation",
-                format!("requires {} bytes of memory, but the limit is {}", need.total(), memory.bytes.unwrap_or(0)),
-                "every token reads all parameters, which must fit into memory: use a machine with more memory, or a smaller model",
-            )),
-        }
+        let cache = SequenceCache::with_removable(&self.graph, removable)?;
+        need.activations = need.activations.saturating_add(cache.bytes_of(&self.graph, total, &sizes));
+        Ok(need)
     }
 }
 

@@ -1,24 +1,15 @@
-//! Generation of one text, token by token.
+//! Generation of one text, token by token, or by several tokens with a draft.
 
-use std::collections::BTreeSet;
 use std::time::Instant;
 
-use candle_core::{Device, Tensor};
-
+use super::decoder::Decoder;
 use super::decoder_prompt::DecoderPrompt;
-use super::sampling::Sampler;
-use super::{Continuation, Generate, InputKind, LanguageModel, StopReason};
-use crate::data::DECODER_INPUT_IDS;
-use crate::error::{Error, Result};
-use crate::exec::transfer::{Cause, values};
-use crate::exec::{Executor, Inputs, OutputTokens, SequenceCache};
-use crate::ir::decoder::LOGITS;
+use super::draft::{Drafter, Speculation};
+use super::sampling::{Proposal, Sampler};
+use super::{Continuation, Generate, StopReason};
+use crate::error::Result;
+use crate::exec::Inputs;
 use crate::work::{Event, Work};
-
-/// The input of spectrograms.
-pub(super) const FEATURES: &str = "input_features";
-/// Maximum number of prompt tokens per forward pass.
-pub(super) const CHUNK_TOKENS: usize = 512;
 
 /// Prompt of one text.
 pub(super) struct Prompt {
@@ -28,52 +19,51 @@ pub(super) struct Prompt {
     pub inputs: Inputs,
 }
 
-/// Token ids and attention mask of a text without padding.
-pub(super) fn token_inputs(name: &str, tokens: Vec<i64>) -> Result<Inputs> {
-    let count = tokens.len();
-    let row = |values: Vec<i64>| Tensor::from_vec(values, (1, count), &Device::Cpu).map_err(computed);
-    Ok([("attention_mask".to_owned(), row(vec![1; count])?), (name.to_owned(), row(tokens)?)].into())
-}
-
 /// Generation from one prompt.
 pub(super) struct Run<'r, 'g> {
-    pub model: &'r LanguageModel,
-    pub executor: &'r Executor<'g>,
-    pub cache: &'r mut SequenceCache,
-    /// Inputs of the encoder.
-    pub inputs: Inputs,
+    pub decoder: &'r mut Decoder<'g>,
+    pub draft: Option<&'r mut Drafter<'g>>,
     pub work: &'r Work<'r>,
+}
+
+/// Result of a forward pass of the model.
+struct Step {
+    /// Number of accepted proposals.
+    accepted: usize,
+    /// Whether the last token ends the text.
+    is_end: bool,
 }
 
 impl Run<'_, '_> {
     pub fn continuation(mut self, prompt: Vec<i64>, options: &Generate, mut sampler: Sampler) -> Result<Continuation> {
         let start = Instant::now();
+        let model = self.decoder.model();
         let mut all = prompt;
-        if let Some(prompt) = &self.model.decoder_prompt {
+        if let Some(prompt) = &model.decoder_prompt {
             all.extend(prompt.tokens(self.language(prompt)?));
         }
         let prompt_length = all.len();
         let (mut end, mut prefill_seconds) = (StopReason::Tokens, 0.0);
+        let mut speculation = self.draft.is_some().then(Speculation::default);
         let mut count = 0usize;
         while count < options.tokens {
-            if self.model.positions.is_some_and(|positions| all.len() > positions) {
+            if model.positions.is_some_and(|positions| all.len() > positions) {
                 end = StopReason::Positions;
                 break;
             }
-            let mut logits = self.logits(&all)?;
-            let [always, first] = &self.model.suppressed;
-            let empty = BTreeSet::new();
-            for token in always.iter().chain(if count == 0 { first } else { &empty }) {
-                usize::try_from(*token).ok().and_then(|token| logits.get_mut(token)).into_iter().for_each(|logit| *logit = f32::NEG_INFINITY);
+            let proposals = self.proposals(&all, options.tokens.saturating_sub(count), count == 0, &mut sampler)?;
+            let step = self.step(&mut all, &proposals, count == 0, &mut sampler)?;
+            let added = all.len().saturating_sub(prompt_length).saturating_sub(count);
+            match &mut speculation {
+                Some(speculation) if count > 0 => speculation.record(added, proposals.len(), step.accepted),
+                _ => {}
             }
-            let next = sampler.next(&logits)?;
-            all.push(next);
-            count = count.saturating_add(1);
-            if count == 1 {
+            if count == 0 {
                 prefill_seconds = start.elapsed().as_secs_f64();
             }
-            self.work.progress.on(Event::Advance(1));
-            if self.model.ends.contains(&next) {
+            count = count.saturating_add(added);
+            self.work.progress.on(Event::Advance(added as u64));
+            if step.is_end {
                 end = StopReason::Eos;
                 break;
             }
@@ -81,7 +71,47 @@ impl Run<'_, '_> {
         // Completes the progress after an early end.
         self.work.progress.on(Event::Advance(options.tokens.saturating_sub(count) as u64));
         let decode_seconds = start.elapsed().as_secs_f64() - prefill_seconds;
-        Ok(Continuation { tokens: all.split_off(prompt_length), end, prefill_seconds, decode_seconds })
+        Ok(Continuation { tokens: all.split_off(prompt_length), end, prefill_seconds, decode_seconds, speculation })
+    }
+
+    /// Proposals of the draft for the next tokens, of which at most `remaining` are generated. None for the
+    /// first token: the draft reads the prompt.
+    fn proposals(&mut self, all: &[i64], remaining: usize, is_first: bool, sampler: &mut Sampler) -> Result<Vec<Proposal>> {
+        let model = self.decoder.model();
+        let Some(draft) = &mut self.draft else { return Ok(Vec::new()) };
+        if is_first {
+            return draft.read(all, self.work).map(|()| Vec::new());
+        }
+        // The model adds a token to the accepted ones.
+        let room = model.positions.map_or(usize::MAX, |positions| positions.saturating_sub(all.len()));
+        let limit = self.decoder.stable_extension(all.len(), draft.tokens().min(remaining.saturating_sub(1)).min(room));
+        draft.propose(all, limit, model, sampler, self.work)
+    }
+
+    /// Verifies proposals in one forward pass: appends the accepted ones and the model's own next token.
+    fn step(&mut self, all: &mut Vec<i64>, proposals: &[Proposal], is_first: bool, sampler: &mut Sampler) -> Result<Step> {
+        let model = self.decoder.model();
+        let text: Vec<i64> = all.iter().copied().chain(proposals.iter().map(|proposal| proposal.token)).collect();
+        let rows = self.decoder.logits(&text, proposals.len().saturating_add(1), self.work)?;
+        let mut step = Step { accepted: 0, is_end: false };
+        for (position, mut logits) in rows.into_iter().enumerate() {
+            model.suppress(&mut logits, is_first);
+            let (token, is_accepted) = match proposals.get(position) {
+                Some(proposal) => sampler.verify(&logits, proposal)?,
+                None => (sampler.next(&logits)?, false),
+            };
+            all.push(token);
+            step.accepted = step.accepted.saturating_add(usize::from(is_accepted));
+            step.is_end = model.ends.contains(&token);
+            if step.is_end || !is_accepted {
+                break;
+            }
+        }
+        // The last token was not read yet, and rejected proposals are removed.
+        let read = all.len().saturating_sub(1);
+        self.decoder.truncate(read)?;
+        self.draft.as_mut().map_or(Ok(()), |draft| draft.truncate(read))?;
+        Ok(step)
     }
 
     /// Detects the most likely language, if the prompt does not specify one.
@@ -89,40 +119,11 @@ impl Run<'_, '_> {
         if prompt.languages.is_empty() {
             return Ok(None);
         }
-        let logits = self.logits(&prompt.first)?;
+        let logits = self.decoder.next_logits(&prompt.first, self.work)?;
         let logit = |token: &i64| usize::try_from(*token).ok().and_then(|token| logits.get(token)).copied().unwrap_or(f32::NEG_INFINITY);
         // Of equal logits, the first token is selected, as in sampling.
         let mut languages = prompt.languages.clone();
         languages.sort_unstable();
         Ok(languages.into_iter().rev().max_by(|a, b| logit(a).total_cmp(&logit(b))))
     }
-
-    /// Logits of the next token. Tokens that are already in the KV cache are not recomputed.
-    fn logits(&mut self, all: &[i64]) -> Result<Vec<f32>> {
-        let graph = &self.model.graph;
-        if !SequenceCache::is_stable(graph, self.cache.tokens(), all.len()) {
-            self.cache.clear();
-        }
-        loop {
-            self.work.cancel.check()?;
-            let cached = self.cache.tokens();
-            let end = cached.saturating_add(CHUNK_TOKENS).min(all.len());
-            // If cached values would change with the length, all tokens are computed at once.
-            let end = if SequenceCache::is_stable(graph, end, all.len()) { end } else { all.len() };
-            let tokens = all.get(cached..end).unwrap_or_default().to_vec();
-            let mut inputs = token_inputs(if self.model.input_kind == InputKind::Prompt { "input_ids" } else { DECODER_INPUT_IDS }, tokens)?;
-            inputs.extend(self.inputs.clone());
-            let outputs = self.executor.run_next(&inputs, self.cache, OutputTokens::Last)?;
-            if end == all.len() {
-                let logits = outputs.get(LOGITS).ok_or_else(|| Error::graph(LOGITS, "are not computed"))?;
-                let values = values(logits, Cause::Answers).map_err(computed)?;
-                let width = logits.dims().last().copied().unwrap_or(0);
-                return if values.len() == width { Ok(values) } else { Err(Error::graph(LOGITS, "must be those of the last token only")) };
-            }
-        }
-    }
-}
-
-fn computed(e: candle_core::Error) -> Error {
-    Error::candle("generation", e)
 }

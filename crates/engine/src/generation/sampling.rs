@@ -6,6 +6,13 @@ use crate::error::{Error, Result};
 /// Selects tokens greedily, or by sampling.
 pub(super) struct Sampler(Option<(Sampling, fastrand::Rng)>);
 
+/// A token that a draft proposes.
+pub(super) struct Proposal {
+    pub token: i64,
+    /// The distribution that it was drawn from; `None` for greedy decoding.
+    distribution: Option<Distribution>,
+}
+
 impl Sampler {
     /// A sampler for the prompt with this index. Its random numbers do not depend on other prompts.
     pub fn new(sampling: Option<Sampling>, prompt: usize) -> Sampler {
@@ -14,21 +21,54 @@ impl Sampler {
 
     /// Selects the next token from the logits.
     pub fn next(&mut self, logits: &[f32]) -> Result<i64> {
-        // Suppressed tokens have a logit of -infinity, but not all tokens may be suppressed.
-        let invalid = logits.iter().filter(|logit| logit.is_nan() || **logit == f32::INFINITY).count();
-        if invalid > 0 || logits.iter().all(|logit| *logit == f32::NEG_INFINITY) {
-            return Err(Error::run(
-                "generation",
-                format!("{invalid} of {} logits are not finite", logits.len()),
-                "the weights are damaged, or overflow their format",
-            ));
-        }
-        let found = match &mut self.0 {
-            Some((sampling, random)) => sample(logits, sampling, random.f64()),
-            None => most_likely(logits, 1).first().copied(),
-        };
-        found.and_then(|token| i64::try_from(token).ok()).ok_or_else(|| Error::run("generation", "the vocabulary is empty", ""))
+        self.select(logits, "generation").map(|proposal| proposal.token)
     }
+
+    /// Selects a token from the logits of a draft.
+    pub fn propose(&mut self, logits: &[f32]) -> Result<Proposal> {
+        self.select(logits, "generation with the draft")
+    }
+
+    /// Accepts a proposal by the logits of the model, or selects another token, so that the tokens have the
+    /// distribution of the model. Returns the token and whether it is the accepted proposal.
+    pub fn verify(&mut self, logits: &[f32], proposal: &Proposal) -> Result<(i64, bool)> {
+        let (Some((sampling, random)), Some(draft)) = (&mut self.0, &proposal.distribution) else {
+            return self.next(logits).map(|token| (token, token == proposal.token));
+        };
+        require_finite(logits, "generation")?;
+        let model = Distribution::new(logits, sampling);
+        let probability = |distribution: &Distribution| usize::try_from(proposal.token).map_or(0.0, |token| distribution.probability(token));
+        if random.f64() * probability(draft) < probability(&model) {
+            return Ok((proposal.token, true));
+        }
+        token_id(model.without(draft, logits.len()).at(random.f64())).map(|token| (token, false))
+    }
+
+    fn select(&mut self, logits: &[f32], what: &str) -> Result<Proposal> {
+        require_finite(logits, what)?;
+        match &mut self.0 {
+            Some((sampling, random)) => {
+                let distribution = Distribution::new(logits, sampling);
+                Ok(Proposal { token: token_id(distribution.at(random.f64()))?, distribution: Some(distribution) })
+            }
+            None => Ok(Proposal { token: token_id(most_likely(logits, 1).first().copied())?, distribution: None }),
+        }
+    }
+}
+
+fn token_id(token: Option<usize>) -> Result<i64> {
+    token.and_then(|token| i64::try_from(token).ok()).ok_or_else(|| Error::run("generation", "the vocabulary is empty", ""))
+}
+
+/// Fails if a logit is not finite. Suppressed tokens have a logit of -infinity, but not all tokens may be
+/// suppressed.
+fn require_finite(logits: &[f32], what: &str) -> Result<()> {
+    let invalid = logits.iter().filter(|logit| logit.is_nan() || **logit == f32::INFINITY).count();
+    if invalid > 0 || logits.iter().all(|logit| *logit == f32::NEG_INFINITY) {
+        let reason = format!("{invalid} of {} logits are not finite", logits.len());
+        return Err(Error::run(what, reason, "the weights are damaged, or overflow their format"));
+    }
+    Ok(())
 }
 
 /// The `count` most likely tokens in descending order; ties are ordered by token id.
@@ -46,29 +86,68 @@ fn most_likely(logits: &[f32], count: usize) -> Vec<usize> {
     tokens.into_iter().map(|(token, _)| token).collect()
 }
 
-/// The token at a point between 0 and 1 of the cumulative distribution after filtering.
-fn sample(logits: &[f32], sampling: &Sampling, point: f64) -> Option<usize> {
-    let tokens = most_likely(logits, sampling.top_k.unwrap_or(logits.len()));
-    let logit = |token: &usize| logits.get(*token).map_or(f64::NEG_INFINITY, |logit| f64::from(*logit));
-    let max = tokens.first().map_or(0.0, logit);
-    // Avoids 0 / 0 for equal logits at tiny temperatures.
-    let weight = |token: &usize| if logit(token) == max { 1.0 } else { ((logit(token) - max) / sampling.temperature).exp() };
-    let weights: Vec<f64> = tokens.iter().map(weight).collect();
-    let limit = sampling.top_p.unwrap_or(1.0) * weights.iter().sum::<f64>();
-    let (mut count, mut sum) = (0usize, 0.0);
-    for weight in &weights {
-        if count > 0 && sum >= limit {
-            break;
+/// Probabilities of tokens after filtering.
+struct Distribution {
+    /// Tokens in descending order of their logits.
+    tokens: Vec<usize>,
+    /// Probabilities of these tokens, up to a factor.
+    weights: Vec<f64>,
+    /// Sum of the weights.
+    sum: f64,
+}
+
+impl Distribution {
+    /// The distribution of the next token.
+    fn new(logits: &[f32], sampling: &Sampling) -> Distribution {
+        let mut tokens = most_likely(logits, sampling.top_k.unwrap_or(logits.len()));
+        let logit = |token: &usize| logits.get(*token).map_or(f64::NEG_INFINITY, |logit| f64::from(*logit));
+        let max = tokens.first().map_or(0.0, logit);
+        // Avoids 0 / 0 for equal logits at tiny temperatures.
+        let weight = |token: &usize| if logit(token) == max { 1.0 } else { ((logit(token) - max) / sampling.temperature).exp() };
+        let mut weights: Vec<f64> = tokens.iter().map(weight).collect();
+        let limit = sampling.top_p.unwrap_or(1.0) * weights.iter().sum::<f64>();
+        let (mut count, mut sum) = (0usize, 0.0);
+        for weight in &weights {
+            if count > 0 && sum >= limit {
+                break;
+            }
+            (count, sum) = (count.saturating_add(1), sum + weight);
         }
-        (count, sum) = (count.saturating_add(1), sum + weight);
+        tokens.truncate(count);
+        weights.truncate(count);
+        Distribution { tokens, weights, sum }
     }
-    let point = point * sum;
-    let mut sum = 0.0;
-    let at = weights.iter().take(count).position(|weight| {
-        sum += weight;
-        point < sum
-    });
-    tokens.get(at.unwrap_or(count.saturating_sub(1))).copied()
+
+    /// The token at a point between 0 and 1 of the cumulative distribution.
+    fn at(&self, point: f64) -> Option<usize> {
+        let point = point * self.sum;
+        let mut sum = 0.0;
+        let at = self.weights.iter().position(|weight| {
+            sum += weight;
+            point < sum
+        });
+        self.tokens.get(at.unwrap_or(self.tokens.len().saturating_sub(1))).copied()
+    }
+
+    /// The probability of a token.
+    fn probability(&self, token: usize) -> f64 {
+        let weight = self.tokens.iter().position(|other| *other == token).and_then(|at| self.weights.get(at));
+        weight.map_or(0.0, |weight| weight / self.sum)
+    }
+
+    /// The distribution of a token after the rejection of a proposal from `draft`: the positive differences
+    /// of the probabilities, for a vocabulary of `size` tokens.
+    fn without(self, draft: &Distribution, size: usize) -> Distribution {
+        let mut proposed = vec![0.0; size];
+        for (token, weight) in draft.tokens.iter().zip(&draft.weights) {
+            proposed.get_mut(*token).into_iter().for_each(|probability| *probability = weight / draft.sum);
+        }
+        let difference = |(token, weight): (&usize, &f64)| (weight / self.sum - proposed.get(*token).copied().unwrap_or(0.0)).max(0.0);
+        let weights: Vec<f64> = self.tokens.iter().zip(&self.weights).map(difference).collect();
+        let sum = weights.iter().sum();
+        // Equal distributions, whose rounded probabilities led to a rejection.
+        if sum > 0.0 { Distribution { weights, sum, ..self } } else { self }
+    }
 }
 
 #[cfg(test)]
@@ -89,7 +168,7 @@ mod tests {
 
     #[test]
     fn tokens_are_filtered_by_top_k_and_top_p() {
-        let at = |sampling: Sampling, point: f64| sample(&LOGITS, &sampling, point).unwrap();
+        let at = |sampling: Sampling, point: f64| Distribution::new(&LOGITS, &sampling).at(point).unwrap();
         let all = Sampling::default();
         // Probabilities are 0.399, 0.399, 0.147 and 0.054.
         assert_eq!([0.0, 0.39, 0.41, 0.79, 0.81, 0.94, 0.96].map(|point| at(all, point)), [1, 1, 3, 3, 2, 2, 0]);
@@ -100,7 +179,7 @@ mod tests {
         assert_eq!(at(Sampling { temperature: 1e-3, ..all }, 0.999), 3);
         assert_eq!(at(Sampling { temperature: 1e-320, ..all }, 0.1), 1);
         // With a large distance, the other tokens have a probability of 0.
-        assert_eq!(sample(&[0.0, 2000.0, 0.0], &all, 0.999), Some(1));
+        assert_eq!(Distribution::new(&[0.0, 2000.0, 0.0], &all).at(0.999), Some(1));
     }
 
     #[test]
@@ -113,5 +192,45 @@ mod tests {
         assert_ne!(draws(7), draws(8));
         let share = draws(1).iter().filter(|token| **token == 1).count() as f64 / 4000.0;
         assert!((share - 0.399).abs() < 0.04, "{share}");
+    }
+
+    /// For any distribution of the proposals, the result follows the model's distribution, and the share of
+    /// accepted proposals is the sum of the smaller probabilities.
+    #[test]
+    fn verified_proposals_have_the_distribution_of_the_model() {
+        let sampling = Sampling { temperature: 0.8, top_k: Some(3), ..Sampling::default() };
+        let exact = Distribution::new(&LOGITS, &sampling);
+        let probability = |token: usize| exact.probability(token);
+        for draft_logits in [LOGITS, [3.0, 1.0, 2.5, 2.0], [0.0, 0.0, 9.0, 0.0], [f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, f32::NEG_INFINITY]] {
+            let draft = Distribution::new(&draft_logits, &sampling);
+            let expected: f64 = (0..4).map(|token| probability(token).min(draft.probability(token))).sum();
+            let (mut counts, mut accepted, draws) = ([0usize; 4], 0, 40_000);
+            let mut sampler = Sampler::new(Some(sampling), 0);
+            for _ in 0..draws {
+                let proposal = sampler.propose(&draft_logits).unwrap();
+                let (token, is_accepted) = sampler.verify(&LOGITS, &proposal).unwrap();
+                assert!(!is_accepted || token == proposal.token);
+                counts[token as usize] += 1;
+                accepted += usize::from(is_accepted);
+            }
+            for (token, count) in counts.into_iter().enumerate() {
+                assert!((count as f64 / f64::from(draws) - probability(token)).abs() < 0.01, "{draft_logits:?}, {token}: {count}");
+            }
+            assert!((accepted as f64 / f64::from(draws) - expected).abs() < 0.01, "{draft_logits:?}: {accepted}");
+        }
+    }
+
+    #[test]
+    fn greedy_proposals_are_accepted_if_they_are_the_most_likely_token() {
+        let mut sampler = Sampler::new(None, 0);
+        let verdict = |sampler: &mut Sampler, draft: &[f32]| {
+            let proposal = sampler.propose(draft).unwrap();
+            sampler.verify(&LOGITS, &proposal).unwrap()
+        };
+        assert_eq!(verdict(&mut sampler, &[0.0, 1.0, 0.0, 0.0]), (1, true));
+        // Another token with the same logit.
+        assert_eq!(verdict(&mut sampler, &[0.0, 0.0, 0.0, 1.0]), (1, false));
+        let error = sampler.propose(&[f32::NAN]).map(|proposal| proposal.token).unwrap_err().to_string();
+        assert!(error.contains("generation with the draft"), "{error}");
     }
 }

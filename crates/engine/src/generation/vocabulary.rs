@@ -70,6 +70,24 @@ impl Vocabulary {
             ),
         ))
     }
+
+    /// Checks that each token of this model has the same id in a draft's vocabulary. The draft may have
+    /// additional tokens.
+    pub fn require_draft(&self, draft: &Vocabulary) -> Result<()> {
+        let (own, others) = (self.tokenizer.vocabulary(), draft.tokenizer.vocabulary());
+        let Some((token, id)) = own.iter().filter(|(token, id)| others.get(*token) != Some(id)).min_by_key(|(_, id)| **id) else { return Ok(()) };
+        let difference = others.get(token).map_or("does not have it".to_owned(), |other| format!("has it with id {other}"));
+        Err(Error::option(
+            "--draft",
+            format!(
+                "`{token}` has id {id} in the vocabulary of {} ({} tokens), but {} ({} tokens) {difference}: both models must have the same tokens",
+                self.folder,
+                own.len(),
+                draft.folder,
+                others.len()
+            ),
+        ))
+    }
 }
 
 #[cfg(test)]
@@ -115,5 +133,23 @@ mod tests {
         assert_eq!(metaspace.continuation(&[0, 1], &[0, 2, 1]).unwrap(), " ba");
         let refused = metaspace.require_same(&vocabulary(&byte_tokenizer())).unwrap_err().to_string();
         assert!(refused.contains("has 3 tokens, that of here has 4"), "{refused}");
+    }
+
+    /// A draft may have more tokens, but none with another id, as after `prune-vocabulary`.
+    #[test]
+    fn drafts_have_the_tokens_of_the_model() {
+        let with = |tokens: serde_json::Value| {
+            let mut tokenizer = byte_tokenizer();
+            tokenizer["model"]["vocab"] = tokens;
+            vocabulary(&tokenizer)
+        };
+        let model = vocabulary(&byte_tokenizer());
+        let draft = |tokens: serde_json::Value| model.require_draft(&with(tokens)).map_err(|e| e.to_string());
+        assert_eq!(draft(json!({ "Ã": 0, "¤": 1, "a": 2, "Ġ": 3 })), Ok(()));
+        assert_eq!(draft(json!({ "Ã": 0, "¤": 1, "a": 2, "Ġ": 3, "b": 4 })), Ok(()));
+        let refused = draft(json!({ "Ã": 0, "a": 1, "Ġ": 2 })).unwrap_err();
+        assert!(refused.contains("`¤` has id 1") && refused.contains("(3 tokens) does not have it"), "{refused}");
+        let refused = draft(json!({ "Ã": 0, "¤": 1, "a": 3, "Ġ": 2 })).unwrap_err();
+        assert!(refused.contains("`a` has id 2") && refused.contains("has it with id 3"), "{refused}");
     }
 }

@@ -88,6 +88,51 @@ fn models_are_compared() {
 }
 
 #[test]
+fn drafts_propose_tokens() {
+    let folder = prepared();
+    set(&folder.path().join("in/config.json"), json!({ "eos_token_id": null }));
+    ok(folder.path(), "quantize in --scheme W4A16 --group-size 16 -o draft --no-measure");
+    let alone = data(folder.path(), "generate in --prompt ab --prompt c --tokens 12 --json");
+    assert_eq!(alone["draft"], Value::Null);
+    let found = data(folder.path(), "generate in --draft draft --draft-tokens 3 --prompt ab --prompt c --tokens 12 --json");
+    assert_eq!(found["prompts"], alone["prompts"]);
+    let draft = &found["draft"];
+    let number = |key: &str| draft[key].as_f64().unwrap();
+    assert_eq!((&draft["model"], &draft["tokens"]), (&json!("draft"), &json!(3)));
+    // Every text has 11 tokens after the first.
+    assert_eq!(number("accepted") + number("steps"), 22.0);
+    assert_eq!(number("tokens_per_step"), 22.0 / number("steps"));
+    assert_eq!(number("acceptance_rate"), number("accepted") / number("proposed"));
+    assert_eq!(draft["acceptance_by_position"].as_array().unwrap().len(), 3);
+    // The same model without a draft.
+    let run = ok(folder.path(), "generate in --draft in --against in --prompt ab --tokens 11");
+    for part in [
+        "in: greedy decoding, at most 11 tokens, proposals of in\n",
+        "are the same",
+        " in: 5.00 tokens per step; 100 % of the proposals accepted, by position 100 %, 100 %",
+    ] {
+        assert!(run.stdout.contains(part), "{part}:\n{}", run.stdout);
+    }
+    assert!(ok(folder.path(), "generate in --draft in --prompt ab --tokens 1").stdout.contains(" in: proposed no tokens\n"));
+    let sampled =
+        |seed: u32| data(folder.path(), &format!("generate in --draft draft --prompt ab --tokens 8 --temperature 2 --seed {seed} --json"))["prompts"].clone();
+    assert_eq!(sampled(3), sampled(3));
+    assert_ne!(sampled(3), sampled(4));
+    let refused = |args: &str, code: i32, part: &str| {
+        let run = compress(folder.path(), args);
+        assert!(run.code == code && run.stderr.contains(part), "{args}: {} {}", run.code, run.stderr);
+    };
+    refused("generate in --draft-tokens 3 --prompt a", 2, "--draft <MODEL>");
+    refused("generate in --draft draft --draft-tokens 0 --prompt a", 2, "draft-tokens: is 0");
+    // A smaller vocabulary has other ids.
+    fs::write(folder.path().join("keep.txt"), "ab ab").unwrap();
+    ok(folder.path(), "prune-vocabulary in -o small --keep keep.txt --no-measure");
+    refused("generate in --draft small --prompt a", 2, "both models must have the same tokens");
+    golden_model(&folder.path().join("encoder"), "bert", &[("characters.json", "tokenizer.json")]);
+    refused("generate in --draft encoder/in --prompt a", 1, "`bert` are not decoders");
+}
+
+#[test]
 fn errors_are_reported_before_anything_is_loaded() {
     let folder = prepared();
     let refused = |args: &str, code: i32, part: &str| {

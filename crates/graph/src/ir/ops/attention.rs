@@ -379,8 +379,8 @@ impl Incremental for Attention {
         let mut all = vec![inputs[0].clone()];
         for (input, new) in inputs.iter().enumerate().skip(1) {
             let new = match (input, new.rank()) {
-                (1 | 2, _) => past.rows(input - 1).push(new, 2, seen)?,
-                (_, 2) => past.rows(input - 1).push(new, 1, seen)?,
+                (1 | 2, _) => past.push(input - 1, new, 2, seen)?,
+                (_, 2) => past.push(input - 1, new, 1, seen)?,
                 (_, 1) => new.clone(),
                 // A bias has a column for each token; columns of evicted keys are dropped.
                 (_, rank) => {

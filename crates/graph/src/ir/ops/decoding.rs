@@ -49,12 +49,17 @@ pub trait Incremental: fmt::Debug {
 #[derive(Debug, Default)]
 pub struct DecodingState {
     tokens: usize,
+    /// Number of evicted rows that are retained, so that the last tokens can be removed.
+    removable: usize,
     rows: Vec<Rows>,
-    /// The number of tokens in each row of a batch that are not padding, `[batch, 1]`.
-    pub(super) counts: Option<Tensor>,
 }
 
 impl DecodingState {
+    /// An empty state from which up to `removable` of the last tokens can be removed.
+    pub fn with_removable(removable: usize) -> DecodingState {
+        DecodingState { removable, ..DecodingState::default() }
+    }
+
     /// Number of tokens processed so far.
     pub fn tokens(&self) -> usize {
         self.tokens
@@ -65,37 +70,60 @@ impl DecodingState {
         self.tokens += tokens;
     }
 
+    /// Removes all tokens after the first `tokens`. Returns false, and changes nothing, if rows that the
+    /// next token reads are evicted.
+    pub fn truncate(&mut self, tokens: usize) -> bool {
+        let removed = self.tokens.saturating_sub(tokens);
+        let is_complete = self.rows.iter().all(|rows| rows.can_remove(removed, self.tokens));
+        if is_complete {
+            self.rows.iter_mut().for_each(|rows| rows.end = rows.end.saturating_sub(removed));
+            self.tokens -= removed;
+        }
+        is_complete
+    }
+
     /// Memory in bytes.
     pub fn bytes(&self) -> usize {
         self.rows.iter().filter_map(|rows| rows.buffer.as_ref()).map(|buffer| buffer.elem_count() * buffer.dtype().size_in_bytes()).sum()
     }
 
-    /// The cached rows with this index.
-    pub(super) fn rows(&mut self, number: usize) -> &mut Rows {
+    /// Appends rows of new tokens to the cached rows with this index, after at most `before` earlier ones,
+    /// and returns all of these.
+    pub(super) fn push(&mut self, number: usize, new: &Tensor, axis: usize, before: usize) -> Result<Tensor> {
         if self.rows.len() <= number {
             self.rows.resize_with(number + 1, Rows::default);
         }
-        &mut self.rows[number]
+        self.rows[number].push(new, axis, before, self.removable)
+    }
+
+    /// The last cached row with this index.
+    pub(super) fn last(&self, number: usize, axis: usize) -> Result<Option<Tensor>> {
+        let rows = self.rows.get(number).and_then(|rows| Some((rows.buffer.as_ref()?, rows.end.checked_sub(1)?)));
+        rows.map(|(buffer, last)| buffer.narrow(axis, last, 1)).transpose()
     }
 }
 
 /// Rows that are appended at the end of an axis and evicted at its start.
 #[derive(Debug, Default)]
-pub(super) struct Rows {
+struct Rows {
     /// Longer than the number of cached rows, so that most rows are appended in place.
     buffer: Option<Tensor>,
     start: usize,
     end: usize,
+    /// Maximum number of earlier rows that a new row is combined with.
+    before: usize,
 }
 
 /// Minimum capacity in rows.
 const MIN_CAPACITY: usize = 64;
 
 impl Rows {
-    /// Appends rows after at most `before` earlier ones, evicts the others, and returns all that remain.
-    pub fn push(&mut self, new: &Tensor, axis: usize, before: usize) -> Result<Tensor> {
+    /// Appends rows and returns them after at most `before` earlier ones. Evicts all rows before these,
+    /// except the last `removable`.
+    fn push(&mut self, new: &Tensor, axis: usize, before: usize, removable: usize) -> Result<Tensor> {
         let count = new.dim(axis)?;
-        self.start = self.start.max(self.end.saturating_sub(before));
+        self.before = before;
+        self.start = self.start.max(self.end.saturating_sub(before.saturating_add(removable)));
         let kept = self.end - self.start;
         let buffer = match &self.buffer {
             Some(buffer) if self.end + count <= buffer.dim(axis)? => buffer.clone(),
@@ -112,8 +140,16 @@ impl Rows {
             }
         };
         buffer.slice_set(&new.contiguous()?, axis, self.end)?;
+        let first = self.start.max(self.end.saturating_sub(before));
         self.end += count;
-        buffer.narrow(axis, self.start, self.end - self.start)
+        buffer.narrow(axis, first, self.end - first)
+    }
+
+    /// Whether the last `removed` of `tokens` tokens can be removed: the next row still finds the earlier
+    /// rows that it is combined with.
+    fn can_remove(&self, removed: usize, tokens: usize) -> bool {
+        let remaining = (self.end - self.start).checked_sub(removed);
+        self.buffer.is_none() || remaining.is_some_and(|remaining| remaining >= self.before.min(tokens - removed))
     }
 }
 
@@ -123,22 +159,65 @@ mod tests {
 
     use super::*;
 
+    /// A row of numbers and one of their negatives.
+    fn rows(numbers: std::ops::Range<i64>) -> Tensor {
+        let count = numbers.clone().count();
+        Tensor::from_vec(numbers.clone().chain(numbers.map(|n| -n)).collect(), (2, count), &Device::Cpu).unwrap()
+    }
+
+    fn pushed(state: &mut DecodingState, count: usize, before: usize) -> Vec<Vec<i64>> {
+        let seen = state.tokens() as i64;
+        let all = state.push(0, &rows(seen..seen + count as i64), 1, before).unwrap();
+        state.add(count);
+        all.to_vec2::<i64>().unwrap()
+    }
+
     #[test]
     fn rows_are_appended_and_evicted() {
-        let rows = |numbers: std::ops::Range<i64>| {
-            let count = numbers.clone().count();
-            Tensor::from_vec(numbers.clone().chain(numbers.map(|n| -n)).collect(), (2, count), &Device::Cpu).unwrap()
-        };
-        for (before, steps) in [(usize::MAX, vec![3, 1, 1, 70, 1, 200]), (5, vec![3, 1, 9, 1, 1, 1, 1]), (0, vec![2, 1, 4]), (40, [1; 300].to_vec())] {
-            let (mut kept, mut seen) = (Rows::default(), 0);
-            for count in steps {
-                let all = kept.push(&rows(seen..seen + count), 1, before).unwrap();
-                let first = seen - seen.min(i64::try_from(before).unwrap_or(i64::MAX));
-                seen += count;
-                assert_eq!(all.to_vec2::<i64>().unwrap(), rows(first..seen).to_vec2::<i64>().unwrap());
+        for removable in [0, 4] {
+            for (before, steps) in [(usize::MAX, vec![3, 1, 1, 70, 1, 200]), (5, vec![3, 1, 9, 1, 1, 1, 1]), (0, vec![2, 1, 4]), (40, [1; 300].to_vec())] {
+                let mut state = DecodingState::with_removable(removable);
+                for count in steps {
+                    let seen = state.tokens() as i64;
+                    let first = seen - seen.min(i64::try_from(before).unwrap_or(i64::MAX));
+                    assert_eq!(pushed(&mut state, count, before), rows(first..seen + count as i64).to_vec2::<i64>().unwrap());
+                }
+                let room = state.rows[0].buffer.as_ref().unwrap().dim(1).unwrap();
+                assert!(before > 100 || room <= 2 * (before + removable + 9).max(MIN_CAPACITY), "{room} rows of {before}");
             }
-            let room = kept.buffer.unwrap().dim(1).unwrap();
-            assert!(before > 100 || room <= 2 * (before + 9).max(MIN_CAPACITY), "{room} rows of {before}");
         }
+    }
+
+    /// After tokens are removed, new tokens read the same earlier rows as if the removed ones had never been
+    /// appended, also across moves to a longer buffer.
+    #[test]
+    fn the_last_tokens_can_be_removed() {
+        for before in [0, 1, 7, 40, usize::MAX] {
+            let mut state = DecodingState::with_removable(4);
+            for round in 0..200usize {
+                let start = state.tokens();
+                // Tokens one by one, as a draft appends them, or together, as a model verifies them.
+                let steps = if round % 2 == 0 { vec![1; 4] } else { vec![4] };
+                steps.into_iter().for_each(|count| drop(pushed(&mut state, count, before)));
+                assert!(state.truncate(start + 1 + round % 3), "{before}");
+                assert_eq!(state.tokens(), start + 1 + round % 3);
+                let seen = state.tokens() as i64;
+                let first = seen - seen.min(i64::try_from(before).unwrap_or(i64::MAX));
+                assert_eq!(pushed(&mut state, 1, before), rows(first..seen + 1).to_vec2::<i64>().unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn tokens_after_evicted_rows_cannot_be_removed() {
+        let mut state = DecodingState::with_removable(2);
+        (0..20).for_each(|_| drop(pushed(&mut state, 1, 5)));
+        assert!(!state.truncate(16) && state.tokens() == 20);
+        assert!(state.truncate(17) && state.tokens() == 17);
+        assert!(state.truncate(30) && state.tokens() == 17);
+        // Without evicted rows, all can be removed.
+        let mut state = DecodingState::default();
+        (0..5).for_each(|_| drop(pushed(&mut state, 1, 5)));
+        assert!(state.truncate(0) && state.tokens() == 0);
     }
 }

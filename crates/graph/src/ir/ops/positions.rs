@@ -30,7 +30,7 @@ impl Positions {
     }
 
     /// Positions of new tokens after `past` cached ones, of which `before` (`[batch, 1]`) are not
-    /// padding, and the updated count.
+    /// padding, and the updated count after each token.
     fn following(&self, tokens: &Tensor, past: usize, before: Option<&Tensor>) -> candle_core::Result<(Tensor, Option<Tensor>)> {
         let (batch, sequence) = tokens.dims2()?;
         let Some(padding) = self.padding else {
@@ -43,9 +43,8 @@ impl Positions {
         if let Some(before) = before {
             counts = counts.broadcast_add(before)?;
         }
-        let last = counts.narrow(1, sequence - 1, 1)?.contiguous()?;
-        let positions = ((counts * &real)?.to_dtype(DType::I64)? + (padding + self.offset) as f64)?.contiguous()?;
-        Ok((positions, Some(last)))
+        let positions = ((&counts * &real)?.to_dtype(DType::I64)? + (padding + self.offset) as f64)?.contiguous()?;
+        Ok((positions, Some(counts)))
     }
 
     /// Positions of new tokens after `past` cached ones that are not padding: the largest possible
@@ -64,8 +63,8 @@ impl Incremental for Positions {
     }
 
     fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, _forward: &Forward) -> candle_core::Result<Tensor> {
-        let (positions, counts) = self.following(&inputs[0], past.tokens(), past.counts.as_ref())?;
-        past.counts = counts;
+        let (positions, counts) = self.following(&inputs[0], past.tokens(), past.last(0, 1)?.as_ref())?;
+        counts.map_or(Ok(()), |counts| past.push(0, &counts, 1, 1).map(drop))?;
         Ok(positions)
     }
 }

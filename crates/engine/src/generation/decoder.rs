@@ -1,0 +1,127 @@
+//! Logits of a model with a KV cache.
+
+use std::collections::BTreeSet;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{InputKind, LanguageModel};
+use crate::data::DECODER_INPUT_IDS;
+use crate::error::{Error, Result};
+use crate::exec::transfer::{Cause, values};
+use crate::exec::{Executor, Inputs, OutputTokens, Parameters, Residence, SequenceCache};
+use crate::ir::decoder::LOGITS;
+use crate::work::Work;
+
+/// The input of spectrograms.
+pub(super) const FEATURES: &str = "input_features";
+/// Maximum number of prompt tokens per forward pass.
+pub(super) const CHUNK_TOKENS: usize = 512;
+
+/// A model that is loaded on a device, with the KV cache of one text.
+pub(super) struct Decoder<'g> {
+    model: &'g LanguageModel,
+    executor: Executor<'g>,
+    cache: SequenceCache,
+    /// Inputs of the encoder.
+    inputs: Inputs,
+}
+
+impl<'g> Decoder<'g> {
+    /// Loads a model. Up to `removable` tokens can be removed from its KV cache, in addition to those of
+    /// the last forward pass.
+    pub fn load(model: &'g LanguageModel, removable: usize, device: &Device, work: &Work) -> Result<Decoder<'g>> {
+        let parameters = Parameters::load(&model.graph, &model.model.weights, device, DType::F32, Residence::Stored, work)?;
+        let executor = Executor::new(&model.graph, parameters, device.clone());
+        Ok(Decoder { model, executor, cache: SequenceCache::with_removable(&model.graph, removable)?, inputs: Inputs::new() })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &'g LanguageModel {
+        self.model
+    }
+
+    /// Starts a text with these inputs of the encoder.
+    pub fn start(&mut self, inputs: Inputs) {
+        self.cache.clear();
+        self.inputs = inputs;
+    }
+
+    /// Number of tokens in the KV cache.
+    pub fn cached(&self) -> usize {
+        self.cache.tokens()
+    }
+
+    /// The largest number of tokens up to `limit` that can follow the first `length` in the same forward
+    /// pass. It is smaller if the angles of a rotary embedding change between these lengths.
+    pub fn stable_extension(&self, length: usize, limit: usize) -> usize {
+        let is_stable = |added: &usize| SequenceCache::is_stable(&self.model.graph, length, length.saturating_add(*added));
+        (0..=limit).rev().find(is_stable).unwrap_or(0)
+    }
+
+    /// Removes all tokens after the first `tokens` from the KV cache.
+    pub fn truncate(&mut self, tokens: usize) -> Result<()> {
+        self.cache.truncate(&self.model.graph, tokens)
+    }
+
+    /// Logits of the next token after `all` tokens.
+    pub fn next_logits(&mut self, all: &[i64], work: &Work) -> Result<Vec<f32>> {
+        self.logits(all, 1, work)?.pop().ok_or_else(|| Error::graph(LOGITS, "are not computed"))
+    }
+
+    /// Logits of the next token after each of the last `rows` of `all` tokens. Tokens that are already in
+    /// the KV cache are not recomputed; these rows must not be in it.
+    pub fn logits(&mut self, all: &[i64], rows: usize, work: &Work) -> Result<Vec<Vec<f32>>> {
+        let graph = &self.model.graph;
+        if !SequenceCache::is_stable(graph, self.cache.tokens(), all.len()) {
+            self.cache.clear();
+        }
+        loop {
+            work.cancel.check()?;
+            let cached = self.cache.tokens();
+            let end = cached.saturating_add(CHUNK_TOKENS).min(all.len());
+            // If cached values would change with the length, all tokens are computed at once. The last
+            // forward pass computes all requested rows.
+            let is_last = !SequenceCache::is_stable(graph, end, all.len()) || all.len().saturating_sub(end) < rows;
+            let end = if is_last { all.len() } else { end };
+            let tokens = all.get(cached..end).unwrap_or_default().to_vec();
+            let mut inputs = token_inputs(if self.model.input_kind == InputKind::Prompt { "input_ids" } else { DECODER_INPUT_IDS }, tokens)?;
+            inputs.extend(self.inputs.clone());
+            let outputs = self.executor.run_next(&inputs, &mut self.cache, OutputTokens::Last(rows))?;
+            if end == all.len() {
+                let logits = outputs.get(LOGITS).ok_or_else(|| Error::graph(LOGITS, "are not computed"))?;
+                let values = values(logits, Cause::Answers).map_err(computed)?;
+                let width = logits.dims().last().copied().unwrap_or(0).max(1);
+                let found: Vec<Vec<f32>> = values.chunks(width).map(<[f32]>::to_vec).collect();
+                return if found.len() == rows { Ok(found) } else { Err(Error::graph(LOGITS, "must be those of the last tokens only")) };
+            }
+        }
+    }
+}
+
+impl LanguageModel {
+    /// Sets the logits of tokens to -infinity that are not generated at all, or not as the first token.
+    pub(super) fn suppress(&self, logits: &mut [f32], is_first: bool) {
+        let [always, first] = &self.suppressed;
+        let empty = BTreeSet::new();
+        for token in always.iter().chain(if is_first { first } else { &empty }) {
+            usize::try_from(*token).ok().and_then(|token| logits.get_mut(token)).into_iter().for_each(|logit| *logit = f32::NEG_INFINITY);
+        }
+    }
+
+    /// Number of tokens that the logits have.
+    pub(super) fn logit_count(&self) -> usize {
+        let logits = self.graph.outputs().iter().find(|(name, _)| name == LOGITS);
+        logits.and_then(|(_, id)| self.graph.value(*id).ty.shape.last()?.fixed()).unwrap_or(usize::MAX)
+    }
+}
+
+/// Token ids and attention mask of a text without padding.
+pub(super) fn token_inputs(name: &str, tokens: Vec<i64>) -> Result<Inputs> {
+    let count = tokens.len();
+    let row = |values: Vec<i64>| Tensor::from_vec(values, (1, count), &Device::Cpu).map_err(computed);
+    Ok([("attention_mask".to_owned(), row(vec![1; count])?), (name.to_owned(), row(tokens)?)].into())
+}
+
+fn computed(e: candle_core::Error) -> Error {
+    Error::candle("generation", e)
+}

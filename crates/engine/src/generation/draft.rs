@@ -1,0 +1,202 @@
+//! Speculative decoding: a smaller model proposes tokens, and the model verifies them in one forward pass
+//! (Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2023).
+
+use candle_core::Device;
+use serde::Serialize;
+
+use super::decoder::{Decoder, FEATURES};
+use super::sampling::{Proposal, Sampler};
+use super::{Continuation, LanguageModel};
+use crate::error::{Error, Result};
+use crate::exec::Inputs;
+use crate::work::Work;
+
+/// A draft model, which proposes tokens.
+pub(super) struct Draft {
+    pub model: LanguageModel,
+    /// Maximum number of tokens that it proposes per step.
+    pub tokens: usize,
+}
+
+/// How many of the proposed tokens were accepted.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Speculation {
+    /// Number of steps: forward passes of the model after the first generated token.
+    pub steps: usize,
+    /// Number of tokens generated in these steps: accepted proposals, and the model's own choices.
+    pub tokens: usize,
+    /// Number of proposals by their position in a step.
+    pub proposed: Vec<usize>,
+    /// Number of accepted proposals by their position in a step.
+    pub accepted: Vec<usize>,
+}
+
+impl Speculation {
+    /// The sum over several continuations.
+    pub fn of_all(continuations: &[Continuation]) -> Speculation {
+        let mut all = Speculation::default();
+        for found in continuations.iter().filter_map(|found| found.speculation.as_ref()) {
+            all.steps = all.steps.saturating_add(found.steps);
+            all.tokens = all.tokens.saturating_add(found.tokens);
+            add(&mut all.proposed, found.proposed.iter().copied());
+            add(&mut all.accepted, found.accepted.iter().copied());
+        }
+        all
+    }
+
+    /// Mean number of tokens per step: the accepted proposals and one token of the model itself. 1 without
+    /// accepted proposals; `None` without a step.
+    pub fn tokens_per_step(&self) -> Option<f64> {
+        (self.steps > 0).then(|| self.tokens as f64 / self.steps as f64)
+    }
+
+    /// Share of the proposals that were accepted. Those after a rejected one count as rejected.
+    pub fn acceptance_rate(&self) -> Option<f64> {
+        let sum = |counts: &[usize]| counts.iter().sum::<usize>();
+        (sum(&self.proposed) > 0).then(|| sum(&self.accepted) as f64 / sum(&self.proposed) as f64)
+    }
+
+    /// The acceptance rate by the position of a proposal in its step.
+    pub fn acceptance_by_position(&self) -> Vec<f64> {
+        self.accepted.iter().zip(&self.proposed).map(|(accepted, proposed)| *accepted as f64 / *proposed as f64).collect()
+    }
+
+    /// Records a step that generated `tokens` tokens.
+    pub(super) fn record(&mut self, tokens: usize, proposed: usize, accepted: usize) {
+        self.steps = self.steps.saturating_add(1);
+        self.tokens = self.tokens.saturating_add(tokens);
+        add(&mut self.proposed, (0..proposed).map(|_| 1));
+        add(&mut self.accepted, (0..proposed).map(|position| usize::from(position < accepted)));
+    }
+}
+
+/// Adds counts by position.
+fn add(sums: &mut Vec<usize>, counts: impl ExactSizeIterator<Item = usize>) {
+    sums.resize(sums.len().max(counts.len()), 0);
+    sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum = sum.saturating_add(count));
+}
+
+impl LanguageModel {
+    /// Decodes speculatively: `draft`, a smaller model with the same token ids
+    /// ([`Vocabulary::require_draft`]), proposes up to `tokens` tokens per step. Greedy texts equal those
+    /// without a draft, except between tokens whose logits differ by less than the rounding of a forward
+    /// pass; samples have the same distribution. Texts with tokens that the draft lacks are continued
+    /// without proposals. Fails if the draft does not take the same kind of input.
+    ///
+    /// [`Vocabulary::require_draft`]: super::Vocabulary::require_draft
+    pub fn with_draft(mut self, draft: LanguageModel, tokens: usize) -> Result<LanguageModel> {
+        if tokens == 0 {
+            return Err(Error::option("draft-tokens", "is 0, but must be at least 1"));
+        }
+        let features = |model: &LanguageModel| model.graph.inputs().find(|(_, value)| value.name == FEATURES).map(|(_, value)| value.ty.to_string());
+        let refuse = |input: &dyn Fn(&LanguageModel) -> String| {
+            let (name, other) = (self.model.config.model_type(), draft.model.config.model_type());
+            Err(Error::option("draft", format!("a model of type `{other}` takes {}, but one of type `{name}` takes {}", input(&draft), input(&self))))
+        };
+        if self.input_kind != draft.input_kind {
+            return refuse(&|model| model.input_kind.plural().to_owned());
+        }
+        if features(&self) != features(&draft) {
+            return refuse(&|model| features(model).unwrap_or_default());
+        }
+        if let Some(positions) = draft.positions.filter(|positions| self.positions.is_none_or(|own| *positions < own)) {
+            self.notes.push(format!("the draft supports at most {positions} tokens (`max_position_embeddings`): longer texts are continued without proposals"));
+        }
+        self.draft = Some(Box::new(Draft { model: draft, tokens }));
+        Ok(self)
+    }
+}
+
+/// A loaded draft model.
+pub(super) struct Drafter<'g> {
+    decoder: Decoder<'g>,
+    tokens: usize,
+}
+
+impl<'g> Drafter<'g> {
+    pub fn load(draft: &'g Draft, device: &Device, work: &Work) -> Result<Drafter<'g>> {
+        Ok(Drafter { decoder: Decoder::load(&draft.model, draft.tokens, device, work)?, tokens: draft.tokens })
+    }
+
+    /// Maximum number of proposals per step.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Starts a text with these inputs of the encoder.
+    pub fn start(&mut self, inputs: Inputs) {
+        self.decoder.start(inputs);
+    }
+
+    /// Adds a prompt to the KV cache, so that the first step does not have to.
+    pub fn read(&mut self, prompt: &[i64], work: &Work) -> Result<()> {
+        if self.limit(prompt, 1) > 0 { self.decoder.next_logits(prompt, work).map(drop) } else { Ok(()) }
+    }
+
+    /// Removes all tokens after the first `tokens` from the KV cache.
+    pub fn truncate(&mut self, tokens: usize) -> Result<()> {
+        self.decoder.truncate(tokens)
+    }
+
+    /// The number of tokens up to `limit` that it can propose after `all` tokens.
+    fn limit(&self, all: &[i64], limit: usize) -> usize {
+        let model = self.decoder.model();
+        let vocabulary = model.logit_count();
+        let is_known = |token: &i64| usize::try_from(*token).is_ok_and(|token| token < vocabulary);
+        if !all.get(self.decoder.cached()..).unwrap_or_default().iter().all(is_known) {
+            return 0;
+        }
+        // The last proposal is not read.
+        let room = model.positions.map_or(usize::MAX, |positions| positions.saturating_add(1).saturating_sub(all.len()));
+        match limit.min(room) {
+            0 => 0,
+            limit => self.decoder.stable_extension(all.len(), limit.saturating_sub(1)).saturating_add(1),
+        }
+    }
+
+    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`. A token that ends the
+    /// text is the last one.
+    pub fn propose(&mut self, all: &[i64], limit: usize, model: &LanguageModel, sampler: &mut Sampler, work: &Work) -> Result<Vec<Proposal>> {
+        let limit = self.limit(all, limit);
+        let (mut text, mut proposals) = (all.to_vec(), Vec::with_capacity(limit));
+        while proposals.len() < limit {
+            let mut logits = self.decoder.next_logits(&text, work)?;
+            logits.truncate(model.logit_count());
+            model.suppress(&mut logits, false);
+            let proposal = sampler.propose(&logits)?;
+            let token = proposal.token;
+            text.push(token);
+            proposals.push(proposal);
+            if model.ends.contains(&token) {
+                break;
+            }
+        }
+        Ok(proposals)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_those_of_all_steps() {
+        let mut one = Speculation::default();
+        assert_eq!((one.tokens_per_step(), one.acceptance_rate()), (None, None));
+        // Three proposals, of which two are accepted; none are; a step at the end without proposals.
+        [(3, 3, 2), (1, 3, 0), (1, 0, 0)].into_iter().for_each(|(tokens, proposed, accepted)| one.record(tokens, proposed, accepted));
+        assert_eq!((one.tokens_per_step(), one.acceptance_rate()), (Some(5.0 / 3.0), Some(2.0 / 6.0)));
+        assert_eq!(one.acceptance_by_position(), [0.5, 0.5, 0.0]);
+        let mut other = Speculation::default();
+        other.record(2, 1, 1);
+        let found = |speculation: Option<Speculation>| Continuation {
+            tokens: Vec::new(),
+            end: super::super::StopReason::Tokens,
+            prefill_seconds: 0.0,
+            decode_seconds: 0.0,
+            speculation,
+        };
+        let all = Speculation::of_all(&[found(Some(one)), found(None), found(Some(other))]);
+        assert_eq!((all.steps, all.tokens, all.proposed.as_slice(), all.accepted.as_slice()), (4, 7, [3, 2, 2].as_slice(), [2, 1, 0].as_slice()));
+    }
+}
