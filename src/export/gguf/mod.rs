@@ -22,9 +22,9 @@ use self::tensors::{Planned, fallback_note, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
-use crate::arch::GgufFamily;
+use crate::arch::{GgufFamily, GgufHead};
 use crate::contract::Planned as PlannedFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::files::Destination;
 use crate::model::Model;
 use crate::model::gguf::{Metadata, describe, vocabulary};
@@ -107,6 +107,10 @@ impl Gguf {
         let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
         let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
         let head_stored = stores_head(model, family, read_values)?;
+        if !head_stored && family.head == GgufHead::Separate {
+            let hint = format!("llama.cpp requires a separate head for `{}`", family.architecture);
+            return Err(unsupported("a head that is tied to the embedding", &hint));
+        }
         if !model.weights.by_name.contains_key(HEAD) && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
             return Err(unsupported("lm_head.weight is missing, and config.json does not tie it to the embedding", "the checkpoint is incomplete"));
         }
@@ -125,7 +129,12 @@ impl Gguf {
         let has_shared_expert = model.config.get("shared_expert_intermediate_size").is_some();
         let mixture = Mixture { file_type: self.file_type, layers, query_group, experts, has_shared_expert, is_70b, uses_importance };
         let mut requested = RequestedTypes::new(&self.types);
+        let mut predicting = 0usize;
         for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| *name != HEAD || head_stored) {
+            if GgufFamily::layer(name).is_some_and(|layer| layer as usize >= layers) {
+                predicting = predicting.saturating_add(1);
+                continue;
+            }
             // Runtimes choose the type of the cache when they load the file.
             if model.is_cache_scale(name) {
                 continue;
@@ -142,8 +151,8 @@ impl Gguf {
                 }
                 let (stacked, expert) = GgufFamily::split_expert(&gguf_name).map_or((gguf_name.clone(), None), |(stacked, expert)| (stacked, Some(expert)));
                 let is_head = gguf_name == "output.weight" || (gguf_name == "token_embd.weight" && !head_stored);
-                // Routers are never quantized.
-                let is_matrix = dense.shape.len() > 1 && dense.is_float() && !gguf_name.contains(".ffn_gate_inp");
+                // Routers and biases are never quantized.
+                let is_matrix = dense.shape.len() > 1 && dense.is_float() && gguf_name.ends_with(".weight") && !gguf_name.contains(".ffn_gate_inp");
                 let row = width(&dense);
                 let target = if is_matrix { mixture.kind(&stacked, is_head, row) } else { Kind::Plain(DType::F32) };
                 let (target, kind) = requested.find(&stacked, name, is_matrix, row)?.map_or_else(|| (target, fit_row(target, row)), |kind| (kind, kind));
@@ -196,6 +205,12 @@ impl Gguf {
         if model.config.cache()?.is_some() {
             notes.push(format!(
                 "{file}: the scales of the quantized KV cache are not written, because a GGUF file cannot contain them: choose the type of the cache when the file is loaded (llama.cpp: `--cache-type-k` and `--cache-type-v`)"
+            ));
+        }
+        if predicting > 0 {
+            notes.push(format!(
+                "{file}: {} of layers after the {layers} of `num_hidden_layers` are not written, because the file contains no layers that predict further tokens",
+                counted(predicting, "tensor")
             ));
         }
         let (entries, note) = vocabulary(model, rows)?;
@@ -269,7 +284,10 @@ fn ties_head(model: &Model) -> bool {
 /// the embedding count as separate.
 fn stores_head(model: &Model, family: &GgufFamily, read_values: bool) -> Result<bool> {
     let (stored, tied) = (model.weights.by_name.contains_key(HEAD), ties_head(model));
-    if !stored || family.has_separate_head {
+    if family.head == GgufHead::Separate {
+        return Ok(stored);
+    }
+    if !stored || family.head == GgufHead::Any {
         return Ok(stored && !(tied && read_values && model.same_bytes(HEAD, EMBEDDING)?));
     }
     if tied || !read_values || model.same_bytes(HEAD, EMBEDDING)? {

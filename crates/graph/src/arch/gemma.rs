@@ -1,7 +1,7 @@
 //! Gemma, Gemma 2 and Gemma 3 (text): norm weights stored as offsets from 1, and scaled embeddings; from
 //! version 2 normalizations before and after each half, and sliding windows in most layers.
 
-use super::gguf::{self, GgufFamily, Windows};
+use super::gguf::{self, GgufFamily, GgufHead, Windows};
 use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
 
 const GGUF: GgufFamily = GgufFamily {
@@ -9,11 +9,12 @@ const GGUF: GgufFamily = GgufFamily {
     class: "GemmaForCausalLM",
     interleaved_rope: false,
     norms_plus_one: true,
-    supports_biases: false,
+    flags: &[gguf::ATTENTION_BIAS],
+    required: &[gguf::NO_ATTENTION_BIAS],
     head_dim: Some(256),
     activation: ("hidden_act", "gelu_pytorch_tanh"),
     newer_activation_key: Some("hidden_activation"),
-    has_separate_head: false,
+    head: GgufHead::Tied,
     ..gguf::LLAMA
 };
 
@@ -42,11 +43,12 @@ pub(super) const GEMMA2: Family = Family {
     gguf: Some(&GgufFamily {
         architecture: "gemma2",
         class: "Gemma2ForCausalLM",
-        layer: &[gguf::LAYER, gguf::NORMS_AROUND],
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORMS_AROUND, gguf::NETWORK],
         activation: ("hidden_activation", "gelu_pytorch_tanh"),
         newer_activation_key: None,
         windows: Windows::AllBut(2),
         default_window: Some(4096),
+        has_query_scalar: true,
         default_soft_caps: Some([50.0, 30.0]),
         hidden_size_scaled_layers: Some(46),
         ..GGUF
@@ -74,11 +76,13 @@ pub(super) const GEMMA3: Family = Family {
     gguf: Some(&GgufFamily {
         architecture: "gemma3",
         class: "Gemma3ForCausalLM",
-        layer: &[gguf::LAYER, gguf::NORMS_AROUND, gguf::HEAD_NORMS],
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORMS_AROUND, gguf::NETWORK],
+        theta: 1e6,
         activation: ("hidden_activation", "gelu_pytorch_tanh"),
         newer_activation_key: None,
-        has_separate_head: true,
+        head: GgufHead::Any,
         windows: Windows::AllBut(6),
+        has_query_scalar: true,
         has_local_rope: true,
         hidden_size_scaled_layers: Some(62),
         ..GGUF

@@ -11,29 +11,52 @@ pub struct GgufFamily {
     pub architecture: &'static str,
     /// Model class in transformers.
     pub class: &'static str,
+    /// Modules outside of layers, in GGUF files and in checkpoints.
+    pub(super) global: &'static [Pair],
     /// Module names within a layer: in GGUF files, and in checkpoints.
     pub(super) layer: &'static [&'static [Pair]],
+    /// Tensors within a layer that are neither the weight nor the bias of a module, by their complete names.
+    pub(super) tensors: &'static [Pair],
     /// Whether rows of query and key weights are permuted for interleaved rotary embeddings.
     pub interleaved_rope: bool,
     /// Whether GGUF files store norm weights plus one, since the family computes `(1 + weight) * x`.
     pub norms_plus_one: bool,
-    /// Whether `config.json` has the key `attention_bias`.
-    pub has_bias_key: bool,
-    /// Whether llama.cpp supports biases of attention and feed-forward networks.
-    pub supports_biases: bool,
+    /// Keys of the epsilon of normalizations, and its default in transformers.
+    pub epsilon: Setting,
+    /// Keys of `config.json` that specify whether a tensor of the first layers is present, with that tensor.
+    pub flags: &'static [Pair],
+    /// Other keys with the same meaning in both files.
+    pub settings: &'static [Setting],
+    /// Keys of GGUF files with the only value that the family has.
+    pub constants: &'static [(&'static str, u64)],
+    /// Keys of `config.json` with the only JSON value that llama.cpp supports, which is the default of
+    /// transformers.
+    pub required: &'static [Pair],
+    /// Keys of `config.json` that other families refuse, but that have no effect.
+    pub accepted: &'static [&'static str],
     /// The default `head_dim` of transformers, if it is not `hidden_size / num_attention_heads`.
     pub head_dim: Option<u64>,
+    /// Whether llama.cpp supports only heads of `hidden_size / num_attention_heads`.
+    pub has_implied_heads: bool,
+    /// Default base of rotary embeddings in transformers.
+    pub theta: f64,
+    /// Key of the rotated part of a head and its default, if it may be less than the whole.
+    pub partial_rotary: Option<(&'static str, f64)>,
+    /// Whether rope scaling of the kind `dynamic` with `alpha` raises the base.
+    pub has_alpha_scaling: bool,
     /// Key and value of the activation function.
     pub activation: (&'static str, &'static str),
     /// A key that takes precedence over that of `activation`. Without it, `gelu` means the tanh
     /// approximation.
     pub newer_activation_key: Option<&'static str>,
-    /// Whether llama.cpp supports an output head that differs from the embedding.
-    pub has_separate_head: bool,
+    /// The output heads that llama.cpp supports.
+    pub head: GgufHead,
     /// Pattern of sliding-window attention.
     pub windows: Windows,
     /// The sliding window of files that do not specify one.
     pub default_window: Option<u64>,
+    /// Whether `config.json` has a divisor of attention scores and soft caps, as in Gemma 2 and 3.
+    pub has_query_scalar: bool,
     /// Default soft caps of attention scores and of logits in transformers. Other families cap only logits.
     pub default_soft_caps: Option<[f64; 2]>,
     /// Whether layers with a sliding window have their own base of rotary embeddings.
@@ -58,10 +81,12 @@ pub struct GgufExperts {
     pub(super) parts: [&'static str; 3],
     /// Key of the number of experts in the `config.json` of models that are read from GGUF files.
     pub count: &'static str,
-    /// Whether llama.cpp normalizes the weights of the selected experts to sum to one.
-    pub normalized: bool,
-    /// Whether experts have their own hidden size, in addition to that of dense layers.
-    pub own_inner: bool,
+    /// Whether llama.cpp normalizes the weights of the selected experts to sum to one, and requires experts
+    /// in all layers; `None` if other keys specify that.
+    pub normalized: Option<bool>,
+    /// Key of the hidden size of experts in `config.json`, if GGUF files have it in addition to that of dense
+    /// layers.
+    pub inner: Option<&'static str>,
     /// Whether there is a shared expert.
     pub shared: bool,
 }
@@ -76,35 +101,68 @@ pub enum Windows {
     None,
     /// All layers except every n-th.
     AllBut(usize),
+    /// Those that the file lists, by default all except every n-th.
+    Listed(usize),
+}
+
+impl Windows {
+    /// Whether a layer has a window by default.
+    pub fn slides(self, layer: u64) -> bool {
+        match self {
+            Windows::None => false,
+            Windows::AllBut(every) | Windows::Listed(every) => !layer.saturating_add(1).is_multiple_of(every as u64),
+        }
+    }
+}
+
+/// Output heads that llama.cpp supports for a family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GgufHead {
+    /// Only the embedding table.
+    Tied,
+    /// The embedding table or a separate head.
+    Any,
+    /// Only a separate head.
+    Separate,
+}
+
+/// A key with the same meaning in both files.
+#[derive(Debug, Clone, Copy)]
+pub struct Setting {
+    /// Key in GGUF files, without the architecture.
+    pub gguf: &'static str,
+    /// Key in `config.json`.
+    pub key: &'static str,
+    /// Default in transformers, as JSON: a boolean, an integer, or a number with a decimal point.
+    pub default: &'static str,
+    /// The meaning of a missing key in GGUF files; `None` if llama.cpp requires the key.
+    pub missing: Option<&'static str>,
+}
+
+impl Setting {
+    const fn required(gguf: &'static str, key: &'static str, default: &'static str) -> Setting {
+        Setting { gguf, key, default, missing: None }
+    }
+
+    pub(super) const fn optional(gguf: &'static str, key: &'static str, [default, missing]: [&'static str; 2]) -> Setting {
+        Setting { gguf, key, default, missing: Some(missing) }
+    }
 }
 
 /// Names in GGUF files and in checkpoints.
 pub type Pair = (&'static str, &'static str);
 
-/// Modules outside of layers.
-const GLOBAL: [Pair; 3] = [("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
+const GLOBAL: &[Pair] = &[("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("output", "lm_head")];
 
-pub(super) const LAYER: &[Pair] = &[
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_output", "self_attn.o_proj"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-];
+/// Gated feed-forward networks.
+pub(super) const NETWORK: &[Pair] = &[("ffn_gate", "mlp.gate_proj"), ("ffn_up", "mlp.up_proj"), ("ffn_down", "mlp.down_proj")];
 pub(super) const NORM_BEFORE: &[Pair] = &[("ffn_norm", "post_attention_layernorm")];
 pub(super) const NORMS_AROUND: &[Pair] =
     &[("ffn_norm", "pre_feedforward_layernorm"), ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")];
-/// Attention modules of families with experts.
-pub(super) const ATTENTION: &[Pair] = &[
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_output", "self_attn.o_proj"),
-];
+pub(super) const NORM_OF_ATTENTION: &[Pair] = &[("attn_norm", "input_layernorm")];
+pub(super) const NORMS_AFTER: &[Pair] = &[("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")];
+pub(super) const ATTENTION: &[Pair] =
+    &[("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"), ("attn_v", "self_attn.v_proj"), ("attn_output", "self_attn.o_proj")];
 pub(super) const ROUTER: &[Pair] = &[("ffn_gate_inp", "mlp.gate")];
 pub(super) const SHARED_EXPERT: &[Pair] = &[
     ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
@@ -112,24 +170,41 @@ pub(super) const SHARED_EXPERT: &[Pair] = &[
     ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
     ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
 ];
-pub(super) const QWEN_EXPERTS: GgufExperts =
-    GgufExperts { block: "mlp.experts", parts: ["gate_proj", "up_proj", "down_proj"], count: "num_experts", normalized: true, own_inner: true, shared: false };
+pub(super) const QWEN_EXPERTS: GgufExperts = GgufExperts {
+    block: "mlp.experts",
+    parts: ["gate_proj", "up_proj", "down_proj"],
+    count: "num_experts",
+    normalized: Some(true),
+    inner: Some("moe_intermediate_size"),
+    shared: false,
+};
 pub(super) const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm")];
 
 pub(super) const LLAMA: GgufFamily = GgufFamily {
     architecture: "llama",
     class: "LlamaForCausalLM",
-    layer: &[LAYER, NORM_BEFORE],
+    global: GLOBAL,
+    layer: &[NORM_OF_ATTENTION, ATTENTION, NORM_BEFORE, NETWORK],
+    tensors: &[],
     interleaved_rope: true,
     norms_plus_one: false,
-    has_bias_key: true,
-    supports_biases: true,
+    epsilon: RMS_EPSILON,
+    flags: &[ATTENTION_BIAS, ("mlp_bias", "ffn_gate.bias")],
+    settings: &[],
+    constants: &[],
+    required: &[],
+    accepted: &[],
     head_dim: None,
+    has_implied_heads: false,
+    theta: 1e4,
+    partial_rotary: None,
+    has_alpha_scaling: false,
     activation: ("hidden_act", "silu"),
     newer_activation_key: None,
-    has_separate_head: true,
+    head: GgufHead::Any,
     windows: Windows::None,
     default_window: None,
+    has_query_scalar: false,
     default_soft_caps: None,
     has_local_rope: false,
     drops_window: false,
@@ -137,6 +212,18 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     experts: None,
     multipliers: &[],
 };
+
+/// RMS normalization.
+pub(super) const RMS_EPSILON: Setting = Setting::required("attention.layer_norm_rms_epsilon", "rms_norm_eps", "1e-6");
+/// Layer normalization.
+pub(super) const LAYER_EPSILON: Setting = Setting::required("attention.layer_norm_epsilon", "layer_norm_eps", "1e-5");
+/// Biases of attention.
+pub(super) const ATTENTION_BIAS: Pair = ("attention_bias", "attn_q.bias");
+/// Families without biases of output projections.
+pub(super) const NO_ATTENTION_BIAS: Pair = ("attention_bias", "false");
+
+/// Scores of experts are sigmoids.
+pub(super) const SIGMOID_SCORES: (&str, u64) = ("expert_gating_func", 2);
 
 /// Key of the factor on attention scores.
 pub const ATTENTION_MULTIPLIER: &str = "attention.scale";
@@ -158,10 +245,14 @@ fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n str)> {
 }
 
 impl GgufFamily {
-    /// The `model_type` and the names of an architecture, with or without experts.
-    pub fn from_architecture(name: &str, experts: bool) -> Option<(&'static str, &'static GgufFamily)> {
-        let mut families = families().filter_map(|family| Some((family.model_type, family.gguf?)));
-        families.find(|(_, gguf)| gguf.architecture == name && gguf.experts.is_some() == experts)
+    /// The `model_type` and the names of an architecture, with or without experts. If several families
+    /// remain, they differ in whether they have sliding windows.
+    pub fn from_architecture(name: &str, experts: bool, windows: bool) -> Option<(&'static str, &'static GgufFamily)> {
+        let families = families().filter_map(|family| Some((family.model_type, family.gguf?)));
+        let mut families = families.filter(|(_, gguf)| gguf.architecture == name && gguf.experts.is_some() == experts);
+        let first = families.next()?;
+        let is_same = |(_, gguf): &(&'static str, &'static GgufFamily)| (gguf.windows != Windows::None) == windows;
+        Some(if is_same(&first) { first } else { families.find(is_same).unwrap_or(first) })
     }
 
     /// The supported architectures, for messages.
@@ -174,6 +265,11 @@ impl GgufFamily {
     /// The supported values of `model_type`, for messages.
     pub fn model_types() -> String {
         families().filter(|family| family.gguf.is_some()).map(|family| family.model_type).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Number of the layer of a checkpoint tensor.
+    pub fn layer(name: &str) -> Option<u32> {
+        split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.").map(|(layer, _)| layer)
     }
 
     /// Splits the name of a single expert's tensor, such as `blk.7.ffn_up_exps.3.weight`, into the name
@@ -193,8 +289,13 @@ impl GgufFamily {
 
     /// The checkpoint name of a GGUF tensor.
     pub fn to_checkpoint(&self, name: &str) -> Option<String> {
+        if let Some((layer, tensor)) = split_layer(name, "blk.")
+            && let Some((_, tensor)) = self.tensors.iter().find(|(gguf, _)| *gguf == tensor)
+        {
+            return Some(format!("model.layers.{layer}.{tensor}"));
+        }
         let (module, end) = name.rsplit_once('.').filter(|(_, end)| ["weight", "bias"].contains(end))?;
-        if let Some((_, module)) = GLOBAL.iter().find(|(gguf, _)| *gguf == module) {
+        if let Some((_, module)) = self.global.iter().find(|(gguf, _)| *gguf == module) {
             return Some(format!("{module}.{end}"));
         }
         let (layer, module) = split_layer(module, "blk.")?;
@@ -208,9 +309,14 @@ impl GgufFamily {
 
     /// The GGUF name of a checkpoint tensor.
     pub fn to_gguf(&self, name: &str) -> Option<String> {
+        let name = name.strip_prefix("model.").unwrap_or(name);
+        if let Some((layer, tensor)) = split_layer(name, "layers.")
+            && let Some((gguf, _)) = self.tensors.iter().find(|(_, name)| *name == tensor)
+        {
+            return Some(format!("blk.{layer}.{gguf}"));
+        }
         let (module, end) = name.rsplit_once('.').filter(|(_, end)| ["weight", "bias"].contains(end))?;
-        let module = module.strip_prefix("model.").unwrap_or(module);
-        if let Some((gguf, _)) = GLOBAL.iter().find(|(_, name)| name.strip_prefix("model.").unwrap_or(name) == module) {
+        if let Some((gguf, _)) = self.global.iter().find(|(_, name)| name.strip_prefix("model.").unwrap_or(name) == module) {
             return Some(format!("{gguf}.{end}"));
         }
         let (layer, module) = split_layer(module, "layers.")?;

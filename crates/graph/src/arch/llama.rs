@@ -37,8 +37,8 @@ pub(super) const QWEN2: Family = Family {
         architecture: "qwen2",
         class: "Qwen2ForCausalLM",
         interleaved_rope: false,
-        has_bias_key: false,
-        supports_biases: false,
+        flags: &[],
+        required: &[gguf::NO_ATTENTION_BIAS],
         ..gguf::LLAMA
     }),
     genai: "qwen2",
@@ -54,9 +54,10 @@ pub(super) const QWEN3: Family = Family {
     gguf: Some(&GgufFamily {
         architecture: "qwen3",
         class: "Qwen3ForCausalLM",
-        layer: &[gguf::LAYER, gguf::NORM_BEFORE, gguf::HEAD_NORMS],
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORM_BEFORE, gguf::NETWORK],
         interleaved_rope: false,
-        supports_biases: false,
+        flags: &[gguf::ATTENTION_BIAS],
+        required: &[gguf::NO_ATTENTION_BIAS],
         head_dim: Some(128),
         ..gguf::LLAMA
     }),

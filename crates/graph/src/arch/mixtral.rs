@@ -30,15 +30,16 @@ pub(super) const MIXTRAL: Family = Family {
     experts: Some(ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE }),
     gguf: Some(&GgufFamily {
         class: "MixtralForCausalLM",
-        layer: &[gguf::ATTENTION, gguf::NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], gguf::ROUTER],
-        has_bias_key: false,
-        supports_biases: false,
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], gguf::ROUTER],
+        flags: &[],
+        required: &[gguf::NO_ATTENTION_BIAS],
         drops_window: true,
         experts: Some(GgufExperts {
             block: "block_sparse_moe.experts",
             parts: ["w1", "w3", "w2"],
             count: "num_local_experts",
-            own_inner: false,
+            normalized: None,
+            inner: None,
             ..gguf::QWEN_EXPERTS
         }),
         ..gguf::LLAMA

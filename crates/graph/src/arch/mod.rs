@@ -64,7 +64,7 @@ mod without_graph;
 
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, SELECTION_BIAS, VISION_TRANSFORMER, classifier};
 pub use family::{ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
-pub use gguf::{ATTENTION_MULTIPLIER, GgufExperts, GgufFamily, LOGIT_DIVISOR, Windows};
+pub use gguf::{ATTENTION_MULTIPLIER, GgufExperts, GgufFamily, GgufHead, LOGIT_DIVISOR, Setting, Windows};
 pub use module_names::{UNSTORED_HEADS, module_spellings};
 pub use roles::{fused_layer, is_embedding_table, mark_roles, role, shared_tables, stays_float32, tied};
 pub use running::*;

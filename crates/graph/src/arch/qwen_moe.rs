@@ -25,11 +25,11 @@ pub(super) const QWEN2_MOE: Family = Family {
     gguf: Some(&GgufFamily {
         architecture: "qwen2moe",
         class: "Qwen2MoeForCausalLM",
-        layer: &[gguf::ATTENTION, gguf::NORM_BEFORE, gguf::ROUTER, gguf::SHARED_EXPERT],
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::ROUTER, gguf::SHARED_EXPERT],
         interleaved_rope: false,
-        has_bias_key: false,
-        supports_biases: false,
-        experts: Some(GgufExperts { normalized: false, shared: true, ..gguf::QWEN_EXPERTS }),
+        flags: &[],
+        required: &[gguf::NO_ATTENTION_BIAS],
+        experts: Some(GgufExperts { normalized: Some(false), shared: true, ..gguf::QWEN_EXPERTS }),
         ..gguf::LLAMA
     }),
     ..DECODER
@@ -41,9 +41,10 @@ pub(super) const QWEN3_MOE: Family = Family {
     gguf: Some(&GgufFamily {
         architecture: "qwen3moe",
         class: "Qwen3MoeForCausalLM",
-        layer: &[gguf::ATTENTION, gguf::NORM_BEFORE, gguf::HEAD_NORMS, gguf::ROUTER],
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORM_BEFORE, gguf::ROUTER],
         interleaved_rope: false,
-        supports_biases: false,
+        flags: &[gguf::ATTENTION_BIAS],
+        required: &[gguf::NO_ATTENTION_BIAS],
         head_dim: Some(128),
         experts: Some(gguf::QWEN_EXPERTS),
         ..gguf::LLAMA

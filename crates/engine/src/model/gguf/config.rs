@@ -30,7 +30,8 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let [key_length, value_length, rotary] = ["attention.key_length", "attention.value_length", "rope.dimension_count"].map(|key| values.own(key));
     let (key_width, value_width, rotary_width) = (values.size(&key_length)?, values.size(&value_length)?, values.size(&rotary)?);
     let head_dim = key_width.or(hidden.checked_div(heads)).filter(|width| *width > 0).ok_or_else(|| values.wrong(format!("`{key_length}` is zero")))?;
-    for (key, width) in [(&value_length, value_width), (&rotary, rotary_width)] {
+    let whole_rotary = rotary_width.filter(|_| family.partial_rotary.is_none());
+    for (key, width) in [(&value_length, value_width), (&rotary, whole_rotary)] {
         if width.is_some_and(|width| width != head_dim) {
             return Err(Error::Unsupported {
                 what: format!("{}: `{key}` of {} with heads of {head_dim}", values.path.display(), width.unwrap_or(0)),
@@ -53,11 +54,14 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     if let Some(experts) = &family.experts {
         set(experts.count, json!(values.required("expert_count")?));
         set("num_experts_per_tok", json!(values.required("expert_used_count")?));
-        if experts.own_inner {
-            let stored = tensors.get("blk.0.ffn_down_exps.weight").and_then(|weight| weight.shape.last().copied());
+        if let Some(key) = experts.inner {
+            let mut down = tensors.iter().filter(|(name, _)| name.ends_with(".ffn_down_exps.weight"));
+            let stored = down.next().and_then(|(_, weight)| weight.shape.last().copied());
             let width = values.size(&values.own("expert_feed_forward_length"))?.or(stored.map(|width| width as u64));
-            set("moe_intermediate_size", json!(width.ok_or_else(|| values.wrong("does not specify the hidden size of experts".into()))?));
-            set("norm_topk_prob", json!(experts.normalized));
+            set(key, json!(width.ok_or_else(|| values.wrong("does not specify the hidden size of experts".into()))?));
+        }
+        if let Some(normalized) = experts.normalized {
+            set("norm_topk_prob", json!(normalized));
             set("decoder_sparse_step", json!(1));
         }
         if experts.shared {
@@ -74,8 +78,21 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     if family.activation.0 != "hidden_act" {
         set("hidden_act", json!(family.activation.1));
     }
-    let epsilon = values.own("attention.layer_norm_rms_epsilon");
-    set("rms_norm_eps", json!(values.number(&epsilon)?.ok_or_else(|| values.wrong(format!("`{epsilon}` is missing")))?));
+    for setting in [&family.epsilon].into_iter().chain(family.settings) {
+        set(setting.key, values.setting(setting)?);
+    }
+    for (key, expected) in family.constants {
+        let key = values.own(key);
+        if let Some(other) = values.size(&key)?.filter(|value| value != expected) {
+            return Err(Error::Unsupported {
+                what: format!("{}: `{key}`, which is {other}", values.path.display()),
+                hint: format!("it must be {expected} for the architecture `{}`", family.architecture),
+            });
+        }
+    }
+    if let Some((key, default)) = family.partial_rotary {
+        set(key, json!(rotary_width.map_or(default, |width| width as f64 / head_dim as f64)));
+    }
     let theta = values.number(&values.own("rope.freq_base"))?.unwrap_or(10_000.0);
     set("rope_theta", json!(theta));
     // llama.cpp omits the rotary embedding of families with multipliers if this key is false.
@@ -105,6 +122,8 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
                 layer_types(&value, layers).ok_or_else(|| values.wrong(format!("`{pattern}` is {value}, which is not a pattern for {layers} layers")))?,
             );
         }
+    }
+    if family.has_query_scalar {
         let by_hidden_size = family.hidden_size_scaled_layers == Some(layers);
         set("query_pre_attn_scalar", json!(if by_hidden_size { hidden.checked_div(heads).unwrap_or(0) } else { head_dim }));
         let [attention_cap, logit_cap] = ["attn_logit_softcapping", "final_logit_softcapping"].map(|key| values.own(key));
@@ -116,13 +135,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
             set("rope_local_base_freq", json!(local.unwrap_or(10_000.0)));
         }
     }
-    // In other families, biases are always or never present.
     let has = |name: &str| tensors.contains_key(name);
-    if family.has_bias_key {
-        set("attention_bias", json!(has("blk.0.attn_q.bias")));
-    }
-    if family.supports_biases {
-        set("mlp_bias", json!(has("blk.0.ffn_gate.bias")));
+    for (key, tensor) in family.flags {
+        set(key, json!(has(&format!("blk.0.{tensor}"))));
     }
     set("tie_word_embeddings", json!(!has("output.weight")));
     // Defaults of SentencePiece vocabularies.

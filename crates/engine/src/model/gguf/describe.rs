@@ -3,7 +3,7 @@
 use serde_json::Value as Json;
 
 use super::config::{FACTORS, llama3_factors};
-use crate::arch::{self, GgufFamily, Windows};
+use crate::arch::{self, GgufFamily, Setting, Windows};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::store::gguf::Value;
@@ -70,6 +70,30 @@ impl Reader<'_> {
         self.get(key).map(|value| value.as_u64().filter(|size| *size > 0).ok_or_else(|| wrong(value))).transpose()
     }
 
+    /// A setting in the form of GGUF files.
+    fn setting(&self, setting: &Setting) -> Result<Value> {
+        let wrong = |value: &Json, what: &str| self.refused(&format!("`{}` of {value}", setting.key), format!("must be {what}"));
+        let default: Json = serde_json::from_str(setting.default).unwrap_or(Json::Null);
+        let value = self.get(setting.key).unwrap_or(&default);
+        match &default {
+            Json::Bool(_) => value.as_bool().map(Value::Bool).ok_or_else(|| wrong(value, "true or false")),
+            Json::Number(number) if number.is_u64() => value.as_u64().map(Value::Unsigned).ok_or_else(|| wrong(value, "an integer")),
+            _ => value.as_f64().map(Value::Float).ok_or_else(|| wrong(value, "a number")),
+        }
+    }
+
+    /// Number of rotated elements of a head.
+    fn rotary_width(&self, head_dim: u64) -> Result<u64> {
+        let Some((key, default)) = self.family.partial_rotary else { return Ok(head_dim) };
+        let nested = self.get("rope_parameters").and_then(|parameters| parameters.get(key)).and_then(Json::as_f64);
+        let part = match (nested.or(self.number(key)?), self.size("rotary_dim")?) {
+            (Some(part), _) => part,
+            (None, Some(width)) => return Ok(width),
+            (None, None) => default,
+        };
+        Ok((head_dim as f64 * part) as u64)
+    }
+
     fn required(&self, key: &str) -> Result<u64> {
         self.size(key)?.ok_or_else(|| self.refused(&format!("a configuration without `{key}`"), "GGUF files require it"))
     }
@@ -91,14 +115,17 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
     let groups = reader.size("num_key_value_heads")?.unwrap_or(heads);
     own.push(("attention.head_count_kv", Value::Unsigned(groups)));
-    own.push(("attention.layer_norm_rms_epsilon", Value::Float(reader.number("rms_norm_eps")?.unwrap_or(1e-6))));
+    for setting in [&family.epsilon].into_iter().chain(family.settings) {
+        own.push((setting.gguf, reader.setting(setting)?));
+    }
+    own.extend(family.constants.iter().map(|(key, value)| (*key, Value::Unsigned(*value))));
     let mut expert_count = 0;
     if let Some(experts) = &family.experts {
         expert_count = reader.required(described.experts_key(model.config.values()).unwrap_or(experts.count))?;
         own.push(("expert_count", Value::Unsigned(expert_count)));
         own.push(("expert_used_count", Value::Unsigned(reader.required("num_experts_per_tok")?)));
-        if experts.own_inner {
-            own.push(("expert_feed_forward_length", Value::Unsigned(reader.required("moe_intermediate_size")?)));
+        if let Some(key) = experts.inner {
+            own.push(("expert_feed_forward_length", Value::Unsigned(reader.required(key)?)));
         }
         if experts.shared {
             own.push(("expert_shared_feed_forward_length", Value::Unsigned(reader.required("shared_expert_intermediate_size")?)));
@@ -107,13 +134,17 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     let implied = hidden.checked_div(heads).unwrap_or(hidden);
     let head_dim = reader.size("head_dim")?.unwrap_or(family.head_dim.unwrap_or(implied));
     require_head_shapes(model, [heads, groups], head_dim)?;
+    if family.has_implied_heads && heads.checked_mul(head_dim) != Some(hidden) {
+        let hint = format!("llama.cpp supports only `hidden_size / num_attention_heads` for `{}`", family.architecture);
+        return Err(reader.refused(&format!("heads of {head_dim} elements"), hint));
+    }
     if family.head_dim.is_some() || head_dim != implied {
         own.extend(["attention.key_length", "attention.value_length"].map(|key| (key, Value::Unsigned(head_dim))));
     }
-    if family.interleaved_rope {
-        own.push(("rope.dimension_count", Value::Unsigned(head_dim)));
+    if family.interleaved_rope || family.partial_rotary.is_some() {
+        own.push(("rope.dimension_count", Value::Unsigned(reader.rotary_width(head_dim)?)));
     }
-    let (theta, scaling) = positions(&reader)?;
+    let (theta, scaling) = positions(&reader, head_dim)?;
     own.push(("rope.freq_base", Value::Float(theta)));
     let factors = match scaling {
         None => None,
@@ -135,7 +166,11 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         own.push((gguf_key, Value::Float(factor)));
     }
     if family.windows != Windows::None {
-        own.push(("attention.sliding_window", Value::Unsigned(reader.size("sliding_window")?.unwrap_or(4096))));
+        let window = reader.size("sliding_window")?.or(family.default_window).unwrap_or(4096);
+        own.push(("attention.sliding_window", Value::Unsigned(window)));
+        own.extend(window_pattern(&reader)?.map(|pattern| ("attention.sliding_window_pattern", Value::Bools(pattern))));
+    }
+    if family.has_query_scalar {
         let caps = family.default_soft_caps;
         for (key, default) in [("attn_logit_softcapping", caps.map(|[cap, _]| cap)), ("final_logit_softcapping", caps.map(|[_, cap]| cap))] {
             let default = default.filter(|_| !model.config.get(key).is_some_and(Json::is_null));
@@ -170,6 +205,20 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     Ok(Metadata { family, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
 }
 
+/// Whether each layer has a sliding window, if `config.json` lists other layers than the default ones.
+fn window_pattern(reader: &Reader) -> Result<Option<Vec<bool>>> {
+    let (Windows::Listed(default), layers) = (reader.family.windows, reader.required("num_hidden_layers")?) else { return Ok(None) };
+    let every = reader.size("sliding_window_pattern")?.and_then(|every| usize::try_from(every).ok()).unwrap_or(default);
+    let pattern: Vec<bool> = match reader.get("layer_types").and_then(Json::as_array) {
+        Some(types) => types.iter().map(|kind| kind.as_str() == Some("sliding_attention")).collect(),
+        None => (0..layers).map(|layer| Windows::Listed(every).slides(layer)).collect(),
+    };
+    if pattern.len() as u64 != layers {
+        return Err(reader.refused("`layer_types`", format!("must list {layers} layers")));
+    }
+    Ok((!(0..layers).zip(&pattern).all(|(layer, slides)| *slides == reader.family.windows.slides(layer))).then_some(pattern))
+}
+
 /// Maximum head width.
 const MAX_HEAD_WIDTH: u64 = 1 << 14;
 
@@ -202,7 +251,13 @@ fn require_head_shapes(model: &Model, counts: [u64; 2], width: u64) -> Result<()
 fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     let family = reader.family;
     let json = |text: &str| serde_json::from_str::<Json>(text).unwrap_or(Json::Null);
-    for (key, neutral) in NEUTRAL {
+    for (key, value) in family.required {
+        if let Some(other) = reader.get(key).filter(|other| **other != json(value)) {
+            return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp supports only {value} for `{}`", family.architecture)));
+        }
+    }
+    let is_other = |key: &str| family.partial_rotary.is_none_or(|(partial, _)| partial != key) && !family.accepted.contains(&key);
+    for (key, neutral) in NEUTRAL.into_iter().filter(|(key, _)| is_other(key)) {
         if let Some(value) = reader.get(key).filter(|value| **value != json(neutral) && (value.as_f64().is_none() || value.as_f64() != json(neutral).as_f64()))
         {
             return Err(reader.refused(&format!("`{key}` of {value}"), "it changes the computation, but GGUF files cannot represent it"));
@@ -215,9 +270,9 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     if let Some(other) = newer.or(reader.get(key)).filter(|value| !matches(value)) {
         return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp computes `{}` with {activation}", family.architecture)));
     }
-    if let Some(experts) = family.experts.as_ref().filter(|experts| experts.own_inner) {
+    if let Some(expected) = family.experts.as_ref().and_then(|experts| experts.normalized) {
         let normalized = reader.get("norm_topk_prob").and_then(Json::as_bool).unwrap_or(false);
-        if normalized != experts.normalized {
+        if normalized != expected {
             return Err(reader.refused(&format!("`norm_topk_prob` of {normalized}"), format!("llama.cpp does not support it for `{}`", family.architecture)));
         }
         for (key, neutral) in [("decoder_sparse_step", Json::from(1)), ("mlp_only_layers", Json::Array(Vec::new()))] {
@@ -227,12 +282,9 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         }
     }
     let layers = reader.required("num_hidden_layers")?;
-    let slides = |layer: u64| match family.windows {
-        Windows::None => false,
-        Windows::AllBut(every) => !layer.saturating_add(1).is_multiple_of(every as u64),
-    };
-    if let Some(types) = reader.get("layer_types").and_then(Json::as_array) {
-        let other = |(layer, kind): (u64, &Json)| kind.as_str() != Some(if slides(layer) { "sliding_attention" } else { "full_attention" });
+    if let (Some(types), Windows::None | Windows::AllBut(_)) = (reader.get("layer_types").and_then(Json::as_array), family.windows) {
+        let named = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
+        let other = |(layer, kind): (u64, &Json)| kind.as_str() != Some(named(family.windows.slides(layer)));
         if (0..layers).zip(types).any(other) {
             return Err(reader.refused("`layer_types`", format!("llama.cpp uses a different pattern of sliding windows for `{}`", family.architecture)));
         }
@@ -253,7 +305,7 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
             family.architecture
         ));
     }
-    if let Windows::AllBut(_) = family.windows {
+    if family.has_query_scalar {
         let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
         let implied =
             if family.hidden_size_scaled_layers == Some(layers) { hidden.checked_div(heads).unwrap_or(0) } else { reader.size("head_dim")?.unwrap_or(256) };
@@ -261,9 +313,6 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         if scalar != implied as f64 {
             return Err(reader.refused(&format!("`query_pre_attn_scalar` of {scalar}"), format!("llama.cpp uses {implied} for this model")));
         }
-    }
-    if reader.get("attention_bias").and_then(Json::as_bool) == Some(true) && !family.supports_biases {
-        return Err(reader.refused("`attention_bias` of true", format!("llama.cpp does not support these biases for `{}`", family.architecture)));
     }
     Ok(())
 }
@@ -280,14 +329,14 @@ enum Scaling {
 }
 
 /// The base frequency of rotary embeddings, and their scaling.
-fn positions(reader: &Reader) -> Result<(f64, Option<Scaling>)> {
+fn positions(reader: &Reader, head_dim: u64) -> Result<(f64, Option<Scaling>)> {
     let has_local = reader.family.has_local_rope;
     let all = reader.get("rope_parameters").or(reader.get("rope_scaling"));
     // The newer format has one group per attention type.
     let global = all.and_then(|all| all.get("full_attention")).or(all);
     let local = all.and_then(|all| all.get("sliding_attention")).and_then(|local| local.get("rope_theta")).and_then(Json::as_f64);
     let theta = global.and_then(|all| all.get("rope_theta")).and_then(Json::as_f64);
-    let theta = theta.or(reader.number("rope_theta")?).unwrap_or(if has_local { 1e6 } else { 1e4 });
+    let theta = theta.or(reader.number("rope_theta")?).unwrap_or(reader.family.theta);
     if has_local && local.or(reader.number("rope_local_base_freq")?).unwrap_or(1e4) != 1e4 {
         return Err(reader.refused("`rope_local_base_freq`", "llama.cpp uses 10000 for sliding-window layers"));
     }
@@ -295,12 +344,20 @@ fn positions(reader: &Reader) -> Result<(f64, Option<Scaling>)> {
     let kind = global.get("rope_type").or(global.get("type")).and_then(Json::as_str).unwrap_or("default");
     let supported: &[&str] = match kind {
         "default" => return Ok((theta, None)),
+        // The other parameters have no effect.
+        "dynamic" if reader.family.has_alpha_scaling => {
+            let alpha = global.get("alpha").and_then(Json::as_f64).filter(|alpha| *alpha > 0.0 && head_dim > 2);
+            let alpha = alpha.ok_or_else(|| reader.refused("rope scaling `dynamic` without `alpha`", "it depends on the length of the text"))?;
+            let width = head_dim as f64;
+            return Ok((theta * alpha.powf(width / (width - 2.0)), None));
+        }
         "linear" => &["factor"],
         "llama3" => &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
-        "yarn" => &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow"],
+        "yarn" => &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"],
         other => return Err(reader.refused(&format!("rope scaling `{other}`"), "supported: default, linear, llama3, yarn")),
     };
-    let common = ["rope_type", "type", "rope_theta"];
+    let partial = reader.family.partial_rotary.map_or("rope_type", |(key, _)| key);
+    let common = ["rope_type", "type", "rope_theta", partial];
     if let Some((key, value)) = global.iter().find(|(key, value)| !value.is_null() && !common.contains(&key.as_str()) && !supported.contains(&key.as_str())) {
         return Err(reader.refused(&format!("`{key}` of {value} in rope scaling `{kind}`"), "GGUF files cannot represent it"));
     }
@@ -318,7 +375,12 @@ fn positions(reader: &Reader) -> Result<(f64, Option<Scaling>)> {
                     return Err(reader.refused(&format!("`{key}` of {other} in rope scaling `yarn`"), format!("llama.cpp uses {default}")));
                 }
             }
-            Scaling::Named { kind: "yarn", factor: number("factor")?, more: vec![original("original_max_position_embeddings")?] }
+            let factor = number("factor")?;
+            let attention = 0.1 * factor.ln() + 1.0;
+            if let Some(other) = global.get("attention_factor").and_then(Json::as_f64).filter(|other| (other - attention).abs() > 1e-6) {
+                return Err(reader.refused(&format!("`attention_factor` of {other} in rope scaling `yarn`"), format!("llama.cpp uses {attention}")));
+            }
+            Scaling::Named { kind: "yarn", factor, more: vec![original("original_max_position_embeddings")?] }
         }
     };
     Ok((theta, Some(scaling)))

@@ -7,6 +7,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use serde_json::{Value as Json, json};
+
+use crate::arch::Setting;
 use crate::error::{Error, Result};
 use crate::store::gguf::{ImportanceFile, Value};
 
@@ -17,7 +20,7 @@ const LIMIT: u64 = 1 << 32;
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
 
 /// Keys that change the computation, with their neutral values.
-const NEUTRAL: [(&str, Value); 13] = [
+const NEUTRAL: [(&str, Value); 14] = [
     ("attention.causal", Value::Bool(true)),
     ("attention.clamp_kqv", Value::Float(0.0)),
     ("attention.max_alibi_bias", Value::Float(0.0)),
@@ -28,6 +31,7 @@ const NEUTRAL: [(&str, Value); 13] = [
     ("expert_weights_scale", Value::Float(1.0)),
     ("leading_dense_block_count", Value::Unsigned(0)),
     ("logit_scale", Value::Float(1.0)),
+    ("nextn_predict_layers", Value::Unsigned(0)),
     ("pooling_type", Value::Unsigned(0)),
     ("rope.scaling.attn_factor", Value::Float(1.0)),
     ("rope.scaling.yarn_attn_factor", Value::Float(1.0)),
@@ -70,6 +74,11 @@ impl Values {
     /// Whether the model is a mixture of experts.
     pub fn has_experts(&self) -> bool {
         !matches!(self.values.get(&self.own("expert_count")), None | Some(Value::Unsigned(0) | Value::Signed(0)))
+    }
+
+    /// Whether layers have a sliding window.
+    pub fn has_windows(&self) -> bool {
+        !matches!(self.values.get(&self.own("attention.sliding_window")), None | Some(Value::Unsigned(0) | Value::Signed(0)))
     }
 
     pub fn take(&mut self, key: &str) -> Option<Value> {
@@ -155,6 +164,19 @@ impl Values {
         let key = self.own(key);
         let size = self.size(&key)?.filter(|size| *size > 0);
         size.ok_or_else(|| self.wrong(format!("`{key}` is missing or zero")))
+    }
+
+    /// The value of a setting for `config.json`.
+    pub fn setting(&mut self, setting: &Setting) -> Result<Json> {
+        let key = self.own(setting.gguf);
+        let default: Json = serde_json::from_str(setting.default).unwrap_or(Json::Null);
+        let value = match default {
+            Json::Bool(_) => self.flag(&key)?.map(|value| json!(value)),
+            Json::Number(number) if number.is_u64() => self.size(&key)?.map(|value| json!(value)),
+            _ => self.number(&key)?.map(|value| json!(value)),
+        };
+        let missing = setting.missing.and_then(|text| serde_json::from_str(text).ok());
+        value.or(missing).ok_or_else(|| self.wrong(format!("`{key}` is missing")))
     }
 
     /// Returns the unread metadata that describes the model, and the names of other unread keys. Fails
