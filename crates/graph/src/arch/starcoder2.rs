@@ -1,5 +1,6 @@
 //! StarCoder2: layer normalization, and feed-forward networks without a gate.
 
+use super::gguf::{self, GgufFamily, Setting};
 use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
 
 pub(super) const STARCODER2: Family = Family {
@@ -19,6 +20,19 @@ pub(super) const STARCODER2: Family = Family {
     },
     sizes: Some(&Sizes { other_sizes: &[("intermediate_size", "layers.0.mlp.c_proj.weight", 1)], ..DECODER_SIZES }),
     fused: &[&["q_proj", "k_proj", "v_proj"]],
+    gguf: Some(&GgufFamily {
+        architecture: "starcoder2",
+        class: "Starcoder2ForCausalLM",
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, &[("ffn_up", "mlp.c_fc"), ("ffn_down", "mlp.c_proj")]],
+        interleaved_rope: false,
+        epsilon: Setting { key: "norm_epsilon", ..gguf::LAYER_EPSILON },
+        flags: &[],
+        required: &[("use_bias", "true")],
+        has_implied_heads: true,
+        activation: ("hidden_act", "gelu_pytorch_tanh"),
+        drops_window: true,
+        ..gguf::LLAMA
+    }),
     ..DECODER
 };
 
