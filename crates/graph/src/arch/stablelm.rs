@@ -1,6 +1,7 @@
 //! StableLM: layer normalization, partial rotary embeddings, and optionally attention and feed-forward
 //! network side by side.
 
+use super::gguf::{self, GgufFamily, GgufHead, Setting};
 use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
 
 pub(super) const STABLELM: Family = Family {
@@ -8,6 +9,19 @@ pub(super) const STABLELM: Family = Family {
     graph: graph!(running::build),
     keys: Keys { harmless: &["attention_dropout", "hidden_dropout", "max_position_embeddings"], neutral: &[("qk_layernorm", "false"), ("rope_pct", "0.25")] },
     sizes: Some(&Sizes { head_dim: None, heads_must_divide: true, ..DECODER_SIZES }),
+    gguf: Some(&GgufFamily {
+        architecture: "stablelm",
+        class: "StableLmForCausalLM",
+        interleaved_rope: false,
+        epsilon: gguf::LAYER_EPSILON,
+        flags: &[("use_qkv_bias", "attn_q.bias")],
+        settings: &[Setting::optional("use_parallel_residual", "use_parallel_residual", ["false", "false"])],
+        required: &[("qk_layernorm", "false")],
+        has_implied_heads: true,
+        partial_rotary: Some(("partial_rotary_factor", 0.25)),
+        head: GgufHead::Separate,
+        ..gguf::LLAMA
+    }),
     ..DECODER
 };
 
