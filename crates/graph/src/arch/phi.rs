@@ -1,6 +1,7 @@
 //! Phi-1 to Phi-2: attention and feed-forward network side by side, layer normalization, partial rotary
 //! embeddings, and biases in all layers.
 
+use super::gguf::{self, GgufFamily, GgufHead};
 use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
 
 pub(super) const PHI: Family = Family {
@@ -13,6 +14,25 @@ pub(super) const PHI: Family = Family {
         ..DECODER_SIZES
     }),
     fused: &[&["q_proj", "k_proj", "v_proj"]],
+    gguf: Some(&GgufFamily {
+        architecture: "phi2",
+        class: "PhiForCausalLM",
+        global: &[("token_embd", "model.embed_tokens"), ("output_norm", "model.final_layernorm"), ("output", "lm_head")],
+        layer: &[
+            gguf::NORM_OF_ATTENTION,
+            &[("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"), ("attn_v", "self_attn.v_proj"), ("attn_output", "self_attn.dense")],
+            &[("ffn_up", "mlp.fc1"), ("ffn_down", "mlp.fc2")],
+        ],
+        interleaved_rope: false,
+        epsilon: gguf::LAYER_EPSILON,
+        flags: &[],
+        required: &[("qk_layernorm", "false")],
+        has_implied_heads: true,
+        partial_rotary: Some(("partial_rotary_factor", 0.5)),
+        activation: ("hidden_act", "gelu_new"),
+        head: GgufHead::Separate,
+        ..gguf::LLAMA
+    }),
     genai: "phi",
     ..DECODER
 };
