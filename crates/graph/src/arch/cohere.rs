@@ -2,12 +2,29 @@
 //! rotary embeddings of neighboring elements, and scaled logits. The second version has sliding windows in
 //! most layers, and no position embedding in the others.
 
+use super::gguf::{self, GgufFamily, GgufHead, Setting, Windows};
 use super::{DECODER, Family, Keys};
+
+const GGUF: GgufFamily = GgufFamily {
+    architecture: "command-r",
+    class: "CohereForCausalLM",
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NETWORK],
+    interleaved_rope: false,
+    epsilon: gguf::LAYER_EPSILON,
+    flags: &[],
+    settings: &[Setting::optional("logit_scale", "logit_scale", ["0.0625", "1.0"])],
+    required: &[gguf::NO_ATTENTION_BIAS, ("use_qk_norm", "false")],
+    has_implied_heads: true,
+    theta: 500_000.0,
+    head: GgufHead::Tied,
+    ..gguf::LLAMA
+};
 
 pub(super) const COHERE: Family = Family {
     model_type: "cohere",
     graph: graph!(running::build),
     keys: Keys { harmless: &["attention_dropout", "max_position_embeddings"], neutral: &[("partial_rotary_factor", "1.0"), ("use_qk_norm", "false")] },
+    gguf: Some(&GGUF),
     ..DECODER
 };
 
@@ -36,6 +53,14 @@ pub(super) const COHERE2: Family = Family {
             ("use_qk_norm", "false"),
         ],
     },
+    gguf: Some(&GgufFamily {
+        architecture: "cohere2",
+        class: "Cohere2ForCausalLM",
+        theta: 1e4,
+        windows: Windows::Listed(4),
+        default_window: Some(4096),
+        ..GGUF
+    }),
     ..DECODER
 };
 
