@@ -1,11 +1,26 @@
 //! OLMo 2: post-norm of attention and network; queries and keys are normalized over all heads.
 
+use super::gguf::{self, GgufFamily, GgufHead, Setting};
 use super::{DECODER, Family, Keys};
+
+pub(super) const GGUF: GgufFamily = GgufFamily {
+    architecture: "olmo2",
+    class: "Olmo2ForCausalLM",
+    layer: &[gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORMS_AFTER, gguf::NETWORK],
+    interleaved_rope: false,
+    epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+    flags: &[],
+    required: &[gguf::NO_ATTENTION_BIAS],
+    has_implied_heads: true,
+    head: GgufHead::Separate,
+    ..gguf::LLAMA
+};
 
 pub(super) const OLMO2: Family = Family {
     model_type: "olmo2",
     graph: graph!(running::build),
     keys: Keys { harmless: &["attention_dropout", "max_position_embeddings"], neutral: &[("clip_qkv", "null"), ("partial_rotary_factor", "1.0")] },
+    gguf: Some(&GGUF),
     ..DECODER
 };
 

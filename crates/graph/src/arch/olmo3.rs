@@ -1,11 +1,13 @@
 //! OLMo 3: OLMo 2 with sliding windows in most layers. Rotary embeddings are scaled only in the others.
 
-use super::{DECODER, Family, Keys};
+use super::gguf::{GgufFamily, Windows};
+use super::{DECODER, Family, Keys, olmo2};
 
 pub(super) const OLMO3: Family = Family {
     model_type: "olmo3",
     graph: graph!(running::build),
     keys: Keys { harmless: &["attention_dropout", "max_position_embeddings"], neutral: &[("partial_rotary_factor", "1.0")] },
+    gguf: Some(&GgufFamily { class: "Olmo3ForCausalLM", theta: 500_000.0, windows: Windows::Listed(4), ..olmo2::GGUF }),
     ..DECODER
 };
 
