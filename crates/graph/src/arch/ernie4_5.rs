@@ -1,5 +1,6 @@
 //! ERNIE 4.5: rotary embeddings of neighboring elements.
 
+use super::gguf::{self, GgufFamily, Setting};
 use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
 
 pub(super) const ERNIE4_5: Family = Family {
@@ -8,6 +9,17 @@ pub(super) const ERNIE4_5: Family = Family {
     keys: Keys { harmless: &["max_position_embeddings"], neutral: &[("partial_rotary_factor", "1.0")] },
     // The default head width is not derived from the residual stream.
     sizes: Some(&Sizes { custom_head_dim_default: true, ..DECODER_SIZES }),
+    gguf: Some(&GgufFamily {
+        architecture: "ernie4_5",
+        class: "Ernie4_5ForCausalLM",
+        interleaved_rope: false,
+        epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+        flags: &[],
+        required: &[("use_bias", "false")],
+        head_dim: Some(128),
+        theta: 500_000.0,
+        ..gguf::LLAMA
+    }),
     ..DECODER
 };
 
