@@ -1,11 +1,29 @@
 //! Hunyuan (dense): norms of queries and keys after the rotary embedding, and a fixed factor on its base.
 
+use super::gguf::{self, GgufFamily, Setting};
 use super::{DECODER, Family, Keys};
 
 pub(super) const HUNYUAN_V1_DENSE: Family = Family {
     model_type: "hunyuan_v1_dense",
     graph: graph!(running::build),
     keys: Keys { harmless: &["attention_dropout", "eod_token_id", "max_position_embeddings", "pretraining_tp"], neutral: &[("partial_rotary_factor", "1.0")] },
+    gguf: Some(&GgufFamily {
+        architecture: "hunyuan-dense",
+        class: "HunYuanDenseV1ForCausalLM",
+        layer: &[
+            gguf::NORM_OF_ATTENTION,
+            gguf::ATTENTION,
+            &[("attn_q_norm", "self_attn.query_layernorm"), ("attn_k_norm", "self_attn.key_layernorm")],
+            gguf::NORM_BEFORE,
+            gguf::NETWORK,
+        ],
+        interleaved_rope: false,
+        epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+        flags: &[],
+        required: &[gguf::NO_ATTENTION_BIAS],
+        has_alpha_scaling: true,
+        ..gguf::LLAMA
+    }),
     ..DECODER
 };
 
