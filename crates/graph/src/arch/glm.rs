@@ -1,7 +1,23 @@
 //! GLM-4: partial rotary embeddings of neighboring elements, and one projection for gate and up. The later
 //! version also normalizes the outputs of attention and feed-forward network.
 
+use super::gguf::{self, GgufFamily, Pair, Setting};
 use super::{DECODER, DECODER_SIZES, Family, Keys, Sizes};
+
+const FUSED_NETWORK: &[Pair] = &[("ffn_up", "mlp.gate_up_proj"), ("ffn_down", "mlp.down_proj")];
+
+const GGUF: GgufFamily = GgufFamily {
+    architecture: "chatglm",
+    class: "GlmForCausalLM",
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, FUSED_NETWORK],
+    interleaved_rope: false,
+    epsilon: Setting { default: "1.5625e-7", ..gguf::RMS_EPSILON },
+    flags: &[gguf::ATTENTION_BIAS],
+    head_dim: Some(128),
+    has_implied_heads: true,
+    partial_rotary: Some(("partial_rotary_factor", 0.5)),
+    ..gguf::LLAMA
+};
 
 pub(super) const GLM: Family = Family {
     model_type: "glm",
@@ -10,10 +26,27 @@ pub(super) const GLM: Family = Family {
     // The default head width is not derived from the residual stream.
     sizes: Some(&Sizes { custom_head_dim_default: true, ..DECODER_SIZES }),
     fused: &[&["q_proj", "k_proj", "v_proj"]],
+    gguf: Some(&GGUF),
     ..DECODER
 };
 
-pub(super) const GLM4: Family = Family { model_type: "glm4", graph: graph!(running::build_4), ..GLM };
+pub(super) const GLM4: Family = Family {
+    model_type: "glm4",
+    graph: graph!(running::build_4),
+    gguf: Some(&GgufFamily {
+        architecture: "glm4",
+        class: "Glm4ForCausalLM",
+        layer: &[
+            gguf::NORM_OF_ATTENTION,
+            gguf::ATTENTION,
+            &[("post_attention_norm", "post_self_attn_layernorm"), ("ffn_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_mlp_layernorm")],
+            FUSED_NETWORK,
+        ],
+        has_implied_heads: false,
+        ..GGUF
+    }),
+    ..GLM
+};
 
 #[cfg(feature = "run")]
 mod running {
