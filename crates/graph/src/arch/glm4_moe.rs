@@ -1,5 +1,6 @@
 //! GLM-4.5 to GLM-4.7: mixtures of experts with the routers of DeepSeek-V3, and partial rotary embeddings.
 
+use super::gguf::{self, GgufExperts, GgufFamily, Setting};
 use super::{DECODER, DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, SELECTION_BIAS, Sizes};
 
 pub(super) const GLM4_MOE: Family = Family {
@@ -18,6 +19,39 @@ pub(super) const GLM4_MOE: Family = Family {
     routers: &["mlp.gate"],
     float32: SELECTION_BIAS,
     experts: Some(ExpertLayout { keys: &["n_routed_experts"], dense: &[DenseLayers::Count("first_k_dense_replace")], ..ExpertLayout::SEPARATE }),
+    gguf: Some(&GgufFamily {
+        architecture: "glm4moe",
+        class: "Glm4MoeForCausalLM",
+        layer: &[
+            gguf::NORM_OF_ATTENTION,
+            gguf::ATTENTION,
+            gguf::HEAD_NORMS,
+            &[("post_attention_norm", "post_attention_layernorm")],
+            gguf::NETWORK,
+            gguf::ROUTER,
+            &[
+                ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
+                ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
+                ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
+            ],
+        ],
+        tensors: &[("exp_probs_b.bias", "mlp.gate.e_score_correction_bias")],
+        interleaved_rope: false,
+        epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+        flags: &[gguf::ATTENTION_BIAS, ("use_qk_norm", "attn_q_norm.weight")],
+        settings: &[
+            Setting::optional("expert_shared_count", "n_shared_experts", ["1", "0"]),
+            Setting::optional("leading_dense_block_count", "first_k_dense_replace", ["1", "0"]),
+            Setting::optional("expert_weights_scale", "routed_scaling_factor", ["1.0", "1.0"]),
+            Setting::optional("expert_weights_norm", "norm_topk_prob", ["true", "false"]),
+            Setting::optional("expert_group_count", "n_group", ["1", "1"]),
+            Setting::optional("expert_group_used_count", "topk_group", ["1", "1"]),
+        ],
+        constants: &[gguf::SIGMOID_SCORES],
+        partial_rotary: Some(("partial_rotary_factor", 0.5)),
+        experts: Some(GgufExperts { count: "n_routed_experts", normalized: None, ..gguf::QWEN_EXPERTS }),
+        ..gguf::LLAMA
+    }),
     ..DECODER
 };
 
