@@ -1,6 +1,7 @@
 //! MiniMax-M2: mixtures of experts with sigmoid scores, norms of queries and keys over all heads, and partial
 //! rotary embeddings.
 
+use super::gguf::{self, GgufExperts, GgufFamily, GgufHead};
 use super::{DECODER_SIZES, Family, Keys, Sizes, mixtral};
 
 pub(super) const MINIMAX_M2: Family = Family {
@@ -32,7 +33,30 @@ pub(super) const MINIMAX_M2: Family = Family {
         other_sizes: &[("intermediate_size", "layers.0.block_sparse_moe.experts.0.w2.weight", 1)],
         ..DECODER_SIZES
     }),
-    gguf: None,
+    gguf: Some(&GgufFamily {
+        architecture: "minimax-m2",
+        class: "MiniMaxM2ForCausalLM",
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], gguf::ROUTER],
+        tensors: &[("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"), ("exp_probs_b.bias", "mlp.e_score_correction_bias")],
+        interleaved_rope: false,
+        flags: &[],
+        constants: &[gguf::SIGMOID_SCORES],
+        // Published folders refer to custom code, which transformers now includes.
+        accepted: &["auto_map"],
+        head_dim: Some(128),
+        theta: 5_000_000.0,
+        partial_rotary: Some(("partial_rotary_factor", 1.0)),
+        head: GgufHead::Separate,
+        experts: Some(GgufExperts {
+            block: "block_sparse_moe.experts",
+            parts: ["w1", "w3", "w2"],
+            count: "num_local_experts",
+            normalized: None,
+            inner: Some("intermediate_size"),
+            ..gguf::QWEN_EXPERTS
+        }),
+        ..gguf::LLAMA
+    }),
     ..mixtral::MIXTRAL
 };
 
