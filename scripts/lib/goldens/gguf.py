@@ -23,6 +23,7 @@ from pathlib import Path
 
 from lib import GOLDEN, ROOT, llama_cpp
 from lib.arrays import save_file
+from lib.gguf_families import FAMILIES, OTHER_TENSORS
 
 import gguf
 import numpy as np
@@ -163,6 +164,8 @@ def finish(writer):
 
 # Architectures whose query and key rows the converter permutes.
 INTERLEAVED = ("llama", "granite")
+# Architectures with sliding windows, the first two with a fixed pattern.
+WINDOWED = ("gemma2", "gemma3", "olmo2", "cohere2")
 
 
 def beside_each_other(rows, heads):
@@ -212,35 +215,58 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(groups)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
+    scaling = config.get("rope_scaling") or {}
+    if alpha := scaling.get("alpha"):
+        writer.add_rope_freq_base(config["rope_theta"] * alpha ** (width / (width - 2)))
+    else:
+        writer.add_rope_freq_base(config["rope_theta"])
     writer.add_file_type(0)
     writer.add_quantization_version(2)
-    if architecture in INTERLEAVED:
-        writer.add_rope_dimension_count(width)
+    if architecture in INTERLEAVED or "partial_rotary_factor" in config:
+        writer.add_rope_dimension_count(int(width * config.get("partial_rotary_factor", 1.0)))
     if config.get("head_dim"):
         writer.add_key_length(width)
         writer.add_value_length(width)
-    if architecture.startswith("gemma"):
+    if architecture in WINDOWED and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+        if architecture in WINDOWED[2:]:
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
         if config.get("attn_logit_softcapping"):
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if "use_parallel_residual" in config:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if architecture in ("command-r", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
     if architecture == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-    experts = config.get("num_experts") or config.get("num_local_experts")
+    experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if inner := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(inner)
+        if architecture == "minimax-m2":
+            writer.add_expert_feed_forward_length(config["intermediate_size"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if architecture == "glm4moe":
+            writer.add_expert_shared_count(config["n_shared_experts"])
+            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_expert_group_count(config["n_group"])
+            writer.add_expert_group_used_count(config["topk_group"])
         if inner := config.get("shared_expert_intermediate_size"):
             writer.add_expert_shared_feed_forward_length(inner)
         tensors = stacked(tensors, experts)
-    scaling = config.get("rope_scaling") or {}
     match scaling.get("rope_type", scaling.get("type")):
         case "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -262,29 +288,18 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
             tensor = beside_each_other(tensor, heads if "q_proj" in name else groups)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        there = names.get_name(name.replace("_correction_bias", "_correction.bias"), try_suffixes=(".weight", ".bias"))
         writer.add_tensor(there, np.ascontiguousarray(tensor))
     finish(writer)
 
 
-FAMILIES = [
-    ("llama", "llama", {}),
-    ("llama-biases", "llama", {}),
-    ("llama-grouped-tied", "llama", {}),
-    ("llama-head-dim", "llama", {}),
-    ("llama-rope-linear", "llama", {}),
-    ("llama-rope-yarn", "llama", {}),
-    ("llama-rope-llama3", "llama", {"rope_theta": 5e5, "max_position_embeddings": 65536, "original_max_position_embeddings": 8192}),
-    ("qwen2", "qwen2", {}),
-    ("qwen3", "qwen3", {}),
-    ("granite", "granite", {}),
-    ("granite-biases", "granite", {}),
-    ("mixtral", "llama", {"sliding_window": None}),
-    ("qwen2-moe", "qwen2moe", {}),
-    # llama.cpp supports one scale of the attention scores, and one pattern of sliding windows.
-    ("gemma2", "gemma2", {"query_pre_attn_scalar": 8}),
-    ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
-]
+def source(name):
+    """The tensors of a family, which are those of tests/golden/models or changed ones next to the GGUF file."""
+    tensors = load_file(MODELS / name / "model.safetensors")
+    if change := OTHER_TENSORS.get(name):
+        tensors = {key: changed for key, tensor in tensors.items() if (changed := change(key, tensor)) is not None}
+        save_file(tensors, FOLDER / f"{name}.safetensors")
+    return tensors
 
 
 def families():
@@ -295,7 +310,7 @@ def families():
         if original := changes.pop("original_max_position_embeddings", None):
             config["rope_scaling"]["original_max_position_embeddings"] = original
         config |= changes
-        write_model(FOLDER / f"{name}.gguf", architecture, config, load_file(MODELS / name / "model.safetensors"))
+        write_model(FOLDER / f"{name}.gguf", architecture, config, source(name))
         (FOLDER / f"{name}.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -10,15 +10,15 @@ use compress_core::store::gguf;
 use compress_core::store::{Bytes, DType, Encoding, Weight};
 use serde_json::Value;
 
-use super::{FAMILIES, golden, put, rewritten, same_weights, source, tokens};
+use super::{families, golden, put, rewritten, same_graph, same_weights, source, tokens};
 
 #[test]
 fn families_match_their_originals() {
-    for name in FAMILIES {
+    for name in &families() {
         let (_folder, expected) = source(name);
         let found = Model::open(golden(&format!("gguf/{name}.gguf"))).unwrap();
         same_weights(&found, &expected, name);
-        assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
+        same_graph(&found, &expected, name);
         for key in ["model_type", "architectures", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"] {
             let said = |model: &Model| model.config.get(key).filter(|value| !value.is_null()).cloned();
             assert_eq!(said(&found), said(&expected), "{name}: {key}");
@@ -151,6 +151,28 @@ fn a_model_in_several_files_is_one() {
     refused(&name(1), "`split.tensors.count` is");
     fs::remove_file(name(2)).unwrap();
     refused(&name(1), "tiny-00002-of-00003.gguf");
+}
+
+/// Keys that only some families have.
+#[test]
+fn keys_of_families_are_read_or_refused() {
+    let refused = |name: &str, key: &str, value: Option<gguf::Value>, words: &str| {
+        let (_folder, model) = rewritten(name, |values, _| match value.clone() {
+            Some(value) => drop(values.insert(key.to_owned(), value)),
+            None => drop(values.remove(key)),
+        });
+        let error = model.err().unwrap().to_string();
+        assert!(error.contains(words), "{name}: `{error}` does not contain `{words}`");
+    };
+    refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "it must be 2");
+    refused("phi", "phi2.attention.layer_norm_epsilon", None, "`phi2.attention.layer_norm_epsilon` is missing");
+    refused("glm4-moe", "glm4moe.nextn_predict_layers", Some(gguf::Value::Unsigned(1)), "`glm4moe.nextn_predict_layers`, which is 1");
+    let (_folder, model) = rewritten("cohere", |values, _| drop(values.remove("command-r.logit_scale")));
+    assert_eq!(model.unwrap().config.get("logit_scale").and_then(Value::as_f64), Some(1.0));
+    let (_folder, model) = rewritten("cohere2", |values, _| drop(values.remove("cohere2.attention.sliding_window_pattern")));
+    assert!(model.unwrap().graph().unwrap().to_string() != source("cohere2").1.graph().unwrap().to_string());
+    let (_folder, model) = rewritten("olmo3", |values, _| drop(values.remove("olmo2.attention.sliding_window_pattern")));
+    assert_eq!(model.unwrap().config.model_type(), "olmo3");
 }
 
 #[test]

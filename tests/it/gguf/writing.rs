@@ -10,15 +10,15 @@ use compress_core::store::gguf::{self, Kind};
 use compress_core::store::{Bytes, DType, Encoding, Weight};
 use serde_json::Value;
 
-use super::{FAMILIES, changed, export, golden, same_weights, source, tokens, written};
+use super::{changed, export, families, golden, same_graph, same_weights, source, tokens, written};
 
 #[test]
 fn written_files_equal_the_reference() {
-    for name in FAMILIES {
+    for name in &families() {
         let (_source, expected) = source(name);
         let (folder, found, report) = written(expected.clone(), FileType::F32);
         same_weights(&found, &expected, name);
-        assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
+        same_graph(&found, &expected, name);
         assert!(report.notes.iter().any(|note| note.contains("no tokenizer.json")), "{:?}", report.notes);
         // Keys and tensors of the reference file.
         let theirs = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
@@ -71,7 +71,7 @@ fn gemma(json: &mut Value, activation: &str) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 15] = [
+    let cases: [(&str, &str, Change, &str); 20] = [
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (
             "qwen2",
@@ -95,6 +95,11 @@ fn unsupported_models_are_rejected_by_name() {
         ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["end_of_word_suffix"] = "</w>".into(), "`</w>`"),
         ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list with entries other than"),
         ("granite", "config.json", |json| json["residual_multiplier"] = 0.into(), "`residual_multiplier` of 0"),
+        ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["attention_factor"] = 2.5.into(), "`attention_factor` of 2.5"),
+        ("starcoder2", "config.json", |json| json["use_bias"] = false.into(), "`use_bias` of false"),
+        ("ernie4_5", "config.json", |json| json["use_bias"] = true.into(), "`use_bias` of true"),
+        ("hunyuan-alpha", "config.json", |json| json["rope_scaling"]["alpha"] = 0.into(), "rope scaling `dynamic` without `alpha`"),
+        ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "must list 2 layers"),
         ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
         ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
     ];
@@ -146,6 +151,15 @@ fn settings_without_effect_are_accepted() {
     let report = export(model, folder.path(), FileType::F32).unwrap();
     assert!(values(folder.path()).keys().all(|key| !key.contains("beta")));
     assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
+    let (folder, model) = changed("llama-rope-yarn", "config.json", |json| {
+        let factor = json["rope_scaling"]["factor"].as_f64().unwrap();
+        json["rope_scaling"]["attention_factor"] = (0.1 * factor.ln() + 1.0).into();
+    });
+    let report = export(model, folder.path(), FileType::F32).unwrap();
+    assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
+    // The code that the key names is that of transformers.
+    let (folder, model) = changed("minimax-m2", "config.json", |json| json["auto_map"] = serde_json::json!({ "AutoConfig": "other.Config" }));
+    export(model, folder.path(), FileType::F32).unwrap();
     // As many tokens as the embedding has rows.
     let (folder, model) = changed("llama", "config.json", |json| json["vocab_size"] = 40.into());
     export(model, folder.path(), FileType::F32).unwrap();
@@ -206,6 +220,40 @@ fn a_head_equal_to_the_embedding_is_stored_once() {
     let folder = tempfile::tempdir().unwrap();
     let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("`output_norm.weight` must be a float tensor"), "{error}");
+}
+
+/// llama.cpp would reject files with tensors of layers that it does not expect.
+#[test]
+fn layers_that_predict_further_tokens_are_not_written() {
+    let (_source, mut model) = source("glm4-moe");
+    let norm = model.weights.by_name["model.layers.1.input_layernorm.weight"].clone();
+    model.weights.by_name.insert("model.layers.2.input_layernorm.weight".into(), norm.clone());
+    model.weights.by_name.insert("model.layers.2.enorm.weight".into(), norm);
+    let (folder, _, report) = written(model, FileType::F32);
+    let tensors = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors;
+    assert!(tensors.keys().all(|name| !name.starts_with("blk.2.")), "{:?}", tensors.keys());
+    assert!(report.notes.iter().any(|note| note.contains("2 tensors of layers after the 2 of `num_hidden_layers` are not written")), "{:?}", report.notes);
+    assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
+}
+
+/// llama.cpp has no head that is tied to the embedding in some families, and only such heads in others.
+#[test]
+fn heads_that_llama_cpp_does_not_support_are_rejected() {
+    for (name, words) in [("stablelm", "a head that is tied to the embedding"), ("cohere2", "differs from the embedding")] {
+        let (_source, mut model) = source(name);
+        if model.weights.by_name.remove("lm_head.weight").is_some() {
+            model.config.set("tie_word_embeddings", true.into());
+        } else {
+            let weight = &model.weights.by_name["model.embed_tokens.weight"];
+            let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; weight.elements() * 4] });
+            let head = Weight::new(DType::F32, weight.shape.clone(), Encoding::Dense, bytes);
+            model.weights.by_name.insert("lm_head.weight".into(), head);
+            model.config.set("tie_word_embeddings", false.into());
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(words), "{name}: {error}");
+    }
 }
 
 #[test]

@@ -1,0 +1,55 @@
+"""The tiny models of which `scripts/goldens gguf` writes GGUF files: names, architectures of llama.cpp, and changes of
+their configurations and tensors that llama.cpp requires."""
+
+FAMILIES = [
+    ("llama", "llama", {}),
+    ("llama-biases", "llama", {}),
+    ("llama-grouped-tied", "llama", {}),
+    ("llama-head-dim", "llama", {}),
+    ("llama-rope-linear", "llama", {}),
+    ("llama-rope-yarn", "llama", {}),
+    ("llama-rope-llama3", "llama", {"rope_theta": 5e5, "max_position_embeddings": 65536, "original_max_position_embeddings": 8192}),
+    ("qwen2", "qwen2", {}),
+    ("qwen3", "qwen3", {}),
+    ("granite", "granite", {}),
+    ("granite-biases", "granite", {}),
+    ("mixtral", "llama", {"sliding_window": None}),
+    ("qwen2-moe", "qwen2moe", {}),
+    # llama.cpp supports one scale of the attention scores, and one pattern of sliding windows.
+    ("gemma2", "gemma2", {"query_pre_attn_scalar": 8}),
+    ("gemma", "gemma", {}),
+    ("starcoder2", "starcoder2", {"sliding_window": None}),
+    ("stablelm", "stablelm", {}),
+    ("stablelm-parallel", "stablelm", {}),
+    ("phi", "phi2", {}),
+    ("cohere", "command-r", {"attention_bias": False}),
+    ("cohere2", "cohere2", {}),
+    ("olmo2", "olmo2", {}),
+    ("olmo3", "olmo2", {}),
+    ("ernie4_5", "ernie4_5", {}),
+    ("hunyuan", "hunyuan-dense", {}),
+    ("hunyuan-alpha", "hunyuan-dense", {"attention_bias": False}),
+    ("glm4", "glm4", {}),
+    ("glm", "chatglm", {"head_dim": 4}),
+    ("glm4-moe", "glm4moe", {"num_nextn_predict_layers": 0}),
+    ("glm4-moe-plain", "glm4moe", {"num_nextn_predict_layers": 0}),
+    ("minimax-m2", "minimax-m2", {}),
+    ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
+]
+
+
+def narrowed(name, tensor):
+    """Half of each head."""
+    if name.endswith("o_proj.weight"):
+        return tensor.reshape(16, 4, 8)[:, :, :4].reshape(16, -1)
+    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias")):
+        return tensor.reshape(-1, 8, *tensor.shape[1:])[:, :4].reshape(-1, *tensor.shape[1:])
+    return tensor
+
+
+def without_biases(name, tensor):
+    return None if ".self_attn." in name and name.endswith(".bias") else tensor
+
+
+# llama.cpp supports no output biases in these families, and one width of heads.
+OTHER_TENSORS = {"cohere": without_biases, "hunyuan-alpha": without_biases, "glm": narrowed}
