@@ -10,6 +10,7 @@
 //! `dense`; only `compress` reads them.
 
 mod module_names;
+mod packed_experts;
 mod planned;
 mod quantization;
 mod support;
@@ -75,8 +76,10 @@ impl Safetensors {
 
     /// The tensors to write. `nonzeros` returns the number of non-zero values of a weight.
     fn items(&self, model: &Model, run: &RunState, mut nonzeros: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
+        let keeps_packed_experts = packed_experts::are_kept(model, self.layout);
         let item = |(name, weight): (&String, &Weight)| {
             let (weight, storage_format) = match self.layout {
+                _ if keeps_packed_experts && weight.is_packed_experts() => (weight.clone(), StorageFormat::PackedExperts),
                 _ if !keeps_encoding(model, self.layout, name) => (weight.dense(name), StorageFormat::Plain),
                 Layout::Sparse => {
                     let nonzeros = nonzeros(name, weight)?;
@@ -151,7 +154,7 @@ impl Safetensors {
     }
 
     fn config(&self, model: &Model, run: &RunState, items: &[Item]) -> Config {
-        let mut config = model.config.clone();
+        let mut config = packed_experts::config(model, items);
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let palettes = quantization::palettes(items);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
@@ -196,7 +199,7 @@ impl Safetensors {
     }
 
     fn notes(&self, model: &Model, run: &RunState, items: &[Item], measured: &[writer::WeightMeasurement]) -> Vec<String> {
-        let mut notes = Vec::new();
+        let mut notes: Vec<String> = packed_experts::note(items).into_iter().collect();
         let dropped = quantization::dropped_keys(items, model, run);
         if !dropped.is_empty() {
             notes.push(format!("`{}` of the input's quantization_config is not written: it describes the original weights", dropped.join("`, `")));
@@ -394,6 +397,7 @@ fn encoding(item: &Item) -> String {
     match item.storage_format {
         StorageFormat::Sparse { .. } => format!("{} sparse", item.weight.describe()),
         StorageFormat::Packed => format!("{} packed", item.weight.describe()),
+        StorageFormat::PackedExperts => item.weight.describe_stored(),
         _ => item.weight.describe(),
     }
 }

@@ -43,6 +43,7 @@ mod onnx_outputs;
 mod ops;
 mod optimizers;
 mod package;
+mod packed_experts;
 mod parity;
 mod parts;
 mod pieces;

@@ -16,7 +16,8 @@ use serde_json::{Map, Value};
 
 const TOLERANCE: f32 = 1e-4;
 
-fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32)>> {
+/// The largest difference of each output of a model from those in a file of its folder.
+pub fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32)>> {
     let model = Model::open(folder)?;
     let graph = model.graph()?;
     check(&graph)?;

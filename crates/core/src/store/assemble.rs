@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::block::greatest_common_divisor;
 use super::gptq;
+use super::packed_experts;
 use super::quantization_spec::row;
 use super::sparse::{self, IntegerValues, SparseFile};
 use super::{
@@ -99,6 +100,9 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
         insert(&mut weights, name, weight, bytes, names)?;
     }
     for (name, weight) in gptq::take(&mut checkpoint)? {
+        insert(&mut weights, name, weight, 0, Vec::new())?;
+    }
+    for (name, weight) in packed_experts::take(&mut checkpoint)? {
         insert(&mut weights, name, weight, 0, Vec::new())?;
     }
     let palettized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(PALETTE)).map(str::to_owned).collect();

@@ -26,6 +26,7 @@ mod item;
 mod measure;
 mod modules;
 mod number_format;
+mod packed_experts;
 mod part_writer;
 mod prebuilt;
 pub mod pytorch;

@@ -12,7 +12,7 @@ use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheScheme;
-use crate::store::GptqConfig;
+use crate::store::{GptqConfig, Weight};
 
 /// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
 /// transformers ignores unknown quantization methods, and would silently compute something else.
@@ -25,6 +25,8 @@ pub struct Config {
     values: Map<String, Value>,
     /// Keys of the quantization description that do not depend on the weights, and are carried over.
     carried: Map<String, Value>,
+    /// The quantization description of a folder with experts in MXFP4.
+    packed_experts: Option<Value>,
 }
 
 impl Config {
@@ -41,7 +43,7 @@ impl Config {
     /// Parses the text of a file; `path` names it in error messages.
     pub fn parse(path: &Path, text: String) -> Result<Config> {
         let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
-        let mut config = Config { text: Some(text), values, carried: Map::new() };
+        let mut config = Config { text: Some(text), values, ..Config::default() };
         if let Some(own) = config.model_type().strip_prefix(OWN_TYPE).map(str::to_owned) {
             config.set("model_type", json!(own));
         }
@@ -50,7 +52,7 @@ impl Config {
 
     /// Creates a configuration from values.
     pub fn from_values(values: Map<String, Value>) -> Config {
-        Config { text: None, values, carried: Map::new() }
+        Config { values, ..Config::default() }
     }
 
     /// Marks the configuration of a folder that other libraries must not open.
@@ -71,6 +73,11 @@ impl Config {
         let pairs = self.values.iter().filter_map(|(key, value)| Some((key, value, other.get(key)?)));
         let differing = pairs.filter(|(_, a, b)| single(a).zip(single(b)).is_some_and(|(a, b)| a != b));
         differing.map(|(key, a, b)| format!("`{key}` of {a} is written as {b}")).collect()
+    }
+
+    /// The quantization description of a folder with experts in MXFP4, as published for gpt-oss.
+    pub fn packed_experts(&self) -> Option<&Value> {
+        self.packed_experts.as_ref()
     }
 
     /// All values.
@@ -183,6 +190,10 @@ impl Config {
         if let Some(gptq) = quantization::gptq_config(&quantization).map_err(&refused)? {
             return Ok(Schemes::from_gptq(gptq));
         }
+        if method == Weight::PACKED_EXPERTS {
+            self.packed_experts = Some(quantization);
+            return Ok(Schemes::default());
+        }
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(refused((format!("quantization method `{method}`"), quantization::FORMATS)));
         }
@@ -251,7 +262,7 @@ mod tests {
     #[test]
     fn a_null_description_is_ignored() {
         let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
-        let mut config = Config { text: Some("kept".into()), values, carried: Map::new() };
+        let mut config = Config { text: Some("kept".into()), values, ..Config::default() };
         assert!(config.take_quantization(Path::new("m")).unwrap().require_quantized(&crate::store::Weights::default()).is_ok());
         assert_eq!(config.render().unwrap(), "kept");
     }

@@ -37,13 +37,6 @@ mod running {
     use crate::ir::ops::Route;
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-        const PACKED: &str = "model.layers.0.mlp.experts.gate_up_proj_blocks";
-        if b.stores(PACKED) {
-            return Err(Error::Unsupported {
-                what: format!("running experts that are stored as MXFP4 blocks, like `{PACKED}`"),
-                hint: "load the model in transformers with `Mxfp4Config(dequantize=True)`, and save it".into(),
-            });
-        }
         let norm = Norm::rms(s, 1e-5)?;
         let head_dim = Some(64).filter(|_| !s.is_null("head_dim"));
         let bias = s.flag_or("attention_bias", true)?;
