@@ -20,8 +20,8 @@ use super::solve;
 /// Number of columns that [`Compensation::divide`] eliminates at once.
 const SOLVED: usize = 64;
 
-/// Smallest damping with which matrices are factorized in f32. The implementations of both papers compute in f32
-/// with a damping of 0.01.
+/// Smallest damping with which matrices are factorized in f32. The implementations of both papers compute in
+/// f32 with a damping of 0.01.
 const DAMPING_F32: f64 = 0.01;
 
 /// Error compensation between the columns of a layer's weight.
@@ -181,8 +181,8 @@ impl Compensation {
     }
 }
 
-/// The damped matrix with columns in reverse order, so that its lower Cholesky triangle corresponds to an upper
-/// one. Elements above the diagonal are not set.
+/// The damped matrix with columns in reverse order, so that its lower Cholesky triangle corresponds to an
+/// upper one. Elements above the diagonal are not set.
 fn damped<T: Copy + Default + Send>(products: &[f32], size: usize, order: &[usize], damping: f64, number: impl Fn(f64) -> T + Sync) -> Vec<T> {
     let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
     // If all features are zero in all samples, any positive value works.

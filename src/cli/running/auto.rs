@@ -38,8 +38,8 @@ instead. `compress run` with the recipe in the output folder writes the same wei
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model; for ONNX Runtime, any model that the built-in executor runs
     model: PathBuf,
-    /// Output folder, or a `.gguf` file for llama.cpp or an `.onnx` file for ONNX Runtime; without it, nothing
-    /// is written
+    /// Output folder, or a `.gguf` file for llama.cpp or an `.onnx` file for ONNX Runtime; without it,
+    /// nothing is written
     #[arg(long, short, value_name = "DIR")]
     output: Option<PathBuf>,
     /// The runtime that loads the output, which determines the formats
@@ -63,8 +63,8 @@ pub(in crate::cli) struct Args {
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
     #[arg(long, visible_alias = "data", value_name = "DATA", value_parser = parse_data)]
     calibration: Data,
-    /// Data on which mixtures are measured, with labels for `--max-loss` [default: calibration samples that are
-    /// not used otherwise]
+    /// Data on which mixtures are measured, with labels for `--max-loss` [default: calibration samples that
+    /// are not used otherwise]
     #[arg(long, value_name = "DATA", value_parser = parse_data)]
     eval: Option<Data>,
     /// Algorithm that quantizes the output, for vLLM and transformers [default: gptq]

@@ -113,8 +113,8 @@ impl<'a> Parameters<'a> {
         Ok((&self.scales, &self.zero_points))
     }
 
-    /// Parameters of `size` bytes for the next `count` blocks. The rows of a block share one row of parameters
-    /// in the file, which is read once.
+    /// Parameters of `size` bytes for the next `count` blocks. The rows of a block share one row of
+    /// parameters in the file, which is read once.
     fn read_blocks(&self, file: &RawTensor, size: usize, count: usize) -> Result<Vec<u8>> {
         let mut parameters = vec![0; count * size];
         let Granularity::Block([high, wide]) = self.affine.granularity else { return Ok(parameters) };

@@ -22,8 +22,8 @@ const MAX_MEASURED: usize = 2000;
 /// Largest number of calibration samples of a set that also measures the metric, unless it is limited.
 const MAX_CALIBRATION: usize = 128;
 
-/// The calibration samples of a set whose other samples measure the metric: as many as `samples` specifies, or a
-/// quarter of the set, at most 128.
+/// The calibration samples of a set whose other samples measure the metric: as many as `samples` specifies,
+/// or a quarter of the set, at most 128.
 ///
 /// # Errors
 /// If the samples of the set are not in a fixed order, or if none are left.

@@ -33,7 +33,8 @@ impl Search<'_> {
 }
 
 /// The point of the front to measure next; `None` if no smaller one can be within the limit. The `front` is
-/// sorted by ascending size and descending expected loss. `round`: number of points that were measured before.
+/// sorted by ascending size and descending expected loss. `round`: number of points that were measured
+/// before.
 fn next(front: &[Point], measured: &[Point], is_within: impl Fn(&Point) -> bool, limit: f64, round: usize) -> Option<usize> {
     let best = measured.iter().filter(|point| is_within(point)).min_by_key(|point| point.bytes);
     let least = best.map_or(0.0, |best| best.predicted);

@@ -4,8 +4,8 @@
 //! of each unit ([`scores`](crate::pass::scores)), and dynamic programming the assignments with the least
 //! loss for their size. Some of them are measured by the KL divergence of their predictions on held-out
 //! samples; the scores of each format are scaled to what was measured, and the front is computed again. The
-//! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured. For a limit
-//! of the task's score, the smallest point within it is searched by bisection (`metric`).
+//! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured. For a
+//! limit of the task's score, the smallest point within it is searched by bisection (`metric`).
 //!
 //! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
 //! cosine distances of the outputs (`onnx_layers`).
@@ -53,8 +53,8 @@ pub struct Search<'a> {
     pub budget: Option<Budget>,
     /// Number of points of the front that are measured.
     pub points: usize,
-    /// The calibration data with its labels. Without evaluation data, the samples that do not calibrate measure
-    /// the task's score.
+    /// The calibration data with its labels. Without evaluation data, the samples that do not calibrate
+    /// measure the task's score.
     pub labelled: Option<&'a Data>,
     /// Calibration data, device and progress.
     pub context: &'a Context<'a>,
@@ -229,8 +229,8 @@ impl Search<'_> {
         chosen.map(Some).ok_or_else(|| self.no_choice(budget, Some(budget.nearest(&nearest, input))))
     }
 
-    /// Points of the front at equal distances between its smallest point and the largest reference (or floats, if
-    /// all references are about as small), and the point that is expected for the limit.
+    /// Points of the front at equal distances between its smallest point and the largest reference (or
+    /// floats, if all references are about as small), and the point that is expected for the limit.
     fn selection(&self, found: &Found, front: &[Assignment], expected: Option<Point>) -> Vec<Point> {
         let reference = found.points.iter().map(|point| point.bytes - found.other_bytes).max();
         let floats = front.last().map(|last| last.bytes).filter(|_| found.loss == SearchLoss::CosineDistance);

@@ -25,8 +25,8 @@ enum Arithmetic {
 const ARITHMETICS: [(Arithmetic, &str); 3] = [(Arithmetic::Static, "int8-static"), (Arithmetic::Dynamic, "int8-dynamic"), (Arithmetic::Floats, "int8-weights")];
 
 /// The layers and embedding tables of a model. All formats of a layer have nearly the same size. Float
-/// arithmetic on dequantized weights has the least loss of them, but takes longer than floats: it is an option
-/// for layers only if formats are named.
+/// arithmetic on dequantized weights has the least loss of them, but takes longer than floats: it is an
+/// option for layers only if formats are named.
 pub(super) struct OnnxLayers<'a> {
     model: &'a Model,
     /// The formats without floats.

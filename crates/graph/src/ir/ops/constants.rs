@@ -56,8 +56,8 @@ fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
 macro_rules! scalar_ops {
     ($($name:ident $with_tensor:ident),+) => {
         /// Elementwise functions of a tensor and a number. Candle's methods without the suffix upload the
-        /// number at every call; these upload it once per device. Candle's `/` multiplies by the reciprocal, which
-        /// rounds differently from this division.
+        /// number at every call; these upload it once per device. Candle's `/` multiplies by the reciprocal,
+        /// which rounds differently from this division.
         pub trait ScalarOps {
             $(
                 #[doc = concat!("`", stringify!($with_tensor), "` of each element and a number.")]
