@@ -55,6 +55,23 @@ fn values_and_outputs_equal_those_of_transformers() {
     assert!(worst.len() == 1 && worst[0].1 < 1e-4, "{worst:?}");
 }
 
+/// Incomplete checkpoints are refused instead of treated as floats.
+#[test]
+fn missing_parts_of_experts_are_named() {
+    let without = |is_missing: &dyn Fn(&str) -> bool| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut kept = tensors(&golden().join("model.safetensors"));
+        kept.retain(|name, _| !is_missing(name));
+        candle_core::safetensors::save(&kept, folder.path().join("model.safetensors")).unwrap();
+        fs::copy(golden().join("config.json"), folder.path().join("config.json")).unwrap();
+        Model::open(folder.path()).err().unwrap().to_string()
+    };
+    let one = without(&|name| name.ends_with("layers.0.mlp.experts.down_proj_scales"));
+    assert!(one.contains("`model.layers.0.mlp.experts.down_proj_scales` is missing"), "{one}");
+    let all = without(&|name| name.ends_with("_blocks") || name.ends_with("_scales"));
+    assert!(all.contains("without experts in MXFP4"), "{all}");
+}
+
 /// Also after a pass that changes other weights.
 #[test]
 fn unchanged_experts_keep_their_bytes() {

@@ -116,6 +116,12 @@ impl Model {
             }
         }
         schemes.require_quantized(&weights).map_err(quantization::unsupported(&path.join("config.json")))?;
+        if config.packed_experts().is_some() && !weights.by_name.values().any(Weight::is_packed_experts) {
+            return Err(Error::Unsupported {
+                what: format!("{}: `quant_method` of \"mxfp4\" in a model without experts in MXFP4", path.join("config.json").display()),
+                hint: "remove `quantization_config` if the weights are meant to be floats; otherwise download the checkpoint again".into(),
+            });
+        }
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
             // A head that shares the integers of the embedding has a copy of its scales and zero points (see
             // `export::safetensors`).

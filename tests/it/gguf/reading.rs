@@ -173,6 +173,17 @@ fn keys_of_families_are_read_or_refused() {
     assert!(model.unwrap().graph().unwrap().to_string() != source("cohere2").1.graph().unwrap().to_string());
     let (_folder, model) = rewritten("olmo3", |values, _| drop(values.remove("olmo2.attention.sliding_window_pattern")));
     assert_eq!(model.unwrap().config.model_type(), "olmo3");
+    // llama.cpp decides by the norm of the network, and its converter writes `true` for files without the key.
+    for (name, is_parallel) in [("stablelm", false), ("stablelm-parallel", true)] {
+        let key = "stablelm.use_parallel_residual".to_owned();
+        let (_folder, model) = rewritten(name, |values, _| drop(values.insert(key.clone(), gguf::Value::Bool(!is_parallel))));
+        assert_eq!(model.unwrap().config.get("use_parallel_residual"), Some(&Value::from(is_parallel)), "{name}");
+    }
+    let (_folder, model) = rewritten("phi", |values, _| drop(values.remove("phi2.rope.dimension_count")));
+    assert_eq!(model.unwrap().config.get("partial_rotary_factor").and_then(Value::as_f64), Some(1.0));
+    let factor = gguf::Value::Float(1.2);
+    let (_folder, model) = rewritten("llama-rope-yarn", |values, _| drop(values.insert("llama.rope.scaling.yarn_attn_factor".into(), factor.clone())));
+    model.unwrap();
 }
 
 #[test]

@@ -71,7 +71,8 @@ fn gemma(json: &mut Value, activation: &str) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 20] = [
+    let cases: [(&str, &str, Change, &str); 21] = [
+        ("glm4-moe", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (
             "qwen2",

@@ -52,18 +52,20 @@ pub(super) fn parts(name: &str, shape: &[usize]) -> [(String, Vec<usize>); 2] {
 /// Removes all experts in MXFP4 from a checkpoint. Fails if the parts of a weight do not match.
 pub(super) fn take(checkpoint: &mut Checkpoint) -> Result<Vec<(String, Weight)>> {
     let [blocks, scales] = PARTS;
-    let is_bytes = |name: &str| checkpoint.tensors.get(name).is_some_and(|tensor| tensor.dtype == DType::U8);
-    let names = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(blocks)).filter(|name| is_bytes(&format!("{name}{blocks}")));
-    let names: Vec<String> = names.filter(|name| is_bytes(&format!("{name}{scales}"))).map(str::to_owned).collect();
+    let is_packed = |name: &str, tensor: &RawTensor| {
+        let has_scales = || checkpoint.tensors.get(&format!("{name}{scales}")).is_some_and(|scales| scales.dtype == DType::U8);
+        tensor.dtype == DType::U8 && (matches!(tensor.shape[..], [_, _, _, BYTES]) || has_scales())
+    };
+    let names = checkpoint.tensors.iter().filter_map(|(name, tensor)| name.strip_suffix(blocks).filter(|name| is_packed(name, tensor)));
+    let names: Vec<String> = names.map(str::to_owned).collect();
     names.into_iter().map(|name| weight(checkpoint, &name).map(|weight| (name, weight))).collect()
 }
 
 fn weight(checkpoint: &mut Checkpoint, name: &str) -> Result<Weight> {
     let stored_as = PARTS.map(|part| format!("{name}{part}"));
     let broken = |reason: String| Error::tensor(name, reason, "the checkpoint is incomplete or damaged; download it again");
-    let [Some(blocks), Some(scales)] = stored_as.each_ref().map(|part| checkpoint.tensors.remove(part)) else {
-        return Err(broken("a part is missing".into()));
-    };
+    let [blocks, scales] = stored_as.each_ref().map(|part| checkpoint.tensors.remove(part).ok_or_else(|| broken(format!("`{part}` is missing"))));
+    let (blocks, scales) = (blocks?, scales?);
     let shape = match (&blocks.shape[..], &scales.shape[..]) {
         ([experts, rows, groups, BYTES], [scaled @ ..]) if scaled == [*experts, *rows, *groups] => {
             groups.checked_mul(GROUP).filter(|_| blocks.elements() > 0).map(|row| [*experts, row, *rows])

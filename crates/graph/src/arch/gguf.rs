@@ -25,6 +25,8 @@ pub struct GgufFamily {
     pub epsilon: Setting,
     /// Keys of `config.json` that specify whether a tensor of the first layers is present, with that tensor.
     pub flags: &'static [Pair],
+    /// Keys of `config.json` that specify whether a tensor of the first layer is absent, with that tensor.
+    pub absences: &'static [Pair],
     /// Other keys with the same meaning in both files.
     pub settings: &'static [Setting],
     /// Keys of GGUF files with the only value that the family has.
@@ -190,6 +192,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     norms_plus_one: false,
     epsilon: RMS_EPSILON,
     flags: &[ATTENTION_BIAS, ("mlp_bias", "ffn_gate.bias")],
+    absences: &[],
     settings: &[],
     constants: &[],
     required: &[],

@@ -1,6 +1,6 @@
 //! Mixtral: mixtures of experts in every layer.
 
-use super::gguf::{self, GgufExperts, GgufFamily};
+use super::gguf::{self, GgufExperts, GgufFamily, Setting};
 use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes, llama};
 
 pub(super) const KEYS: Keys = Keys {
@@ -34,6 +34,8 @@ pub(super) const MIXTRAL: Family = Family {
         flags: &[],
         required: &[gguf::NO_ATTENTION_BIAS],
         drops_window: true,
+        epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+        theta: 1e6,
         experts: Some(GgufExperts {
             block: "block_sparse_moe.experts",
             parts: ["w1", "w3", "w2"],

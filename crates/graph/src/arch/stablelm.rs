@@ -15,6 +15,8 @@ pub(super) const STABLELM: Family = Family {
         interleaved_rope: false,
         epsilon: gguf::LAYER_EPSILON,
         flags: &[("use_qkv_bias", "attn_q.bias")],
+        // llama.cpp ignores the key of the file, which its converter sets if config.json has none.
+        absences: &[("use_parallel_residual", "ffn_norm.weight")],
         settings: &[Setting::optional("use_parallel_residual", "use_parallel_residual", ["false", "false"])],
         required: &[("qk_layernorm", "false")],
         has_implied_heads: true,

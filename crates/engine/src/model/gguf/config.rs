@@ -90,8 +90,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
             });
         }
     }
-    if let Some((key, default)) = family.partial_rotary {
-        set(key, json!(rotary_width.map_or(default, |width| width as f64 / head_dim as f64)));
+    // llama.cpp rotates whole heads if the key is missing.
+    if let Some((key, _)) = family.partial_rotary {
+        set(key, json!(rotary_width.map_or(1.0, |width| width as f64 / head_dim as f64)));
     }
     let theta = values.number(&values.own("rope.freq_base"))?.unwrap_or(10_000.0);
     set("rope_theta", json!(theta));
@@ -138,6 +139,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let has = |name: &str| tensors.contains_key(name);
     for (key, tensor) in family.flags {
         set(key, json!(has(&format!("blk.0.{tensor}"))));
+    }
+    for (key, tensor) in family.absences {
+        set(key, json!(!has(&format!("blk.0.{tensor}"))));
     }
     set("tie_word_embeddings", json!(!has("output.weight")));
     // Defaults of SentencePiece vocabularies.
@@ -201,6 +205,9 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, 
             for (name, end) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
                 scaling.extend(values.number(&key(values, end))?.map(|number| (name.to_owned(), json!(number))));
             }
+            // llama.cpp computes this factor from the other one.
+            let attention = key(values, "yarn_attn_factor");
+            values.take(&attention);
             Some(Json::Object(scaling))
         }
         (Some(other), _) => {

@@ -281,6 +281,13 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
             }
         }
     }
+    if family.settings.iter().any(|setting| setting.gguf == "expert_group_used_count") {
+        let (count, used) = (reader.size("n_group")?.unwrap_or(1), reader.size("topk_group")?.unwrap_or(1));
+        if count > 1 && used >= count {
+            let hint = "llama.cpp requires fewer than `n_group`; if all groups are used, set both keys to 1, which computes the same";
+            return Err(reader.refused(&format!("`topk_group` of {used} with `n_group` of {count}"), hint));
+        }
+    }
     let layers = reader.required("num_hidden_layers")?;
     if let (Some(types), Windows::None | Windows::AllBut(_)) = (reader.get("layer_types").and_then(Json::as_array), family.windows) {
         let named = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
