@@ -45,6 +45,7 @@ impl Args {
         let model = Model::open(&recipe.model)?;
         recipe.data.ignore_labels(false);
         if let Some(options) = &recipe.data.calibration {
+            options.require_unpacked("data: calibration")?;
             recipe.data.open(options, Subject::from_model(model.clone())?.target())?;
         }
         let device = global.models.device.open()?;

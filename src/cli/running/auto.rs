@@ -90,6 +90,8 @@ impl Args {
         front.check(&FRONT)?;
         let mut data = self.data();
         let mut calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
+        calibration.require_unpacked("--calibration")?;
+        self.eval.as_ref().map_or(Ok(()), |eval| eval.require_unpacked("--eval"))?;
         let model = Model::open(&self.model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Data| -> Result<_> {
             let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());

@@ -51,9 +51,7 @@ impl Args {
         if !options.has_texts() && options.images.is_none() && options.arrays.is_none() {
             return Err(Error::option("eval", "no data: specify samples with --data"));
         }
-        if options.is_packed() {
-            return Err(Error::option("eval", "`packing` applies only to training data: remove it"));
-        }
+        options.require_unpacked("eval")?;
         let path = self.subject()?;
         let uses_onnx_runtime = self.against.iter().any(|other| is_file(other)) || is_file(&path) && self.runtime != Some(Runtime::Candle);
         if uses_onnx_runtime && self.precision != Precision::F32 {

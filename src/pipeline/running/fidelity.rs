@@ -206,8 +206,10 @@ impl Run<'_> {
         let sets = &self.pipeline.running.data;
         let mut note = None;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
-            // Each text of a packed sample has its own context, which the compared models do not know.
-            let Some(set) = set.as_ref().filter(|set| !set.is_packed()) else { continue };
+            // Each text of a packed sample has its own context, which the compared models do not know. A
+            // training draws from all samples of a mixture, so that none of them are held out.
+            let is_drawn = |set: &Data| kind == Samples::Train && !set.mix.is_empty();
+            let Some(set) = set.as_ref().filter(|set| !set.is_packed() && !is_drawn(set)) else { continue };
             if self.after.retained_tokens.is_some() && !set.has_texts() {
                 note = Some("fidelity was not measured on held-out samples: they contain token ids of the original vocabulary".to_owned());
                 continue;
@@ -228,7 +230,7 @@ impl Run<'_> {
                 }
             }
             if any {
-                return Ok(HeldOut { data: set.paths().next().map(|path| path.display().to_string()), note: None });
+                return Ok(HeldOut { data: set.names(), note: None });
             }
         }
         Ok(HeldOut { data: None, note })

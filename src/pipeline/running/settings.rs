@@ -60,9 +60,7 @@ impl Running {
             (None, None) => {}
         }
         for (key, set) in [("evaluation", &self.data.evaluation), ("calibration", &self.data.calibration)] {
-            if set.as_ref().is_some_and(Data::is_packed) {
-                return Err(Error::option(format!("data: {key}"), "`packing` applies only to training data: remove it"));
-            }
+            set.as_ref().map_or(Ok(()), |set| set.require_unpacked(format!("data: {key}")))?;
         }
         for (name, samples) in runs {
             if let Some((key, None)) = self.data_set(samples) {

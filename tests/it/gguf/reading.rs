@@ -173,7 +173,8 @@ fn keys_of_families_are_read_or_refused() {
     assert!(model.unwrap().graph().unwrap().to_string() != source("cohere2").1.graph().unwrap().to_string());
     let (_folder, model) = rewritten("olmo3", |values, _| drop(values.remove("olmo2.attention.sliding_window_pattern")));
     assert_eq!(model.unwrap().config.model_type(), "olmo3");
-    // llama.cpp decides by the norm of the network, and its converter writes `true` for files without the key.
+    // llama.cpp decides by the norm of the network, and its converter writes `true` for files without the
+    // key.
     for (name, is_parallel) in [("stablelm", false), ("stablelm-parallel", true)] {
         let key = "stablelm.use_parallel_residual".to_owned();
         let (_folder, model) = rewritten(name, |values, _| drop(values.insert(key.clone(), gguf::Value::Bool(!is_parallel))));

@@ -118,7 +118,9 @@ impl DataSets {
         let (mut shared, mut complete) = (BTreeSet::new(), true);
         for other in others {
             let limit = if other.has_texts() { SCANNED } else { usize::MAX };
-            let other = self.open(other, target)?;
+            // A training draws from all samples of a mixture, whatever their number.
+            let all = Data { samples: other.samples.filter(|_| other.mix.is_empty()), ..(*other).clone() };
+            let other = self.open(&all, target)?;
             for (sample, identity) in other.source.identities(batch_of(&other, target), false)?.enumerate() {
                 if shared.len() == candidates.len() {
                     return Ok((shared, true));
@@ -146,11 +148,11 @@ impl DataSets {
 }
 
 /// Whether a set reads every sample of another one: the same files in the same way, without a limit.
-/// Labels do not matter.
+/// Labels and packing do not matter.
 fn includes(set: &Data, other: &Data) -> bool {
     let inputs = |data: &Data| {
         let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.canonicalize().unwrap_or_else(|_| path.clone()));
-        let data = Data { task: None, label_column: None, label_kind: None, labels: None, loss_on: None, ..data.clone() };
+        let data = Data { task: None, label_column: None, label_kind: None, labels: None, loss_on: None, ..data.unpacked() };
         let [text, images, arrays] = [&data.text, &data.images, &data.arrays].map(path);
         Data { text, images, arrays, samples: None, sampling: None, batch_size: None, ..data }
     };

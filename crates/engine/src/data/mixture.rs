@@ -4,6 +4,8 @@
 //! that ends begins again in another order, and an epoch has as many samples as all texts together. Without
 //! a seed, each sample occurs once, and the shares are kept until a text ends.
 
+use std::sync::OnceLock;
+
 use super::interleaved::{Interleaved, Set};
 use super::options::{Data, Task};
 use super::window::{Window, to_batch};
@@ -18,6 +20,8 @@ pub(super) struct Mixture {
     weights: Vec<f64>,
     /// Tokens of the longest windows.
     room: usize,
+    /// Number of windows of all texts, once it is known.
+    total: OnceLock<usize>,
 }
 
 impl Mixture {
@@ -33,7 +37,7 @@ impl Mixture {
             weights.push(weight);
         }
         let room = texts.iter().map(Windows::room).max().unwrap_or(0);
-        Ok(Mixture { options: options.clone(), texts, weights, room })
+        Ok(Mixture { options: options.clone(), texts, weights, room, total: OnceLock::new() })
     }
 
     /// The windows in an order, each with the index of its text.
@@ -42,7 +46,8 @@ impl Mixture {
             let seed = move |pass: u64| {
                 shuffle.map(|seed| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(pass).wrapping_mul(0x2545_f491_4f6c_dd1d).wrapping_add(index as u64))
             };
-            let bytes = text.room().saturating_mul(size_of::<i64>());
+            // All texts share the memory of one shuffle buffer.
+            let bytes = text.room().saturating_mul(size_of::<i64>()).saturating_mul(self.texts.len());
             Set::new(text.path(), *weight, move |pass| Ok(Order { shuffle: seed(pass), ..Order::default() }.shuffled(text.windows()?, bytes)))
         });
         Interleaved::new(sets.collect(), shuffle, move || self.total()).take(self.options.samples.unwrap_or(usize::MAX))
@@ -50,7 +55,10 @@ impl Mixture {
 
     /// Number of windows of all texts.
     fn total(&self) -> Result<usize> {
-        self.texts.iter().map(SampleSource::count).sum()
+        match self.total.get() {
+            Some(total) => Ok(*total),
+            None => self.texts.iter().map(SampleSource::count).sum::<Result<usize>>().map(|total| *self.total.get_or_init(|| total)),
+        }
     }
 }
 

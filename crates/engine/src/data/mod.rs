@@ -171,8 +171,7 @@ impl DataSet {
             return Ok(made(Box::new(custom_source::CustomSource::open(options, name, task, target)?), name.clone()));
         }
         if !options.mix.is_empty() {
-            let names: Vec<String> = options.paths().map(|path| path.display().to_string()).collect();
-            return Ok(made(Box::new(mixture::Mixture::open(options, task, target)?), names.join(", ")));
+            return Ok(made(Box::new(mixture::Mixture::open(options, task, target)?), options.names().unwrap_or_default()));
         }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),

@@ -367,6 +367,12 @@ impl Data {
         own.chain(self.mix.iter().filter_map(|part| part.text.as_ref()))
     }
 
+    /// Names of the files and folders, for messages.
+    pub fn names(&self) -> Option<String> {
+        let names: Vec<String> = self.paths().map(|path| path.display().to_string()).collect();
+        (!names.is_empty()).then(|| names.join(", "))
+    }
+
     /// Whether the samples are texts.
     pub fn has_texts(&self) -> bool {
         self.text.is_some() || !self.mix.is_empty()
@@ -375,6 +381,11 @@ impl Data {
     /// Whether samples contain several texts, which do not attend to each other.
     pub fn is_packed(&self) -> bool {
         self.packing == Some(true) || self.mix.iter().any(Data::is_packed)
+    }
+
+    /// Rejects packed samples of an option: only graphs of a training separate their texts.
+    pub fn require_unpacked(&self, option: impl std::fmt::Display) -> Result<()> {
+        if self.is_packed() { Err(Error::option(option, "`packing` applies only to training data: remove it")) } else { Ok(()) }
     }
 
     /// The same data with one text per sample.

@@ -45,10 +45,14 @@ impl Window {
         self.predicted = 0..self.ids.len();
     }
 
+    /// Lengths of the texts in the window.
+    pub fn lengths(&self) -> Vec<usize> {
+        if self.packed.is_empty() { vec![self.ids.len()] } else { self.packed.clone() }
+    }
+
     /// The number of the text at each of `width` positions, from 1, and 0 for padding.
     fn numbers(&self, width: usize) -> impl Iterator<Item = i64> {
-        let lengths = if self.packed.is_empty() { vec![self.ids.len()] } else { self.packed.clone() };
-        let numbers = (1i64..).zip(lengths).flat_map(|(number, length)| std::iter::repeat_n(number, length));
+        let numbers = (1i64..).zip(self.lengths()).flat_map(|(number, length)| std::iter::repeat_n(number, length));
         numbers.chain(std::iter::repeat(0)).take(width)
     }
 

@@ -175,10 +175,16 @@ impl Windows {
         })
     }
 
-    /// Hashes of the content of a window, without special tokens.
+    /// Hashes of the content of each text in a window, without special tokens.
     pub fn hashes(&self, window: &Window, everywhere: bool) -> Vec<u64> {
-        let ids = window.ids.strip_prefix(self.cut.first.as_slice()).unwrap_or(&window.ids);
-        token_hashes(ids.strip_suffix(self.end.as_slice()).unwrap_or(ids), everywhere)
+        let (mut rest, mut hashes) = (window.ids.as_slice(), Vec::new());
+        for length in window.lengths() {
+            let (ids, after) = rest.split_at(length.min(rest.len()));
+            rest = after;
+            let ids = ids.strip_prefix(self.cut.first.as_slice()).unwrap_or(ids);
+            hashes.extend(token_hashes(ids.strip_suffix(self.end.as_slice()).unwrap_or(ids), everywhere));
+        }
+        hashes
     }
 }
 

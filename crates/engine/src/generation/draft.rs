@@ -44,7 +44,8 @@ impl Speculation {
         all
     }
 
-    /// Mean number of tokens per step: the accepted proposals and one token of the model itself. 1 without
+    /// Mean number of tokens per step: accepted proposals and, unless one of them ends the text, one token
+    /// of the model itself. 1 without
     /// accepted proposals; `None` without a step.
     pub fn tokens_per_step(&self) -> Option<f64> {
         (self.steps > 0).then(|| self.tokens as f64 / self.steps as f64)
@@ -86,12 +87,12 @@ impl LanguageModel {
     /// [`Vocabulary::require_draft`]: super::Vocabulary::require_draft
     pub fn with_draft(mut self, draft: LanguageModel, tokens: usize) -> Result<LanguageModel> {
         if tokens == 0 {
-            return Err(Error::option("draft-tokens", "is 0, but must be at least 1"));
+            return Err(Error::option("--draft-tokens", "is 0, but must be at least 1"));
         }
         let features = |model: &LanguageModel| model.graph.inputs().find(|(_, value)| value.name == FEATURES).map(|(_, value)| value.ty.to_string());
         let refuse = |input: &dyn Fn(&LanguageModel) -> String| {
             let (name, other) = (self.model.config.model_type(), draft.model.config.model_type());
-            Err(Error::option("draft", format!("a model of type `{other}` takes {}, but one of type `{name}` takes {}", input(&draft), input(&self))))
+            Err(Error::option("--draft", format!("a model of type `{other}` takes {}, but one of type `{name}` takes {}", input(&draft), input(&self))))
         };
         if self.input_kind != draft.input_kind {
             return refuse(&|model| model.input_kind.plural().to_owned());

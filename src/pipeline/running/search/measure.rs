@@ -87,7 +87,7 @@ impl<'a> Measurement<'a> {
             let reason = "samples to measure on are missing: all calibration samples are used by the search";
             return Err(Error::run("auto", reason, "specify `--eval`, or fewer `samples` in `--calibration`"));
         }
-        let name = set.paths().next().map(|path| path.display().to_string()).unwrap_or_default();
+        let name = set.names().unwrap_or_default();
         let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
         let source = format!("{} {what} of {name} ({kind})", samples.len());
         Ok(Measurement { model, context, formats, scores, samples, source, baseline: None })
