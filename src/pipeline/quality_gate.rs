@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::Pipeline;
 use super::measured::Measured;
 use crate::evaluation::{Accuracy, Fidelity, MeasuredFidelity, Runtime, SamplesFrom, lower_is_better};
-use crate::report::WARNING;
+use crate::report::{SearchLoss, WARNING};
 use crate::run_state::RunState;
 
 /// Mean cosine similarity below which outputs count as unrelated.
@@ -80,14 +80,23 @@ pub(super) fn limit_note(measured: &Measured, pipeline: &Pipeline) -> Option<Str
         let what = format!("the KL divergence of the written model is {divergence:.6} nats on {}", fidelity.describe());
         Some(exceeded(&what, &format!("`--max-kl {limit}`")))
     });
-    divergence.or_else(|| {
-        let (limit, accuracy) = (search.max_loss?, measured.accuracy.as_ref()?);
-        let before = accuracy.before.values().next().filter(|before| **before != 0.0)?;
+    let percentage = |what: String, percent: f64| {
+        let limit = search.max_loss?;
+        (percent.is_nan() || percent > limit).then(|| exceeded(&what, &format!("`--max-loss {limit}%`")))
+    };
+    let score = || {
+        let accuracy = measured.accuracy.as_ref()?;
+        let (metric, before) = (accuracy.metric.as_ref()?, accuracy.before.values().next().filter(|before| **before != 0.0)?);
         let percent = 100.0 * accuracy.drop? / before.abs();
-        let metric = accuracy.metric.as_ref().filter(|_| percent > limit)?;
-        let what = format!("the {metric} of the written model is worse by {percent:.3}% on {} samples of {}", accuracy.samples, accuracy.data);
-        Some(exceeded(&what, &format!("`--max-loss {limit}%`")))
-    })
+        percentage(format!("the {metric} of the written model is worse by {percent:.3}% on {} samples of {}", accuracy.samples, accuracy.data), percent)
+    };
+    // Without labels, the limit is one of the cosine distance.
+    let distance = || {
+        let fidelity = fidelity.filter(|_| search.metric.is_none() && search.loss == SearchLoss::CosineDistance)?;
+        let percent = 100.0 * (1.0 - fidelity.fidelity.cosine);
+        percentage(format!("the cosine distance of the outputs of the written model is {percent:.6}% on {}", fidelity.describe()), percent)
+    };
+    divergence.or_else(score).or_else(distance)
 }
 
 /// A warning if the outputs differ strongly from the original model's. It names the metrics, the passes

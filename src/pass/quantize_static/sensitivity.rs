@@ -11,6 +11,7 @@ use crate::calibration::ValueStatistics;
 use crate::data::{Batch, DataSet};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, FidelityAccumulator, Outputs, Subject};
+use crate::exec::Rounding;
 use crate::kernel::compare;
 use crate::model::Model;
 use crate::pass::Context;
@@ -50,7 +51,7 @@ impl Damage {
 
 /// Effects of quantizing each layer separately, the most sensitive first.
 pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, statistics: &BTreeMap<String, ValueStatistics>, context: &Context) -> Result<Vec<Damage>> {
-    let comparison = Comparison::new(prepared, context)?;
+    let comparison = Comparison::new(prepared, context, Rounding::Token)?;
     let pass = QuantizeStatic { embeddings: false, ..pass.clone() };
     measure_layers(prepared, context, |name| {
         let layers = BTreeSet::from([name.to_owned()]);
@@ -87,16 +88,18 @@ struct Comparison {
     /// Cached outputs of the original for the first batches.
     cached: Vec<Outputs>,
     batches: usize,
+    /// How activations are rounded at run time.
+    rounding: Rounding,
 }
 
 impl Comparison {
-    fn new(prepared: &Prepared, context: &Context) -> Result<Comparison> {
+    fn new(prepared: &Prepared, context: &Context, rounding: Rounding) -> Result<Comparison> {
         let Some(options) = &context.data.calibration else { return Err(Error::option(super::NAME, "needs calibration samples")) };
         let mut original = prepared.model.clone();
         original.changed_graph = Some(Arc::new(prepared.graph.clone()));
         let subject = Subject::from_model(original.clone())?;
         let data = context.data.open(options, subject.target())?;
-        let mut comparison = Comparison { original, data, cached: Vec::new(), batches: 0 };
+        let mut comparison = Comparison { original, data, cached: Vec::new(), batches: 0, rounding };
         let (mut bytes, mut cached) = (0, Vec::new());
         comparison.batches = comparison.each_batch([&comparison.original], context, |_, mut outputs| {
             let outputs = outputs.swap_remove(0);
@@ -117,7 +120,8 @@ impl Comparison {
         context: &Context,
         mut consume: impl FnMut(&Batch, Vec<Outputs>) -> Result<()>,
     ) -> Result<usize> {
-        let mut subjects = models.into_iter().map(|model| Subject::from_model(model.clone())).collect::<Result<Vec<_>>>()?;
+        let subject = |model: &Model| Ok::<_, Error>(Subject::from_model(model.clone())?.with_rounding(self.rounding));
+        let mut subjects = models.into_iter().map(subject).collect::<Result<Vec<_>>>()?;
         let (first, work) = (self.data.first()?, context.work.quiet());
         let mut runners = evaluation::load(&mut subjects, Some(&first.inputs), &context.device, context.memory, &work)?;
         let mut count = 0;
@@ -152,6 +156,15 @@ impl QuantizeStatic {
     /// The same as [`Plan::execute`](crate::pass::Plan::execute).
     #[doc(hidden)]
     pub fn analyze(&self, model: Model, context: &Context) -> Result<Vec<Damage>> {
+        self.analyze_with(Rounding::Token, model, context)
+    }
+
+    /// Like [`analyze`](QuantizeStatic::analyze), with another rounding of activations at run time.
+    ///
+    /// # Errors
+    /// The same as [`Plan::execute`](crate::pass::Plan::execute).
+    #[doc(hidden)]
+    pub fn analyze_with(&self, rounding: Rounding, model: Model, context: &Context) -> Result<Vec<Damage>> {
         let pass = QuantizeStatic { embeddings: false, ..self.clone() };
         if context.data.calibration.is_none() {
             let prepared = super::prepare::prepare(super::NAME, model, &self.targets, &self.ignore)?;
@@ -159,7 +172,7 @@ impl QuantizeStatic {
         }
         let plain = super::prepare::prepare(super::NAME, model.clone(), &self.targets, &self.ignore)?;
         let (prepared, statistics, _) = pass.analyze_and_rescale(model, context)?;
-        let (comparison, plain_comparison) = (Comparison::new(&prepared, context)?, Comparison::new(&plain, context)?);
+        let (comparison, plain_comparison) = (Comparison::new(&prepared, context, rounding)?, Comparison::new(&plain, context, rounding)?);
         measure_layers(&prepared, context, |name| {
             let mut damage = pass.weight_damage(&plain, name)?;
             let layers = BTreeSet::from([name.to_owned()]);

@@ -15,7 +15,7 @@ use crate::report::{SearchLoss, SearchMetric};
 
 /// Largest number of held-out samples of a text whose outputs are compared.
 const MAX_SAMPLES: usize = 8;
-/// Samples per batch if the metric is measured on a part of a set.
+/// Largest number of samples per batch if the metric is measured on a part of a set.
 const BATCH: usize = 8;
 /// Largest number of samples that measure the metric, unless they are evaluation data.
 const MAX_MEASURED: usize = 2000;
@@ -32,18 +32,23 @@ pub fn calibration_part(sets: &DataSets, set: &Data, target: Target) -> Result<D
         let reason = "needs `--eval`: the calibration samples are spread over the whole data, so that no part of it is left to measure on";
         return Err(Error::option("--max-loss", reason));
     }
-    let batch = batch_of(target);
-    let all = sets.open(&Data { samples: None, ..set.clone() }, target)?.count()?;
+    let data = sets.open(&Data { samples: None, ..set.clone() }, target)?;
+    let (batch, all) = (batch_of(&data, target)?, data.count()?);
     let quarter = (all / 4).min(MAX_CALIBRATION);
     let used = set.samples.unwrap_or(if quarter < batch { quarter } else { quarter - quarter % batch }).max(1);
-    if used.next_multiple_of(batch) >= all {
+    if used >= all || used.next_multiple_of(batch) >= all {
         return Err(Error::option("--max-loss", format!("needs `--eval`, because calibration uses {used} of the {all} samples of the data")));
     }
     Ok(Data { samples: Some(used), ..set.clone() })
 }
 
-fn batch_of(target: Target) -> usize {
-    target.fixed_batch().unwrap_or(BATCH).max(1)
+/// Samples per batch: the model's fixed batch size, or that of the data, at most [`BATCH`].
+fn batch_of(data: &DataSet, target: Target) -> Result<usize> {
+    let batch = match target.fixed_batch() {
+        Some(batch) => batch,
+        None => data.first()?.samples.min(BATCH),
+    };
+    Ok(batch.max(1))
 }
 
 /// The score of the original model, and the samples it was computed on.
@@ -71,7 +76,7 @@ impl<'a> Measurement<'a> {
         let data = context.data;
         let subject = Subject::from_model(model.clone())?;
         let mut samples = Vec::new();
-        // Samples of other tasks than texts are small.
+        // Without logits per token, all held-out samples are compared: at most 64 (`for_each_held_out`).
         let most = if formats.loss() == SearchLoss::KlDivergence { MAX_SAMPLES } else { usize::MAX };
         let mut take = |sample: Batch| {
             samples.push(sample);
@@ -84,8 +89,14 @@ impl<'a> Measurement<'a> {
         };
         data.for_each_held_out(set, used, &others, subject.target(), &mut take)?;
         if samples.is_empty() {
-            let reason = "samples to measure on are missing: all calibration samples are used by the search";
-            return Err(Error::run("auto", reason, "specify `--eval`, or fewer `samples` in `--calibration`"));
+            let (reason, hint) = match &data.evaluation {
+                Some(_) => ("no sample of the evaluation data is known to differ from the calibration samples", "specify other data with `--eval`"),
+                None => (
+                    "samples to measure on are missing: all calibration samples are used by the search",
+                    "specify `--eval`, or fewer `samples` in `--calibration`",
+                ),
+            };
+            return Err(Error::run("auto", reason, hint));
         }
         let name = set.names().unwrap_or_default();
         let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
@@ -104,7 +115,8 @@ impl<'a> Measurement<'a> {
         let (data, order) = match (&sets.evaluation, labelled) {
             (Some(evaluation), _) => (sets.open(evaluation, subject.target())?, None),
             (None, Some(labelled)) => {
-                let batch = batch_of(subject.target());
+                let all = sets.open(&Data { samples: None, ..labelled.clone() }, subject.target())?;
+                let batch = batch_of(&all, subject.target())?;
                 let used = sets.calibration.as_ref().and_then(|calibration| calibration.samples).unwrap_or(0);
                 let order = Order { batch: Some(batch), skip: used.div_ceil(batch), ..Order::default() };
                 let samples = Some(used.next_multiple_of(batch) + MAX_MEASURED.next_multiple_of(batch));

@@ -135,7 +135,7 @@ impl Formats for OnnxLayers<'_> {
     /// The effect of quantizing each layer separately, on the calibration samples. Losses of embedding tables
     /// are measured later.
     fn scores(&self, context: &Context) -> Result<Scores> {
-        let damages = QuantizeStatic::default().analyze(self.model.clone(), context)?;
+        let damages = QuantizeStatic::default().analyze_with(self.rounding(), self.model.clone(), context)?;
         let mut scores = Scores::default();
         let weights = &self.model.weights.by_name;
         let bytes = |weight: &Weight| (weight.elements() + 4 * weight.shape.first().copied().unwrap_or(0)) as u64;
