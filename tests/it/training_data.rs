@@ -11,7 +11,7 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use compress::pass::{Distill, Finetune, Step, Student};
 use compress::{Model, Pipeline};
-use compress_engine::data::{Batch, Data, DataSet, LossOn, Order};
+use compress_engine::data::{Batch, Data, DataSet, DataSets, LossOn, Order};
 use compress_engine::evaluation::Subject;
 use compress_engine::train::BatchSize;
 use compress_engine::train::optimizer::Kind;
@@ -236,6 +236,27 @@ fn texts_are_mixed_by_weight() {
     let trained = losses(folder.path(), &with_chats, finetune(2).into());
     assert_eq!(trained, losses(folder.path(), &with_chats, finetune(2).into()));
     assert!(difference(&trained, &losses(folder.path(), &Data { mix: vec![with_chats.mix[1].clone()], ..with_chats.clone() }, finetune(2).into())) > 1e-3);
+}
+
+/// A training draws from all samples of a mixture, and reads every text of packed samples.
+#[test]
+fn trained_texts_are_not_held_out() {
+    let folder = model("llama", &[LETTERS]);
+    let plain = texts("book.txt", "{ max_length: 16 }");
+    let held_out = |trained: &Data| {
+        let mut count = 0;
+        let subject = Subject::open(folder.path(), 1).unwrap();
+        let take = |_| {
+            count += 1;
+            Ok(ControlFlow::Continue(()))
+        };
+        assert!(DataSets::default().for_each_held_out(&plain, 0, &[trained], subject.target(), take).unwrap());
+        count
+    };
+    let mixed = Data { mix: vec![Data { text: plain.text.clone(), ..Data::default() }], max_length: plain.max_length, ..Data::default() };
+    assert!(held_out(&Data { samples: Some(2), ..plain.clone() }) > 0);
+    assert_eq!(held_out(&Data { samples: Some(2), ..mixed }), 0);
+    assert_eq!(held_out(&Data { packing: Some(true), ..plain.clone() }), 0);
 }
 
 #[test]
