@@ -236,9 +236,11 @@ def resolve(recipe: RecipeLike, files: contextlib.ExitStack) -> tuple[str, dict[
 
 
 def is_in_memory(samples: Any) -> bool:
-    """Whether samples are neither a file nor options of a recipe, which name a file or a source."""
+    """Whether samples are neither a file nor options of a recipe, which name files or a source."""
     if isinstance(samples, Mapping):
-        return not any(isinstance(samples.get(kind), (str, os.PathLike)) for kind in ("text", "images", "arrays", "source"))
+        mix = samples.get("mix")
+        is_mixture = isinstance(mix, (list, tuple)) and all(isinstance(part, (Mapping, Data)) for part in mix)
+        return not is_mixture and not any(isinstance(samples.get(kind), (str, os.PathLike)) for kind in ("text", "images", "arrays", "source"))
     return not isinstance(samples, (str, os.PathLike, Data))
 
 

@@ -65,6 +65,11 @@ class Calibration(InWorkspace):
         document = {"model": "llama", "passes": [{"quantize": {"method": "gptq", "group_size": 8}}], "data": {"calibration": {"text": Path("book.txt"), "samples": 4, "mean": []}}}
         self.assertEqual(compress.run(document, "out/x").recipe["data"]["calibration"]["samples"], 4)
 
+    def test_a_mixture_is_not_an_array(self) -> None:
+        mix = [{"text": Path("book.txt"), "weight": 2.0}, Data(text="book.txt")]
+        document = {"model": "llama", "passes": [{"quantize": {"method": "gptq", "group_size": 8}}], "data": {"calibration": {"mix": mix, "samples": 4}}}
+        self.assertEqual(len(compress.run(document, "out/x").recipe["data"]["calibration"]["mix"]), 2)
+
     def test_evaluation_data(self) -> None:
         report = compress.cast("llama", "out/x", to="bf16", evaluation=Data(text="book.txt", samples=4))
         assert report.accuracy
