@@ -118,7 +118,7 @@ FileType: TypeAlias = Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q
 - Q3_K_S: 3 bits in blocks of 256 with quantized scales
 - IQ3_M: 3 bits as points of a grid; 4 bits for the most sensitive matrices
 - IQ3_S: 3 bits as points of a grid
-- IQ3_XS: 3 bits as points of grids, of a smaller one for some matrices
+- IQ3_XS: 3 bits as points of grids, of a smaller one for some matrices; needs importance
 - IQ3_XXS: 3 bits as points of a smaller grid; needs importance
 - Q2_K: 2 bits in blocks of 256 with quantized scales; 3 or 4 bits for the most sensitive matrices
 - Q2_K_S: 2 bits in blocks of 256 with quantized scales; needs importance
@@ -202,6 +202,14 @@ LogFormat: TypeAlias = Literal["csv", "tensorboard"]
 
 - csv: CSV table, which is always written
 - tensorboard: TensorBoard event file
+"""
+
+LossOn: TypeAlias = Literal["all", "assistant"]
+"""Tokens of chats that losses and perplexity predict.
+
+- all: All tokens
+- assistant: The text of the assistant: the generation blocks of the chat template, or else the text that its
+  messages add
 """
 
 Method: TypeAlias = Literal["rtn", "gptq", "awq", "smoothquant", "autoround", "best"]
@@ -350,8 +358,8 @@ Shard: TypeAlias = Literal["optimizer", "parameters"]
 SoftDivergence: TypeAlias = Literal["forward", "reverse", "jensen-shannon", "total-variation", "acceptance"]
 """Divergence of the student's distribution from the teacher's.
 
-- forward: KL divergence of the student from the teacher
-- reverse: KL divergence of the teacher from the student, which concentrates on the teacher's likely tokens
+- forward: KL(teacher ‖ student): the student covers every token that the teacher considers possible
+- reverse: KL(student ‖ teacher): the student concentrates on the teacher's likely tokens
 - jensen-shannon: Generalized Jensen–Shannon divergence (GKD)
 - total-variation: Total variation distance: the rejection rate of speculative decoding
 - acceptance: KL divergence and total variation, weighted by the acceptance rate: for drafts of speculative
@@ -1332,7 +1340,7 @@ class Onnx:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Samples: one of `text`, `images`, `arrays` and `source`, and options for reading them."""
+    """Samples: one of `text`, `images`, `arrays`, `source` and `mix`, and options for reading them."""
 
     text: Path | None = None
     """Text: .txt or .raw (one sample per line), .csv, .tsv or .jsonl."""
@@ -1343,6 +1351,12 @@ class Data:
     arrays: Path | None = None
     """Arrays with one row per sample: .safetensors, .npz, or a folder with one .npy per input; or a folder
     with one such file per run."""
+
+    mix: Sequence[Samples] = ()
+    """Texts to mix, each with its own options and `weight`; other options apply to all of them."""
+
+    weight: float | None = None
+    """Probability of a sample of this text in `mix`, relative to the sum of all weights [default: 1]."""
 
     source: str | None = None
     """Name of a data source that the program has registered."""
@@ -1393,6 +1407,15 @@ class Data:
 
     sampling: WindowSampling | None = None
     """Which windows of a text to take, for perplexity [default: first]."""
+
+    loss_on: LossOn | None = None
+    """Tokens of chats that losses and perplexity predict [default: all]."""
+
+    append_eos: bool | None = None
+    """Whether to append the end-of-text token to every text that is split into windows [default: false]."""
+
+    packing: bool | None = None
+    """Whether to pack several short texts into a window, as one sample of a training [default: false]."""
 
     batch_size: int | None = None
     """Samples per batch [default: 32, or 4 windows of a text; fewer if that exceeds 2048 tokens]."""

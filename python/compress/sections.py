@@ -17,6 +17,13 @@ SamplesFrom: TypeAlias = Literal["evaluation", "held-out", "synthetic"]
 - synthetic: Random tokens or numbers: they reveal broken outputs, not the quality on real data
 """
 
+SearchLoss: TypeAlias = Literal["kl-divergence", "cosine-distance"]
+"""The loss that a search over formats minimizes.
+
+- kl-divergence: KL divergence of the predictions, in nats per token
+- cosine-distance: One minus the mean cosine similarity of the outputs to those of the original model
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
@@ -400,8 +407,32 @@ class FormatSearch:
     max_kl: float | None = None
     """The limit of the KL divergence, in nats per token, if the search had one."""
 
+    max_loss: float | None = None
+    """The limit of the relative loss of the score in percent, if the search had one; without labels, of
+    the cosine distance."""
+
+    loss: SearchLoss = "kl-divergence"
+    """The loss that was minimized."""
+
+    metric: SearchMetric | None = None
+    """The metric of the task, if the limit is one of its score."""
+
     larger: SearchPoint | None = None
     """The mixture for 5 % more bytes, if it has less expected loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchMetric:
+    """The metric of the task, which a search has measured."""
+
+    name: str
+    """`accuracy`, `perplexity`, `spearman`."""
+
+    original: float
+    """Score of the original model."""
+
+    measured_on: str
+    """Description of the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,13 +446,16 @@ class SearchPoint:
     """Size of all weights, or of the file if the output is a single file."""
 
     predicted: float
-    """Expected KL divergence of the predictions, in nats per token."""
+    """Expected loss."""
 
     name: str | None = None
-    """The name of a mixture that people use otherwise."""
+    """Name of a common mixture, such as Q4_K_M; absent for points of the front."""
 
     measured: float | None = None
-    """KL divergence on held-out samples with weights rounded to nearest."""
+    """Loss on held-out samples with weights rounded to nearest."""
+
+    score: float | None = None
+    """Score on data with labels, if the limit is one of the score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,7 +472,7 @@ class SearchUnit:
     """Its size in this format."""
 
     loss: float
-    """Its expected loss in this format, in nats per token."""
+    """Its expected loss in this format."""
 
     larger: str | None = None
     """Its format in the mixture for 5 % more bytes, if it differs."""
