@@ -316,8 +316,11 @@ fn product_of_blocks(weight: QuantizedWeight, blocks: Blocks, x: &str, n: &Lower
 /// An integer product with dynamically quantized activations. Layers that share an activation share its
 /// quantizer.
 fn integer_product(weight: &QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pending> {
+    // A static quantizer of the same value, for other layers, has the first of these names.
+    let [named, other] = ["quantized", "dynamic"].map(|part| format!("{x}/{part}"));
+    let scope = if n.graph.values().iter().any(|value| value.name == named) { other } else { named };
     let [integers, scale, zero_point] =
-        n.share_many(&format!("{x}/quantized|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))?;
+        n.share_many(&format!("{scope}|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))?;
     // Runtimes match the pattern only with operands in this order.
     let scale = n.emit("Mul", "scale", &[&scale, &weight.scales], vec![]);
     let mut inputs = vec![integers.as_str(), &weight.values, &zero_point];
