@@ -164,7 +164,7 @@ fn keys_of_families_are_read_or_refused() {
         let error = model.err().unwrap().to_string();
         assert!(error.contains(words), "{name}: `{error}` does not contain `{words}`");
     };
-    refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "it must be 2");
+    refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "`minimax-m2.expert_gating_func`, which is 1");
     refused("phi", "phi2.attention.layer_norm_epsilon", None, "`phi2.attention.layer_norm_epsilon` is missing");
     refused("glm4-moe", "glm4moe.nextn_predict_layers", Some(gguf::Value::Unsigned(1)), "`glm4moe.nextn_predict_layers`, which is 1");
     let (_folder, model) = rewritten("cohere", |values, _| drop(values.remove("command-r.logit_scale")));

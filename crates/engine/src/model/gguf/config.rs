@@ -205,7 +205,7 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, 
             for (name, end) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
                 scaling.extend(values.number(&key(values, end))?.map(|number| (name.to_owned(), json!(number))));
             }
-            // llama.cpp computes this factor from the other one.
+            // llama.cpp replaces this factor by one that it computes from `factor`.
             let attention = key(values, "yarn_attn_factor");
             values.take(&attention);
             Some(Json::Object(scaling))
