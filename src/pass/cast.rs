@@ -114,7 +114,7 @@ impl Pass for Cast {
             _ => None,
         };
         let mut skipped = BTreeMap::<&str, Vec<&str>>::new();
-        names.retain(|name| match reason(*name) {
+        names.retain(|name| match reason(name) {
             None => true,
             Some(reason) => {
                 skipped.entry(reason).or_default().push(*name);

@@ -67,7 +67,7 @@ fn weight(checkpoint: &mut Checkpoint, name: &str) -> Result<Weight> {
     let [blocks, scales] = stored_as.each_ref().map(|part| checkpoint.tensors.remove(part).ok_or_else(|| broken(format!("`{part}` is missing"))));
     let (blocks, scales) = (blocks?, scales?);
     let shape = match (&blocks.shape[..], &scales.shape[..]) {
-        ([experts, rows, groups, BYTES], [scaled @ ..]) if scaled == [*experts, *rows, *groups] => {
+        ([experts, rows, groups, BYTES], scaled) if *scaled == [*experts, *rows, *groups] => {
             groups.checked_mul(GROUP).filter(|_| blocks.elements() > 0).map(|row| [*experts, row, *rows])
         }
         _ => None,

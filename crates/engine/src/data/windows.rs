@@ -399,7 +399,7 @@ mod tests {
             let found: Vec<i64> = windows.iter().flat_map(labels).collect();
             let expected = (0..40).filter(|at| is_target[*at]).map(|at| 100 + at as i64).collect::<Vec<_>>();
             // The first token of a window that does not overlap the previous one has no context.
-            let is_predicted = |id: &i64| stride < room || (id - 100) as usize % room != 0;
+            let is_predicted = |id: &i64| stride < room || !((id - 100) as usize).is_multiple_of(room);
             assert_eq!(found, expected.into_iter().filter(is_predicted).collect::<Vec<_>>(), "{room} {stride}");
         }
     }
