@@ -29,9 +29,9 @@ def keys(folder):
 
     pairs = []
     for curve in (ec.SECP256R1(), ec.SECP384R1()):
-        for format in (PrivateFormat.PKCS8, PrivateFormat.TraditionalOpenSSL):
+        for name, format in (("pkcs8", PrivateFormat.PKCS8), ("sec1", PrivateFormat.TraditionalOpenSSL)):
             key = ec.generate_private_key(curve)
-            private, public = (folder / f"{curve.name}-{format.name}.{part}" for part in ("pem", "pub.pem"))
+            private, public = (folder / f"{curve.name}-{name}.{part}" for part in ("pem", "pub.pem"))
             private.write_bytes(key.private_bytes(Encoding.PEM, format, NoEncryption()))
             public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
             pairs.append((private, public))
