@@ -69,6 +69,14 @@ def samples(folder):
     safetensors(folder / "images.safetensors", images)
 
 
+def output(command):
+    """The output of a command; raises with its error output."""
+    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().replace("\n", " ")[-2000:] or f"exit code {done.returncode}")
+    return done.stdout
+
+
 class Trainer:
     """Trains by the binary."""
 
@@ -84,10 +92,7 @@ class Trainer:
             sets += f", evaluation: {{ arrays: {data} }}"
         recipe.write_text(f"model: {model}\nmeasure: {str(measure).lower()}\ndata: {{ {sets} }}\npasses:\n" + "".join(f"  - {step}\n" for step in passes))
         out = self.folder / "out"
-        command = [self.args.bin / "compress", "run", recipe, "-o", out, "--force", "--no-cache", "--quiet", "--device", device]
-        done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip().replace("\n", " ") or f"exit code {done.returncode}")
+        output([self.args.bin / "compress", "run", recipe, "-o", out, "--force", "--no-cache", "--quiet", "--device", device])
         return json.loads((out / "report.json").read_text())
 
     def losses(self, report):
@@ -199,6 +204,12 @@ def check_report(args, checks, trainer):
     return report["environment"]
 
 
+def compared(job, tokens, turns):
+    """The turns of a job, with the median ratio of their times."""
+    ratio = statistics.median(turn["ours"]["seconds"] / turn["theirs"]["seconds"] for turn in turns)
+    return {"job": job, "tokens": tokens, "time_ratio": ratio, "turns": turns}
+
+
 def bench(args, checks, trainer):
     """Distillation, interleaved with PyTorch."""
     gpu = not args.device.startswith("cpu")
@@ -227,11 +238,10 @@ def bench(args, checks, trainer):
             turns.append({"ours": ours, "theirs": theirs})
         if not turns:
             continue
-        ratio = statistics.median(turn["ours"]["seconds"] / turn["theirs"]["seconds"] for turn in turns)
         last = turns[-1]
         same = abs(last["ours"]["first_loss"] - last["theirs"]["first_loss"]) <= 0.02 * abs(last["theirs"]["first_loss"])
         checks.add("beside PyTorch", f"{job}: the same first loss", same, ours=last["ours"]["first_loss"], theirs=last["theirs"]["first_loss"])
-        results.append({"job": job, "tokens": options["tokens"], "time_ratio": ratio, "turns": turns})
+        results.append(compared(job, options["tokens"], turns))
     return results
 
 
@@ -244,21 +254,15 @@ def decoder(args, checks, trainer):
     model, windows, recipe = folder / "decoder", folder / "windows.safetensors", folder / "recipe.yaml"
     sets = f"data: {{ calibration: {{ arrays: {windows}, samples: 16, task: fidelity }} }}"
     recipe.write_text(f"model: {model}\nmeasure: false\n{sets}\npasses: [quantize: {{ scheme: W4A16, method: gptq }}]\n")
-    compress = [args.bin / "compress"]
-
-    def output(command):
-        done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
-        return done.stdout
+    compress = args.bin / "compress"
 
     def quantize():
-        output([*compress, "run", recipe, "-o", folder / "ours", "--force", "--no-cache", "--quiet", "--device", args.device])
+        output([compress, "run", recipe, "-o", folder / "ours", "--force", "--no-cache", "--quiet", "--device", args.device])
         totals = json.loads((folder / "ours" / "report.json").read_text())["totals"]
         return {"seconds": totals["seconds"], "peak": totals["peak_vram_bytes"]}
 
     def evaluate():
-        told = json.loads(output([*compress, "eval", model, "--arrays", windows, "--task", "language-modelling", "--precision", "bf16", "--device", args.device, "--json"]))
+        told = json.loads(output([compress, "eval", model, "--arrays", windows, "--task", "language-modelling", "--precision", "bf16", "--device", args.device, "--json"]))
         return {"seconds": told["seconds"], "peak": None, "loss": told["score"]["more"]["negative_log_likelihood"]}
 
     results = []
@@ -276,8 +280,7 @@ def decoder(args, checks, trainer):
         if job == "evaluate":
             losses = [turns[0][side]["loss"] for side in ("ours", "theirs")]
             checks.add("1.5 B decoder", "the same loss", abs(losses[0] - losses[1]) <= 0.01 * losses[1], losses=losses)
-        ratio = statistics.median(turn["ours"]["seconds"] / turn["theirs"]["seconds"] for turn in turns)
-        results.append({"job": f"{job} of a 1.5 B decoder", "tokens": 16 * 512, "time_ratio": ratio, "turns": turns})
+        results.append(compared(f"{job} of a 1.5 B decoder", 16 * 512, turns))
     return results
 
 
