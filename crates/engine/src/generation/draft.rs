@@ -45,8 +45,7 @@ impl Speculation {
     }
 
     /// Mean number of tokens per step: accepted proposals and, unless one of them ends the text, one token
-    /// of the model itself. 1 without
-    /// accepted proposals; `None` without a step.
+    /// of the model itself. 1 without accepted proposals; `None` without a step.
     pub fn tokens_per_step(&self) -> Option<f64> {
         (self.steps > 0).then(|| self.tokens as f64 / self.steps as f64)
     }
