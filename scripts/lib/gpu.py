@@ -219,16 +219,12 @@ def bench(args, checks, trainer):
     results = []
     for job in ("minilm", "llama"):
         folder = trainer.folder / job
-        subprocess.run([sys.executable, peers, "make", job, folder], check=True, timeout=PATIENCE)
+        output([sys.executable, peers, "make", job, folder])
         options = json.loads((folder / "options.json").read_text())
         turns = []
         for _ in range(ROUNDS):
-            run = subprocess.run([sys.executable, peers, "run", job, folder, args.device], stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
-            if run.returncode:
-                checks.add("beside PyTorch", job, False, said="PyTorch failed")
-                break
-            theirs = json.loads(run.stdout.splitlines()[-1])
             try:
+                theirs = json.loads(output([sys.executable, peers, "run", job, folder, args.device]).splitlines()[-1])
                 report = trainer.train(folder / "student", [f"distill: {{ teacher: {folder / 'teacher'}, {options['recipe']} }}"], args.device, folder / "batch.safetensors")
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 checks.add("beside PyTorch", job, False, said=str(error)[-2000:])
@@ -250,7 +246,7 @@ def decoder(args, checks, trainer):
     if args.device.startswith("cpu"):
         return []
     peers, folder = HERE / "gpu_decoder.py", trainer.folder / "large"
-    subprocess.run([sys.executable, peers, "make", folder], check=True, timeout=PATIENCE)
+    output([sys.executable, peers, "make", folder])
     model, windows, recipe = folder / "decoder", folder / "windows.safetensors", folder / "recipe.yaml"
     sets = f"data: {{ calibration: {{ arrays: {windows}, samples: 16, task: fidelity }} }}"
     recipe.write_text(f"model: {model}\nmeasure: false\n{sets}\npasses: [quantize: {{ scheme: W4A16, method: gptq }}]\n")

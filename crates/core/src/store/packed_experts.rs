@@ -41,7 +41,7 @@ impl Weight {
     }
 }
 
-/// Names, dtypes and shapes of the tensors of a weight `[experts, in, out]`.
+/// Names and shapes of the tensors of a weight `[experts, in, out]`.
 pub(super) fn parts(name: &str, shape: &[usize]) -> [(String, Vec<usize>); 2] {
     let [experts, row, rows] = <[usize; 3]>::try_from(shape).unwrap_or_default();
     let [blocks, scales] = PARTS.map(|part| format!("{name}{part}"));
@@ -66,18 +66,18 @@ fn weight(checkpoint: &mut Checkpoint, name: &str) -> Result<Weight> {
     let broken = |reason: String| Error::tensor(name, reason, "the checkpoint is incomplete or damaged; download it again");
     let [blocks, scales] = stored_as.each_ref().map(|part| checkpoint.tensors.remove(part).ok_or_else(|| broken(format!("`{part}` is missing"))));
     let (blocks, scales) = (blocks?, scales?);
-    let shape = match (&blocks.shape[..], &scales.shape[..]) {
+    let matching = match (&blocks.shape[..], &scales.shape[..]) {
         ([experts, rows, groups, BYTES], scaled) if *scaled == [*experts, *rows, *groups] => {
-            groups.checked_mul(GROUP).filter(|_| blocks.elements() > 0).map(|row| [*experts, row, *rows])
+            groups.checked_mul(GROUP).filter(|_| blocks.elements() > 0).map(|row| ([*experts, row, *rows], *groups))
         }
         _ => None,
     };
-    let Some(shape) = shape else {
+    let Some((shape, groups)) = matching else {
         return Err(broken(format!("is not packed as MXFP4: `{}` {:?}, `{}` {:?}", PARTS[0], blocks.shape, PARTS[1], scales.shape)));
     };
     let bytes = blocks.bytes().saturating_add(scales.bytes());
-    let [experts, row, rows] = shape;
-    let source = PackedExperts { blocks, scales, experts, rows, groups: row.checked_div(GROUP).unwrap_or(0) };
+    let [experts, _, rows] = shape;
+    let source = PackedExperts { blocks, scales, experts, rows, groups };
     let mut weight = Weight::new(DType::BF16, shape.to_vec(), Encoding::Dense, Arc::new(source));
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as.to_vec();

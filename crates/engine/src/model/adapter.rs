@@ -138,7 +138,7 @@ impl Model {
         }
         if !folded.is_empty() && folded.len() == corrections.len() {
             self.weights.folders.retain(|folder| folder != FOLDER);
-            self.config = self.config_without_corrections();
+            self.config.remove(KEY);
         }
         Ok(())
     }

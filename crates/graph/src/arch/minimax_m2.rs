@@ -47,14 +47,7 @@ pub(super) const MINIMAX_M2: Family = Family {
         theta: 5_000_000.0,
         partial_rotary: Some(("partial_rotary_factor", 1.0)),
         head: GgufHead::Separate,
-        experts: Some(GgufExperts {
-            block: "block_sparse_moe.experts",
-            parts: ["w1", "w3", "w2"],
-            count: "num_local_experts",
-            normalized: None,
-            inner: Some("intermediate_size"),
-            ..gguf::QWEN_EXPERTS
-        }),
+        experts: Some(GgufExperts { inner: Some("intermediate_size"), ..mixtral::GGUF_EXPERTS }),
         ..gguf::LLAMA
     }),
     ..mixtral::MIXTRAL

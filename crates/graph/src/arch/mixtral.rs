@@ -19,6 +19,16 @@ pub(super) const KEYS: Keys = Keys {
     neutral: llama::KEYS.neutral,
 };
 
+/// Experts with the names of Mixtral.
+pub(super) const GGUF_EXPERTS: GgufExperts = GgufExperts {
+    block: "block_sparse_moe.experts",
+    parts: ["w1", "w3", "w2"],
+    count: "num_local_experts",
+    normalized: None,
+    inner: None,
+    ..gguf::QWEN_EXPERTS
+};
+
 pub(super) const MIXTRAL: Family = Family {
     model_type: "mixtral",
     graph: graph!(running::build),
@@ -36,14 +46,7 @@ pub(super) const MIXTRAL: Family = Family {
         drops_window: true,
         epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
         theta: 1e6,
-        experts: Some(GgufExperts {
-            block: "block_sparse_moe.experts",
-            parts: ["w1", "w3", "w2"],
-            count: "num_local_experts",
-            normalized: None,
-            inner: None,
-            ..gguf::QWEN_EXPERTS
-        }),
+        experts: Some(GGUF_EXPERTS),
         ..gguf::LLAMA
     }),
     ..DECODER

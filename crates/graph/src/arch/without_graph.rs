@@ -32,7 +32,7 @@ const DELTA: Family = Family {
         ("linear_attn.in_proj_b", Role::LinearAttentionGate),
         ("linear_attn.in_proj_ba", Role::LinearAttentionGate),
     ],
-    experts: Some(ExpertLayout { keys: &["num_experts"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout::SEPARATE),
     ..MIXTURE
 };
 const GRANITE: Family = Family {

@@ -216,7 +216,7 @@ fn window_pattern(reader: &Reader) -> Result<Option<Vec<bool>>> {
     if pattern.len() as u64 != layers {
         return Err(reader.refused("`layer_types`", format!("must list {layers} layers")));
     }
-    Ok((!(0..layers).zip(&pattern).all(|(layer, slides)| *slides == reader.family.windows.slides(layer))).then_some(pattern))
+    Ok((0..layers).zip(&pattern).any(|(layer, slides)| *slides != reader.family.windows.slides(layer)).then_some(pattern))
 }
 
 /// Maximum head width.
@@ -363,9 +363,9 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<(f64, Option<Scaling>)> {
         "yarn" => &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"],
         other => return Err(reader.refused(&format!("rope scaling `{other}`"), "supported: default, linear, llama3, yarn")),
     };
-    let partial = reader.family.partial_rotary.map_or("rope_type", |(key, _)| key);
-    let common = ["rope_type", "type", "rope_theta", partial];
-    if let Some((key, value)) = global.iter().find(|(key, value)| !value.is_null() && !common.contains(&key.as_str()) && !supported.contains(&key.as_str())) {
+    let is_partial = |key: &str| reader.family.partial_rotary.is_some_and(|(partial, _)| partial == key);
+    let is_known = |key: &str| ["rope_type", "type", "rope_theta"].contains(&key) || is_partial(key) || supported.contains(&key);
+    if let Some((key, value)) = global.iter().find(|(key, value)| !value.is_null() && !is_known(key)) {
         return Err(reader.refused(&format!("`{key}` of {value} in rope scaling `{kind}`"), "GGUF files cannot represent it"));
     }
     let number = |key: &str| {
