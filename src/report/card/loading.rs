@@ -13,6 +13,8 @@ use crate::report::format::runtime_name;
 const PATH: &str = "path/to/model";
 /// The only file of tokenizers that split texts into bytes.
 const SETTINGS: &str = "tokenizer_config.json";
+/// The class of transformers that can load packed weights as floats.
+const DENSE: &str = "CompressedTensorsConfig";
 
 /// Writes a section for each runtime whose rules the output complies with.
 pub(super) fn write(card: &Card, out: &mut String) -> Result {
@@ -53,6 +55,10 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
             };
             shell(format!("vllm serve {PATH} --enable-lora{limit} --lora-modules corrected={PATH}/{FOLDER}  # requests name the model `corrected`"))
         }
+        // transformers computes the floats of all layers, which PEFT needs, by the first scheme.
+        Runtime::Transformers if is_corrected(card) && groups(card) > 1 => {
+            shell(format!("# PEFT does not load the adapter {PATH}/{FOLDER} in transformers, as layers have different schemes"))
+        }
         Runtime::Vllm => shell(format!("vllm serve {PATH}")),
         Runtime::Sglang => shell(format!("python -m sglang.launch_server --model-path {PATH}")),
         Runtime::Transformers => Some(["python".to_owned(), in_python(card, has_tokenizer || card.files.contains(SETTINGS))]),
@@ -69,6 +75,11 @@ fn is_corrected(card: &Card) -> bool {
     card.config.contains_key(adapter::KEY)
 }
 
+/// The number of groups of layers with the same scheme.
+fn groups(card: &Card) -> usize {
+    card.config.get("quantization_config").and_then(|found| found.get("config_groups")?.as_object()).map_or(0, |groups| groups.len())
+}
+
 fn inside(file: &str) -> String {
     format!("{PATH}/{}", file.escape_default())
 }
@@ -83,8 +94,12 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
         () if card.files.contains("preprocessor_config.json") => Some(("AutoProcessor", "processor")),
         () => None,
     };
-    let imports = [Some(class), preprocessor.map(|(class, _)| class)].into_iter().flatten().collect::<Vec<_>>().join(", ");
-    let lines = [Some((class, "model")), preprocessor].into_iter().flatten().map(|(class, name)| format!("\n{name} = {class}.from_pretrained(\"{PATH}\")"));
-    let corrections = if is_corrected(card) { format!("\nmodel.load_adapter(\"{PATH}/{FOLDER}\")  # needs the package peft") } else { String::new() };
+    // PEFT adapts layers by their weights, which those with packed weights lack.
+    let corrected = is_corrected(card);
+    let imports = [Some(class), preprocessor.map(|(class, _)| class), corrected.then_some(DENSE)].into_iter().flatten().collect::<Vec<_>>().join(", ");
+    let dense = if corrected { format!(", quantization_config={DENSE}(run_compressed=False)") } else { String::new() };
+    let lines = [Some((class, "model", dense.as_str())), preprocessor.map(|(class, name)| (class, name, ""))].into_iter().flatten();
+    let lines = lines.map(|(class, name, options)| format!("\n{name} = {class}.from_pretrained(\"{PATH}\"{options})"));
+    let corrections = if corrected { format!("\nmodel.load_adapter(\"{PATH}/{FOLDER}\")  # needs the package peft") } else { String::new() };
     format!("from transformers import {imports}\n{}{corrections}", lines.collect::<String>())
 }
