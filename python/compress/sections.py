@@ -365,7 +365,7 @@ class Latency:
     """Latency of the output model."""
 
     speedup: float
-    """Median before divided by the median after."""
+    """Median of the ratios of consecutive runs, which other load on the machine affects least."""
 
     speedup_quartiles: tuple[float, float] | None = None
     """First and third quartile of the ratios of consecutive runs."""

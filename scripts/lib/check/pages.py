@@ -8,13 +8,11 @@ overlapping labels, or takes more than two seconds to open. Chromium must be ins
 """
 
 import argparse
-import os
-import shutil
 import sys
 import time
 from pathlib import Path
 
-from lib import venv
+from lib import browser
 
 WIDTHS = {"phone": 390, "desk": 1280}
 # Finds layout problems of a rendered page.
@@ -45,12 +43,12 @@ def arguments():
     return parser.parse_args()
 
 
-def look(browser, page_path, out):
+def look(chromium, page_path, out):
     """Problems of one page."""
     complaints = []
     for name, width in WIDTHS.items():
         for scheme in ("light", "dark"):
-            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
             where = f"{page_path.name}, {name}, {scheme}"
             page.on("console", lambda message: complaints.append(f"{where}: {message.type}: {message.text}") if message.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: complaints.append(f"{where}: {error}"))
@@ -96,19 +94,12 @@ def use(page):
 
 def main():
     args = arguments()
-    venv.enter(lambda: venv.prepare("browser", ["playwright==1.65.2"], "150 MB"))
-    from playwright.sync_api import sync_playwright
-
-    binary = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if binary is None:
-        sys.exit("no Chromium: install it (Debian: `apt-get install chromium`), or set $CHROMIUM")
+    browser.enter()
     args.out.mkdir(parents=True, exist_ok=True)
     complaints = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+    with browser.opened() as chromium:
         for page in args.pages:
-            complaints += look(browser, page.resolve(), args.out)
-        browser.close()
+            complaints += look(chromium, page.resolve(), args.out)
     print(f"screenshots are in {args.out}")
     if complaints:
         sys.exit("\n".join(complaints))

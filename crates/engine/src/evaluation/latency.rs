@@ -32,10 +32,9 @@ pub fn latency(before: &mut dyn Runner, after: &mut dyn Runner, [first, second]:
 /// Quantiles and ratios of the times of both models, in seconds, measured in pairs.
 fn summarize((before, after): (Vec<f64>, Vec<f64>), runtime: String, threads: usize, batch: Vec<usize>) -> Latency {
     let runs = before.len();
-    let ratios = before.iter().zip(&after).map(|(before, after)| before / after).collect();
+    let [low, speedup, high] = quartiles(before.iter().zip(&after).map(|(before, after)| before / after).collect());
     let (before_ms, after_ms) = (quantiles(before), quantiles(after));
-    let speedup = before_ms.p50 / after_ms.p50;
-    Latency { runtime, threads, batch, runs, before_ms, after_ms, speedup, speedup_quartiles: Some(quartiles(ratios)) }
+    Latency { runtime, threads, batch, runs, before_ms, after_ms, speedup, speedup_quartiles: Some([low, high]) }
 }
 
 fn quantiles(mut seconds: Vec<f64>) -> Quantiles {
@@ -43,9 +42,9 @@ fn quantiles(mut seconds: Vec<f64>) -> Quantiles {
     Quantiles { p50: quantile(&seconds, 0.5) * 1e3, p95: quantile(&seconds, 0.95) * 1e3 }
 }
 
-fn quartiles(mut ratios: Vec<f64>) -> [f64; 2] {
+fn quartiles(mut ratios: Vec<f64>) -> [f64; 3] {
     ratios.sort_by(f64::total_cmp);
-    [quantile(&ratios, 0.25), quantile(&ratios, 0.75)]
+    [0.25, 0.5, 0.75].map(|fraction| quantile(&ratios, fraction))
 }
 
 /// The quantile of sorted values at a fraction, without interpolation.
@@ -64,10 +63,18 @@ mod tests {
         assert_eq!(found.speedup_quartiles, Some([2.0, 6.0]));
     }
 
+    /// The ratio of the medians is 0.5 here, outside of the quartiles.
+    #[test]
+    fn the_speedup_is_that_of_consecutive_runs() {
+        let found = summarize((vec![1.0, 1.0, 2.0, 8.0, 8.0], vec![1.0, 1.0, 4.0, 4.0, 8.0]), "runtime".into(), 1, vec![1]);
+        assert_eq!((found.before_ms.p50, found.after_ms.p50), (2000.0, 4000.0));
+        assert_eq!((found.speedup, found.speedup_quartiles), (1.0, Some([1.0, 1.0])));
+    }
+
     #[test]
     fn quantiles_of_a_hundred() {
         let quantiles = quantiles((1..=100).rev().map(f64::from).collect());
         assert_eq!((quantiles.p50, quantiles.p95), (50_000.0, 95_000.0));
-        assert_eq!(quartiles((1..=8).rev().map(f64::from).collect()), [2.0, 6.0]);
+        assert_eq!(quartiles((1..=8).rev().map(f64::from).collect()), [2.0, 4.0, 6.0]);
     }
 }

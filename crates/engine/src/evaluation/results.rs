@@ -239,7 +239,7 @@ pub struct Latency {
     pub before_ms: Quantiles,
     /// Latency of the output model.
     pub after_ms: Quantiles,
-    /// Median before divided by the median after.
+    /// Median of the ratios of consecutive runs, which other load on the machine affects least.
     pub speedup: f64,
     /// First and third quartile of the ratios of consecutive runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
