@@ -177,7 +177,10 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     let default = |candidates: &[&str]| candidates.iter().find_map(|name| names.iter().position(|n| n == name));
     let text = match &options.text_column {
         Some(column) => find(column)?,
-        None if names.len() == 1 => 0,
+        None if names.len() == 1 => match other_delimiter(delimiter, names.first().map(String::as_str)).filter(|_| options.delimiter.is_none()) {
+            None => 0,
+            Some(hint) => return Err(Error::malformed(path, format!("line 1 is one column, {}: {hint}, or name it as `text_column`", listed(&names)))),
+        },
         None => default(&TEXT).ok_or_else(|| {
             Error::option(
                 "data",
@@ -208,7 +211,11 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         let line = record.position().map_or(0, csv::Position::line).saturating_add(offset);
         let width = *width.get_or_insert(record.len());
         let get = |index: usize| {
-            let missing = || Error::malformed(&path, format!("line {line} has {} columns, but column {index} is required", record.len()));
+            let missing = || {
+                let reason = format!("line {line} has {}, but column {index} (counted from 0) is required", counted(record.len(), "column"));
+                let hint = other_delimiter(delimiter, record.get(0)).map_or_else(String::new, |hint| format!("; {hint}"));
+                Error::malformed(&path, format!("{reason}{hint}"))
+            };
             record.get(index).map(str::to_owned).ok_or_else(missing)
         };
         let read = || {
@@ -222,6 +229,13 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         Some(read())
     });
     Ok(Box::new(records))
+}
+
+/// What to set if the first field of a line contains a delimiter that is likely that of the file.
+fn other_delimiter(delimiter: u8, first: Option<&str>) -> Option<String> {
+    let first = first?;
+    let (_, name) = [(b'\t', r"\t"), (b';', ";"), (b'|', "|")].into_iter().find(|(other, _)| delimiter != *other && first.contains(char::from(*other)))?;
+    Some(format!("if its columns are separated by `{name}`, set `delimiter: \"{name}\"`"))
 }
 
 /// Checks the last field of a record.
@@ -378,7 +392,15 @@ mod tests {
         assert!(column.contains("no column `txt`") && column.contains("`id`, `body`"), "{column}");
         assert!(wrong("a.csv", "text,b\n1,a\n", "{}").contains("label_column"));
         assert!(wrong("a.csv", "a,b\n1,2\n", "{ header: false, text_column: b }").contains("column `b`: with `header: false`, columns are selected by number"));
-        assert!(wrong("a.csv", "a,b\n1\n", "{ text_column: 0, label_column: 1 }").contains("line 2 has 1 columns"));
+        assert!(wrong("a.csv", "a,b\n1\n", "{ text_column: 0, label_column: 1 }").contains("line 2 has 1 column, but column 1"));
+        let [tabs, semicolons] = [("3\ta\n", "header: false, text_column: 1"), ("text;label\na;x\n", "")]
+            .map(|(text, options)| read("a.csv", text, &format!("{{ {options} }}"), false).unwrap_err());
+        assert!(
+            tabs.contains(r#"line 1 has 1 column, but column 1 (counted from 0) is required; if its columns are separated by `\t`, set `delimiter: "\t"`"#),
+            "{tabs}"
+        );
+        assert!(semicolons.contains("line 1 is one column, `text;label`: if its columns are separated by `;`, set `delimiter: \";\"`"), "{semicolons}");
+        assert_eq!(read("a.csv", "text;label\na;x\n", "{ text_column: text;label }", false).unwrap(), [record("a;x", None, None, 2)]);
         assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`: specify `text_column`; its keys are `a`"));
         assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{ text_column: b }").contains("line 1 has no `b`; its keys are `a`"));
         assert!(wrong("a.jsonl", "[1]\n", "{}").contains("line 1 is not a JSON object"));
