@@ -22,7 +22,7 @@ use crate::generation::LanguageModel;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::onnx::proto::{DataType, TensorProto};
-use crate::onnx::{Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file};
+use crate::onnx::{Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item, Piece, Prebuilt};
 use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weights};
@@ -33,10 +33,11 @@ use crate::work::Work;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Onnx {
-    /// Opset version, 17 to 21; higher versions need newer runtimes
-    #[serde(deserialize_with = "opset")]
+    /// Opset version, 17 to 21; higher versions need newer runtimes. By default 17, or 21 for weights with
+    /// a scale per group
+    #[serde(deserialize_with = "opset", skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "cli", schemars(range(min = 17, max = 21)))]
-    pub opset: u32,
+    pub opset: Option<u32>,
     /// Floating-point precision of weights and arithmetic; int8 weights stay int8, and their layers
     /// compute in float32
     pub precision: Precision,
@@ -67,7 +68,7 @@ pub enum ActivationType {
 impl Default for Onnx {
     fn default() -> Self {
         Self {
-            opset: *OPSETS.start(),
+            opset: None,
             precision: Precision::default(),
             activations: ActivationType::default(),
             weight_only: WeightOnly::default(),
@@ -77,9 +78,11 @@ impl Default for Onnx {
     }
 }
 
-fn opset<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
-    let opset = u32::deserialize(deserializer)?;
-    if OPSETS.contains(&opset) { Ok(opset) } else { Err(D::Error::custom(format!("opset {opset} is not one of {} to {}", OPSETS.start(), OPSETS.end()))) }
+fn opset<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    match Option::<u32>::deserialize(deserializer)? {
+        Some(opset) if !OPSETS.contains(&opset) => Err(D::Error::custom(format!("opset {opset} is not one of {} to {}", OPSETS.start(), OPSETS.end()))),
+        opset => Ok(opset),
+    }
 }
 
 /// A planned export.
@@ -112,7 +115,7 @@ impl Onnx {
             });
         }
         let mut style = Style {
-            opset: self.opset.max(min_opset),
+            opset: min_opset,
             precision: self.precision,
             signed: self.activations == ActivationType::Int8 || (self.activations == ActivationType::Auto && model.signed_activations),
             weight_only: self.weight_only,
@@ -131,6 +134,7 @@ impl Onnx {
                 };
             }
         }
+        style.opset = style.opset.max(self.opset.unwrap_or_else(|| first_opset(&graph, &style)));
         let mut draft = draft(&graph, &style, &metadata(model, run))?;
         model.onnx.iter().for_each(|file| draft.copy_descriptions(&file.model));
         let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;

@@ -139,7 +139,7 @@ fn every_scheme_is_right_in_onnx_or_refused_by_name() {
             let mut options = json!({ "scheme": scheme });
             group.iter().for_each(|size| options["group_size"] = json!(size));
             let case = format!("{options} as {weight_only:?} at opset {opset}");
-            let onnx = Onnx { opset, weight_only, ..Onnx::default() };
+            let onnx = Onnx { opset: Some(opset), weight_only, ..Onnx::default() };
             let grouped = groups.len() > 1 && *group != Some(-1);
             let can = opset >= 21 || !grouped || (weight_only == WeightOnly::MatmulNbits && *group != Some(8));
             let outputs_of = || outputs(&Model::open(folder.path().join("out")).unwrap(), &inputs(), Rounding::Tensor);
@@ -201,7 +201,7 @@ fn four_bits_are_packed_as_each_operator_reads_them() {
     assert!(codes.raw_data() == stored[&format!("{name}_packed")].bytes);
     let zero_points = find(&blocks, "_zero_point");
     assert_eq!(zero_points.dims, [32, 2]);
-    let (halves, ..) = both(folder.path(), options, Onnx { opset: 21, ..Onnx::default() });
+    let (halves, ..) = both(folder.path(), options, Onnx { opset: Some(21), ..Onnx::default() });
     let [half, half_zero] = ["", "_zero_point"].map(|what| find(&halves, what));
     assert_eq!((half.data_type(), half.dims.as_slice(), half.raw_data().len()), (DataType::Int4, [96, 32].as_slice(), 96 * 16));
     assert_eq!((half_zero.data_type(), half_zero.dims.as_slice()), (DataType::Int4, [3, 32].as_slice()));
@@ -303,10 +303,10 @@ fn files_of_four_bits_are_small_if_operators_support_them() {
     let options = |group: i64| json!({ "scheme": "W4A16", "group_size": group });
     let bytes = both(folder.path(), options(-1), Onnx::default()).2;
     assert!(bytes.notes.iter().any(|note| note.contains("stored as int8")), "{:?}", bytes.notes);
-    let halves = both(folder.path(), options(-1), Onnx { opset: 21, ..Onnx::default() }).2;
+    let halves = both(folder.path(), options(-1), Onnx { opset: Some(21), ..Onnx::default() }).2;
     let blocks = both(folder.path(), options(32), Onnx { weight_only: WeightOnly::MatmulNbits, ..Onnx::default() }).2;
     assert!(size(&halves) + 10_000 < size(&bytes) && size(&blocks) + 9000 < size(&bytes));
-    let odd = both(folder.path(), options(8), Onnx { opset: 21, weight_only: WeightOnly::MatmulNbits, ..Onnx::default() }).2;
+    let odd = both(folder.path(), options(8), Onnx { opset: Some(21), weight_only: WeightOnly::MatmulNbits, ..Onnx::default() }).2;
     assert!(odd.notes.iter().any(|note| note.contains("MatMulNBits requires")), "{:?}", odd.notes);
 }
 
@@ -376,7 +376,7 @@ fn a_quantized_cache_survives_passes_and_export() {
     let heads: PruneStructured = serde_json::from_value(json!({ "dims": ["heads"], "amount": 0.5 })).unwrap();
     let error = written(folder.path(), &place, heads.clone(), vec![Onnx::default().into()]).unwrap_err().to_string();
     assert!(error.contains("opset 19") && error.contains("kv_cache"), "{error}");
-    written(folder.path(), &place, heads, vec![Safetensors::default().into(), Onnx { opset: 19, ..Onnx::default() }.into()]).unwrap();
+    written(folder.path(), &place, heads, vec![Safetensors::default().into(), Onnx { opset: Some(19), ..Onnx::default() }.into()]).unwrap();
     if !onnxruntime::has_onnx_runtime() {
         return;
     }
@@ -394,7 +394,7 @@ fn caches_have_a_scale_for_each_head() {
     let place = golden("models/llama-grouped-tied");
     for (format, kind) in [("fp8", "float"), ("int8", "int")] {
         let pass = quantize(json!({ "scheme": "W8A16", "group_size": -1, "kv_cache": { "type": format, "scales": "head" } }));
-        let exports = vec![Safetensors::default().into(), Onnx { opset: 19, ..Onnx::default() }.into()];
+        let exports = vec![Safetensors::default().into(), Onnx { opset: Some(19), ..Onnx::default() }.into()];
         written(folder.path(), &place, pass, exports).unwrap();
         let out = folder.path().join("out");
         let model = Model::open(&out).unwrap();

@@ -200,7 +200,7 @@ fn palettes_in_onnx_equal_the_executor() {
     for (name, opset) in names.into_iter().zip([21, 17, 21, 19, 20]) {
         let pass = Palettize { bits: 2, group_size: 6, embeddings: true, ..Palettize::default() };
         let precision = if name == "gpt2" { Precision::Float16 } else { Precision::Float32 };
-        let builder = Pipeline::builder().pass(pass).export(Safetensors::default()).export(Onnx { opset, precision, ..Onnx::default() });
+        let builder = Pipeline::builder().pass(pass).export(Safetensors::default()).export(Onnx { opset: Some(opset), precision, ..Onnx::default() });
         let done = run(name, builder);
         assert!(done.report.notes.iter().any(|note| note.contains("indices into codebooks (palettes; ")), "{:?}", done.report.notes);
         let graph = ModelProto::decode(std::fs::read(done.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();

@@ -44,7 +44,7 @@ fn values(weight: &Weight) -> Vec<f32> {
 }
 
 fn export(folder: &Path, opset: u32, to: &Path) -> ModelProto {
-    let pipeline = Pipeline::builder().export(Onnx { opset, ..Onnx::default() }).threads(2).build().unwrap();
+    let pipeline = Pipeline::builder().export(Onnx { opset: Some(opset), ..Onnx::default() }).threads(2).build().unwrap();
     let report = pipeline.run(Model::open(folder).unwrap(), to).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
     assert!(report.outputs.iter().all(|o| o.format == "onnx"));
     ModelProto::decode(std::fs::read(to.join(file::MODEL)).unwrap().as_slice()).unwrap()
@@ -206,7 +206,7 @@ fn weights_of_large_models_are_external() {
 #[test]
 fn recipes_name_opset_and_precision() {
     let recipe = |options: &str| Recipe::parse(&format!("model: m\nexport:\n  - onnx: {{ {options} }}\n"), Path::new("r.yaml"));
-    assert_eq!(recipe("opset: 21").unwrap().export, [Onnx { opset: 21, ..Onnx::default() }.into()]);
+    assert_eq!(recipe("opset: 21").unwrap().export, [Onnx { opset: Some(21), ..Onnx::default() }.into()]);
     assert_eq!(recipe("precision: float16").unwrap().export, [Onnx { precision: Precision::Float16, ..Onnx::default() }.into()]);
     let error = recipe("opset: 22").unwrap_err().to_string();
     assert!(error.contains("17 to 21"), "{error}");

@@ -121,7 +121,7 @@ fn every_decoder_continues_padded_texts_like_the_executor() {
     let (mut families, mut failures) = (BTreeSet::new(), Vec::new());
     for (index, (name, graph)) in decoders().into_iter().enumerate() {
         let (out, opset) = (folder.path().join(&name), 17 + index as u32 % 5);
-        let report = written(&golden(&name), &out, vec![], vec![Onnx { opset, ..cached() }.into()]);
+        let report = written(&golden(&name), &out, vec![], vec![Onnx { opset: Some(opset), ..cached() }.into()]);
         if matches!(scaling(&graph), Some(RotaryScaling::Dynamic { .. })) {
             let error = report.unwrap_err().to_string();
             assert!(error.contains("graph node `layers.0.self_attn.q_rotary`") && error.contains("`dynamic`"), "{error}");
@@ -235,7 +235,7 @@ fn quantized_and_half_precision_decoders_continue_texts() {
     let cases: [(&str, Vec<Step>, Onnx, f64); 7] = [
         ("int8", int8(), cached(), 1e-2),
         ("int8 head", int8(), Onnx { tied_head: TiedHead::Int8, ..cached() }, 1e-2),
-        ("int4", int4(), Onnx { opset: 21, ..cached() }, 1e-6),
+        ("int4", int4(), Onnx { opset: Some(21), ..cached() }, 1e-6),
         ("int4 in blocks", int4(), Onnx { weight_only: WeightOnly::MatmulNbits, ..cached() }, 1e-6),
         ("half", vec![], Onnx { precision: Precision::Float16, ..cached() }, 1e-4),
         ("half int8", int8(), Onnx { precision: Precision::Float16, ..cached() }, 1e-2),

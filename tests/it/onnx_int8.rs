@@ -164,9 +164,9 @@ fn weight_only_layers_are_dequantized_and_groups_need_an_opset() {
     let (graph, _) = quantized("llama", &pass, Onnx::default()).unwrap();
     assert!(nodes(&graph, "MatMulInteger").is_empty() && nodes(&graph, "DequantizeLinear").len() > 10);
     let pass = QuantizeDynamic { granularity: GranularityKind::Group, group_size: Some(4), symmetric: false, ..QuantizeDynamic::default() };
-    let error = quantized("llama", &pass, Onnx { opset: 20, ..Onnx::default() }).unwrap_err().to_string();
+    let error = quantized("llama", &pass, Onnx { opset: Some(20), ..Onnx::default() }).unwrap_err().to_string();
     assert!(error.contains("proj.weight") && error.contains("opset 21"), "{error}");
-    let (graph, report) = quantized("llama", &pass, Onnx { opset: 21, ..Onnx::default() }).unwrap();
+    let (graph, report) = quantized("llama", &pass, Onnx::default()).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("applied to float activations")), "{:?}", report.notes);
     let name = "model.layers.0.self_attn.q_proj.weight";
     let (shape, integers, scales) = stored("llama", name, &pass);

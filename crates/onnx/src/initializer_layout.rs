@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::proto::DataType;
-use super::style::{Precision, Style, TiedHead, WeightOnly};
+use super::style::{OPSETS, Precision, Style, TiedHead, WeightOnly};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Op, Value, ValueId};
 use crate::store::{ActivationScheme, Blocks, Codes, Granularity, QuantizationSpec, StorageFormat};
@@ -88,6 +88,19 @@ pub(super) fn layouts(graph: &Graph, style: &Style, names: &[String], used_names
         layouts.insert(at, stored);
     }
     Ok(layouts)
+}
+
+/// The first opset that can express the weights of a graph: a later one if a layer has a scale per group.
+pub fn first_opset(graph: &Graph, style: &Style) -> u32 {
+    let usages = usages(graph);
+    let needs_groups = |(id, value): (ValueId, &Value)| match (style.integers.get(&value.name), usages.get(&id.index())) {
+        (Some(affine), Some(usages)) if matches!(affine.granularity, Granularity::Group(_)) => {
+            let is_layer = usages.iter().any(|usage| usage.layer().is_some());
+            is_layer && !matches!(storage_format(style, affine, &sizes(value), usages, true), StorageFormat::Blocks(_))
+        }
+        _ => false,
+    };
+    if graph.params().any(needs_groups) { BLOCKED_OPSET } else { *OPSETS.start() }
 }
 
 /// Stores a bias as 32-bit integers with the scales of the accumulators to which it is added.
@@ -177,7 +190,7 @@ fn quantized(
             &value.name,
             format!("has a scale per group of {size} inputs, which requires opset {BLOCKED_OPSET}, but the file has opset {}", style.opset),
             format!(
-                "set `opset: {BLOCKED_OPSET}`, or `weight_only: matmul-nbits` for group sizes that are multiples of 16, or quantize with one scale per output channel (`granularity: channel`, or `group_size: -1`)"
+                "omit `opset` or set `opset: {BLOCKED_OPSET}`, or `weight_only: matmul-nbits` for group sizes that are multiples of 16, or quantize with one scale per output channel (`granularity: channel`, or `group_size: -1`)"
             ),
         ));
     }

@@ -37,7 +37,7 @@ mod wire;
 mod write;
 
 pub use check::NEWEST_OPSET;
-pub use initializer_layout::{InitializerLayout, TensorSpec};
+pub use initializer_layout::{InitializerLayout, TensorSpec, first_opset};
 pub use kv_cache::CachedAttention;
 pub use model_file::ModelFile;
 pub use rewrite::Rewritten;
