@@ -34,7 +34,7 @@ impl Args {
         if global.json {
             output::json(&checks)?;
         } else {
-            let rows = checks.iter().map(|c| vec![c.path.clone(), if c.ok { "ok" } else { "FAILED" }.into(), c.finding.clone()]);
+            let rows = checks.iter().map(|c| vec![c.path.clone(), outcome(c).into(), c.finding.clone()]);
             output::print(&format!("{}\n", table(&["file", "", "finding"], rows)))?;
         }
         match checks.iter().find(|c| !c.ok) {
@@ -50,14 +50,22 @@ impl Args {
         let Some(key) = key else { return verify(&self.folder, work) };
         let folder = signed_folder(&self.folder)?;
         let (ok, finding) = verify_signature(&folder, key, work)?;
-        let signature = Check { path: SIGNATURE.to_owned(), ok, finding };
+        let signature = Check::new((SIGNATURE.to_owned(), ok, finding));
         // Other programs sign folders that have no report.
         if !files::is_file(&folder.join(crate::report::FILE)) {
-            let finding = "does not exist: only the signature was checked".to_owned();
-            return Ok(vec![Check { path: crate::report::FILE.to_owned(), ok: true, finding }, signature]);
+            let finding = "not checked: it does not exist".to_owned();
+            return Ok(vec![Check::new((crate::report::FILE.to_owned(), true, finding)), signature]);
         }
         let checks = verify(&self.folder, work)?.into_iter().filter(|check| check.path != SIGNATURE);
         Ok(checks.chain([signature]).collect())
+    }
+}
+
+fn outcome(check: &Check) -> &'static str {
+    match check {
+        Check { skipped: true, .. } => "skipped",
+        Check { ok: true, .. } => "ok",
+        _ => "FAILED",
     }
 }
 

@@ -70,12 +70,12 @@ impl Amount {
         }
     }
 
-    /// Rejects a number from 2 to 100 without a unit, which may be meant as a percentage. The error
-    /// suggests unambiguous notations; `counted` formats that of the count.
+    /// Rejects a number from 1 to 100 without a unit, which may be meant as a percentage, or 1 as everything.
+    /// The error suggests unambiguous notations; `counted` formats that of the count.
     pub(crate) fn require_unit(self, counted: impl FnOnce(u64) -> String) -> Result<(), String> {
         match self {
-            Amount::Number(number @ 2..=100) => {
-                let fraction = suggest_percentage(number as f64).unwrap_or_default();
+            Amount::Number(number @ 1..=100) => {
+                let fraction = suggest_percentage(number as f64).unwrap_or_else(|| "`1.0` or `100%`".to_owned());
                 Err(format!("{number} needs a unit: write {fraction} for a fraction, or {}", counted(number)))
             }
             _ => Ok(()),
@@ -113,7 +113,7 @@ impl Serialize for Amount {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Amount::Fraction(Fraction(value)) => serializer.serialize_f64(*value),
-            Amount::Count(count @ 2..=100) => serializer.collect_str(&format_args!("{count}{UNIT}")),
+            Amount::Count(count @ 1..=100) => serializer.collect_str(&format_args!("{count}{UNIT}")),
             Amount::Count(count) | Amount::Number(count) => serializer.serialize_u64(*count),
         }
     }
@@ -233,8 +233,9 @@ mod tests {
     fn numbers_that_may_be_percentages_need_a_unit() {
         let needs = |amount: Amount| amount.require_unit(|count| format!("`{count} units`")).err();
         assert_eq!(needs(Amount::Number(50)).unwrap(), "50 needs a unit: write `0.5` or `50%` for a fraction, or `50 units`");
+        assert_eq!(needs(Amount::Number(1)).unwrap(), "1 needs a unit: write `1.0` or `100%` for a fraction, or `1 units`");
         assert!(needs(Amount::Number(2)).is_some() && needs(Amount::Number(100)).is_some());
-        for amount in [Amount::Number(0), Amount::Number(1), Amount::Number(101), Amount::Count(50), Amount::fraction(1.0)] {
+        for amount in [Amount::Number(0), Amount::Number(101), Amount::Count(50), Amount::fraction(1.0)] {
             assert_eq!(needs(amount), None);
         }
     }
@@ -250,7 +251,7 @@ mod tests {
         assert_eq!("50%".parse(), Ok(Amount::fraction(0.5)));
         assert_eq!("12.5 %".parse(), Ok(Amount::fraction(0.125)));
         assert_eq!("50 units".parse(), Ok(Amount::Count(50)));
-        for amount in [Amount::Count(1), Amount::Count(50), Amount::Count(1000), Amount::Number(50), Amount::fraction(0.3)] {
+        for amount in [Amount::Count(1), Amount::Count(50), Amount::Count(1000), Amount::Number(1), Amount::Number(50), Amount::fraction(0.3)] {
             let again: Amount = serde_json::from_value(serde_json::to_value(amount).unwrap()).unwrap();
             assert_eq!(again.require_unit(|_| String::new()), amount.require_unit(|_| String::new()), "{amount:?}");
             assert_eq!(again.of(2000), amount.of(2000));

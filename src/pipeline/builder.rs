@@ -245,7 +245,10 @@ impl Pipeline {
     /// The output is a file, and another format is configured.
     pub(super) fn for_output(&self, output: &Path) -> Result<(Pipeline, Option<String>)> {
         self.provenance.check_output(output)?;
-        let (Some(name), Some(format)) = (crate::output::file_name(output), crate::output::file_format(output)) else { return Ok((self.clone(), None)) };
+        let (Some(name), Some(format)) = (crate::output::file_name(output), crate::output::file_format(output)) else {
+            crate::output::require_folder_name(output)?;
+            return Ok((self.clone(), None));
+        };
         let mut pipeline = self.clone();
         if pipeline.export.is_empty() {
             pipeline.export.extend(Export::from_name(format));

@@ -53,7 +53,9 @@ impl Run<'_> {
         let names: BTreeSet<String> = names.iter().filter_map(|file| Some(file.file_name()?.to_string_lossy().into_owned())).collect();
         // Weights that were uploaded while they were written are not in the folder.
         let is_local = report.outputs.iter().all(|file| folder.join(&file.path).is_file());
-        let loaded_by = is_local.then(|| complying(folder, &self.pipeline.loads));
+        // No runtime is named if the weights do not match the configuration.
+        let is_consistent = !matches!(self.after.graph(), Err(Error::Tensor { .. }));
+        let loaded_by = (is_local && is_consistent).then(|| complying(folder, &self.pipeline.loads));
         let data_sets = self.data_sets();
         let card = Card { report, source: &source, config: &config, files: &names, loaded_by: loaded_by.as_deref(), data_sets: &data_sets };
         write_text(&folder.join(card::FILE), &card.render())?;

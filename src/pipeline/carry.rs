@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::model::{Config, Model, adapter};
-use crate::report::{self, CarriedFile, OutputFile};
+use crate::report::{self, CarriedFile, OutputFile, WARNING};
 use crate::store::hash::hash_file;
 use crate::work::Work;
 
@@ -36,6 +36,32 @@ pub(super) fn carry_over(model: &Model, config: &Config, changed: &BTreeMap<Path
         Some(text) => write_text(&folder.join("config.json"), &text),
         None => Ok(()),
     }
+}
+
+/// Files of a model folder that runtimes read as JSON.
+const JSON: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "modules.json",
+];
+
+/// Warnings about copied files that are not valid JSON, although runtimes read them.
+pub(super) fn damaged(model: &Model) -> Result<Vec<String>> {
+    let mut warnings = Vec::new();
+    for file in model.auxiliary.files.iter().filter(|file| JSON.iter().any(|name| file.as_path() == Path::new(name))) {
+        let path = model.path.join(file);
+        let text = files::read(&path).map_err(Error::io("read", &path))?;
+        if let Err(reason) = serde_json::from_slice::<serde::de::IgnoredAny>(&text) {
+            warnings.push(format!("{WARNING}{} was copied, but it is not valid JSON ({reason}): runtimes will not load the output", file.display()));
+        }
+    }
+    Ok(warnings)
 }
 
 /// Bytes that [`carry_over`] writes.

@@ -37,12 +37,11 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path, parts: Optio
     let mut run = Run::plan(pipeline, model, output, parts)?;
     let staging = run.reserve(output)?;
     let checkpoints = run.open_checkpoints(&staging)?;
-    run.execute(checkpoints.as_ref().map(ResumeFolder::path), &mut peak)?;
-    let mut written = run.write(&staging, &mut peak)?;
-    let measured = run.measure(&mut written, staging.path(), start)?;
-    let mut report = run.report(&staging, &written, measured)?;
-    run.write_records(&staging, &written, &mut report, (start, &mut peak))?;
-    run.publish(staging)?;
+    let done = run.finish(staging, checkpoints.as_ref().map(ResumeFolder::path), (start, &mut peak));
+    let report = done.map_err(|error| match (error, &checkpoints) {
+        (Error::Cancelled, Some(folder)) if folder.has_work() => Error::Interrupted { path: folder.path().to_owned() },
+        (error, _) => error,
+    })?;
     checkpoints.map_or(Ok(()), ResumeFolder::remove)?;
     Ok(report)
 }
@@ -112,12 +111,24 @@ impl<'a> Run<'a> {
     /// Opens the folder for checkpoints, if a pass writes any.
     fn open_checkpoints(&self, staging: &Staging) -> Result<Option<ResumeFolder>> {
         if self.state.checkpoint_bytes().is_none() {
+            ResumeFolder::require_unused(staging.target())?;
             return Ok(None);
         }
         let folder = ResumeFolder::open(staging.target(), self.pipeline.resume, self.pipeline.force)?;
         // Checkpoints are kept if a run fails, so they must not be computed from a damaged input.
         self.input.check_contents(&self.pipeline.work())?;
         Ok(Some(folder))
+    }
+
+    /// All stages after the plan.
+    fn finish(&mut self, staging: Staging, checkpoints: Option<&Path>, (start, peak): (Instant, &mut Peak)) -> Result<Report> {
+        self.execute(checkpoints, peak)?;
+        let mut written = self.write(&staging, peak)?;
+        let measured = self.measure(&mut written, staging.path(), start)?;
+        let mut report = self.report(&staging, &written, measured)?;
+        self.write_records(&staging, &written, &mut report, (start, peak))?;
+        self.publish(staging)?;
+        Ok(report)
     }
 
     /// Does all work that precedes writing: executes passes, and computes statistics of several weights.

@@ -50,6 +50,7 @@ impl Run<'_> {
         let notes = [
             quality,
             after.auxiliary.notes(&after.path),
+            carry::damaged(after)?,
             written.graph_note.iter().chain(&self.excluded).cloned().chain(self.unchecked_note()).chain(missing_input_files(input, after)).collect(),
             staging.notes().to_vec(),
             notes(after, state, exports),

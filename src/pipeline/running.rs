@@ -23,7 +23,7 @@ use std::time::Instant;
 use candle_core::{DType, Device};
 
 pub use cached_results::{CachedResult, ResultCache};
-pub use starter::starter;
+pub use starter::{has_placeholder, starter};
 
 use self::evaluate::Run;
 pub use self::memory::memory_limit;

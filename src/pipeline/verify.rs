@@ -18,15 +18,18 @@ use crate::work::Work;
 pub struct Check {
     /// Name in the folder.
     pub path: String,
-    /// Whether the check passed.
+    /// Whether the check passed, or could not be made.
     pub ok: bool,
+    /// Whether the check could not be made, such as that of a signature without its key.
+    pub skipped: bool,
     /// Description of the result.
     pub finding: String,
 }
 
 impl Check {
-    fn new((path, ok, finding): (String, bool, String)) -> Check {
-        Check { path, ok, finding }
+    /// A result; a finding that begins with "not" describes a check that could not be made.
+    pub(crate) fn new((path, ok, finding): (String, bool, String)) -> Check {
+        Check { path, ok, skipped: ok && finding.starts_with("not "), finding }
     }
 }
 
@@ -55,7 +58,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(error) => (false, error.to_string()),
         };
-        checks.push(Check { path: path.clone(), ok, finding });
+        checks.push(Check::new((path.clone(), ok, finding)));
     }
     for file in report.outputs.iter().filter(|output| output.path.ends_with(".gguf")) {
         let opened = Model::open(folder.join(&file.path)).and_then(|model| model.require_matching_weights().map(|()| model));
@@ -63,7 +66,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
             Ok(model) => (true, format!("opens with {}", counted(model.weights.by_name.len(), "weight"))),
             Err(error) => (false, error.to_string()),
         };
-        checks.push(Check { path: file.path.clone(), ok, finding });
+        checks.push(Check::new((file.path.clone(), ok, finding)));
     }
     let is = |extension: &str| report.outputs.iter().any(|output| output.path.ends_with(extension));
     let safetensors = is(".safetensors");
@@ -76,7 +79,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
             Ok(model) => (false, format!("opens with {} parameters, the report states {}", model.weights.parameters(), report.size.after.parameters)),
             Err(error) => (false, error.to_string()),
         };
-        checks.push(Check { path: ".".into(), ok, finding });
+        checks.push(Check::new((".".into(), ok, finding)));
     }
     checks.extend(super::running::check_onnx(output, folder, &report, work)?.map(Check::new));
     let is_output = |name: &str| report.outputs.iter().any(|file| file.path == name);
@@ -85,7 +88,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
     if let Some(signature) = &report.signature {
         let exists = files::is_file(&report_folder.join(&signature.path));
         let finding = if exists { "not checked without the public key: compress verify --key" } else { "is missing, although the run signed the output" };
-        checks.push(Check { path: signature.path.clone(), ok: exists, finding: finding.to_owned() });
+        checks.push(Check::new((signature.path.clone(), exists, finding.to_owned())));
     }
     Ok(checks)
 }

@@ -528,7 +528,7 @@ fn an_interrupted_run_resumes_after_the_last_block() {
         };
         let model = || Model::open(golden("llama")).unwrap();
         let stopped = builder(folder.path(), pass.clone()).progress(watch).cancel(cancel).build().unwrap().run(model(), folder.path().join("out"));
-        assert!(matches!(stopped.unwrap_err(), Error::Paused { .. } | Error::Cancelled));
+        assert!(matches!(stopped.unwrap_err(), Error::Paused { .. } | Error::Interrupted { .. } | Error::Cancelled));
         assert!(folder.path().join("out.unfinished").exists());
         let other = builder(folder.path(), pass.clone()).seed(99).resume(true).build().unwrap().run(model(), folder.path().join("out"));
         assert!(other.unwrap_err().to_string().contains("other options"));

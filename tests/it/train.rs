@@ -923,7 +923,7 @@ fn a_run_resumes_only_with_the_data_of_earlier_passes() {
         builder.resume(true).progress(watch).cancel(cancel).build().unwrap().run(Model::open(golden(name)).unwrap(), run.out())
     };
     let error = start(Some(2)).unwrap_err();
-    assert!(matches!(error, Error::Paused { .. } | Error::Cancelled), "{error}");
+    assert!(matches!(error, Error::Paused { .. } | Error::Interrupted { .. } | Error::Cancelled), "{error}");
     let bytes = std::fs::read(&calibration).unwrap();
     let other = samples(name, run.folder.path(), 17, classes(name)).arrays.unwrap();
     std::fs::copy(other, &calibration).unwrap();
@@ -973,7 +973,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
             };
             let error =
                 builder(&pass).resume(true).progress(watch).cancel(cancel).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
-            assert!(matches!(error, Error::Paused { .. } | Error::Cancelled), "{error}");
+            assert!(matches!(error, Error::Paused { .. } | Error::Interrupted { .. } | Error::Cancelled), "{error}");
             assert!(!parts.out().exists());
         }
         let again = builder(&pass).build().unwrap();

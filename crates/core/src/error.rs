@@ -170,6 +170,12 @@ pub enum Error {
     /// Interrupted by the user or through a `Cancel` handle.
     #[error("interrupted; nothing was written")]
     Cancelled,
+    /// Interrupted after some work that is preserved.
+    #[error("interrupted; finished work is saved in {}", redact_path(path).display())]
+    Interrupted {
+        /// The folder of the work.
+        path: PathBuf,
+    },
 }
 
 impl Error {
@@ -232,7 +238,7 @@ impl Error {
             }
             Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, `gradient_checkpointing: blocks`, or an optimizer with less state; use `offload: parameters` if the weights do not fit".into()),
             Error::Diverged { .. } => Some("lower the learning rate, warm up longer, or compute in f32".into()),
-            Error::Paused { .. } => Some("run it again with `resume` to continue".into()),
+            Error::Paused { .. } | Error::Interrupted { .. } => Some("run it again with `resume` to continue".into()),
             Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite` to keep these values".into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),

@@ -6,7 +6,7 @@ use super::args::{Global, TextFile};
 use super::output;
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::pipeline::starter;
+use crate::pipeline::{has_placeholder, starter};
 
 #[derive(Debug, clap::Args)]
 #[command(mut_arg("output", |arg| arg.help("Write the recipe to a file")), after_help = "Examples:
@@ -39,11 +39,12 @@ impl Args {
             Some(file) => {
                 self.file.check(&RECIPE)?;
                 require_outside(&self.model, file)?;
+                let missing = if has_placeholder(&text) { "next, replace the path of the calibration samples, then" } else { "next," };
                 self.file.write(&RECIPE, || Ok(text))?;
                 if global.json {
                     return output::json(&serde_json::json!({ "written": file }));
                 }
-                if global.quiet { Ok(()) } else { output::print(&format!("{}: next, compress plan {0}\n", file.display())) }
+                if global.quiet { Ok(()) } else { output::print(&format!("{}: {missing} compress plan {0}\n", file.display())) }
             }
         }
     }

@@ -6,6 +6,7 @@ use super::file_type::FileType;
 use super::tensors::Planned;
 use crate::error::counted;
 use crate::model::Model;
+use crate::run_state::WARNING;
 use crate::store::gguf::Kind;
 use crate::store::{ActivationScheme, DType, Encoding, Weight};
 
@@ -24,9 +25,10 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, fi
     }
     if quantized > 0 {
         let smaller = smaller_type(weights, file_type).map_or(String::new(), |smaller| {
-            format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `--export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
+            format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `compress chain MODEL -o {file} --export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
         });
-        notes.push(format!("{file}: {} dequantized and converted to the types of the file{smaller}", counted(quantized, "quantized weight")));
+        let warning = if smaller.is_empty() { "" } else { WARNING };
+        notes.push(format!("{warning}{file}: {} dequantized and converted to the types of the file{smaller}", counted(quantized, "quantized weight")));
     }
     if activations > 0 {
         notes.push(format!(

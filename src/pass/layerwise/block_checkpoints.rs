@@ -12,14 +12,12 @@ use super::MethodReport;
 use crate::error::{Error, Result};
 use crate::exec;
 use crate::model::Model;
+use crate::output::IDENTITY;
 use crate::pass::Checkpoints;
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
 use crate::store::{ArtifactStore, Checkpoint, DType, Encoding, Origin, Packing, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
 use crate::work::Work;
-
-/// File with the identity of the run.
-const IDENTITY: &str = "identity";
 
 /// Information on a block for the report.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -8,6 +8,7 @@ use crate::error::{Error, Result, counted};
 use crate::model::{self, Model};
 use crate::pass::layerwise;
 use crate::pass::targets::{self, SelectedWeights};
+use crate::run_state::WARNING;
 use crate::store::{ActivationScheme, FloatFormat, Granularity, QuantizationSpec, Weight, Weights};
 
 /// Selected weights and their encodings.
@@ -92,8 +93,12 @@ impl Quantize {
         }
         layers.notes.extend(other.into_iter().map(|((size, granularity), names)| {
             let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale per row".into() };
+            // Rows that are shorter than a group have one scale anyway.
+            let has_groups = |name: &&str| weights.by_name.get(*name).is_some_and(|weight| weight.row() > size);
+            let is_coarse = granularity == Granularity::Channel && names.iter().any(has_groups);
+            let warning = if is_coarse { WARNING } else { "" };
             format!(
-                "quantize: the rows of {} are not multiples of the group size {size}; they have {by} (the first: `{}`)",
+                "{warning}quantize: the rows of {} are not multiples of the group size {size}; they have {by} (the first: `{}`)",
                 counted(names.len(), "weight"),
                 names[0]
             )

@@ -22,6 +22,7 @@ use crate::export::Exported;
 use crate::ir::{Bindings, Dim, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
+use crate::report::WARNING;
 use crate::store::{Encoding, Weights};
 
 /// Budget of multiply-accumulates of one model per byte of the input, if no pass runs the model. This
@@ -74,6 +75,10 @@ impl Run<'_> {
             Ok(graph) => graph,
             // Models without a configuration are not expected to run.
             Err(_) if self.before.config.model_type().is_empty() => return Ok((None, None)),
+            Err(e @ Error::Tensor { .. }) => {
+                let reason = "fidelity was not measured, and runtimes are likely to refuse the output: the weights and config.json do not match";
+                return Ok((None, Some(format!("{WARNING}{reason}: {e}"))));
+            }
             Err(e) => return skipped(e.to_string()),
         };
         if let Some(reason) = self.too_large(&graph) {

@@ -25,10 +25,11 @@ impl Pipeline {
         self.require_unused_files()?;
         self.require_texts(model)?;
         if self.used_data().is_empty() {
-            return Ok(Vec::new());
+            return Ok(self.unused_calibration_note().into_iter().collect());
         }
         let subject = Subject::from_model(model.clone())?;
         let mut notes = self.sample_notes(&self.open_data(subject.target())?)?;
+        notes.extend(self.unused_calibration_note());
         let calibrates = self.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
         let reduced = self.running.data.reserve_held_out(set, subject.target())?;
@@ -37,6 +38,15 @@ impl Pipeline {
         }));
         self.running.data.calibration = Some(reduced);
         Ok(notes)
+    }
+
+    /// A note that the passes make no use of the calibration data.
+    fn unused_calibration_note(&self) -> Option<String> {
+        let calibrates = self.model_runs().any(|(_, samples)| samples == Samples::Calibration);
+        self.running.data.calibration.as_ref().filter(|_| !calibrates && !self.steps.is_empty())?;
+        let of_quantize = self.steps.iter().any(|step| step.pass().name() == "quantize");
+        let methods = if of_quantize { "; `quantize` uses them with another `method`, such as `gptq` or `best`" } else { "" };
+        Some(format!("no pass uses the calibration samples, which serve at most to measure the output{methods}"))
     }
 
     /// The number of samples of each data set that is used, and notes about them.

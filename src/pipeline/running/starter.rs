@@ -14,6 +14,13 @@ use crate::store::Encoding;
 /// Share of all bytes from which quantizing the embedding tables is suggested.
 const LARGE_TABLE: f64 = 0.15;
 
+/// Extensions of models that are files.
+const FILES: [&str; 3] = [".safetensors", ".gguf", ".onnx"];
+/// Length of suggested texts in tokens, unless the model accepts fewer.
+const LENGTH: u64 = 512;
+/// Stands for the folder of the user's images.
+const PLACEHOLDER: &str = "path/to/images";
+
 /// Properties of a model that the recipe depends on.
 struct Facts<'m> {
     model: &'m Model,
@@ -78,7 +85,7 @@ impl Facts<'_> {
 pub fn starter(model: &Model, path: &str, file: &str) -> String {
     let facts = Facts::new(model);
     let name = Path::new(path).file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
-    let name = name.strip_suffix(".safetensors").unwrap_or(&name).to_owned();
+    let name = FILES.iter().find_map(|extension| name.strip_suffix(extension)).unwrap_or(&name).to_owned();
     let mut out = Vec::new();
     head(&facts, &name, file, &mut out);
     out.push(String::new());
@@ -139,18 +146,23 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
         out.push(String::new());
         return;
     }
-    let text = matches!(facts.kind, Some(ModelKind::Encoder | ModelKind::Decoder));
-    let images = matches!(facts.kind, Some(ModelKind::VisionTransformer | ModelKind::Convolutional));
+    let has_text = matches!(facts.kind, Some(ModelKind::Encoder | ModelKind::Decoder));
+    let has_images = matches!(facts.kind, Some(ModelKind::VisionTransformer | ModelKind::Convolutional));
     out.push("# Samples; paths are relative to this file. The model is measured on `evaluation` before and after compression: with labels".into());
     out.push("# by a score, without labels by the fidelity to the original. Passes that run the model use `calibration`: a hundred samples".into());
     out.push("# similar to those in production; labels are ignored.".into());
-    if text && !facts.has_file("tokenizer.json") {
+    if has_text && !facts.has_file("tokenizer.json") {
         out.push("# The folder has no tokenizer.json, which text data needs; use arrays of token ids instead: { arrays: tokens.safetensors }.".into());
     }
-    if images && !facts.has_file("preprocessor_config.json") {
+    if has_images && !facts.has_file("preprocessor_config.json") {
         out.push("# The folder has no preprocessor_config.json: specify the preprocessing with resize, rescale, mean and std.".into());
     }
     let architecture = facts.model.config.class();
+    let text = |task: &str, more: &str| {
+        let positions = ["max_position_embeddings", "n_positions"].iter().find_map(|key| facts.model.config.values().get(*key)?.as_u64());
+        format!("{{ text: book.txt{task}, max_length: {}{more} }}", positions.map_or(LENGTH, |positions| positions.min(LENGTH)))
+    };
+    let (language, windows, images) = (text(", task: language-modelling", ""), text("", ", samples: 64"), format!("{{ images: {PLACEHOLDER}, samples: 256 }}"));
     let (evaluation, calibration) = match facts.kind {
         Some(ModelKind::Encoder) if architecture.ends_with("ForSequenceClassification") => {
             ("{ text: test.tsv, text_column: text, label_column: label }", "{ text: sentences.txt, samples: 128 }")
@@ -159,15 +171,15 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
             ("{ text: pairs.tsv, text_column: first, pair_column: second, label_column: score }", "{ text: sentences.txt, samples: 128 }")
         }
         Some(ModelKind::Encoder) => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
-        Some(ModelKind::Decoder) => ("{ text: book.txt, task: language-modelling, max_length: 512 }", "{ text: book.txt, max_length: 512, samples: 64 }"),
-        Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", "{ images: train, samples: 256 }"),
+        Some(ModelKind::Decoder) => (language.as_str(), windows.as_str()),
+        Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", images.as_str()),
         Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder) | None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
     };
-    if images {
+    if has_images {
         out.push("# A folder of images contains one subfolder for each class.".into());
     }
     if needs_calibration(facts) {
-        out.push("# The pass below needs calibration samples: insert the path of yours here.".into());
+        out.push(format!("# The pass below needs calibration samples: replace {PLACEHOLDER} by the folder of yours."));
         out.push("data:".into());
         out.push(format!("  calibration: {calibration}"));
         out.push(format!("#  evaluation: {evaluation}"));
@@ -182,6 +194,11 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
     out.push(String::new());
 }
 
+/// Whether the recipe of a model contains a placeholder.
+pub fn has_placeholder(recipe: &str) -> bool {
+    recipe.lines().any(|line| !line.starts_with('#') && line.contains(PLACEHOLDER))
+}
+
 /// Whether the suggested pass needs calibration samples.
 fn needs_calibration(facts: &Facts) -> bool {
     facts.kind == Some(ModelKind::Convolutional) && facts.runs && !facts.quantized
@@ -189,8 +206,8 @@ fn needs_calibration(facts: &Facts) -> bool {
 
 fn passes(facts: &Facts, out: &mut Vec<String>) {
     if facts.quantized {
-        out.push("# The weights are already int8: for another scheme, start from the original checkpoint. Without a pass the model is".into());
-        out.push("# only converted to the format below.".into());
+        out.push("# The weights are already quantized: for another scheme, start from the original checkpoint. Without a pass the model".into());
+        out.push("# is only converted to the format below.".into());
         out.push("passes: []".into());
         return;
     }
@@ -199,7 +216,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
     if facts.runs {
         line("  # Removes a part of the heads and neurons (or channels): smaller and faster in any runtime;");
         line("  # `repair` adjusts the remaining weights on calibration samples.");
-        line("#  - prune-structured: { amount: 0.25, importance: activation, repair: least-squares }");
+        line("#  - prune-structured: { target: { macs: 0.75 }, importance: activation, repair: least-squares }");
     } else {
         line("  # Zeroes half of the linear weights; this saves bytes only with `layout: sparse` below.");
         line("#  - prune-unstructured: { amount: 0.5 }");
@@ -244,6 +261,11 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
 fn export(facts: &Facts, out: &mut Vec<String>) {
     out.push("export:".into());
     let mut line = |text: &str| out.push(text.to_owned());
+    if facts.model.onnx.is_some() {
+        line("  # The same file with smaller weights.");
+        line("  - onnx");
+        return;
+    }
     if needs_calibration(facts) {
         line("  # For ONNX Runtime, which has fast int8 kernels.");
         line("  - onnx");

@@ -55,7 +55,7 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
             };
             shell(format!("vllm serve {PATH} --enable-lora{limit} --lora-modules corrected={PATH}/{FOLDER}  # requests name the model `corrected`"))
         }
-        // transformers computes the floats of all layers, which PEFT needs, by the first scheme.
+        // PEFT needs dequantized layers, and transformers dequantizes all of them by the first scheme.
         Runtime::Transformers if is_corrected(card) && groups(card) > 1 => {
             shell(format!("# PEFT does not load the adapter {PATH}/{FOLDER} in transformers, as layers have different schemes"))
         }

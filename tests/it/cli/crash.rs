@@ -121,8 +121,13 @@ fn a_killed_decomposition_yields_the_result_of_an_uninterrupted_one() {
         // All lines, if the run ends before it is killed.
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
         let is_reached = lines.any(|line| line.contains(&stage));
-        child.kill().unwrap();
+        // A signal that the program handles ends it with a message.
+        kill_process(Pid::from_child(&child), if block == 3 { Signal::INT } else { Signal::KILL }).unwrap();
+        let rest = lines.collect::<String>();
         child.wait().unwrap();
+        if block == 3 && is_reached && !path.join("parts").exists() {
+            assert!(rest.contains("interrupted; finished work is saved in") && rest.contains("run it again with `--resume`"), "{rest}");
+        }
         if path.join("parts").exists() {
             break;
         }

@@ -10,6 +10,8 @@ mod cluster;
 mod commands;
 #[cfg(target_os = "linux")]
 mod crash;
+#[cfg(feature = "run")]
+mod first_contact;
 #[cfg(feature = "remote")]
 mod hub_output;
 #[cfg(target_os = "linux")]

@@ -282,7 +282,7 @@ fn signed_activations_run_with_all_opsets() {
     let mut scales = Vec::new();
     for opset in [17, 19, 21] {
         let output = format!("{opset}.onnx");
-        let (pass, export) = (QuantizeStatic { target: ActivationTarget::Arm, ..QuantizeStatic::default() }, Onnx { opset, ..Onnx::default() });
+        let (pass, export) = (QuantizeStatic { target: ActivationTarget::Arm, ..QuantizeStatic::default() }, Onnx { opset: Some(opset), ..Onnx::default() });
         let data = Data { arrays: Some(rows.clone()), ..Data::default() };
         // If ONNX Runtime refuses the file, the run fails.
         builder().pass(pass).calibration(data).export(export).build().unwrap().run(place.open(), place.path(&output)).unwrap();

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::error::{Error, Result, redact_path};
 use crate::files;
 
 /// Formats that consist of one file, with their file name extensions.
@@ -11,6 +12,30 @@ const SINGLE_FILE_FORMATS: [&str; 2] = ["onnx", "gguf"];
 pub fn file_format(target: &Path) -> Option<&'static str> {
     let end = target.extension()?;
     SINGLE_FILE_FORMATS.into_iter().find(|format| end == *format).filter(|_| !target.is_dir())
+}
+
+/// Extensions of model files of other formats.
+const OTHER_FORMATS: [&str; 14] =
+    ["safetensors", "bin", "pt", "pth", "ckpt", "h5", "keras", "pb", "tflite", "mlmodel", "mlpackage", "engine", "npz", "msgpack"];
+/// Similarity from which an extension is taken for a misspelled one.
+const SIMILAR: f64 = 0.8;
+
+/// Fails if the name of an output folder ends like a model file.
+pub fn require_folder_name(target: &Path) -> Result<()> {
+    let Some(extension) = target.extension().and_then(|extension| extension.to_str()) else { return Ok(()) };
+    let lower = extension.to_lowercase();
+    let similar = SINGLE_FILE_FORMATS.into_iter().find(|format| strsim::jaro_winkler(&lower, format) >= SIMILAR).filter(|_| !target.is_dir());
+    if similar.is_none() && !OTHER_FORMATS.contains(&lower.as_str()) {
+        return Ok(());
+    }
+    Err(Error::Output {
+        path: redact_path(target),
+        reason: format!("has the extension .{extension}, but outputs are folders, .gguf files or .onnx files"),
+        hint: match similar {
+            Some(format) => format!("did you mean {}?", target.with_extension(format).display()),
+            None => "choose a name without this extension for a folder".to_owned(),
+        },
+    })
 }
 
 /// The file name of an output that is a single file. The names of its auxiliary files start with it.

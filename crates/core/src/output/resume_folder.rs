@@ -17,6 +17,11 @@ pub struct ResumeFolder {
 
 /// Marks a folder as created by this tool, and is locked by its owner.
 const MARKER: &str = "compress.lock";
+/// File in the folder of a pass that describes the run. Without another file, the pass has saved no work.
+pub const IDENTITY: &str = "identity";
+
+const USED: &str = "is used by another run";
+const USED_HINT: &str = "wait until that run has ended, or choose another output folder";
 
 impl ResumeFolder {
     /// The path of an output's resume folder.
@@ -38,7 +43,7 @@ impl ResumeFolder {
         }
         fs::create_dir_all(&path).map_err(Error::io("create", &path))?;
         let Attempt::Taken(lock) = Lock::take(&marker)? else {
-            return Err(refuse(&path, "is used by another run", "wait until that run has ended, or choose another output folder"));
+            return Err(refuse(&path, USED, USED_HINT));
         };
         lock.sign(&marker);
         let resume_folder = ResumeFolder { path, _lock: lock };
@@ -50,6 +55,25 @@ impl ResumeFolder {
             left.iter().try_for_each(|path| remove(path))?;
         }
         Ok(resume_folder)
+    }
+
+    /// Fails if another run uses the resume folder of an output: its work would be lost if this run wrote
+    /// the output first.
+    pub fn require_unused(output: &Path) -> Result<()> {
+        let path = ResumeFolder::path_for(output);
+        match Lock::take_over(&path.join(MARKER)) {
+            Attempt::Busy => Err(refuse(&path, USED, USED_HINT)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes the folders of passes that have saved no work, and returns whether others remain.
+    pub fn has_work(&self) -> bool {
+        let Ok(left) = self.leftovers() else { return true };
+        let is_empty =
+            |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut entries| entries.all(|entry| entry.is_ok_and(|entry| entry.file_name() == IDENTITY)));
+        let removed = left.iter().filter(is_empty).filter(|path| remove(path).is_ok()).count();
+        removed < left.len()
     }
 
     /// Path of the folder.
@@ -71,7 +95,7 @@ impl ResumeFolder {
 
 impl Drop for ResumeFolder {
     fn drop(&mut self) {
-        if self.leftovers().is_ok_and(|left| left.is_empty()) {
+        if !self.has_work() {
             let _ = fs::remove_file(self.path.join(MARKER));
             let _ = fs::remove_dir(&self.path);
         }
@@ -104,6 +128,10 @@ mod tests {
         fs::write(path.join("1-distill/checkpoint"), "").unwrap();
         drop(resume_folder);
         assert!(ResumeFolder::open(&out, false, false).unwrap_err().hint().unwrap().contains("`resume`"));
+        let resume_folder = ResumeFolder::open(&out, true, false).unwrap();
+        assert!(resume_folder.has_work() && ResumeFolder::require_unused(&out).unwrap_err().to_string().contains("another run"));
+        drop(resume_folder);
+        ResumeFolder::require_unused(&out).unwrap();
         drop(ResumeFolder::open(&out, true, false).unwrap());
         assert!(path.join("1-distill/checkpoint").exists());
         let resume_folder = ResumeFolder::open(&out, false, true).unwrap();
@@ -111,6 +139,20 @@ mod tests {
         fs::write(path.join("file"), "").unwrap();
         resume_folder.remove().unwrap();
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_run_that_fails_before_its_first_checkpoint_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out");
+        for (file, remains) in [(IDENTITY, false), ("block-0", true)] {
+            let resume_folder = ResumeFolder::open(&out, false, true).unwrap();
+            fs::create_dir(resume_folder.path().join("1-quantize")).unwrap();
+            fs::write(resume_folder.path().join("1-quantize").join(file), "").unwrap();
+            assert_eq!(resume_folder.has_work(), remains, "{file}");
+            drop(resume_folder);
+            assert_eq!(ResumeFolder::path_for(&out).exists(), remains, "{file}");
+        }
     }
 
     #[test]

@@ -25,6 +25,9 @@ const UNITS: [(&str, u64); 9] = [
     ("B", 1),
 ];
 
+/// Smaller numbers without a unit are rejected: they are more likely meant as gigabytes than as bytes.
+const SMALLEST: f64 = 1000.0;
+
 impl FromStr for ByteSize {
     type Err = ParseError;
 
@@ -34,6 +37,9 @@ impl FromStr for ByteSize {
         let digits = text_trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text_trimmed.len());
         let (number, unit) = text_trimmed.split_at(digits);
         let factor = match unit.trim() {
+            "" if number.parse::<f64>().is_ok_and(|bytes| (1.0..SMALLEST).contains(&bytes)) => {
+                return Err(format!("`{text}` needs a unit: write {number}GB, {number}MB, or {number}B for bytes").into());
+            }
             "" => 1,
             unit => UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)).ok_or_else(wrong)?.1,
         };

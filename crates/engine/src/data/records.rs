@@ -231,7 +231,7 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     Ok(Box::new(records))
 }
 
-/// What to set if the first field of a line contains a delimiter that is likely that of the file.
+/// A hint to set `delimiter` if the first field of a line contains one that is probably that of the file.
 fn other_delimiter(delimiter: u8, first: Option<&str>) -> Option<String> {
     let first = first?;
     let (_, name) = [(b'\t', r"\t"), (b';', ";"), (b'|', "|")].into_iter().find(|(other, _)| delimiter != *other && first.contains(char::from(*other)))?;

@@ -200,11 +200,16 @@ mod init {
             if recipe.data.calibration.is_some() {
                 // The samples still have to be specified.
                 let run = compress(folder.path(), &format!("plan {file}"));
-                assert!(run.stderr.contains("cannot open train"), "{name}: {}", run.stderr);
+                assert!(run.stderr.contains("cannot open path/to/images"), "{name}: {}", run.stderr);
             } else {
                 ok(folder.path(), &format!("plan {file}"));
                 ok(folder.path(), &format!("run {file} --quiet"));
                 assert!(folder.path().join("out").join(&name).join("report.html").is_file(), "{name}");
+            }
+            if let Some(length) = all.split("max_length: ").nth(1).and_then(|rest| rest.split([',', ' ']).next()?.parse::<u64>().ok()) {
+                let config: serde_json::Value = serde_json::from_str(&fs::read_to_string(path.join("config.json")).unwrap()).unwrap();
+                let positions = ["max_position_embeddings", "n_positions"].iter().find_map(|key| config[key].as_u64());
+                assert!(positions.is_none_or(|positions| length <= positions), "{name}: {length}");
             }
             let commented = text.lines().all(|line| line.len() <= 135);
             assert!(commented, "{name}: long lines\n{text}");
@@ -227,7 +232,7 @@ mod init {
         model(&folder.path().join("in"));
         ok(folder.path(), "quantize-dynamic in -o int8");
         let quantized = ok(folder.path(), "init int8").stdout;
-        assert!(quantized.contains("already int8") && quantized.contains("\npasses: []\n"), "{quantized}");
+        assert!(quantized.contains("already quantized") && quantized.contains("\npasses: []\n"), "{quantized}");
         let unknown = ok(folder.path(), "init in/model.safetensors").stdout;
         assert!(unknown.contains("cannot run this model") && unknown.contains("\noutput: out/model\n"), "{unknown}");
     }
