@@ -10,7 +10,7 @@
 //! `dense`; only `compress` reads them.
 
 mod module_names;
-mod packed_experts;
+mod original;
 mod planned;
 mod quantization;
 mod support;
@@ -76,12 +76,13 @@ impl Safetensors {
 
     /// The tensors to write. `nonzeros` returns the number of non-zero values of a weight.
     fn items(&self, model: &Model, run: &RunState, mut nonzeros: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
-        let keeps_packed_experts = packed_experts::are_kept(model, self.layout);
+        let keeps_original = original::are_kept(model, self.layout);
         let item = |(name, weight): (&String, &Weight)| {
-            let (weight, storage_format) = match self.layout {
-                _ if keeps_packed_experts && weight.is_packed_experts() => (weight.clone(), StorageFormat::PackedExperts),
+            let original = weight.original_format.filter(|_| keeps_original);
+            let (weight, storage_format) = match (self.layout, original) {
+                (_, Some(format)) => (weight.clone(), StorageFormat::Original(format)),
                 _ if !keeps_encoding(model, self.layout, name) => (weight.dense(name), StorageFormat::Plain),
-                Layout::Sparse => {
+                (Layout::Sparse, None) => {
                     let nonzeros = nonzeros(name, weight)?;
                     let size = value_size(weight);
                     let bytes = sparse::stored_bytes(weight.elements() as u64, nonzeros, size, weight.shape.len() as u64);
@@ -101,10 +102,12 @@ impl Safetensors {
             Ok(Item { name: name.clone(), weight, storage_format })
         };
         let mut items: Vec<Item> = model.weights.by_name.iter().map(item).collect::<Result<_>>()?;
-        if matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
+        if !keeps_original && matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
             items.extend(shared_parameters(model));
         }
-        items.extend(input_scales(model, self.layout));
+        if !keeps_original {
+            items.extend(input_scales(model, self.layout));
+        }
         let own = |item: Item| Ok(run.own_rows(&item.name, &item.weight)?.map(|weight| Item { weight, ..item }));
         let mut items: Vec<Item> = items.into_iter().map(own).filter_map(Result::transpose).collect::<Result<_>>()?;
         items.sort_by(|a, b| a.name.cmp(&b.name));
@@ -154,8 +157,8 @@ impl Safetensors {
     }
 
     fn config(&self, model: &Model, run: &RunState, items: &[Item]) -> Config {
-        let mut config = packed_experts::config(model, items);
-        let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
+        let mut config = original::config(model, items);
+        let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense && !original::is_kept(item));
         let palettes = quantization::palettes(items);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
         let described = quantization::is_needed(items, model, run).then(|| quantization::describe(items, model, run));
@@ -199,7 +202,7 @@ impl Safetensors {
     }
 
     fn notes(&self, model: &Model, run: &RunState, items: &[Item], measured: &[writer::WeightMeasurement]) -> Vec<String> {
-        let mut notes: Vec<String> = packed_experts::note(items).into_iter().collect();
+        let mut notes = original::notes(items);
         let dropped = quantization::dropped_keys(items, model, run);
         if !dropped.is_empty() {
             notes.push(format!("`{}` of the input's quantization_config is not written: it describes the original weights", dropped.join("`, `")));
@@ -397,7 +400,7 @@ fn encoding(item: &Item) -> String {
     match item.storage_format {
         StorageFormat::Sparse { .. } => format!("{} sparse", item.weight.describe()),
         StorageFormat::Packed => format!("{} packed", item.weight.describe()),
-        StorageFormat::PackedExperts => item.weight.describe_stored(),
+        StorageFormat::Original(_) => item.weight.describe_stored(),
         _ => item.weight.describe(),
     }
 }

@@ -55,7 +55,7 @@ impl Pass for Dequantize {
         let cache = without_cache.is_some().then(|| "the KV cache is no longer quantized: `kv_cache_scheme` and its scales are removed".to_owned());
         let (weights, mut model) = (&model.weights, without_cache.unwrap_or_else(|| model.clone()));
         let corrections = model.corrections();
-        let quantized = |name: &str, weight: &Weight| weight.encoding != Encoding::Dense || weight.is_packed_experts() || corrections.contains_key(name);
+        let quantized = |name: &str, weight: &Weight| weight.encoding != Encoding::Dense || weight.original_format.is_some() || corrections.contains_key(name);
         if !weights.by_name.iter().any(|(name, weight)| quantized(name, weight)) {
             if let Some(note) = cache {
                 return Ok(Plan::new(model, Applied { notes: vec![note], details: json!({ "dequantized": 0 }), ..Applied::new(NAME, self.options()) }));

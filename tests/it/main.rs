@@ -20,6 +20,7 @@ mod deployment;
 mod drafts;
 mod evaluation;
 mod families;
+mod fp8;
 mod generation;
 mod gguf;
 mod goldens;

@@ -71,7 +71,7 @@ fn missing_parts_of_experts_are_named() {
     let one = error(|all| drop(all.remove("model.layers.0.mlp.experts.down_proj_scales").unwrap()));
     assert!(one.contains("`model.layers.0.mlp.experts.down_proj_scales` is missing"), "{one}");
     let all = error(|all| all.retain(|name, _| !name.ends_with("_blocks") && !name.ends_with("_scales")));
-    assert!(all.contains("without experts in MXFP4"), "{all}");
+    assert!(all.contains("`quant_method` of \"mxfp4\" in a model without weights in this format"), "{all}");
 }
 
 /// Also after a pass that changes other weights.

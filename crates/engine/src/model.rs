@@ -7,6 +7,7 @@ pub mod adapter;
 mod config;
 mod diff;
 mod files;
+mod fp8;
 pub mod gguf;
 #[cfg(feature = "run")]
 mod graph;
@@ -101,7 +102,7 @@ impl Model {
         let mut notes = std::mem::take(&mut checkpoint.notes);
         notes.extend(unlisted);
         let schemes = config.take_quantization(path)?;
-        checkpoint.gptq = schemes.gptq;
+        (checkpoint.gptq, checkpoint.fp8) = (schemes.gptq, schemes.fp8);
         let class_of = |name: &str| if arch::is_embedding_table(config.model_type(), name) { "Embedding" } else { "Linear" };
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
         adapter::mark(&mut weights);
@@ -116,9 +117,12 @@ impl Model {
             }
         }
         schemes.require_quantized(&weights).map_err(quantization::unsupported(&path.join("config.json")))?;
-        if config.packed_experts().is_some() && !weights.by_name.values().any(Weight::is_packed_experts) {
+        if let Some(described) = config.original_quantization()
+            && !weights.by_name.values().any(|weight| weight.original_format.is_some())
+        {
+            let method = described.get("quant_method").unwrap_or(&serde_json::Value::Null);
             return Err(Error::Unsupported {
-                what: format!("{}: `quant_method` of \"mxfp4\" in a model without experts in MXFP4", path.join("config.json").display()),
+                what: format!("{}: `quant_method` of {method} in a model without weights in this format", path.join("config.json").display()),
                 hint: "remove `quantization_config` if the weights are meant to be floats; otherwise download the checkpoint again".into(),
             });
         }

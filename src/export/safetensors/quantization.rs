@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::is_packed;
 use super::module_names::{ModuleNames, Owner, names_ending_with, unique};
+use super::original;
 use crate::arch;
 use crate::model::{Model, class, stacked_experts};
 use crate::run_state::RunState;
@@ -91,7 +92,7 @@ pub(super) fn groups(items: &[Item]) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
     for item in items {
         let Encoding::Quantized(spec) = &item.weight.encoding else { continue };
-        if spec.codes.is_palette() {
+        if spec.codes.is_palette() || original::is_kept(item) {
             continue;
         }
         let (class, spec) = (class(&item.name, &item.weight), spec.scheme());

@@ -8,9 +8,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::block::greatest_common_divisor;
+use super::fp8;
 use super::gptq;
 use super::packed_experts;
 use super::quantization_spec::row;
+use super::quantized_reader::positive;
 use super::sparse::{self, IntegerValues, SparseFile};
 use super::{
     ActivationScheme, Checkpoint, Codes, DType, Encoding, FloatFormat, Granularity, QuantizationSpec, RawTensor, ScaleFormat, Static, Weight, WeightSource,
@@ -18,7 +20,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::files;
-use crate::kernel::{convert, packing};
+use crate::kernel::packing;
 
 /// The encoding of a quantized weight as specified in a configuration. The stored tensors alone can be
 /// ambiguous.
@@ -99,10 +101,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
         };
         insert(&mut weights, name, weight, bytes, names)?;
     }
-    for (name, weight) in gptq::take(&mut checkpoint)? {
-        insert(&mut weights, name, weight, 0, Vec::new())?;
-    }
-    for (name, weight) in packed_experts::take(&mut checkpoint)? {
+    for (name, weight) in [gptq::take(&mut checkpoint)?, packed_experts::take(&mut checkpoint)?, fp8::take(&mut checkpoint, floats)?].into_iter().flatten() {
         insert(&mut weights, name, weight, 0, Vec::new())?;
     }
     let palettized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(PALETTE)).map(str::to_owned).collect();
@@ -271,7 +270,7 @@ fn float_bits(checkpoint: &Checkpoint, name: &str, packed: &RawTensor) -> Option
 
 /// The most common float type of a checkpoint, except for scales. BF16 without any float.
 fn most_common_float(checkpoint: &Checkpoint) -> DType {
-    let floats = || checkpoint.tensors.iter().filter(|(name, _)| !name.ends_with("scale")).map(|(_, tensor)| tensor.dtype);
+    let floats = || checkpoint.tensors.iter().filter(|(name, _)| !name.ends_with("scale") && !name.ends_with("scale_inv")).map(|(_, tensor)| tensor.dtype);
     [DType::BF16, DType::F16, DType::F32].into_iter().rev().max_by_key(|of| floats().filter(|dtype| dtype == of).count()).unwrap_or(DType::BF16)
 }
 
@@ -384,17 +383,6 @@ fn input(checkpoint: &mut Checkpoint, name: &str, what: &str) -> Result<Option<(
     let mut names = vec![scale_name];
     names.extend(checkpoint.tensors.remove(&zero_name).map(|_| zero_name));
     Ok(Some((Static::new(value, zero_point), names, bytes)))
-}
-
-/// The value of a tensor with one positive element.
-fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
-    let mut value = [0f32];
-    let read = tensor.elements() == 1 && convert::decode(tensor.dtype, &tensor.read_all()?, &mut value);
-    let [value] = value;
-    if read && value.is_normal() && value > 0.0 {
-        return Ok(value);
-    }
-    Err(Error::tensor(name, "is not a positive number", "write the file again with a tool that follows compressed-tensors"))
 }
 
 /// The granularity of a matrix's scales: the configured one, otherwise derived from the shape of the

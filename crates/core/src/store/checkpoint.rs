@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::header::Entry;
 use super::raw_tensor::{DataFile, RawTensor};
-use super::{GptqConfig, Weight, pytorch, shard_name};
+use super::{Fp8Config, GptqConfig, Weight, pytorch, shard_name};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 
@@ -39,6 +39,8 @@ pub struct Checkpoint {
     pub notes: Vec<String>,
     /// GPTQ and AWQ settings of the configuration.
     pub gptq: GptqConfig,
+    /// FP8 settings of the configuration, if it specifies `quant_method: fp8`.
+    pub fp8: Option<Fp8Config>,
     /// Subfolders with separate weight files. The names of their tensors start with the folder and a
     /// slash.
     pub folders: Vec<String>,

@@ -9,44 +9,19 @@
 
 use std::sync::Arc;
 
-use super::{Block, BlockSink, Checkpoint, DType, Encoding, RawTensor, View, Weight, WeightSource, least_common_multiple};
+use super::original_format::{BYTES, GROUP, PARTS};
+use super::stored_experts::StoredExperts;
+use super::{BlockSink, Checkpoint, DType, Encoding, OriginalFormat, RawTensor, Weight, WeightSource};
 use crate::error::{Error, Result};
 use crate::kernel::minifloat::{from_e2m1, from_e8m0};
 
-/// Number of inputs that share a scale.
-const GROUP: usize = 32;
-/// Size of their codes in bytes.
-const BYTES: usize = GROUP / 2;
-/// Suffixes of the tensors with codes and scales.
-const PARTS: [&str; 2] = ["_blocks", "_scales"];
-
-/// The codes and scales of a projection of all experts.
+/// The projection of all experts.
 struct PackedExperts {
-    blocks: RawTensor,
-    scales: RawTensor,
-    experts: usize,
+    stored: StoredExperts,
     /// Number of outputs.
     rows: usize,
     /// Number of groups of inputs.
     groups: usize,
-}
-
-impl Weight {
-    /// [`stored_type`](Weight::stored_type) of experts in MXFP4.
-    pub const PACKED_EXPERTS: &'static str = "mxfp4";
-
-    /// Whether the weight contains experts that are stored in MXFP4, and no pass has changed it.
-    pub fn is_packed_experts(&self) -> bool {
-        self.stored_type == Some(Self::PACKED_EXPERTS)
-    }
-}
-
-/// Names and shapes of the tensors of a weight `[experts, in, out]`.
-pub(super) fn parts(name: &str, shape: &[usize]) -> [(String, Vec<usize>); 2] {
-    let [experts, row, rows] = <[usize; 3]>::try_from(shape).unwrap_or_default();
-    let [blocks, scales] = PARTS.map(|part| format!("{name}{part}"));
-    let groups = row.checked_div(GROUP).unwrap_or(0);
-    [(blocks, vec![experts, rows, groups, BYTES]), (scales, vec![experts, rows, groups])]
 }
 
 /// Removes all experts in MXFP4 from a checkpoint. Fails if the parts of a weight do not match.
@@ -76,12 +51,13 @@ fn weight(checkpoint: &mut Checkpoint, name: &str) -> Result<Weight> {
         return Err(broken(format!("is not packed as MXFP4: `{}` {:?}, `{}` {:?}", PARTS[0], blocks.shape, PARTS[1], scales.shape)));
     };
     let bytes = blocks.bytes().saturating_add(scales.bytes());
-    let [experts, _, rows] = shape;
-    let source = PackedExperts { blocks, scales, experts, rows, groups };
-    let mut weight = Weight::new(DType::BF16, shape.to_vec(), Encoding::Dense, Arc::new(source));
+    let [experts, row, rows] = shape;
+    let stored = StoredExperts { codes: blocks, scales, experts, each: row.saturating_mul(rows), dtype: DType::BF16 };
+    let mut weight = Weight::new(DType::BF16, shape.to_vec(), Encoding::Dense, Arc::new(PackedExperts { stored, rows, groups }));
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as.to_vec();
-    weight.stored_type = Some(Weight::PACKED_EXPERTS);
+    weight.stored_type = Some(OriginalFormat::MXFP4);
+    weight.original_format = Some(OriginalFormat::PackedExperts);
     Ok(weight)
 }
 
@@ -110,32 +86,7 @@ impl PackedExperts {
 }
 
 impl WeightSource for PackedExperts {
-    /// The view contains the codes and then the scales of its experts in `blocks`.
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let scales = self.rows.saturating_mul(self.groups);
-        let (codes, each) = (scales.saturating_mul(BYTES), scales.saturating_mul(GROUP));
-        let step = least_common_multiple(unit, each).checked_div(each).unwrap_or(1).clamp(1, self.experts.max(1));
-        let (mut packed, mut values) = (Vec::new(), Vec::new());
-        for first in (0..self.experts).step_by(step) {
-            let count = step.min(self.experts.saturating_sub(first));
-            packed.resize(count.saturating_mul(codes.saturating_add(scales)), 0);
-            values.resize(count.saturating_mul(each).saturating_mul(2), 0);
-            let (all_codes, all_scales) = packed.split_at_mut(count.saturating_mul(codes));
-            self.blocks.read_at(first.saturating_mul(codes) as u64, all_codes)?;
-            self.scales.read_at(first.saturating_mul(scales) as u64, all_scales)?;
-            let experts = all_codes.chunks(codes.max(1)).zip(all_scales.chunks(scales.max(1)));
-            for ((codes, scales), values) in experts.zip(values.chunks_mut(each.saturating_mul(2).max(1))) {
-                self.decode(codes, scales, values);
-            }
-            sink(Block::untouched(View { blocks: &packed, ..View::dense(DType::BF16, &values) }))?;
-        }
-        Ok(())
+        self.stored.visit(unit, sink, |codes, scales, values| self.decode(codes, scales, values))
     }
-}
-
-/// The codes and the scales in a view of packed experts; `None` for other views.
-pub(super) fn split<'v>(view: &View<'v>) -> Option<(&'v [u8], &'v [u8])> {
-    let scales = view.elements().checked_div(GROUP)?;
-    let codes = view.blocks.len().checked_sub(scales).filter(|codes| *codes == scales.saturating_mul(BYTES) && scales > 0)?;
-    view.blocks.split_at_checked(codes)
 }

@@ -2,8 +2,8 @@
 
 use super::quantization_spec::row;
 use super::{Block, BlockSink, DType, Granularity, QuantizationSpec, RawTensor, View, WeightSource, block_elements, least_common_multiple};
-use crate::error::Result;
-use crate::kernel::packing;
+use crate::error::{Error, Result};
+use crate::kernel::{convert, packing};
 
 /// A quantized weight in the format of compressed-tensors, with one byte per code or packed codes.
 #[derive(Debug, Clone)]
@@ -132,4 +132,15 @@ impl<'a> Parameters<'a> {
         }
         Ok(parameters)
     }
+}
+
+/// The value of a tensor with one positive element.
+pub(super) fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
+    let mut value = [0f32];
+    let read = tensor.elements() == 1 && convert::decode(tensor.dtype, &tensor.read_all()?, &mut value);
+    let [value] = value;
+    if read && value.is_normal() && value > 0.0 {
+        return Ok(value);
+    }
+    Err(Error::tensor(name, "is not a positive number", "write the file again with a tool that follows compressed-tensors"))
 }

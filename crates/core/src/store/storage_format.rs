@@ -9,22 +9,20 @@
 //! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 with `x.weight_global_scale` F32 (NVFP4; for static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
 //! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, for asymmetric schemes `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
 //! | palettes | `x.weight_packed` I32 `[rows, ceil(row · bits / 32)]`, `x.weight_shape` I64, `x.weight_palette` `[palettes, 2^bits]` in the dtype of the values |
-//! | experts in MXFP4 | `x_blocks` U8 `[experts, out, in / 32, 16]`, `x_scales` U8 (E8M0), for `x` `[experts, in, out]`, see `packed_experts` |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as for integer |
 //!
 //! Integer and packed are the formats `int-quantized` and `pack-quantized` of compressed-tensors, FP8 is
 //! `float-quantized` or, with U8 (E8M0) scales, `mxfp8-quantized`, FP6 is `mxfp6-pack-quantized`, FP4 is
 //! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. The words of palettized weights contain indices,
 //! element `i` of a row at bit `i · bits`. With `p` palettes for `n` rows, each applies to `ceil(n / p)`
-//! consecutive rows.
+//! consecutive rows. `original_format` describes the formats of other tools that are copied from the input.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::block_packing::{Blocks, Halves};
-use super::packed_experts;
 use super::stored_tensor::{PartSink, StoredTensor};
-use super::{Codes, DType, Encoding, Granularity, Packing, View, Weight};
+use super::{Codes, DType, Encoding, Granularity, OriginalFormat, Packing, View, Weight};
 use crate::error::{Error, Result};
 use crate::kernel::ggml::BlockType;
 use crate::kernel::{bitmask, packing};
@@ -53,8 +51,8 @@ pub enum StorageFormat {
     Blocks(Blocks),
     /// Blocks of a GGUF file, for weights of [`BlockQuantized`](super::gguf::BlockQuantized).
     Gguf(BlockType),
-    /// The codes and scales of [experts in MXFP4](Weight::is_packed_experts), copied from the input.
-    PackedExperts,
+    /// The codes and scales of a weight with this [original format](Weight::original_format), as in the input.
+    Original(OriginalFormat),
 }
 
 impl StorageFormat {
@@ -70,9 +68,7 @@ impl StorageFormat {
         let shape = weight.shape.clone();
         let mut parts = match self {
             StorageFormat::Blocks(blocks) => return blocks.parts(name, weight),
-            StorageFormat::PackedExperts => {
-                return packed_experts::parts(name, &weight.shape).map(|(name, shape)| StoredTensor { name, dtype: DType::U8, shape }).into();
-            }
+            StorageFormat::Original(format) => return format.parts(name, &weight.shape),
             StorageFormat::Gguf(kind) => return vec![part("", DType::U8, vec![weight.elements().div_ceil(kind.elements()).saturating_mul(kind.bytes())])],
             StorageFormat::Plain => vec![part("", dtype, shape)],
             StorageFormat::Halves { .. } => vec![part("", DType::U8, vec![weight.elements().div_ceil(2)])],
@@ -129,7 +125,7 @@ impl StorageFormat {
             | StorageFormat::Halves { .. }
             | StorageFormat::Blocks(_)
             | StorageFormat::Gguf(_)
-            | StorageFormat::PackedExperts => 1,
+            | StorageFormat::Original(_) => 1,
             StorageFormat::Packed if packing_of(codes).has_shape() => 2,
             StorageFormat::Packed => 1,
             StorageFormat::Sparse { .. } => 3,
@@ -213,12 +209,7 @@ impl Emitter {
             StorageFormat::Plain => sink(0, view.values)?,
             StorageFormat::Blocks(blocks) => return blocks.emit(view, self.row, sink),
             StorageFormat::Gguf(_) => return sink(0, view.blocks),
-            StorageFormat::PackedExperts => {
-                let (codes, scales) = packed_experts::split(view)
-                    .ok_or_else(|| Error::tensor(&self.name, "is not stored in MXFP4", "this is a bug in compress, please report it"))?;
-                sink(0, codes)?;
-                return sink(1, scales);
-            }
+            StorageFormat::Original(format) => return format.emit(view, &mut self.rows, sink),
             StorageFormat::Transposed | StorageFormat::Halves { transposed: true } => self.pending.extend_from_slice(view.values),
             StorageFormat::Halves { transposed: false } => sink(0, self.halves[0].put(view.values))?,
             StorageFormat::Packed => {

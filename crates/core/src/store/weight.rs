@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::quantization_spec::row;
-use super::{BlockSink, DType, QuantizationSpec};
+use super::{BlockSink, DType, OriginalFormat, QuantizationSpec};
 use crate::error::{Error, Result};
 
 /// Representation of the elements.
@@ -126,6 +126,8 @@ pub struct Weight {
     /// Type in the original file, if the weight is dense but stored as quantized blocks or as integers
     /// with scales.
     pub stored_type: Option<&'static str>,
+    /// Format of another tool in which the weight is stored in the original file, if no pass has changed it.
+    pub original_format: Option<OriginalFormat>,
     /// Relation of the values to those of the original file.
     pub origin: Origin,
     /// Why elements are zero, if recorded by a pass of this run.
@@ -161,6 +163,7 @@ impl Weight {
             stored_bytes: 0,
             stored_as: Vec::new(),
             stored_type: None,
+            original_format: None,
             origin: Origin::File,
             zero_origin: None,
             role: None,
@@ -173,7 +176,7 @@ impl Weight {
 
     /// Returns the weight after another processing stage. Other attributes are preserved.
     pub fn then(&self, dtype: DType, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
-        Weight { dtype, encoding, source, stored_type: None, ..self.clone() }
+        Weight { dtype, encoding, source, stored_type: None, original_format: None, ..self.clone() }
     }
 
     /// Sets the origin.

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::fp8;
 use super::quantization;
 pub use super::quantization::OWN_METHOD;
 use super::schemes::Schemes;
@@ -12,7 +13,10 @@ use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheScheme;
-use crate::store::{GptqConfig, Weight};
+use crate::store::{DType, GptqConfig, OriginalFormat};
+
+/// File in which ModelOpt describes quantized weights.
+const MODELOPT: &str = "hf_quant_config.json";
 
 /// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
 /// transformers ignores unknown quantization methods, and would silently compute something else.
@@ -25,8 +29,8 @@ pub struct Config {
     values: Map<String, Value>,
     /// Keys of the quantization description that do not depend on the weights, and are carried over.
     carried: Map<String, Value>,
-    /// The quantization description of a folder with experts in MXFP4.
-    packed_experts: Option<Value>,
+    /// The quantization description of weights in the format of another tool.
+    original_quantization: Option<Value>,
 }
 
 impl Config {
@@ -75,9 +79,19 @@ impl Config {
         differing.map(|(key, a, b)| format!("`{key}` of {a} is written as {b}")).collect()
     }
 
-    /// The quantization description of a folder with experts in MXFP4, as published for gpt-oss.
-    pub fn packed_experts(&self) -> Option<&Value> {
-        self.packed_experts.as_ref()
+    /// The quantization description of weights with an [original format](crate::store::Weight::original_format).
+    pub fn original_quantization(&self) -> Option<&Value> {
+        self.original_quantization.as_ref()
+    }
+
+    /// The dtype of the values.
+    fn dtype(&self) -> Option<DType> {
+        match self.get("dtype").or_else(|| self.get("torch_dtype"))?.as_str()? {
+            "bfloat16" => Some(DType::BF16),
+            "float16" => Some(DType::F16),
+            "float32" => Some(DType::F32),
+            _ => None,
+        }
     }
 
     /// All values.
@@ -179,6 +193,7 @@ impl Config {
             });
         }
         if self.get("quantization_config").is_none_or(Value::is_null) {
+            require_no_modelopt(path)?;
             return Ok(Schemes::from_gptq(separate_description(path)?));
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
@@ -190,9 +205,10 @@ impl Config {
         if let Some(gptq) = quantization::gptq_config(&quantization).map_err(&refused)? {
             return Ok(Schemes::from_gptq(gptq));
         }
-        if method == Weight::PACKED_EXPERTS {
-            self.packed_experts = Some(quantization);
-            return Ok(Schemes::default());
+        let fp8 = (method == OriginalFormat::FP8).then(|| fp8::parse(&quantization, self.dtype())).transpose().map_err(&refused)?;
+        if fp8.is_some() || method == OriginalFormat::MXFP4 {
+            self.original_quantization = Some(quantization);
+            return Ok(Schemes::from_fp8(fp8));
         }
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(refused((format!("quantization method `{method}`"), quantization::FORMATS)));
@@ -209,6 +225,18 @@ impl Config {
             None => Some(format!("{:#}\n", Value::Object(self.values.clone()))),
         }
     }
+}
+
+/// Rejects folders that only the separate file of ModelOpt describes.
+fn require_no_modelopt(folder: &Path) -> Result<()> {
+    let file = folder.join(MODELOPT);
+    if !files::is_file(&file) {
+        return Ok(());
+    }
+    let text = files::read_to_string(&file).map_err(Error::io("read", &file))?;
+    let values: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(&file, format!("not a JSON object: {e}")))?;
+    let algorithm = values.pointer("/quantization/quant_algo").unwrap_or(&Value::Null);
+    Err(quantization::unsupported(&file)((format!("quantization by ModelOpt (`quant_algo` of {algorithm})"), quantization::FORMATS)))
 }
 
 /// GPTQ or AWQ settings from the separate files that older tools wrote.

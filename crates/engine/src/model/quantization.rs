@@ -96,7 +96,7 @@ pub(super) fn cache_scheme(scheme: CacheScheme) -> Value {
 pub(super) type Refused = (String, &'static str);
 
 /// Hint for unknown formats.
-pub(super) const FORMATS: &str = "compress supports dense weights, and the integers (2 to 8 bits) and floating-point formats of up to 8 bits in compressed-tensors 0.20; start from the original checkpoint";
+pub(super) const FORMATS: &str = "compress supports dense weights, the integers (2 to 8 bits) and floating-point formats of up to 8 bits in compressed-tensors 0.20, GPTQ, AWQ, FP8 (`fp8`) with scales of blocks, rows or matrices, and MXFP4 experts (`mxfp4`); start from the original checkpoint";
 
 /// The error for an unsupported setting in a file.
 pub(super) fn unsupported(file: &Path) -> impl Fn(Refused) -> Error {

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::quantization::{self, ActivationArgs, FORMATS, HINT, Refused};
 use crate::error::{Error, Result};
-use crate::store::{ActivationScheme, Codes, Encoding, GptqConfig, Granularity, Pattern, QuantizationSpec, StatedEncoding, Static, Weight, Weights};
+use crate::store::{ActivationScheme, Codes, Encoding, Fp8Config, GptqConfig, Granularity, Pattern, QuantizationSpec, StatedEncoding, Static, Weight, Weights};
 
 /// Hint for a weight that contradicts its description.
 const CORRECT: &str = "correct `quantization_config` in config.json, or start from the original checkpoint";
@@ -62,12 +62,19 @@ pub(super) struct Schemes {
     ignore: Vec<Target>,
     /// Settings of GPTQ and AWQ.
     pub(super) gptq: GptqConfig,
+    /// Settings of FP8 weights.
+    pub(super) fp8: Option<Fp8Config>,
 }
 
 impl Schemes {
     /// The weights of a folder of GPTQ or AWQ.
     pub(super) fn from_gptq(gptq: GptqConfig) -> Schemes {
         Schemes { gptq, ..Schemes::default() }
+    }
+
+    /// The weights of a folder with `quant_method: fp8`, if there are settings.
+    pub(super) fn from_fp8(fp8: Option<Fp8Config>) -> Schemes {
+        Schemes { fp8, ..Schemes::default() }
     }
 
     /// Parses the groups and the ignored modules of a description.

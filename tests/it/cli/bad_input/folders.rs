@@ -203,6 +203,22 @@ fn configurations() {
         config("not UTF-8", b"{\"model_type\":\"\xff\"}", "cannot read in/config.json: stream did not contain valid UTF-8"),
         quantization("another method", json!({ "quant_method": "bitsandbytes" }), "in/config.json: quantization method `bitsandbytes` is not supported"),
         quantization(
+            "ModelOpt",
+            json!({ "quant_method": "modelopt", "quant_algo": "NVFP4" }),
+            "in/config.json: quantization method `modelopt` is not supported",
+        ),
+        case(
+            "ModelOpt in a separate file",
+            |folder| {
+                model_of(&folder.join("in"), &json!({ "model_type": "bert" }), &[floats("x.weight", &[4, 4])]);
+                fs::write(folder.join("in/hf_quant_config.json"), json!({ "quantization": { "quant_algo": "FP8" } }).to_string()).unwrap();
+            },
+            RUN,
+            1,
+            "in/hf_quant_config.json: quantization by ModelOpt (`quant_algo` of \"FP8\") is not supported",
+            "start from the original checkpoint",
+        ),
+        quantization(
             "GPTQ in the order of a GPU's tiles",
             json!({ "quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin" }),
             "in/config.json: `checkpoint_format` of \"marlin\" is not supported",

@@ -1,0 +1,75 @@
+//! Weights in the formats of other tools, which are stored unchanged if no pass needs their values: experts in
+//! MXFP4, as published for gpt-oss, and FP8 with `quant_method: fp8`.
+
+use serde_json::Value;
+
+use super::Layout;
+use crate::error::counted;
+use crate::model::{Config, Model, stacked_experts};
+use crate::store::writer::Item;
+use crate::store::{Encoding, OriginalFormat, StorageFormat, Weight};
+
+/// Whether all weights keep their original format, which the description of the input then describes: readers
+/// expect it in all layers, and support no other quantized weights in the same folder.
+pub(super) fn are_kept(model: &Model, layout: Layout) -> bool {
+    let Some(description) = model.config.original_quantization() else { return false };
+    let has_packed_experts = model.weights.by_name.values().any(|weight| weight.original_format == Some(OriginalFormat::PackedExperts));
+    let has_layer_names = names_layers(description);
+    let is_kept = |(name, weight): (&String, &Weight)| match weight.original_format {
+        Some(format) => !has_layer_names || format.parts(name, &weight.shape).iter().all(|part| weight.stored_as.contains(&part.name)),
+        // Floats of several tensors were dequantized.
+        None => weight.encoding == Encoding::Dense && weight.stored_as.len() <= 1 && !(has_packed_experts && stacked_experts(name, weight).is_some()),
+    };
+    layout == Layout::Auto && model.config.carried_quantization().is_empty() && model.weights.by_name.iter().all(is_kept)
+}
+
+/// Whether a description names modules of numbered layers, which passes may renumber.
+fn names_layers(description: &Value) -> bool {
+    let lists = description.as_object().into_iter().flatten().filter_map(|(_, value)| value.as_array()).flatten();
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    lists.filter_map(Value::as_str).any(|name| name.split('.').any(is_number))
+}
+
+/// Whether an item keeps its original format.
+pub(super) fn is_kept(item: &Item) -> bool {
+    matches!(item.storage_format, StorageFormat::Original(_))
+}
+
+/// The configuration, with the description of the weights that keep their original format.
+pub(super) fn config(model: &Model, items: &[Item]) -> Config {
+    let mut config = model.config.clone();
+    if let Some(described) = model.config.original_quantization().filter(|_| items.iter().any(is_kept)) {
+        config.set("quantization_config", described.clone());
+    }
+    config
+}
+
+/// Notes about weights that are stored in another format.
+pub(super) fn notes(items: &[Item]) -> Vec<String> {
+    let counts = |is_counted: fn(&Item, OriginalFormat) -> bool| {
+        let is_counted = |item: &&Item| !is_kept(item) && item.weight.original_format.is_some_and(|format| is_counted(item, format));
+        items.iter().filter(is_counted).count()
+    };
+    let experts = counts(|_, format| format == OriginalFormat::PackedExperts);
+    let experts = (experts > 0).then(|| {
+        format!(
+            "{} of experts in MXFP4 stored as bfloat16: other experts or layers are changed, or the layout has no MXFP4; the values are the same",
+            counted(experts, "tensor")
+        )
+    });
+    let quantized = counts(|item, format| matches!(format, OriginalFormat::Fp8(_)) && item.weight.encoding != Encoding::Dense);
+    let quantized = (quantized > 0).then(|| {
+        format!(
+            "{} in FP8 stored in the format of compressed-tensors (`weight_scale`): other layers are changed, or the layout requires it; codes and scales are the same",
+            counted(quantized, "weight")
+        )
+    });
+    let stacked = counts(|item, format| matches!(format, OriginalFormat::Fp8(_)) && item.weight.encoding == Encoding::Dense);
+    let stacked = (stacked > 0).then(|| {
+        format!(
+            "{} of experts in FP8 stored as floats: other experts or layers are changed, or the layout has no FP8 for all experts in one tensor",
+            counted(stacked, "tensor")
+        )
+    });
+    experts.into_iter().chain(quantized).chain(stacked).collect()
+}
