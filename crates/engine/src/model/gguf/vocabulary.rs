@@ -88,11 +88,19 @@ pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
     } else {
         let pre_tokenizer = pre_tokenizer.ok_or_else(|| refused(format!("an unsupported pre-tokenizer ({})", short(at(&file, "/pre_tokenizer")))))?;
         let name = pre_tokenizer.names.first().copied().unwrap_or_default();
-        if !at(&file, "/normalizer").is_null() && at(&file, "/normalizer/type") != "NFC" {
+        let has_normalizer = !at(&file, "/normalizer").is_null() && at(&file, "/normalizer/normalizers").as_array().is_none_or(|list| !list.is_empty());
+        if has_normalizer && at(&file, "/normalizer/type") != "NFC" {
             return Err(refused(format!("a normalizer ({}), which llama.cpp does not support for byte-level vocabularies", at(&file, "/normalizer/type"))));
         }
-        if (at(bpe, "/ignore_merges") == true) != pre_tokenizer.ignore_merges {
-            return Err(refused(format!("`model.ignore_merges` of {}, which llama.cpp does not support for `{name}`", !pre_tokenizer.ignore_merges)));
+        let words = at(bpe, "/vocab").as_object().into_iter().flatten().map(|(token, _)| token.as_str()).filter(|token| !special.contains_key(token));
+        if (at(bpe, "/ignore_merges") == true) != pre_tokenizer.ignore_merges
+            && let Some(word) = first_unmerged(words, &merges)
+        {
+            let reason = format!(
+                "`model.ignore_merges` of {}, which llama.cpp does not support for `{name}`: it changes how `{word}` is tokenized",
+                !pre_tokenizer.ignore_merges
+            );
+            return Err(refused(reason));
         }
         values.extend([(key("model"), Value::Text("gpt2".into())), (key("pre"), Value::Text(name.into()))]);
         values.push((key("merges"), Value::Texts(merges.iter().map(|[left, right]| format!("{left} {right}")).collect())));
@@ -214,6 +222,30 @@ fn merges(list: &Json) -> Option<Vec<[&str; 2]>> {
             other => Some([other.get(0)?.as_str()?, other.get(1)?.as_str()?]),
         })
         .collect()
+}
+
+/// The first word that its merges do not produce. Without such words, `ignore_merges` has no effect.
+fn first_unmerged<'t>(mut words: impl Iterator<Item = &'t str>, merges: &[[&str; 2]]) -> Option<&'t str> {
+    let mut ranks: HashMap<[&str; 2], usize> = HashMap::new();
+    for (rank, pair) in merges.iter().enumerate() {
+        ranks.entry(*pair).or_insert(rank);
+    }
+    words.find(|word| {
+        let mut bounds: Vec<usize> = word.char_indices().map(|(at, _)| at).chain([word.len()]).collect();
+        loop {
+            let pair = |bounds: &[usize]| match *bounds {
+                [start, middle, end] => Some([word.get(start..middle)?, word.get(middle..end)?]),
+                _ => None,
+            };
+            let ranked = bounds.windows(3).enumerate().filter_map(|(at, bounds)| Some((*ranks.get(&pair(bounds)?)?, at)));
+            match ranked.min() {
+                Some((_, at)) => {
+                    bounds.remove(at.saturating_add(1));
+                }
+                None => return bounds.len() > 2,
+            }
+        }
+    })
 }
 
 /// SentencePiece scores that reproduce the order of merges: the negative rank of the first merge that
