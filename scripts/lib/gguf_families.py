@@ -1,6 +1,8 @@
 """The tiny models of which `scripts/goldens gguf` writes GGUF files: names, architectures of llama.cpp, and changes of
 their configurations and tensors that llama.cpp requires."""
 
+# llama.cpp supports one scale of the attention scores with latent attention.
+SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.9, "mscale_all_dim": 0.9}
 FAMILIES = [
     ("llama", "llama", {}),
     ("llama-biases", "llama", {}),
@@ -34,6 +36,8 @@ FAMILIES = [
     ("glm4-moe", "glm4moe", {"num_nextn_predict_layers": 0}),
     ("glm4-moe-plain", "glm4moe", {"num_nextn_predict_layers": 0}),
     ("minimax-m2", "minimax-m2", {}),
+    ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0}),
+    ("deepseek-v3", "deepseek2", {"attention_bias": False, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6, "rope_scaling": SCALING}),
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
 ]
 
@@ -52,4 +56,4 @@ def without_biases(name, tensor):
 
 
 # llama.cpp supports no output biases in these families, and one width of heads.
-OTHER_TENSORS = {"cohere": without_biases, "hunyuan-alpha": without_biases, "glm": narrowed}
+OTHER_TENSORS = {"cohere": without_biases, "deepseek-v3": without_biases, "hunyuan-alpha": without_biases, "glm": narrowed}

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use compress::export::{Layout, Safetensors};
+use compress::export::{FileType, Gguf, Layout, Safetensors};
 use compress::pass::{Cast, Dequantize, Quantize};
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
@@ -121,6 +121,18 @@ fn experts_become_floats_next_to_other_quantized_weights() {
         assert_eq!(noted, has_note, "{:?}", report.notes);
         assert_eq!(experts(&Model::open(&out).unwrap()), experts(&Model::open(golden()).unwrap()));
     }
+}
+
+/// llama.cpp's converter keeps the codes, too.
+#[test]
+fn experts_are_written_to_gguf_files_in_mxfp4() {
+    let export = Gguf { file_type: FileType::BF16, ..Gguf::default() };
+    let (folder, report) = written(Pipeline::builder().export(export).measure(false));
+    let encodings = report.layers.iter().filter(|layer| layer.shape.len() == 3).map(|layer| layer.encoding.as_str());
+    assert!(encodings.clone().count() == 4 && encodings.clone().all(|encoding| encoding == "mxfp4"), "{:?}", encodings.collect::<Vec<_>>());
+    assert!(report.notes.iter().any(|note| note.contains("llama.cpp rounds the limits")), "{:?}", report.notes);
+    let opened = Model::open(folder.path().join("out")).unwrap();
+    assert_eq!(experts(&opened), experts(&Model::open(golden()).unwrap()));
 }
 
 #[test]

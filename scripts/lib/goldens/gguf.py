@@ -164,8 +164,8 @@ def finish(writer):
 
 # Architectures whose query and key rows the converter permutes.
 INTERLEAVED = ("llama", "granite")
-# Architectures with sliding windows, the first two with a fixed pattern.
-WINDOWED = ("gemma2", "gemma3", "olmo2", "cohere2")
+# Architectures with sliding windows, the first three with the default pattern.
+WINDOWED = ("gemma2", "gemma3", "gpt-oss", "olmo2", "cohere2")
 
 
 def beside_each_other(rows, heads):
@@ -201,10 +201,38 @@ def stacked(tensors, experts):
     return joined
 
 
+def separated(tensors):
+    """The converter's names and layout of the experts of gpt-oss: columns of gate and up alternate in checkpoints."""
+    parts = {}
+    for name, tensor in tensors.items():
+        end, rows = ("bias", tensor) if name.endswith("_bias") else ("weight", tensor.swapaxes(1, 2) if tensor.ndim == 3 else tensor)
+        module = name.removesuffix("_bias")
+        if ".gate_up_proj" in name:
+            parts |= {f"{module.replace('gate_up', part)}.{end}": rows[:, number::2] for number, part in enumerate(("gate", "up"))}
+        elif ".experts." in name:
+            parts[f"{module}.{end}"] = rows
+        else:
+            parts[f"{name}.weight" if name.endswith(".sinks") else name] = tensor
+    return parts
+
+
+def absorbed(tensors, config):
+    """The converter's split of the projection from latent vectors into the transposed one of keys, and that of values."""
+    parts = {}
+    for name, tensor in tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            keys, values = np.split(tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1]), [config["qk_nope_head_dim"]], axis=1)
+            parts |= {name.replace("kv_b", "k_b"): keys.swapaxes(1, 2), name.replace("kv_b", "v_b"): values}
+        else:
+            parts[name] = tensor
+    return parts
+
+
 def write_model(path, architecture, config, tensors, vocabulary=None):
     writer = gguf.GGUFWriter(path, architecture)
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
+    rank = config.get("kv_lora_rank")
     writer.add_type("model")
     writer.add_name("A tiny model")
     writer.add_license("apache-2.0")
@@ -214,7 +242,7 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(groups)
+    writer.add_head_count_kv(1 if rank else groups)
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -228,12 +256,22 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
     writer.add_quantization_version(2)
     if architecture in INTERLEAVED or "partial_rotary_factor" in config:
         writer.add_rope_dimension_count(int(width * config.get("partial_rotary_factor", 1.0)))
-    if config.get("head_dim"):
+    if rank:
+        rotary = config["qk_rope_head_dim"]
+        writer.add_q_lora_rank(config["q_lora_rank"])
+        writer.add_kv_lora_rank(rank)
+        writer.add_key_length(rank + rotary)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+        writer.add_value_length_mla(config["v_head_dim"])
+        writer.add_rope_dimension_count(rotary)
+        tensors = absorbed(tensors, config)
+    elif config.get("head_dim"):
         writer.add_key_length(width)
         writer.add_value_length(width)
     if architecture in WINDOWED and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-        if architecture in WINDOWED[2:]:
+        if architecture in WINDOWED[3:]:
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
         if config.get("attn_logit_softcapping"):
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -253,10 +291,11 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if inner := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(inner)
-        if architecture == "minimax-m2":
+        if architecture in ("gpt-oss", "minimax-m2"):
             writer.add_expert_feed_forward_length(config["intermediate_size"])
+        if architecture == "minimax-m2":
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        if architecture == "glm4moe":
+        if architecture in ("deepseek2", "glm4moe"):
             writer.add_expert_shared_count(config["n_shared_experts"])
             writer.add_leading_dense_block_count(config["first_k_dense_replace"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -266,7 +305,7 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
             writer.add_expert_group_used_count(config["topk_group"])
         if inner := config.get("shared_expert_intermediate_size"):
             writer.add_expert_shared_feed_forward_length(inner)
-        tensors = stacked(tensors, experts)
+        tensors = separated(tensors) if architecture == "gpt-oss" else stacked(tensors, experts)
     match scaling.get("rope_type", scaling.get("type")):
         case "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -275,6 +314,8 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(scaling["factor"])
             writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+            if scale := scaling.get("mscale_all_dim"):
+                writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
         case "llama3":
             writer.add_tensor("rope_freqs.weight", llama3_factors(scaling, config["rope_theta"], width))
     for name in ("bos", "eos", "pad"):
@@ -318,13 +359,19 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BEFORE = r"[^\r\n\p{L}\p{N}]?"
-# From the tokenizer.json of GPT-2, SmolLM2, Llama 3, Qwen 2.5 and Mistral Nemo.
+# From the tokenizer.json of GPT-2, SmolLM2, Llama 3, Qwen 2.5, Mistral Nemo, gpt-oss and DeepSeek-V3.
 PATTERNS = {
     "gpt-2": None,
     "smollm": None,
     "llama-bpe": CONTRACTIONS + "|" + BEFORE + r"\p{L}+|\p{N}{1,3}" + END,
     "qwen2": CONTRACTIONS + "|" + BEFORE + r"\p{L}+|\p{N}" + END,
     "tekken": f"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*" + r"|\p{N}" + END.replace(r"[\r\n]*", r"[\r\n/]*"),
+    "gpt-4o": f"{BEFORE}{UPPER}*{LOWER}+{CONTRACTIONS}?|{BEFORE}{UPPER}+{LOWER}*{CONTRACTIONS}?" + r"|\p{N}{1,3}" + END.replace(r"[\r\n]*", r"[\r\n/]*"),
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ],
 }
 TEXTS = [
     "Hello world, it's 12345 o'clock!",
@@ -358,8 +405,9 @@ def bytes_tokenizer(name):
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     if PATTERNS[name]:
-        split = pre_tokenizers.Split(Regex(PATTERNS[name]), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        patterns = PATTERNS[name] if isinstance(PATTERNS[name], list) else [PATTERNS[name]]
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     elif name == "smollm":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     else:

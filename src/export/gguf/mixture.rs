@@ -2,8 +2,8 @@
 
 use super::file_type::FileType;
 use crate::kernel::ggml::{BlockType, ImportanceUse};
-use crate::store::DType;
 use crate::store::gguf::Kind;
+use crate::store::{DType, OriginalFormat, Weight};
 
 /// Properties of a model that determine the types of its matrices.
 pub(super) struct Mixture {
@@ -210,6 +210,15 @@ impl Mixture {
         let is_table = ["token_embd.weight", "output.weight"].contains(&name);
         kind.importance() == ImportanceUse::Required || (self.file_type == FileType::Q2_K_S && kind == BlockType::Q2_K && !is_table)
     }
+}
+
+/// The type of experts with rows of `row` elements: MXFP4 if they are stored in it, which keeps their values, unless
+/// `target` has fewer bits.
+pub(super) fn keep_packed(weight: &Weight, target: Kind, row: usize) -> Kind {
+    let packed = Kind::Blocks(BlockType::MXFP4);
+    let bytes = |kind: Kind| fit_row(kind, row).byte_count(&[row]);
+    let is_packed = weight.original_format == Some(OriginalFormat::PackedExperts);
+    if is_packed && bytes(packed) < bytes(target) { packed } else { target }
 }
 
 /// The type of a matrix whose rows have `row` elements: `target`, or a type with smaller blocks if the

@@ -17,8 +17,8 @@ use serde_json::Value as Json;
 pub use self::file_type::FileType;
 use self::importance::{Importance, Matrix};
 use self::loss_notes::{loss_notes, quantized_inputs};
-use self::mixture::{Mixture, fit_row};
-use self::tensors::{Planned, fallback_note, split_fused, tensors, width};
+use self::mixture::{Mixture, fit_row, keep_packed};
+use self::tensors::{LatentSizes, Planned, fallback_note, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -105,6 +105,7 @@ impl Gguf {
         let Metadata { family, experts, mut values, factors, mut notes } = describe(model)?;
         let size = |key: &str| model.config.get(key).and_then(Json::as_u64).map_or(0, |size| size as usize);
         let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
+        let latent = LatentSizes { heads, rows: [size("qk_nope_head_dim"), size("v_head_dim")] };
         let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
         let head_stored = stores_head(model, family, read_values)?;
         if !head_stored && family.head == GgufHead::Separate {
@@ -143,8 +144,8 @@ impl Gguf {
                 module_items.push(Item { name: name.clone(), weight: weight.dense(name), storage_format: StorageFormat::Plain });
                 continue;
             }
-            let parts = split_fused(family, name, weight.dense(name), experts)?;
-            let is_split = parts.len() > 1;
+            let parts = split_fused(family, name, weight.dense(name), (experts, latent))?;
+            let is_split = parts.len() > 1 || family.joined_tensors(name).is_some();
             for (gguf_name, dense) in parts {
                 if gguf_name == "token_embd.weight" {
                     rows = weight.filled_rows();
@@ -155,6 +156,7 @@ impl Gguf {
                 let is_matrix = dense.shape.len() > 1 && dense.is_float() && gguf_name.ends_with(".weight") && !gguf_name.contains(".ffn_gate_inp");
                 let row = width(&dense);
                 let target = if is_matrix { mixture.kind(&stacked, is_head, row) } else { Kind::Plain(DType::F32) };
+                let target = if is_matrix { keep_packed(weight, target, row) } else { target };
                 let (target, kind) = requested.find(&stacked, name, is_matrix, row)?.map_or_else(|| (target, fit_row(target, row)), |kind| (kind, kind));
                 let rotary_heads = match gguf_name.rsplit('.').nth(1) {
                     Some("attn_q") if family.interleaved_rope => Some(heads),
@@ -429,7 +431,8 @@ impl Format for Gguf {
 /// and names of modules are normalized.
 fn has_renamed_experts(family: &GgufFamily, names: &[String]) -> bool {
     let is_same = |name: &String| family.to_gguf(name).and_then(|gguf_name| family.to_checkpoint(&gguf_name)).is_none_or(|back| back == *name);
-    family.experts.is_some() && names.iter().any(|name| family.fused_tensors(name).is_some() || !is_same(name))
+    family.experts.is_some()
+        && names.iter().filter(|name| family.joined_tensors(name).is_none()).any(|name| family.fused_tensors(name).is_some() || !is_same(name))
 }
 
 /// The weights of a file that was read back, by their names in the model, or by their names in the
@@ -443,7 +446,9 @@ fn weights_by_name(family: &GgufFamily, opened: &Model, names: &[String], items:
             let name = family.to_checkpoint(gguf_name).ok_or(())?;
             back.get(&name).filter(|weight| weight.shape == shape).map(|weight| (name, weight.clone())).ok_or(())
         };
-        if let (Some(_), [experts, matrix @ ..]) = (family.fused_tensors(name), weight.shape.as_slice()) {
+        if family.joined_tensors(name).is_some() {
+            by_name.insert(name.clone(), back.get(name).cloned().ok_or(()).map_err(missing)?);
+        } else if let (Some(_), [experts, matrix @ ..]) = (family.fused_tensors(name), weight.shape.as_slice()) {
             let module = gguf_name.trim_end_matches(".weight");
             for expert in 0..*experts {
                 by_name.extend([find(&format!("{module}.{expert}.weight"), matrix).map_err(missing)?]);

@@ -7,7 +7,7 @@ use super::types::mixed_experts;
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
 use crate::store::Weight;
-use crate::store::gguf::{Kind, expert_rows};
+use crate::store::gguf::{Kind, Outputs, expert_outputs, expert_rows, latent_parts};
 
 /// A tensor of a file, or one expert of a tensor that stacks all experts.
 pub(super) struct Planned {
@@ -29,16 +29,38 @@ pub(super) struct Planned {
     pub importance: Option<Arc<Vec<f32>>>,
 }
 
+/// Sizes of heads whose keys and values are computed from latent vectors.
+#[derive(Clone, Copy)]
+pub(super) struct LatentSizes {
+    pub heads: usize,
+    /// Rows of keys and of values of a head.
+    pub rows: [usize; 2],
+}
+
 /// The tensors of a weight, by their names in the file. A weight that fuses the gate and up projections
-/// of all experts becomes two tensors.
+/// of all experts, or those of keys and values, becomes two tensors.
 ///
 /// # Errors
 /// The family has no name for the weight, or it contains a wrong number of experts.
-pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, experts: usize) -> Result<Vec<(String, Weight)>> {
+pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, (experts, latent): (usize, LatentSizes)) -> Result<Vec<(String, Weight)>> {
+    if let Some(gguf_names) = family.latent_tensors(name) {
+        return Ok(gguf_names.into_iter().zip(latent_parts(&weight, latent.heads, latent.rows, name)?).collect());
+    }
     let Some(gguf_names) = family.fused_tensors(name) else {
         let nameless = || Error::tensor(name, format!("has no name in GGUF files of `{}`", family.architecture), "");
         return Ok(vec![(family.to_gguf(name).ok_or_else(nameless)?, weight)]);
     };
+    if family.is_input_major(name) {
+        let outputs = weight.shape.last().copied().unwrap_or(0);
+        if weight.shape.first() != Some(&experts) || !outputs.is_multiple_of(gguf_names.len()) {
+            let reason = format!("has the shape {:?}, but the model has {experts} experts", weight.shape);
+            return Err(Error::tensor(name, reason, "the checkpoint does not match config.json"));
+        }
+        let step = gguf_names.len();
+        let inputs = if weight.shape.len() == 3 { weight.shape.get(1).copied().unwrap_or(1) } else { 1 };
+        let part = |start| expert_outputs(&weight, Outputs { inputs: 0..inputs, start, step }, name);
+        return Ok(gguf_names.into_iter().enumerate().map(|(start, gguf_name)| (gguf_name, part(start))).collect());
+    }
     let rows = match weight.shape[..] {
         [count, rows, _] if count == experts && rows.is_multiple_of(gguf_names.len()) => rows / gguf_names.len(),
         _ => {

@@ -167,6 +167,15 @@ fn keys_of_families_are_read_or_refused() {
     refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "`minimax-m2.expert_gating_func`, which is 1");
     refused("phi", "phi2.attention.layer_norm_epsilon", None, "`phi2.attention.layer_norm_epsilon` is missing");
     refused("glm4-moe", "glm4moe.nextn_predict_layers", Some(gguf::Value::Unsigned(1)), "`glm4moe.nextn_predict_layers`, which is 1");
+    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "`deepseek2.expert_gating_func` is missing: only DeepSeek-V3");
+    refused("deepseek-v3", "deepseek2.attention.head_count_kv", Some(gguf::Value::Unsigned(4)), "latent attention with 4 key heads");
+    refused("deepseek-v3", "deepseek2.attention.key_length_mla", Some(gguf::Value::Unsigned(4)), "`deepseek2.attention.key_length_mla` of 4");
+    for name in ["blk.0.attn_v_b.weight", "blk.1.attn_k_b.weight"] {
+        let (_folder, model) = rewritten("deepseek-v3", |_, tensors| drop(tensors.remove(name)));
+        assert!(model.err().unwrap().to_string().contains("kv_b_proj.weight`: is stored in parts that are missing"), "{name}");
+    }
+    let (_folder, model) = rewritten("gpt-oss", |_, tensors| drop(tensors.remove("blk.0.ffn_up_exps.bias")));
+    assert!(model.err().unwrap().to_string().contains("gate_up_proj_bias`: is stored in parts that are missing"));
     let (_folder, model) = rewritten("cohere", |values, _| drop(values.remove("command-r.logit_scale")));
     assert_eq!(model.unwrap().config.get("logit_scale").and_then(Value::as_f64), Some(1.0));
     let (_folder, model) = rewritten("cohere2", |values, _| drop(values.remove("cohere2.attention.sliding_window_pattern")));

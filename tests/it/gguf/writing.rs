@@ -68,10 +68,16 @@ fn gemma(json: &mut Value, activation: &str) {
     json["hidden_act"] = activation.into();
 }
 
+/// Changes whether words in the vocabulary become one token, for a vocabulary with a word that is not merged.
+fn without_a_merge(json: &mut Value, ignore_merges: bool) {
+    json["model"]["ignore_merges"] = ignore_merges.into();
+    json["model"]["merges"].as_array_mut().unwrap().pop();
+}
+
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 21] = [
+    let cases: [(&str, &str, Change, &str); 27] = [
         ("glm4-moe", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (
@@ -83,8 +89,8 @@ fn unsupported_models_are_rejected_by_name() {
         ("qwen3", "config.json", |json| json["head_dim"] = (1u64 << 40).into(), "heads of 1099511627776"),
         ("tokenizer-pieces", "tokenizer.json", |json| json["normalizer"] = serde_json::json!({ "type": "NFKC" }), "NFKC"),
         ("tokenizer-pieces", "tokenizer.json", |json| json["pre_tokenizer"] = serde_json::json!({ "type": "Whitespace" }), "Whitespace"),
-        ("tokenizer-llama-bpe", "tokenizer.json", |json| json["model"]["ignore_merges"] = false.into(), "`model.ignore_merges` of false"),
-        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["ignore_merges"] = true.into(), "`model.ignore_merges` of true"),
+        ("tokenizer-llama-bpe", "tokenizer.json", |json| without_a_merge(json, false), "`model.ignore_merges` of false"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| without_a_merge(json, true), "`model.ignore_merges` of true"),
         ("tokenizer-qwen2", "tokenizer.json", |json| json["post_processor"] = serde_json::json!({ "type": "BertProcessing" }), "BertProcessing"),
         (
             "tokenizer-pieces",
@@ -100,6 +106,12 @@ fn unsupported_models_are_rejected_by_name() {
         ("starcoder2", "config.json", |json| json["use_bias"] = false.into(), "`use_bias` of false"),
         ("ernie4_5", "config.json", |json| json["use_bias"] = true.into(), "`use_bias` of true"),
         ("hunyuan-alpha", "config.json", |json| json["rope_scaling"]["alpha"] = 0.into(), "rope scaling `dynamic` without `alpha`"),
+        ("gpt-oss", "config.json", |json| json["swiglu_limit"] = 5.0.into(), "`swiglu_limit` of 5.0"),
+        ("gpt-oss", "config.json", |json| json["rope_scaling"]["truncate"] = true.into(), "`truncate` of true in rope scaling `yarn`"),
+        ("deepseek-v3", "config.json", |json| json["rms_norm_eps"] = 1e-5.into(), "`rms_norm_eps` of 1e-5"),
+        ("deepseek-v3", "config.json", |json| json["rope_interleave"] = false.into(), "`rope_interleave` of false"),
+        ("deepseek-v3", "config.json", |json| json["rope_scaling"]["mscale"] = 1.0.into(), "`yarn` with different `mscale` and `mscale_all_dim`"),
+        ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
         ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "`layer_types` is not supported"),
         ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
         ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
@@ -161,6 +173,12 @@ fn settings_without_effect_are_accepted() {
     // The code that the key names is that of transformers.
     let (folder, model) = changed("minimax-m2", "config.json", |json| json["auto_map"] = serde_json::json!({ "AutoConfig": "other.Config" }));
     export(model, folder.path(), FileType::F32).unwrap();
+    // All words are merged, so that the setting has no effect.
+    let (folder, _) = changed("tokenizer-qwen2", "tokenizer.json", |json| {
+        json["model"]["ignore_merges"] = true.into();
+        json["normalizer"] = serde_json::json!({ "type": "Sequence", "normalizers": [] });
+    });
+    export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F16).unwrap();
     // As many tokens as the embedding has rows.
     let (folder, model) = changed("llama", "config.json", |json| json["vocab_size"] = 40.into());
     export(model, folder.path(), FileType::F32).unwrap();

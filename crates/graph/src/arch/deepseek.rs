@@ -1,6 +1,7 @@
 //! DeepSeek-V2 and V3: latent attention, partial rotary embeddings, and experts after the first layers. The
 //! routers of V3 have a bias that balances the load of experts.
 
+use super::gguf::{self, GgufExperts, GgufFamily, Setting};
 use super::{DECODER, DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, SELECTION_BIAS, Sizes};
 
 const SIZES: Sizes = Sizes {
@@ -66,7 +67,57 @@ pub(super) const DEEPSEEK_V3: Family = Family {
     sizes: Some(&SIZES),
     heads: &["lm_head", "score", "shared_head.head"],
     float32: SELECTION_BIAS,
+    gguf: Some(&GGUF),
     ..DEEPSEEK_V2
+};
+
+/// DeepSeek-V3 with queries of low rank.
+const GGUF: GgufFamily = GgufFamily {
+    architecture: "deepseek2",
+    class: "DeepseekV3ForCausalLM",
+    layer: &[
+        gguf::NORM_OF_ATTENTION,
+        &[
+            ("attn_q_a", "self_attn.q_a_proj"),
+            ("attn_q_a_norm", "self_attn.q_a_layernorm"),
+            ("attn_q_b", "self_attn.q_b_proj"),
+            ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"),
+            ("attn_kv_a_norm", "self_attn.kv_a_layernorm"),
+            ("attn_output", "self_attn.o_proj"),
+        ],
+        gguf::NORM_BEFORE,
+        gguf::NETWORK,
+        gguf::ROUTER,
+        gguf::SHARED_EXPERTS,
+    ],
+    tensors: gguf::SELECTION_BIAS,
+    interleaved_rope: false,
+    flags: &[],
+    settings: &[
+        Setting::required("attention.q_lora_rank", "q_lora_rank", "1536"),
+        Setting::required("attention.kv_lora_rank", "kv_lora_rank", "512"),
+        Setting::required("attention.value_length_mla", "v_head_dim", "128"),
+        Setting::optional("expert_shared_count", "n_shared_experts", ["1", "0"]),
+        Setting::optional("leading_dense_block_count", "first_k_dense_replace", ["3", "0"]),
+        Setting::optional("expert_weights_scale", "routed_scaling_factor", ["2.5", "1.0"]),
+        Setting::optional("expert_weights_norm", "norm_topk_prob", ["true", "false"]),
+        Setting::optional("expert_group_count", "n_group", ["8", "1"]),
+        Setting::optional("expert_group_used_count", "topk_group", ["4", "1"]),
+    ],
+    constants: &[gguf::SIGMOID_SCORES],
+    required: &[
+        ("attention_bias", "false"),
+        ("moe_layer_freq", "1"),
+        // The epsilon of the normalizations of latent vectors is constant in transformers.
+        ("rms_norm_eps", "1e-6"),
+        ("rope_interleave", "true"),
+        ("scoring_func", "\"sigmoid\""),
+        ("topk_method", "\"noaux_tc\""),
+    ],
+    accepted: &["auto_map"],
+    is_latent: true,
+    experts: Some(GgufExperts { count: "n_routed_experts", normalized: None, ..gguf::QWEN_EXPERTS }),
+    ..gguf::LLAMA
 };
 
 /// Kimi K2, whose checkpoints contain a copy of the code of DeepSeek-V3.

@@ -44,6 +44,9 @@ pub struct GgufFamily {
     pub theta: f64,
     /// Key of the rotated part of a head and its default, if it may be less than the whole.
     pub partial_rotary: Option<(&'static str, f64)>,
+    /// The value of `truncate` in rope scaling of the kind `yarn`, which GGUF files do not contain, if it is not
+    /// the default.
+    pub yarn_truncate: Option<bool>,
     /// Whether rope scaling of the kind `dynamic` with `alpha` raises the base.
     pub has_alpha_scaling: bool,
     /// Key and value of the activation function.
@@ -68,6 +71,8 @@ pub struct GgufFamily {
     /// Number of layers of the model size that scales attention scores by
     /// `hidden_size / num_attention_heads` instead of `head_dim`.
     pub hidden_size_scaled_layers: Option<u64>,
+    /// Whether keys and values are computed from latent vectors, as in DeepSeek-V3.
+    pub is_latent: bool,
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<GgufExperts>,
     /// Keys of factors on parts of the model: in GGUF files, and in `config.json`.
@@ -91,10 +96,16 @@ pub struct GgufExperts {
     pub inner: Option<&'static str>,
     /// Whether there is a shared expert.
     pub shared: bool,
+    /// Whether checkpoints store projections of all experts as `[experts, in, out]`, with alternating outputs
+    /// of gate and up, and biases.
+    pub is_input_major: bool,
 }
 
 /// GGUF tensors that contain one projection of all experts.
 const FUSED: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
+
+/// GGUF tensors with the keys and the values of the projection of latent vectors, and the module in checkpoints.
+const LATENT: ([&str; 2], &str) = (["attn_k_b", "attn_v_b"], "self_attn.kv_b_proj");
 
 /// Layers with sliding-window attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,7 +153,7 @@ pub struct Setting {
 }
 
 impl Setting {
-    const fn required(gguf: &'static str, key: &'static str, default: &'static str) -> Setting {
+    pub(super) const fn required(gguf: &'static str, key: &'static str, default: &'static str) -> Setting {
         Setting { gguf, key, default, missing: None }
     }
 
@@ -172,6 +183,11 @@ pub(super) const SHARED_EXPERT: &[Pair] = &[
     ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
     ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
 ];
+/// Shared experts without a gate, as one network.
+pub(super) const SHARED_EXPERTS: &[Pair] =
+    &[("ffn_gate_shexp", "mlp.shared_experts.gate_proj"), ("ffn_up_shexp", "mlp.shared_experts.up_proj"), ("ffn_down_shexp", "mlp.shared_experts.down_proj")];
+/// The bias by which routers select experts.
+pub(super) const SELECTION_BIAS: &[Pair] = &[("exp_probs_b.bias", "mlp.gate.e_score_correction_bias")];
 pub(super) const QWEN_EXPERTS: GgufExperts = GgufExperts {
     block: "mlp.experts",
     parts: ["gate_proj", "up_proj", "down_proj"],
@@ -179,6 +195,7 @@ pub(super) const QWEN_EXPERTS: GgufExperts = GgufExperts {
     normalized: Some(true),
     inner: Some("moe_intermediate_size"),
     shared: false,
+    is_input_major: false,
 };
 pub(super) const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm")];
 
@@ -201,6 +218,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     has_implied_heads: false,
     theta: 1e4,
     partial_rotary: None,
+    yarn_truncate: None,
     has_alpha_scaling: false,
     activation: ("hidden_act", "silu"),
     newer_activation_key: None,
@@ -212,6 +230,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     has_local_rope: false,
     drops_window: false,
     hidden_size_scaled_layers: None,
+    is_latent: false,
     experts: None,
     multipliers: &[],
 };
@@ -342,12 +361,60 @@ impl GgufFamily {
     /// experts, or two that are concatenated in each expert; `None` for other names.
     pub fn fused_tensors(&self, name: &str) -> Option<Vec<String>> {
         let (layer, module) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.")?;
-        let parts = match self.strip_experts_module(module)? {
+        let rest = self.strip_experts_module(module)?;
+        let (part, end) = match rest.strip_suffix("_bias") {
+            Some(part) if self.experts.is_some_and(|experts| experts.is_input_major) => (part, "bias"),
+            _ => (rest, "weight"),
+        };
+        let parts = match part {
             "gate_up_proj" => FUSED.get(..2),
             "down_proj" => FUSED.get(2..),
             _ => None,
         };
-        Some(parts?.iter().map(|fused| format!("blk.{layer}.{fused}.weight")).collect())
+        Some(parts?.iter().map(|fused| format!("blk.{layer}.{fused}.{end}")).collect())
+    }
+
+    /// Whether a checkpoint tensor contains one projection of all experts as `[experts, in, out]`, or its bias.
+    pub fn is_input_major(&self, name: &str) -> bool {
+        self.experts.is_some_and(|experts| experts.is_input_major) && self.fused_tensors(name).is_some()
+    }
+
+    /// The checkpoint tensor `[experts, in, out]` with the outputs of a GGUF tensor of all experts, and the
+    /// position of the first of these outputs.
+    fn input_major(&self, name: &str) -> Option<(String, usize)> {
+        let experts = self.experts.filter(|experts| experts.is_input_major)?;
+        let (layer, module) = split_layer(name, "blk.")?;
+        let (fused, end) = module.rsplit_once('.').filter(|(_, end)| ["weight", "bias"].contains(end))?;
+        let position = FUSED.iter().position(|name| *name == fused)?;
+        let (part, first) = if position == 2 { ("down_proj", 0) } else { ("gate_up_proj", position) };
+        let end = if end == "bias" { "_bias" } else { "" };
+        Some((format!("model.layers.{layer}.{}.{part}{end}", experts.block), first))
+    }
+
+    /// The GGUF tensors with the keys and the values of a projection of latent vectors; `None` for other names.
+    pub fn latent_tensors(&self, name: &str) -> Option<Vec<String>> {
+        let (layer, module) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.").filter(|_| self.is_latent)?;
+        let (parts, latent) = LATENT;
+        (module.strip_suffix(".weight") == Some(latent)).then(|| parts.iter().map(|part| format!("blk.{layer}.{part}.weight")).collect())
+    }
+
+    /// Whether a GGUF tensor contains the keys or the values of a projection of latent vectors.
+    pub fn is_latent_part(name: &str) -> bool {
+        let (parts, _) = LATENT;
+        name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')).is_some_and(|(_, part)| parts.contains(&part))
+    }
+
+    /// The GGUF tensors that are joined to a checkpoint tensor when a file is opened; `None` for other names.
+    pub fn joined_tensors(&self, name: &str) -> Option<Vec<String>> {
+        self.latent_tensors(name).or_else(|| self.fused_tensors(name).filter(|_| self.is_input_major(name)))
+    }
+
+    /// The checkpoint tensor to which a GGUF tensor is joined, and its position among the joined ones.
+    pub fn joined_name(&self, name: &str) -> Option<(String, usize)> {
+        let (layer, module) = split_layer(name, "blk.")?;
+        let (parts, latent) = LATENT;
+        let position = parts.iter().position(|part| module.strip_suffix(".weight") == Some(*part)).filter(|_| self.is_latent);
+        position.map(|position| (format!("model.layers.{layer}.{latent}.weight"), position)).or_else(|| self.input_major(name))
     }
 
     /// Whether a checkpoint tensor is the weight of a normalization layer.
@@ -383,6 +450,16 @@ mod tests {
                 && GgufFamily::is_fused_tensor("blk.3.ffn_up_exps.weight")
                 && !GgufFamily::is_fused_tensor("blk.3.ffn_up.weight")
         );
+        let [deepseek, gpt_oss] = ["deepseek_v3", "gpt_oss"].map(|name| crate::arch::family(name).unwrap().gguf.unwrap());
+        for (family, checkpoint, parts) in [
+            (deepseek, "model.layers.3.self_attn.kv_b_proj.weight", ["blk.3.attn_k_b.weight", "blk.3.attn_v_b.weight"]),
+            (gpt_oss, "model.layers.3.mlp.experts.gate_up_proj_bias", ["blk.3.ffn_gate_exps.bias", "blk.3.ffn_up_exps.bias"]),
+        ] {
+            assert_eq!(family.joined_tensors(checkpoint).unwrap(), parts);
+            let back = parts.map(|part| family.joined_name(part).unwrap());
+            assert_eq!(back, [(checkpoint.to_owned(), 0), (checkpoint.to_owned(), 1)]);
+        }
+        assert_eq!((deepseek.joined_name("blk.3.ffn_up_exps.weight"), LLAMA.joined_name("blk.3.attn_k_b.weight")), (None, None));
         assert_eq!(["blk.07.attn_q.weight", "blk.+7.attn_q.weight"].map(|name| LLAMA.to_checkpoint(name)), [None, None]);
     }
 }

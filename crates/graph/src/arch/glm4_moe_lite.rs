@@ -25,6 +25,7 @@ pub(super) const GLM4_MOE_LITE: Family = Family {
         dense: &[DenseLayers::Types("mlp_layer_types"), DenseLayers::Count("first_k_dense_replace")],
         ..ExpertLayout::SEPARATE
     }),
+    gguf: None,
     ..deepseek::DEEPSEEK_V3
 };
 

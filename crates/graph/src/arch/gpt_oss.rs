@@ -1,6 +1,7 @@
 //! gpt-oss: attention sinks, sliding windows in every second layer, and mixtures of experts with clamped
 //! values and biases.
 
+use super::gguf::{self, GgufExperts, GgufFamily, GgufHead, Setting, Windows};
 use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
 
 pub(super) const GPT_OSS: Family = Family {
@@ -23,6 +24,30 @@ pub(super) const GPT_OSS: Family = Family {
     fused: &[&["q_proj", "k_proj", "v_proj"]],
     routers: &["mlp.router"],
     experts: Some(ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE }),
+    gguf: Some(&GgufFamily {
+        architecture: "gpt-oss",
+        class: "GptOssForCausalLM",
+        layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, &[("post_attention_norm", "post_attention_layernorm"), ("ffn_gate_inp", "mlp.router")]],
+        tensors: &[("attn_sinks.weight", "self_attn.sinks")],
+        interleaved_rope: false,
+        epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+        flags: &[],
+        required: &[("attention_bias", "true"), ("swiglu_alpha", "1.702"), ("swiglu_limit", "7.0")],
+        head_dim: Some(64),
+        theta: 150_000.0,
+        yarn_truncate: Some(false),
+        head: GgufHead::Separate,
+        windows: Windows::Listed(2),
+        default_window: Some(128),
+        experts: Some(GgufExperts {
+            count: "num_local_experts",
+            normalized: None,
+            inner: Some("intermediate_size"),
+            is_input_major: true,
+            ..gguf::QWEN_EXPERTS
+        }),
+        ..gguf::LLAMA
+    }),
     ..DECODER
 };
 

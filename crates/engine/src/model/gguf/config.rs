@@ -28,7 +28,14 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let inner = values.required("feed_forward_length")?;
     let groups = values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads);
     let [key_length, value_length, rotary] = ["attention.key_length", "attention.value_length", "rope.dimension_count"].map(|key| values.own(key));
-    let (key_width, value_width, rotary_width) = (values.size(&key_length)?, values.size(&value_length)?, values.size(&rotary)?);
+    let (mut key_width, mut value_width, rotary_width) = (values.size(&key_length)?, values.size(&value_length)?, values.size(&rotary)?);
+    if family.is_latent {
+        let widths = latent_widths(values, groups, [key_width, value_width, rotary_width])?;
+        widths.iter().for_each(|(key, width)| set(key, json!(width)));
+        // Positions depend only on the rotated part of heads.
+        (key_width, value_width) = (rotary_width, None);
+    }
+    let groups = if family.is_latent { heads } else { groups };
     let head_dim = key_width.or(hidden.checked_div(heads)).filter(|width| *width > 0).ok_or_else(|| values.wrong(format!("`{key_length}` is zero")))?;
     let whole_rotary = rotary_width.filter(|_| family.partial_rotary.is_none());
     for (key, width) in [(&value_length, value_width), (&rotary, whole_rotary)] {
@@ -48,7 +55,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     set("num_hidden_layers", json!(layers));
     set("num_attention_heads", json!(heads));
     set("num_key_value_heads", json!(groups));
-    if family.head_dim.is_some() || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads)) {
+    if !family.is_latent && (family.head_dim.is_some() || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads))) {
         set("head_dim", json!(head_dim));
     }
     if let Some(experts) = &family.experts {
@@ -83,7 +90,12 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     }
     for (key, expected) in family.constants {
         let key = values.own(key);
-        if let Some(other) = values.size(&key)?.filter(|value| value != expected) {
+        let found = values.size(&key)?;
+        // Older files of DeepSeek-V2 have the same architecture.
+        if found.is_none() && family.is_latent {
+            return Err(values.wrong(format!("`{key}` is missing: only DeepSeek-V3 and similar models are supported, whose value is {expected}")));
+        }
+        if let Some(other) = found.filter(|value| value != expected) {
             return Err(Error::Unsupported {
                 what: format!("{}: `{key}`, which is {other}", values.path.display()),
                 hint: format!("it must be {expected} for the architecture `{}`", family.architecture),
@@ -107,7 +119,17 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     if tensors.contains_key(FACTORS) && !family.interleaved_rope {
         return Err(values.wrong(format!("has `{FACTORS}`, which is not supported for the architecture `{}`", family.architecture)));
     }
-    if let Some(scaling) = scaling(values, tensors, theta, head_dim)? {
+    let multiplier_key = values.own("rope.scaling.yarn_log_multiplier");
+    let scale = if family.is_latent { values.number(&multiplier_key)?.filter(|scale| *scale != 0.0) } else { None };
+    if let Some(mut scaling) = scaling(values, tensors, theta, head_dim)? {
+        if let (Some(scale), Some(object)) = (scale, scaling.as_object_mut()) {
+            // Ten times the stored value, without its rounding to 32 bits.
+            let scale = json!((scale * 1e7).round() / 1e6);
+            object.extend(["mscale", "mscale_all_dim"].map(|key| (key.to_owned(), scale.clone())));
+        }
+        if let (Some(truncate), Some(object)) = (family.yarn_truncate, scaling.as_object_mut()) {
+            object.insert("truncate".to_owned(), json!(truncate));
+        }
         set("rope_scaling", scaling);
     }
     for (gguf_key, key) in family.multipliers {
@@ -161,6 +183,24 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         }),
     );
     Ok(config)
+}
+
+/// Widths of heads whose keys and values are computed from latent vectors, by their keys in `config.json`.
+/// llama.cpp multiplies queries with the latent vectors, as if all heads shared one key.
+fn latent_widths(values: &mut Values, groups: u64, [key, value, rotary]: [Option<u64>; 3]) -> Result<[(&'static str, u64); 3]> {
+    let (whole_key, rank) = (values.own("attention.key_length_mla"), value.unwrap_or(0));
+    if groups != 1 {
+        return Err(Error::Unsupported {
+            what: format!("{}: latent attention with {groups} key heads", values.path.display()),
+            hint: "the file is from an old version of llama.cpp; convert the original checkpoint again".into(),
+        });
+    }
+    let (Some(rotary), Some(whole)) = (rotary, values.size(&whole_key)?) else {
+        return Err(values.wrong(format!("`{whole_key}` or the rotary width is missing")));
+    };
+    let plain = whole.checked_sub(rotary).filter(|plain| *plain > 0 && rank.checked_add(rotary) == key);
+    let plain = plain.ok_or_else(|| values.wrong(format!("`{whole_key}` of {whole}, a rotary width of {rotary} and keys of {key:?} do not match")))?;
+    Ok([("qk_rope_head_dim", rotary), ("qk_nope_head_dim", plain), ("qk_head_dim", whole)])
 }
 
 /// A factor on part of a model. As in llama.cpp, zero has the meaning of a missing value: attention scores

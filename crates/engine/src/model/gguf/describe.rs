@@ -113,7 +113,7 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         own.push((gguf_key, Value::Unsigned(reader.required(key)?)));
     }
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
-    let groups = reader.size("num_key_value_heads")?.unwrap_or(heads);
+    let groups = if family.is_latent { 1 } else { reader.size("num_key_value_heads")?.unwrap_or(heads) };
     own.push(("attention.head_count_kv", Value::Unsigned(groups)));
     for setting in [&family.epsilon].into_iter().chain(family.settings) {
         own.push((setting.gguf, reader.setting(setting)?));
@@ -132,16 +132,23 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         }
     }
     let implied = hidden.checked_div(heads).unwrap_or(hidden);
-    let head_dim = reader.size("head_dim")?.unwrap_or(family.head_dim.unwrap_or(implied));
-    require_head_shapes(model, [heads, groups], head_dim)?;
+    let head_dim = match family.is_latent {
+        true => reader.required("qk_rope_head_dim")?,
+        false => reader.size("head_dim")?.unwrap_or(family.head_dim.unwrap_or(implied)),
+    };
+    if family.is_latent {
+        own.extend(latent_widths(&reader, heads, head_dim)?.map(|(key, width)| (key, Value::Unsigned(width))));
+    } else {
+        require_head_shapes(model, [heads, groups], head_dim)?;
+    }
     if family.has_implied_heads && heads.checked_mul(head_dim) != Some(hidden) {
         let hint = format!("llama.cpp supports only `hidden_size / num_attention_heads` for `{}`", family.architecture);
         return Err(reader.refused(&format!("heads of {head_dim} elements"), hint));
     }
-    if family.head_dim.is_some() || head_dim != implied {
+    if !family.is_latent && (family.head_dim.is_some() || head_dim != implied) {
         own.extend(["attention.key_length", "attention.value_length"].map(|key| (key, Value::Unsigned(head_dim))));
     }
-    if family.interleaved_rope || family.partial_rotary.is_some() {
+    if family.interleaved_rope || family.is_latent || family.partial_rotary.is_some() {
         own.push(("rope.dimension_count", Value::Unsigned(reader.rotary_width(head_dim)?)));
     }
     let (theta, scaling) = positions(&reader, head_dim)?;
@@ -149,6 +156,12 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     let factors = match scaling {
         None => None,
         Some(Scaling::Named { kind, factor, more }) => {
+            if family.yarn_truncate.is_some() && kind == "yarn" {
+                notes.push(
+                    "llama.cpp rounds the limits of the frequencies that `yarn` scales, unlike `truncate` of false in config.json: results differ slightly"
+                        .to_owned(),
+                );
+            }
             own.extend([("rope.scaling.type", Value::Text(kind.to_owned())), ("rope.scaling.factor", Value::Float(factor))]);
             own.extend(more);
             None
@@ -205,6 +218,20 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     Ok(Metadata { family, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
 }
 
+/// Widths of heads whose keys and values are computed from latent vectors: llama.cpp multiplies queries with the
+/// latent vectors, as if all heads shared one key.
+fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<[(&'static str, u64); 3]> {
+    if let Some(groups) = reader.size("num_key_value_heads")?.filter(|groups| *groups != heads) {
+        return Err(reader.refused(&format!("`num_key_value_heads` of {groups}"), format!("it must be {heads}, like `num_attention_heads`")));
+    }
+    let (rank, plain) = (reader.required("kv_lora_rank")?, reader.required("qk_nope_head_dim")?);
+    reader.required("q_lora_rank")?;
+    reader.required("v_head_dim")?;
+    let too_wide = || reader.refused("heads that are too wide", "the checkpoint and its config.json do not match");
+    let sum = |part: u64| part.checked_add(rotary).ok_or_else(too_wide);
+    Ok([("attention.key_length", sum(rank)?), ("attention.value_length", rank), ("attention.key_length_mla", sum(plain)?)])
+}
+
 /// Whether each layer has a sliding window, if `config.json` lists other layers than the default ones.
 fn window_pattern(reader: &Reader) -> Result<Option<Vec<bool>>> {
     let (Windows::Listed(default), layers) = (reader.family.windows, reader.required("num_hidden_layers")?) else { return Ok(None) };
@@ -252,7 +279,9 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     let family = reader.family;
     let json = |text: &str| serde_json::from_str::<Json>(text).unwrap_or(Json::Null);
     for (key, value) in family.required {
-        if let Some(other) = reader.get(key).filter(|other| **other != json(value)) {
+        // Files have numbers of 32 bits.
+        let number = |value: &Json| value.as_f64().map(|number| number as f32);
+        if let Some(other) = reader.get(key).filter(|other| **other != json(value) && (number(other).is_none() || number(other) != number(&json(value)))) {
             return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp supports only {value} for `{}`", family.architecture)));
         }
     }
@@ -360,9 +389,16 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<(f64, Option<Scaling>)> {
         }
         "linear" => &["factor"],
         "llama3" => &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
-        "yarn" => &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"],
+        "yarn" if reader.family.is_latent => {
+            &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"]
+        }
+        "yarn" => &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"],
         other => return Err(reader.refused(&format!("rope scaling `{other}`"), "supported: default, linear, llama3, yarn")),
     };
+    let truncate = global.get("truncate").and_then(Json::as_bool).unwrap_or(true);
+    if kind == "yarn" && truncate != reader.family.yarn_truncate.unwrap_or(true) {
+        return Err(reader.refused(&format!("`truncate` of {truncate} in rope scaling `yarn`"), "GGUF files cannot represent it"));
+    }
     let is_partial = |key: &str| reader.family.partial_rotary.is_some_and(|(partial, _)| partial == key);
     let is_known = |key: &str| ["rope_type", "type", "rope_theta"].contains(&key) || is_partial(key) || supported.contains(&key);
     if let Some((key, value)) = global.iter().find(|(key, value)| !value.is_null() && !is_known(key)) {
@@ -383,11 +419,21 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<(f64, Option<Scaling>)> {
                 }
             }
             let factor = number("factor")?;
-            let attention = 0.1 * factor.ln() + 1.0;
+            let mut more = vec![original("original_max_position_embeddings")?];
+            let attention = if reader.family.is_latent {
+                let [scale, all] = ["mscale", "mscale_all_dim"].map(|key| global.get(key).and_then(Json::as_f64));
+                let scale = scale.filter(|scale| Some(*scale) == all && *scale > 0.0);
+                let scale = scale
+                    .ok_or_else(|| reader.refused("rope scaling `yarn` with different `mscale` and `mscale_all_dim`", "llama.cpp supports only equal ones"))?;
+                more.push(("rope.scaling.yarn_log_multiplier", Value::Float(0.1 * scale)));
+                1.0
+            } else {
+                0.1 * factor.ln() + 1.0
+            };
             if let Some(other) = global.get("attention_factor").and_then(Json::as_f64).filter(|other| (other - attention).abs() > 1e-6) {
                 return Err(reader.refused(&format!("`attention_factor` of {other} in rope scaling `yarn`"), format!("llama.cpp uses {attention}")));
             }
-            Scaling::Named { kind: "yarn", factor, more: vec![original("original_max_position_embeddings")?] }
+            Scaling::Named { kind: "yarn", factor, more }
         }
     };
     Ok((theta, Some(scaling)))

@@ -26,7 +26,7 @@ use super::{AuxiliaryFiles, Config, Model, add_modules};
 use crate::arch::{self, GgufFamily};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::store::gguf::{GgufFile, RowPermutation};
+use crate::store::gguf::{GgufFile, RowPermutation, joined_experts, joined_latent};
 use crate::store::{Checkpoint, Weight, Weights};
 
 #[doc(hidden)]
@@ -108,8 +108,47 @@ fn split_experts(family: &GgufFamily, file: &mut GgufFile, config: &Map<String, 
     Ok(all)
 }
 
+/// Removes the tensors that are parts of one tensor in checkpoints, and returns the whole ones by their names in
+/// checkpoints.
+fn join_parts(family: &GgufFamily, file: &mut GgufFile) -> Result<BTreeMap<String, Weight>> {
+    let mut parts: BTreeMap<String, Vec<(usize, String)>> = BTreeMap::new();
+    for name in file.tensors.keys() {
+        if let Some((checkpoint, position)) = family.joined_name(name) {
+            parts.entry(checkpoint).or_default().push((position, name.clone()));
+        }
+    }
+    let mut joined = BTreeMap::new();
+    for (checkpoint, mut names) in parts {
+        names.sort();
+        // The parts of each expert or head.
+        let mut matrices: Vec<Vec<Weight>> = Vec::new();
+        for (_, name) in &names {
+            let slices = file.slices(name)?.unwrap_or_default();
+            if matrices.is_empty() {
+                matrices.resize_with(slices.len().min(MAX_EXPERTS), Vec::new);
+            }
+            if matrices.len() != slices.len() {
+                matrices.clear();
+                break;
+            }
+            matrices.iter_mut().zip(slices).for_each(|(parts, slice)| parts.push(slice));
+        }
+        let is_incomplete = matrices.iter().any(|parts| parts.len() != names.len());
+        if matrices.is_empty() || is_incomplete || family.joined_tensors(&checkpoint).is_none_or(|all| all.len() != names.len()) {
+            let reason = "is stored in parts that are missing or do not have the same number of matrices";
+            return Err(Error::tensor(&checkpoint, reason, "the tensors do not match the metadata of the file"));
+        }
+        let is_latent = family.latent_tensors(&checkpoint).is_some();
+        let whole = if is_latent { joined_latent(matrices, &checkpoint)? } else { joined_experts(matrices, &checkpoint)? };
+        joined.insert(checkpoint, whole);
+        names.iter().for_each(|(_, name)| drop(file.tensors.remove(name)));
+    }
+    Ok(joined)
+}
+
 /// The weights of a file, by their names in Hugging Face checkpoints.
 fn weights(family: &GgufFamily, mut opened: GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+    let joined = join_parts(family, &mut opened)?;
     let (file, tensors) = (opened.path.clone(), split_experts(family, &mut opened, config)?);
     let size = |key: &str| config.get(key).and_then(Json::as_u64).and_then(|size| usize::try_from(size).ok());
     let heads = |key: &str| size(key).filter(|count| *count > 0);
@@ -149,6 +188,7 @@ fn weights(family: &GgufFamily, mut opened: GgufFile, config: &Map<String, Json>
         };
         weights.insert(checkpoint_name, weight);
     }
+    weights.extend(joined);
     if size("num_hidden_layers") != Some(layers.len()) {
         let expected = size("num_hidden_layers").unwrap_or(0);
         return Err(Error::malformed(&file, format!("specifies {expected} layers, but has tensors of {}", layers.len())));
