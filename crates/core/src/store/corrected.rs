@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{BlockSink, DType, Encoding, Origin, View, Weight, WeightSource};
+use super::{BlockSink, DType, Encoding, Origin, Weight, WeightSource, changed_floats};
 use crate::error::{Error, Result};
-use crate::kernel::convert;
 
 /// A matrix and the factors of a low-rank term.
 pub struct Corrected {
@@ -51,15 +50,10 @@ struct Typed {
 impl WeightSource for Typed {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let Corrected { name, upstream, inner, outer } = &self.corrected;
-        let (columns, rank, size) = (upstream.row().max(1), outer.row(), self.dtype.bitsize() / 8);
+        let (columns, rank) = (upstream.row().max(1), outer.row());
         let (inner, outer) = (inner.floats(name)?, outer.floats(name)?);
-        let (mut values, mut bytes) = (Vec::new(), Vec::new());
-        let mut at = 0;
-        upstream.visit(unit, &mut |block| {
-            values.resize(block.now.elements(), 0f32);
-            bytes.resize(values.len() * size, 0);
-            let floats = block.now.decode(0, &mut values);
-            let mut rest = &mut values[..];
+        changed_floats::visit(name, upstream, self.dtype, unit, sink, |first, values| {
+            let (mut at, mut rest) = (first, values);
             // A block may begin and end within a row.
             while !rest.is_empty() {
                 let (row, column) = (at / columns, at % columns);
@@ -70,10 +64,6 @@ impl WeightSource for Typed {
                 }
                 (at, rest) = (at + length, after);
             }
-            if !floats || !convert::from_f32(self.dtype, &values, &mut bytes) {
-                return Err(Error::tensor(name, format!("is {}, expected F16, BF16 or F32", upstream.dtype), "convert it to F32 first"));
-            }
-            sink(block.becomes(View::dense(self.dtype, &bytes)))
         })
     }
 }

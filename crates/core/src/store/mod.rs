@@ -8,6 +8,7 @@ mod assemble;
 mod bias;
 mod block;
 mod block_packing;
+mod changed_floats;
 pub mod checkpoint;
 mod code_packing;
 #[cfg(feature = "zstd")]

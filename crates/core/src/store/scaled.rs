@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{Block, BlockSink, DType, Encoding, Origin, View, Weight, WeightSource, block_elements};
+use super::{Block, BlockSink, DType, Encoding, Origin, View, Weight, WeightSource, block_elements, changed_floats};
 use crate::error::{Error, Result};
-use crate::kernel::convert;
 
 /// A weight multiplied by factors along its first two dimensions.
 pub struct Scaled {
@@ -45,25 +44,13 @@ impl WeightSource for Typed {
         if let Some((factors, size)) = pairs.into_iter().find(|(factors, size)| factors.len() > *size) {
             return Err(Error::tensor(name, format!("has an axis of {size} elements, but there are {} factors", factors.len()), "report this error"));
         }
-        let size = self.dtype.bitsize() / 8;
-        let (mut values, mut bytes) = (Vec::new(), Vec::new());
-        let mut at = 0;
-        upstream.visit(unit, &mut |block| {
-            let count = block.now.elements();
-            values.resize(count, 0f32);
-            bytes.resize(count * size, 0);
-            let floats = block.now.decode(0, &mut values);
-            for (index, value) in values.iter_mut().enumerate().map(|(index, value)| (at + index, value)) {
+        changed_floats::visit(name, upstream, self.dtype, unit, sink, |first, values| {
+            for (index, value) in values.iter_mut().enumerate().map(|(index, value)| (first + index, value)) {
                 let factor = |factors: &Option<Arc<Vec<f32>>>, index: usize| factors.as_ref().and_then(|f| f.get(index)).copied().unwrap_or(1.0);
                 let factor = factor(rows, index / row) * factor(columns, index % row / inner);
                 *value =
                     if *offset == 0.0 { *value * factor } else { ((f64::from(*value) + f64::from(*offset)) * f64::from(factor) - f64::from(*offset)) as f32 };
             }
-            at += count;
-            if !floats || !convert::from_f32(self.dtype, &values, &mut bytes) {
-                return Err(Error::tensor(name, format!("is {}, expected F16, BF16 or F32", upstream.dtype), "convert it to F32 first"));
-            }
-            sink(block.becomes(View::dense(self.dtype, &bytes)))
         })
     }
 }
