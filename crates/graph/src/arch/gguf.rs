@@ -2,6 +2,8 @@
 //!
 //! Names are those of `gguf-py/gguf/tensor_mapping.py` in llama.cpp.
 
+use serde_json::Value as Json;
+
 use super::families;
 
 /// A model family in GGUF files.
@@ -147,12 +149,22 @@ pub struct Setting {
     /// Key in `config.json`.
     pub key: &'static str,
     /// Default in transformers, as JSON: a boolean, an integer, or a number with a decimal point.
-    pub default: &'static str,
-    /// The meaning of a missing key in GGUF files; `None` if llama.cpp requires the key.
-    pub missing: Option<&'static str>,
+    pub(super) default: &'static str,
+    /// As JSON; `None` if llama.cpp requires the key.
+    pub(super) missing: Option<&'static str>,
 }
 
 impl Setting {
+    /// The default in transformers.
+    pub fn default_value(&self) -> Json {
+        parsed(self.default)
+    }
+
+    /// The meaning of a missing key in GGUF files; `None` if llama.cpp requires the key.
+    pub fn missing_value(&self) -> Option<Json> {
+        self.missing.map(parsed)
+    }
+
     pub(super) const fn required(gguf: &'static str, key: &'static str, default: &'static str) -> Setting {
         Setting { gguf, key, default, missing: None }
     }
@@ -160,6 +172,10 @@ impl Setting {
     pub(super) const fn optional(gguf: &'static str, key: &'static str, [default, missing]: [&'static str; 2]) -> Setting {
         Setting { gguf, key, default, missing: Some(missing) }
     }
+}
+
+fn parsed(json: &str) -> Json {
+    serde_json::from_str(json).unwrap_or(Json::Null)
 }
 
 /// Names in GGUF files and in checkpoints.

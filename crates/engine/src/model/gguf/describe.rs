@@ -73,7 +73,7 @@ impl Reader<'_> {
     /// A setting in the form of GGUF files.
     fn setting(&self, setting: &Setting) -> Result<Value> {
         let wrong = |value: &Json, what: &str| self.refused(&format!("`{}` of {value}", setting.key), format!("must be {what}"));
-        let default: Json = serde_json::from_str(setting.default).unwrap_or(Json::Null);
+        let default = setting.default_value();
         let value = self.get(setting.key).unwrap_or(&default);
         match &default {
             Json::Bool(_) => value.as_bool().map(Value::Bool).ok_or_else(|| wrong(value, "true or false")),

@@ -169,14 +169,12 @@ impl Values {
     /// The value of a setting for `config.json`.
     pub fn setting(&mut self, setting: &Setting) -> Result<Json> {
         let key = self.own(setting.gguf);
-        let default: Json = serde_json::from_str(setting.default).unwrap_or(Json::Null);
-        let value = match default {
+        let value = match setting.default_value() {
             Json::Bool(_) => self.flag(&key)?.map(|value| json!(value)),
             Json::Number(number) if number.is_u64() => self.size(&key)?.map(|value| json!(value)),
             _ => self.number(&key)?.map(|value| json!(value)),
         };
-        let missing = setting.missing.and_then(|text| serde_json::from_str(text).ok());
-        value.or(missing).ok_or_else(|| self.wrong(format!("`{key}` is missing")))
+        value.or(setting.missing_value()).ok_or_else(|| self.wrong(format!("`{key}` is missing")))
     }
 
     /// Returns the unread metadata that describes the model, and the names of other unread keys. Fails
