@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use compress::export::FileType;
 use compress::pass::QuantizeDynamic;
 use compress::{Model, Pipeline};
 use compress_core::store::gguf;
 use compress_core::store::{Bytes, DType, Encoding, Weight};
+use compress_graph::ir::Op;
 use serde_json::Value;
 
-use super::{families, golden, put, rewritten, same_graph, same_weights, source, tokens};
+use super::{export, families, golden, put, rewritten, same_graph, same_weights, source, tokens};
 
 #[test]
 fn families_match_their_originals() {
@@ -178,10 +180,18 @@ fn keys_of_families_are_read_or_refused() {
     assert!(model.err().unwrap().to_string().contains("gate_up_proj_bias`: is stored in parts that are missing"));
     let (_folder, model) = rewritten("cohere", |values, _| drop(values.remove("command-r.logit_scale")));
     assert_eq!(model.unwrap().config.get("logit_scale").and_then(Value::as_f64), Some(1.0));
+    // Without a pattern, every fourth layer has no window, so that both layers have one. Cohere 2 has rotary
+    // embeddings only in layers with a window.
+    let layers = |model: &Model| {
+        let graph = model.graph().unwrap();
+        let windows = graph.nodes().iter().filter(|node| matches!(&node.op, Op::Attention(op) if op.window.is_some())).count();
+        (windows, graph.nodes().iter().filter(|node| matches!(node.op, Op::Rotary(_))).count())
+    };
     let (_folder, model) = rewritten("cohere2", |values, _| drop(values.remove("cohere2.attention.sliding_window_pattern")));
-    assert!(model.unwrap().graph().unwrap().to_string() != source("cohere2").1.graph().unwrap().to_string());
+    assert_eq!((layers(&model.unwrap()), layers(&source("cohere2").1)), ((2, 4), (1, 2)));
     let (_folder, model) = rewritten("olmo3", |values, _| drop(values.remove("olmo2.attention.sliding_window_pattern")));
-    assert_eq!(model.unwrap().config.model_type(), "olmo3");
+    let model = model.unwrap();
+    assert_eq!((model.config.model_type(), layers(&model)), ("olmo3", (2, 4)));
     // llama.cpp decides by the norm of the network, and its converter writes `true` for files without the
     // key.
     for (name, is_parallel) in [("stablelm", false), ("stablelm-parallel", true)] {
@@ -231,4 +241,28 @@ fn multipliers_have_the_defaults_of_llama_cpp() {
     assert!(with_rope(true).is_ok());
     let error = with_rope(false).err().unwrap().to_string();
     assert!(error.contains("`granite.rope.scaling.finetuned` of false"), "{error}");
+}
+
+/// OLMo 3 has a base for each type of layer, which llama.cpp reads too.
+#[test]
+fn bases_of_both_layer_types_are_read_and_written() {
+    let base = |key: &str| format!("olmo2.rope.{key}");
+    for (bases, written) in [([20_000.0, 30_000.0], [Some(20_000.0), Some(30_000.0)]), ([20_000.0, 20_000.0], [Some(20_000.0), None])] {
+        let (_folder, model) = rewritten("olmo3", |values, _| {
+            values.insert(base("freq_base"), gguf::Value::Float(bases[0]));
+            if bases[1] != bases[0] {
+                values.insert(base("freq_base_swa"), gguf::Value::Float(bases[1]));
+            }
+        });
+        let model = model.unwrap();
+        let graph = model.graph().unwrap();
+        let thetas: Vec<f64> = graph.nodes().iter().filter_map(|node| if let Op::Rotary(op) = &node.op { Some(op.theta) } else { None }).collect();
+        // The first layer has a window. Each layer rotates queries and keys.
+        assert_eq!(thetas, [bases[1], bases[1], bases[0], bases[0]], "{graph}");
+        let out = tempfile::tempdir().unwrap();
+        export(model, out.path(), FileType::F32).unwrap();
+        let values = gguf::GgufFile::open(&out.path().join("out/model.gguf")).unwrap().values;
+        let found = ["freq_base", "freq_base_swa"].map(|key| if let Some(gguf::Value::Float(value)) = values.get(&base(key)) { Some(*value) } else { None });
+        assert_eq!(found, written);
+    }
 }

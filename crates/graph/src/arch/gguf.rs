@@ -49,6 +49,10 @@ pub struct GgufFamily {
     /// The value of `truncate` in rope scaling of the kind `yarn`, which GGUF files do not contain, if it is not
     /// the default.
     pub yarn_truncate: Option<bool>,
+    /// Key of the number of rotated elements of a head, which files of some families have instead.
+    pub rotary_width: Option<&'static str>,
+    /// Whether `rope_parameters` has a group for each type of layer, with its own base.
+    pub has_rope_groups: bool,
     /// Whether rope scaling of the kind `dynamic` with `alpha` raises the base.
     pub has_alpha_scaling: bool,
     /// Key and value of the activation function.
@@ -235,6 +239,8 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     theta: 1e4,
     partial_rotary: None,
     yarn_truncate: None,
+    rotary_width: None,
+    has_rope_groups: false,
     has_alpha_scaling: false,
     activation: ("hidden_act", "silu"),
     newer_activation_key: None,

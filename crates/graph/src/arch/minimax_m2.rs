@@ -46,6 +46,7 @@ pub(super) const MINIMAX_M2: Family = Family {
         head_dim: Some(128),
         theta: 5_000_000.0,
         partial_rotary: Some(("partial_rotary_factor", 1.0)),
+        rotary_width: Some("rotary_dim"),
         head: GgufHead::Separate,
         experts: Some(GgufExperts { inner: Some("intermediate_size"), ..mixtral::GGUF_EXPERTS }),
         ..gguf::LLAMA

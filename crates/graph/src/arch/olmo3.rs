@@ -7,7 +7,7 @@ pub(super) const OLMO3: Family = Family {
     model_type: "olmo3",
     graph: graph!(running::build),
     keys: Keys { harmless: &["attention_dropout", "max_position_embeddings"], neutral: &[("partial_rotary_factor", "1.0")] },
-    gguf: Some(&GgufFamily { class: "Olmo3ForCausalLM", theta: 500_000.0, windows: Windows::Listed(4), ..olmo2::GGUF }),
+    gguf: Some(&GgufFamily { class: "Olmo3ForCausalLM", theta: 500_000.0, windows: Windows::Listed(4), has_rope_groups: true, ..olmo2::GGUF }),
     ..DECODER
 };
 

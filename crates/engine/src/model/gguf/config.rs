@@ -107,7 +107,6 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         set(key, json!(rotary_width.map_or(1.0, |width| width as f64 / head_dim as f64)));
     }
     let theta = values.number(&values.own("rope.freq_base"))?.unwrap_or(10_000.0);
-    set("rope_theta", json!(theta));
     // llama.cpp omits the rotary embedding of families with multipliers if this key is false.
     let finetuned = values.own("rope.scaling.finetuned");
     if values.flag(&finetuned)? == Some(false) && !family.multipliers.is_empty() {
@@ -121,16 +120,25 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     }
     let multiplier_key = values.own("rope.scaling.yarn_log_multiplier");
     let scale = if family.is_latent { values.number(&multiplier_key)?.filter(|scale| *scale != 0.0) } else { None };
-    if let Some(mut scaling) = scaling(values, tensors, theta, head_dim)? {
-        if let (Some(scale), Some(object)) = (scale, scaling.as_object_mut()) {
+    let mut scaling = scaling(values, tensors, theta, head_dim)?;
+    if let Some(object) = scaling.as_mut().and_then(Json::as_object_mut) {
+        if let Some(scale) = scale {
             // Ten times the stored value, without its rounding to 32 bits.
             let scale = json!((scale * 1e7).round() / 1e6);
             object.extend(["mscale", "mscale_all_dim"].map(|key| (key.to_owned(), scale.clone())));
         }
-        if let (Some(truncate), Some(object)) = (family.yarn_truncate, scaling.as_object_mut()) {
+        if let Some(truncate) = family.yarn_truncate {
             object.insert("truncate".to_owned(), json!(truncate));
         }
-        set("rope_scaling", scaling);
+    }
+    let local_theta = if family.has_rope_groups { values.number(&values.own("rope.freq_base_swa"))?.unwrap_or(theta) } else { theta };
+    if family.has_rope_groups && (theta != family.theta || local_theta != theta) {
+        set("rope_parameters", rope_groups(scaling, theta, local_theta));
+    } else {
+        set("rope_theta", json!(theta));
+        if let Some(scaling) = scaling {
+            set("rope_scaling", scaling);
+        }
     }
     for (gguf_key, key) in family.multipliers {
         set(key, json!(multiplier(values, gguf_key, head_dim)?));
@@ -265,6 +273,13 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, 
         }
         (Some(factors), None) => factors_as_scaling(values, factors, theta).map(Some),
     }
+}
+
+/// Rotary embeddings of both types of layers. Scaling applies only to layers without a window.
+fn rope_groups(scaling: Option<Json>, theta: f64, local_theta: f64) -> Json {
+    let mut global = scaling.unwrap_or_else(|| json!({ "rope_type": "default" }));
+    global["rope_theta"] = json!(theta);
+    json!({ "full_attention": global, "sliding_attention": { "rope_type": "default", "rope_theta": local_theta } })
 }
 
 /// Maximum number of frequency divisors, one for each pair of elements of a head.

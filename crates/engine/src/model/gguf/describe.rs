@@ -86,7 +86,8 @@ impl Reader<'_> {
     fn rotary_width(&self, head_dim: u64) -> Result<u64> {
         let Some((key, default)) = self.family.partial_rotary else { return Ok(head_dim) };
         let nested = self.get("rope_parameters").and_then(|parameters| parameters.get(key)).and_then(Json::as_f64);
-        let part = match (nested.or(self.number(key)?), self.size("rotary_dim")?) {
+        let width = self.family.rotary_width.map_or(Ok(None), |key| self.size(key))?;
+        let part = match (nested.or(self.number(key)?), width) {
             (Some(part), _) => part,
             (None, Some(width)) => return Ok(width),
             (None, None) => default,
@@ -151,8 +152,9 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     if family.interleaved_rope || family.is_latent || family.partial_rotary.is_some() {
         own.push(("rope.dimension_count", Value::Unsigned(reader.rotary_width(head_dim)?)));
     }
-    let (theta, scaling) = positions(&reader, head_dim)?;
+    let Positions { theta, local_theta, scaling } = positions(&reader, head_dim)?;
     own.push(("rope.freq_base", Value::Float(theta)));
+    own.extend(local_theta.map(|theta| ("rope.freq_base_swa", Value::Float(theta))));
     let factors = match scaling {
         None => None,
         Some(Scaling::Named { kind, factor, more }) => {
@@ -364,8 +366,16 @@ enum Scaling {
     Llama3([f64; 4]),
 }
 
-/// The base frequency of rotary embeddings, and their scaling.
-fn positions(reader: &Reader, head_dim: u64) -> Result<(f64, Option<Scaling>)> {
+/// Rotary embeddings.
+struct Positions {
+    theta: f64,
+    /// The base of layers with a sliding window, if it differs.
+    local_theta: Option<f64>,
+    scaling: Option<Scaling>,
+}
+
+/// The base frequencies of rotary embeddings, and their scaling.
+fn positions(reader: &Reader, head_dim: u64) -> Result<Positions> {
     let has_local = reader.family.has_local_rope;
     let all = reader.get("rope_parameters").or(reader.get("rope_scaling"));
     // The newer format has one group per attention type.
@@ -376,16 +386,22 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<(f64, Option<Scaling>)> {
     if has_local && local.or(reader.number("rope_local_base_freq")?).unwrap_or(1e4) != 1e4 {
         return Err(reader.refused("`rope_local_base_freq`", "llama.cpp uses 10000 for sliding-window layers"));
     }
-    let Some(global) = global.and_then(Json::as_object) else { return Ok((theta, None)) };
+    let local_theta = local.filter(|local| !has_local && *local != theta);
+    if let Some(local) = local_theta.filter(|_| !reader.family.has_rope_groups) {
+        let hint = format!("llama.cpp has a single base for `{}`", reader.family.architecture);
+        return Err(reader.refused(&format!("`rope_theta` of {local} for layers with a sliding window"), hint));
+    }
+    let with = |theta: f64, scaling: Option<Scaling>| Positions { theta, local_theta, scaling };
+    let Some(global) = global.and_then(Json::as_object) else { return Ok(with(theta, None)) };
     let kind = global.get("rope_type").or(global.get("type")).and_then(Json::as_str).unwrap_or("default");
     let supported: &[&str] = match kind {
-        "default" => return Ok((theta, None)),
+        "default" => return Ok(with(theta, None)),
         // The other parameters have no effect.
         "dynamic" if reader.family.has_alpha_scaling => {
             let alpha = global.get("alpha").and_then(Json::as_f64).filter(|alpha| *alpha > 0.0 && head_dim > 2);
             let alpha = alpha.ok_or_else(|| reader.refused("rope scaling `dynamic` without `alpha`", "it depends on the length of the text"))?;
             let width = head_dim as f64;
-            return Ok((theta * alpha.powf(width / (width - 2.0)), None));
+            return Ok(with(theta * alpha.powf(width / (width - 2.0)), None));
         }
         "linear" => &["factor"],
         "llama3" => &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
@@ -436,5 +452,5 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<(f64, Option<Scaling>)> {
             Scaling::Named { kind: "yarn", factor, more }
         }
     };
-    Ok((theta, Some(scaling)))
+    Ok(with(theta, Some(scaling)))
 }
