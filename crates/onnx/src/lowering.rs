@@ -25,6 +25,8 @@ pub(super) struct Lowering<'g> {
     /// Names of the graph's values, by position.
     pub names: Vec<String>,
     used_names: BTreeSet<String>,
+    /// Names of values in the graph.
+    value_names: BTreeSet<&'g str>,
     /// Storage of the parameters, by position.
     pub layouts: BTreeMap<usize, Vec<InitializerLayout>>,
     pub nodes: Vec<NodeProto>,
@@ -57,6 +59,7 @@ impl<'g> Lowering<'g> {
             cache: style.cache.then(KvCache::default),
             names,
             used_names,
+            value_names: graph.values().iter().map(|value| value.name.as_str()).collect(),
             layouts,
             nodes: Vec::new(),
             constants: Vec::new(),
@@ -67,6 +70,11 @@ impl<'g> Lowering<'g> {
             scope: String::new(),
             node: None,
         }
+    }
+
+    /// Whether the graph has a value of this name.
+    pub fn has_value(&self, name: &str) -> bool {
+        self.value_names.contains(name)
     }
 
     /// Starts lowering a node.

@@ -318,7 +318,7 @@ fn product_of_blocks(weight: QuantizedWeight, blocks: Blocks, x: &str, n: &Lower
 fn integer_product(weight: &QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pending> {
     // A static quantizer of the same value, for other layers, has the first of these names.
     let [named, other] = ["quantized", "dynamic"].map(|part| format!("{x}/{part}"));
-    let scope = if n.graph.values().iter().any(|value| value.name == named) { other } else { named };
+    let scope = if n.has_value(&named) { other } else { named };
     let [integers, scale, zero_point] =
         n.share_many(&format!("{scope}|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))?;
     // Runtimes match the pattern only with operands in this order.
