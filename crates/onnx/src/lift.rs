@@ -2,8 +2,8 @@
 //!
 //! The table in `rules.rs` converts single operators. Integers from which shapes are computed are
 //! tracked symbolically (`numbers.rs`). Position ids are recognized (`positions.rs`).
-//! Nodes without a typed form become opaque subgraphs that ONNX Runtime runs (`opaque.rs`). Patterns of
-//! several ops are fused (`patterns.rs`).
+//! Nodes without a typed form become opaque subgraphs (`opaque.rs`), which the interpreter or ONNX Runtime
+//! runs. Patterns of several ops are fused (`patterns.rs`).
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

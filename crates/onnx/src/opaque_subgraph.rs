@@ -1,4 +1,5 @@
-//! A subgraph without a typed form, whose nodes ONNX Runtime runs unchanged.
+//! A subgraph without a typed form, whose nodes are run unchanged: by the interpreter if it supports them, or
+//! else by ONNX Runtime.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -7,15 +8,15 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use prost::Message;
 
 use super::check;
-use super::proto::{
-    DataType, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
-};
+use super::interpreter::Interpreter;
+use super::proto::{DataType, NodeProto};
+use super::subgraph_parts::SubgraphParts;
 use super::value_info::dim_name;
 use crate::error::{Error, Result};
 use crate::ir::ops::Function;
@@ -41,25 +42,6 @@ fn limits(bytes: usize) -> Limits {
 /// Nondeterministic operators.
 pub(super) const RANDOM: [&str; 6] = ["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"];
 
-/// Nodes, constants and interface of a subgraph.
-#[derive(Debug, Clone, Default)]
-pub(super) struct SubgraphParts {
-    /// Nodes in topological order.
-    pub nodes: Vec<NodeProto>,
-    /// Constants.
-    pub constants: Vec<TensorProto>,
-    /// Names of the inputs and their ONNX element type numbers.
-    pub inputs: Vec<(String, i32)>,
-    /// Trial values of integer inputs, instead of 1.
-    pub trial_values: BTreeMap<String, i64>,
-    /// Names of the outputs of the last node.
-    pub outputs: Vec<String>,
-    /// Operator sets.
-    pub opsets: Vec<OperatorSetIdProto>,
-    /// Version of the file format.
-    pub ir_version: Option<i64>,
-}
-
 /// Loaded subgraphs of a file, by outputs, inputs, and whether they were optimized.
 pub(super) type SubgraphCache = BTreeMap<(Vec<String>, Vec<String>, bool), Result<Arc<LoadedSubgraph>, String>>;
 
@@ -72,11 +54,18 @@ pub(super) struct LoadedSubgraph {
     parts: SubgraphParts,
     /// ONNX element type numbers of the outputs.
     elements: Vec<Option<i32>>,
-    session: Mutex<Session>,
+    backend: Backend,
     /// The limit that a trial has exceeded. Later trials fail immediately.
     exceeded: OnceLock<String>,
     /// Results of previous trials, by input shapes.
     sizes: Mutex<BTreeMap<Vec<Vec<usize>>, TrialSizes>>,
+}
+
+/// The implementation that runs a subgraph.
+#[derive(Debug)]
+enum Backend {
+    BuiltIn(Interpreter),
+    Runtime(Box<Mutex<Session>>),
 }
 
 /// One output of a loaded subgraph.
@@ -99,21 +88,37 @@ pub(super) fn element(number: i32) -> Option<Element> {
 }
 
 impl LoadedSubgraph {
-    /// Loads a subgraph of the file at `path` whose inputs have these ranks. Fails if ONNX Runtime is
-    /// missing or refuses the nodes.
+    /// Loads a subgraph of the file at `path` whose inputs have these ranks. Fails if the interpreter does
+    /// not support the nodes, and ONNX Runtime is missing or refuses them.
     pub fn new(parts: SubgraphParts, ranks: &[usize], path: &Path, optimize: bool) -> Result<LoadedSubgraph, String> {
+        if let Some(interpreter) = Interpreter::new(&parts) {
+            let elements = interpreter.output_types();
+            return Ok(LoadedSubgraph { parts, elements, backend: Backend::BuiltIn(interpreter), exceeded: OnceLock::new(), sizes: Mutex::default() });
+        }
         let model = parts.model(ranks);
         let options = runtime::Options { optimize, limits: Some(limits(model.encoded_len())), ..runtime::Options::default() };
         let session = Session::from_model(&model, path, options).map_err(|e| e.to_string())?;
-        Ok(LoadedSubgraph { parts, elements: session.output_types(), session: Mutex::new(session), exceeded: OnceLock::new(), sizes: Mutex::default() })
+        let (elements, backend) = (session.output_types(), Backend::Runtime(Box::new(Mutex::new(session))));
+        Ok(LoadedSubgraph { parts, elements, backend, exceeded: OnceLock::new(), sizes: Mutex::default() })
     }
 
     fn run_all(&self, inputs: &[Tensor], limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>, String> {
         if let (Some(reason), Some(_)) = (self.exceeded.get(), limits) {
             return Err(reason.clone());
         }
+        let session = match &self.backend {
+            Backend::BuiltIn(interpreter) => {
+                let begun = Instant::now();
+                let outputs = interpreter.run(inputs, limits);
+                if let (Err(reason), true) = (&outputs, limits.is_some_and(|limits| begun.elapsed() > limits.time)) {
+                    let _ = self.exceeded.set(reason.clone());
+                }
+                return outputs;
+            }
+            Backend::Runtime(session) => session,
+        };
         let named = self.parts.inputs.iter().map(|(name, _)| name.clone()).zip(inputs.iter().cloned()).collect();
-        let outputs = self.session.lock().unwrap_or_else(PoisonError::into_inner).run_within(&named, limits);
+        let outputs = session.lock().unwrap_or_else(PoisonError::into_inner).run_within(&named, limits);
         outputs.map_err(|e| {
             let reason = e.to_string();
             // Invalid inputs have other error variants.
@@ -289,30 +294,11 @@ impl Function for OpaqueSubgraph {
     }
 }
 
-impl SubgraphParts {
-    /// The subgraph as a model whose inputs have these ranks.
-    fn model(&self, ranks: &[usize]) -> ModelProto {
-        let open = |rank: &usize| Some(TensorShapeProto { dim: vec![DimensionProto::default(); *rank] });
-        let port = |((name, element), rank): (&(String, i32), &usize)| {
-            let tensor = TensorTypeProto { elem_type: Some(*element), shape: open(rank) };
-            let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
-            ValueInfoProto { name: Some(name.clone()), r#type: Some(ty), ..ValueInfoProto::default() }
-        };
-        let graph = GraphProto {
-            name: Some("subgraph".into()),
-            node: self.nodes.clone(),
-            initializer: self.constants.clone(),
-            input: self.inputs.iter().zip(ranks).map(port).collect(),
-            output: self.outputs.iter().map(|name| ValueInfoProto { name: Some(name.clone()), ..ValueInfoProto::default() }).collect(),
-            ..GraphProto::default()
-        };
-        ModelProto { ir_version: self.ir_version.max(Some(4)), graph: Some(graph), opset_import: self.opsets.clone(), ..ModelProto::default() }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::proto::AttributeProto;
+    use super::super::proto::{
+        AttributeProto, DimensionProto, GraphProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
+    };
     use super::*;
 
     fn node(op: &str, inputs: &[&str], output: &str) -> NodeProto {

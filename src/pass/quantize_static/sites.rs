@@ -92,7 +92,7 @@ pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<St
             Op::Softmax(_) | Op::Sigmoid(_) | Op::Tanh(_) | Op::Silu(_) | Op::Gelu(_) => "no integer kernel",
             Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Normalize(_) => "statistics need floats",
             Op::BatchNorm(_) => "cannot be folded into an adjacent layer",
-            Op::Opaque(_) => "unsupported nodes, which are written unchanged and run by ONNX Runtime",
+            Op::Opaque(_) => "nodes without a typed form, which are written unchanged",
             Op::Linear(_) | Op::Conv(_) if !layers.contains(weight_input(graph, node)) => "not selected",
             Op::Add(_) | Op::Mul(_) if !node.inputs.iter().all(|id| sites.is_for_all_readers(*id)) => "residual streams and gates keep full precision",
             _ => continue,

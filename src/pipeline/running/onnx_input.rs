@@ -33,7 +33,7 @@ impl Run<'_> {
         if let Ok(graph) = self.before.graph() {
             match analysis::uncounted(&graph) {
                 None => measured.compute = self.compute(&graph),
-                Some(node) => measured.notes.push(format!("multiply-accumulates are not counted: `{node}` is an operator that only ONNX Runtime can run")),
+                Some(node) => measured.notes.push(format!("multiply-accumulates are not counted: `{node}` has no typed form")),
             }
         }
         if let Some(evaluate) = self.pipeline.evaluation() {

@@ -12,6 +12,7 @@ use prost::Message;
 
 mod attention;
 mod exported;
+mod interpreter;
 mod masks;
 mod patterns;
 mod rotary;

@@ -11,9 +11,10 @@ use std::sync::{Arc, PoisonError};
 
 use super::super::check::{self, bodies, label};
 use super::super::initializer_roles;
-use super::super::opaque_subgraph::{self, LoadedSubgraph, OpaqueSubgraph, SubgraphParts};
+use super::super::opaque_subgraph::{self, LoadedSubgraph, OpaqueSubgraph};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::super::renaming::shadowed;
+use super::super::subgraph_parts::SubgraphParts;
 use super::{Lift, LiftedValue};
 use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};

@@ -10,6 +10,6 @@ mod watch;
 pub use decoder::DecoderCache;
 pub use fetch::fetch;
 pub use find::{LIBRARY_VARIABLE, Library, candidates, description, in_use, library};
-pub(crate) use session::{Loading, SizeCheck};
+pub(crate) use session::{Loading, SizeCheck, to_host};
 pub use session::{Options, Session, floats, integers, to_device_of};
 pub use watch::Limits;

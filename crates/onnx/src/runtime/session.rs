@@ -327,6 +327,11 @@ pub fn floats(output: &Tensor) -> candle_core::Result<Vec<f32>> {
     output.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1()
 }
 
+/// Copies an input to the host.
+pub(crate) fn to_host(input: &Tensor) -> candle_core::Result<Tensor> {
+    input.to_device(&candle_core::Device::Cpu)
+}
+
 /// Copies an output to the device of another tensor.
 pub fn to_device_of(output: &Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
     output.to_device(like.device())
