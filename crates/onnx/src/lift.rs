@@ -9,6 +9,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod folding;
+mod gathering;
 mod hints;
 mod opaque;
 mod patterns;
@@ -265,7 +266,8 @@ impl<'f> Lift<'f> {
         if node.op_type() == "Constant" || self.file.dequantized_values.contains(output) {
             return Ok(LiftedValue::Constant);
         }
-        if let Some(id) = self.positions(node, output).or_else(|| self.counted_positions(node, output)) {
+        let positions = self.positions(node, output).or_else(|| self.counted_positions(node, output));
+        if let Some(id) = positions.or_else(|| self.counted_range(node, output)) {
             return Ok(LiftedValue::Value(id));
         }
         if let Some(found) = self.fold(node)? {
@@ -292,6 +294,9 @@ impl<'f> Lift<'f> {
             if matches!(self.lifted.get(name.as_str()), Some(LiftedValue::Untyped | LiftedValue::Folded)) {
                 self.opaque(name)?;
             }
+        }
+        if let Some(id) = self.gathered(node, output) {
+            return Ok(LiftedValue::Value(id));
         }
         let typed = rule(&NodeContext { lift: self, node, output: at })?;
         let Some(TypedNode { op, inputs }) = typed else { return self.forward_first_input(node) };

@@ -7,7 +7,7 @@ use compress_graph::ir::Op;
 use compress_onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
 use prost::Message;
 
-use crate::common::nodes::{close, executed, floats, given, in_runtime, ints, model, node, sample, value};
+use crate::common::nodes::{close, executed, floats, given, in_runtime, ints, model, node, numbers, sample, value};
 
 /// Tokens, heads and head size. The last two are equal, so that products in the wrong order have valid
 /// sizes.
@@ -357,4 +357,70 @@ fn rotary_embeddings_are_recognized_by_their_tables() {
     check("a difference", change(&|nodes| nodes[6].op_type = Some("Sub".into())), None);
     check("a transpose of another value", change(&|nodes| nodes[4].input[0] = "vh".into()), None);
     check("halves of the same part", change(&|nodes| (nodes[1].input[1], nodes[1].input[2]) = ("nowhere_yet".into(), "middle".into())), None);
+}
+
+/// Attention of four query heads with two key heads, which are repeated: each for consecutive query heads,
+/// or, with `alternating`, in turn.
+fn grouped(alternating: bool) -> ModelProto {
+    let repeated = |weight: &str, x: &str| {
+        let name = |part: &str| format!("{x}_{part}");
+        vec![
+            one("MatMul", &["x", weight], &name("rows")),
+            one("Reshape", &[&name("rows"), "by_group"], &name("heads")),
+            transpose(&name("heads"), &name("first"), &[0, 2, 1, 3]),
+            one("Unsqueeze", &[&name("first"), if alternating { "before" } else { "after" }], &name("single")),
+            one("Expand", &[&name("single"), "target"], &name("repeated")),
+            one("Reshape", &[&name("repeated"), "all_heads"], x),
+        ]
+    };
+    let mut nodes = vec![
+        one("Shape", &["x"], "sizes"),
+        one("Slice", &["sizes", "zeros", "ones"], "batch"),
+        node("Concat", &["batch", "others"], "target", vec![AttributeProto::int("axis", 0)]),
+        one("MatMul", &["x", "wq"], "q_rows"),
+        one("Reshape", &["q_rows", "by_head"], "q"),
+        transpose("q", "qh", &[0, 2, 1, 3]),
+    ];
+    nodes.extend([repeated("wk", "k"), repeated("wv", "v")].concat());
+    nodes.extend([
+        transpose("k", "kt", &[0, 1, 3, 2]),
+        one("MatMul", &["qh", "kt"], "m"),
+        one("Mul", &["m", "half"], "s"),
+        node("Softmax", &["s"], "p", vec![AttributeProto::int("axis", -1)]),
+        one("MatMul", &["p", "v"], "c"),
+        transpose("c", "cr", &[0, 2, 1, 3]),
+        one("Reshape", &["cr", "merged"], "o"),
+        one("MatMul", &["o", "wo"], "y"),
+    ]);
+    let weights = vec![
+        floats("wq", &[16, 16]),
+        given("wk", &[16, 8], &numbers(128, 0.3)),
+        given("wv", &[16, 8], &numbers(128, 0.9)),
+        floats("wo", &[16, 16]),
+        given("half", &[], &[0.5]),
+        ints("by_head", &[0, 0, 4, WIDTH]),
+        ints("by_group", &[0, 0, 2, WIDTH]),
+        ints(if alternating { "before" } else { "after" }, &[if alternating { 1 } else { 2 }]),
+        ints("zeros", &[0]),
+        ints("ones", &[1]),
+        ints("others", &[2, 2, TOKENS, WIDTH]),
+        ints("all_heads", &[-1, 4, TOKENS, WIDTH]),
+        ints("merged", &[0, 0, 16]),
+    ];
+    model(13, &[0, TOKENS, 16], nodes, weights)
+}
+
+#[test]
+fn key_heads_that_query_heads_share_are_not_repeated() {
+    let inputs = sample(&[0, TOKENS, 16]);
+    for alternating in [false, true] {
+        let (folder, model) = opened(&grouped(alternating));
+        let found = ops(&model);
+        let count = |op: &str| found.iter().filter(|name| *name == op).count();
+        assert_eq!((count("Attention"), count("Opaque")), (1, if alternating { 2 } else { 0 }), "{}", model.graph().unwrap());
+        let ours = executed(model, &inputs).unwrap();
+        if crate::common::onnxruntime::has_onnx_runtime() {
+            close(if alternating { "alternating" } else { "consecutive" }, &ours, &in_runtime(&folder.path().join("model.onnx"), &inputs));
+        }
+    }
 }

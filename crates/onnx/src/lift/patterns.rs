@@ -9,10 +9,13 @@
 mod attention;
 mod mish;
 mod rotary;
+mod rows;
+mod tokens;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+use super::super::check;
 use super::super::opaque_subgraph::OpaqueSubgraph;
 use crate::error::Result;
 use crate::ir::ops::{BinaryKind, Clip, Gelu, HardSigmoid, HardSwish, LayerNorm, Linear, Power, Reduce, ReduceKind, RmsNorm, Silu};
@@ -47,10 +50,13 @@ const PATTERNS: &[(&str, Pattern)] = &[
     ("HardSwish", hard_swish),
     ("Mish", mish::mish),
     ("Linear with bias", with_bias),
+    ("Linear of rows", rows::linear),
+    ("Prepend", tokens::prepend),
     ("SplitHeads", attention::split_heads),
     ("MergeHeads", attention::merge_heads),
     ("Attention", attention::attention),
     ("Rotary", rotary::rotary),
+    ("Rotary of a part of the head", rotary::partial),
 ];
 
 /// Relative tolerance for constants, which are 32-bit floats.
@@ -187,6 +193,18 @@ impl<'g> Matcher<'g> {
     /// The first input of the producer of a value, if the op matches.
     fn input_of(&self, id: ValueId, is: impl Fn(&Op) -> bool) -> Option<ValueId> {
         self.producer(id).filter(|node| is(&node.op)).and_then(|node| node.inputs.first().copied())
+    }
+
+    /// For a value that an opaque subgraph computes with this operator as its last node: the value of the
+    /// graph that the node reads first.
+    fn first_operand(&self, id: ValueId, operator: &str) -> Option<ValueId> {
+        let node = self.producer(id)?;
+        let Op::Opaque(opaque) = &node.op else { return None };
+        let subgraph = opaque.function.as_ref()?.as_any().downcast_ref::<OpaqueSubgraph>()?;
+        let parts = subgraph.parts();
+        let last = parts.nodes.last().filter(|last| last.op_type() == operator && check::is_own(last.domain()))?;
+        let first = last.input.first().filter(|_| last.output.first() == Some(&subgraph.output))?;
+        node.inputs.get(parts.inputs.iter().position(|(name, _)| name == first)?).copied()
     }
 
     /// The input of a mean over the last axis that keeps the axis.

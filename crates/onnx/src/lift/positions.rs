@@ -1,5 +1,5 @@
-//! Position ids: constants that exporters slice to the sequence length, and counts of the tokens that are
-//! not padding.
+//! Position ids: constants that exporters slice to the sequence length, ranges to that length, and counts of
+//! the tokens that are not padding.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -42,6 +42,25 @@ impl<'f> Lift<'f> {
             (Number::Constant(end), Dim::Fixed(size)) => i64::try_from(*size) == Ok(*end) && *size <= count,
             _ => false,
         };
+        self.positions_of(&is_length, first, rank, output)
+    }
+
+    /// Lifts a `Range` from zero to the length of an input `[batch, sequence]`.
+    pub(super) fn counted_range(&mut self, node: &'f NodeProto, output: &str) -> Option<ValueId> {
+        if node.op_type() != "Range" {
+            return None;
+        }
+        let number = |at: usize| <[Number; 1]>::try_from(self.numbers(node.input.get(at)?)?.each()).ok();
+        let ([start], [Number::Size(end)], [step]) = (number(0)?, number(1)?, number(2)?) else { return None };
+        if start != Number::Constant(0) || step != Number::Constant(1) {
+            return None;
+        }
+        self.positions_of(&|size: &Dim| *size == end, 0, 1, output)
+    }
+
+    /// Positions from `first` on, as many as an input `[batch, sequence]` has columns, as a value
+    /// `[sequence]` or `[1, sequence]`.
+    fn positions_of(&mut self, is_length: &dyn Fn(&Dim) -> bool, first: i64, rank: usize, output: &str) -> Option<ValueId> {
         let graph = self.file.model.graph.as_ref()?;
         let tokens = graph.input.iter().find_map(|port| {
             let Some(LiftedValue::Value(id)) = self.lifted.get(port.name()) else { return None };

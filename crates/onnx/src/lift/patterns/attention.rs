@@ -29,7 +29,7 @@ pub(super) fn merge_heads(matcher: &Matcher, node: &Node) -> Match {
 }
 
 /// `softmax(factor · q kᵀ + bias) v`. The factor may be applied to the queries, to the keys, or to their
-/// product.
+/// product. Keys and values may be repeated for query heads that share them.
 pub(super) fn attention(matcher: &Matcher, node: &Node) -> Match {
     let ([weighted, values], Op::MatMul(_)) = (node.inputs.as_slice(), &node.op) else { return None };
     let guarded = matcher.without_nan(*weighted);
@@ -44,7 +44,10 @@ pub(super) fn attention(matcher: &Matcher, node: &Node) -> Match {
         let producer = matcher.producer(product).filter(|producer| matches!(producer.op, Op::MatMul(_)) && matcher.is_heads(product))?;
         let [q, k] = producer.inputs.as_slice() else { return None };
         let ((q, at_queries), (k, at_keys)) = (matcher.scaled(*q)?, matcher.scaled(*k)?);
-        let mut reads = vec![q.into(), matcher.keys(k)?, (*values).into()];
+        let keys = matcher.keys(k)?;
+        let shared = [Some(keys.value).filter(|_| keys.through.is_none()), Some(*values)].map(|repeated| matcher.shared_heads(repeated?));
+        let (keys, values) = if let [Some(keys), Some(values)] = shared { (keys.into(), values) } else { (keys, *values) };
+        let mut reads = vec![q.into(), keys, values.into()];
         if let Some(bias) = bias {
             reads.push(matcher.by_sample(bias)?);
         }
@@ -105,6 +108,21 @@ impl Matcher<'_> {
         let ([a, b, rows, width], [_, of_rows, of_width], [c, d, to_width, to_rows]) = (self.shape(keys)?, self.shape(flat)?, self.shape(turned)?);
         let same = (a, b) == (c, d) && [of_rows, to_rows].iter().all(|size| *size == rows) && [of_width, to_width].iter().all(|size| *size == width);
         same.then(|| keys.into())
+    }
+
+    /// The heads `[batch, groups, keys, width]` that a value `[batch, heads, keys, width]` repeats, each for
+    /// consecutive query heads.
+    fn shared_heads(&self, id: ValueId) -> Option<ValueId> {
+        let repeated = self.input_of(id, |op| matches!(op, Op::Reshape(_)))?;
+        let single = self.first_operand(repeated, "Expand")?;
+        let heads = self.input_of(single, |op| matches!(op, Op::Reshape(_)))?;
+        let [batch, all, rest @ ..] = self.shape::<4>(id)?;
+        let [of_batch, groups, own_rest @ ..] = self.shape::<4>(heads)?;
+        let [_, _, one, single_rest @ ..] = self.shape::<5>(single)?;
+        let [_, of_groups, times, repeated_rest @ ..] = self.shape::<5>(repeated)?;
+        let same_rest = [own_rest, single_rest, repeated_rest].iter().all(|other| *other == rest);
+        let same = batch == of_batch && groups == of_groups && one.fixed() == Some(1) && same_rest;
+        (same && groups.fixed()?.checked_mul(times.fixed()?) == all.fixed()).then_some(heads)
     }
 
     /// The attention bias with four axes.

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::super::super::opaque_subgraph::OpaqueSubgraph;
 use super::{Match, Matcher};
-use crate::ir::ops::{BinaryKind, Concat, Rotary, Slice};
+use crate::ir::ops::{BinaryKind, Concat, Positions, Rotary};
 use crate::ir::{Bindings, Dim, Element, Kind, Node, Op, ValueId};
 use crate::runtime;
 
@@ -48,7 +48,29 @@ pub(super) fn rotary(matcher: &Matcher, node: &Node) -> Match {
     })
 }
 
+/// A rotary embedding of the leading elements of each head, concatenated with the others.
+pub(super) fn partial(matcher: &Matcher, node: &Node) -> Match {
+    let (Op::Concat(Concat { axis: -1 | 3 }), [turned, rest]) = (&node.op, node.inputs.as_slice()) else { return None };
+    let (Op::Rotary(rotary), operands) = rotary(matcher, matcher.producer(*turned)?)? else { return None };
+    let [operand] = operands.as_slice() else { return None };
+    let (x, start, width) = matcher.part_of_heads(operand.value)?;
+    let (of_x, first, others) = matcher.part_of_heads(*rest)?;
+    let size = matcher.graph.value(x).ty.shape.get(3)?.fixed()?;
+    let covers = x == of_x && (start, first) == (0, width) && width.checked_add(others) == Some(size);
+    covers.then(|| (Rotary { width: Some(width), ..rotary }.into(), vec![x.into()]))
+}
+
 impl Matcher<'_> {
+    /// For consecutive elements of each head of `[batch, heads, sequence, width]`: the heads, the first
+    /// element, and the number of elements.
+    fn part_of_heads(&self, id: ValueId) -> Option<(ValueId, usize, usize)> {
+        let producer = self.producer(id)?;
+        let (Op::Slice(slice), [x]) = (&producer.op, producer.inputs.as_slice()) else { return None };
+        let size = self.graph.value(*x).ty.shape.get(3)?.fixed().filter(|_| slice.step == 1 && matches!(slice.axis, -1 | 3))?;
+        let (start, length) = slice.bounds(size)?;
+        Some((*x, start, length))
+    }
+
     /// The input of `rotate_half`.
     fn rotated(&self, id: ValueId) -> Option<ValueId> {
         let node = self.producer(id)?;
@@ -58,17 +80,9 @@ impl Matcher<'_> {
             Some((Op::Binary(binary), [zero, x])) if binary.kind == BinaryKind::Sub && self.number(*zero) == Some(0.0) => *x,
             _ => return None,
         };
-        let part = |id: ValueId, wanted: usize| {
-            let producer = self.producer(id)?;
-            let (Op::Slice(Slice { start, length: Some(length), step: 1, axis: -1 | 3, .. }), [x]) = (&producer.op, producer.inputs.as_slice()) else {
-                return None;
-            };
-            let width = self.graph.value(*x).ty.shape.get(3)?.fixed()?;
-            let start = if *start < 0 { start.checked_add(i64::try_from(width).ok()?)? } else { *start };
-            (usize::try_from(start).ok()? == wanted && length.checked_mul(2)? == width).then_some((*x, *length))
-        };
-        let (x, half) = part(*first, 0)?;
-        (part(second, half)? == (x, half)).then_some(x)
+        let (x, start, half) = self.part_of_heads(*first)?;
+        let whole = self.graph.value(x).ty.shape.get(3)?.fixed()?;
+        (start == 0 && half.checked_mul(2)? == whole && self.part_of_heads(second)? == (x, half, half)).then_some(x)
     }
 
     /// The base of the frequencies of cosine and sine tables for consecutive positions from zero.
@@ -170,10 +184,8 @@ impl Matcher<'_> {
     /// Evaluates an input of a node. If the node reads only its shape, the values are zeros.
     fn evaluate_input(&self, node: &Node, at: usize, evaluation: &mut TableEvaluation) -> Option<Tensor> {
         let id = *node.inputs.get(at)?;
-        if let Some(opaque_subgraph) = opaque_subgraph(node)
-            && let Some((name, _)) = opaque_subgraph.parts().inputs.get(at)
-            && opaque_subgraph.reads_only_sizes(name)
-        {
+        let of_subgraph = |subgraph: &OpaqueSubgraph| subgraph.parts().inputs.get(at).is_some_and(|(name, _)| subgraph.reads_only_sizes(name));
+        if matches!(node.op, Op::Positions(Positions { padding: None, .. })) || opaque_subgraph(node).is_some_and(of_subgraph) {
             let ty = &self.graph.value(id).ty;
             let (shape, _) = evaluation.reserve(&ty.shape)?;
             return Tensor::zeros(shape, if ty.element == Element::Float { DType::F32 } else { DType::I64 }, &Device::Cpu).ok();
