@@ -4,11 +4,13 @@
 mod check;
 mod constant_sizes;
 mod converted;
+mod densified;
 mod dequantized;
 mod elements;
 mod external;
 pub mod file;
 mod float_layers;
+mod functions;
 mod initializer_layout;
 mod initializer_roles;
 mod inlining;

@@ -20,6 +20,7 @@ mod rules;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{self, label};
+use super::elements;
 use super::initializer_roles::copies;
 use super::model_file::ModelFile;
 use super::numbers::{self, KnownValues, Number, Numbers};
@@ -104,7 +105,8 @@ impl ModelFile {
     /// that has no typed form. Fails if an input has an unsupported type, or nodes have no typed form and
     /// ONNX Runtime is missing or cannot run them. The error lists the first nodes.
     pub fn lift(&self, weights: &Weights) -> Result<Graph> {
-        let nodes = self.model.graph.as_ref().map_or(&[][..], |graph| &graph.node);
+        let expanded = self.expanded()?;
+        let nodes = expanded.nodes.as_slice();
         let order = check::order(nodes);
         let ordered: Vec<&NodeProto> = order.into_iter().filter_map(|number| nodes.get(number)).collect();
         let mut readers: BTreeMap<&str, usize> = BTreeMap::new();
@@ -113,6 +115,7 @@ impl ModelFile {
             *count = count.saturating_add(1);
         }
         let outputs = ordered.iter().enumerate().flat_map(|(place, node)| node.output.iter().map(move |name| (name.as_str(), (place, *node))));
+        let initializers = self.model.graph.iter().flat_map(|graph| &graph.initializer).chain(&expanded.initializers);
         let lift = Lift {
             file: self,
             weights,
@@ -120,7 +123,7 @@ impl ModelFile {
             lifted: BTreeMap::new(),
             opset: self.opset(),
             producers: outputs.filter(|(name, _)| !name.is_empty()).collect(),
-            initializers: self.model.graph.iter().flat_map(|graph| &graph.initializer).map(|tensor| (tensor.name(), tensor)).collect(),
+            initializers: initializers.map(|tensor| (tensor.name(), tensor)).collect(),
             copies: self.model.graph.as_ref().map(copies).unwrap_or_default(),
             readers,
             numbers: BTreeMap::new(),
@@ -320,6 +323,11 @@ impl<'f> Lift<'f> {
         id.map(LiftedValue::Value)
     }
 
+    /// A constant of floats that is not a weight, as those of functions.
+    fn float_constant(&self, name: &str) -> Option<&'f TensorProto> {
+        self.constant_tensor(name).filter(|tensor| tensor.data_type() == DataType::Float && !self.file.weights.contains_key(name))
+    }
+
     /// The name of an input, or of the value that it copies.
     fn original(&self, node: &'f NodeProto, position: usize) -> &'f str {
         let name = node.input.get(position).map_or("", String::as_str);
@@ -382,13 +390,16 @@ impl<'f> NodeContext<'_, 'f> {
         (0..self.node.input.len()).filter(|position| self.has(*position)).collect()
     }
 
-    /// The type of an input, which can be a weight.
+    /// The type of an input, which can be a weight or a constant of a function.
     fn ty(&self, position: usize) -> Result<TensorType, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
         match (self.lift.lifted.get(name), self.lift.weights.by_name.get(name)) {
             (Some(LiftedValue::Value(id)), _) => Ok(self.lift.builder.ty(*id).clone()),
             (_, Some(weight)) => Ok(TensorType::float(weight.shape.iter().copied())),
-            _ => Err(format!("the shape of `{name}` is unknown")),
+            _ => {
+                let shape = self.lift.float_constant(name).and_then(|tensor| elements::shape(tensor).ok());
+                shape.map(|(shape, _)| TensorType::float(shape)).ok_or_else(|| format!("the shape of `{name}` is unknown"))
+            }
         }
     }
 
@@ -424,7 +435,8 @@ impl<'f> NodeContext<'_, 'f> {
     fn scalar(&self, position: usize) -> Result<f64, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
         let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.elements() == 1);
-        let values = weight.and_then(|weight| weight.floats(name).ok());
+        let of_function = || elements::small_floats(self.lift.float_constant(name)?);
+        let values = weight.map_or_else(of_function, |weight| weight.floats(name).ok()).filter(|values| values.len() == 1);
         values.and_then(|values| values.first().copied()).map(f64::from).ok_or_else(|| format!("`{name}` is not a constant scalar"))
     }
 

@@ -12,7 +12,8 @@ use prost::Message;
 use super::check::{self, bodies};
 use super::elements::{self, Varints, dtype, in_memory, is_valid_field, raw_bytes};
 use super::external::{DataFiles, ExternalData};
-use super::initializer_roles::{self, Usage};
+use super::functions;
+use super::initializer_roles::{self, Usage, UsageKind};
 use super::opaque_subgraph::SubgraphCache;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
@@ -47,8 +48,16 @@ pub struct ModelFile {
     pub(super) dequantized_values: BTreeSet<String>,
     /// User-specified values of open dimensions, by name.
     pub(super) fixed_sizes: OnceLock<BTreeMap<String, usize>>,
+    /// The contents that are lifted.
+    pub(super) expanded: OnceLock<Result<Expanded, String>>,
     /// Loaded subgraphs without a typed form.
     pub(super) subgraphs: Mutex<SubgraphCache>,
+}
+
+/// The graph of a file with calls of functions replaced, and with dense initializers for sparse ones.
+pub(super) struct Expanded {
+    pub nodes: Vec<NodeProto>,
+    pub initializers: Vec<TensorProto>,
 }
 
 /// A tensor of the file.
@@ -132,6 +141,7 @@ impl ModelFile {
             skeleton: skeleton.bytes,
             dequantized_values: BTreeSet::new(),
             fixed_sizes: OnceLock::new(),
+            expanded: OnceLock::new(),
             subgraphs: Mutex::default(),
             model: ModelProto::default(),
         };
@@ -174,6 +184,12 @@ impl ModelFile {
         };
         let is_output = |name: &&String| graph.output.iter().any(|output| output.name() == name.as_str());
         graph.node.iter().filter_map(|node| Some((node.output.first().filter(is_output)?.clone(), ty(node)?))).collect()
+    }
+
+    /// The contents of the graph for lifting.
+    pub(super) fn expanded(&self) -> Result<&Expanded> {
+        let expand = || Ok(Expanded { nodes: functions::inlined(&self.model)?, initializers: self.dense_initializers()? });
+        self.expanded.get_or_init(expand).as_ref().map_err(|reason| Error::malformed(&self.path, reason.clone()))
     }
 
     /// Whether the weight has another axis order than in the file.

@@ -12,6 +12,7 @@ use prost::Message;
 
 mod attention;
 mod exported;
+mod functions;
 mod interpreter;
 mod masks;
 mod patterns;

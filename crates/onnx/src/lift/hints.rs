@@ -16,8 +16,7 @@ impl Lift<'_> {
             steps.push("ONNX Runtime is required for unsupported nodes (`compress doctor --fetch`)".to_owned());
         }
         if let Some(graph) = &self.file.model.graph {
-            steps.extend(self.function_calls(graph));
-            steps.extend(sparse_initializers(graph));
+            steps.extend(self.function_calls());
             steps.extend(float_inputs(graph));
             steps.extend(non_tensor_outputs(graph));
             steps.extend(small_floats(graph));
@@ -30,10 +29,11 @@ impl Lift<'_> {
         steps.join("; ")
     }
 
-    fn function_calls(&self, graph: &GraphProto) -> Option<String> {
+    /// A call that has not been replaced.
+    fn function_calls(&self) -> Option<String> {
         let functions = &self.file.model.functions;
         let is_call = |node: &NodeProto| functions.iter().any(|function| function.name() == node.op_type() && function.domain() == node.domain());
-        let mut open: Vec<&NodeProto> = graph.node.iter().rev().collect();
+        let mut open: Vec<&NodeProto> = self.file.expanded().ok()?.nodes.iter().rev().collect();
         while let Some(node) = open.pop() {
             if is_call(node) {
                 let call = label(node);
@@ -43,11 +43,6 @@ impl Lift<'_> {
         }
         None
     }
-}
-
-fn sparse_initializers(graph: &GraphProto) -> Option<String> {
-    let first = graph.sparse_initializer.first()?.values.as_ref()?;
-    Some(format!("`{}` is a sparse initializer: store it as a dense one first", first.name()))
 }
 
 fn float_inputs(graph: &GraphProto) -> Option<String> {

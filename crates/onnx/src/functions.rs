@@ -1,0 +1,152 @@
+//! Calls of functions that a file defines, replaced by the nodes of the functions.
+
+// Parses untrusted input.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::check::{self, bodies_mut, is_own};
+use super::fresh;
+use super::inlining::check_functions;
+use super::proto::{AttributeProto, FunctionProto, ModelProto, NodeProto};
+use super::renaming::{NameMap, rename_node};
+
+/// Maximum depth of calls within bodies of control flow operators, which are replaced recursively.
+const MAX_DEPTH: usize = 32;
+
+/// Domain, operator and overload of a function.
+type Key<'m> = (&'m str, &'m str, &'m str);
+
+/// The nodes of the graph of a model, with calls of functions replaced. Calls of functions with another
+/// version of the standard operators remain. Fails if the number of nodes exceeds the limit of
+/// [`check_functions`].
+pub(super) fn inlined(model: &ModelProto) -> Result<Vec<NodeProto>, String> {
+    let Some(graph) = &model.graph else { return Ok(Vec::new()) };
+    if model.functions.is_empty() {
+        return Ok(graph.node.clone());
+    }
+    check_functions(model)?;
+    let functions = model.functions.iter().map(|function| ((function.domain(), function.name(), function.overload()), function));
+    let mut used_names = BTreeSet::new();
+    check::names(graph, &mut used_names);
+    let mut inliner = Inliner { functions: functions.collect(), opset: check::opset(model).unwrap_or(1), used_names };
+    Ok(inliner.expand(graph.node.clone(), 0))
+}
+
+struct Inliner<'m> {
+    functions: BTreeMap<Key<'m>, &'m FunctionProto>,
+    opset: i64,
+    /// All names of values.
+    used_names: BTreeSet<String>,
+}
+
+impl<'m> Inliner<'m> {
+    /// Replaces all calls in a list of nodes.
+    fn expand(&mut self, nodes: Vec<NodeProto>, depth: usize) -> Vec<NodeProto> {
+        let (mut expanded, mut open) = (Vec::with_capacity(nodes.len()), nodes);
+        open.reverse();
+        while let Some(mut node) = open.pop() {
+            if let Some(function) = self.called(&node) {
+                open.extend(self.instantiate(&node, function).into_iter().rev());
+                continue;
+            }
+            if depth < MAX_DEPTH {
+                for body in bodies_mut(&mut node) {
+                    body.node = self.expand(std::mem::take(&mut body.node), depth.saturating_add(1));
+                }
+            }
+            expanded.push(node);
+        }
+        expanded
+    }
+
+    /// The function that a node calls, if its standard operators have the version of the graph.
+    fn called(&self, node: &NodeProto) -> Option<&'m FunctionProto> {
+        let function = *self.functions.get(&(node.domain(), node.op_type(), node.overload()))?;
+        let import = function.opset_import.iter().find(|import| is_own(import.domain()));
+        import.is_none_or(|import| import.version() == self.opset).then_some(function)
+    }
+
+    /// The nodes of a function with the values and attributes of a call.
+    fn instantiate(&mut self, call: &NodeProto, function: &FunctionProto) -> Vec<NodeProto> {
+        let own = call.name.as_deref().filter(|name| !name.is_empty()).or_else(|| call.output.first().map(String::as_str)).unwrap_or("call").to_owned();
+        let given = |values: &[String], at: usize| values.get(at).cloned().unwrap_or_default();
+        let mut names: NameMap = function.input.iter().enumerate().map(|(at, name)| (name.clone(), given(&call.input, at))).collect();
+        let mut copies = Vec::new();
+        for (at, name) in function.output.iter().enumerate() {
+            let output = given(&call.output, at);
+            match names.get(name).cloned() {
+                // The function returns one of its inputs, or a value twice.
+                Some(source) if !output.is_empty() => {
+                    copies.push(NodeProto { op_type: Some("Identity".into()), input: vec![source], output: vec![output], ..NodeProto::default() })
+                }
+                None if !output.is_empty() => drop(names.insert(name.clone(), output)),
+                _ => {}
+            }
+        }
+        for name in function.node.iter().flat_map(|node| &node.output).filter(|name| !name.is_empty()) {
+            if !names.contains_key(name) {
+                names.insert(name.clone(), fresh(&mut self.used_names, format!("{own}/{name}")));
+            }
+        }
+        let mut nodes = function.node.clone();
+        for node in &mut nodes {
+            rename_node(&names, node);
+            substitute(node, &call.attribute, &function.attribute_proto);
+            node.name = node.name.take().filter(|name| !name.is_empty()).map(|name| format!("{own}/{name}"));
+        }
+        nodes.extend(copies);
+        nodes
+    }
+}
+
+/// Replaces attributes that refer to those of the call, or to their default values, also in bodies.
+/// Attributes that neither specifies are omitted.
+fn substitute(node: &mut NodeProto, of_call: &[AttributeProto], defaults: &[AttributeProto]) {
+    let value = |name: &str| of_call.iter().chain(defaults).find(|attribute| attribute.name() == name);
+    let attributes = std::mem::take(&mut node.attribute).into_iter().filter_map(|attribute| match attribute.ref_attr_name.as_deref() {
+        Some(reference) if !reference.is_empty() => value(reference).map(|found| AttributeProto { name: attribute.name, ..found.clone() }),
+        _ => Some(attribute),
+    });
+    node.attribute = attributes.collect();
+    for body in bodies_mut(node) {
+        body.node.iter_mut().for_each(|node| substitute(node, of_call, defaults));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::proto::{GraphProto, OperatorSetIdProto};
+    use super::*;
+
+    fn node(op: &str, domain: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        NodeProto { op_type: Some(op.into()), domain: Some(domain.into()), input: names(inputs), output: names(outputs), ..NodeProto::default() }
+    }
+
+    /// A model that calls a function with two outputs, the first of which is the input.
+    fn model(opset: i64) -> ModelProto {
+        let import = |version| vec![OperatorSetIdProto { domain: None, version: Some(version) }];
+        let function = FunctionProto {
+            name: Some("Both".into()),
+            domain: Some("f".into()),
+            input: vec!["a".into()],
+            output: vec!["a".into(), "b".into()],
+            node: vec![node("Neg", "", &["a"], &["t"]), node("Relu", "", &["t"], &["b"])],
+            opset_import: import(opset),
+            ..FunctionProto::default()
+        };
+        let graph = GraphProto { node: vec![node("Both", "f", &["x"], &["y", "z"]), node("Neg", "", &["z"], &["y/t"])], ..GraphProto::default() };
+        ModelProto { graph: Some(graph), functions: vec![function], opset_import: import(13), ..ModelProto::default() }
+    }
+
+    #[test]
+    fn calls_become_nodes_with_fresh_names() {
+        let nodes = inlined(&model(13)).unwrap();
+        let found: Vec<String> = nodes.iter().map(|node| format!("{} {:?} {:?}", node.op_type(), node.input, node.output)).collect();
+        let expected = [r#"Neg ["x"] ["y/t_2"]"#, r#"Relu ["y/t_2"] ["z"]"#, r#"Identity ["x"] ["y"]"#, r#"Neg ["z"] ["y/t"]"#];
+        assert_eq!(found, expected);
+        // The operators may have another meaning.
+        assert_eq!(inlined(&model(12)).unwrap(), model(12).graph.unwrap().node);
+    }
+}
