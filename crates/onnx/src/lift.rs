@@ -8,6 +8,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod attention;
 mod folding;
 mod gathering;
 mod hints;
@@ -290,6 +291,9 @@ impl<'f> Lift<'f> {
             let value = self.value(quantizer, 0)?;
             let id = self.builder.node(output, op, &[value]).map_err(|e| e.to_string())?;
             self.quantized.insert(codes, id);
+            return Ok(LiftedValue::Value(id));
+        }
+        if let Some(id) = self.attention_operator(node, output) {
             return Ok(LiftedValue::Value(id));
         }
         let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not supported")?;

@@ -424,3 +424,47 @@ fn key_heads_that_query_heads_share_are_not_repeated() {
         }
     }
 }
+
+/// The operator of opset 23, on three or four axes.
+#[test]
+fn attention_as_one_operator_is_an_op() {
+    let heads = |mut more: Vec<AttributeProto>| {
+        more.extend([AttributeProto::int("q_num_heads", 4), AttributeProto::int("kv_num_heads", 2)]);
+        more
+    };
+    let rows = |more: Vec<AttributeProto>, mask: &str| {
+        let projections = [("q", "wq"), ("k", "wk"), ("v", "wv")].map(|(output, weight)| one("MatMul", &["x", weight], output));
+        let inputs: Vec<&str> = ["q", "k", "v", mask].into_iter().filter(|name| !name.is_empty()).collect();
+        [projections.to_vec(), vec![one("Neg", &["vector"], "negative"), node("Attention", &inputs, "o", heads(more)), one("MatMul", &["o", "wo"], "y")]]
+            .concat()
+    };
+    let mut in_heads = vec![one("MatMul", &["x", "wq"], "q_rows"), one("Reshape", &["q_rows", "by_head"], "q"), transpose("q", "qh", &[0, 2, 1, 3])];
+    in_heads.extend([node("Attention", &["qh", "qh", "qh"], "c", vec![AttributeProto::float("scale", 0.3)]), transpose("c", "cr", &[0, 2, 1, 3])]);
+    in_heads.extend([one("Reshape", &["cr", "merged"], "o"), one("MatMul", &["o", "wo"], "y")]);
+    let causal = || vec![AttributeProto::int("is_causal", 1)];
+    let inputs = sample(&[0, TOKENS, 16]);
+    for (what, nodes, is_op) in [
+        ("rows", rows(vec![], ""), true),
+        ("causal", rows(causal(), ""), true),
+        ("a mask", rows(vec![], "order"), true),
+        ("a mask of keys", rows(vec![], "negative"), true),
+        ("heads", in_heads, true),
+        ("capped scores", rows(vec![AttributeProto::float("softcap", 2.0)], ""), false),
+    ] {
+        let mut weights = vec![floats("wq", &[16, 16]), given("wk", &[16, 8], &numbers(128, 0.3)), given("wv", &[16, 8], &numbers(128, 0.9))];
+        weights.extend([floats("wo", &[16, 16]), floats("order", &[1, 1, TOKENS, TOKENS]), floats("vector", &[TOKENS, TOKENS])]);
+        weights.extend([ints("by_head", &[0, 0, 4, WIDTH]), ints("merged", &[0, 0, 16])]);
+        let nodes: Vec<NodeProto> = nodes.clone().into_iter().filter(|node| node.output[0] != "negative" || what == "a mask of keys").collect();
+        weights.retain(|weight| nodes.iter().any(|node| node.input.iter().any(|input| input == weight.name())));
+        if !is_op && !crate::common::onnxruntime::has_onnx_runtime() {
+            continue;
+        }
+        let (folder, model) = opened(&model(23, &[0, TOKENS, 16], nodes, weights));
+        let found = ops(&model);
+        assert_eq!((found.contains(&"Attention".to_owned()), found.contains(&"Opaque".to_owned())), (is_op, !is_op), "{what}: {found:?}");
+        let ours = executed(model, &inputs).unwrap();
+        if crate::common::onnxruntime::has_onnx_runtime() {
+            close(what, &ours, &in_runtime(&folder.path().join("model.onnx"), &inputs));
+        }
+    }
+}

@@ -81,6 +81,8 @@ fn cases() -> Vec<Case> {
             vec![floats("s", &[3]), floats("bb", &[3]), floats("mmm", &[3]), given("v", &[3], &[0.5, 1.0, 2.0])],
         ),
         one("LayerNormalization", 17, &[0, 5, 8], node("LayerNormalization", &["x", "s", "bb"], "y", vec![]), vec![floats("s", &[8]), floats("bb", &[8])]),
+        one("RMSNormalization", 23, &[0, 5, 8], node("RMSNormalization", &["x", "s"], "y", vec![float("epsilon", 1e-3)]), vec![floats("s", &[8])]),
+        one("Swish", 24, &[0, 4], node("Swish", &["x"], "y", vec![]), vec![]),
         one(
             "MaxPool",
             12,

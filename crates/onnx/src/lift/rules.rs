@@ -9,8 +9,8 @@ use super::{NodeContext, TypedNode};
 use crate::ir::ops::{
     Abs, Add, AveragePool, BatchNorm, Binary, BinaryKind, Clip, Concat, Conv, ConvTranspose, Coordinates, CumSum, Elu, Embedding, Erf, Exp, Extent, Flatten,
     Gelu, GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad,
-    PadMode, Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize,
-    ToFloat, Transpose,
+    PadMode, Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, RmsNorm, Sigmoid, Silu, Slice, Softmax, Softplus, Sqrt, Tanh,
+    TargetSize, ToFloat, Transpose,
 };
 use crate::ir::{Dim, Element, Op, OpSpec};
 use crate::store::Role;
@@ -27,6 +27,7 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("ConvTranspose", conv_transpose),
     ("BatchNormalization", batch_norm),
     ("LayerNormalization", layer_norm),
+    ("RMSNormalization", rms_norm),
     ("Gather", gather),
     ("Add", |at| two(at, Add {}.into())),
     ("Sum", |at| two(at, Add {}.into())),
@@ -49,6 +50,7 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("HardSwish", |_| first(HardSwish {})),
     ("Softplus", |_| first(Softplus {})),
     ("Mish", |_| first(Mish {})),
+    ("Swish", swish),
     ("LeakyRelu", |at| first(LeakyRelu { alpha: at.float("alpha", 0.01) })),
     ("Elu", |at| first(Elu { alpha: at.float("alpha", 1.0) })),
     ("HardSigmoid", |at| first(HardSigmoid { alpha: at.float("alpha", 0.2), beta: at.float("beta", 0.5) })),
@@ -176,12 +178,28 @@ fn batch_norm(at: &NodeContext) -> Result<Option<TypedNode>, String> {
     typed(BatchNorm { epsilon: at.float("epsilon", 1e-5), batch: false }, vec![0, 1, 2, 3, 4])
 }
 
-fn layer_norm(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+/// The `epsilon` of a normalization over the last axis.
+fn epsilon_of_last_axis(at: &NodeContext) -> Result<f64, String> {
     let axis = at.int("axis", -1);
     if axis != -1 && Ok(axis) != i64::try_from(at.rank()?.saturating_sub(1)) {
         return Err("it normalizes over more axes than the last one".into());
     }
-    typed(LayerNorm { epsilon: at.float("epsilon", 1e-5) }, at.present_inputs())
+    Ok(at.float("epsilon", 1e-5))
+}
+
+fn layer_norm(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    typed(LayerNorm { epsilon: epsilon_of_last_axis(at)? }, at.present_inputs())
+}
+
+fn rms_norm(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    typed(RmsNorm { epsilon: epsilon_of_last_axis(at)?, offset: 0.0 }, vec![0, 1])
+}
+
+fn swish(at: &NodeContext) -> Result<Option<TypedNode>, String> {
+    match at.float("alpha", 1.0) {
+        1.0 => first(Silu {}),
+        alpha => Err(format!("its `alpha` is {alpha}")),
+    }
 }
 
 fn gather(at: &NodeContext) -> Result<Option<TypedNode>, String> {
