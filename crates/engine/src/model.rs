@@ -92,6 +92,9 @@ impl Model {
         if let Some(file) = only_file(path, "gguf", is_gguf, model_files)? {
             return Model::open_gguf(path, &file);
         }
+        if let Some(file) = onnx_of_hub(path)? {
+            return Model::open_onnx(path, &file);
+        }
         let mut checkpoint = Checkpoint::open(path)?;
         let folder = names::is_dir(path);
         let unlisted = add_modules(&mut checkpoint, path)?;
@@ -377,8 +380,7 @@ fn only_file(
         return Ok(has_format(path).then(|| path.to_owned()));
     }
     let files = names::files(path).map_err(Error::io("list", path))?;
-    let is_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
-    if files.iter().any(|file| has_extension(file, "safetensors") || file.ends_with(INDEX) || is_pytorch(file)) {
+    if has_checkpoint(&files) {
         return Ok(None);
     }
     let candidates: Vec<&PathBuf> = files.iter().filter(|file| has_extension(file, extension)).collect();
@@ -394,4 +396,26 @@ fn only_file(
             format!("has {} .{extension} files and no safetensors: specify the file to open, for example {}", found.len(), first.display()),
         )),
     }
+}
+
+/// Whether files of a folder are a checkpoint in safetensors or PyTorch files.
+fn has_checkpoint(files: &[PathBuf]) -> bool {
+    let is_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
+    files.iter().any(|file| has_extension(file, "safetensors") || file.ends_with(INDEX) || is_pytorch(file))
+}
+
+/// The ONNX file of a folder in the layout of the Hub, without other weights: `onnx/model.onnx`, or the only
+/// file in the folder `onnx`. The configuration and the tokenizer are in the folder itself.
+fn onnx_of_hub(path: &Path) -> Result<Option<PathBuf>> {
+    let folder = path.join("onnx");
+    if !names::is_dir(path) || !names::is_dir(&folder) {
+        return Ok(None);
+    }
+    let is_checkpoint = |file: &PathBuf| ["bin", "pt", "pth", "ckpt"].iter().any(|extension| has_extension(file, extension));
+    let files = names::files(path).map_err(Error::io("list", path))?;
+    if has_checkpoint(&files) || files.iter().any(is_checkpoint) {
+        return Ok(None);
+    }
+    let preferred = folder.join("model.onnx");
+    if names::is_file(&preferred) { Ok(Some(preferred)) } else { only_file(&folder, "onnx", |_| false, |files| files.to_vec()) }
 }

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod broken;
+mod hub;
 mod layers;
 mod mutations;
 mod quantized;

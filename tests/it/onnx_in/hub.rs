@@ -1,0 +1,53 @@
+//! Folders in the layout of the Hub: ONNX files in a folder `onnx`, and the files that describe them above.
+
+use std::fs;
+use std::path::Path;
+
+use compress::Model;
+use compress::pass::QuantizeDynamic;
+use prost::Message;
+
+use super::{builder, model};
+
+fn hub(files: &[&str]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("onnx")).unwrap();
+    for name in files {
+        fs::write(folder.path().join("onnx").join(name), model().encode_to_vec()).unwrap();
+    }
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        fs::write(folder.path().join(name), "{}").unwrap();
+    }
+    folder
+}
+
+#[test]
+fn the_model_is_opened_and_its_configuration_is_copied() {
+    for files in [&["model.onnx", "model_quantized.onnx"][..], &["model_fp32.onnx"][..]] {
+        let folder = hub(files);
+        let opened = Model::open(folder.path()).unwrap();
+        assert!(opened.onnx.is_some() && opened.weight_files == [folder.path().join("onnx").join(files[0])], "{:?}", opened.weight_files);
+        let out = folder.path().join("out");
+        let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(opened, &out).unwrap();
+        assert!(report.notes.iter().any(|note| note.contains("onnx/ (they contain the original weights")), "{:?}", report.notes);
+        for name in ["model.onnx", "tokenizer.json", "tokenizer_config.json"] {
+            assert!(out.join(name).is_file(), "{files:?}: {name}");
+        }
+        // The file itself, with the same configuration.
+        let file = Model::open(folder.path().join("onnx").join(files[0])).unwrap();
+        assert_eq!(file.preprocessing().unwrap().1.values(), Model::open(folder.path()).unwrap().preprocessing().unwrap().1.values());
+        assert!(file.inputs().contains(&folder.path().join("tokenizer.json")), "{:?}", file.inputs());
+    }
+}
+
+#[test]
+fn several_files_are_listed_and_other_weights_are_preferred() {
+    let folder = hub(&["decoder_model.onnx", "encoder_model.onnx"]);
+    let error = Model::open(folder.path()).err().unwrap().to_string();
+    assert!(error.contains("has 2 .onnx files") && error.contains("decoder_model.onnx"), "{error}");
+    let weights = [("w".to_owned(), candle_core::Tensor::ones((2, 2), candle_core::DType::F32, &candle_core::Device::Cpu).unwrap())];
+    candle_core::safetensors::save(&weights.into(), folder.path().join("model.safetensors")).unwrap();
+    let opened = Model::open(folder.path()).unwrap();
+    assert_eq!(opened.weight_files, [folder.path().join("model.safetensors")]);
+    assert!(Model::open(folder.path().join(Path::new("onnx/encoder_model.onnx"))).unwrap().onnx.is_some());
+}
