@@ -197,6 +197,12 @@ impl ModelFile {
         self.tensors.iter().any(|entry| entry.flipped && entry.weight.as_deref() == Some(weight))
     }
 
+    /// Whether a product or a convolution in a body of a control flow operator reads the weight.
+    pub fn is_layer_in_body(&self, weight: &str) -> bool {
+        let usages = self.usages.get(weight).map_or(&[][..], Vec::as_slice);
+        usages.iter().any(|usage| usage.node.is_none() && matches!(usage.kind, UsageKind::Columns | UsageKind::Rows | UsageKind::Kernel))
+    }
+
     /// Whether these are exactly the weights of the file.
     pub fn has_unchanged_weights(&self, weights: &Weights) -> bool {
         let same = |(name, now): (&String, &Weight)| self.weights.get(name).is_some_and(|before| Arc::ptr_eq(&before.source(), &now.source()));

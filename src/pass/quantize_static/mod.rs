@@ -24,6 +24,7 @@ mod saturation;
 mod scaling;
 mod sensitivity;
 mod sites;
+mod unreached;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use super::fold::{self, Folded};
 use super::sites::Sites;
+use super::unreached;
 use crate::error::{Error, Result, counted};
 use crate::ir::ops::{Linear, Op};
 use crate::ir::{Graph, GraphFile, Rewrite, rebuild};
@@ -45,12 +46,16 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
     // ONNX Runtime rejects files in which several int8 convolutions share a kernel.
     let convolutions = |name: &str| graph.nodes().iter().filter(|node| matches!(node.op, Op::Conv(_)) && weight_input(&graph, node) == name).count();
     let eligible = |name: &str, weight: &crate::store::Weight| candidates.contains(name) && model::is_prunable(name, weight) && convolutions(name) < 2;
-    let SelectedWeights { names, rule, mut notes } = targets::select_weights(pass, &weights, targets, ignore, RULE, eligible)?;
+    let selected = targets::select_weights(pass, &weights, targets, ignore, RULE, eligible);
+    let is_default = candidates.is_empty() && targets.is_empty();
+    let selected = selected.map_err(|error| unreached::first_error(&model).filter(|_| is_default).unwrap_or(error));
+    let SelectedWeights { names, rule, mut notes } = selected?;
     let layers: BTreeSet<String> = names.into_iter().map(str::to_owned).collect();
     for name in &layers {
         targets::require_float(pass, name, weights.get(name)?)?;
         if !candidates.contains(name.as_str()) {
-            return Err(Error::tensor(name, "is not the weight of a linear layer or a convolution of this model", "remove it from `targets`"));
+            let other = || Error::tensor(name, "is not the weight of a linear layer or a convolution of this model", "remove it from `targets`");
+            return Err(unreached::error(&model, name).unwrap_or_else(other));
         }
     }
     let mut described = model.changed_graph.is_none() && model.onnx.is_none() && !crate::files::is_file(&model.path.join(GraphFile::NAME));
@@ -58,6 +63,7 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
     if let Some(first) = shared.first() {
         notes.push(format!("{} left in floats, shared by several convolutions (the first: `{first}`)", counted(shared.len(), "kernel")));
     }
+    notes.extend(unreached::notes(&model, &candidates));
     let (graph, Folded { count, unfolded }) = fold::fold(&mut model, graph)?;
     if count > 0 {
         notes.push(format!("{} folded into adjacent layers", counted(count, "batch normalisation")));
