@@ -37,6 +37,7 @@ mod running {
     pub mod attention_gradient;
     mod attention_single;
     mod block_rounding;
+    pub mod causal;
     pub mod channels;
     mod cholesky_f32;
     pub mod column_solver;
@@ -45,6 +46,7 @@ mod running {
     pub mod convolution;
     pub mod convolution_gradient;
     pub mod cross_entropy;
+    pub mod delta;
     pub mod dense;
     pub mod divergence;
     pub mod dynamic_8bit;

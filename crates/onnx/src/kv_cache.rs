@@ -42,6 +42,10 @@ pub(super) struct KvCache {
 /// depend on padding tokens.
 pub(super) fn check(graph: &Graph) -> Result<()> {
     let refuse = |what: String, reason: &str| Err(Error::graph(what, format!("{reason}: remove the option `cache` of `onnx`")));
+    if let Some(node) = graph.nodes().iter().find(|node| has_other_state(&node.op)) {
+        let reason = format!("is a {}, whose state is not part of a KV cache of keys and values", node.op.name());
+        return refuse(format!("graph node `{}`", graph.value(node.output).name), &reason);
+    }
     for (id, value) in graph.inputs() {
         if ![TOKENS, MASK].contains(&value.name.as_str()) {
             return refuse(format!("input `{}`", value.name), "is not supported for decoders with a KV cache");
@@ -90,6 +94,11 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
         return Ok(());
     }
     refuse("this model".into(), "has no output `logits` of shape `[batch, sequence, vocabulary]`")
+}
+
+/// Whether incremental decoding of an op has a state other than keys, values and positions.
+fn has_other_state(op: &Op) -> bool {
+    matches!(op, Op::CausalConv(_) | Op::GatedDelta(_))
 }
 
 fn reads_mask(op: &Op) -> bool {

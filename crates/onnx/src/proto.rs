@@ -335,6 +335,11 @@ impl AttributeProto {
         Self { t: Some(value), ..Self::with_type(name, AttributeType::Tensor) }
     }
 
+    /// A body of a node.
+    pub fn graph(name: &str, value: GraphProto) -> Self {
+        Self { g: Some(value), ..Self::with_type(name, AttributeType::Graph) }
+    }
+
     /// Text.
     pub fn text(name: &str, value: &str) -> Self {
         Self { s: Some(value.as_bytes().to_vec()), ..Self::with_type(name, AttributeType::String) }

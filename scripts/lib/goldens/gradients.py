@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.swin.modeling_swin import SwinLayer, SwinRelativePositionBias
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -112,6 +113,23 @@ def attention(scale, causal=False, window=None):
             column = sinks[:, None, None].expand(*scores.shape[:3], 1)
             return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
+
+    return compute
+
+
+def causal_conv(x, weight, mask=None, bias=None):
+    x = x if mask is None else x * mask[:, :, None]
+    return F.conv1d(x.transpose(1, 2), weight, bias, padding=weight.shape[2] - 1, groups=len(weight))[:, :, : x.shape[1]].transpose(1, 2)
+
+
+def gated_delta(scale=1.0):
+    """The recurrent form of transformers, without its normalization and scaling of queries."""
+
+    def compute(q, k, v, decay, rate):
+        tokens = lambda x: x.transpose(1, 2)
+        q = tokens(q) * q.shape[-1] ** 0.5 * scale
+        output, _ = torch_recurrent_gated_delta_rule(q, tokens(k), tokens(v), decay, rate)
+        return tokens(output)
 
     return compute
 
@@ -257,6 +275,11 @@ def op_cases():
     sinks = (4,)
     yield text("Attention", scale=0.5, causal=True, window=3), attention(0.5, True, 3), [*heads, sinks]
     yield text("Attention", scale=0.5), attention(0.5), [*heads, mask, bias, sinks]
+    yield text("CausalConv"), causal_conv, [(2, 6, 5), (5, 1, 3)]
+    yield text("CausalConv"), causal_conv, [(2, 3, 4), (4, 1, 4), (INTEGERS, 2, 2, 3), (4,)]
+    for groups, sequence, how in [(4, 5, {}), (2, 9, {"scale": 0.5})]:
+        rows, numbers = (2, groups, sequence, 3), (2, sequence, 4)
+        yield text("GatedDelta", **how), gated_delta(**how), [rows, rows, (2, 4, sequence, 6), numbers, numbers]
 
 def ops():
     cases, tensors = [], {}

@@ -186,7 +186,7 @@ fn a_wrong_rule_is_found() {
         (Reduce::default().into(), "a b c -> a b _"),
         (LayerNorm::default().into(), "* c, c, c -> * c"),
         (RmsNorm::default().into(), "* c, c -> * c"),
-        (Normalize {}.into(), "* c -> * c"),
+        (Normalize::default().into(), "* c -> * c"),
         (SplitHeads { head_dim: 3 }.into(), "b s (d! h) -> b h s d!"),
         (Flatten { channels_last: true }.into(), "b c h! w! -> b (c h! w!)"),
         (Rotary::default().into(), "b h s! d -> b h s! d"),

@@ -144,7 +144,15 @@ fn products_have_a_cost() {
             macs > 0,
             matches!(
                 case.op,
-                Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::Attention(_) | Op::RelativeProducts(_) | Op::MatMul(_) | Op::Recurrent(_)
+                Op::Linear(_)
+                    | Op::Conv(_)
+                    | Op::CausalConv(_)
+                    | Op::GatedDelta(_)
+                    | Op::ConvTranspose(_)
+                    | Op::Attention(_)
+                    | Op::RelativeProducts(_)
+                    | Op::MatMul(_)
+                    | Op::Recurrent(_)
             ),
             "{}",
             case.op

@@ -12,9 +12,10 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{DecodingState, elements};
 use crate::ir::{Bindings, Dim, Graph, Kind, Node, Op, ValueId};
 
-/// State of a graph in incremental decoding: cached keys and values, position counts, and values that are
-/// the same for all tokens, such as the encoder output. With a sliding window, only the keys and values
-/// within it are cached, plus the rows required by [`truncate`](SequenceCache::truncate).
+/// State of a graph in incremental decoding: cached keys and values, states of convolutions and recurrent
+/// layers, position counts, and values that are the same for all tokens, such as the encoder output. With a
+/// sliding window, only the keys and values within it are cached, plus the rows required by
+/// [`truncate`](SequenceCache::truncate).
 #[derive(Debug)]
 pub struct SequenceCache {
     axes: SequenceAxes,
@@ -67,7 +68,10 @@ impl SequenceCache {
     /// tokens, for inputs of these sizes.
     pub fn bytes_of(&self, graph: &Graph, tokens: usize, sizes: &Bindings) -> u64 {
         let of_node = |(at, node): (usize, &Node)| {
-            let Op::Attention(op) = &node.op else { return 0 };
+            let Op::Attention(op) = &node.op else {
+                let op = node.op.spec().incremental().filter(|_| self.axes.needs_state(at));
+                return op.map_or(0, |op| op.state_elements(&graph.input_types(node), self.removable, sizes).saturating_mul(4));
+            };
             let elements = |id: &ValueId| elements(&graph.value(*id).ty, sizes);
             let keys = node.inputs.iter().skip(1).take(2);
             if !self.axes.needs_state(at) {
@@ -98,11 +102,11 @@ impl SequenceCache {
     }
 
     /// Removes all tokens after the first `tokens`, such as rejected proposals of a draft. Fails if keys and
-    /// values in a sliding window before them are no longer cached.
+    /// values in a sliding window before them, or states at their position, are no longer cached.
     pub fn truncate(&mut self, graph: &Graph, tokens: usize) -> Result<()> {
         for (node, past) in graph.nodes().iter().zip(&mut self.ops) {
             if past.as_mut().is_some_and(|past| !past.truncate(tokens)) {
-                let reason = format!("has a sliding window, whose first tokens are no longer cached: the last {} cannot be removed", self.tokens - tokens);
+                let reason = format!("depends on earlier tokens that are no longer cached: the last {} cannot be removed", self.tokens - tokens);
                 self.clear();
                 return Err(Error::graph(format!("graph node `{}`", graph.value(node.output).name), reason));
             }

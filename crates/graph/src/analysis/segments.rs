@@ -59,6 +59,8 @@ mod tests {
         let dynamic = "r = Rotary{\"scaling\":{\"dynamic\":{\"factor\":2.0,\"max_position\":8}}}(h) -> float[batch, 2, sequence, 4]\n";
         let found = refused(format!("{dynamic}{}", attention("\"causal\":true", "r, r, h, attention_mask")));
         assert!(found.contains("graph node `r`: Rotary depends on the position in the row"), "{found}");
+        let convolution = "param f: float[8, 1, 3]\nc = CausalConv(x, f, attention_mask) -> float[batch, sequence, 8]\noutput c = c\n";
+        assert!(refused(convolution.to_owned()).contains("graph node `c`: CausalConv depends on the position in the row, or on other texts"));
         let learned = "p = Positions(input_ids) -> int[batch, sequence]\ne = Embedding(p, q) -> float[batch, sequence, 8]\noutput e = e\n";
         assert!(refused(learned.to_owned()).contains("graph node `p`: Positions depends on the position in the row"));
     }

@@ -152,8 +152,8 @@ mod running {
             }
             Kind::Siglip => [image, text],
         };
-        let image = b.node("image_features", Normalize {}, &[image])?;
-        let text = b.node("text_features", Normalize {}, &[text])?;
+        let image = b.node("image_features", Normalize::default(), &[image])?;
+        let text = b.node("text_features", Normalize::default(), &[text])?;
         let scale = b.param("logit_scale", if kind == Kind::Clip { &[] } else { &[1] })?;
         let scale = b.node("logit_scale.flat", Reshape { shape: vec![TargetSize::Number(1)] }, &[scale])?;
         let scale = b.node("logit_scale.exp", Exp {}, &[scale])?;

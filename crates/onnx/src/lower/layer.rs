@@ -56,6 +56,35 @@ pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
+/// A convolution of the transposed rows, padded at the start.
+pub(super) fn causal_conv(n: &mut Lowering) -> Result<()> {
+    let (mut x, kernel) = (n.input(0), n.fixed(1, 2)?);
+    let mut inputs = Vec::new();
+    for index in 2..n.inputs() {
+        if n.ty(index)?.shape.len() == 1 {
+            inputs.push(n.input(index));
+            continue;
+        }
+        let (last, zero) = (n.ints(&[2]), n.int(0));
+        let padded = n.emit("Equal", "padded", &[&n.input(index), &zero], vec![]);
+        let padded = n.emit("Unsqueeze", "padded_rows", &[&padded, &last], vec![]);
+        let nothing = n.float(0.0);
+        x = n.emit("Where", "read", &[&padded, &nothing, &x], vec![]);
+    }
+    let swapped = || vec![AttributeProto::ints("perm", [0, 2, 1])];
+    let columns = n.emit("Transpose", "columns", &[&x], swapped());
+    let attributes = vec![
+        AttributeProto::ints("kernel_shape", [kernel]),
+        AttributeProto::ints("pads", [kernel.saturating_sub(1), 0]),
+        AttributeProto::int("group", n.fixed(1, 0)?),
+    ];
+    let weight = n.input(1);
+    let inputs: Vec<&str> = [columns.as_str(), weight.as_str()].into_iter().chain(inputs.iter().map(String::as_str)).collect();
+    let product = n.emit("Conv", "convolved", &inputs, attributes);
+    n.finish("Transpose", &[&product], swapped());
+    Ok(())
+}
+
 pub(super) fn conv_transpose(op: &ConvTranspose, n: &mut Lowering) -> Result<()> {
     let rank = n.ty(0)?.shape.len();
     let mut attributes = vec![

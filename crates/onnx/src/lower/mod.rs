@@ -17,6 +17,7 @@
 mod activation;
 mod arithmetic;
 mod attention;
+mod delta;
 mod experts;
 mod image;
 mod integer;
@@ -40,10 +41,11 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
     match op {
         Op::Linear(op) => layer::linear(op, n),
         Op::Conv(op) => layer::conv(op, n),
+        Op::CausalConv(_) => layer::causal_conv(n),
         Op::BatchNorm(op) => norm::batch_norm(op, n),
         Op::LayerNorm(op) => norm::layer_norm(op, n),
         Op::RmsNorm(op) => norm::rms_norm(op, n),
-        Op::Normalize(_) => norm::normalize(n),
+        Op::Normalize(op) => norm::normalize(op, n),
         Op::Relu(_) => activation::plain("Relu", n),
         Op::Sigmoid(_) => activation::plain("Sigmoid", n),
         Op::Tanh(_) => activation::plain("Tanh", n),
@@ -88,6 +90,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Reduce(op) => arithmetic::reduce(op, n),
         Op::CumSum(op) => arithmetic::cum_sum(op, n),
         Op::Recurrent(op) => recurrent::recurrent(op, n),
+        Op::GatedDelta(op) => delta::gated_delta(op, n),
         Op::ConvTranspose(op) => layer::conv_transpose(op, n),
         Op::Pad(op) => shape::pad(op, n),
         Op::Resize(op) => image::resize(op, n),

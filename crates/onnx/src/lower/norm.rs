@@ -3,7 +3,7 @@
 use super::super::proto::AttributeProto;
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{BatchNorm, LayerNorm, RmsNorm};
+use crate::ir::ops::{BatchNorm, LayerNorm, Normalize, RmsNorm};
 
 pub(super) fn batch_norm(op: &BatchNorm, n: &mut Lowering) -> Result<()> {
     if op.batch {
@@ -45,9 +45,16 @@ pub(super) fn rms_norm(op: &RmsNorm, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn normalize(n: &mut Lowering) -> Result<()> {
+pub(super) fn normalize(op: &Normalize, n: &mut Lowering) -> Result<()> {
     let (x, least) = (n.wide(&n.input(0))?, n.float_wide(1e-12));
-    let norm = n.reduce("ReduceL2", "norm", &x, -1, true);
+    let norm = if op.epsilon == 0.0 {
+        n.reduce("ReduceL2", "norm", &x, -1, true)
+    } else {
+        let epsilon = n.float_wide(op.epsilon);
+        let sum = n.reduce("ReduceSumSquare", "sum", &x, -1, true);
+        let sum = n.emit("Add", "squares", &[&sum, &epsilon], vec![]);
+        n.emit("Sqrt", "norm", &[&sum], vec![])
+    };
     let norm = n.emit("Clip", "positive", &[&norm, &least], vec![]);
     n.finish_wide("Div", &[&x, &norm], vec![]);
     Ok(())

@@ -265,7 +265,7 @@ impl Kind {
     fn add(&self, b: &mut Builder, node: &str, x: ValueId) -> Result<ValueId> {
         match self {
             Kind::Pooling(pooling) => pooling.add(b, node, x),
-            Kind::Normalize => b.node(&format!("{node}.normalize"), Normalize {}, &[x]),
+            Kind::Normalize => b.node(&format!("{node}.normalize"), Normalize::default(), &[x]),
             Kind::LayerNorm { folder } => layer_norm(b, &format!("{node}.norm"), &format!("{folder}/norm"), x, EPSILON),
             Kind::Dense { folder, out, bias, function, residual } => {
                 let module = format!("{folder}/linear");

@@ -1,8 +1,11 @@
 //! State of ops in incremental decoding, so that earlier tokens are not computed again.
 
+use std::collections::VecDeque;
 use std::fmt;
 
 use candle_core::{Result, Tensor};
+
+use crate::ir::{Bindings, TensorType};
 
 /// A function that computes an op from its inputs.
 pub type Forward<'f> = dyn Fn(&[Tensor]) -> Result<Tensor> + 'f;
@@ -40,6 +43,12 @@ pub trait Incremental: fmt::Debug {
         true
     }
 
+    /// Number of elements of a state that does not grow with the number of tokens, for inputs of these types,
+    /// if `removable` tokens can be removed in addition to those of the last run.
+    fn state_elements(&self, _inputs: &[&TensorType], _removable: usize, _bindings: &Bindings) -> u64 {
+        0
+    }
+
     /// Computes the output for new tokens, and adds them to `past`. `forward` computes the op with its
     /// kernel.
     fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, forward: &Forward) -> Result<Tensor>;
@@ -52,6 +61,31 @@ pub struct DecodingState {
     /// Number of evicted rows that are retained, so that the last tokens can be removed.
     removable: usize,
     rows: Vec<Rows>,
+    recurrence: Recurrence,
+}
+
+/// Computes the output of a recurrent op for some tokens, and the state after them, from their inputs and the
+/// state before them, if there is one.
+type Recur<'f> = dyn Fn(&[Tensor], Option<&Tensor>) -> Result<(Tensor, Tensor)> + 'f;
+
+/// A recurrent state, with earlier ones and the inputs after them, from which states between them are
+/// computed again when tokens are removed.
+#[derive(Debug, Default)]
+struct Recurrence {
+    /// The state after all tokens; `None` before the first one, and after tokens within a run were removed.
+    state: Option<Tensor>,
+    /// The last runs.
+    runs: VecDeque<RecurrentRun>,
+}
+
+/// Tokens that were processed together.
+#[derive(Debug)]
+struct RecurrentRun {
+    /// The state before them; `None` at the start.
+    before: Option<Tensor>,
+    /// The inputs, each with its token axis.
+    inputs: Vec<(Tensor, usize)>,
+    tokens: usize,
 }
 
 impl DecodingState {
@@ -74,8 +108,9 @@ impl DecodingState {
     /// next token reads are evicted.
     pub fn truncate(&mut self, tokens: usize) -> bool {
         let removed = self.tokens.saturating_sub(tokens);
-        let is_complete = self.rows.iter().all(|rows| rows.can_remove(removed, self.tokens));
+        let is_complete = self.rows.iter().all(|rows| rows.can_remove(removed, self.tokens)) && self.recurrence.can_remove(removed);
         if is_complete {
+            self.recurrence.remove(removed);
             self.rows.iter_mut().for_each(|rows| rows.end = rows.end.saturating_sub(removed));
             self.tokens -= removed;
         }
@@ -84,7 +119,9 @@ impl DecodingState {
 
     /// Memory in bytes.
     pub fn bytes(&self) -> usize {
-        self.rows.iter().filter_map(|rows| rows.buffer.as_ref()).map(|buffer| buffer.elem_count() * buffer.dtype().size_in_bytes()).sum()
+        let runs = self.recurrence.runs.iter().flat_map(|run| run.before.iter().chain(run.inputs.iter().map(|(input, _)| input)));
+        let tensors = self.rows.iter().filter_map(|rows| rows.buffer.as_ref()).chain(&self.recurrence.state).chain(runs);
+        tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
     /// Appends rows of new tokens to the cached rows with this index, after at most `before` earlier ones,
@@ -96,10 +133,63 @@ impl DecodingState {
         self.rows[number].push(new, axis, before, self.removable)
     }
 
+    /// Computes a recurrent op for new tokens. `axis` returns the token axis of an input.
+    pub(super) fn recur(&mut self, inputs: &[Tensor], axis: &dyn Fn(usize) -> usize, compute: &Recur) -> Result<Tensor> {
+        let before = self.recurrence.current(compute)?;
+        let (output, state) = compute(inputs, before.as_ref())?;
+        let inputs: Vec<(Tensor, usize)> = inputs.iter().enumerate().map(|(input, tensor)| (tensor.clone(), axis(input))).collect();
+        let tokens = inputs.first().map_or(Ok(0), |(tensor, axis)| tensor.dim(*axis))?;
+        self.recurrence.push(RecurrentRun { before, inputs, tokens }, state, self.removable);
+        Ok(output)
+    }
+
     /// The last cached row with this index.
     pub(super) fn last(&self, number: usize, axis: usize) -> Result<Option<Tensor>> {
         let rows = self.rows.get(number).and_then(|rows| Some((rows.buffer.as_ref()?, rows.end.checked_sub(1)?)));
         rows.map(|(buffer, last)| buffer.narrow(axis, last, 1)).transpose()
+    }
+}
+
+impl Recurrence {
+    /// The state after all tokens.
+    fn current(&mut self, compute: &Recur) -> Result<Option<Tensor>> {
+        if self.state.is_none()
+            && let Some(run) = self.runs.back()
+        {
+            let inputs = run.inputs.iter().map(|(input, axis)| input.narrow(*axis, 0, run.tokens)).collect::<Result<Vec<Tensor>>>()?;
+            self.state = Some(compute(&inputs, run.before.as_ref())?.1);
+        }
+        Ok(self.state.clone())
+    }
+
+    /// Adds a run and the state after it. Drops runs before the last one that are not needed to remove
+    /// `removable` tokens before it.
+    fn push(&mut self, run: RecurrentRun, state: Tensor, removable: usize) {
+        let kept = |runs: &VecDeque<RecurrentRun>| runs.iter().skip(1).map(|run| run.tokens).sum::<usize>();
+        while !self.runs.is_empty() && kept(&self.runs) >= removable {
+            self.runs.pop_front();
+        }
+        self.runs.push_back(run);
+        self.state = Some(state);
+    }
+
+    /// Whether the last `removed` tokens can be removed.
+    fn can_remove(&self, removed: usize) -> bool {
+        (self.runs.is_empty() && self.state.is_none()) || removed <= self.runs.iter().map(|run| run.tokens).sum::<usize>()
+    }
+
+    /// Removes tokens that can be removed.
+    fn remove(&mut self, mut removed: usize) {
+        while let Some(run) = self.runs.back_mut().filter(|_| removed > 0) {
+            if run.tokens <= removed {
+                removed -= run.tokens;
+                self.state = self.runs.pop_back().and_then(|run| run.before);
+                continue;
+            }
+            run.tokens -= removed;
+            removed = 0;
+            self.state = None;
+        }
     }
 }
 

@@ -7,6 +7,7 @@ mod attention_sinks;
 mod batch_norm;
 mod binary;
 mod cache_quantize;
+mod causal_conv;
 mod concat;
 mod constants;
 mod conv;
@@ -17,6 +18,7 @@ mod elementwise;
 mod embedding;
 mod experts;
 mod flatten;
+mod gated_delta;
 mod gather;
 mod gradient;
 mod heads;
@@ -71,6 +73,7 @@ pub use attention::Attention;
 pub use batch_norm::BatchNorm;
 pub use binary::{Binary, BinaryKind};
 pub use cache_quantize::CacheQuantize;
+pub use causal_conv::CausalConv;
 pub use concat::Concat;
 pub use constants::{ScalarOps, constant};
 pub use conv::Conv;
@@ -81,6 +84,7 @@ pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use experts::{Combine, Dispatch, ExpertGroups, Route};
 pub use flatten::Flatten;
+pub use gated_delta::GatedDelta;
 pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
 pub use kernels::contiguous;
@@ -244,6 +248,7 @@ ops! {
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, CumSum, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
+    CausalConv, GatedDelta,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
     ToFloat, Opaque,
 }

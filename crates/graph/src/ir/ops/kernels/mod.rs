@@ -5,10 +5,12 @@
 //! support. `COMPRESS_KERNELS=off` in the environment disables all kernels.
 
 mod attention;
+mod causal_conv;
 mod conv;
 mod elementwise;
 mod experts;
 mod fused;
+mod gated_delta;
 mod host;
 mod images;
 mod index_sum;
@@ -92,6 +94,7 @@ fn host_kernel(op: &Op) -> Option<Box<dyn Kernel>> {
     Some(match op {
         Op::Linear(op) => Box::new(*op),
         Op::Conv(op) => Box::new(*op),
+        Op::CausalConv(op) => Box::new(*op),
         Op::BatchNorm(op) => Box::new(*op),
         Op::LayerNorm(op) => Box::new(*op),
         Op::RmsNorm(op) => Box::new(*op),
@@ -104,6 +107,7 @@ fn host_kernel(op: &Op) -> Option<Box<dyn Kernel>> {
         Op::SplitHeads(op) => Box::new(*op),
         Op::MergeHeads(op) => Box::new(*op),
         Op::Attention(op) => Box::new(*op),
+        Op::GatedDelta(op) => Box::new(*op),
         Op::MaxPool(op) => Box::new(*op),
         Op::GlobalAveragePool(op) => Box::new(*op),
         Op::Resize(op) => Box::new(op.clone()),
