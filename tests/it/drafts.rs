@@ -76,6 +76,7 @@ fn greedy_texts_are_the_same_with_a_draft() {
         "gpt-oss",
         "mixtral",
         "deepseek-v3",
+        "lfm2",
         "phi3-longrope",
         "llama-rope-dynamic",
         "llama-rope-yarn",

@@ -109,6 +109,8 @@ fn incremental_decoding_equals_whole_texts() {
         "gpt-oss",
         "granite",
         "hunyuan",
+        "lfm2",
+        "lfm2-biases",
         "llama",
         "mistral",
         "mixtral",

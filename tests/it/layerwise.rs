@@ -358,10 +358,14 @@ fn channels_that_matter_are_rounded_more_finely() {
 /// them divided by 200.
 fn planted(folder: &Path, family: &str) -> String {
     let mut tensors = candle_core::safetensors::load(golden(family).join("model.safetensors"), &Device::Cpu).unwrap();
-    let is_gemma = family.starts_with("gemma");
-    let mlp_norm = if is_gemma { "pre_feedforward_layernorm.weight" } else { "post_attention_layernorm.weight" };
+    let has_offset = family.starts_with("gemma");
+    let [mixer_norm, mlp_norm] = match family {
+        "gemma2" | "gemma3" => ["input_layernorm.weight", "pre_feedforward_layernorm.weight"],
+        "lfm2" => ["operator_norm.weight", "ffn_norm.weight"],
+        _ => ["input_layernorm.weight", "post_attention_layernorm.weight"],
+    };
     let readers = [
-        ("input_layernorm.weight", &["q_proj.", "k_proj.", "v_proj.", "qkv_proj."][..]),
+        (mixer_norm, &["q_proj.", "k_proj.", "v_proj.", "qkv_proj.", ".in_proj"][..]),
         (mlp_norm, &["gate_proj.", "up_proj.", "gate_up_proj.", ".w1.", ".w3.", "gate.weight"][..]),
     ];
     let names: Vec<String> = tensors.keys().cloned().collect();
@@ -369,7 +373,7 @@ fn planted(folder: &Path, family: &str) -> String {
         for norm in names.iter().filter(|name| name.ends_with(suffix)) {
             let width = tensors[norm].elem_count();
             let factors: Vec<f32> = (0..width).map(|at| if at == 3 || at == width - 2 { 200.0 } else { 1.0 }).collect();
-            let (factors, offset) = (Tensor::new(factors, &Device::Cpu).unwrap(), if is_gemma { 1.0 } else { 0.0 });
+            let (factors, offset) = (Tensor::new(factors, &Device::Cpu).unwrap(), if has_offset { 1.0 } else { 0.0 });
             let scaled = (((&tensors[norm] + offset).unwrap() * &factors).unwrap() - offset).unwrap();
             tensors.insert(norm.clone(), scaled);
             let layer = norm.strip_suffix(suffix).unwrap();
@@ -388,7 +392,7 @@ fn planted(folder: &Path, family: &str) -> String {
 /// before fused projections.
 #[test]
 fn outliers_of_activations_move_to_the_weights_of_every_family() {
-    for family in ["llama", "gemma2", "gemma3", "granite", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3"] {
+    for family in ["llama", "gemma2", "gemma3", "granite", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3", "lfm2"] {
         let folder = tempfile::tempdir().unwrap();
         let name = planted(folder.path(), family);
         let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(&name, quantized(method, Scheme::W8A8)));

@@ -81,6 +81,8 @@ MODELS = [
     ("smollm3-sliding", "SmolLM3ForCausalLM"),
     ("granite", "GraniteForCausalLM"),
     ("granite-biases", "GraniteForCausalLM"),
+    ("lfm2", "Lfm2ForCausalLM"),
+    ("lfm2-biases", "Lfm2ForCausalLM"),
     ("gemma", "GemmaForCausalLM"),
     ("gemma2", "Gemma2ForCausalLM"),
     ("gemma3", "Gemma3ForCausalLM"),

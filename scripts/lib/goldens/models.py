@@ -311,6 +311,7 @@ def old_spelling(config):
         rope["type"] = rope.pop("rope_type")
     old["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
     keeps_layer_types = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True}
+    keeps_layer_types |= {"lfm2": True}
     if not keeps_layer_types.get(config["model_type"]):
         old.pop("layer_types", None)
     if old.get("use_sliding_window") is False:
@@ -1043,6 +1044,21 @@ def granite():
     add("granite-biases", head_dim=12, attention_bias=True, mlp_bias=True, overlook={"the default scale": {"attention_multiplier": 12**-0.5}})
 
 
+def lfm2():
+    def add(name, overlook={}, **fields):
+        shape = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
+        layers = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+        rope = {"rope_parameters": copy.deepcopy(PLAIN_ROPE)}
+        config = transformers.Lfm2Config(**{**shape, **layers, **rope, **GROUPED, "norm_eps": 0.01, **fields})
+        other = {"rope_theta": {"rope_parameters": {**PLAIN_ROPE, "rope_theta": 10000.0}}}
+        overlook = {"norm_eps": {"norm_eps": 1e-6}, **other, **overlook}
+        pretrained(name, transformers.Lfm2ForCausalLM, config, tokens(name), overlook=overlook)
+
+    # 28 neurons.
+    add("lfm2", intermediate_size=32, block_ffn_dim_multiplier=1.3, block_multiple_of=4)
+    add("lfm2-biases", conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False)
+
+
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 8, "query_pre_attn_scalar": 6, **GROUPED}
 
 
@@ -1603,6 +1619,7 @@ for family in (
     cohere,
     smollm3,
     granite,
+    lfm2,
     gemma,
     gemma2,
     gemma3,

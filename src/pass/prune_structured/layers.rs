@@ -12,7 +12,7 @@ use candle_core::{D, Tensor};
 use serde_json::{Value, json};
 
 use super::{NAME, Ranking, cut};
-use crate::analysis::{self, Layers};
+use crate::analysis::{self, Layer, Layers};
 use crate::arch;
 use crate::data::SequenceRoles;
 use crate::error::{Error, Result};
@@ -227,7 +227,7 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
     let remaining = |list: &[Value]| -> Value { list.iter().enumerate().filter(|(at, _)| !removed.contains(at)).map(|(_, value)| value.clone()).collect() };
     if model.config.get(TYPES).is_none_or(Value::is_null) {
         // The default depends on the indices of layers.
-        values.extend(window_types(graph, found).map(|types| (TYPES.to_owned(), remaining(&types))));
+        values.extend(layer_types(graph, found).map(|types| (TYPES.to_owned(), remaining(&types))));
     }
     let dense = arch::dense_layers(model.config.values(), &layers_with_experts(model, found, all - removed.len()));
     values.extend(dense.into_iter().map(|(key, value)| (key.to_owned(), value)));
@@ -245,13 +245,21 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
     cut::set_graph(model, smaller, values)
 }
 
-/// The types of attention of all layers, if only some have a sliding window.
-fn window_types(graph: &Graph, found: &Layers) -> Option<Vec<Value>> {
-    let has_window = |node: &&Node| matches!(&node.op, Op::Attention(op) if op.window.is_some());
-    let windows: Vec<&str> = graph.nodes().iter().filter(has_window).map(|node| graph.value(node.output).name.as_str()).collect();
-    let slides: Vec<bool> = found.layers.iter().map(|layer| windows.iter().any(|name| layer.nodes.contains(*name))).collect();
-    let kind = |slides: &bool| json!(if *slides { "sliding_attention" } else { "full_attention" });
-    (slides.contains(&true) && slides.contains(&false)).then(|| slides.iter().map(kind).collect())
+/// The types of all layers, if they differ.
+fn layer_types(graph: &Graph, found: &Layers) -> Option<Vec<Value>> {
+    let kind = |node: &Node| match &node.op {
+        Op::Attention(op) if op.window.is_some() => Some("sliding_attention"),
+        Op::GatedDelta(_) => Some("linear_attention"),
+        Op::CausalConv(_) => Some("conv"),
+        _ => None,
+    };
+    let kinds: Vec<(&str, &str)> = graph.nodes().iter().filter_map(|node| Some((graph.value(node.output).name.as_str(), kind(node)?))).collect();
+    let of_layer = |layer: &Layer| {
+        // A gated delta network contains a convolution, and comes after it.
+        kinds.iter().rev().find(|(name, _)| layer.nodes.contains(*name)).map_or("full_attention", |(_, kind)| *kind)
+    };
+    let types: Vec<&str> = found.layers.iter().map(of_layer).collect();
+    types.iter().any(|kind| Some(kind) != types.first()).then(|| types.into_iter().map(Value::from).collect())
 }
 
 /// Whether each of the first `count` layers has experts, by the names of its tensors.

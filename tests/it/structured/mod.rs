@@ -100,6 +100,8 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("opt", vec![PrunedPart::Mlp], vec![("ffn_dim", 14)]),
         ("gemma2", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
         ("granite", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
+        ("lfm2", vec![PrunedPart::Heads, PrunedPart::Mlp], vec![("num_attention_heads", 2), ("num_key_value_heads", 1), ("intermediate_size", 14)]),
+        ("lfm2-biases", vec![PrunedPart::Layers], vec![]),
         ("smollm3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("cohere2", vec![PrunedPart::Hidden], vec![("hidden_size", 8), ("head_dim", 4)]),
         ("deepseek-v3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1), ("first_k_dense_replace", 0)]),
@@ -175,6 +177,8 @@ fn graph_json_describes_the_rest() {
         ("convnext", PrunedPart::Mlp),
         ("swin", PrunedPart::Heads),
         ("swin", PrunedPart::Hidden),
+        // The convolutions would have to be as wide as the residual stream.
+        ("lfm2", PrunedPart::Hidden),
         // transformers would expect one `longrope` factor instead of three.
         ("phi3-longrope", PrunedPart::Hidden),
         // transformers would expect norms of heads of 4 elements instead of 8.

@@ -41,6 +41,8 @@ pub struct Family {
     pub keys: Keys,
     /// Configuration keys of the sizes that structured pruning changes.
     pub sizes: Option<&'static Sizes>,
+    /// Configuration keys that change the meaning of `sizes`.
+    pub indirect_sizes: Option<IndirectSizes>,
     /// Whether `config.json` has one width per stage of convolutions, in `hidden_sizes`.
     pub has_stage_widths: bool,
     /// The classification head.
@@ -127,6 +129,15 @@ pub struct Sizes {
     pub layers: &'static str,
     /// Tensors that the graph does not read, with the axis that has the width of the residual stream.
     pub unread: &'static [(&'static str, usize)],
+}
+
+/// Configuration keys that change the meaning of a size.
+#[derive(Debug, Clone, Copy)]
+pub struct IndirectSizes {
+    /// A key that takes precedence over another one, and that key.
+    pub replaced: (&'static str, &'static str),
+    /// A flag, true by default, with which the size is computed from that key.
+    pub adjusted: &'static str,
 }
 
 /// Contents of the projection of keys.
@@ -226,6 +237,7 @@ pub(super) const EMPTY: Family = Family {
     graph: None,
     keys: Keys::NONE,
     sizes: None,
+    indirect_sizes: None,
     has_stage_widths: false,
     classifier: None,
     tied: &[],

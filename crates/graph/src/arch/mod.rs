@@ -37,6 +37,7 @@ mod gpt_neox;
 mod gpt_oss;
 mod granite;
 mod hunyuan;
+mod lfm2;
 mod llama;
 mod minimax_m2;
 mod mixtral;
@@ -63,7 +64,7 @@ mod whisper;
 mod without_graph;
 
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, SELECTION_BIAS, VISION_TRANSFORMER, classifier};
-pub use family::{ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
+pub use family::{ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
 pub use gguf::{ATTENTION_MULTIPLIER, GgufExperts, GgufFamily, GgufHead, LOGIT_DIVISOR, Setting, Windows};
 pub use module_names::{UNSTORED_HEADS, module_spellings};
 pub use roles::{fused_layer, is_embedding_table, mark_roles, role, shared_tables, stays_float32, tied};
@@ -103,6 +104,7 @@ const FAMILIES: &[&Family] = &[
     &cohere::COHERE2,
     &smollm3::SMOLLM3,
     &granite::GRANITE,
+    &lfm2::LFM2,
     &gemma::GEMMA,
     &gemma::GEMMA2,
     &gemma::GEMMA3,

@@ -15,6 +15,8 @@ pub fn mark_roles(weights: &mut BTreeMap<String, Weight>, config: &Map<String, V
         weight.role = match weight.shape.len() {
             2 => Some(family.role(module).unwrap_or(Role::Matrix)),
             3 if family.is_stacked(module) => Some(Role::Experts),
+            // Filters of short convolutions, with few elements for each channel.
+            3 => family.role(module).filter(|role| *role == Role::Other),
             _ => None,
         };
     }

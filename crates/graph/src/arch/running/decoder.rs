@@ -3,8 +3,8 @@
 //! A family specifies its differences from Llama in fields of [`Decoder`].
 
 use super::Settings;
-use super::layout::LayerNames;
-pub use super::layout::{Decoder, HeadNorms, Layer, NORMS_BEFORE, Norm, Norms};
+use super::layout::PARTS;
+pub use super::layout::{Decoder, HeadNorms, Layer, LayerNames, NORMS_BEFORE, Norm, Norms, TokenMixer};
 use super::parts::{language_head, slices, text_inputs};
 use super::rope::{RopeDefaults, neighbors, rotary};
 use crate::error::{Error, Result};
@@ -60,6 +60,10 @@ impl<'s, 'c> Decoder<'s, 'c> {
             qkv_bias: bias,
             out: "o_proj",
             out_bias: bias,
+            mixer: None,
+            network: "mlp",
+            parts: PARTS,
+            neurons: None,
             ungated: None,
             mlp_bias: s.flag_or("mlp_bias", false)?,
             activation: s.text_or("hidden_act", "silu")?,
@@ -107,7 +111,8 @@ impl<'s, 'c> Decoder<'s, 'c> {
     fn layer(&self, b: &mut Builder, at: &LayerNames, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
         let [before_attention, after_attention, before_network, after_network] = self.norms;
         let normed = self.normed(b, at, before_attention, x)?;
-        let y = self.attention(b, at, layer, normed, mask)?;
+        let mixed = self.mixer.map_or(Ok(None), |mixer| mixer.add(self, b, at, normed, mask))?;
+        let y = mixed.map_or_else(|| self.attention(b, at, layer, normed, mask), Ok)?;
         let y = self.normed(b, at, after_attention, y)?;
         let y = scaled(b, &at.node("self_attn.scaled"), self.residual_scale, y)?;
         let x = b.node(&at.node("attended"), Add {}, &[x, y])?;

@@ -61,6 +61,13 @@ pub struct Layer {
     pub window: Option<usize>,
 }
 
+/// Layers that combine tokens in another way than attention.
+pub trait TokenMixer {
+    /// Adds the layer at this position instead of attention: its output for the normalized stream `x` and the
+    /// attention mask. `None` if this layer has attention.
+    fn add(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, x: ValueId, mask: ValueId) -> Result<Option<ValueId>>;
+}
+
 /// A model, described by its differences from Llama.
 pub struct Decoder<'s, 'c> {
     /// The configuration.
@@ -104,6 +111,14 @@ pub struct Decoder<'s, 'c> {
     pub out: &'static str,
     /// Whether the output projection of attention has a bias.
     pub out_bias: bool,
+    /// Layers without attention, for hybrid families.
+    pub mixer: Option<&'s dyn TokenMixer>,
+    /// Name of the feed-forward network.
+    pub network: &'static str,
+    /// Names of its gate, up and down projections.
+    pub parts: [&'static str; 3],
+    /// Number of its neurons; `None` for `intermediate_size`.
+    pub neurons: Option<usize>,
     /// Names of the layers of a feed-forward network without a gate; `None` for networks with a gate.
     pub ungated: Option<[&'static str; 2]>,
     /// Whether the projections of the feed-forward network have biases.
@@ -160,13 +175,13 @@ impl Decoder<'_, '_> {
         self.linear(b, at, &name(down), gated, self.s.size("hidden_size")?, bias)
     }
 
-    /// The feed-forward network `mlp` with `intermediate_size` neurons, with or without a gate.
+    /// The feed-forward network of a layer without experts, with or without a gate.
     pub fn dense(&self, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
-        let wide = self.s.size("intermediate_size")?;
-        let Some([up, down]) = self.ungated else { return self.gated(b, at, ("mlp", PARTS), x, wide, self.mlp_bias) };
-        let up = self.linear(b, at, &format!("mlp.{up}"), x, wide, self.mlp_bias)?;
-        let active = self.act(b, at, "mlp", up)?;
-        self.linear(b, at, &format!("mlp.{down}"), active, self.s.size("hidden_size")?, self.mlp_bias)
+        let (wide, network) = (self.neurons.map_or_else(|| self.s.size("intermediate_size"), Ok)?, self.network);
+        let Some([up, down]) = self.ungated else { return self.gated(b, at, (network, self.parts), x, wide, self.mlp_bias) };
+        let up = self.linear(b, at, &format!("{network}.{up}"), x, wide, self.mlp_bias)?;
+        let active = self.act(b, at, network, up)?;
+        self.linear(b, at, &format!("{network}.{down}"), active, self.s.size("hidden_size")?, self.mlp_bias)
     }
 }
 

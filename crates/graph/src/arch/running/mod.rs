@@ -22,7 +22,7 @@ pub use resize::{
 };
 pub use sentence::{SentenceModule, is_of_module};
 
-use super::{ClassificationHead, DenseLayers, Family, Groups, Keys, ModelKind, Sizes, families, family};
+use super::{ClassificationHead, DenseLayers, Family, Groups, IndirectSizes, Keys, ModelKind, Sizes, families, family};
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph};
 

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::rope::parameters;
-use super::{DenseLayers, Groups, Settings, Sizes, family};
+use super::{DenseLayers, Groups, IndirectSizes, Settings, Sizes, family};
 
 /// Looks up the shape of a tensor.
 pub type Shapes<'s> = &'s dyn Fn(&str) -> Option<Vec<usize>>;
@@ -105,9 +105,27 @@ pub fn resized(config: &Map<String, Value>, head_dim: Option<usize>, shapes: Sha
     let settings = Settings::new(config);
     let model_type = settings.text_or("model_type", "").unwrap_or("");
     if let Some(sizes) = sizes(model_type) {
-        return sizes.resized(&settings, head_dim, shapes);
+        let mut found = sizes.resized(&settings, head_dim, shapes);
+        if let Some(indirect) = family(model_type).and_then(|family| family.indirect_sizes) {
+            indirect.resolve(&settings, &mut found);
+        }
+        return found;
     }
     if has_stage_widths(model_type) { resnet(&settings, shapes) } else { Vec::new() }
+}
+
+impl IndirectSizes {
+    /// Specifies the size itself.
+    fn resolve(&self, settings: &Settings, found: &mut Vec<(&'static str, Value)>) {
+        let (key, replaced) = self.replaced;
+        let value = found.iter().find(|(name, _)| *name == replaced).map(|(_, value)| value.clone()).or_else(|| settings.get(replaced).cloned());
+        if let Some(value) = value.filter(|value| settings.get(key).is_some_and(|before| before != value)) {
+            found.push((key, value));
+        }
+        if settings.flag_or(self.adjusted, true).unwrap_or(true) {
+            found.push((self.adjusted, json!(false)));
+        }
+    }
 }
 
 impl Sizes {
