@@ -77,6 +77,7 @@ fn greedy_texts_are_the_same_with_a_draft() {
         "mixtral",
         "deepseek-v3",
         "lfm2",
+        "qwen3-next",
         "phi3-longrope",
         "llama-rope-dynamic",
         "llama-rope-yarn",

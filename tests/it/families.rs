@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress::pass::{Cast, Quantize, QuantizeDynamic, Step};
 use compress_core::store::Role;
-use compress_engine::model::{exempt_layers, is_convolution, is_embedding, is_linear, stacked_experts};
+use compress_engine::model::{exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, stacked_experts};
 use compress_graph::analysis::mixtures;
 use compress_graph::arch::{self, Family};
 use compress_graph::ir::{Graph, Node, Op, ValueId};
@@ -124,6 +124,7 @@ fn roles_are_those_of_the_graph() {
             match sample.role(weight) {
                 Some(Role::Matrix) => assert!(is_linear(weight, &sample.model.weights.by_name[weight]), "{name}: {weight}"),
                 Some(Role::Router) => assert!(is_gate(), "{name}: {weight} feeds no routing"),
+                Some(Role::LinearAttentionGate) => assert!(sample.graph.nodes().iter().any(|node| matches!(node.op, Op::GatedDelta(_))), "{name}: {weight}"),
                 Some(Role::Head | Role::Table) => {}
                 None => assert!(!weight.ends_with(".weight"), "{name}: {weight}"),
                 other => panic!("{name}: {weight} is {other:?}"),
@@ -314,6 +315,16 @@ fn experts_in_one_tensor_are_those_of_the_family() {
     assert_eq!(stacked_experts(name, &model.weights.by_name[name]).as_deref(), Some("model.layers.0.block_sparse_moe.experts"));
     let kernels: Vec<&String> = model.weights.by_name.iter().filter(|(name, weight)| is_convolution(name, weight)).map(|(name, _)| name).collect();
     assert_eq!(kernels, ["model.layers.0.mamba.conv1d.weight"]);
+}
+
+/// No pass prunes or compresses them by default.
+#[test]
+fn filters_of_short_convolutions_are_left_unchanged() {
+    for (model_type, name) in [("lfm2", "model.layers.0.conv.conv.weight"), ("qwen3_next", "model.layers.0.linear_attn.conv1d.weight")] {
+        let (_folder, model) = folder(model_type, &[(name, &[4, 1, 3])]);
+        let weight = &model.weights.by_name[name];
+        assert!(weight.role == Some(Role::Other) && !is_prunable(name, weight) && !is_convolution(name, weight), "{model_type}: {:?}", weight.role);
+    }
 }
 
 #[test]

@@ -121,6 +121,8 @@ fn incremental_decoding_equals_whole_texts() {
         "phi3-longrope",
         "qwen2-moe-fused",
         "qwen3-moe",
+        "qwen3-next",
+        "qwen3_5",
         "smollm3",
         "stablelm",
         "starcoder2",

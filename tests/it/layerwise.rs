@@ -358,7 +358,7 @@ fn channels_that_matter_are_rounded_more_finely() {
 /// them divided by 200.
 fn planted(folder: &Path, family: &str) -> String {
     let mut tensors = candle_core::safetensors::load(golden(family).join("model.safetensors"), &Device::Cpu).unwrap();
-    let has_offset = family.starts_with("gemma");
+    let has_offset = ["gemma", "qwen3-next", "qwen3_5"].iter().any(|name| family.starts_with(name));
     let [mixer_norm, mlp_norm] = match family {
         "gemma2" | "gemma3" => ["input_layernorm.weight", "pre_feedforward_layernorm.weight"],
         "lfm2" => ["operator_norm.weight", "ffn_norm.weight"],
@@ -392,7 +392,7 @@ fn planted(folder: &Path, family: &str) -> String {
 /// before fused projections.
 #[test]
 fn outliers_of_activations_move_to_the_weights_of_every_family() {
-    for family in ["llama", "gemma2", "gemma3", "granite", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3", "lfm2"] {
+    for family in ["llama", "gemma2", "gemma3", "granite", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3", "lfm2", "qwen3-next", "qwen3_5"] {
         let folder = tempfile::tempdir().unwrap();
         let name = planted(folder.path(), family);
         let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(&name, quantized(method, Scheme::W8A8)));

@@ -17,8 +17,7 @@ from lib import GOLDEN
 TYPES = (
     "albert bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_mamba flaubert "
     "gpt_bigcode gptj granitemoe granitemoehybrid granitemoeshared imagegpt jetmoe kimi_linear llama4 llama4_text m2m_100 mamba "
-    "mamba2 marian mbart minimax mpt nemotron_h olmo olmoe openai-gpt pegasus phimoe qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-    "qwen3_5_text qwen3_next rwkv xlm xlnet"
+    "mamba2 marian mbart minimax mpt nemotron_h olmo olmoe openai-gpt pegasus phimoe qwen3_5 qwen3_5_moe rwkv xlm xlnet"
 ).split()
 MULTIMODAL = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
 MAPPINGS = [

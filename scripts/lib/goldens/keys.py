@@ -90,6 +90,9 @@ MODELS = [
     ("mixtral", "MixtralForCausalLM"),
     ("qwen2-moe", "Qwen2MoeForCausalLM"),
     ("qwen3-moe", "Qwen3MoeForCausalLM"),
+    ("qwen3-next", "Qwen3NextForCausalLM"),
+    ("qwen3_5", "Qwen3_5ForCausalLM"),
+    ("qwen3_5-moe", "Qwen3_5MoeForCausalLM"),
     ("deepseek-v2-lite", "DeepseekV2ForCausalLM"),
     ("deepseek-v2", "DeepseekV2ForCausalLM"),
     ("deepseek-v3", "DeepseekV3ForCausalLM"),
@@ -187,7 +190,7 @@ NEWER = {"clip-vision": "vision_model.", "siglip-text": "text_model.", "siglip-v
 # Models with features that transformers 4 does not support: attention types per layer; a head into whose
 # first layer it copies the embeddings; image positions, of which it has one too many; unscaled tied
 # embeddings; a scale of the attention scores; entire families; another clamp of experts.
-UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss")
+UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe")
 # Buffers that transformers 4 stores although they depend only on sizes.
 STORED_BY_4 = "relative_position_index"
 # Nested configurations: their keys follow a dot.

@@ -60,6 +60,10 @@ def normal(rng, shape, std, mean=0.0):
     return torch.tensor([rng.gauss(mean, std) for _ in range(math.prod(shape))]).reshape(shape)
 
 
+# Classes of norms whose weights are offsets from 1.
+CENTERED = ("Gemma", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+
+
 def random_tensor(rng, module, name, shape):
     """Values for which no layer is close to the identity, and no softmax close to uniform or one-hot."""
     match name:
@@ -73,12 +77,14 @@ def random_tensor(rng, module, name, shape):
             return normal(rng, shape, 0.6)
     if name == "e_score_correction_bias":
         return normal(rng, shape, 0.1)
+    if name == "A_log":
+        return normal(rng, shape, 0.5, mean=-1.5)  # states that last for several tokens
     if name in ("logit_scale", "logit_bias"):
         return normal(rng, shape, 0.3, mean=1.0)
     if isinstance(module, nn.Embedding):
         return normal(rng, shape, 0.6)
     if len(shape) == 1:
-        mean = 0 if type(module).__name__.startswith("Gemma") else 1
+        mean = 0 if type(module).__name__.startswith(CENTERED) else 1
         return normal(rng, shape, 0.25, mean=mean).clamp(mean - 0.6, mean + 0.6)
     # Three axes belong to experts, except for convolutions.
     convolution = isinstance(module, (nn.Conv1d, nn.Conv2d))
@@ -97,11 +103,12 @@ def randomise(model, seed):
     return model.eval()
 
 
-def forgotten(name, tensor, gemma=False):
+def forgotten(name, tensor, centered=False):
     """A replacement for the tensor, as if an implementation ignored it; for a matrix, a wrong one."""
     if name.endswith(("bias", "running_mean", "beta")):
         return torch.zeros_like(tensor)
-    return torch.full_like(tensor, 0.0 if gemma and "norm" in name else 1.0) if tensor.dim() == 1 else -tensor
+    centered = centered and "norm" in name and not name.endswith("linear_attn.norm.weight")
+    return torch.full_like(tensor, 0.0 if centered else 1.0) if tensor.dim() == 1 else -tensor
 
 
 # A key bias adds one number to all scores of a query, unless a rotary embedding is applied.
@@ -213,8 +220,8 @@ def golden(name, folder, model, reload, inputs, *, against={}, compute=run, alon
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() or key.endswith(WITHOUT_EFFECT) or any(part in key for part in unused):
             continue
-        gemma = "gemma" in getattr(getattr(model, "config", None), "model_type", "")
-        result = compute(reload({**tensors, key: forgotten(key, tensor, gemma)}), inputs)
+        centered = getattr(getattr(model, "config", None), "model_type", "").startswith(("gemma", "qwen3_next", "qwen3_5"))
+        result = compute(reload({**tensors, key: forgotten(key, tensor, centered)}), inputs)
         gap = distance(result, outputs, inputs)
         check(gap > CLEAR, f"{name}: ignoring {key} changes outputs only by {gap}")
     for label, other in against.items():
@@ -311,7 +318,7 @@ def old_spelling(config):
         rope["type"] = rope.pop("rope_type")
     old["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
     keeps_layer_types = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True}
-    keeps_layer_types |= {"lfm2": True}
+    keeps_layer_types |= {name: True for name in ("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")}
     if not keeps_layer_types.get(config["model_type"]):
         old.pop("layer_types", None)
     if old.get("use_sliding_window") is False:
@@ -1228,6 +1235,36 @@ def experts():
     )
 
 
+def qwen3_next():
+    """Gated delta networks, with several value heads for each key head."""
+    partial = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+    delta = {
+        **GROUPED,
+        "head_dim": 8,
+        "rope_parameters": partial,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 3,
+    }
+    rotary = {"the rotary dimensions": {"rope_parameters": {**partial, "partial_rotary_factor": 1.0}}}
+    top = {"the number of experts per token": {"num_experts_per_tok": 1}}
+    routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+    decoder(
+        "qwen3-next",
+        transformers.Qwen3NextForCausalLM,
+        **delta,
+        **routing,
+        mlp_only_layers=[1],
+        overlook={**top, **rotary, "the normalization of router weights": {"norm_topk_prob": False}},
+    )
+    decoder("qwen3_5", transformers.Qwen3_5ForCausalLM, **delta, attention_bias=True, tie_word_embeddings=True, overlook=rotary)
+    decoder("qwen3_5-moe", transformers.Qwen3_5MoeForCausalLM, **delta, **routing, overlook={**top, **rotary})
+
+
 def sigmoid_routers():
     """Routers with a bias for the selection of experts."""
     routing = {
@@ -1624,6 +1661,7 @@ for family in (
     gemma2,
     gemma3,
     experts,
+    qwen3_next,
     sigmoid_routers,
     minimax_m2,
     gpt_oss,

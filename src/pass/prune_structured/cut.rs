@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::analysis::{Group, Groups};
 use crate::arch;
 use crate::error::{Error, Result};
-use crate::ir::{Catalog, Graph, GraphFile, Op};
+use crate::ir::{Catalog, Graph, GraphFile, Node, Op};
 use crate::model::Model;
 use crate::work::Meter;
 
@@ -70,13 +70,18 @@ pub(in crate::pass) fn graph_file_note(model: &Model, part: &str) -> Option<Stri
     (!model.config.values().is_empty()).then(note)
 }
 
+/// The width of the first heads that attention splits. Other layers can have heads too.
+fn head_dim(graph: &Graph) -> Option<usize> {
+    let keys = |node: &Node| graph.value(*node.inputs.get(1)?).ty.shape.last()?.fixed();
+    let of_keys = graph.nodes().iter().find(|node| matches!(node.op, Op::Attention(_))).and_then(keys);
+    let widths = || graph.nodes().iter().filter_map(|node| if let Op::SplitHeads(op) = &node.op { Some(op.head_dim) } else { None });
+    widths().find(|width| Some(*width) == of_keys).or_else(|| widths().next())
+}
+
 /// Replaces the graph of a model. Updates `config.json` (with the additional values `more`) if it can
 /// describe the graph. Returns notes on the description of the model.
 pub(super) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(String, Value)>) -> Result<Vec<String>> {
-    let head_dim = graph.nodes().iter().find_map(|node| match &node.op {
-        Op::SplitHeads(op) => Some(op.head_dim),
-        _ => None,
-    });
+    let head_dim = head_dim(&graph);
     let resized = arch::resized(model.config.values(), head_dim, &|name| model.weights.shape(name)).into_iter().map(|(key, value)| (key.to_owned(), value));
     let values: Vec<(String, Value)> = resized.chain(more).collect();
     let before = model.config.clone();

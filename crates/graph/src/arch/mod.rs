@@ -49,6 +49,7 @@ mod olmo3;
 mod opt;
 mod phi;
 mod phi3;
+mod qwen3_next;
 mod qwen_moe;
 mod resnet;
 mod roberta;
@@ -111,6 +112,9 @@ const FAMILIES: &[&Family] = &[
     &mixtral::MIXTRAL,
     &qwen_moe::QWEN2_MOE,
     &qwen_moe::QWEN3_MOE,
+    &qwen3_next::QWEN3_NEXT,
+    &qwen3_next::QWEN3_5,
+    &qwen3_next::QWEN3_5_MOE,
     &deepseek::DEEPSEEK_V2,
     &deepseek::DEEPSEEK_V3,
     &deepseek::KIMI_K2,

@@ -53,7 +53,7 @@ pub(super) const QWEN3_MOE: Family = Family {
 };
 
 #[cfg(feature = "run")]
-mod running {
+pub(super) mod running {
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, HeadNorms, every_layer, slides};
     use crate::arch::running::experts::{Experts, Shared};
@@ -64,7 +64,7 @@ mod running {
 
     pub fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
         let shared = Shared { name: "shared_expert", inner: s.size_or("shared_expert_intermediate_size", 5632)?, gated: true };
-        let experts = Experts { shared: Some(shared), ..qwen(s, [60, 4, 1408])? };
+        let experts = Experts { shared: Some(shared), ..qwen(s, [60, 4, 1408], false)? };
         let used = s.flag_or("use_sliding_window", false)?;
         let window = |layer: usize| match slides(s, layer, used)? {
             Some(slides) => Ok(slides),
@@ -80,17 +80,18 @@ mod running {
 
     pub fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
         let used = s.flag_or("use_sliding_window", false)?;
-        let decoder = Decoder { head_norms: HeadNorms::Head, experts: Some(qwen(s, [128, 8, 768])?), ..Decoder::new(s, None)? };
+        let decoder = Decoder { head_norms: HeadNorms::Head, experts: Some(qwen(s, [128, 8, 768], false)?), ..Decoder::new(s, None)? };
         decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(used))?)
     }
 
-    /// The experts of Qwen, with defaults of their number, of the number per token, and of their neurons.
-    fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
+    /// The experts of Qwen, with defaults of their number, of the number per token, of their neurons, and of
+    /// the normalization of routing weights.
+    pub fn qwen(s: &Settings, [count, top, inner]: [usize; 3], normalised: bool) -> Result<Experts> {
         // The key differs between versions of transformers.
         let key = if s.get("num_local_experts").is_some() && s.get("num_experts").is_none() { "num_local_experts" } else { "num_experts" };
         Ok(Experts {
             count: s.size_or(key, count)?,
-            route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", false)?, ..Route::default() },
+            route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", normalised)?, ..Route::default() },
             inner: s.size_or("moe_intermediate_size", inner)?,
             plain: plain_layers(s)?,
             step: s.size_or("decoder_sparse_step", 1)?,

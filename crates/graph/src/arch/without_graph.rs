@@ -27,11 +27,7 @@ const DELTA: Family = Family {
     fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["in_proj_qkv", "in_proj_z"], &["in_proj_b", "in_proj_a"]],
     embeddings: &["embed_tokens", "visual.pos_embed"],
     routers: &["mlp.gate", "shared_expert_gate"],
-    exempt: &[
-        ("linear_attn.in_proj_a", Role::LinearAttentionGate),
-        ("linear_attn.in_proj_b", Role::LinearAttentionGate),
-        ("linear_attn.in_proj_ba", Role::LinearAttentionGate),
-    ],
+    exempt: &[("linear_attn.in_proj_a", Role::LinearAttentionGate), ("linear_attn.in_proj_b", Role::LinearAttentionGate)],
     experts: Some(ExpertLayout::SEPARATE),
     ..MIXTURE
 };
@@ -98,11 +94,8 @@ pub(super) const FAMILIES: &[Family] = &[
     like("hunyuan_v1_moe", MIXTURE),
     like("llama4", LLAMA4),
     like("llama4_text", LLAMA4),
-    like("qwen3_next", DELTA),
     like("qwen3_5", DELTA),
-    like("qwen3_5_text", DELTA),
     like("qwen3_5_moe", DELTA),
-    like("qwen3_5_moe_text", DELTA),
     like("granitemoe", GRANITE),
     like("granitemoeshared", GRANITE),
     like("granitemoehybrid", GRANITE),

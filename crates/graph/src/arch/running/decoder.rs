@@ -8,7 +8,7 @@ pub use super::layout::{Decoder, HeadNorms, Layer, LayerNames, NORMS_BEFORE, Nor
 use super::parts::{language_head, slices, text_inputs};
 use super::rope::{RopeDefaults, neighbors, rotary};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, RmsNorm, Scale, SplitHeads, Tanh};
+use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Scale, Sigmoid, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
 
 impl<'s, 'c> Decoder<'s, 'c> {
@@ -58,6 +58,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             fused_qkv: false,
             fused_gate: false,
             qkv_bias: bias,
+            query_gate: false,
             out: "o_proj",
             out_bias: bias,
             mixer: None,
@@ -128,8 +129,8 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 
     fn attention(&self, b: &mut Builder, at: &LayerNames, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
-        let [q, k, v] = match &self.latent {
-            Some(latent) => latent.heads(self, b, at, &layer, x)?,
+        let ([q, k, v], gate) = match &self.latent {
+            Some(latent) => (latent.heads(self, b, at, &layer, x)?, None),
             None => self.split(b, at, &layer, x)?,
         };
         let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap, ..Attention::default() };
@@ -138,13 +139,19 @@ impl<'s, 'c> Decoder<'s, 'c> {
             inputs.push(b.param(&at.module("self_attn.sinks"), &[self.heads])?);
         }
         let context = b.node(&at.node("self_attn.context_heads"), attention, &inputs)?;
-        let context = b.node(&at.node("self_attn.context"), MergeHeads {}, &[context])?;
+        let mut context = b.node(&at.node("self_attn.context"), MergeHeads {}, &[context])?;
+        if let Some(gate) = gate {
+            let gate = b.node(&at.node("self_attn.gate"), MergeHeads {}, &[gate])?;
+            let gate = b.node(&at.node("self_attn.gate.sigmoid"), Sigmoid {}, &[gate])?;
+            context = b.node(&at.node("self_attn.gated"), Mul {}, &[context, gate])?;
+        }
         self.linear(b, at, &format!("self_attn.{}", self.out), context, self.s.size("hidden_size")?, self.out_bias)
     }
 
-    /// Heads of queries, keys and values, `[batch, heads, sequence, head_dim]`, with rotary embedding.
-    fn split(&self, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
-        let mut heads = self.projections(b, at, x)?;
+    /// Heads of queries, keys and values, `[batch, heads, sequence, head_dim]`, with rotary embedding, and of
+    /// the gate, if there is one.
+    fn split(&self, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<([ValueId; 3], Option<ValueId>)> {
+        let (mut heads, mut gate) = (self.projections(b, at, x)?, None);
         let norms = self.head_norm_names.map(Some).into_iter().chain([None]);
         for ((part, norm), value) in ["q", "k", "v"].into_iter().zip(norms).zip(&mut heads) {
             let name = format!("self_attn.{part}");
@@ -153,7 +160,14 @@ impl<'s, 'c> Decoder<'s, 'c> {
                 norm.map_or(Ok(value), |norm| self.norm.add(b, &at.node(&norm), &at.module(&norm), value))
             };
             let flat = norm(b, HeadNorms::Projection, *value)?;
-            let split = b.node(&at.node(&format!("{name}_heads")), SplitHeads { head_dim: self.head_dim }, &[flat])?;
+            let is_gated = self.query_gate && part == "q";
+            let head_dim = if is_gated { self.head_dim.saturating_mul(2) } else { self.head_dim };
+            let mut split = b.node(&at.node(&format!("{name}_heads")), SplitHeads { head_dim }, &[flat])?;
+            if is_gated {
+                let nodes = ["q_of_heads", "gate_of_heads"].map(|part| at.node(&format!("self_attn.{part}")));
+                let [query, own] = slices(b, nodes, split, [self.head_dim; 2])?;
+                (split, gate) = (query, Some(own));
+            }
             *value = norm(b, HeadNorms::Head, split)?;
             if let Some(rotary) = layer.rotary.as_ref().filter(|_| part != "v") {
                 if self.interleaved {
@@ -163,7 +177,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             }
             *value = norm(b, HeadNorms::AfterRotary, *value)?;
         }
-        Ok(heads)
+        Ok((heads, gate))
     }
 
     /// Queries, keys and values, `[batch, sequence, heads · head_dim]`.
@@ -174,6 +188,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             return slices(b, ["q", "k", "v"].map(|part| at.node(&format!("self_attn.{part}"))), all, widths);
         }
         let [q, k, v] = widths;
+        let q = if self.query_gate { q.saturating_mul(2) } else { q };
         Ok([
             self.linear(b, at, "self_attn.q_proj", x, q, self.qkv_bias)?,
             self.linear(b, at, "self_attn.k_proj", x, k, self.qkv_bias)?,

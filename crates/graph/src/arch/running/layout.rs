@@ -107,6 +107,8 @@ pub struct Decoder<'s, 'c> {
     pub fused_gate: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the projection of queries also computes a gate of the output of each head.
+    pub query_gate: bool,
     /// Name of the output projection of attention.
     pub out: &'static str,
     /// Whether the output projection of attention has a bias.
