@@ -227,6 +227,8 @@ fn heads_and_embeddings_of_families_without_a_graph_are_not_linear() {
         ("step3_text", "model.layers.4.moe.gate.weight", "model.layers.4.share_expert.up_proj.weight"),
         ("kimi_k2", "model.layers.1.mlp.gate.weight", "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"),
         ("minimax_m2", "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        ("jamba", "model.layers.1.feed_forward.router.weight", "model.layers.0.mamba.in_proj.weight"),
+        ("lfm2_moe", "model.layers.2.feed_forward.gate.weight", "model.layers.0.conv.in_proj.weight"),
         ("cohere", "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_proj.weight"),
     ] {
         assert_eq!(linear(model_type, &[(head, MATRIX), (layer, MATRIX)]), [layer], "{model_type}");
@@ -336,11 +338,15 @@ fn heads_of_families_without_a_graph_are_tied() {
         ("internlm2", "output.weight", "model.tok_embeddings.weight"),
         ("openai-gpt", "lm_head.weight", "transformer.tokens_embed.weight"),
         ("gemma", "lm_head.weight", "model.embed_tokens.weight"),
+        ("falcon_h1", "lm_head.weight", "model.embed_tokens.weight"),
+        ("jamba", "lm_head.weight", "model.embed_tokens.weight"),
     ] {
         let (_folder, model) = folder(model_type, &[(table, MATRIX)]);
         assert_eq!(model.tied_names(), [(head, table)], "{model_type}");
         assert!(is_embedding(table, &model.weights.by_name[table]), "{model_type}");
     }
+    // transformers ignores `tie_word_embeddings` of this family.
+    assert!(arch::tied("nemotron_h").is_empty());
 }
 
 #[test]
@@ -356,6 +362,8 @@ fn layers_of_families_without_a_graph_are_fused() {
         ("deepseek_v3", ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"], true),
         ("qwen3_5", ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"], true),
         ("minimax_m2", ["block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w3"], true),
+        ("lfm2_moe", ["feed_forward.experts.0.w1", "feed_forward.experts.0.w3"], true),
+        ("falcon_h1", ["mamba.in_proj", "self_attn.q_proj"], false),
         // Keys and values of RWKV read different inputs.
         ("rwkv", ["feed_forward.key", "feed_forward.value"], false),
         // Cross-attention reads queries from the decoder, keys and values from the encoder.

@@ -15,9 +15,10 @@ from transformers.models.auto import modeling_auto as auto
 from lib import GOLDEN
 
 TYPES = (
-    "albert bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_mamba flaubert "
-    "gpt_bigcode gptj granitemoe granitemoehybrid granitemoeshared imagegpt jetmoe kimi_linear llama4 llama4_text m2m_100 mamba "
-    "mamba2 marian mbart minimax mpt nemotron_h olmo olmoe openai-gpt pegasus phimoe qwen3_5 qwen3_5_moe rwkv xlm xlnet"
+    "albert bamba bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_h1 "
+    "falcon_mamba flaubert gpt_bigcode gptj granitemoe granitemoehybrid granitemoeshared imagegpt jamba jetmoe kimi_linear "
+    "lfm2_moe llama4 llama4_text m2m_100 mamba mamba2 marian mbart minimax mpt nemotron_h olmo olmoe openai-gpt pegasus phimoe "
+    "qwen3_5 qwen3_5_moe rwkv xlm xlnet"
 ).split()
 MULTIMODAL = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
 MAPPINGS = [
@@ -36,9 +37,11 @@ def model(name):
     parts = [config, *(getattr(config, key) for key in ("text_config", "vision_config") if hasattr(config, key))]
     for part in parts:
         for key in DEPTHS:
-            # Hybrid models have layers of each kind among the first four.
+            # Hybrid models have layers of each kind among the first five.
             if isinstance(getattr(part, key, None), int):
-                setattr(part, key, min(getattr(part, key), 4))
+                setattr(part, key, min(getattr(part, key), 5))
+        if name == "lfm2_moe":  # without a default
+            part.layer_types = ["conv", "full_attention", "conv", "full_attention", "conv"]
     mappings = (MULTIMODAL if len(parts) > 1 else []) + MAPPINGS
     named = next(mapping[name] for mapping in mappings if name in mapping)
     with torch.device("meta"):

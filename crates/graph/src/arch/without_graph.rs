@@ -100,6 +100,20 @@ pub(super) const FAMILIES: &[Family] = &[
     like("granitemoeshared", GRANITE),
     like("granitemoehybrid", GRANITE),
     like("jetmoe", GRANITE),
+    decoder("falcon_h1"),
+    decoder("bamba"),
+    Family {
+        routers: &["feed_forward.router"],
+        experts: Some(ExpertLayout { keys: &["num_experts", "num_local_experts"], ..ExpertLayout::SEPARATE }),
+        ..decoder("jamba")
+    },
+    Family {
+        fused: &[&["q_proj", "k_proj", "v_proj"], &["w1", "w3"]],
+        routers: &["feed_forward.gate"],
+        exempt: &[("conv.conv", Role::Other)],
+        experts: Some(ExpertLayout::SEPARATE),
+        ..decoder("lfm2_moe")
+    },
     like("step3_text", STEP3),
     like("step3_vl", STEP3),
     // The router is a linear layer in transformers.
@@ -142,6 +156,7 @@ pub(super) const FAMILIES: &[Family] = &[
     like("mamba2", MAMBA),
     like("falcon_mamba", MAMBA),
     Family {
+        tied: &[],
         fused: &[&["q_proj", "k_proj", "v_proj"]],
         routers: &["mixer.gate"],
         float32: SELECTION_BIAS,
