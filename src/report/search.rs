@@ -1,8 +1,12 @@
 //! The section about a search over formats.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+
+use super::format::{bytes, milliseconds};
+use crate::error::counted;
 
 /// The loss that a search over formats minimizes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,15 +69,22 @@ pub struct FormatSearch {
     /// cosine distance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_loss: Option<f64>,
+    /// The limit of the latency in milliseconds, if the search had one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_latency_ms: Option<f64>,
     /// The loss that was minimized.
     #[serde(default)]
     pub loss: SearchLoss,
     /// The metric of the task, if the limit is one of its score.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metric: Option<SearchMetric>,
+    /// The measured times, if the limit is one of the latency.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub times: Option<LatencyTable>,
     /// The mixture that was written.
     pub chosen: SearchPoint,
-    /// The mixture for 5 % more bytes, if it has less expected loss.
+    /// The mixture for 5 % more bytes, or for 5 % more time if the limit is one of the latency. Absent if it
+    /// has no less expected loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub larger: Option<SearchPoint>,
     /// Mixtures that were measured, by ascending size.
@@ -82,6 +93,14 @@ pub struct FormatSearch {
     pub front: Vec<SearchPoint>,
     /// The format of each unit.
     pub units: Vec<SearchUnit>,
+}
+
+impl FormatSearch {
+    /// The size of a mixture, or its latency if the limit is one of the latency.
+    pub(crate) fn cost_of(&self, point: &SearchPoint) -> String {
+        let time = self.times.as_ref().and_then(|_| point.milliseconds());
+        time.map_or_else(|| bytes(point.bytes), milliseconds)
+    }
 }
 
 /// A mixture of formats.
@@ -104,6 +123,65 @@ pub struct SearchPoint {
     /// Score on data with labels, if the limit is one of the score.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub score: Option<f64>,
+    /// Expected latency in milliseconds, if the limit is one of the latency.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted_ms: Option<f64>,
+    /// Measured latency in milliseconds, if the limit is one of the latency.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_ms: Option<f64>,
+}
+
+impl SearchPoint {
+    /// The latency in milliseconds, measured or else expected.
+    pub(crate) fn milliseconds(&self) -> Option<f64> {
+        self.measured_ms.or(self.predicted_ms)
+    }
+}
+
+/// Latencies of a model and of mixtures of its formats, on one machine. `compress auto --times` reads and
+/// writes them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct LatencyTable {
+    /// The runtime and its version.
+    pub runtime: String,
+    /// Threads per operator.
+    pub threads: usize,
+    /// Shape of each input.
+    pub inputs: BTreeMap<String, Vec<usize>>,
+    /// Names of the formats.
+    pub formats: Vec<String>,
+    /// Names of the units; empty as long as only the original model has been measured.
+    pub units: Vec<String>,
+    /// Median latency of the original model in milliseconds.
+    pub original_ms: f64,
+    /// Measured mixtures.
+    pub mixtures: Vec<MixtureLatency>,
+}
+
+impl LatencyTable {
+    /// A sentence about the measurement.
+    pub(crate) fn description(&self) -> String {
+        let shape = |(name, shape): (&String, &Vec<usize>)| format!("`{name}` {}", shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" x "));
+        let (threads, inputs) = (counted(self.threads, "thread"), self.inputs.iter().map(shape).collect::<Vec<_>>().join(", "));
+        format!("The original model takes {} in {} with {threads} and the inputs {inputs}.", milliseconds(self.original_ms), self.runtime)
+    }
+}
+
+/// The latency of a mixture of formats, measured in alternation with the original model.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct MixtureLatency {
+    /// Index of the format of each unit.
+    pub options: Vec<usize>,
+    /// Latency relative to that of the original model in the same measurement.
+    pub ratio: f64,
+    /// Uncertainty of the ratio: half the width of its 95 % confidence interval.
+    pub uncertainty: f64,
 }
 
 /// Weights that have the same format.
@@ -119,7 +197,11 @@ pub struct SearchUnit {
     pub bytes: u64,
     /// Its expected loss in this format.
     pub loss: f64,
-    /// Its format in the mixture for 5 % more bytes, if it differs.
+    /// Its format in the mixture for 5 % more bytes or time, if it differs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub larger: Option<String>,
+    /// Expected difference from the latency of the layer in the original model in milliseconds, if the limit
+    /// is one of the latency.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub milliseconds: Option<f64>,
 }

@@ -1,7 +1,8 @@
 //! `compress auto`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use serde_json::json;
 
 use super::args::{Global, Records, TextFile};
@@ -16,9 +17,9 @@ use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
 use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing, calibration_part};
 use crate::pipeline::{Builder, memory_limit};
-use crate::report::format::{bytes, figure};
+use crate::report::format::{bytes, figure, milliseconds};
 use crate::report::terminal::table;
-use crate::report::{FormatSearch, SearchLoss, SearchPoint};
+use crate::report::{FormatSearch, LatencyTable, SearchLoss};
 
 /// Extension of the file of the front.
 const FRONT: [&str; 1] = ["json"];
@@ -29,6 +30,7 @@ const FRONT: [&str; 1] = ["json"];
   compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
   compress auto llama -o small.gguf --for llama.cpp --max-size 80MB --calibration book.txt   a GGUF file of this size
   compress auto vit -o out --for onnxruntime --max-loss 0.5% --calibration train --eval val   the smallest with this accuracy
+  compress auto vit -o out --for onnxruntime --latency 5ms --calibration train     the closest of those that are this fast
   compress auto llama --front front.json --calibration book.txt                    only search, and write the front
   compress auto llama -o out --max-size 25% --for transformers --calibration '{ text: book.txt, samples: 32, max_length: 512 }'
 
@@ -60,6 +62,14 @@ pub(in crate::cli) struct Args {
     /// samples that do not calibrate (0.5%); for ONNX Runtime without labels, of the cosine similarity
     #[arg(long, value_name = "PERCENT", value_parser = Budget::parse_drop, allow_hyphen_values = true)]
     max_loss: Option<Budget>,
+    /// Largest latency of one calibration sample in ONNX Runtime, measured on this machine with `--threads`:
+    /// 5ms
+    #[arg(long, value_name = "TIME", value_parser = Budget::parse_latency, conflicts_with_all = ["max_size", "max_kl", "max_loss"])]
+    latency: Option<Budget>,
+    /// File of the times that `--latency` measures, which is read first if it exists: with the same times, the
+    /// choice is the same
+    #[arg(long, value_name = "FILE", requires = "latency")]
+    times: Option<PathBuf>,
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
     #[arg(long, visible_alias = "data", value_name = "DATA", value_parser = parse_data)]
     calibration: Data,
@@ -88,6 +98,9 @@ impl Args {
         let budget = self.budget()?;
         let front = TextFile { output: self.front.clone(), force: self.force };
         front.check(&FRONT)?;
+        let times = TextFile { output: self.times.clone(), force: true };
+        times.check(&FRONT)?;
+        let mut measured = self.times.as_deref().map(read_times).transpose()?.flatten();
         let mut data = self.data();
         let mut calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
         calibration.require_unpacked("--calibration")?;
@@ -125,16 +138,21 @@ impl Args {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
             let labelled = Some(&self.calibration);
             let search = Search { model: &model, target: self.target, formats: &self.formats, budget, points: self.points, labelled, context: &context };
-            let found = search.run()?;
+            let known = measured.clone();
+            let found = search.run(&mut measured);
+            // Measurements of a search that fails are kept too.
+            if measured != known {
+                times.write(&FRONT, || text_of("--times", &measured))?;
+            }
+            let found = found?;
             let chosen = found.chosen.as_ref().filter(|_| self.output.is_some());
             let writing = chosen.map(|point| search.writing(&found, point, self.method)).transpose()?;
             Ok::<_, Error>((found, writing))
         })?;
-        front.write(&FRONT, || serde_json::to_string_pretty(&front_of(&found)).map(|text| text + "\n").map_err(|e| Error::option("--front", e)))?;
+        front.write(&FRONT, || text_of("--front", &front_of(&found)))?;
         let section = found.report(self.target, budget);
         if !global.json {
-            let larger = section.as_ref().and_then(|section| section.larger.as_ref());
-            output::print(&text(&found, self.target, larger))?;
+            output::print(&text(&found, self.target, section.as_ref()))?;
         }
         let (Some(output), Some(writing)) = (&self.output, writing) else {
             return if global.json { output::json(&json!({ "search": front_of(&found) })) } else { Ok(()) };
@@ -163,9 +181,15 @@ impl Args {
         let budget = match (self.max_size, self.max_kl) {
             (_, Some(limit)) if !(limit.is_finite() && limit > 0.0) => return Err(Error::option("--max-kl", format!("{limit} is not a positive number"))),
             (_, Some(limit)) => Some(Budget::Loss(limit)),
-            (size, None) => size.or(self.max_loss),
+            (size, None) => size.or(self.max_loss).or(self.latency),
         };
         let runtime = self.target;
+        if self.latency.is_some() && runtime != LoadedBy::OnnxRuntime {
+            return Err(Error::option(
+                "--latency",
+                format!("is measured in ONNX Runtime only, and not in {runtime}: use `--for onnxruntime`, or limit the size"),
+            ));
+        }
         let format = runtime.runtime().format();
         let file = self.output.as_deref().and_then(crate::output::file_name);
         if let Some(file) = file.filter(|file| !runtime.is_file() || !file.ends_with(&format!(".{format}"))) {
@@ -190,12 +214,28 @@ impl Args {
         }
         match (&self.output, &self.front, budget) {
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
-            (Some(_), _, None) => {
-                Err(Error::option("auto", "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, `--max-kl 0.05`, or `--max-loss 1%`"))
-            }
+            (Some(_), _, None) => Err(Error::option(
+                "auto",
+                "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, `--max-kl 0.05`, `--max-loss 1%`, or `--latency 5ms`",
+            )),
             _ => Ok(budget),
         }
     }
+}
+
+/// Recorded times; `None` if the file does not exist.
+fn read_times(path: &Path) -> Result<Option<LatencyTable>> {
+    let text = match std::fs::read_to_string(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        text => text.map_err(Error::io("read", path))?,
+    };
+    let table = serde_json::from_str(&text).map_err(|e| Error::option("--times", format!("{} does not contain the times of a search: {e}", path.display())))?;
+    Ok(Some(table))
+}
+
+/// JSON text of a file that an option names.
+fn text_of(option: &str, value: &impl Serialize) -> Result<String> {
+    serde_json::to_string_pretty(value).map(|text| text + "\n").map_err(|e| Error::option(option, e))
 }
 
 /// The result with the format of each unit of the chosen point.
@@ -210,13 +250,15 @@ fn front_of(found: &Found) -> serde_json::Value {
     value
 }
 
-fn text(found: &Found, target: LoadedBy, larger: Option<&SearchPoint>) -> String {
+fn text(found: &Found, target: LoadedBy, section: Option<&FormatSearch>) -> String {
     let loss = |value: f64| if found.loss == SearchLoss::KlDivergence { format!("{value:.4}") } else { format!("{value:.2e}") };
     let optional = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
     let row = |point: &Point, what: &str| {
         let cells = [what.to_owned(), format!("{:.3}", point.bits), bytes(point.bytes), loss(point.predicted), optional(point.measured.map(loss))];
         let scores = [optional(point.score.map(figure)), optional(point.drop.map(|drop| format!("{:.3} %", 100.0 * drop)))];
-        cells.into_iter().chain(scores.into_iter().filter(|_| found.metric.is_some())).collect::<Vec<String>>()
+        let times = [point.predicted_ms, point.measured_ms].map(|time| optional(time.map(milliseconds)));
+        let scores = scores.into_iter().filter(|_| found.metric.is_some());
+        cells.into_iter().chain(scores).chain(times.into_iter().filter(|_| found.times.is_some())).collect::<Vec<String>>()
     };
     let points = found.points.iter().map(|point| row(point, point.reference.as_deref().unwrap_or("mixture")));
     let chosen = found.chosen.iter().map(|point| row(point, "chosen"));
@@ -225,6 +267,7 @@ fn text(found: &Found, target: LoadedBy, larger: Option<&SearchPoint>) -> String
     let titles = [format!("predicted {name}"), format!("measured {name}")];
     let metric = found.metric.iter().flat_map(|metric| [metric.name.as_str(), "loss"]);
     let titles = ["", "bits", size].into_iter().chain(titles.iter().map(String::as_str)).chain(metric);
+    let titles = titles.chain(found.times.iter().flat_map(|_| ["predicted latency", "measured latency"]));
     let table = table(&titles.collect::<Vec<_>>(), points.chain(chosen));
     let mut text = format!("{table}\n\n");
     if let Some(samples) = &found.measured_on {
@@ -233,11 +276,15 @@ fn text(found: &Found, target: LoadedBy, larger: Option<&SearchPoint>) -> String
     if let Some(metric) = &found.metric {
         text += &format!("The {} of the original model is {}, on {}.\n", metric.name, figure(metric.original), metric.measured_on);
     }
+    if let Some(times) = &found.times {
+        text += &format!("{}\n", times.description());
+    }
     if let Some(point) = &found.chosen {
         text += &format!("Chosen: {}\n", found.summary(point));
-        if let Some(larger) = larger {
-            let (size, before, after) = (bytes(larger.bytes), loss(point.predicted), loss(larger.predicted));
-            text += &format!("With 5 % more bytes ({size}), the predicted {} falls from {before} to {after}.\n", found.loss);
+        if let Some((section, larger)) = section.and_then(|section| Some((section, section.larger.as_ref()?))) {
+            let (cost, before, after) = (section.cost_of(larger), loss(point.predicted), loss(larger.predicted));
+            let what = if found.times.is_some() { "time" } else { "bytes" };
+            text += &format!("With 5 % more {what} ({cost}), the predicted {} falls from {before} to {after}.\n", found.loss);
         }
         text += "\n";
     }

@@ -5,7 +5,7 @@ use maud::{Markup, html};
 use super::chart::{Axis, Frame, dot, short};
 use super::{section, table};
 use crate::report::Report;
-use crate::report::format::{bytes, figure};
+use crate::report::format::{bytes, figure, milliseconds};
 use crate::report::search::{FormatSearch, SearchPoint};
 
 /// Units with the largest expected losses that are listed.
@@ -15,19 +15,22 @@ pub(super) fn section_of(report: &Report) -> Markup {
     let Some(search) = &report.search else { return html! {} };
     let noun = search.loss.noun();
     let lead = format!(
-        "Mixtures of formats that {} loads. The line is the predicted front: no mixture of this size has less expected {noun} ({}). Dots are measured with weights rounded to nearest{}.{}",
+        "Mixtures of formats that {} loads. The line is the predicted front: no mixture of this {} has less expected {noun} ({}). Dots are measured with weights rounded to nearest{}.{}{}",
         search.runtime,
+        if search.times.is_some() { "latency" } else { "size" },
         search.loss,
         search.measured_on.as_ref().map_or_else(String::new, |samples| format!(", on {samples}")),
         search.metric.as_ref().map_or_else(String::new, |metric| {
             format!(" The {} of the original model is {}, on {}.", metric.name, figure(metric.original), metric.measured_on)
-        })
+        }),
+        search.times.as_ref().map_or_else(String::new, |times| format!(" {}", times.description()))
     );
     let larger = search.larger.as_ref().map(|point| {
         let count = search.units.iter().filter(|unit| unit.larger.is_some()).count();
         format!(
-            "With 5 % more bytes ({}), {count} of {} units get other formats, and the expected {noun} falls from {} to {}.",
-            bytes(point.bytes),
+            "With 5 % more {} ({}), {count} of {} units get other formats, and the expected {noun} falls from {} to {}.",
+            cost(search),
+            search.cost_of(point),
             search.units.len(),
             short(search.chosen.predicted),
             short(point.predicted)
@@ -39,23 +42,31 @@ pub(super) fn section_of(report: &Report) -> Markup {
         @if let Some(text) = larger { p { (text) } }
         (units(search))
     };
-    section("search", &format!("Size and {noun}"), &lead, &content)
+    let what = if search.times.is_some() { "Latency" } else { "Size" };
+    section("search", &format!("{what} and {noun}"), &lead, &content)
+}
+
+/// What the mixtures cost.
+fn cost(search: &FormatSearch) -> &'static str {
+    if search.times.is_some() { "time" } else { "bytes" }
 }
 
 fn front(search: &FormatSearch) -> Markup {
     let all = || search.front.iter().chain(&search.points).chain([&search.chosen]);
-    let x = Axis::over(all().map(|point| point.bytes as f64 / 1e6), 5);
+    let has_times = search.times.is_some();
+    let horizontal = |point: &SearchPoint| point.milliseconds().filter(|_| has_times).unwrap_or(point.bytes as f64 / 1e6);
+    let x = Axis::over(all().map(horizontal), 5);
     let y = Axis::logarithmic(all().flat_map(|point| [point.predicted].into_iter().chain(point.measured)).filter(|value| *value > 1e-9));
-    let position = |bytes: u64, value: f64| (x.x(bytes as f64 / 1e6), y.y(value));
+    let position = |point: &SearchPoint, value: f64| (x.x(horizontal(point)), y.y(value));
     let mut path = String::new();
     for point in search.front.iter().filter(|point| point.predicted > 1e-9) {
-        let (left, top) = position(point.bytes, point.predicted);
+        let (left, top) = position(point, point.predicted);
         path += &format!("{}{left:.1} {top:.1}", if path.is_empty() { "M" } else { "L" });
     }
     let noun = search.loss.noun();
-    let tip = |point: &SearchPoint, what: &str, value: f64| format!("{what}: {}, {:.3} bits, {noun} {}", bytes(point.bytes), point.bits, short(value));
+    let tip = |point: &SearchPoint, what: &str, value: f64| format!("{what}: {}, {:.3} bits, {noun} {}", search.cost_of(point), point.bits, short(value));
     let mark = |point: &SearchPoint, class: &str, what: &str, value: f64| {
-        let (left, top) = position(point.bytes, value);
+        let (left, top) = position(point, value);
         html! { g.mark transform=(format!("translate({left:.1} 0)")) data-tip=(tip(point, what, value)) { path.dot.large.(class) d=(dot(0.0, top)) {} } }
     };
     let marks = html! {
@@ -67,8 +78,9 @@ fn front(search: &FormatSearch) -> Markup {
         }
         (mark(&search.chosen, "before", "chosen, predicted", search.chosen.predicted))
     };
-    let size = |value: f64| bytes((value * 1e6) as u64);
-    let frame = Frame { height: 320, title: &format!("size against {noun}"), x: Some((&x, &size)), y: Some((&y, &|value| short(value))), nearest: true };
+    let size = |value: f64| if has_times { milliseconds(value) } else { bytes((value * 1e6) as u64) };
+    let title = format!("{} against {noun}", if has_times { "latency" } else { "size" });
+    let frame = Frame { height: 320, title: &title, x: Some((&x, &size)), y: Some((&y, &|value| short(value))), nearest: true };
     html! {
         figure.pareto {
             (frame.draw(&marks))
@@ -88,12 +100,15 @@ fn points(search: &FormatSearch) -> Markup {
             html! { (short(point.predicted)) },
             html! { (measured) },
         ];
-        cells.into_iter().chain(score.map(|score| html! { (score) })).collect()
+        let time = |value: Option<f64>| value.map_or_else(|| "\u{2013}".to_owned(), milliseconds);
+        let times = search.times.iter().flat_map(|_| [point.predicted_ms, point.measured_ms]).map(time);
+        cells.into_iter().chain(score.chain(times).map(|text| html! { (text) })).collect()
     };
     let mut rows: Vec<Vec<Markup>> = search.points.iter().map(|point| row(point, point.name.as_deref().unwrap_or("mixture"))).collect();
     rows.push(row(&search.chosen, "chosen"));
     let titles = ["predicted", "measured"].map(|what| format!("{what} {}", search.loss.noun()));
     let titles = ["", "bits", "size"].into_iter().chain(titles.iter().map(String::as_str)).chain(search.metric.as_ref().map(|metric| metric.name.as_str()));
+    let titles = titles.chain(search.times.iter().flat_map(|_| ["predicted latency", "measured latency"]));
     table(&titles.collect::<Vec<_>>(), &rows)
 }
 
@@ -110,7 +125,7 @@ fn units(search: &FormatSearch) -> Markup {
     html! {
         details {
             summary { (title) }
-            (table(&["unit", "format", "size", &format!("expected {noun}"), "with 5 % more bytes"], &rows))
+            (table(&["unit", "format", "size", &format!("expected {noun}"), &format!("with 5 % more {}", cost(search))], &rows))
         }
     }
 }
@@ -128,7 +143,7 @@ mod tests {
             bytes,
             predicted,
             measured,
-            score: None,
+            ..SearchPoint::default()
         };
         let search = FormatSearch {
             runtime: "llama.cpp".to_owned(),
@@ -137,7 +152,14 @@ mod tests {
             larger: Some(point(None, 63, 0.015, None)),
             points: vec![point(Some("Q4_K_M"), 61, 0.03, Some(0.031)), point(None, 62, 0.017, Some(0.018))],
             front: (50..70u32).map(|bytes| point(None, bytes.into(), 1.0 / f64::from(bytes), None)).collect(),
-            units: vec![SearchUnit { name: "blk.0.attn_q".into(), format: "Q4_K".into(), bytes: 5, loss: 0.01, larger: Some("Q5_K".into()) }],
+            units: vec![SearchUnit {
+                name: "blk.0.attn_q".into(),
+                format: "Q4_K".into(),
+                bytes: 5,
+                loss: 0.01,
+                larger: Some("Q5_K".into()),
+                milliseconds: None,
+            }],
             ..FormatSearch::default()
         };
         let page = html! { (front(&search)) (points(&search)) (units(&search)) }.into_string();
@@ -146,7 +168,15 @@ mod tests {
         assert!(page.contains("<td>chosen</td>") && page.contains("Q5_K") && page.contains("expected divergence"), "{page}");
         let metric = Some(crate::report::SearchMetric { name: "spearman".to_owned(), original: 0.8203, measured_on: "pairs".to_owned() });
         let chosen = SearchPoint { score: Some(0.8194), ..search.chosen.clone() };
-        let page = points(&FormatSearch { loss: crate::report::SearchLoss::CosineDistance, metric, chosen, ..search }).into_string();
+        let page = points(&FormatSearch { loss: crate::report::SearchLoss::CosineDistance, metric, chosen, ..search.clone() }).into_string();
         assert!(page.contains("measured distance") && page.contains("spearman") && page.contains("0.8194"), "{page}");
+        let timed = |point: SearchPoint| SearchPoint { predicted_ms: Some(point.bytes as f64 / 10.0), measured_ms: None, ..point };
+        let chosen = SearchPoint { measured_ms: Some(4.25), ..timed(search.chosen.clone()) };
+        let [all, line] = [&search.points, &search.front].map(|points| points.iter().cloned().map(timed).collect::<Vec<_>>());
+        let times = Some(crate::report::LatencyTable { original_ms: 9.0, ..Default::default() });
+        let search = FormatSearch { times, chosen, points: all, front: line, ..search };
+        let page = html! { (front(&search)) (points(&search)) (units(&search)) }.into_string();
+        assert!(page.contains("Q4_K_M: 6.10 ms, 4.500 bits, divergence 0.0310"), "{page}");
+        assert!(page.contains("measured latency") && page.contains("<td>4.25 ms</td>") && page.contains("with 5 % more time"), "{page}");
     }
 }

@@ -14,5 +14,5 @@ mod target;
 
 pub use names::{REPORT_FILES, SBOM, SIGNATURE, file_format, file_name, report_folder, reported_output, require_folder_name};
 pub use resume_folder::{IDENTITY, ResumeFolder};
-pub use staging::{Staging, check_output};
+pub use staging::{ScratchFolder, Staging, check_output};
 pub use target::{Inputs, Replace, require_local};

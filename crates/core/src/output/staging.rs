@@ -20,12 +20,14 @@
 
 mod journal;
 mod publish;
+mod scratch;
 mod work_folder;
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+pub use self::scratch::ScratchFolder;
 use self::work_folder::{begin, bytes, remove, remove_created, remove_stale, sync, sync_folder};
 use super::lock::Lock;
 use super::names::{file_name, free_data_name, work_location};

@@ -23,9 +23,33 @@ pub enum Budget {
     /// Percentage by which the score of the model is worse than that of the original: `0.5%`. Without
     /// labels, the cosine distance of the outputs from the original ones, in percent.
     Drop(f64),
+    /// Latency in milliseconds: `5ms`.
+    Latency(f64),
+}
+
+/// Seconds in the units of a time.
+const UNITS: [(&str, f64); 7] = [("ms", 1e-3), ("us", 1e-6), ("µs", 1e-6), ("min", 60.0), ("m", 60.0), ("h", 3600.0), ("s", 1.0)];
+
+/// Parses a time such as `5ms` or `10m`, in seconds.
+///
+/// # Errors
+/// The text is not a positive number with a unit.
+pub fn parse_time(text: &str) -> Result<f64, ParseError> {
+    let number = UNITS.into_iter().find_map(|(unit, seconds)| Some(text.trim().strip_suffix(unit)?.trim_end().parse::<f64>().ok()? * seconds));
+    let positive = number.filter(|seconds| seconds.is_finite() && *seconds > 0.0);
+    positive.ok_or_else(|| format!("`{text}` is not a time like `5ms`, `90s` or `10m`").into())
 }
 
 impl Budget {
+    /// Parses a limit of the latency.
+    ///
+    /// # Errors
+    /// The text is not a time.
+    pub fn parse_latency(text: &str) -> Result<Budget, ParseError> {
+        // Microseconds that are written are kept exactly.
+        parse_time(text).map(|seconds| Budget::Latency((seconds * 1e9).round() / 1e6))
+    }
+
     /// Parses a limit of the loss of a score: a percentage, or a fraction below 1.
     ///
     /// # Errors
@@ -49,6 +73,7 @@ impl Budget {
             Budget::Loss(limit) => point.predicted <= limit,
             // Only measurements determine the score.
             Budget::Drop(percent) => point.drop.is_some_and(|drop| 100.0 * drop <= percent),
+            Budget::Latency(limit) => point.measured_ms.is_some_and(|time| time <= limit),
         }
     }
 
@@ -61,6 +86,7 @@ impl Budget {
             Budget::Ratio(_) => Budget::Ratio((point.bytes as f64 / input.max(1) as f64 * 1000.0).ceil() / 1000.0),
             Budget::Loss(_) => Budget::Loss(point.predicted),
             Budget::Drop(percent) => Budget::Drop(point.drop.map_or(percent, |drop| rounded_up(100.0 * drop))),
+            Budget::Latency(limit) => Budget::Latency(point.measured_ms.map_or(limit, rounded_up)),
         }
     }
 }
@@ -80,6 +106,7 @@ impl fmt::Display for Budget {
             Budget::Ratio(ratio) => write!(f, "{ratio}"),
             Budget::Loss(loss) => write!(f, "{loss} nats"),
             Budget::Drop(percent) => write!(f, "{percent}%"),
+            Budget::Latency(milliseconds) => write!(f, "{milliseconds}ms"),
         }
     }
 }
@@ -134,6 +161,20 @@ mod tests {
     }
 
     #[test]
+    fn times_have_a_unit() {
+        for (text, seconds) in [("5ms", 0.005), ("2.5 s", 2.5), ("10m", 600.0), ("1min", 60.0), ("0.5h", 1800.0), ("20us", 2e-5), ("20µs", 2e-5)] {
+            assert!((parse_time(text).unwrap() / seconds - 1.0).abs() < 1e-9, "{text}");
+        }
+        for text in ["", "5", "ms", "0ms", "-1ms", "nans", "infs", "5 MB"] {
+            assert!(parse_time(text).unwrap_err().to_string().contains("is not a time like `5ms`"), "{text}");
+        }
+        for time in ["5ms", "0.35ms", "1500ms"] {
+            assert_eq!(Budget::parse_latency(time).unwrap().to_string(), time);
+        }
+        assert_eq!(Budget::parse_latency("1.5s"), Ok(Budget::Latency(1500.0)));
+    }
+
+    #[test]
     fn suggested_limits_are_rounded_up() {
         for number in [0.013_912, 0.013_9, 1.0, 2.345_6e-7] {
             let rounded = rounded_up(number);
@@ -144,8 +185,9 @@ mod tests {
     /// The limit that an error suggests can be met.
     #[test]
     fn the_nearest_limit_is_met() {
-        let point = Point { bits: 4.123_456, bytes: 1_234_567, predicted: 0.123_456_789, drop: Some(0.012_345_6), ..Point::default() };
-        for budget in [Budget::Bits(1.0), Budget::Bytes(1), Budget::Ratio(0.01), Budget::Loss(1e-9), Budget::Drop(1.0)] {
+        let point =
+            Point { bits: 4.123_456, bytes: 1_234_567, predicted: 0.123_456_789, drop: Some(0.012_345_6), measured_ms: Some(3.456_789), ..Point::default() };
+        for budget in [Budget::Bits(1.0), Budget::Bytes(1), Budget::Ratio(0.01), Budget::Loss(1e-9), Budget::Drop(1.0), Budget::Latency(3.0)] {
             assert!(!budget.allows(&point, 7_654_321) && budget.nearest(&point, 7_654_321).allows(&point, 7_654_321), "{budget}");
         }
     }

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::solver::Choice;
 use crate::error::Result;
 use crate::exec::Rounding;
 use crate::export::Export;
@@ -21,6 +22,10 @@ pub struct Unit {
     pub parameters: u64,
     /// Expected loss and size of each format, and of floats.
     pub options: Vec<Option<Score>>,
+    /// Expected difference of each format from the time of the unit in floats, if the limit is one of the
+    /// latency.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub milliseconds: Vec<f64>,
     /// Whether the losses are measured, one format at a time, because the backward pass does not give them.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub measured: bool,
@@ -29,7 +34,18 @@ pub struct Unit {
 impl Unit {
     /// A unit without weights.
     pub(super) fn new(name: String, options: usize) -> Unit {
-        Unit { name, weights: Vec::new(), parameters: 0, options: vec![Some(Score { loss: 0.0, bytes: 0 }); options], measured: false }
+        let options = vec![Some(Score { loss: 0.0, bytes: 0 }); options];
+        Unit { name, weights: Vec::new(), parameters: 0, options, milliseconds: Vec::new(), measured: false }
+    }
+
+    /// The options of the unit by index. Their cost is their size, or if times are known, the time in
+    /// nanoseconds by which they are slower than the fastest option.
+    pub(super) fn choices(&self) -> Vec<(usize, Choice)> {
+        let existing = || self.options.iter().enumerate().filter_map(|(at, option)| Some((at, (*option)?)));
+        let time = |at: usize| self.milliseconds.get(at).copied();
+        let fastest = existing().filter_map(|(at, _)| time(at)).fold(f64::INFINITY, f64::min);
+        let cost = |at: usize, score: Score| time(at).map_or(score.bytes, |time| (1e6 * (time - fastest)).round() as u64);
+        existing().map(|(at, score)| (at, Choice { cost: cost(at, score), loss: score.loss })).collect()
     }
 
     /// Adds a weight with the scores of its formats. A format that cannot store one of the weights is not an

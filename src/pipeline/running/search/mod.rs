@@ -8,11 +8,13 @@
 //! limit of the task's score, the smallest point within it is searched by bisection (`metric`).
 //!
 //! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
-//! cosine distances of the outputs (`onnx_layers`).
+//! cosine distances of the outputs (`onnx_layers`). A limit of the latency replaces sizes by times, which are
+//! measured (`times`, `latency`).
 
 mod blocks;
 mod budget;
 mod formats;
+mod latency;
 mod matrices;
 mod measure;
 mod metric;
@@ -20,11 +22,13 @@ mod onnx_layers;
 mod runtimes;
 mod schemes;
 pub mod solver;
+mod stopwatch;
 mod summary;
+mod times;
 
 use serde::Serialize;
 
-pub use budget::Budget;
+pub use budget::{Budget, parse_time};
 pub use formats::{Unit, Writing};
 pub use measure::calibration_part;
 pub use runtimes::LoadedBy;
@@ -33,10 +37,10 @@ use crate::data::Data;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
 use crate::pass::{Context, Method, Score};
-use crate::report::{SearchLoss, SearchMetric};
+use crate::report::{LatencyTable, SearchLoss, SearchMetric};
 use budget::rounded_up;
 use measure::Measurement;
-use solver::{Assignment, Row, front};
+use solver::{Assignment, Choice, Row, front};
 
 /// Largest number of points that are measured for a limit of loss.
 const ROUNDS: usize = 6;
@@ -80,6 +84,12 @@ pub struct Point {
     /// labels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drop: Option<f64>,
+    /// Expected latency in milliseconds, if the limit is one of the latency.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub predicted_ms: Option<f64>,
+    /// Measured latency in milliseconds, if the limit is one of the latency.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured_ms: Option<f64>,
     /// Index of the format of each unit.
     #[serde(skip)]
     pub options: Vec<usize>,
@@ -105,15 +115,23 @@ pub struct Found {
     pub metric: Option<SearchMetric>,
     /// Bytes of the weights that are not searched.
     pub other_bytes: u64,
+    /// The measured times, if the limit is one of the latency.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub times: Option<LatencyTable>,
+    /// Latency of the original model, if times are measured.
+    #[serde(skip)]
+    original_ms: Option<f64>,
 }
 
 impl Search<'_> {
-    /// Searches.
+    /// Searches. `times`: times that an earlier search with a limit of the latency has measured, to which
+    /// new measurements are added.
     ///
     /// # Errors
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
-    pub fn run(&self) -> Result<Found> {
+    pub fn run(&self, times: &mut Option<LatencyTable>) -> Result<Found> {
         let formats = self.target.formats(self.model, self.formats)?;
+        let mut times = self.times(&*formats, times)?;
         let scores = formats.scores(self.context)?;
         let units = formats.units(&scores);
         let has_formats = |unit: &Unit| unit.options.iter().rev().skip(1).any(Option::is_some);
@@ -123,7 +141,10 @@ impl Search<'_> {
         let other_bytes = formats.other_bytes(&units);
         let mut found = Found { formats: formats.names(), units, other_bytes, loss: formats.loss(), ..Found::default() };
         // Reject an impossible limit before the long part.
-        self.choose(&found, &found.front())?;
+        match (&mut times, self.budget) {
+            (Some(times), Some(Budget::Latency(limit))) => self.measure_times(limit, &*formats, &mut found, times)?,
+            _ => drop(self.choose(&found, &found.front())?),
+        }
         let mut measurement = Measurement::new(self.model, self.context, &*formats, &scores)?;
         if let Some(Budget::Drop(_)) = self.budget {
             measurement = measurement.with_metric(self.labelled)?;
@@ -142,6 +163,7 @@ impl Search<'_> {
         for at in 0..found.points.len() {
             let mut point = found.points[at].clone();
             measurement.measure(&found.units, &mut point)?;
+            times.as_mut().map_or(Ok(()), |times| times.measure(&found.units, &mut point))?;
             if let Some(measured) = point.measured {
                 let [predicted, exact] = [false, true].map(|measured| by_format(&found.units, &point.options, found.formats.len(), measured));
                 rows.push(Row { losses: predicted, fixed: exact.iter().sum(), measured });
@@ -151,11 +173,14 @@ impl Search<'_> {
         found.measured_on = Some(measurement.description());
         let factors = solver::factors(&rows);
         found.scale(&factors);
-        found.chosen = match self.budget {
-            Some(Budget::Loss(limit)) => Some(self.choose_by_loss(limit, &mut found, &measurement)?),
-            Some(Budget::Drop(percent)) => Some(self.choose_by_drop(percent, &mut found, &measurement)?),
+        found.fit_times(&found.points.clone());
+        found.chosen = match (self.budget, &mut times) {
+            (Some(Budget::Loss(limit)), _) => Some(self.choose_by_loss(limit, &mut found, &measurement)?),
+            (Some(Budget::Drop(percent)), _) => Some(self.choose_by_drop(percent, &mut found, &measurement)?),
+            (Some(Budget::Latency(limit)), Some(times)) => Some(self.choose_by_latency(limit, &mut found, times, &measurement)?),
             _ => self.choose_by_size(&found, &measurement)?,
         };
+        found.times = times.map(|times| times.table().clone());
         Ok(found)
     }
 
@@ -172,7 +197,7 @@ impl Search<'_> {
             }
             let excess = point.bytes.saturating_sub(expected);
             front.retain_mut(|assignment| {
-                assignment.bytes += excess;
+                assignment.cost += excess;
                 assignment.options != point.options
             });
         }
@@ -214,11 +239,11 @@ impl Search<'_> {
         Error::run("auto", reason, hint)
     }
 
-    /// The point of the front for the limit. A limit of the score needs measurements.
+    /// The point of the front for the limit. Limits of the score and of the latency need measurements.
     fn choose(&self, found: &Found, front: &[Assignment]) -> Result<Option<Point>> {
-        let Some(budget) = self.budget.filter(|budget| !matches!(budget, Budget::Drop(_))) else { return Ok(None) };
+        let Some(budget) = self.budget.filter(|budget| !matches!(budget, Budget::Drop(_) | Budget::Latency(_))) else { return Ok(None) };
         // Assignments may be larger than their units.
-        let point = |assignment: &Assignment| Point { bytes: assignment.bytes + found.other_bytes, ..found.point(assignment.options.clone()) };
+        let point = |assignment: &Assignment| Point { bytes: assignment.cost + found.other_bytes, ..found.point(assignment.options.clone()) };
         let (Some(least), Some(most)) = (front.first().map(&point), front.last().map(&point)) else { return Ok(None) };
         let input = self.model.stored_bytes();
         let chosen = match budget {
@@ -229,18 +254,18 @@ impl Search<'_> {
         chosen.map(Some).ok_or_else(|| self.no_choice(budget, Some(budget.nearest(&nearest, input))))
     }
 
-    /// Points of the front at equal distances between its smallest point and the largest reference (or
-    /// floats, if all references are about as small), and the point that is expected for the limit.
+    /// Points of the front at equal distances between its smallest or fastest point and the largest reference
+    /// (or floats, if all references are about as small), and the point that is expected for the limit.
     fn selection(&self, found: &Found, front: &[Assignment], expected: Option<Point>) -> Vec<Point> {
         let reference = found.points.iter().map(|point| point.bytes - found.other_bytes).max();
-        let floats = front.last().map(|last| last.bytes).filter(|_| found.loss == SearchLoss::CosineDistance);
+        let floats = front.last().map(|last| last.cost).filter(|_| found.loss == SearchLoss::CosineDistance);
         let ends = front.first().zip(floats.or(reference));
         let mut chosen: Vec<usize> = Vec::new();
         if let Some((first, last)) = ends {
-            let width = last.saturating_sub(first.bytes) as f64;
+            let width = last.saturating_sub(first.cost) as f64;
             for number in 0..self.points {
-                let bytes = first.bytes + (width * (number + 1) as f64 / (self.points + 1) as f64) as u64;
-                chosen.extend(front.iter().rposition(|assignment| assignment.bytes <= bytes));
+                let cost = first.cost + (width * (number + 1) as f64 / (self.points + 1) as f64) as u64;
+                chosen.extend(front.iter().rposition(|assignment| assignment.cost <= cost));
             }
         }
         chosen.dedup();
@@ -287,11 +312,10 @@ fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
 }
 
 impl Found {
-    /// The assignments that no other one beats.
+    /// The assignments that no other one beats, in loss and size, or in loss and time if times are known.
     fn front(&self) -> Vec<Assignment> {
-        let options = |unit: &Unit| unit.options.iter().enumerate().filter_map(|(at, option)| Some((at, (*option)?))).collect();
-        let units: Vec<Vec<(usize, Score)>> = self.units.iter().map(options).collect();
-        let only: Vec<Vec<Score>> = units.iter().map(|unit| unit.iter().map(|(_, score)| *score).collect()).collect();
+        let units: Vec<Vec<(usize, Choice)>> = self.units.iter().map(Unit::choices).collect();
+        let only: Vec<Vec<Choice>> = units.iter().map(|unit| unit.iter().map(|(_, choice)| *choice).collect()).collect();
         let mut assignments = front(&only);
         for assignment in &mut assignments {
             assignment.options.iter_mut().zip(&units).for_each(|(option, unit)| *option = unit[*option].0);
@@ -299,7 +323,7 @@ impl Found {
         assignments
     }
 
-    /// The points of the front by ascending size, without that of floats.
+    /// The points of the front by ascending size or time, without that of floats.
     fn quantized_front(&self) -> Vec<Point> {
         let points = self.front().into_iter().map(|assignment| self.point(assignment.options));
         points.filter(|point| !self.is_floats(point)).collect()
@@ -327,7 +351,10 @@ impl Found {
         let chosen = || self.units.iter().zip(&options).filter_map(|(unit, option)| unit.options.get(*option).copied().flatten());
         let bytes: u64 = chosen().map(|format| format.bytes).sum();
         let parameters: u64 = self.units.iter().map(|unit| unit.parameters).sum();
+        let times = || self.units.iter().zip(&options).filter_map(|(unit, option)| unit.milliseconds.get(*option));
+        let predicted_ms = self.original_ms.map(|original| original + times().sum::<f64>());
         Point {
+            predicted_ms,
             bits: 8.0 * bytes as f64 / parameters.max(1) as f64,
             bytes: bytes + self.other_bytes,
             predicted: chosen().map(|format| format.loss).sum(),
@@ -368,8 +395,8 @@ mod tests {
             name: name.to_owned(),
             weights: vec![format!("{name}.weight")],
             parameters: 1000,
-            measured: false,
             options: vec![Some(Score { loss: losses[0], bytes: 500 }), Some(Score { loss: losses[1], bytes: 1000 }), Some(Score { loss: 0.0, bytes: 2000 })],
+            ..Unit::new(String::new(), 0)
         };
         let units = vec![
             unit("a", [8.0, 1.0]),

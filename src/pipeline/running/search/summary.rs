@@ -11,8 +11,11 @@ impl Found {
     pub fn report(&self, target: LoadedBy, budget: Option<Budget>) -> Option<FormatSearch> {
         let chosen = self.chosen.as_ref()?;
         let front = self.front();
-        let limit = chosen.bytes + chosen.bytes / 20;
-        let larger = front.iter().rev().map(|assignment| self.point(assignment.options.clone())).find(|point| point.bytes <= limit);
+        let is_close = |point: &Point| match (point.predicted_ms, chosen.predicted_ms) {
+            (Some(time), Some(limit)) => time <= 1.05 * limit,
+            _ => point.bytes <= chosen.bytes + chosen.bytes / 20,
+        };
+        let larger = front.iter().rev().map(|assignment| self.point(assignment.options.clone())).find(is_close);
         let larger = larger.filter(|point| point.predicted < chosen.predicted);
         let step = front.len().div_ceil(FRONT).max(1);
         let thinned = front.iter().rev().step_by(step).map(|assignment| self.point(assignment.options.clone()));
@@ -28,6 +31,7 @@ impl Found {
                 bytes: score.map_or(0, |score| score.bytes),
                 loss: score.map_or(0.0, |score| score.loss),
                 larger: other.map(|other| format(Some(other))),
+                milliseconds: unit.milliseconds.get(*option).copied(),
             }
         });
         Some(FormatSearch {
@@ -35,7 +39,9 @@ impl Found {
             measured_on: self.measured_on.clone(),
             max_kl: if let Some(Budget::Loss(limit)) = budget { Some(limit) } else { None },
             max_loss: if let Some(Budget::Drop(percent)) = budget { Some(percent) } else { None },
+            max_latency_ms: if let Some(Budget::Latency(limit)) = budget { Some(limit) } else { None },
             loss: self.loss,
+            times: self.times.clone(),
             metric: self.metric.clone(),
             chosen: reported(chosen),
             larger: larger.as_ref().map(reported),
@@ -54,5 +60,7 @@ fn reported(point: &Point) -> SearchPoint {
         predicted: point.predicted,
         measured: point.measured,
         score: point.score,
+        predicted_ms: point.predicted_ms,
+        measured_ms: point.measured_ms,
     }
 }
