@@ -13,9 +13,10 @@ use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, FidelityAccumulator, Outputs, Subject};
 use crate::exec::Rounding;
 use crate::kernel::compare;
-use crate::model::Model;
-use crate::pass::Context;
+use crate::model::{Model, is_linear};
 use crate::pass::weight_quantizer::WeightQuantizer;
+use crate::pass::{Context, Pass, Quantize};
+use crate::run_state::RunState;
 use crate::store::{ActivationScheme, Granularity};
 use crate::work::{Event, Meter, ProgressUnit};
 
@@ -35,9 +36,17 @@ pub struct Damage {
     pub quantized: Option<f64>,
     /// Mean Kullback-Leibler divergence with static scales, for logits.
     pub kl: Option<f64>,
+    /// Mean cosine similarity with the weight in each of the requested schemes, and float activations.
+    #[serde(skip)]
+    pub schemes: Vec<Option<f64>>,
 }
 
 impl Damage {
+    /// An effect that is not measured yet.
+    fn new(name: &str) -> Damage {
+        Damage { name: name.to_owned(), weight_sqnr_db: None, weights: None, dynamic: None, quantized: None, kl: None, schemes: Vec::new() }
+    }
+
     /// Loss of the outputs, one minus the cosine similarity; without samples, the relative squared error
     /// of the weight.
     pub fn lost(&self) -> f64 {
@@ -58,7 +67,7 @@ pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, statistics: &BT
         let meter = Arc::new(Meter::default());
         let quantizers = pass.quantizers(prepared, &layers, Some(statistics))?;
         let fidelity = comparison.run(&pass.fit(prepared, &quantizers, &layers, Some(statistics), &meter)?, context)?;
-        Ok(Damage { name: name.to_owned(), weight_sqnr_db: None, weights: None, dynamic: None, quantized: Some(fidelity.cosine), kl: fidelity.kl })
+        Ok(Damage { quantized: Some(fidelity.cosine), kl: fidelity.kl, ..Damage::new(name) })
     })
 }
 
@@ -156,15 +165,16 @@ impl QuantizeStatic {
     /// The same as [`Plan::execute`](crate::pass::Plan::execute).
     #[doc(hidden)]
     pub fn analyze(&self, model: Model, context: &Context) -> Result<Vec<Damage>> {
-        self.analyze_with(Rounding::Token, model, context)
+        self.analyze_with(Rounding::Token, &[], model, context)
     }
 
-    /// Like [`analyze`](QuantizeStatic::analyze), with another rounding of activations at run time.
+    /// Like [`analyze`](QuantizeStatic::analyze), with another rounding of activations at run time. Linear
+    /// weights are also quantized in these schemes.
     ///
     /// # Errors
     /// The same as [`Plan::execute`](crate::pass::Plan::execute).
     #[doc(hidden)]
-    pub fn analyze_with(&self, rounding: Rounding, model: Model, context: &Context) -> Result<Vec<Damage>> {
+    pub fn analyze_with(&self, rounding: Rounding, schemes: &[Quantize], model: Model, context: &Context) -> Result<Vec<Damage>> {
         let pass = QuantizeStatic { embeddings: false, ..self.clone() };
         if context.data.calibration.is_none() {
             let prepared = super::prepare::prepare(super::NAME, model, &self.targets, &self.ignore)?;
@@ -182,6 +192,10 @@ impl QuantizeStatic {
             (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
             damage.weights = Some(plain_comparison.run(&pass.with_weight(&plain, name, ActivationScheme::None)?, context)?.cosine);
             damage.dynamic = Some(plain_comparison.run(&pass.with_weight(&plain, name, ActivationScheme::DynamicToken)?, context)?.cosine);
+            for scheme in schemes {
+                let changed = in_scheme(&plain, name, scheme)?;
+                damage.schemes.push(changed.map(|model| plain_comparison.run(&model, context)).transpose()?.map(|fidelity| fidelity.cosine));
+            }
             Ok(damage)
         })
     }
@@ -202,8 +216,20 @@ impl QuantizeStatic {
         let before = prepared.model.weights.get(name)?.floats(name)?;
         let after = self.with_weight(prepared, name, ActivationScheme::None)?.weights.get(name)?.floats(name)?;
         let weight_sqnr_db = compare::floats(&before, &after).sqnr_db();
-        Ok(Damage { name: name.to_owned(), weight_sqnr_db, weights: None, dynamic: None, quantized: None, kl: None })
+        Ok(Damage { weight_sqnr_db, ..Damage::new(name) })
     }
+}
+
+/// The model with one weight quantized in a scheme; `None` if it is no linear weight.
+fn in_scheme(prepared: &Prepared, name: &str, scheme: &Quantize) -> Result<Option<Model>> {
+    if !is_linear(name, prepared.model.weights.get(name)?) {
+        return Ok(None);
+    }
+    let targets = vec![name.parse().map_err(|e| Error::option(super::NAME, e))?];
+    let pass = Quantize { targets, ..scheme.clone() };
+    let mut model = pass.plan(&prepared.model, &RunState::default())?.model;
+    model.changed_graph = Some(Arc::new(prepared.graph.clone()));
+    Ok(Some(model))
 }
 
 /// Recommends layers to leave in floats, given their damages in descending order: until the remaining

@@ -71,12 +71,15 @@ fn int8_layers_of_an_onnx_file_meet_a_limit_of_the_loss() {
     let folder = folder.path();
     encoder(folder);
     let found = data(folder, &format!("{ONNX} --front front.json"))["search"].clone();
-    assert_eq!((&found["formats"], &found["loss"]), (&json!(["int8-static", "int8-dynamic", "int8-weights", "floats"]), &json!("cosine-distance")));
+    assert_eq!(
+        (&found["formats"], &found["loss"]),
+        (&json!(["int4-weights", "int8-static", "int8-dynamic", "int8-weights", "floats"]), &json!("cosine-distance"))
+    );
     // Integer weights with float arithmetic are options only for the tables, which have no other one.
     for unit in found["units"].as_array().unwrap() {
-        let has: Vec<bool> = (0..4).map(|option| !unit["options"][option].is_null()).collect();
+        let has: Vec<bool> = (0..5).map(|option| !unit["options"][option].is_null()).collect();
         let is_table = unit["name"].as_str().unwrap().contains("embeddings");
-        assert_eq!(has, if is_table { [false, false, true, true] } else { [true, true, false, true] }, "{unit}");
+        assert_eq!(has, if is_table { [false, false, false, true, true] } else { [false, true, true, false, true] }, "{unit}");
     }
     let points = found["points"].as_array().unwrap();
     let reference =
@@ -169,7 +172,7 @@ fn convolutional_networks_are_searched_for_onnx_runtime() {
     candle_core::safetensors::save(&[("pixel_values".to_owned(), images), ("labels".to_owned(), labels)].into(), folder.join("images.safetensors")).unwrap();
     let found = data(folder, "auto resnet --for onnxruntime -o out --max-loss 99% --json --data images.safetensors")["search"].clone();
     let convolutions = found["units"].as_array().unwrap().iter().filter(|unit| unit["name"].as_str().unwrap().contains("convolution")).collect::<Vec<_>>();
-    assert!(!convolutions.is_empty() && convolutions.iter().all(|unit| unit["options"][1].is_null()), "{convolutions:?}");
+    assert!(!convolutions.is_empty() && convolutions.iter().all(|unit| [0, 2, 3].iter().all(|option| unit["options"][*option].is_null())), "{convolutions:?}");
     // Ten of the 40 samples may calibrate: the first batch of eight. The others measure the accuracy.
     assert_eq!(
         (&found["metric"]["name"], &found["metric"]["measured_on"]),
@@ -230,8 +233,9 @@ fn layers_of_an_onnx_file_meet_a_limit_of_the_latency() {
         return;
     }
     let times = folder.join("times.json");
-    let search = format!("{ONNX} --threads 2 --points 2 --times times.json");
-    let units = data(folder, &format!("{ONNX} --front front.json --points 0"))["search"]["units"].as_array().unwrap().clone();
+    let formats = "--formats int4-weights,int8-static,int8-dynamic";
+    let search = format!("{ONNX} --threads 2 --points 2 --times times.json {formats}");
+    let units = data(folder, &format!("{ONNX} --front front.json --points 0 {formats}"))["search"]["units"].as_array().unwrap().clone();
     // A limit that cannot be met. The times are recorded.
     let run = compress(folder, &format!("{search} -o out --latency 1us"));
     assert!(run.code == 1 && run.stderr.contains("meets the limit `0.001ms`") && run.stderr.contains("the nearest possible limit is "), "{}", run.stderr);
@@ -287,4 +291,39 @@ fn layers_of_an_onnx_file_meet_a_limit_of_the_latency() {
     std::fs::write(folder.join("other.json"), "{}").unwrap();
     let run = compress(folder, &format!("{ONNX} --times other.json -o new --latency 7ms"));
     assert!(run.code > 0 && run.stderr.contains("other.json does not contain the times of a search"), "{}", run.stderr);
+}
+
+/// Weights of 4 bits are half as large, and are options of matrices only.
+#[test]
+fn matrices_of_an_onnx_file_have_4_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    encoder(folder);
+    let search = format!("{ONNX} --formats int4-weights,int8-weights -o out --max-size");
+    let run = compress(folder, &format!("{search} 1%"));
+    let nearest = run.stderr.split("the nearest possible limit is ").nth(1).unwrap_or_else(|| panic!("{}", run.stderr)).split_whitespace().next().unwrap();
+    let found = data(folder, &format!("{search} {}", nearest.parse::<f64>().unwrap() + 0.02))["search"].clone();
+    assert_eq!(found["formats"], json!(["int4-weights", "int8-weights", "floats"]));
+    let units = found["units"].as_array().unwrap();
+    for unit in units {
+        let is_table = unit["name"].as_str().unwrap().contains("embeddings");
+        assert_eq!(unit["options"][0].is_null(), is_table, "{unit}");
+        let bytes = |option: usize| unit["options"][option]["bytes"].as_u64().unwrap();
+        assert!(is_table || bytes(0) < bytes(1) && bytes(1) < bytes(2), "{unit}");
+    }
+    let chosen = &found["chosen"];
+    let formats = chosen["formats"].as_array().unwrap();
+    assert!(formats.contains(&json!("int4-weights")) && chosen["measured"].as_f64() > Some(0.0), "{chosen}");
+    assert_eq!(chosen["bytes"].as_u64(), Some(std::fs::metadata(folder.join("out/model.onnx")).unwrap().len()), "{chosen}");
+    ok(folder, "verify out");
+    let report = read_json(&folder.join("out/report.json"));
+    assert_eq!(report["recipe"]["export"][0]["onnx"]["weight_only"], "matmul-nbits");
+    ok(folder, "run out/recipe.yaml -o again");
+    let written = |name: &str| std::fs::read(folder.join(name).join("model.onnx")).unwrap();
+    assert!(written("out") == written("again"));
+    // The graph of an ONNX file has no such operators.
+    std::fs::write(folder.join("plain.yaml"), "model: bert\npasses: []\nexport: [onnx]\noutput: plain\n").unwrap();
+    ok(folder, "run plain.yaml");
+    let run = compress(folder, "auto plain/model.onnx --for onnxruntime --front other.json --formats int4-weights --data texts.safetensors");
+    assert!(run.code > 0 && run.stderr.contains("loads none of the formats"), "{}", run.stderr);
 }

@@ -28,7 +28,7 @@ impl Search<'_> {
             times.measure(&found.units, &mut fastest)?;
             measured.push(fastest);
         }
-        if is_within(&measured, limit).next().is_none() {
+        if points_within(&measured, limit).next().is_none() {
             return Err(self.no_choice(Budget::Latency(limit), nearest(&measured)));
         }
         Ok(())
@@ -57,7 +57,7 @@ pub(super) fn require_slower(original_ms: f64, limit: f64) -> Result<()> {
 }
 
 /// The points that were measured within the limit.
-fn is_within(points: &[Point], limit: f64) -> impl Iterator<Item = &Point> {
+fn points_within(points: &[Point], limit: f64) -> impl Iterator<Item = &Point> {
     points.iter().filter(move |point| point.measured_ms.is_some_and(|time| time <= limit))
 }
 
@@ -78,7 +78,7 @@ fn least_loss_within(limit: f64, found: &mut Found, mut measure: impl FnMut(&Fou
         found.points.push(point);
     }
     found.points.sort_by_key(|point| point.bytes);
-    let chosen = is_within(&found.points, limit).filter(|point| !found.is_floats(point)).min_by(|a, b| a.predicted.total_cmp(&b.predicted));
+    let chosen = points_within(&found.points, limit).filter(|point| !found.is_floats(point)).min_by(|a, b| a.predicted.total_cmp(&b.predicted));
     Ok(chosen.map(|point| Point { reference: None, ..point.clone() }))
 }
 
@@ -87,7 +87,7 @@ fn least_loss_within(limit: f64, found: &mut Found, mut measure: impl FnMut(&Fou
 /// expected to be within it, the fastest one, unless a measured point is. The fastest one is also the last to
 /// try. The `front` is sorted by ascending time and descending loss.
 fn next(front: &[Point], measured: &[Point], limit: f64, is_last: bool) -> Option<usize> {
-    let best = is_within(measured, limit).map(|point| point.predicted).fold(f64::INFINITY, f64::min);
+    let best = points_within(measured, limit).map(|point| point.predicted).fold(f64::INFINITY, f64::min);
     let errors: Vec<(f64, f64)> = measured.iter().filter_map(|point| Some((point.predicted_ms?, point.measured_ms? - point.predicted_ms?))).collect();
     let expected = |point: &Point| {
         let predicted = point.predicted_ms.unwrap_or(f64::INFINITY);

@@ -29,6 +29,7 @@ mod times;
 use serde::Serialize;
 
 pub use budget::{Budget, parse_time};
+use formats::Formats;
 pub use formats::{Unit, Writing};
 pub use measure::calibration_part;
 pub use runtimes::LoadedBy;
@@ -130,7 +131,7 @@ impl Search<'_> {
     /// # Errors
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self, times: &mut Option<LatencyTable>) -> Result<Found> {
-        let formats = self.target.formats(self.model, self.formats)?;
+        let formats = self.formats()?;
         let mut times = self.times(&*formats, times)?;
         let scores = formats.scores(self.context)?;
         let units = formats.units(&scores);
@@ -182,6 +183,11 @@ impl Search<'_> {
         };
         found.times = times.map(|times| times.table().clone());
         Ok(found)
+    }
+
+    /// The formats to choose from.
+    fn formats(&self) -> Result<Box<dyn Formats + '_>> {
+        self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))))
     }
 
     /// The largest point within a limit of size. The size of a file that is only known when it is written may
@@ -281,7 +287,7 @@ impl Search<'_> {
     /// # Errors
     /// If the point leaves all weights as floats, or if the runtime does not support the method.
     pub fn writing(&self, found: &Found, point: &Point, method: Option<Method>) -> Result<Writing> {
-        let writing = self.target.formats(self.model, self.formats)?.writing(&found.units, &point.options, method)?;
+        let writing = self.formats()?.writing(&found.units, &point.options, method)?;
         writing.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
 }

@@ -1,37 +1,57 @@
 //! Integer layers of an ONNX file.
 
+use std::collections::BTreeSet;
+
 use super::formats::{Formats, Unit, Writing, Written, retain};
 use crate::error::{Error, Result};
 use crate::exec::Rounding;
 use crate::export::{Format, Onnx};
+use crate::ir::Op;
 use crate::model::{Model, is_embedding, is_linear};
-use crate::pass::{ActivationRounding, Context, Damage, Method, Plan, QuantizeDynamic, QuantizeStatic, Score, Scores, Step, WeightObserver};
+use crate::onnx::WeightOnly;
+use crate::pass::{ActivationRounding, Context, Damage, Method, Plan, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Score, Scores, Step, WeightObserver};
 use crate::report::SearchLoss;
 use crate::report::format::natural;
 use crate::run_state::{Applied, RunState};
 use crate::store::{Pattern, Weight};
 
-/// Arithmetic of a layer with int8 weights.
+/// Arithmetic of a layer, and type of its weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Arithmetic {
     /// Integers, with scales of the activations from calibration samples.
     Static,
     /// Integers, with scales of the activations computed at run time.
     Dynamic,
-    /// Floats: the weights are dequantized.
-    Floats,
+    /// Floats: int4 weights in groups are dequantized.
+    Int4,
+    /// Floats: int8 weights are dequantized.
+    Int8,
 }
 
-const ARITHMETICS: [(Arithmetic, &str); 3] = [(Arithmetic::Static, "int8-static"), (Arithmetic::Dynamic, "int8-dynamic"), (Arithmetic::Floats, "int8-weights")];
+const ARITHMETICS: [(Arithmetic, &str); 4] =
+    [(Arithmetic::Int4, "int4-weights"), (Arithmetic::Static, "int8-static"), (Arithmetic::Dynamic, "int8-dynamic"), (Arithmetic::Int8, "int8-weights")];
+/// Order of the passes of a recipe. Static layers come first, because their pass rescales channels of other
+/// layers.
+const PASSES: [Arithmetic; 4] = [Arithmetic::Static, Arithmetic::Int4, Arithmetic::Dynamic, Arithmetic::Int8];
+/// Inputs of a row that share a scale, with int4 weights.
+const GROUP: i64 = 32;
 
-/// The layers and embedding tables of a model. All formats of a layer have nearly the same size. Float
-/// arithmetic on dequantized weights has the least loss of them, but takes longer than floats: it is an
-/// option for layers only if formats are named.
+/// Which formats are options of layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Arithmetics {
+    /// Integer arithmetic. Float arithmetic on dequantized weights has less loss, but may take longer than
+    /// floats.
+    Integers,
+    /// All.
+    All,
+}
+
+/// The layers and embedding tables of a model.
 pub(super) struct OnnxLayers<'a> {
     model: &'a Model,
     /// The formats without floats.
     formats: Vec<(Arithmetic, &'static str)>,
-    are_named: bool,
+    arithmetics: Arithmetics,
     /// Size of the file with all weights as floats.
     bytes: u64,
 }
@@ -41,14 +61,38 @@ impl<'a> OnnxLayers<'a> {
     ///
     /// # Errors
     /// If ONNX files cannot represent the model.
-    pub fn new(model: &'a Model) -> Result<OnnxLayers<'a>> {
-        let bytes = file_bytes(model, &RunState::default())?;
-        Ok(OnnxLayers { model, formats: ARITHMETICS.to_vec(), are_named: false, bytes })
+    pub fn new(model: &'a Model, arithmetics: Arithmetics) -> Result<OnnxLayers<'a>> {
+        let bytes = file_bytes(&Onnx::default(), model, &RunState::default())?;
+        Ok(OnnxLayers { model, formats: ARITHMETICS.to_vec(), arithmetics, bytes })
+    }
+
+    /// Whether int4 weights are an option: `MatMulNBits` is an option of the exporter, which the graph of an
+    /// ONNX file does not have.
+    fn has_int4(&self) -> bool {
+        self.arithmetics == Arithmetics::All && self.model.onnx.is_none() && self.formats.iter().any(|(arithmetic, _)| *arithmetic == Arithmetic::Int4)
+    }
+
+    /// The export of a choice of formats.
+    fn export(&self, options: &[usize]) -> Onnx {
+        let has_int4 = options.iter().any(|option| self.formats.get(*option).is_some_and(|(arithmetic, _)| *arithmetic == Arithmetic::Int4));
+        let weight_only = if has_int4 { WeightOnly::MatmulNbits } else { WeightOnly::default() };
+        Onnx { weight_only, ..Onnx::default() }
     }
 
     /// The index of floats.
     fn floats(&self) -> usize {
         self.formats.len()
+    }
+
+    /// Names of the weights that `MatMulNBits` can multiply: matrices of linear layers, stored as
+    /// `[out, in]`.
+    fn row_major(&self) -> Result<BTreeSet<String>> {
+        let graph = self.model.graph()?;
+        let is_plain = |id| {
+            let mut users = graph.nodes().iter().filter(|node| node.inputs.contains(&id));
+            users.all(|node| matches!(&node.op, Op::Linear(linear) if !linear.input_major))
+        };
+        Ok(graph.params().filter(|(id, _)| is_plain(*id)).map(|(_, value)| value.name.clone()).collect())
     }
 
     /// Whether a layer may have a format, and its cosine similarity in it.
@@ -57,7 +101,8 @@ impl<'a> OnnxLayers<'a> {
         match arithmetic {
             Arithmetic::Static => damage.quantized,
             Arithmetic::Dynamic => damage.dynamic.filter(|_| is_matrix),
-            Arithmetic::Floats => damage.weights.filter(|_| is_matrix && self.are_named),
+            Arithmetic::Int4 => damage.schemes.first().copied().flatten(),
+            Arithmetic::Int8 => damage.weights.filter(|_| is_matrix && self.arithmetics == Arithmetics::All),
         }
     }
 
@@ -68,7 +113,7 @@ impl<'a> OnnxLayers<'a> {
 
     /// The format for all units that have it. Embedding tables have `int8-weights`, if that is a format.
     fn uniform(&self, format: usize, units: &[Unit]) -> Vec<usize> {
-        let table = self.formats.iter().position(|(arithmetic, _)| *arithmetic == Arithmetic::Floats);
+        let table = self.formats.iter().position(|(arithmetic, _)| *arithmetic == Arithmetic::Int8);
         let option = |unit: &Unit| {
             let preferred = if unit.measured { table } else { Some(format) };
             preferred.filter(|option| unit.options[*option].is_some()).unwrap_or(self.floats())
@@ -99,7 +144,7 @@ impl<'a> OnnxLayers<'a> {
             let sum: u64 = units.iter().zip(&options).filter_map(|(unit, option)| unit.options[*option]).map(|score| score.bytes).sum();
             let count = options.iter().filter(|option| **option == format).count() as i64;
             let Some((model, run)) = self.applied(&units, &options, |plan| Ok((plan.model, plan.applied)))? else { continue };
-            let overhead = (file_bytes(&model, &run)? as i64 - (self.other_bytes(&units) + sum) as i64) / count;
+            let overhead = (file_bytes(&self.export(&options), &model, &run)? as i64 - (self.other_bytes(&units) + sum) as i64) / count;
             for score in scores.by_weight.values_mut().filter_map(|options| options[format].as_mut()) {
                 score.bytes = score.bytes.saturating_add_signed(overhead).max(1);
             }
@@ -109,8 +154,13 @@ impl<'a> OnnxLayers<'a> {
 }
 
 /// Size of the ONNX file of a model.
-fn file_bytes(model: &Model, run: &RunState) -> Result<u64> {
-    Ok(Onnx::default().forecast(model, run)?.bytes)
+fn file_bytes(export: &Onnx, model: &Model, run: &RunState) -> Result<u64> {
+    Ok(export.forecast(model, run)?.bytes)
+}
+
+/// The pass that quantizes matrices to int4.
+fn int4(targets: Vec<Pattern>) -> Quantize {
+    Quantize { scheme: Scheme::W4A16, group_size: Some(GROUP), targets, ..Quantize::default() }
 }
 
 impl Formats for OnnxLayers<'_> {
@@ -120,7 +170,7 @@ impl Formats for OnnxLayers<'_> {
 
     fn retain(&mut self, kept: &[bool]) {
         retain(&mut self.formats, kept);
-        self.are_named = true;
+        self.arithmetics = Arithmetics::All;
     }
 
     /// The outputs of any model can be compared by their cosine similarity.
@@ -135,15 +185,21 @@ impl Formats for OnnxLayers<'_> {
     /// The effect of quantizing each layer separately, on the calibration samples. Losses of embedding tables
     /// are measured later.
     fn scores(&self, context: &Context) -> Result<Scores> {
-        let damages = QuantizeStatic::default().analyze_with(self.rounding(), self.model.clone(), context)?;
+        let schemes = if self.has_int4() { vec![int4(Vec::new())] } else { Vec::new() };
+        let damages = QuantizeStatic::default().analyze_with(self.rounding(), &schemes, self.model.clone(), context)?;
         let mut scores = Scores::default();
         let weights = &self.model.weights.by_name;
-        let bytes = |weight: &Weight| (weight.elements() + 4 * weight.shape.first().copied().unwrap_or(0)) as u64;
+        let row_major = if self.has_int4() { self.row_major()? } else { BTreeSet::new() };
+        let bytes = |arithmetic: Arithmetic, weight: &Weight| {
+            let (elements, rows) = (weight.elements(), weight.shape.first().copied().unwrap_or(0));
+            (if arithmetic == Arithmetic::Int4 { elements / 2 + 4 * elements / GROUP as usize } else { elements + 4 * rows }) as u64
+        };
         for damage in &damages {
             let Some(weight) = weights.get(&damage.name) else { continue };
             let score = |(arithmetic, _): &(Arithmetic, &str)| {
-                let cosine = self.cosine(*arithmetic, weight, damage).filter(|cosine| cosine.is_finite())?;
-                Some(Score { loss: (1.0 - cosine).max(0.0), bytes: bytes(weight) })
+                let is_stored = *arithmetic != Arithmetic::Int4 || row_major.contains(&damage.name);
+                let cosine = self.cosine(*arithmetic, weight, damage).filter(|cosine| is_stored && cosine.is_finite())?;
+                Some(Score { loss: (1.0 - cosine).max(0.0), bytes: bytes(*arithmetic, weight) })
             };
             scores.by_weight.insert(damage.name.clone(), self.formats.iter().map(score).collect());
         }
@@ -153,7 +209,8 @@ impl Formats for OnnxLayers<'_> {
             // An alias has the format of its original.
             let is_unit = |weight: &&Weight| is_embedding(name, weight) && !scores.by_weight.contains_key(name) && tied.iter().all(|(alias, _)| alias != name);
             let Some(weight) = weights.get(name).filter(is_unit) else { continue };
-            let score = |(arithmetic, _): &(Arithmetic, &str)| (*arithmetic == Arithmetic::Floats).then(|| Score { loss: 0.0, bytes: bytes(weight) });
+            let score =
+                |(arithmetic, _): &(Arithmetic, &str)| (*arithmetic == Arithmetic::Int8).then(|| Score { loss: 0.0, bytes: bytes(*arithmetic, weight) });
             scores.by_weight.insert(name.clone(), self.formats.iter().map(score).collect());
         }
         self.add_overhead(&mut scores)?;
@@ -187,29 +244,29 @@ impl Formats for OnnxLayers<'_> {
     /// The model that the recipe of the choice produces, with scales of activations from calibration samples.
     fn rounded(&self, units: &[Unit], options: &[usize], _scores: &Scores, context: &Context) -> Result<Option<Written>> {
         let applied = self.applied(units, options, |plan| plan.execute(context))?;
-        applied.map(|(model, run)| Ok(Written { bytes: Some(file_bytes(&model, &run)?), model })).transpose()
+        applied.map(|(model, run)| Ok(Written { bytes: Some(file_bytes(&self.export(options), &model, &run)?), model })).transpose()
     }
 
-    /// Static layers come first, because their pass rescales channels of other layers.
     fn writing(&self, units: &[Unit], options: &[usize], _method: Option<Method>) -> Result<Option<Writing>> {
         let targets = |arithmetic: Arithmetic| -> Result<Vec<Pattern>> {
             let chosen = units.iter().zip(options).filter(|(_, option)| self.formats.get(**option).is_some_and(|(other, _)| *other == arithmetic));
             chosen.flat_map(|(unit, _)| &unit.weights).map(|name| name.parse().map_err(|e| Error::option("auto", e))).collect()
         };
         let mut passes: Vec<Step> = Vec::new();
-        for (arithmetic, _) in &self.formats {
-            let targets = targets(*arithmetic)?;
+        for arithmetic in PASSES {
+            let targets = targets(arithmetic)?;
             if targets.is_empty() {
                 continue;
             }
             passes.push(match arithmetic {
                 Arithmetic::Static => QuantizeStatic { targets, embeddings: false, ..QuantizeStatic::default() }.into(),
                 Arithmetic::Dynamic => QuantizeDynamic { targets, ..QuantizeDynamic::default() }.into(),
-                Arithmetic::Floats => {
+                Arithmetic::Int4 => int4(targets).into(),
+                Arithmetic::Int8 => {
                     QuantizeDynamic { targets, activations: ActivationRounding::None, observer: WeightObserver::Mse, ..QuantizeDynamic::default() }.into()
                 }
             });
         }
-        Ok((!passes.is_empty()).then(|| Writing { passes, exports: vec![Onnx::default().into()] }))
+        Ok((!passes.is_empty()).then(|| Writing { passes, exports: vec![self.export(options).into()] }))
     }
 }

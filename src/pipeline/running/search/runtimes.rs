@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::blocks::Blocks;
 use super::formats::Formats;
-use super::onnx_layers::OnnxLayers;
+use super::onnx_layers::{Arithmetics, OnnxLayers};
 use super::schemes::Schemes;
 use crate::contract::Runtime;
 use crate::error::{Error, Result};
@@ -24,7 +24,7 @@ pub enum LoadedBy {
     /// llama.cpp: a GGUF file with a type for each matrix, including the embedding and the head
     #[cfg_attr(feature = "cli", value(name = "llama.cpp", alias = "llama-cpp"))]
     LlamaCpp,
-    /// ONNX Runtime: an ONNX file with int8 and float layers, for encoders and convolutional networks too
+    /// ONNX Runtime: an ONNX file with int8, int4 and float layers, for encoders and convolutional networks too
     #[cfg_attr(feature = "cli", value(name = "onnxruntime"))]
     OnnxRuntime,
 }
@@ -37,12 +37,13 @@ impl fmt::Display for LoadedBy {
 
 impl LoadedBy {
     /// The formats that the runtime loads, for the weights of a model: those with these names, or all if
-    /// there are none.
+    /// there are none. Formats of ONNX Runtime that may be slower than floats are options of layers if they
+    /// are named, or if times are measured (`by_time`).
     ///
     /// # Errors
     /// If the runtime does not load the model, or not a format.
-    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String]) -> Result<Box<dyn Formats + 'm>> {
-        let mut all = self.all_formats(model)?;
+    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String], by_time: bool) -> Result<Box<dyn Formats + 'm>> {
+        let mut all = self.all_formats(model, by_time)?;
         let names = all.names();
         let (floats, named) = names.split_last().map_or((None, &[][..]), |(floats, named)| (Some(floats), named));
         if let Some(unknown) = only.iter().find(|name| !named.contains(name) && floats != Some(name)) {
@@ -58,7 +59,7 @@ impl LoadedBy {
         Ok(all)
     }
 
-    fn all_formats(self, model: &Model) -> Result<Box<dyn Formats + '_>> {
+    fn all_formats(self, model: &Model, by_time: bool) -> Result<Box<dyn Formats + '_>> {
         Ok(match self {
             // https://docs.vllm.ai/en/latest/features/quantization: WNA16 of compressed-tensors has 4 and 8
             // bits.
@@ -79,7 +80,7 @@ impl LoadedBy {
                 ],
             )),
             LoadedBy::LlamaCpp => Box::new(Blocks::new(model)?),
-            LoadedBy::OnnxRuntime => Box::new(OnnxLayers::new(model)?),
+            LoadedBy::OnnxRuntime => Box::new(OnnxLayers::new(model, if by_time { Arithmetics::All } else { Arithmetics::Integers })?),
         })
     }
 

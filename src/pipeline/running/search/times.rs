@@ -90,7 +90,7 @@ fn mixture(options: &[usize], latency: &Latency) -> MixtureLatency {
     let ratio = 1.0 / latency.speedup;
     let [low, high] = latency.speedup_quartiles.unwrap_or([latency.speedup; 2]);
     let relative = 1.57 * (high - low) / latency.speedup / (latency.runs.max(1) as f64).sqrt();
-    MixtureLatency { options: options.to_vec(), ratio, uncertainty: ratio * relative, ..MixtureLatency::default() }
+    MixtureLatency { options: options.to_vec(), ratio, uncertainty: ratio * relative }
 }
 
 /// The units by the shapes of their weights and of the values that are computed from them.
@@ -156,9 +156,11 @@ mod tests {
         let mut table = LatencyTable { formats: vec!["a".into(), "floats".into()], original_ms: 10.0, ..LatencyTable::default() };
         let mut units: Vec<Unit> = ["one", "other", "third"].map(|name| Unit::new(name.to_owned(), 2)).to_vec();
         let measure = |_: &[Unit], options: &[usize]| Ok(if options[2] == 0 { latency(1.01, 1.0) } else { latency(1.25, 0.1) });
-        let mut times = Times::new(&mut table, Box::new(measure));
-        times.measure_units(&mut units, &[vec![0, 1], vec![2]]).unwrap();
-        assert_eq!([0, 1, 2].map(|at| units[at].milliseconds.clone()), [vec![-1.0, 0.0], vec![-1.0, 0.0], vec![0.0, 0.0]]);
+        Times::new(&mut table, Box::new(measure)).measure_units(&mut units, &[vec![0, 1], vec![2]]).unwrap();
+        // Two units together are faster by 2 of 10 ms.
+        for (unit, expected) in units.iter().zip([-1.0, -1.0, 0.0]) {
+            assert!((unit.milliseconds[0] - expected).abs() < 1e-9 && unit.milliseconds[1] == 0.0, "{unit:?}");
+        }
         assert_eq!(table.mixtures.len(), 2);
         // Known latencies are not measured again, and other units are refused.
         let refuse = |_: &[Unit], _: &[usize]| Err(Error::option("test", "measured again"));
@@ -179,8 +181,9 @@ mod tests {
                 .sum::<f64>()
         };
         let measured = [[0, 0, 0], [1, 1, 1], [0, 1, 2]].map(|options| Point { measured_ms: Some(exact(&options)), ..found.point(options.to_vec()) });
+        let error = |found: &Found| (found.point(vec![1, 0, 0]).predicted_ms.unwrap() - exact(&[1, 0, 0])).abs();
+        let before = error(&found);
         found.fit_times(&measured);
-        let predicted = found.point(vec![1, 0, 0]).predicted_ms.unwrap();
-        assert!((predicted - exact(&[1, 0, 0])).abs() < 0.4, "{predicted}");
+        assert!(error(&found) < 0.7 * before, "{} and {before}", error(&found));
     }
 }
