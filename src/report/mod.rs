@@ -27,7 +27,7 @@ pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, OptionDifference, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
-pub use search::{FormatSearch, LatencyTable, MixtureLatency, SearchLoss, SearchMetric, SearchPoint, SearchUnit};
+pub use search::{FormatSearch, LatencyTable, MixtureLatency, SearchLoss, SearchMethod, SearchMetric, SearchPoint, SearchUnit};
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result, counted};

@@ -81,6 +81,9 @@ pub struct FormatSearch {
     /// The measured times, if the limit is one of the latency.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub times: Option<LatencyTable>,
+    /// Methods that were tried for the mixture that was written, if a time was specified for them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub methods: Vec<SearchMethod>,
     /// The mixture that was written.
     pub chosen: SearchPoint,
     /// The mixture for 5 % more bytes, or for 5 % more time if the limit is one of the latency. Absent if it
@@ -136,6 +139,22 @@ impl SearchPoint {
     pub(crate) fn milliseconds(&self) -> Option<f64> {
         self.measured_ms.or(self.predicted_ms)
     }
+}
+
+/// A method of quantization that was tried for a mixture.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
+pub struct SearchMethod {
+    /// Its options.
+    pub method: String,
+    /// Loss on held-out samples; absent if the time was too short.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured: Option<f64>,
+    /// Time that it took.
+    pub seconds: f64,
+    /// Whether the output was written with it.
+    pub chosen: bool,
 }
 
 /// Latencies of a model and of mixtures of its formats, on one machine. `compress auto --times` reads and

@@ -1,6 +1,7 @@
 //! `compress auto`
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::json;
@@ -15,7 +16,7 @@ use crate::evaluation::Subject;
 use crate::export::Export;
 use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
-use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing, calibration_part};
+use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing, calibration_part, parse_time};
 use crate::pipeline::{Builder, memory_limit};
 use crate::report::format::{bytes, figure, milliseconds};
 use crate::report::terminal::table;
@@ -28,6 +29,7 @@ const FRONT: [&str; 1] = ["json"];
 #[command(after_help = "Examples:
   compress auto llama -o out --max-size 4.5bits --calibration book.txt             the best mixture of 4.5 bits per weight
   compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
+  compress auto llama -o out --max-size 4.5bits --time 30m --calibration book.txt  the same size, with a slower method if it is better
   compress auto llama -o small.gguf --for llama.cpp --max-size 80MB --calibration book.txt   a GGUF file of this size
   compress auto vit -o out --for onnxruntime --max-loss 0.5% --calibration train --eval val   the smallest with this accuracy
   compress auto vit -o out --for onnxruntime --latency 5ms --calibration train     the closest of those that are this fast
@@ -80,6 +82,10 @@ pub(in crate::cli) struct Args {
     /// Algorithm that quantizes the output, for vLLM and transformers [default: gptq]
     #[arg(long, value_enum)]
     method: Option<Method>,
+    /// Time for better methods, which quantize the chosen point and are kept if the divergence on held-out
+    /// samples falls: 10m. For vLLM and transformers [default: gptq only]
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "output", conflicts_with = "method")]
+    time: Option<f64>,
     /// Number of points of the front that are measured, besides uniform formats and llama.cpp's own mixtures
     #[arg(long, value_name = "N", default_value_t = 4)]
     points: usize,
@@ -144,9 +150,13 @@ impl Args {
             if measured != known {
                 times.write(&FRONT, || text_of("--times", &measured))?;
             }
-            let found = found?;
-            let chosen = found.chosen.as_ref().filter(|_| self.output.is_some());
-            let writing = chosen.map(|point| search.writing(&found, point, self.method)).transpose()?;
+            let mut found = found?;
+            let chosen = found.chosen.clone().filter(|_| self.output.is_some());
+            let writing = chosen.map(|point| match self.time {
+                Some(seconds) => search.finish(&mut found, Duration::from_secs_f64(seconds)),
+                None => search.writing(&found, &point, self.method),
+            });
+            let writing = writing.transpose()?;
             Ok::<_, Error>((found, writing))
         })?;
         front.write(&FRONT, || text_of("--front", &front_of(&found)))?;
@@ -205,12 +215,12 @@ impl Args {
             let reason = format!("is not supported for {runtime}, whose formats are compared by the cosine similarity of all outputs: use `--max-loss`");
             return Err(Error::option("--max-kl", reason));
         }
-        if self.method.is_some() && runtime.is_file() {
+        if let Some(option) = self.method.map(|_| "--method").or(self.time.map(|_| "--time")).filter(|_| runtime.is_file()) {
             let reason = match runtime {
                 LoadedBy::LlamaCpp => "has no effect on GGUF files, whose scales are searched by the importance of the columns",
                 _ => "has no effect on ONNX files, whose int8 weights are rounded to nearest",
             };
-            return Err(Error::option("--method", reason));
+            return Err(Error::option(option, reason));
         }
         match (&self.output, &self.front, budget) {
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
@@ -281,6 +291,11 @@ fn text(found: &Found, target: LoadedBy, section: Option<&FormatSearch>) -> Stri
     }
     if let Some(point) = &found.chosen {
         text += &format!("Chosen: {}\n", found.summary(point));
+        for method in &found.methods {
+            let measured = method.measured.map_or_else(|| "not finished in time".to_owned(), |value| format!("measured {} {}", found.loss, loss(value)));
+            let chosen = if method.chosen { "; the output is written with it" } else { "" };
+            text += &format!("`{}` ({:.0} s): {measured}{chosen}.\n", method.method, method.seconds);
+        }
         if let Some((section, larger)) = section.and_then(|section| Some((section, section.larger.as_ref()?))) {
             let (cost, before, after) = (section.cost_of(larger), loss(point.predicted), loss(larger.predicted));
             let what = if found.times.is_some() { "time" } else { "bytes" };

@@ -39,6 +39,7 @@ pub(super) fn section_of(report: &Report) -> Markup {
     let content = html! {
         (front(search))
         (points(search))
+        (methods(search))
         @if let Some(text) = larger { p { (text) } }
         (units(search))
     };
@@ -112,6 +113,22 @@ fn points(search: &FormatSearch) -> Markup {
     table(&titles.collect::<Vec<_>>(), &rows)
 }
 
+/// Methods that were tried for the chosen mixture.
+fn methods(search: &FormatSearch) -> Markup {
+    let rows: Vec<Vec<Markup>> = search
+        .methods
+        .iter()
+        .map(|method| {
+            let measured = method.measured.map_or_else(|| "not finished in time".to_owned(), short);
+            let chosen = if method.chosen { "written" } else { "" };
+            vec![html! { code { (method.method) } }, html! { (measured) }, html! { (format!("{:.0} s", method.seconds)) }, html! { (chosen) }]
+        })
+        .collect();
+    html! {
+        @if !rows.is_empty() { (table(&["method", &format!("measured {}", search.loss.noun()), "time", ""], &rows)) }
+    }
+}
+
 fn units(search: &FormatSearch) -> Markup {
     let mut sorted: Vec<_> = search.units.iter().collect();
     sorted.sort_by(|a, b| b.loss.total_cmp(&a.loss));
@@ -133,7 +150,7 @@ fn units(search: &FormatSearch) -> Markup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::search::SearchUnit;
+    use crate::report::search::{SearchMethod, SearchUnit};
 
     #[test]
     fn measured_points_and_the_front_are_drawn() {
@@ -162,6 +179,11 @@ mod tests {
             }],
             ..FormatSearch::default()
         };
+        assert_eq!(methods(&search).into_string(), "");
+        let tried = |method: &str, measured: Option<f64>| SearchMethod { method: method.to_owned(), measured, seconds: 12.3, chosen: measured.is_some() };
+        let search = FormatSearch { methods: vec![tried("gptq", Some(0.019)), tried("autoround", None)], ..search };
+        let page = methods(&search).into_string();
+        assert!(page.contains("<td>0.0190</td><td>12 s</td><td>written</td>") && page.contains("not finished in time"), "{page}");
         let page = html! { (front(&search)) (points(&search)) (units(&search)) }.into_string();
         assert_eq!(page.matches("dot large").count(), 3, "{page}");
         assert!(page.contains("Q4_K_M: 61 B, 4.500 bits, divergence 0.0310"), "{page}");

@@ -287,3 +287,41 @@ fn the_smallest_language_model_within_a_loss_of_the_score_is_chosen() {
     let run = compress(folder, "auto llama --for transformers -o new --max-loss 1% --calibration {\"arrays\":\"ids.safetensors\",\"samples\":9}");
     assert!(run.stderr.contains("needs `--eval`, because calibration uses 9 of the 12 samples"), "{}", run.stderr);
 }
+
+/// A slower method is kept only if the divergence on the held-out samples falls.
+#[test]
+fn a_time_allows_better_methods() {
+    let folder = prepared();
+    let folder = folder.path();
+    let found = data(folder, &format!("auto llama -o out --max-size 5bits --time 1h --json {SETS}"));
+    let methods = found["search"]["methods"].as_array().unwrap();
+    assert_eq!(methods.iter().map(|method| &method["method"]).take(3).collect::<Vec<_>>(), ["gptq", "gptq, guide: loss", "autoround"]);
+    let measured: Vec<f64> = methods.iter().map(|method| method["measured"].as_f64().unwrap()).collect();
+    assert!(measured.len() == 5 && measured.iter().any(|other| *other != measured[0]), "{measured:?}");
+    let chosen: Vec<usize> = (0..5).filter(|at| methods[*at]["chosen"] == true).collect();
+    let least = measured.iter().copied().fold(f64::INFINITY, f64::min);
+    assert_eq!((chosen.len(), measured[chosen[0]]), (1, least), "{methods:?}");
+    let report = read_json(&folder.join("out/report.json"));
+    assert_eq!(report["search"]["methods"], found["search"]["methods"]);
+    // The output is the measured one.
+    let pass = &report["recipe"]["passes"][0]["quantize"];
+    assert!(methods[chosen[0]]["method"].as_str().unwrap().starts_with(pass["method"].as_str().unwrap()), "{pass}");
+    let written = report["fidelity"]["kl"].as_f64().unwrap();
+    assert!((written / least - 1.0).abs() < 0.01, "{written} {least}");
+    ok(folder, "run out/recipe.yaml -o again");
+    let weights = |name: &str| std::fs::read(folder.join(name).join("model.safetensors")).unwrap();
+    assert!(weights("out") == weights("again"));
+    // A time in which nothing ends leaves the default method.
+    let found = data(folder, &format!("auto llama -o short --max-size 5bits --time 1us --json {SETS}"));
+    assert_eq!(found["search"]["methods"].as_array().unwrap().iter().map(|method| &method["measured"]).collect::<Vec<_>>(), [&Value::Null]);
+    assert_eq!(recipe(folder, "short")[0]["quantize"]["method"], "gptq");
+    for (arguments, part) in [
+        ("auto llama -o new --max-size 5bits --time 10", "`10` is not a time like"),
+        ("auto llama -o new --max-size 5bits --time 10m --method rtn", "cannot be used with"),
+        ("auto llama --front new.json --max-size 5bits --time 10m", "--output"),
+        ("auto llama --for llama.cpp -o new --max-size 90% --time 10m", "--time: has no effect on GGUF files"),
+    ] {
+        let run = compress(folder, &format!("{arguments} {SETS}"));
+        assert!(run.code > 0 && run.stderr.contains(part) && !folder.join("new").exists(), "{arguments}: {}", run.stderr);
+    }
+}

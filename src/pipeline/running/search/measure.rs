@@ -186,7 +186,7 @@ impl<'a> Measurement<'a> {
 
     /// The KL divergence of a model from the original one in nats per token, or the cosine distance of its
     /// outputs.
-    fn distance(&self, changed: Model) -> Result<f64> {
+    pub(super) fn distance(&self, changed: Model) -> Result<f64> {
         let context = self.context;
         let subject = |model: Model| Ok::<_, Error>(Subject::from_model(model)?.with_rounding(self.formats.rounding()));
         let mut subjects = [subject(self.model.clone())?, subject(changed)?];

@@ -13,6 +13,7 @@
 
 mod blocks;
 mod budget;
+mod finish;
 mod formats;
 mod latency;
 mod matrices;
@@ -38,7 +39,7 @@ use crate::data::Data;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
 use crate::pass::{Context, Method, Score};
-use crate::report::{LatencyTable, SearchLoss, SearchMetric};
+use crate::report::{LatencyTable, SearchLoss, SearchMethod, SearchMetric};
 use budget::rounded_up;
 use measure::Measurement;
 use solver::{Assignment, Choice, Row, front};
@@ -119,6 +120,9 @@ pub struct Found {
     /// The measured times, if the limit is one of the latency.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub times: Option<LatencyTable>,
+    /// Methods that were tried for the chosen point.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub methods: Vec<SearchMethod>,
     /// Latency of the original model, if times are measured.
     #[serde(skip)]
     original_ms: Option<f64>,

@@ -43,6 +43,7 @@ impl Found {
             loss: self.loss,
             times: self.times.clone(),
             metric: self.metric.clone(),
+            methods: self.methods.clone(),
             chosen: reported(chosen),
             larger: larger.as_ref().map(reported),
             points: self.points.iter().map(reported).collect(),
