@@ -220,7 +220,7 @@ impl QuantizeStatic {
     }
 }
 
-/// The model with one weight quantized in a scheme; `None` if it is no linear weight.
+/// The model with one weight quantized in a scheme; `None` if the weight is not linear.
 fn in_scheme(prepared: &Prepared, name: &str, scheme: &Quantize) -> Result<Option<Model>> {
     if !is_linear(name, prepared.model.weights.get(name)?) {
         return Ok(None);

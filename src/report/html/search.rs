@@ -47,7 +47,7 @@ pub(super) fn section_of(report: &Report) -> Markup {
     section("search", &format!("{what} and {noun}"), &lead, &content)
 }
 
-/// What the mixtures cost.
+/// Unit of the cost of a mixture.
 fn cost(search: &FormatSearch) -> &'static str {
     if search.times.is_some() { "time" } else { "bytes" }
 }

@@ -34,7 +34,7 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// The point with the least expected loss of those that were measured within the limit.
+    /// The point with the least expected loss of all points that were measured within the limit.
     pub(super) fn choose_by_latency(&self, limit: f64, found: &mut Found, times: &mut Times, measurement: &Measurement) -> Result<Point> {
         let chosen = least_loss_within(limit, found, |found, point| times.measure(&found.units, point))?;
         let mut chosen = chosen.ok_or_else(|| self.no_choice(Budget::Latency(limit), nearest(&found.points)))?;
@@ -82,10 +82,10 @@ fn least_loss_within(limit: f64, found: &mut Found, mut measure: impl FnMut(&Fou
     Ok(chosen.map(|point| Point { reference: None, ..point.clone() }))
 }
 
-/// The point of the front to measure next: of those that are expected to be within the limit, the one with
-/// the least loss, if that is less than the loss of all measured points within the limit. If none is
-/// expected to be within it, the fastest one, unless a measured point is. The fastest one is also the last to
-/// try. The `front` is sorted by ascending time and descending loss.
+/// The point of the front to measure next: the one with the least loss that is expected to be within the
+/// limit, if its loss is less than that of all measured points within the limit. If none is expected to be
+/// within it, the fastest one, unless a measured point is. The fastest one is also the last to try. The
+/// `front` is sorted by ascending time and descending loss.
 fn next(front: &[Point], measured: &[Point], limit: f64, is_last: bool) -> Option<usize> {
     let best = points_within(measured, limit).map(|point| point.predicted).fold(f64::INFINITY, f64::min);
     let errors: Vec<(f64, f64)> = measured.iter().filter_map(|point| Some((point.predicted_ms?, point.measured_ms? - point.predicted_ms?))).collect();
