@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::json;
 
@@ -208,8 +209,10 @@ impl Args {
                 "onnx" => "an ONNX file or a folder",
                 _ => "a folder",
             };
-            let reason = format!("`{file}` is a file, but {runtime} loads {what}: the formats of this command are not those of this file");
-            return Err(Error::option("--output", reason));
+            let loads_file = |other: &&LoadedBy| other.is_file() && file.ends_with(&format!(".{}", other.runtime().format()));
+            let other = LoadedBy::value_variants().iter().find(loads_file);
+            let hint = other.map_or_else(String::new, |other| format!(", or specify `--for {}` for the formats of this file", other.runtime().name()));
+            return Err(Error::option("--output", format!("`{file}` is a file, but {runtime} loads {what}: name {what}{hint}")));
         }
         if self.max_kl.is_some() && runtime == LoadedBy::OnnxRuntime {
             let reason = format!("is not supported for {runtime}, whose formats are compared by the cosine similarity of all outputs: use `--max-loss`");

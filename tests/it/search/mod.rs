@@ -134,7 +134,10 @@ fn impossible_limits_name_the_nearest_possible_one() {
     for (arguments, part) in [
         ("auto llama --calibration ids.safetensors", "specify `-o DIR`"),
         ("auto llama -o new --calibration ids.safetensors", "specify a limit"),
-        ("auto llama -o new.gguf --max-size 6bits --calibration ids.safetensors", "loads a folder"),
+        (
+            "auto llama -o new.gguf --max-size 6bits --calibration ids.safetensors",
+            "vLLM loads a folder: name a folder, or specify `--for llama.cpp` for the formats of this file",
+        ),
         ("auto llama -o out --max-size 6bits --calibration ids.safetensors", "exists"),
         ("auto llama -o new --max-kl -1 --calibration ids.safetensors", "not a positive number"),
         ("auto llama -o new --max-size 99bits --calibration ids.safetensors --eval held-out.safetensors", "nothing to do"),

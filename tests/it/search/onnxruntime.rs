@@ -142,7 +142,7 @@ fn an_onnx_file_meets_a_limit_of_its_size() {
         ("-o new --max-loss 1% --max-size 50%", "cannot be used with"),
         ("-o new --max-kl 0.1", "--max-kl: is not supported for ONNX Runtime"),
         ("-o new --max-size 50% --method gptq", "has no effect on ONNX files"),
-        ("-o new.gguf --max-size 50%", "loads an ONNX file or a folder"),
+        ("-o new.gguf --max-size 50%", "loads an ONNX file or a folder: name an ONNX file or a folder, or specify `--for llama.cpp` for the formats"),
         ("-o new --max-size 50% --formats Q4_K", "`Q4_K` is not a format for ONNX Runtime; its formats are int8-static,"),
     ] {
         let run = compress(folder, &format!("{ONNX} {arguments}"));
