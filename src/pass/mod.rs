@@ -75,7 +75,16 @@ mod running {
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
 
+    use crate::evaluation::Resources;
+    use crate::exec::Rounding;
     use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};
+
+    impl Context<'_> {
+        /// Device, memory and threads on which models run.
+        pub(crate) fn resources(&self, rounding: Rounding) -> Resources<'_> {
+            Resources { device: &self.device, memory: self.memory, work: self.work, rounding }
+        }
+    }
 }
 
 #[cfg(feature = "run")]

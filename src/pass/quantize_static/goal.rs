@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use super::prepare::Prepared;
 use super::{Damage, NAME, QuantizeStatic, sensitivity};
 use crate::calibration::ValueStatistics;
-use crate::data::DataSet;
 use crate::error::{Error, ParseError, Result, counted};
-use crate::evaluation::{self, Runner, Subject};
+use crate::evaluation::{Baseline, Comparison, Samples, Subject};
+use crate::exec::Rounding;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::run_state::WARNING;
@@ -186,53 +186,35 @@ impl QuantizeStatic {
     }
 }
 
-/// Loads models that are compared on this data.
-fn load<'s, const N: usize>(subjects: [&'s mut Subject; N], data: &DataSet, context: &Context<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
-    evaluation::load(subjects, Some(&data.first()?.inputs), &context.device, context.memory, &context.work)
-}
-
 /// Evaluates the metric of the goal.
-struct Evaluator<'m> {
-    original: &'m Model,
-    data: Arc<DataSet>,
-    /// Score of the original model, with `max_drop`.
-    score: Option<evaluation::Score>,
+enum Evaluator {
+    /// Drop of the score.
+    Drop(Box<Baseline>),
+    /// Mean cosine similarity of the outputs.
+    Cosine(Box<Comparison>),
 }
 
-impl<'m> Evaluator<'m> {
-    fn new(goal: &Goal, original: &'m Model, context: &Context) -> Result<Evaluator<'m>> {
+impl Evaluator {
+    fn new(goal: &Goal, original: &Model, context: &Context) -> Result<Evaluator> {
         let options = match (goal.max_drop, &context.data.evaluation, &context.data.calibration) {
             (_, Some(options), _) | (None, None, Some(options)) => options,
             _ => return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs `data: { evaluation: ... }` with labels")),
         };
-        let mut subject = Subject::from_model(original.clone())?;
-        let data = context.data.open(options, subject.target())?;
-        let mut score = None;
-        if goal.max_drop.is_some() {
-            let mut runner = load([&mut subject], &data, context)?;
-            score = evaluation::evaluate(&data, &mut runner, &[], &context.work)?.models.into_iter().next().and_then(|outcome| outcome.score);
-            if score.is_none() {
-                return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs evaluation data with labels; without labels, use `min_cosine`"));
-            }
+        let data = context.data.open(options, Subject::from_model(original.clone())?.target())?;
+        let original = original.clone();
+        if goal.max_drop.is_none() {
+            return Ok(Evaluator::Cosine(Box::new(Comparison::new(original, Samples::Set(data)))));
         }
-        Ok(Evaluator { original, data, score })
+        let without_labels = || Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs evaluation data with labels; without labels, use `min_cosine`");
+        Ok(Evaluator::Drop(Box::new(Baseline::new(original, data, None, context.resources(Rounding::Token))?.ok_or_else(without_labels)?)))
     }
 
     /// The drop of the score, or the mean cosine similarity.
     fn metric(&self, model: Model, context: &Context) -> Result<f64> {
-        let mut after = Subject::from_model(model)?;
-        match &self.score {
-            Some(score) => {
-                let mut runner = load([&mut after], &self.data, context)?;
-                let outcomes = evaluation::evaluate(&self.data, &mut runner, &[], &context.work)?;
-                Ok(outcomes.models.first().and_then(|o| o.score.as_ref()).map_or(f64::INFINITY, |now| score.drop_to(now)))
-            }
-            None => {
-                let mut before = Subject::from_model(self.original.clone())?;
-                let mut runners = load([&mut before, &mut after], &self.data, context)?;
-                let outcomes = evaluation::evaluate(&self.data, &mut runners, &[(0, 1)], &context.work)?;
-                Ok(outcomes.pairs.first().map_or(0.0, |fidelity| fidelity.cosine))
-            }
+        let resources = context.resources(Rounding::Token);
+        match self {
+            Evaluator::Drop(baseline) => Ok(baseline.score_of(model, resources)?.map_or(f64::INFINITY, |now| baseline.score.drop_to(&now))),
+            Evaluator::Cosine(comparison) => Ok(comparison.fidelity(&model, resources)?.cosine),
         }
     }
 }

@@ -8,9 +8,8 @@ use serde::Serialize;
 use super::QuantizeStatic;
 use super::prepare::Prepared;
 use crate::calibration::ValueStatistics;
-use crate::data::{Batch, DataSet};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Fidelity, FidelityAccumulator, Outputs, Subject};
+use crate::evaluation::{Comparison, Fidelity, Resources, Samples, Subject};
 use crate::exec::Rounding;
 use crate::kernel::compare;
 use crate::model::{Model, is_linear};
@@ -60,13 +59,13 @@ impl Damage {
 
 /// Effects of quantizing each layer separately, the most sensitive first.
 pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, statistics: &BTreeMap<String, ValueStatistics>, context: &Context) -> Result<Vec<Damage>> {
-    let comparison = Comparison::new(prepared, context, Rounding::Token)?;
+    let compared = Compared::new(prepared, context, Rounding::Token)?;
     let pass = QuantizeStatic { embeddings: false, ..pass.clone() };
     measure_layers(prepared, context, |name| {
         let layers = BTreeSet::from([name.to_owned()]);
         let meter = Arc::new(Meter::default());
         let quantizers = pass.quantizers(prepared, &layers, Some(statistics))?;
-        let fidelity = comparison.run(&pass.fit(prepared, &quantizers, &layers, Some(statistics), &meter)?, context)?;
+        let fidelity = compared.fidelity(&pass.fit(prepared, &quantizers, &layers, Some(statistics), &meter)?)?;
         Ok(Damage { quantized: Some(fidelity.cosine), kl: fidelity.kl, ..Damage::new(name) })
     })
 }
@@ -87,72 +86,23 @@ fn measure_layers(prepared: &Prepared, context: &Context, measure: impl Fn(&str)
     Ok(damages)
 }
 
-/// Maximum memory of cached outputs of the original model, in bytes.
-const CACHE_BYTES: usize = 256 << 20;
-
-/// Compares models with the original on calibration samples.
-struct Comparison {
-    original: Model,
-    data: Arc<DataSet>,
-    /// Cached outputs of the original for the first batches.
-    cached: Vec<Outputs>,
-    batches: usize,
-    /// How activations are rounded at run time.
-    rounding: Rounding,
+/// Compares models with the prepared one on the calibration samples.
+struct Compared<'c> {
+    comparison: Comparison,
+    resources: Resources<'c>,
 }
 
-impl Comparison {
-    fn new(prepared: &Prepared, context: &Context, rounding: Rounding) -> Result<Comparison> {
+impl<'c> Compared<'c> {
+    fn new(prepared: &Prepared, context: &'c Context, rounding: Rounding) -> Result<Compared<'c>> {
         let Some(options) = &context.data.calibration else { return Err(Error::option(super::NAME, "needs calibration samples")) };
         let mut original = prepared.model.clone();
         original.changed_graph = Some(Arc::new(prepared.graph.clone()));
-        let subject = Subject::from_model(original.clone())?;
-        let data = context.data.open(options, subject.target())?;
-        let mut comparison = Comparison { original, data, cached: Vec::new(), batches: 0, rounding };
-        let (mut bytes, mut cached) = (0, Vec::new());
-        comparison.batches = comparison.each_batch([&comparison.original], context, |_, mut outputs| {
-            let outputs = outputs.swap_remove(0);
-            bytes += outputs.values().map(|output| output.elem_count() * output.dtype().size_in_bytes()).sum::<usize>();
-            if bytes <= CACHE_BYTES {
-                cached.push(outputs);
-            }
-            Ok(())
-        })?;
-        comparison.cached = cached;
-        Ok(comparison)
+        let data = context.data.open(options, Subject::from_model(original.clone())?.target())?;
+        Ok(Compared { comparison: Comparison::new(original, Samples::Set(data)), resources: context.resources(rounding) })
     }
 
-    /// Runs models on all samples. Returns the number of batches.
-    fn each_batch<'m>(
-        &self,
-        models: impl IntoIterator<Item = &'m Model>,
-        context: &Context,
-        mut consume: impl FnMut(&Batch, Vec<Outputs>) -> Result<()>,
-    ) -> Result<usize> {
-        let subject = |model: &Model| Ok::<_, Error>(Subject::from_model(model.clone())?.with_rounding(self.rounding));
-        let mut subjects = models.into_iter().map(subject).collect::<Result<Vec<_>>>()?;
-        let (first, work) = (self.data.first()?, context.work.quiet());
-        let mut runners = evaluation::load(&mut subjects, Some(&first.inputs), &context.device, context.memory, &work)?;
-        let mut count = 0;
-        self.data.for_each(|batch| {
-            context.work.cancel.check()?;
-            count += 1;
-            let outputs = runners.iter_mut().map(|runner| runner.run(&batch.inputs)).collect::<Result<_>>()?;
-            consume(&batch, outputs)
-        })?;
-        Ok(count)
-    }
-
-    fn run(&self, model: &Model, context: &Context) -> Result<Fidelity> {
-        // Unless all outputs of the original are cached, it runs again.
-        let is_cached = self.cached.len() == self.batches;
-        let original = Some(&self.original).filter(|_| !is_cached);
-        let (mut fidelity, mut cached) = (FidelityAccumulator::default(), self.cached.iter());
-        self.each_batch([model].into_iter().chain(original), context, |batch, outputs| {
-            let before = if is_cached { cached.next() } else { outputs.get(1) };
-            before.map_or(Ok(()), |before| fidelity.add(batch, before, &outputs[0]))
-        })?;
-        Ok(fidelity.finish())
+    fn fidelity(&self, model: &Model) -> Result<Fidelity> {
+        self.comparison.fidelity(model, self.resources)
     }
 }
 
@@ -182,19 +132,19 @@ impl QuantizeStatic {
         }
         let plain = super::prepare::prepare(super::NAME, model.clone(), &self.targets, &self.ignore)?;
         let (prepared, statistics, _) = pass.analyze_and_rescale(model, context)?;
-        let (comparison, plain_comparison) = (Comparison::new(&prepared, context, rounding)?, Comparison::new(&plain, context, rounding)?);
+        let (compared, compared_plain) = (Compared::new(&prepared, context, rounding)?, Compared::new(&plain, context, rounding)?);
         measure_layers(&prepared, context, |name| {
             let mut damage = pass.weight_damage(&plain, name)?;
             let layers = BTreeSet::from([name.to_owned()]);
             let meter = Arc::new(Meter::default());
             let quantizers = pass.quantizers(&prepared, &layers, Some(&statistics))?;
-            let fidelity = comparison.run(&pass.fit(&prepared, &quantizers, &layers, Some(&statistics), &meter)?, context)?;
+            let fidelity = compared.fidelity(&pass.fit(&prepared, &quantizers, &layers, Some(&statistics), &meter)?)?;
             (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
-            damage.weights = Some(plain_comparison.run(&pass.with_weight(&plain, name, ActivationScheme::None)?, context)?.cosine);
-            damage.dynamic = Some(plain_comparison.run(&pass.with_weight(&plain, name, ActivationScheme::DynamicToken)?, context)?.cosine);
+            damage.weights = Some(compared_plain.fidelity(&pass.with_weight(&plain, name, ActivationScheme::None)?)?.cosine);
+            damage.dynamic = Some(compared_plain.fidelity(&pass.with_weight(&plain, name, ActivationScheme::DynamicToken)?)?.cosine);
             for scheme in schemes {
                 let changed = in_scheme(&plain, name, scheme)?;
-                damage.schemes.push(changed.map(|model| plain_comparison.run(&model, context)).transpose()?.map(|fidelity| fidelity.cosine));
+                damage.schemes.push(changed.map(|model| compared_plain.fidelity(&model)).transpose()?.map(|fidelity| fidelity.cosine));
             }
             Ok(damage)
         })

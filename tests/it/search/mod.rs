@@ -287,6 +287,19 @@ fn the_smallest_language_model_within_a_loss_of_the_score_is_chosen() {
     assert_eq!((&report["search"]["max_loss"], &report["search"]["metric"]["original"]), (&json!(1.0), &metric["original"]));
     let run = compress(folder, &format!("{search} --eval held-out.safetensors -o new --max-loss 1%"));
     assert!(run.code > 0 && run.stderr.contains("needs data with labels") && !folder.join("new").exists(), "{}", run.stderr);
+    // Missing labels are reported before the layers are scored, which fails here.
+    let mut broken = candle_core::safetensors::load(folder.join("ids.safetensors"), &Device::Cpu).unwrap();
+    let shape = broken["input_ids"].dims().to_vec();
+    let ids: Vec<i64> = broken["input_ids"].flatten_all().unwrap().to_vec1().unwrap();
+    let last = ids.len() - 1;
+    let ids = Tensor::from_vec(ids.into_iter().enumerate().map(|(at, id)| if at == last { 99_999 } else { id }).collect::<Vec<_>>(), shape, &Device::Cpu);
+    broken.insert("input_ids".to_owned(), ids.unwrap());
+    candle_core::safetensors::save(&broken, folder.join("broken.safetensors")).unwrap();
+    let search_broken = "auto llama --for transformers --calibration broken.safetensors --eval held-out.safetensors";
+    let run = compress(folder, &format!("{search_broken} -o new --max-loss 1%"));
+    assert!(run.code > 0 && run.stderr.contains("needs data with labels"), "{}", run.stderr);
+    let run = compress(folder, &format!("{search_broken} -o new --max-size 6bits"));
+    assert!(run.code > 0 && !run.stderr.contains("needs data with labels") && !folder.join("new").exists(), "{}", run.stderr);
     let run = compress(folder, "auto llama --for transformers -o new --max-loss 1% --calibration {\"arrays\":\"ids.safetensors\",\"samples\":9}");
     assert!(run.stderr.contains("needs `--eval`, because calibration uses 9 of the 12 samples"), "{}", run.stderr);
 }

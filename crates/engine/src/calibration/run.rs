@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::device_stats;
 use super::statistics::{Axis, Request, ValueStatistics};
-use crate::data::{Batch, DataSet, Padding, SequenceRoles, TokenAxis};
+use crate::data::{Batch, DataSet, Order, Padding, SequenceRoles, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, floats_on_host, read, state_bytes};
@@ -76,6 +76,7 @@ pub fn observe_blockwise(
 ) -> Result<()> {
     let group_size = |batch: &Batch| usize::try_from(cache_bytes / state_bytes(graph, &batch.inputs).max(1)).unwrap_or(usize::MAX);
     data.for_each_group(
+        (Order::default(), usize::MAX),
         work,
         &mut observe,
         |_, batch| group_size(batch),

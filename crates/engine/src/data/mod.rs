@@ -302,17 +302,19 @@ impl DataSet {
         done
     }
 
-    /// Like [`for_each`](DataSet::for_each), but passes groups of batches. `capacity` returns how many
-    /// batches like the given one fit into a group.
+    /// Like [`for_each_in`](DataSet::for_each_in), but passes groups of batches, until they have at least
+    /// `most` samples. `capacity` returns how many batches like the given one fit into a group.
     pub fn for_each_group<C>(
         &self,
+        (order, most): (Order, usize),
         work: &Work,
         consumer: &mut C,
         capacity: impl Fn(&C, &Batch) -> usize,
         consume: impl Fn(&mut C, &[Batch]) -> Result<()>,
     ) -> Result<()> {
         let (mut group, mut filled): (Vec<Batch>, f64) = (Vec::new(), 0.0);
-        self.for_each(|batch| {
+        let mut samples = 0usize;
+        self.for_each_in(order, |batch| {
             work.cancel.check()?;
             let share = 1.0 / capacity(consumer, &batch).max(1) as f64;
             if !group.is_empty() && filled + share > 1.0 + 1e-9 {
@@ -320,8 +322,9 @@ impl DataSet {
                 filled = 0.0;
             }
             filled += share;
+            samples = samples.saturating_add(batch.samples);
             group.push(batch);
-            Ok(())
+            Ok(if samples < most { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         })?;
         consume(consumer, &group)
     }

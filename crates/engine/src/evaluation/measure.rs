@@ -1,6 +1,5 @@
 //! Evaluates one or several models on a data set.
 
-use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use super::metric::{Metric, Outputs};
@@ -124,27 +123,22 @@ impl Evaluation {
 /// Runs models over a data set, computes the metric of each, and compares the outputs of each pair of
 /// models. Fails if an output that the task needs is missing.
 pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
-    let mut evaluation = Evaluation::new(data, models.len(), pairs)?;
     if models.iter().all(|model| model.group_size(&Inputs::new()).is_none()) {
+        let mut evaluation = Evaluation::new(data, models.len(), pairs)?;
         data.for_each_batch("Evaluating", work, |batch| evaluation.add(&batch, models))?;
         return evaluation.finish(data.task());
     }
     // Blockwise runners report progress themselves.
-    let mut consumer = (evaluation, models);
-    let size = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.group_size(&batch.inputs)).min().unwrap_or(1);
-    data.for_each_group(work, &mut consumer, |(_, models), batch| size(batch, models), |(state, models), batches| state.add_all(batches, models))?;
-    let (evaluation, _) = consumer;
-    evaluation.finish(data.task())
+    evaluate_in((Order::default(), usize::MAX), data, models, pairs, work)
 }
 
-/// Like [`evaluate`], on the batches of an order, for example without the first ones.
-pub fn evaluate_in(order: Order, data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
-    let mut evaluation = Evaluation::new(data, models.len(), pairs)?;
-    data.for_each_in(order, |batch| {
-        work.cancel.check()?;
-        evaluation.add_all(std::slice::from_ref(&batch), models)?;
-        Ok(ControlFlow::Continue(()))
-    })?;
+/// Like [`evaluate`], on the batches of an order, for example without the first ones, until they have at
+/// least this number of samples.
+pub fn evaluate_in(part: (Order, usize), data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
+    let mut consumer = (Evaluation::new(data, models.len(), pairs)?, models);
+    let size = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.group_size(&batch.inputs)).min().unwrap_or(1);
+    data.for_each_group(part, work, &mut consumer, |(_, models), batch| size(batch, models), |(state, models), batches| state.add_all(batches, models))?;
+    let (evaluation, _) = consumer;
     evaluation.finish(data.task())
 }
 

@@ -17,6 +17,7 @@ mod running {
     //! The part of this module that runs models.
 
     mod classification;
+    mod comparison;
     mod custom_metric;
     mod embedding;
     mod fidelity;
@@ -29,6 +30,7 @@ mod running {
     mod statistics;
     mod subject;
 
+    pub use comparison::{Baseline, Comparison, Resources, Samples};
     pub use custom_metric::{CustomMetric, register_metric};
     pub use fidelity::FidelityAccumulator;
     pub use latency::latency;

@@ -12,7 +12,7 @@ use super::formats::Writing;
 use super::measure::Measurement;
 use super::{Found, Search};
 use crate::error::{Error, Result};
-use crate::pass::{Context, Guide, Method, Pass, Quantize, Scores, Step};
+use crate::pass::{Context, Guide, Method, Pass, Quantize, Step};
 use crate::report::SearchMethod;
 use crate::run_state::RunState;
 use crate::work::{Cancel, Work};
@@ -40,8 +40,8 @@ impl Search<'_> {
         let point = found.chosen.clone().unwrap_or_default();
         let writing = self.writing(found, &point, None)?;
         let [Step::Quantize(base)] = writing.passes.as_slice() else { return Ok(writing) };
-        let (formats, scores) = (self.formats()?, Scores::default());
-        let measurement = Measurement::new(self.model, self.context, &*formats, &scores)?;
+        let formats = self.formats()?;
+        let measurement = Measurement::new(self.model, self.context, &*formats)?;
         let mut best: Option<(Quantize, f64, Duration)> = None;
         for (name, method, guide, iterations) in METHODS {
             let left = time.saturating_sub(start.elapsed());
@@ -70,7 +70,7 @@ impl Search<'_> {
         let context =
             Context { work: Work { cancel, ..*work }, seed: *seed, data, device: device.clone(), memory: *memory, memory_tracker: None, checkpoints: None };
         let (model, _) = pass.plan(self.model, &RunState::default())?.execute(&context)?;
-        measurement.distance(model)
+        measurement.distance(&model)
     }
 }
 

@@ -2,13 +2,12 @@
 //! from the original ones, and the score of the task.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 
 use super::Point;
 use super::formats::{Formats, Unit, Written};
 use crate::data::{Batch, Data, DataSet, DataSets, Order, Target, WindowSampling};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, FidelityAccumulator, Score, Subject};
+use crate::evaluation::{Baseline, Comparison, Resources, Samples, Subject};
 use crate::model::Model;
 use crate::pass::{Context, Scores};
 use crate::report::{SearchLoss, SearchMetric};
@@ -51,28 +50,20 @@ fn batch_of(data: &DataSet, target: Target) -> Result<usize> {
     Ok(batch.max(1))
 }
 
-/// The score of the original model, and the samples it was computed on.
-struct Baseline {
-    data: Arc<DataSet>,
-    order: Option<Order>,
-    score: Score,
-    samples: usize,
-}
-
 /// The samples.
 pub struct Measurement<'a> {
     model: &'a Model,
     context: &'a Context<'a>,
     formats: &'a dyn Formats,
-    scores: &'a Scores,
-    samples: Vec<Batch>,
+    scores: Scores,
+    comparison: Comparison,
     source: String,
     baseline: Option<Baseline>,
 }
 
 impl<'a> Measurement<'a> {
     /// Reads the evaluation data, or samples of the calibration data that the search does not use.
-    pub fn new(model: &'a Model, context: &'a Context<'a>, formats: &'a dyn Formats, scores: &'a Scores) -> Result<Measurement<'a>> {
+    pub fn new(model: &'a Model, context: &'a Context<'a>, formats: &'a dyn Formats) -> Result<Measurement<'a>> {
         let data = context.data;
         let subject = Subject::from_model(model.clone())?;
         let mut samples = Vec::new();
@@ -101,7 +92,17 @@ impl<'a> Measurement<'a> {
         let name = set.names().unwrap_or_default();
         let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
         let source = format!("{} {what} of {name} ({kind})", samples.len());
-        Ok(Measurement { model, context, formats, scores, samples, source, baseline: None })
+        let comparison = Comparison::new(model.clone(), Samples::Batches(samples));
+        Ok(Measurement { model, context, formats, scores: Scores::default(), comparison, source, baseline: None })
+    }
+
+    /// Sets the scores, which have the importance of columns for rounding.
+    pub fn set_scores(&mut self, scores: Scores) {
+        self.scores = scores;
+    }
+
+    fn resources(&self) -> Resources<'_> {
+        self.context.resources(self.formats.rounding())
     }
 
     /// Computes the score of the original model on the evaluation data, or on the samples of the `labelled`
@@ -112,24 +113,24 @@ impl<'a> Measurement<'a> {
     pub fn with_metric(mut self, labelled: Option<&Data>) -> Result<Measurement<'a>> {
         let sets = self.context.data;
         let subject = Subject::from_model(self.model.clone())?;
-        let (data, order) = match (&sets.evaluation, labelled) {
+        let (data, part) = match (&sets.evaluation, labelled) {
             (Some(evaluation), _) => (sets.open(evaluation, subject.target())?, None),
             (None, Some(labelled)) => {
-                let all = sets.open(&Data { samples: None, ..labelled.clone() }, subject.target())?;
-                let batch = batch_of(&all, subject.target())?;
+                let data = sets.open(&Data { samples: None, ..labelled.clone() }, subject.target())?;
+                let batch = batch_of(&data, subject.target())?;
                 let used = sets.calibration.as_ref().and_then(|calibration| calibration.samples).unwrap_or(0);
                 let order = Order { batch: Some(batch), skip: used.div_ceil(batch), ..Order::default() };
-                let samples = Some(used.next_multiple_of(batch) + MAX_MEASURED.next_multiple_of(batch));
-                (sets.open(&Data { samples, ..labelled.clone() }, subject.target())?, Some(order))
+                (data, Some((order, MAX_MEASURED)))
             }
             (None, None) => return Ok(self),
         };
-        let Some((score, samples)) = self.evaluate(self.model.clone(), &data, order)? else { return Ok(self) };
+        let Some(baseline) = Baseline::new(self.model.clone(), data, part, self.resources())? else { return Ok(self) };
+        let score = &baseline.score;
         if !(score.value.is_finite() && score.value != 0.0) {
             let reason = format!("the {} of the original model is {}, so that a relative loss is not defined", score.metric, score.value);
             return Err(Error::run("--max-loss", reason, "check the labels of the data"));
         }
-        self.baseline = Some(Baseline { data, order, score, samples });
+        self.baseline = Some(baseline);
         Ok(self)
     }
 
@@ -140,67 +141,41 @@ impl<'a> Measurement<'a> {
 
     /// The metric of the task, with the value of the original model.
     pub fn metric(&self) -> Option<SearchMetric> {
-        let Baseline { data, order, score, samples } = self.baseline.as_ref()?;
-        let part = if order.is_some() { " that calibration does not use" } else { "" };
-        Some(SearchMetric { name: score.metric.clone(), original: score.value, measured_on: format!("{samples} samples of {}{part}", data.description()) })
+        let baseline = self.baseline.as_ref()?;
+        let part = if baseline.is_part() { " that calibration does not use" } else { "" };
+        let measured_on = format!("{} samples of {}{part}", baseline.samples, baseline.data().description());
+        Some(SearchMetric { name: baseline.score.metric.clone(), original: baseline.score.value, measured_on })
     }
 
     /// The distance of the outputs of the model with the units rounded in the formats with these indices from
     /// those of the original one; `None` if all units are floats.
     pub fn loss(&self, units: &[Unit], options: &[usize]) -> Result<Option<f64>> {
         self.context.work.cancel.check()?;
-        let written = self.formats.rounded(units, options, self.scores, self.context)?;
-        written.map(|written| self.distance(written.model)).transpose()
+        let written = self.formats.rounded(units, options, &self.scores, self.context)?;
+        written.map(|written| self.distance(&written.model)).transpose()
     }
 
     /// Measures a point: its loss, its score if the metric is measured, and the size of its file.
     pub fn measure(&self, units: &[Unit], point: &mut Point) -> Result<()> {
         self.context.work.cancel.check()?;
-        let Some(Written { model, bytes }) = self.formats.rounded(units, &point.options, self.scores, self.context)? else { return Ok(()) };
-        let loss = self.distance(model.clone())?;
+        let Some(Written { model, bytes }) = self.formats.rounded(units, &point.options, &self.scores, self.context)? else { return Ok(()) };
+        let loss = self.distance(&model)?;
         point.measured = Some(loss);
         point.bytes = bytes.unwrap_or(point.bytes);
-        if let Some(Baseline { data, order, score, .. }) = &self.baseline {
-            let after = self.evaluate(model, data, *order)?.map(|(score, _)| score);
+        if let Some(baseline) = &self.baseline {
+            let (before, after) = (&baseline.score, baseline.score_of(model, self.resources())?);
             point.score = after.as_ref().map(|after| after.value);
-            point.drop = after.map(|after| score.drop_to(&after) / score.value.abs());
+            point.drop = after.map(|after| before.drop_to(&after) / before.value.abs());
         } else if self.formats.loss() == SearchLoss::CosineDistance {
             point.drop = Some(loss);
         }
         Ok(())
     }
 
-    /// The score of a model, and the number of samples; `None` without labels.
-    fn evaluate(&self, model: Model, data: &DataSet, order: Option<Order>) -> Result<Option<(Score, usize)>> {
-        let context = self.context;
-        let mut subject = Subject::from_model(model)?.with_rounding(self.formats.rounding());
-        let first = data.first()?;
-        let mut runner = evaluation::load([&mut subject], Some(&first.inputs), &context.device, context.memory, &context.work)?;
-        let outcomes = match order {
-            Some(order) => evaluation::evaluate_in(order, data, &mut runner, &[], &context.work)?,
-            None => evaluation::evaluate(data, &mut runner, &[], &context.work)?,
-        };
-        let samples = outcomes.samples;
-        Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score).map(|score| (score, samples)))
-    }
-
     /// The KL divergence of a model from the original one in nats per token, or the cosine distance of its
     /// outputs.
-    pub(super) fn distance(&self, changed: Model) -> Result<f64> {
-        let context = self.context;
-        let subject = |model: Model| Ok::<_, Error>(Subject::from_model(model)?.with_rounding(self.formats.rounding()));
-        let mut subjects = [subject(self.model.clone())?, subject(changed)?];
-        let first = self.samples.first().map(|sample| &sample.inputs);
-        let mut runners = evaluation::load(&mut subjects, first, &context.device, context.memory, &context.work)?;
-        let mut accumulator = FidelityAccumulator::default();
-        for sample in &self.samples {
-            context.work.cancel.check()?;
-            let [before, after] = runners.as_mut_slice() else { break };
-            before.prepare(std::slice::from_ref(sample))?;
-            after.prepare(std::slice::from_ref(sample))?;
-            accumulator.add(sample, &before.run(&sample.inputs)?, &after.run(&sample.inputs)?)?;
-        }
-        let fidelity = accumulator.finish();
+    pub(super) fn distance(&self, changed: &Model) -> Result<f64> {
+        let fidelity = self.comparison.fidelity(changed, self.resources())?;
         if self.formats.loss() == SearchLoss::CosineDistance {
             // Outputs that are not finite count as unrelated. Rounding of the cosine itself must not produce
             // a loss of 0, because losses are fitted relative to measurements.

@@ -137,26 +137,28 @@ impl Search<'_> {
     pub fn run(&self, times: &mut Option<LatencyTable>) -> Result<Found> {
         let formats = self.formats()?;
         let mut times = self.times(&*formats, times)?;
+        let mut measurement = Measurement::new(self.model, self.context, &*formats)?;
+        let mut metric = None;
+        if let Some(Budget::Drop(_)) = self.budget {
+            measurement = measurement.with_metric(self.labelled)?;
+            metric = measurement.metric();
+            if metric.is_none() && formats.loss() == SearchLoss::KlDivergence {
+                return Err(Error::option("--max-loss", "needs data with labels; without labels, limit the KL divergence with `--max-kl`"));
+            }
+        }
         let scores = formats.scores(self.context)?;
         let units = formats.units(&scores);
+        measurement.set_scores(scores);
         let has_formats = |unit: &Unit| unit.options.iter().rev().skip(1).any(Option::is_some);
         if !units.iter().any(has_formats) {
             return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model", self.target)));
         }
         let other_bytes = formats.other_bytes(&units);
-        let mut found = Found { formats: formats.names(), units, other_bytes, loss: formats.loss(), ..Found::default() };
+        let mut found = Found { formats: formats.names(), units, other_bytes, loss: formats.loss(), metric, ..Found::default() };
         // Reject an impossible limit before the long part.
         match (&mut times, self.budget) {
             (Some(times), Some(Budget::Latency(limit))) => self.measure_times(limit, &*formats, &mut found, times)?,
             _ => drop(self.choose(&found, &found.front())?),
-        }
-        let mut measurement = Measurement::new(self.model, self.context, &*formats, &scores)?;
-        if let Some(Budget::Drop(_)) = self.budget {
-            measurement = measurement.with_metric(self.labelled)?;
-            found.metric = measurement.metric();
-            if found.metric.is_none() && found.loss == SearchLoss::KlDivergence {
-                return Err(Error::option("--max-loss", "needs data with labels; without labels, limit the KL divergence with `--max-kl`"));
-            }
         }
         measure_units(&mut found, &measurement)?;
         let first = found.front();
