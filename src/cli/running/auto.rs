@@ -69,8 +69,8 @@ pub(in crate::cli) struct Args {
     /// 5ms
     #[arg(long, value_name = "TIME", value_parser = Budget::parse_latency, conflicts_with_all = ["max_size", "max_kl", "max_loss"])]
     latency: Option<Budget>,
-    /// File of the times that `--latency` measures, which is read first if it exists: with the same times, the
-    /// choice is the same
+    /// File of the times that `--latency` measures, which is read first if it exists: with the same times,
+    /// the choice is the same
     #[arg(long, value_name = "FILE", requires = "latency")]
     times: Option<PathBuf>,
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
