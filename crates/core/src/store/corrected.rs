@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{BlockSink, DType, Encoding, Origin, Weight, WeightSource, changed_floats};
+use super::{BlockSink, DType, Encoding, Origin, Transposed, Weight, WeightSource, changed_floats};
 use crate::error::{Error, Result};
 
 /// A matrix and the factors of a low-rank term.
@@ -18,11 +18,28 @@ pub struct Corrected {
 }
 
 impl Corrected {
+    /// The same term for a matrix that is stored as `[in, out]`.
+    #[must_use]
+    pub fn input_major(self) -> Corrected {
+        let transposed = |upstream| Transposed { upstream }.weight();
+        let Corrected { name, upstream, inner, outer } = self;
+        Corrected { name, upstream, inner: transposed(outer), outer: transposed(inner) }
+    }
+
     /// The sum of the matrix and the product `outer · inner`, in the dtype of the matrix; F32 for F64.
     ///
     /// # Errors
     /// The shapes do not fit.
     pub fn weight(self) -> Result<Weight> {
+        let dtype = if self.upstream.dtype == DType::F64 { DType::F32 } else { self.upstream.dtype };
+        self.weight_as(dtype)
+    }
+
+    /// As [`weight`](Corrected::weight), in another dtype.
+    ///
+    /// # Errors
+    /// The shapes do not fit.
+    pub fn weight_as(self, dtype: DType) -> Result<Weight> {
         let Corrected { name, upstream, inner, outer } = &self;
         let fits = match (&upstream.shape[..], &inner.shape[..], &outer.shape[..]) {
             ([rows, columns], [rank, inputs], [outputs, shared]) => (rows, columns, rank) == (outputs, inputs, shared),
@@ -32,7 +49,6 @@ impl Corrected {
             let reason = format!("has the shape {:?}, but the factors of its correction have {:?} and {:?}", upstream.shape, inner.shape, outer.shape);
             return Err(Error::tensor(name, reason, "use the adapter that was written with these weights"));
         }
-        let dtype = if upstream.dtype == DType::F64 { DType::F32 } else { upstream.dtype };
         let mut sum = upstream.clone();
         for factor in [inner, outer] {
             sum.stored_bytes += factor.stored_bytes;
@@ -88,6 +104,9 @@ mod tests {
             let product: f32 = (0..2).map(|k| at(&outer, row, k) * at(&inner, k, column)).sum();
             assert_eq!(found[row * 5 + column], at(&weight([3, 5], 1.0), row, column) + product);
         }
+        let transposed = Transposed { upstream: weight([3, 5], 1.0) }.weight();
+        let sum = Corrected { upstream: transposed, ..corrected(weight([2, 5], 0.5)) }.input_major().weight().unwrap();
+        assert_eq!((Transposed { upstream: sum }.weight().floats("w").unwrap(), found.len()), (found, 15));
         assert!(corrected(weight([3, 5], 0.5)).weight().unwrap_err().to_string().contains("the factors of its correction"));
     }
 }

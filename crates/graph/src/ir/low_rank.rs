@@ -2,35 +2,74 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::ops::{Add, Linear, Op};
+use super::ops::{Add, Binary, BinaryKind, Linear, Mul, Op, Scale};
 use super::quantizers::layer_weight;
 use super::rebuild::{Rewrite, rebuild};
-use super::{Catalog, Graph, Node, ValueId};
+use super::{Builder, Catalog, Graph, Node, ValueId};
 use crate::error::{Error, Result};
+
+/// Low-rank terms of linear layers.
+#[derive(Debug, Clone, Copy)]
+pub struct Terms<'n> {
+    /// Names of `A` `[rank, in]` and `B` `[out, rank]` of each layer, by the name of its weight.
+    pub factors: &'n BTreeMap<String, [String; 2]>,
+    /// Constant that the terms are multiplied by.
+    pub scale: f64,
+    /// Names of two vectors `[out]` of some layers: their outputs without the bias are multiplied by the first
+    /// one and divided by the second one, as in DoRA.
+    pub norms: &'n BTreeMap<String, [String; 2]>,
+}
 
 /// Adds low-rank terms to linear layers. `factors` has the names of `A` `[rank, in]` and `B` `[out, rank]`
 /// of each layer, by the name of its weight. Fails if a layer does not exist, or its factors have other
 /// shapes.
 pub fn insert(graph: &Graph, catalog: &dyn Catalog, factors: &BTreeMap<String, [String; 2]>) -> Result<Graph> {
+    insert_terms(graph, catalog, Terms { factors, scale: 1.0, norms: &BTreeMap::new() })
+}
+
+/// As [`insert`], also for terms with a scale and for normalized layers.
+pub fn insert_terms(graph: &Graph, catalog: &dyn Catalog, terms: Terms) -> Result<Graph> {
+    let Terms { factors, scale, norms } = terms;
     let is_linear = |node: &super::Node| matches!(node.op, Op::Linear(_));
     let layers: BTreeSet<&str> = graph.nodes().iter().filter(|node| is_linear(node)).filter_map(|node| layer_weight(graph, node)).collect();
     if let Some((weight, [name, _])) = factors.iter().find(|(weight, _)| !layers.contains(weight.as_str())) {
         return Err(Error::tensor(name, format!("is a factor of the layer of `{weight}`, which the model does not have"), "start from the original model"));
     }
     rebuild(graph, catalog, &mut |step: Rewrite| {
-        let Some([inner, outer]) = layer_weight(graph, step.node).filter(|_| is_linear(step.node)).and_then(|weight| factors.get(weight)) else {
-            return step.copy();
-        };
-        let mut factor = |name: &str| {
-            let shape = catalog.shape(name).ok_or_else(|| Error::tensor(name, "is missing", "the checkpoint is incomplete; save it again"))?;
-            step.builder.param(name, &shape)
-        };
-        let (inner, outer) = (factor(inner)?, factor(outer)?);
-        let product = step.builder.node(&format!("{}/base", step.name), step.node.op.clone(), &step.inputs)?;
-        let low = step.builder.node(&format!("{}/lora_A", step.name), Linear::default(), &[step.inputs[0], inner])?;
-        let term = step.builder.node(&format!("{}/lora_B", step.name), Linear::default(), &[low, outer])?;
-        step.builder.node(step.name, Add {}, &[product, term])
+        let Some(weight) = layer_weight(graph, step.node).filter(|_| is_linear(step.node)) else { return step.copy() };
+        let Some([inner, outer]) = factors.get(weight) else { return step.copy() };
+        let Rewrite { builder, node, name, inputs } = step;
+        let inner = parameter(builder, catalog, inner)?;
+        let outer = parameter(builder, catalog, outer)?;
+        let norms = norms.get(weight);
+        // The bias is added to the normalized output.
+        let read = if norms.is_some() { &inputs[..2] } else { &inputs[..] };
+        let product = builder.node(&format!("{name}/base"), node.op.clone(), read)?;
+        let low = builder.node(&format!("{name}/lora_A"), Linear::default(), &[inputs[0], inner])?;
+        let mut term = builder.node(&format!("{name}/lora_B"), Linear::default(), &[low, outer])?;
+        if scale != 1.0 {
+            term = builder.node(&format!("{name}/lora"), Scale { factor: scale }, &[term])?;
+        }
+        let Some([magnitude, norm]) = norms else { return builder.node(name, Add {}, &[product, term]) };
+        let magnitude = parameter(builder, catalog, magnitude)?;
+        let norm = parameter(builder, catalog, norm)?;
+        let sum = builder.node(&format!("{name}/sum"), Add {}, &[product, term])?;
+        let scaled = builder.node(&format!("{name}/magnitude"), Mul {}, &[sum, magnitude])?;
+        let divide = Binary { kind: BinaryKind::Div };
+        match inputs.get(2) {
+            None => builder.node(name, divide, &[scaled, norm]),
+            Some(bias) => {
+                let normalized = builder.node(&format!("{name}/normalized"), divide, &[scaled, norm])?;
+                builder.node(name, Add {}, &[normalized, *bias])
+            }
+        }
     })
+}
+
+/// Adds a parameter of a term.
+fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result<ValueId> {
+    let shape = catalog.shape(name).ok_or_else(|| Error::tensor(name, "is missing", "the checkpoint is incomplete; save it again"))?;
+    builder.param(name, &shape)
 }
 
 /// Removes the low-rank terms whose factor `B` is one of `outer`. Undoes [`insert`].
@@ -76,6 +115,15 @@ mod tests {
         assert_eq!(ops, ["Linear", "Linear", "Linear", "Add"]);
         assert_eq!(changed.value(changed.outputs()[0].1).name, "y");
         assert!(is_equivalent(&remove(&changed, &shapes(4), &["B"].into()).unwrap(), &graph, &shapes(4)));
+        let norms = BTreeMap::from([("a.weight".to_owned(), ["m", "n"].map(str::to_owned))]);
+        let mut vectors = shapes(4);
+        vectors.extend(["m", "n"].map(|name| (name.to_owned(), vec![4])));
+        for (norms, expected) in [(&BTreeMap::new(), &["Scale", "Add"][..]), (&norms, &["Scale", "Add", "Mul", "Binary", "Add"][..])] {
+            let scaled = insert_terms(&graph, &vectors, Terms { factors: &factors("a.weight"), scale: 1.5, norms }).unwrap();
+            let ops: Vec<&str> = scaled.nodes().iter().map(|node| node.op.name()).collect();
+            assert_eq!((&ops[..3], &ops[3..]), (&["Linear"; 3][..], expected));
+            assert_eq!(scaled.value(scaled.outputs()[0].1).name, "y");
+        }
         assert!(is_equivalent(&remove(&changed, &shapes(4), &["C"].into()).unwrap(), &changed, &shapes(4)));
         let message = |shapes: BTreeMap<String, Vec<usize>>, factors: BTreeMap<String, [String; 2]>| insert(&graph, &shapes, &factors).unwrap_err().to_string();
         assert!(message(shapes(4), factors("b.weight")).contains("`b.weight`, which the model does not have"));
