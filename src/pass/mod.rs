@@ -13,6 +13,7 @@ pub(crate) mod amount;
 mod cast;
 mod custom;
 mod palettize;
+mod peft;
 mod plan;
 pub mod prune_unstructured;
 mod quantize;

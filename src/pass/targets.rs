@@ -20,6 +20,11 @@ pub struct SelectedWeights<'a> {
     pub notes: Vec<String>,
 }
 
+/// Whether a weight belongs to an expert.
+pub(super) fn is_expert(name: &str) -> bool {
+    name.contains("experts.")
+}
+
 /// Parses a rule `PATTERN=VALUE` of the command line. `value` is the placeholder of the value in error
 /// messages.
 pub(super) fn parse_rule<T: FromStr<Err = ParseError>>(text: &str, value: &str) -> Result<(Pattern, T), ParseError> {

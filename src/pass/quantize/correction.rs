@@ -5,13 +5,12 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{NAME, Quantize, is_expert};
-use crate::contract::facts::vllm_max_lora_rank;
+use super::{NAME, Quantize};
 use crate::error::{Error, ParseError, Result, counted};
+use crate::model::Model;
 use crate::model::adapter::factor_names;
-use crate::model::{Model, class};
-use crate::pass::InputImportance;
 use crate::pass::plan::placeholder;
+use crate::pass::{InputImportance, peft};
 use crate::store::{DType, Origin, QuantizationSpec, Weights};
 
 /// Low-rank correction of the quantization error, written as a LoRA adapter.
@@ -72,17 +71,15 @@ impl Quantize {
     pub(super) fn corrections(&self, encodings: &BTreeMap<String, QuantizationSpec>, model: &Model) -> Result<Option<Corrections>> {
         let Some(correction) = self.correct else { return Ok(None) };
         let refused = |reason: &str| Err(Error::option(format!("{NAME}: correct"), reason));
-        if model.onnx.is_some() || model.config.model_type().is_empty() || model.config.has_conv1d() {
-            return refused("requires a model that PEFT can load an adapter for: a folder of a transformers model with layers stored as [out, in]");
+        if !peft::can_adapt(model) || model.config.has_conv1d() {
+            return refused(&format!("{} with layers stored as [out, in]", peft::REQUIREMENT));
         }
         let (mut layers, mut left) = (BTreeMap::new(), BTreeMap::<&str, Vec<&str>>::new());
         for name in encodings.keys() {
             let weight = model.weights.get(name)?;
             let [rows, size] = weight.shape[..] else { continue };
-            let reason = if is_expert(name) {
-                "belong to experts, which loaders stack in one tensor"
-            } else if class(name, weight) != "Linear" || !name.ends_with(".weight") || model.weights.folder(name).is_some() {
-                "are not weights of linear layers of the transformer"
+            let reason = if let Some(reason) = peft::obstacle(name, model)? {
+                reason
             } else if correction.rank.saturating_mul(rows + size) >= rows * size {
                 "are not larger than their correction"
             } else {
@@ -130,17 +127,12 @@ impl Corrections {
 
     /// A note on the adapter and how to load it.
     pub fn note(&self) -> String {
-        let vllm = match vllm_max_lora_rank(self.rank as u64) {
-            Some(limit) => {
-                format!("In vLLM: `--enable-lora --max-lora-rank {limit} --lora-modules corrected=FOLDER/adapter`, and requests for the model `corrected`")
-            }
-            None => "vLLM does not load adapters of this rank".to_owned(),
-        };
         format!(
-            "{NAME}: the folder `adapter` has corrections of rank {} for {} ({:.1} MB), a LoRA adapter that must be loaded with the model: all figures of this report are those of both together. {vllm}",
+            "{NAME}: the folder `adapter` has corrections of rank {} for {} ({:.1} MB), a LoRA adapter that must be loaded with the model: all figures of this report are those of both together. {}",
             self.rank,
             counted(self.layers.len(), "layer"),
             self.bytes() as f64 / 1e6,
+            peft::vllm_note(self.rank, "corrected"),
         )
     }
 }

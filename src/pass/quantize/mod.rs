@@ -265,11 +265,6 @@ impl Quantize {
     }
 }
 
-/// Whether a weight belongs to an expert.
-fn is_expert(name: &str) -> bool {
-    name.contains("experts.")
-}
-
 impl Pass for Quantize {
     fn name(&self) -> &'static str {
         NAME

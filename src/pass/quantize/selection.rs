@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::rules::SchemeLayout;
-use super::{NAME, Quantize, is_expert};
+use super::{NAME, Quantize};
 use crate::error::{Error, Result, counted};
 use crate::model::{self, Model};
 use crate::pass::layerwise;
-use crate::pass::targets::{self, SelectedWeights};
+use crate::pass::targets::{self, SelectedWeights, is_expert};
 use crate::run_state::WARNING;
 use crate::store::{ActivationScheme, FloatFormat, Granularity, QuantizationSpec, Weight, Weights};
 

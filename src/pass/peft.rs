@@ -1,0 +1,39 @@
+//! Requirements of PEFT on the adapters that passes write, and how runtimes load them.
+
+use crate::contract::facts::vllm_max_lora_rank;
+use crate::error::Result;
+use crate::model::{Model, class};
+use crate::pass::targets::is_expert;
+
+/// The requirement on a model for which PEFT loads an adapter.
+pub(super) const REQUIREMENT: &str = "requires a model that PEFT can load an adapter for: a folder of a transformers model";
+
+/// Whether PEFT can load adapters for layers of a model.
+pub(super) fn can_adapt(model: &Model) -> bool {
+    model.onnx.is_none() && !model.config.model_type().is_empty()
+}
+
+/// Why PEFT cannot load an adapter for a weight, as the predicate of a sentence about several weights.
+///
+/// # Errors
+/// The model has no such weight.
+pub(super) fn obstacle(name: &str, model: &Model) -> Result<Option<&'static str>> {
+    let weight = model.weights.get(name)?;
+    Ok(if is_expert(name) {
+        Some("belong to experts, which loaders stack in one tensor")
+    } else if class(name, weight) != "Linear" || !name.ends_with(".weight") || model.weights.folder(name).is_some() {
+        Some("are not weights of linear layers of the transformer")
+    } else {
+        None
+    })
+}
+
+/// How vLLM loads an adapter of this rank as a model with this name.
+pub(super) fn vllm_note(rank: usize, name: &str) -> String {
+    match vllm_max_lora_rank(rank as u64) {
+        Some(limit) => {
+            format!("In vLLM: `--enable-lora --max-lora-rank {limit} --lora-modules {name}=FOLDER/adapter`, and requests for the model `{name}`")
+        }
+        None => "vLLM does not load adapters of this rank".to_owned(),
+    }
+}
