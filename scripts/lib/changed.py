@@ -37,8 +37,8 @@ TESTS = {
     "crates/engine/src/evaluation": "evaluation properties::fidelity",
     "crates/engine/src/exec": "blockwise parity tape run generation drafts",
     "crates/engine/src/generation": "generation drafts onnx_cached",
-    "crates/engine/src/model": "families fp8 gguf low_bits packed_experts quantization_config run corrections",
-    "crates/engine/src/train": "train train_encoder_decoder train_processes train_reports optimizers tape",
+    "crates/engine/src/model": "families fp8 gguf low_bits packed_experts quantization_config run corrections adapters",
+    "crates/engine/src/train": "adapters train train_encoder_decoder train_processes train_reports optimizers tape",
     "src/build": "cached package",
     "src/cli": "cli python_package deployment",
     "src/contract": "contract loads",
@@ -47,10 +47,11 @@ TESTS = {
     "src/pass": "goldens laws properties::options python_package",
     "src/pass/channel_equalization": "static_int8",
     "src/pass/decompose": "low_rank",
-    "src/pass/distill": "train train_encoder_decoder training_data",
-    "src/pass/finetune": "train train_encoder_decoder",
+    "src/pass/distill": "adapters train train_encoder_decoder training_data",
+    "src/pass/finetune": "adapters train train_encoder_decoder",
     "src/pass/layerwise": "layerwise corrections",
     "src/pass/palettize": "low_rank",
+    "src/pass/peft": "adapters corrections",
     "src/pass/prune_structured": "structured properties::pruning",
     "src/pass/prune_vocabulary": "vocabulary",
     "src/pass/quantize": "low_bits mixed_schemes quantization_config layerwise corrections",
@@ -78,7 +79,7 @@ TESTS = {
     "tests/golden/groups": "groups",
     "tests/golden/mxfp4": "packed_experts",
     "tests/golden/signatures": "provenance",
-    "tests/golden/training": "train_encoder_decoder",
+    "tests/golden/training": "adapters train_encoder_decoder",
 }
 # Rules of all source and text files.
 RULES = "tidy imports language"

@@ -74,11 +74,14 @@ impl Pass for Finetune {
     fn check(&self) -> Result<()> {
         let count = self.labels.unwrap_or(self.classes.len());
         let names: BTreeSet<&str> = self.classes.iter().map(|name| name.trim()).collect();
-        let reason = if self.labels.is_some() && !self.classes.is_empty() {
+        let adds_head = self.labels.is_some() || !self.classes.is_empty();
+        let reason = if adds_head && self.adapter.is_some() {
+            Some("cannot be combined with `adapter`, which does not train a new head: train the head first, in a pass without `adapter`")
+        } else if self.labels.is_some() && !self.classes.is_empty() {
             Some("`labels` and `classes` exclude each other")
         } else if names.len() < self.classes.len() || names.contains("") {
             Some("names of classes must differ and not be empty")
-        } else if (self.labels.is_some() || !self.classes.is_empty()) && !(2..=MAX_CLASSES).contains(&count) {
+        } else if adds_head && !(2..=MAX_CLASSES).contains(&count) {
             Some("a classification head needs 2 to 1048576 classes")
         } else {
             None

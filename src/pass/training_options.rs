@@ -112,6 +112,11 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long))]
             #[serde(skip_serializing_if = "std::ops::Not::not")]
             pub keep_zeros: bool,
+            /// Train low-rank adapters of linear layers instead of the weights: their rank, or
+            /// {rank: 16, alpha: 32, targets: [PATTERN, ...], merge: false} [default: none]
+            #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            pub adapter: Option<$crate::train::Adapter>,
         }
 
         impl Default for $name {
@@ -162,6 +167,7 @@ macro_rules! training_fields {
             targets: $from.targets.clone(),
             ignore: $from.ignore.clone(),
             keep_zeros: $from.keep_zeros,
+            adapter: $from.adapter.clone(),
         }
     };
 }

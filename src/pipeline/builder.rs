@@ -82,7 +82,7 @@ fn require_uncorrected(pass: &str, model: &Model) -> Result<()> {
         false => Ok(()),
         true => Err(Error::option(
             pass,
-            "changes weights that have low-rank corrections (`adapter`), which would no longer fit: run it before `quantize`, or after `dequantize`, which adds the corrections to the weights",
+            "changes weights that have low-rank corrections (`adapter`), which would no longer fit: run it before `quantize` or the training that adds them, or after `dequantize`, which adds the corrections to the weights",
         )),
     }
 }

@@ -865,7 +865,7 @@ fn scores_in_training_are_those_of_the_written_model() {
         let best = scores.iter().map(|score| score["value"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
         let written = *report.accuracy.as_ref().unwrap().after.values().next().unwrap();
         assert!((best - written).abs() < 1e-6 * written, "{out}: {best} in training, {written} written");
-        assert_eq!(report.notes.iter().any(|note| note.contains("quantizes to int8 at run time")), out == "int8", "{:?}", report.notes);
+        assert_eq!(report.notes.iter().any(|note| note.contains("quantizes at run time")), out == "int8", "{:?}", report.notes);
     }
 }
 

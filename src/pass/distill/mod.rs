@@ -11,6 +11,7 @@
 //!       max_steps: 2000
 //! ```
 
+mod adapters;
 mod packing;
 mod student;
 mod training;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 
+use super::adapters::Adapters;
 use super::{packing, vocabulary};
 use crate::analysis;
 use crate::data::{DataSet, Task, fixed_batch};
@@ -54,7 +55,8 @@ pub(in crate::pass) struct Job<'a> {
 
 impl<'a> Job<'a> {
     /// Validates the losses and predicts the memory.
-    pub fn plan(self) -> Result<Plan<'a>> {
+    pub fn plan(mut self) -> Result<Plan<'a>> {
+        let adapters = self.attach_adapters()?;
         let (model, training, teacher) = (&self.student, &self.training, self.teacher.as_ref());
         let graph = model.graph()?;
         let teacher_graph = teacher.map(Model::graph).transpose()?;
@@ -71,8 +73,8 @@ impl<'a> Job<'a> {
         let selection = Selection { targets: &training.targets, ignore: &training.ignore };
         let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
         let mut applied = self.applied.clone();
-        applied.tensors = self.names_in_input(selected.into_iter().map(str::to_owned));
-        applied.rule = RULE.to_owned();
+        applied.tensors = self.names_in_input(adapters.as_ref().map_or_else(|| selected.into_iter().map(str::to_owned).collect(), Adapters::changed));
+        applied.rule = adapters.as_ref().map_or_else(|| RULE.to_owned(), Adapters::rule);
         applied.notes.push(format!(
             "training needs about {} MB for a batch of {}: {}",
             forecast.total() >> 20,
@@ -80,7 +82,16 @@ impl<'a> Job<'a> {
             forecast.describe()
         ));
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
-        Ok(Plan::new(model.clone(), applied).with_execution(move |context| self.train(context)))
+        let planned = finished(adapters.as_ref(), model.clone())?;
+        Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
+    }
+
+    /// Attaches adapters to the model, if requested; then only they are trained.
+    fn attach_adapters(&mut self) -> Result<Option<Adapters>> {
+        let Some(options) = &self.training.adapter else { return Ok(None) };
+        let (adapters, student) = Adapters::attach(self.applied.name, options, &self.training, &self.student, self.state.seed)?;
+        (self.training.targets, self.student) = (adapters.patterns()?, student);
+        Ok(Some(adapters))
     }
 
     /// Reports name the tensors of the input.
@@ -88,8 +99,8 @@ impl<'a> Job<'a> {
         names.into_iter().map(|name| self.renamed.get(&name).cloned().unwrap_or(name)).collect()
     }
 
-    /// Trains the model.
-    fn train(&self, context: &Context) -> Result<(Model, Applied)> {
+    /// Trains the model, or its adapters.
+    fn train(&self, context: &Context, adapters: Option<&Adapters>) -> Result<(Model, Applied)> {
         let (mut applied, mut model, training) = (self.applied.clone(), self.student.clone(), &self.training);
         let (name, teacher, checkpoints) = (applied.name, self.teacher.as_ref(), context.checkpoints.as_ref());
         let teacher_model = teacher;
@@ -139,7 +150,11 @@ impl<'a> Job<'a> {
             None if is_pruned => ZeroKind::OfPrunedModel,
             None => ZeroKind::Unexplained,
         };
-        let mut weights = Weights::load(&graph, &model, (training, &zeros), (placement, device, compute), &memory_tracker, &context.work)?;
+        adapters.map_or(Ok(()), |adapters| adapters.require_unpruned(&zeros))?;
+        // The factors of adapters have no pruned elements.
+        let of_trained = |weight: &Weight| if adapters.is_some() { ZeroKind::Codes } else { zeros(weight) };
+        let mut weights = Weights::load(&graph, &model, (training, &of_trained), (placement, device, compute), &memory_tracker, &context.work)?;
+        weights.set_norms(adapters.map(Adapters::norms).unwrap_or_default());
         let quantizers = match training.scales {
             QuantizerScales::Learnable | QuantizerScales::Only => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
@@ -152,11 +167,12 @@ impl<'a> Job<'a> {
         for (name, matrix) in objective.projections(context.seed)? {
             weights.add(&name, &matrix)?;
         }
-        let is_dynamic = |weight: &Weight| matches!(&weight.encoding, Encoding::Quantized(affine) if affine.activations == ActivationScheme::DynamicToken);
-        let dynamic = model.weights.by_name.iter().filter(|(name, weight)| weights.trains(name) && is_dynamic(weight)).count();
+        let is_dynamic = |weight: &Weight| matches!(&weight.encoding, Encoding::Quantized(affine) if matches!(affine.activations, ActivationScheme::DynamicToken | ActivationScheme::Float(..)));
+        let is_trained = |name: &str| weights.trains(name) || adapters.is_some_and(|adapters| adapters.adapts(name));
+        let dynamic = model.weights.by_name.iter().filter(|(name, weight)| is_trained(name) && is_dynamic(weight)).count();
         // Training uses float activations and 32-bit weights.
         let is_narrow = model.weights.by_name.iter().any(|(name, weight)| weights.trains(name) && weight.dtype != crate::store::DType::F32);
-        let is_rounded_when_written = dynamic > 0 || is_narrow || compute != DType::F32;
+        let is_rounded_when_written = adapters.is_some() || dynamic > 0 || is_narrow || compute != DType::F32;
         let teacher_values = objective.teacher_values();
         let teacher_device = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
         let teacher_dtype = if teacher_device.is_cpu() { DType::F32 } else { compute };
@@ -213,6 +229,7 @@ impl<'a> Job<'a> {
                 let mut model = model.clone();
                 weights.write_to(state, &mut model)?;
                 quantizers.as_ref().map_or(Ok(()), |quantizers| quantizers.write_to(state, &mut model))?;
+                let model = finished(adapters, model)?;
                 evaluation::load([written.insert(Subject::from_model(model)?)], Some(&first.inputs), device, context.memory, &work)?
             } else {
                 vec![Box::new(Candle::new(Executor::new(&graph, weights.parameters_of(state)?, device.clone())))]
@@ -260,12 +277,15 @@ impl<'a> Job<'a> {
         let copies: Vec<Value> =
             trained.copies.iter().map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(*count) })).collect();
         let written = weights.write_to(&trained.state, &mut model)?;
+        let written = adapters.map_or(written, Adapters::changed);
         applied.tensors = if trained.unchanged { BTreeSet::new() } else { self.names_in_input(written) };
         if let Some(quantizers) = &quantizers {
             quantizers.write_to(&trained.state, &mut model)?;
         }
-        applied.rule = RULE.to_owned();
+        applied.rule = adapters.map_or_else(|| RULE.to_owned(), Adapters::rule);
+        let model = finished(adapters, model)?;
         applied.notes.extend(trained.notes);
+        applied.notes.extend(adapters.map(|adapters| adapters.note(name)));
         if masked > 0 {
             applied.notes.push(format!("{} of {} were kept at zero", counted(zeros as usize, "zero weight"), counted(masked, "tensor")));
         }
@@ -284,7 +304,7 @@ impl<'a> Job<'a> {
         }
         if dynamic > 0 {
             applied.notes.push(format!(
-                "losses were computed with float activations in {}, whose activations the written model quantizes to int8 at run time; \
+                "losses were computed with float activations in {}, whose activations the written model quantizes at run time; \
                  scores of `evaluate_every` include that quantization",
                 counted(dynamic, "layer")
             ));
@@ -312,8 +332,19 @@ impl<'a> Job<'a> {
             "training": { "steps": trained.steps, "skipped_steps": trained.skipped_steps, "zeros_kept": zeros, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
             "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.timeline() },
         });
+        if let Some(adapters) = adapters {
+            applied.details["adapter"] = adapters.details();
+        }
         memory_tracker.release(MemoryCategory::Weights, u64::MAX);
         Ok((model, applied))
+    }
+}
+
+/// The model to write, from the trained one.
+fn finished(adapters: Option<&Adapters>, trained: Model) -> Result<Model> {
+    match adapters {
+        Some(adapters) => adapters.finish(&trained),
+        None => Ok(trained),
     }
 }
 

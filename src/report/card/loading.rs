@@ -47,7 +47,8 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
         // Without the adapter, the model is not that of the figures.
         Runtime::Sglang if is_corrected(card) => None,
         Runtime::Vllm if is_corrected(card) => {
-            let rank = card.report.passes.iter().rev().find_map(|pass| pass.details.get("correction")?.get("rank")?.as_u64());
+            let rank =
+                card.report.passes.iter().rev().find_map(|pass| pass.details.get("correction").or_else(|| pass.details.get("adapter"))?.get("rank")?.as_u64());
             let limit = match rank.map(vllm_max_lora_rank) {
                 None => String::new(),
                 Some(None) => return shell(format!("# vLLM does not load the adapter {PATH}/{FOLDER}, whose rank exceeds its limit")),
@@ -96,8 +97,9 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
     };
     // PEFT adapts layers by their weights, which those with packed weights lack.
     let corrected = is_corrected(card);
-    let imports = [Some(class), preprocessor.map(|(class, _)| class), corrected.then_some(DENSE)].into_iter().flatten().collect::<Vec<_>>().join(", ");
-    let dense = if corrected { format!(", quantization_config={DENSE}(run_compressed=False)") } else { String::new() };
+    let packed = corrected && card.config.contains_key("quantization_config");
+    let imports = [Some(class), preprocessor.map(|(class, _)| class), packed.then_some(DENSE)].into_iter().flatten().collect::<Vec<_>>().join(", ");
+    let dense = if packed { format!(", quantization_config={DENSE}(run_compressed=False)") } else { String::new() };
     let lines = [Some((class, "model", dense.as_str())), preprocessor.map(|(class, name)| (class, name, ""))].into_iter().flatten();
     let lines = lines.map(|(class, name, options)| format!("\n{name} = {class}.from_pretrained(\"{PATH}\"{options})"));
     let corrections = if corrected { format!("\nmodel.load_adapter(\"{PATH}/{FOLDER}\")  # needs the package peft") } else { String::new() };

@@ -104,6 +104,7 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
         ("prune-vocabulary", "keep") => vec![json!(evaluation("book.txt"))],
         ("prune-vocabulary", "text_column") => vec![json!("label")],
         ("prune-vocabulary", "vocab_size") => vec![json!(35)],
+        ("finetune" | "distill", "adapter") => vec![json!({ "rank": 2 })],
         ("finetune" | "distill", "schedule") => vec![json!({ "kind": "constant" })],
         ("finetune", "losses") => vec![json!({ "hard": { "label_smoothing": 0.1 } })],
         ("distill", "losses") => vec![json!({ "hidden": 1.0 })],

@@ -134,6 +134,12 @@ impl Parameters {
         Parameters { paged: Some(Arc::new(PagedParameters::new(fetch))), ..Self::from_tensors(BTreeMap::new(), compute) }
     }
 
+    /// Adds parameters that a function returns on each use, and that are not kept in between.
+    #[must_use]
+    pub fn with_transient(self, fetch: Box<Fetch>) -> Parameters {
+        Parameters { paged: Some(Arc::new(PagedParameters::transient(fetch))), ..self }
+    }
+
     /// Makes the parameters with these names resident until the next call, if parameters are paged.
     pub fn enter(&self, names: &BTreeSet<String>, tracker: Option<&MemoryTracker>) -> Result<()> {
         self.paged.as_ref().map_or(Ok(()), |paged| paged.enter(names, tracker))
@@ -162,7 +168,7 @@ impl Parameters {
     }
 
     /// A parameter in its storage precision.
-    pub(super) fn stored(&self, name: &str) -> candle_core::Result<Tensor> {
+    pub(crate) fn stored(&self, name: &str) -> candle_core::Result<Tensor> {
         match (self.tensors.get(name), &self.paged) {
             (Some(tensor), _) => Ok(tensor.clone()),
             (None, Some(paged)) => paged.get(name).map_err(candle_core::Error::wrap),
@@ -230,7 +236,7 @@ fn fill(name: &str, weight: &Weight, tensor: &Tensor) -> Result<()> {
 }
 
 /// Loads a weight as a tensor; quantized and sparse weights are converted to dense floats.
-fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<Tensor> {
+pub(crate) fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<Tensor> {
     let failed = |e: candle_core::Error| Error::tensor(name, format!("cannot be loaded: {e}"), "");
     let shape = weight.shape.as_slice();
     if !is_stored(weight, keep) {

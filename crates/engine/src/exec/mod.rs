@@ -29,6 +29,7 @@ pub use device::{DeviceChoice, device_name};
 pub use gpu::DeviceMemory;
 pub use host::{bytes_of, change, floats_on_host, read};
 pub use inputs::Inputs;
+pub(crate) use load::tensor as load_tensor;
 pub use load::{Parameters, Residence};
 pub use memory::{
     Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Placement, Schedule, Sharding, sizes_of, state_bytes,

@@ -64,7 +64,9 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
     if rank.is_none() || rank != alpha {
         return Err(unsupported(format!("{CONFIG} with a `lora_alpha` that differs from `r`")));
     }
-    if let Some(key) = ["use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"].into_iter().find(is_true) {
+    // Weights stored as `[in, out]` have factors of the same shapes.
+    let is_unsupported = |key: &&str| is_true(key) && !(*key == "fan_in_fan_out" && config.has_conv1d());
+    if let Some(key) = ["use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"].into_iter().find(is_unsupported) {
         return Err(unsupported(format!("{CONFIG} with `{key}`")));
     }
     checkpoint.add_folder(path, FOLDER)?;
@@ -132,8 +134,9 @@ impl Model {
         let folded: Vec<_> = corrections.iter().filter(|(name, _)| layers.contains(*name)).collect();
         for (name, factors) in &folded {
             let [inner, outer] = factors.each_ref().map(|factor| self.weights.get(factor).cloned());
-            let sum = Corrected { name: (*name).clone(), upstream: self.weights.get(name)?.clone(), inner: inner?, outer: outer? }.weight()?;
-            self.weights.by_name.insert((*name).clone(), sum);
+            let sum = Corrected { name: (*name).clone(), upstream: self.weights.get(name)?.clone(), inner: inner?, outer: outer? };
+            let sum = if self.config.has_conv1d() { sum.input_major() } else { sum };
+            self.weights.by_name.insert((*name).clone(), sum.weight()?);
             factors.iter().for_each(|factor| drop(self.weights.by_name.remove(factor)));
         }
         if !folded.is_empty() && folded.len() == corrections.len() {
@@ -152,7 +155,7 @@ impl Model {
         let config = json!({
             "base_model_name_or_path": null,
             "bias": "none",
-            "fan_in_fan_out": false,
+            "fan_in_fan_out": self.config.has_conv1d(),
             "inference_mode": true,
             "lora_alpha": rank,
             "lora_dropout": 0.0,

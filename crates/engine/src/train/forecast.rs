@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use candle_core::{DType, Device};
 
-use super::{Objective, QuantizerScales, Training, cuts, optimizer, weights};
+use super::{Objective, QuantizerScales, Training, cuts, frozen, optimizer, weights};
 use crate::analysis;
 use crate::error::{Error, Result};
 use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
@@ -83,11 +83,13 @@ pub fn forecast(
         let weight = model.weights.by_name.get(&value.name);
         weight.is_some_and(|weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_integer()))
     };
+    let stored = |value: &Value| model.weights.by_name.get(&value.name).filter(|_| options.adapter.is_some() && !selected(&value.name));
+    let frozen = |value: &Value| stored(value).map_or([width * elements(&value.ty), 0], |weight| frozen::bytes(weight, options.precision.dtype()));
     // Trained weights need f32 master weights, and a copy if the forward pass rounds or converts them.
     let weight_bytes = |value: &Value| match trained(value) {
         // BF16 codes and the dequantized weight.
         scales if codes(value).is_some() => 4 * scales + (2 + width) * elements(&value.ty),
-        0 => width * elements(&value.ty),
+        0 => frozen(value)[0],
         count if width == 4 && !is_rounded(value) => 4 * count,
         count => (4 + width) * count,
     };
@@ -136,7 +138,7 @@ pub fn forecast(
         weights + gradients + states + walk.total.max(max(&update))
     } else {
         let gradients = sum(&|value| 4 * trained(value));
-        set(MemoryCategory::Weights, sum(&weight_bytes));
+        set(MemoryCategory::Weights, sum(&weight_bytes) + max(&|value| frozen(value)[1]));
         set(MemoryCategory::Gradients, gradients);
         let (states, workspace) = (sum(&state), max(&workspace));
         set(MemoryCategory::Optimizer, states + workspace);

@@ -1,6 +1,7 @@
 //! Distillation and fine-tuning: a student trains on a teacher's outputs, on labels, or on both, in one
 //! or several processes.
 
+mod adapter;
 pub mod average;
 mod batches;
 pub mod cache;
@@ -12,6 +13,7 @@ mod context;
 mod cuts;
 mod floats;
 mod forecast;
+mod frozen;
 mod layer_pairs;
 pub mod log;
 pub mod losses;
@@ -34,8 +36,10 @@ mod weights;
 
 pub use crate::data::one_or_several::one_or_several;
 pub use crate::evaluation::Precision;
+pub use adapter::{Adapter, AdapterKind};
 pub use context::TrainingContext;
 pub use forecast::{MemoryForecast, forecast};
+pub use frozen::OutputNorm;
 pub use log::LogFormat;
 pub use objective::Objective;
 #[cfg(feature = "cli")]

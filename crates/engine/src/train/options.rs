@@ -7,6 +7,7 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::adapter::Adapter;
 use super::log::LogFormat;
 use super::losses::Losses;
 use super::optimizer::{Kind, Settings};
@@ -231,6 +232,7 @@ pub struct Training {
     pub targets: Vec<Pattern>,
     pub ignore: Vec<Pattern>,
     pub keep_zeros: bool,
+    pub adapter: Option<Adapter>,
 }
 
 impl Default for Training {
@@ -263,6 +265,7 @@ impl Default for Training {
             targets: Vec::new(),
             ignore: Vec::new(),
             keep_zeros: false,
+            adapter: None,
         }
     }
 }
@@ -351,6 +354,15 @@ impl Training {
         }
         if !(0.0..=1.0).contains(&self.schedule.min_rate) {
             return wrong("schedule", format!("`min_rate` {} is not between 0 and 1", self.schedule.min_rate));
+        }
+        if let Some(adapter) = &self.adapter {
+            adapter.check(pass)?;
+            if !(self.targets.is_empty() && self.ignore.is_empty()) {
+                return wrong("targets", "`targets` and `ignore` cannot be combined with `adapter`, which selects its layers by its own `targets`".into());
+            }
+            if self.scales != QuantizerScales::Fixed {
+                return wrong("scales", "`learnable` and `only` cannot be combined with `adapter`, which leaves the quantized weights unchanged".into());
+            }
         }
         Ok(())
     }

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Tensor};
 
 use super::checkpoint::Stream;
+use super::frozen::{Frozen, OutputNorm};
 use super::scales::{self, Quantizers};
 use super::weight_rounding::Rounding;
 use super::{QuantizerScales, Team, Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence};
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence, load_tensor};
 use crate::ir::ops::ScalarOps;
 use crate::ir::{Graph, Node, Op};
 use crate::model::{Model, is_linear};
@@ -40,9 +41,13 @@ pub type ClassifyZeros<'a> = &'a dyn Fn(&Weight) -> ZeroKind;
 pub struct Weights {
     /// Master weights in f32, updated in place.
     pub trained: BTreeMap<String, ManagedTensor>,
-    /// Frozen weights in the compute precision, running statistics, and the codes of weights of which only
-    /// the scales are trained.
+    /// Frozen weights in the compute precision (in that of their files, if adapters are trained), running
+    /// statistics, and the codes of weights of which only the scales are trained.
     fixed: BTreeMap<String, ManagedTensor>,
+    /// Frozen weights that are dequantized on each use.
+    packed: Arc<BTreeMap<String, Weight>>,
+    /// Frozen parameters that are computed from others in each step.
+    norms: Arc<BTreeMap<String, OutputNorm>>,
     /// Pruning masks: 0 for weights that stay zero.
     masks: BTreeMap<String, ManagedTensor>,
     /// Number of weights that stay zero.
@@ -115,6 +120,8 @@ impl Weights {
         let mut weights = Weights {
             trained: BTreeMap::new(),
             fixed: BTreeMap::new(),
+            packed: Arc::default(),
+            norms: Arc::default(),
             masks: BTreeMap::new(),
             zeros: 0,
             unexplained: 0,
@@ -125,6 +132,10 @@ impl Weights {
             device: device.clone(),
             compute,
         };
+        let keeps_stored = |name: &str| options.adapter.is_some() && !selected(name) && !statistics.contains(name);
+        let (stored, names): (Vec<&String>, Vec<&String>) = names.into_iter().partition(|name| keeps_stored(name));
+        let Frozen { dense, packed } = Frozen::load(stored, &model.weights, (&weights.home, device, compute), work)?;
+        (weights.fixed, weights.packed) = (dense, Arc::new(packed));
         let groups = weights.home.name_groups(names.into_iter());
         for names in &groups {
             let work = if groups.len() > 1 { work.quiet() } else { *work };
@@ -185,6 +196,11 @@ impl Weights {
         let tensor = transfer::to_device(tensor, &self.device, Cause::Weights).map_err(failed(name))?;
         self.trained.insert(name.to_owned(), self.home.store(&tensor)?);
         Ok(())
+    }
+
+    /// Computes frozen parameters in each step.
+    pub fn set_norms(&mut self, norms: BTreeMap<String, OutputNorm>) {
+        self.norms = Arc::new(norms);
     }
 
     /// Names of the trained weights of linear layers.
@@ -272,6 +288,8 @@ impl Weights {
         let forward = ForwardWeights {
             masters: masters.clone(),
             fixed: self.fixed.clone(),
+            packed: self.packed.clone(),
+            norms: self.norms.clone(),
             rounded: self.rounded.clone(),
             device: self.device.clone(),
             compute: self.compute,
@@ -281,7 +299,8 @@ impl Weights {
         }
         let names = self.fixed.keys().chain(masters.keys());
         let tensors = names.map(|name| Ok((name.clone(), forward.get(name)?))).collect::<Result<_>>()?;
-        Ok(Parameters::from_tensors(tensors, self.compute))
+        let parameters = Parameters::from_tensors(tensors, self.compute);
+        Ok(if self.packed.is_empty() { parameters } else { parameters.with_transient(Box::new(move |name| forward.get(name))) })
     }
 
     /// Adds the gradients of learned weight scales, and scales those of activation scales.
@@ -408,6 +427,8 @@ impl Weights {
 struct ForwardWeights {
     masters: BTreeMap<String, ManagedTensor>,
     fixed: BTreeMap<String, ManagedTensor>,
+    packed: Arc<BTreeMap<String, Weight>>,
+    norms: Arc<BTreeMap<String, OutputNorm>>,
     rounded: Arc<BTreeMap<String, Rounding>>,
     device: Device,
     compute: DType,
@@ -415,6 +436,12 @@ struct ForwardWeights {
 
 impl ForwardWeights {
     fn get(&self, name: &str) -> Result<Tensor> {
+        if let Some(weight) = self.packed.get(name) {
+            return load_tensor(name, weight, &self.device, self.compute);
+        }
+        if let Some(norm) = self.norms.get(name) {
+            return norm.compute(name, &|name| self.get(name));
+        }
         let rounding = self.rounded.get(name);
         let learned = if rounding.is_some() { learned(&self.masters, name, &self.device)? } else { None };
         let Some(master) = self.masters.get(name) else {

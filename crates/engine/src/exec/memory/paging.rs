@@ -18,6 +18,8 @@ pub type Fetch = dyn Fn(&str) -> Result<Tensor> + Send + Sync;
 /// Parameters of which only those of the current block are in memory.
 pub(crate) struct PagedParameters {
     fetch: Box<Fetch>,
+    /// Whether the parameters of the current block stay in memory between uses.
+    keeps_block: bool,
     resident: Mutex<BTreeMap<String, Tensor>>,
 }
 
@@ -29,7 +31,12 @@ impl fmt::Debug for PagedParameters {
 
 impl PagedParameters {
     pub fn new(fetch: Box<Fetch>) -> PagedParameters {
-        PagedParameters { fetch, resident: Mutex::default() }
+        PagedParameters { fetch, keeps_block: true, resident: Mutex::default() }
+    }
+
+    /// Parameters that are fetched for each use.
+    pub fn transient(fetch: Box<Fetch>) -> PagedParameters {
+        PagedParameters { keeps_block: false, ..PagedParameters::new(fetch) }
     }
 
     /// A resident parameter, or one that is fetched only for this use.
@@ -38,8 +45,11 @@ impl PagedParameters {
         resident.map_or_else(|| (self.fetch)(name), Ok)
     }
 
-    /// Makes exactly the parameters with these names resident.
+    /// Makes exactly the parameters with these names resident, unless they are fetched for each use.
     pub fn enter(&self, names: &BTreeSet<String>, tracker: Option<&MemoryTracker>) -> Result<()> {
+        if !self.keeps_block {
+            return Ok(());
+        }
         let mut resident = lock(&self.resident);
         resident.retain(|name, tensor| {
             let stays = names.contains(name);
