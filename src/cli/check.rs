@@ -1,11 +1,12 @@
 //! `compress check`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
 use super::args::{Global, Runtimes};
 use super::output;
+use super::running::{Attempt, Trials};
 use crate::contract::{self, Checked, Target};
 use crate::error::{Error, Result, counted, redact};
 use crate::files;
@@ -18,10 +19,12 @@ use crate::report::{Budgets, Finding, Report};
   compress check out/static/report.json --min-cosine 0.99 --min-speedup 1.5 --json
   compress check out/w4a16 --loads vllm,transformers
   compress check out/model.gguf --loads llama.cpp
+  compress check out/w4a16 --loads transformers --try --python venv/bin/python
 
-Exit code 0: all budgets are met, and the output complies with the rules of the runtimes (a static check). 1: a budget
-is exceeded (the error lists the measured and the allowed values), a rule of a runtime is violated (each line lists the
-rule, the tensor or key, and the next step), or the output cannot be read for a runtime. 2: the report lacks a
+Exit code 0: all budgets are met, and the output complies with the rules of the runtimes (a static check; `--try` also
+runs those that are installed). 1: a budget is exceeded (the error lists the measured and the allowed values), a rule of
+a runtime is violated (each line lists the rule, the tensor or key, and the next step), the output cannot be read for a
+runtime, or a runtime does not run it or computes something else than the built-in executor. 2: the report lacks a
 measurement; the error names the settings to add to the recipe.")]
 pub(super) struct Args {
     /// Output folder, or its report.json
@@ -30,6 +33,8 @@ pub(super) struct Args {
     budgets: Budgets,
     #[command(flatten, next_help_heading = "Runtimes")]
     runtimes: Runtimes,
+    #[command(flatten, next_help_heading = "Runtimes")]
+    trials: Trials,
 }
 
 impl Args {
@@ -41,16 +46,16 @@ impl Args {
         // Only budgets need a report.
         let has_budgets = self.runtimes.loads.is_empty() || self.budgets != Budgets::default();
         let budgets = if has_budgets { self.budgets.check(&Report::open(&self.report)?)? } else { Vec::new() };
-        let loads: Vec<Load> = self.runtimes.loads.iter().map(|target| (*target, contract::check(&folder, *target))).collect();
+        let loads = self.runtimes.loads.iter().map(|target| self.load(&folder, *target, global)).collect::<Result<Vec<Load>>>()?;
         let broken: Vec<&Finding> = budgets.iter().filter(|finding| !finding.ok).collect();
-        let problems: Vec<String> = loads.iter().filter_map(problem).collect();
+        let problems: Vec<String> = loads.iter().filter_map(Load::problem).collect();
         if global.json {
             let mut result = json!({ "ok": broken.is_empty() && problems.is_empty() });
             if has_budgets {
                 result["budgets"] = json!(budgets);
             }
             if !loads.is_empty() {
-                result["loads"] = loads.iter().map(value).collect();
+                result["loads"] = loads.iter().map(Load::value).collect();
             }
             output::json(&result)?;
         } else {
@@ -61,11 +66,11 @@ impl Args {
                 });
                 output::print(&format!("{}\n", table(&["budget", "measured", "allowed", ""], rows)))?;
             }
-            output::print(&loads.iter().flat_map(lines).collect::<String>())?;
+            output::print(&loads.iter().flat_map(Load::lines).collect::<String>())?;
         }
         if broken.is_empty() {
             // The error of the only target has its own hint and exit code.
-            let only = if problems.len() == 1 { loads.into_iter().find_map(|(_, outcome)| outcome.err()) } else { None };
+            let only = if problems.len() == 1 { loads.into_iter().find_map(|load| load.outcome.err()) } else { None };
             return match only {
                 Some(error) => Err(error),
                 None if problems.is_empty() => Ok(()),
@@ -81,39 +86,65 @@ impl Args {
     }
 }
 
-/// A runtime with its result, or why the output cannot be checked.
-type Load = (Target, Result<Checked>);
+/// The result of a runtime.
+struct Load {
+    target: Target,
+    /// Result of the static check, or why the output cannot be checked.
+    outcome: Result<Checked>,
+    /// Result of running the output, if that was requested and the static check has found no violation.
+    attempt: Option<Attempt>,
+}
 
-/// Why the output does not comply with the rules of a runtime, for the error message.
-fn problem((target, outcome): &Load) -> Option<String> {
-    match outcome {
-        Ok(checked) if checked.is_met() => None,
-        Ok(checked) => Some(format!("{} of the rules of {target}", counted(checked.violations.len(), "violation"))),
-        Err(error) => Some(format!("not checked for {target}: {error}")),
+impl Args {
+    fn load(&self, output: &Path, target: Target, global: &Global) -> Result<Load> {
+        let outcome = contract::check(output, target);
+        let is_met = outcome.as_ref().is_ok_and(Checked::is_met);
+        let attempt = if is_met { self.trials.attempt(output, target, global)? } else { None };
+        Ok(Load { target, outcome, attempt })
     }
 }
 
-/// The result of a runtime for `--json`.
-fn value((target, outcome): &Load) -> Value {
-    match outcome {
-        Ok(checked) => json!(checked),
-        Err(error) => {
-            json!({ "runtime": target.runtime().name(), "version": target.version(), "error": redact(&error.to_string()), "hint": error.hint() })
+impl Load {
+    /// Why the runtime does not load the output, for the error message.
+    fn problem(&self) -> Option<String> {
+        match (&self.outcome, &self.attempt) {
+            (Ok(checked), attempt) if checked.is_met() => {
+                attempt.as_ref().filter(|attempt| !attempt.is_ok).map(|attempt| format!("{}: {}", self.target, attempt.text))
+            }
+            (Ok(checked), _) => Some(format!("{} of the rules of {}", counted(checked.violations.len(), "violation"), self.target)),
+            (Err(error), _) => Some(format!("not checked for {}: {error}", self.target)),
         }
     }
-}
 
-/// The result of a runtime: one line, or a line for each violation.
-fn lines((target, outcome): &Load) -> Vec<String> {
-    match outcome {
-        Ok(checked) if checked.is_met() => {
-            let count = counted(checked.rules.len(), "rule");
-            vec![format!("{target}: the output complies with {count} (a static check: the runtime was not run)\n")]
+    /// The result for `--json`.
+    fn value(&self) -> Value {
+        let mut value = match &self.outcome {
+            Ok(checked) => json!(checked),
+            Err(error) => {
+                let (runtime, version) = (self.target.runtime().name(), self.target.version());
+                json!({ "runtime": runtime, "version": version, "error": redact(&error.to_string()), "hint": error.hint() })
+            }
+        };
+        if let Some(attempt) = &self.attempt {
+            value["trial"] = attempt.value.clone();
         }
-        Ok(checked) => checked.violations.iter().map(|violation| format!("{target}: {violation}\n")).collect(),
-        Err(error) => {
-            let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
-            vec![format!("{target}: not checked: {}{hint}\n", redact(&error.to_string()))]
+        value
+    }
+
+    /// The result: one line, or a line for each violation.
+    fn lines(&self) -> Vec<String> {
+        let target = self.target;
+        match &self.outcome {
+            Ok(checked) if checked.is_met() => {
+                let count = counted(checked.rules.len(), "rule");
+                let run = self.attempt.as_ref().map_or("a static check: the runtime was not run", |attempt| attempt.text.as_str());
+                vec![format!("{target}: the output complies with {count} ({run})\n")]
+            }
+            Ok(checked) => checked.violations.iter().map(|violation| format!("{target}: {violation}\n")).collect(),
+            Err(error) => {
+                let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
+                vec![format!("{target}: not checked: {}{hint}\n", redact(&error.to_string()))]
+            }
         }
     }
 }

@@ -10,6 +10,7 @@ mod graph;
 mod init;
 mod machine;
 mod samples;
+mod trial;
 
 use clap::Subcommand;
 
@@ -20,6 +21,7 @@ pub(super) use computation::Computation;
 pub(super) use graph::Graph;
 pub(super) use machine::{Fetch, Models, Runtimes, follow, set_threads, with_cache};
 pub(super) use samples::Samples;
+pub(super) use trial::{Attempt, Trials};
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {

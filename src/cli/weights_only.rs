@@ -5,8 +5,10 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
+use serde_json::Value;
 
 use super::args::Global;
+use crate::contract::Target;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pipeline::{Builder, Pipeline};
@@ -29,6 +31,23 @@ pub(super) struct Samples {}
 impl Samples {
     pub fn configure(self, builder: Builder) -> Builder {
         builder
+    }
+}
+
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(super) struct Trials {}
+
+#[derive(Serialize)]
+pub(super) struct Attempt {
+    pub is_ok: bool,
+    pub text: String,
+    pub value: Value,
+}
+
+impl Trials {
+    pub fn attempt(&self, _output: &Path, _target: Target, _global: &Global) -> Result<Option<Attempt>> {
+        Ok(None)
     }
 }
 

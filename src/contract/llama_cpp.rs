@@ -1,6 +1,6 @@
 //! Rules of llama.cpp.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
 use super::{Finding, Needs, Planned, Rule, Target, missing_layers};
@@ -96,6 +96,21 @@ pub(super) const RULES: &[Rule<Contents>] = &[
     },
 ];
 
+/// The GGUF file at a path, or the only one in a folder.
+pub(crate) fn find(path: &Path) -> Result<Option<PathBuf>> {
+    if !files::is_dir(path) {
+        return Ok(is_gguf(path).then(|| path.to_owned()));
+    }
+    let listed = files::files(path).map_err(Error::io("list", path))?;
+    let candidates: Vec<_> = listed.iter().filter(|file| file.extension().is_some_and(|e| e == EXTENSION)).collect();
+    let models = model_files(&candidates);
+    match models.as_slice() {
+        [] => Ok(None),
+        [file] => Ok(Some(file.to_path_buf())),
+        [first, ..] => Err(Error::malformed(path, format!("has {} .gguf files: specify one, for example {}", models.len(), first.display()))),
+    }
+}
+
 /// The header of a GGUF file.
 pub(super) struct Contents {
     outline: Outline,
@@ -104,22 +119,7 @@ pub(super) struct Contents {
 }
 
 impl Contents {
-    /// Reads the GGUF file at a path, or the only one in a folder.
-    pub(super) fn find(path: &Path) -> Result<Option<Contents>> {
-        if !files::is_dir(path) {
-            return if is_gguf(path) { Contents::open(path).map(Some) } else { Ok(None) };
-        }
-        let listed = files::files(path).map_err(Error::io("list", path))?;
-        let candidates: Vec<_> = listed.iter().filter(|file| file.extension().is_some_and(|e| e == EXTENSION)).collect();
-        let models = model_files(&candidates);
-        match models.as_slice() {
-            [] => Ok(None),
-            [file] => Contents::open(file).map(Some),
-            [first, ..] => Err(Error::malformed(path, format!("has {} .gguf files: specify one, for example {}", models.len(), first.display()))),
-        }
-    }
-
-    fn open(path: &Path) -> Result<Contents> {
+    pub(super) fn open(path: &Path) -> Result<Contents> {
         let outline = Outline::open(path)?;
         let parts = number(outline.values.get("split.count"));
         Ok(Contents { outline, is_complete: parts.is_none_or(|count| count < 2) })

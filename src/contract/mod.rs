@@ -11,10 +11,10 @@ mod compressed_tensors;
 pub(crate) mod facts;
 mod folder;
 mod fused;
-mod llama_cpp;
+pub(crate) mod llama_cpp;
 mod llama_cpp_names;
 #[cfg(feature = "run")]
-mod running;
+pub(crate) mod running;
 #[cfg(not(feature = "run"))]
 #[path = "weights_only.rs"]
 mod running;
@@ -351,8 +351,8 @@ pub fn check(path: impl AsRef<Path>, target: Target) -> Result<Checked> {
     files::kind(path).map_err(Error::io("open", path))?;
     match target.runtime {
         Runtime::Vllm | Runtime::Sglang | Runtime::Transformers => Folder::open(path, target)?.check(target, Needs::Files),
-        Runtime::LlamaCpp => match llama_cpp::Contents::find(path)? {
-            Some(contents) => contents.check(target, Needs::Files),
+        Runtime::LlamaCpp => match llama_cpp::find(path)? {
+            Some(file) => llama_cpp::Contents::open(&file)?.check(target, Needs::Files),
             None => Ok(Checked::without_file(target, path)),
         },
         Runtime::OnnxRuntime => running::check(path, target),

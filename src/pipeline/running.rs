@@ -14,6 +14,7 @@ mod samples;
 pub mod search;
 mod settings;
 mod starter;
+pub mod trial;
 
 use std::collections::BTreeMap;
 use std::path::Path;

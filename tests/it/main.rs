@@ -68,4 +68,5 @@ mod train_encoder_decoder;
 mod train_processes;
 mod train_reports;
 mod training_data;
+mod trials;
 mod vocabulary;

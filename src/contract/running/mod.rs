@@ -3,3 +3,4 @@
 mod onnxruntime;
 
 pub(super) use self::onnxruntime::check;
+pub(crate) use self::onnxruntime::find;

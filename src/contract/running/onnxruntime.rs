@@ -103,7 +103,8 @@ impl Planned {
     }
 }
 
-fn find(path: &Path) -> Result<Option<PathBuf>> {
+/// The ONNX file at a path, or `model.onnx` or the only ONNX file in a folder.
+pub(crate) fn find(path: &Path) -> Result<Option<PathBuf>> {
     let is_onnx = |file: &Path| file.extension().is_some_and(|extension| extension == "onnx");
     if !files::is_dir(path) {
         return Ok(is_onnx(path).then(|| path.to_owned()));

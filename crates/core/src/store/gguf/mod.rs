@@ -102,6 +102,15 @@ impl GgufFile {
         Ok(GgufFile { path: path.to_owned(), values: header.values, tensors, stored: stored_by_name })
     }
 
+    /// The tensors as stored, by name: type, shape, and bytes.
+    pub fn stored(&self) -> impl Iterator<Item = (&str, Kind, &[usize], RawTensor)> {
+        self.stored.iter().filter_map(|(name, stored)| {
+            let count = usize::try_from(stored.bytes).ok()?;
+            let bytes = RawTensor::within(&stored.file, DType::U8, vec![count], stored.begin, stored.bytes);
+            Some((name.as_str(), stored.kind, self.tensors.get(name)?.shape.as_slice(), bytes))
+        })
+    }
+
     /// Splits a tensor along its first dimension into one weight per index. `None` if it has fewer than
     /// two dimensions or no elements. Fails if a slice is too large.
     pub fn slices(&self, name: &str) -> Result<Option<Vec<Weight>>> {
