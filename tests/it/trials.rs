@@ -1,5 +1,5 @@
-//! `compress check --loads RUNTIME --try`: outputs, or twins of their first layers, are run in programs that
-//! stand for the runtimes, and the results are compared with those of the built-in executor.
+//! `compress check --loads RUNTIME --try`: outputs, or twins of their first layers, are run in substitutes of the
+//! runtimes, and the results are compared with those of the built-in executor.
 #![cfg(all(feature = "run", feature = "cli"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -18,24 +18,24 @@ use crate::common::{Desk, Tensors, onnxruntime, pipeline, read};
 use crate::contract::{changed, golden, model};
 use crate::low_bits::{BYTE_LEVEL, outputs, quantize, samples};
 
-/// Stands for Python: stores the folder and the inputs, and answers with prepared outputs. `-c` asks for a
+/// A substitute of Python: stores the folder and the inputs, and answers with prepared outputs. `-c` asks for a
 /// package that is not installed.
 const PYTHON: &str = r#"#!/bin/sh
 here=$(dirname "$0")
 if [ "$1" = -c ]; then cat "$here/missing" 2>/dev/null; exit 0; fi
 [ -f "$1" ] && [ -f "$3/compress_trial_runtime.py" ] || exit 4
-rm -rf "$here/seen"; mkdir "$here/seen"
-cp -r "$2" "$here/seen/folder"; cp "$3/inputs.safetensors" "$here/seen"
+rm -rf "$here/observed"; mkdir "$here/observed"
+cp -r "$2" "$here/observed/folder"; cp "$3/inputs.safetensors" "$here/observed"
 [ -f "$here/outputs" ] && cp "$here/outputs" "$3/outputs.safetensors"
 [ -f "$here/result" ] || { echo "Killed: 9" >&2; exit 3; }
 cp "$here/result" "$3/result.json"
 "#;
-/// Stands for llama-perplexity.
+/// A substitute of llama-perplexity.
 const PERPLEXITY: &str = r#"#!/bin/sh
 here=$(dirname "$0")
 [ "$1" = --version ] && exit 0
-rm -rf "$here/seen"; mkdir "$here/seen"
-cp "$2" "$here/seen/model.gguf"; cp "$4" "$here/seen/text"
+rm -rf "$here/observed"; mkdir "$here/observed"
+cp "$2" "$here/observed/model.gguf"; cp "$4" "$here/observed/text"
 if [ -f "$here/stored" ]; then cp "$here/stored" "$6"; else echo "llama_model_load: error loading model: no tensor"; exit 1; fi
 "#;
 
@@ -61,8 +61,8 @@ impl Stub {
         std::fs::write(self.0.join(name), text).unwrap();
     }
 
-    fn seen(&self, name: &str) -> PathBuf {
-        self.0.join("seen").join(name)
+    fn observed(&self, name: &str) -> PathBuf {
+        self.0.join("observed").join(name)
     }
 
     /// Exit code, the trial of the first runtime, and the output without `--json`.
@@ -83,7 +83,7 @@ impl Stub {
     }
 
     fn inputs(&self) -> Inputs {
-        candle_core::safetensors::load(self.seen("inputs.safetensors"), &Device::Cpu).unwrap().into_iter().collect()
+        candle_core::safetensors::load(self.observed("inputs.safetensors"), &Device::Cpu).unwrap().into_iter().collect()
     }
 
     /// Prepares these tensors as the outputs of the program.
@@ -111,7 +111,7 @@ fn the_results_of_the_runtime_decide() {
     assert_eq!((code, &trial["status"], &trial["version"], &trial["scope"]), (1, &json!("failed"), &json!("5.23.0"), &json!("the output")));
     assert_eq!(lines.matches("transformers 5.23.0 does not run the output: ValueError: no scale").count(), 2, "{lines}");
     // Small outputs are run as a whole.
-    assert_eq!(read(&stub.seen("folder")), read(&folder));
+    assert_eq!(read(&stub.observed("folder")), read(&folder));
 
     stub.put("result", r#"{ "version": "5.23.0" }"#);
     let inputs = stub.inputs();
@@ -173,7 +173,7 @@ fn runtimes_that_are_not_installed_are_not_errors() {
     assert!(lines.contains("cannot start /nowhere/python"), "{lines}");
     let other = stub.0.join("python3");
     assert_eq!(stub.check(&folder, "vllm", &["--try", "--python", other.to_str().unwrap()]).1["status"], "not-installed");
-    for (options, reason) in [(&["--try=half"][..], "use one of auto, whole, twin"), (&["--python", "x"], "--try")] {
+    for (options, reason) in [(&["--try=half"][..], "use one of auto, full, twin"), (&["--python", "x"], "--try")] {
         let run =
             std::process::Command::new(env!("CARGO_BIN_EXE_compress")).arg("check").arg(&folder).args(["--loads", "vllm"]).args(options).output().unwrap();
         assert!(run.status.code() == Some(2) && String::from_utf8_lossy(&run.stderr).contains(reason), "{options:?}");
@@ -268,7 +268,7 @@ fn a_twin_has_the_first_layers_of_each_kind() {
     stub.put("result", r#"{ "version": "5.23.0", "error": "stop" }"#);
     let (_, trial, lines) = stub.check(&folder, "transformers", &["--try=twin"]);
     assert_eq!(trial["scope"], "the first 4 of 7 layers", "{lines}");
-    let twin = stub.seen("folder");
+    let twin = stub.observed("folder");
     let [before, after] = [&folder, &twin].map(|folder| -> Value { serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap() });
     let mut expected = before.clone();
     expected["num_hidden_layers"] = json!(4);
@@ -282,15 +282,15 @@ fn a_twin_has_the_first_layers_of_each_kind() {
     let names: BTreeSet<String> = std::fs::read_dir(&twin).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     assert_eq!(names, ["config.json", "model.safetensors", "tokenizer.json"].map(str::to_owned).into());
     // The twin computes what the first layers of the output compute.
-    let [whole, first] = [&folder, &twin].map(|folder| Model::open(folder).unwrap());
+    let [full, first] = [&folder, &twin].map(|folder| Model::open(folder).unwrap());
     let inputs = stub.inputs();
-    assert_eq!(hidden(&whole, 3, &inputs), hidden(&first, 3, &inputs));
+    assert_eq!(hidden(&full, 3, &inputs), hidden(&first, 3, &inputs));
     // The runtime computes the same from the twin, and something else if it ignores a layer.
     stub.put("result", r#"{ "version": "5.23.0" }"#);
     stub.answer([("logits", outputs(&first, &inputs, Rounding::Token))]);
     let (code, trial, lines) = stub.check(&folder, "transformers", &["--try=twin"]);
     assert_eq!((code, &trial["status"]), (0, &json!("agrees")), "{lines}");
-    stub.answer([("logits", outputs(&whole, &inputs, Rounding::Token))]);
+    stub.answer([("logits", outputs(&full, &inputs, Rounding::Token))]);
     assert_eq!(stub.check(&folder, "transformers", &["--try=twin"]).1["status"], "differs");
 }
 
@@ -302,7 +302,7 @@ fn models_without_a_single_stack_of_layers_have_no_twin() {
     for name in ["t5", "clip"] {
         let (code, trial, lines) = stub.check(&golden(&format!("models/{name}")), "transformers", &["--try=twin"]);
         assert_eq!((code, &trial["status"]), (0, &json!("not-run")), "{name}: {lines}");
-        assert!(lines.contains("use `--try=whole`"), "{lines}");
+        assert!(lines.contains("use `--try=full`"), "{lines}");
         assert_eq!(stub.check(&golden(&format!("models/{name}")), "transformers", &["--try"]).1["status"], "failed");
     }
 }
@@ -345,14 +345,14 @@ fn gguf_files_run_in_llama_cpp() {
     let (code, trial, lines) = stub.check(&file, "llama.cpp", &["--try"]);
     assert_eq!((code, &trial["status"], &trial["scope"]), (1, &json!("failed"), &json!("the output")), "{lines}");
     assert!(lines.contains("llama_model_load: error loading model: no tensor"), "{lines}");
-    assert_eq!(std::fs::read(stub.seen("model.gguf")).unwrap(), std::fs::read(&file).unwrap());
-    let text = std::fs::read_to_string(stub.seen("text")).unwrap();
+    assert_eq!(std::fs::read(stub.observed("model.gguf")).unwrap(), std::fs::read(&file).unwrap());
+    let text = std::fs::read_to_string(stub.observed("text")).unwrap();
     assert!(text.len() >= 64 && text.chars().all(|c| "abc".contains(c)), "{text}");
     let tokens: Vec<i64> = (0..64).map(|at| at * at % 4).collect();
     for (options, layers) in [("--try=twin", 2), ("--try", 5)] {
         std::fs::remove_file(stub.0.join("stored")).ok();
         stub.check(&file, "llama.cpp", &[options]);
-        let model = Model::open(stub.seen("model.gguf")).unwrap();
+        let model = Model::open(stub.observed("model.gguf")).unwrap();
         assert_eq!(model.config.get("num_hidden_layers"), Some(&json!(layers)));
         let all = Model::open(&file).unwrap();
         for (name, weight) in &model.weights.by_name {
@@ -403,7 +403,7 @@ fn twins_of_sharded_folders_with_nested_configurations() {
     stub.put("result", "{}");
     let (code, trial, lines) = stub.check(&folder, "transformers", &["--try=twin"]);
     assert_eq!((code, &trial["status"], &trial["scope"]), (0, &json!("runs"), &json!("the first 2 of 4 layers")), "{lines}");
-    let twin = stub.seen("folder");
+    let twin = stub.observed("folder");
     let config: Value = serde_json::from_slice(&std::fs::read(twin.join("config.json")).unwrap()).unwrap();
     assert_eq!((&config["text_config"]["num_hidden_layers"], &config["model_type"]), (&json!(2), &json!("other-vision")));
     assert!(read(&twin).keys().all(|name| !name.contains("layers.2.") && !name.contains("layers.3.")));

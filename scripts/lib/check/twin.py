@@ -2,7 +2,7 @@
 
     scripts/check twin [--compress BINARY] [--only TEXT]
 
-Tiny models are compressed with several schemes. `compress check --loads transformers --try` runs each folder as a whole
+Tiny models are compressed with several schemes. `compress check --loads transformers --try` runs each folder in full
 and as a twin of its first layers, with the transformers of the reference environment, and GGUF files run in
 llama-perplexity. All must compute the same as the built-in executor, and folders with defects must be reported: a
 missing norm, transposed scales, an unknown class, sizes that contradict the tensors.
@@ -150,10 +150,10 @@ def check_transformers(binary, name, source, folder, table, only):
             continue
         out = folder / scheme.replace(" ", "-")
         compress(binary, verb, source, "-o", out, *options, *(["--calibration", samples] if verb == "quantize" else []))
-        for scope in ["whole", "twin"]:
+        for scope in ["full", "twin"]:
             code, found = attempt(binary, out, "transformers", scope)
             kept = KEPT.get(name, 2)
-            is_right = lambda code, trial: agrees(code, trial) and (scope == "whole" or f"first {kept} of" in trial["scope"])
+            is_right = lambda code, trial: agrees(code, trial) and (scope == "full" or f"first {kept} of" in trial["scope"])
             table.add(name, "transformers", scheme, scope, found, code, is_right)
     if name == "llama" and only in "llama defects":
         out = folder / "defects"
@@ -161,7 +161,7 @@ def check_transformers(binary, name, source, folder, table, only):
         for defect in DEFECTS:
             bad = folder / defect.__name__
             broken(out, defect, bad)
-            for scope in ["whole", "twin"]:
+            for scope in ["full", "twin"]:
                 code, found = attempt(binary, bad, "transformers", scope)
                 table.add(name, "transformers", defect.__name__.replace("_", " "), scope, found, code, is_reported)
 
@@ -174,7 +174,7 @@ def check_llama_cpp(binary, name, source, folder, table, only):
         recipe = folder / "recipe.yaml"
         recipe.write_text(f"model: {source}\npasses: []\nexport: [{{ gguf: {{ type: {kind} }} }}]\noutput: {out}\n")
         compress(binary, "run", recipe, "--no-measure")
-        for scope in ["whole", "twin"]:
+        for scope in ["full", "twin"]:
             code, found = attempt(binary, out, "llama.cpp", scope)
             table.add(name, "llama.cpp", kind, scope, found, code, agrees)
     if name == "llama" and only in "llama defects":
@@ -183,8 +183,8 @@ def check_llama_cpp(binary, name, source, folder, table, only):
         key = b"llama.attention.layer_norm_rms_epsilon"
         at = text.index(key) + len(key)
         bad.write_bytes(text[: at + 4] + b"\xff\xff\xff\xff" + text[at + 8 :])
-        code, found = attempt(binary, bad, "llama.cpp", "whole")
-        table.add(name, "llama.cpp", "no epsilon", "whole", found, code, is_reported)
+        code, found = attempt(binary, bad, "llama.cpp", "full")
+        table.add(name, "llama.cpp", "no epsilon", "full", found, code, is_reported)
 
 
 def main():

@@ -14,7 +14,7 @@ use crate::pipeline::trial::{self, Options, Scope, Status, Trial};
 #[group(skip)]
 pub(in crate::cli) struct Trials {
     /// Also load and run the output in the runtimes that are installed, and compare the results with the
-    /// built-in executor: all of an output up to 500 MB, otherwise a twin of its first layers. `--try=whole`
+    /// built-in executor: all of an output up to 500 MB, otherwise a twin of its first layers. `--try=full`
     /// and `--try=twin` choose one of them
     #[arg(
         long = "try",
@@ -34,9 +34,9 @@ pub(in crate::cli) struct Trials {
 fn parse_scope(text: &str) -> std::result::Result<Scope, String> {
     match text {
         "auto" => Ok(Scope::Auto),
-        "whole" => Ok(Scope::Whole),
+        "full" => Ok(Scope::Full),
         "twin" => Ok(Scope::Twin),
-        _ => Err("use one of auto, whole, twin".to_owned()),
+        _ => Err("use one of auto, full, twin".to_owned()),
     }
 }
 

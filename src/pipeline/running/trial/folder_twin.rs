@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::layers::Layers;
 use super::scratch::Scratch;
-use super::{Candidate, Scope, Trial, is_whole, without_twin};
+use super::{Candidate, Scope, Trial, is_full, without_twin};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
@@ -175,13 +175,13 @@ fn copy_files(from: &Path, to: &Path) -> Result<()> {
 /// trial that states why the output cannot be run.
 pub(super) fn candidate(path: &Path, scope: Scope, scratch: &Scratch, work: &Work) -> Result<std::result::Result<Candidate, Trial>> {
     let source = Source::open(path)?;
-    let whole = is_whole(scope, source.size());
-    if whole && !files::is_remote(path) {
-        return Ok(Ok(Candidate::whole(path)));
+    let is_full_output = is_full(scope, source.size());
+    if is_full_output && !files::is_remote(path) {
+        return Ok(Ok(Candidate::full(path)));
     }
     let folder = scratch.path().join("twin");
     std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
-    let (config, scope) = if whole {
+    let (config, scope) = if is_full_output {
         source.write(&folder.join(SINGLE), |_| true, work)?;
         (source.config.clone(), "the output".to_owned())
     } else {

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::folder_twin::write;
 use super::layers::Layers;
 use super::scratch::Scratch;
-use super::{Candidate, Scope, Trial, is_whole, without_twin};
+use super::{Candidate, Scope, Trial, is_full, without_twin};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{GgufFile, Kind, Outline, Value, header};
@@ -46,9 +46,9 @@ fn elements(value: &Value) -> Vec<String> {
 pub(super) fn candidate(path: &Path, scope: Scope, scratch: &Scratch, work: &Work) -> Result<std::result::Result<Candidate, Trial>> {
     let outline = Outline::open(path)?;
     let size = files::length(path).map_err(Error::io("open", path))?;
-    let whole = is_whole(scope, size);
-    if whole && !files::is_remote(path) {
-        return Ok(Ok(Candidate::whole(path)));
+    let is_full_output = is_full(scope, size);
+    if is_full_output && !files::is_remote(path) {
+        return Ok(Ok(Candidate::full(path)));
     }
     if matches!(outline.values.get(PARTS), Some(Value::Unsigned(2..))) {
         return Ok(Err(without_twin(size, "its tensors are in several files")));
@@ -69,7 +69,7 @@ pub(super) fn candidate(path: &Path, scope: Scope, scratch: &Scratch, work: &Wor
     });
     let lists = outline.values.iter().filter(|(key, value)| key.starts_with(&prefix) && cut(value, layers.count, 0).is_some());
     let lists = lists.flat_map(|(key, value)| elements(value).into_iter().enumerate().map(move |(number, element)| (number, format!("{key} {element}"))));
-    let first = if whole { layers.count } else { layers.first(tensors.chain(lists)) };
+    let first = if is_full_output { layers.count } else { layers.first(tensors.chain(lists)) };
     let mut values: Vec<(String, Value)> = Vec::new();
     for (key, value) in outline.values.iter().filter(|(key, _)| *key != ALIGNMENT) {
         let value = match cut(value, layers.count, first).filter(|_| key.starts_with(&prefix)) {
@@ -79,12 +79,12 @@ pub(super) fn candidate(path: &Path, scope: Scope, scratch: &Scratch, work: &Wor
         };
         values.push((key.clone(), value));
     }
-    let kept: Vec<_> = file.stored().filter(|(name, ..)| whole || layers.is_kept(name, first)).collect();
+    let kept: Vec<_> = file.stored().filter(|(name, ..)| is_full_output || layers.is_kept(name, first)).collect();
     let described: Vec<(String, Kind, Vec<usize>)> = kept.iter().map(|(name, kind, shape, _)| ((*name).to_owned(), *kind, shape.to_vec())).collect();
     let (header, paddings) = header(&values, &described).ok_or_else(|| Error::malformed(path, "a tensor is too large"))?;
     let twin = scratch.path().join("twin.gguf");
     let total = kept.iter().map(|(.., bytes)| bytes.bytes()).fold(0, u64::saturating_add);
     write(&twin, &header, kept.iter().map(|(.., bytes)| bytes).zip(paddings), total, work)?;
-    let scope = if whole { "the output".to_owned() } else { layers.describe(first) };
+    let scope = if is_full_output { "the output".to_owned() } else { layers.describe(first) };
     Ok(Ok(Candidate { path: twin, scope }))
 }

@@ -56,7 +56,7 @@ pub(super) fn run(path: &Path, scope: Scope, work: &Work) -> Result<Trial> {
     let Some(file) = contract::llama_cpp::find(path)? else { return Ok(Trial::not_run("the output has no .gguf file")) };
     if let Err(e) = program::finish(OsStr::new(PROGRAM), ["--version"]) {
         let reason = match e.kind() {
-            ErrorKind::NotFound => format!("there is no `{PROGRAM}` on the PATH"),
+            ErrorKind::NotFound => format!("`{PROGRAM}` is not on the PATH"),
             _ => format!("`{PROGRAM}` cannot be started: {e}"),
         };
         return Ok(Trial::new(Status::NotInstalled, reason));

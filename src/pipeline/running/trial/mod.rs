@@ -37,7 +37,7 @@ pub enum Scope {
     #[default]
     Auto,
     /// All of it.
-    Whole,
+    Full,
     /// A twin.
     Twin,
 }
@@ -74,7 +74,7 @@ pub enum Status {
 pub struct Trial {
     /// The result.
     pub status: Status,
-    /// What was run, such as "the first 2 of 32 layers".
+    /// The part that was run, such as "the first 2 of 32 layers".
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scope: Option<String>,
     /// Version of the installed runtime.
@@ -120,30 +120,30 @@ impl Trial {
     }
 }
 
-/// What is run in a runtime: a local folder or file, with its description.
+/// A local folder or file to run in a runtime, with its description.
 struct Candidate {
     path: PathBuf,
     scope: String,
 }
 
 impl Candidate {
-    fn whole(path: &Path) -> Candidate {
+    fn full(path: &Path) -> Candidate {
         Candidate { path: path.to_owned(), scope: "the output".to_owned() }
     }
 }
 
 /// Whether all of an output of this size is run.
-fn is_whole(scope: Scope, size: u64) -> bool {
+fn is_full(scope: Scope, size: u64) -> bool {
     match scope {
         Scope::Auto => size <= LARGEST,
-        Scope::Whole => true,
+        Scope::Full => true,
         Scope::Twin => false,
     }
 }
 
 /// The reason not to run an output of which no twin can be made.
 fn without_twin(size: u64, reason: &str) -> Trial {
-    Trial::not_run(format!("the output has {}, and a twin of its first layers is not possible: {reason}; use `--try=whole` to run all of it", bytes(size)))
+    Trial::not_run(format!("the output has {}, and a twin of its first layers is not possible: {reason}; use `--try=full` to run all of it", bytes(size)))
 }
 
 /// Loads and runs an output in a runtime, and compares the results with those of the built-in executor.

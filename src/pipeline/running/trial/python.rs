@@ -76,7 +76,7 @@ pub(super) const VLLM: PythonRuntime = PythonRuntime {
     relative_error: log_probability_error,
 };
 
-/// What the script reports.
+/// The result of the script.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ScriptResult {
@@ -126,7 +126,7 @@ fn missing(runtime: &PythonRuntime, path: &Path, options: &Options) -> Result<Op
     let arguments = ["-c", PACKAGE_QUERY].into_iter().chain(runtime.packages.iter().copied()).chain(reader);
     let found = match program::finish(interpreter(options), arguments) {
         Err(e) if options.python.is_none() && e.kind() == ErrorKind::NotFound => {
-            return Ok(Some(format!("there is no `{PYTHON}` on the PATH: specify an interpreter with `--python`")));
+            return Ok(Some(format!("`{PYTHON}` is not on the PATH: specify an interpreter with `--python`")));
         }
         found => found.map_err(Error::io("start", Path::new(interpreter(options))))?,
     };

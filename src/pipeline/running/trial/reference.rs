@@ -15,7 +15,7 @@ use crate::work::Work;
 
 /// Seed of the inputs.
 const SEED: u64 = 0;
-/// Texts and tokens of inputs for models that the built-in executor does not run.
+/// Number of texts, and their length, of inputs for models that the built-in executor does not run.
 const SHAPE: (usize, usize) = (2, 8);
 /// Largest token id of these inputs, which are small enough to be no special tokens.
 const MOST_TOKENS: u64 = 1000;
@@ -47,7 +47,7 @@ impl Arithmetic {
     }
 }
 
-/// What the built-in executor computes.
+/// Outputs of the built-in executor.
 pub(super) enum Reference {
     /// Its outputs for a batch.
     Outputs { batch: Batch, outputs: Outputs, arithmetic: Arithmetic },
