@@ -115,6 +115,12 @@ impl ChatTemplate {
         self.render_with(&chat.messages, &chat.tools, false)
     }
 
+    /// Renders the messages before the first one of the assistant, followed by the generation prompt.
+    pub(super) fn render_prompt(&self, chat: &Chat) -> Result<String> {
+        let messages = chat.messages.as_array().map(Vec::as_slice).unwrap_or_default();
+        self.render_with(&messages.iter().take_while(|message| !is_of_assistant(message)).cloned().collect(), &chat.tools, true)
+    }
+
     /// Renders a complete chat, and finds the text of the assistant in it: the `{% generation %}` blocks of
     /// the template, or without such blocks the text that each message of the assistant adds after the
     /// generation prompt. Fails if a message adds no text at the end of the previous ones.
@@ -162,7 +168,7 @@ impl ChatTemplate {
         let render = |count: usize, prompt: bool| self.render_with(&messages.iter().take(count).cloned().collect(), &chat.tools, prompt);
         let mut answers = Vec::new();
         for (before, message) in messages.iter().enumerate() {
-            if message.get("role").and_then(Value::as_str) != Some(ASSISTANT) {
+            if !is_of_assistant(message) {
                 continue;
             }
             let through = before.saturating_add(1);
@@ -226,6 +232,11 @@ impl ChatTemplate {
         context.extend(variables.map(|(name, value)| (name.to_owned(), value)));
         environment.render_str(text, Serde(context)).map_err(failed)
     }
+}
+
+/// Whether the assistant is the author of a message.
+fn is_of_assistant(message: &Value) -> bool {
+    message.get("role").and_then(Value::as_str) == Some(ASSISTANT)
 }
 
 /// The messages as transformers 5 passes them to a template: without keys whose value is null, and with the
@@ -411,6 +422,17 @@ mod tests {
         );
         let reasoning = template.replace("<|assistant|>{%", "<|assistant|><think>{%");
         assert_eq!(answers(&reasoning, dialogue(), Value::Null).unwrap().1, ["no</s>", "🙂</s>"]);
+    }
+
+    #[test]
+    fn prompts_end_before_the_first_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+        std::fs::write(folder.path().join(FILE), text).unwrap();
+        let template = ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap();
+        let prompt = |messages: Value| template.render_prompt(&Chat { messages, tools: Value::Null }).unwrap();
+        assert_eq!(prompt(dialogue()), "<user>ä<assistant>");
+        assert_eq!(prompt(json!([{ "role": "system", "content": "s" }, { "role": "user", "content": "u" }])), "<system>s<user>u<assistant>");
     }
 
     #[test]

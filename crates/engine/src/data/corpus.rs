@@ -1,5 +1,6 @@
 //! Texts of a corpus, as tokens.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use super::chat::ChatTemplate;
@@ -8,6 +9,9 @@ use super::tokens::{TokenStream, Tokenizer};
 use super::{Data, Target};
 use crate::error::{Error, Result};
 use crate::files;
+
+/// The text of a record, and whether it already contains its special tokens.
+type Render = for<'r> fn(&'r records::Record, Option<&ChatTemplate>, &Path) -> Result<(Cow<'r, str>, bool)>;
 
 /// A file of texts.
 pub struct Corpus {
@@ -45,10 +49,24 @@ impl Corpus {
         Ok(records::layout(&self.options, &self.path)? == TextFormat::Lines)
     }
 
+    /// Whether the file contains chats.
+    pub fn has_chats(&self) -> bool {
+        self.template.is_some()
+    }
+
     /// The texts in order: lines that are not empty, or records. Fails if the file cannot be opened.
     pub fn texts(&self) -> Result<impl Iterator<Item = Result<CorpusText>> + '_> {
-        let text = |record: records::Record| {
-            let (text, has_special_tokens) = record.rendered(self.template.as_ref(), &self.path)?;
+        self.rendered(records::Record::rendered)
+    }
+
+    /// Like [`texts`](Corpus::texts), but chats end before the first text of the assistant.
+    pub fn prompts(&self) -> Result<impl Iterator<Item = Result<CorpusText>> + '_> {
+        self.rendered(records::Record::prompt)
+    }
+
+    fn rendered(&self, render: Render) -> Result<impl Iterator<Item = Result<CorpusText>> + '_> {
+        let text = move |record: records::Record| {
+            let (text, has_special_tokens) = render(&record, self.template.as_ref(), &self.path)?;
             Ok(CorpusText { text: text.into_owned(), has_special_tokens, line: record.line })
         };
         Ok(records::open(&self.options, &self.path, false)?.map(move |record| text(record?)))

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::store::select::nearest;
 
 /// The label of samples and tokens that losses and metrics ignore, as in PyTorch.
-pub(super) const IGNORED: i64 = -100;
+pub const IGNORED: i64 = -100;
 /// Maximum number of names in an error message.
 const MAX_LISTED: usize = 12;
 

@@ -56,6 +56,7 @@ pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
 pub use compress_core::one_or_several;
 pub use corpus::{Corpus, CorpusText};
+pub use labels::IGNORED;
 pub use name_or_options::NOT_LOCAL;
 pub use open_sets::{DataSets, OpenSets};
 pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, LossOn, Task, WindowSampling};

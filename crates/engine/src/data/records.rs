@@ -40,6 +40,15 @@ impl Record {
         }
     }
 
+    /// The text, of a chat only up to the first text of the assistant, and whether it already contains its
+    /// special tokens.
+    pub fn prompt(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
+        match (&self.text, template) {
+            (Text::Chat(chat), Some(template)) => template.render_prompt(chat).map(|text| (text.into(), true)).map_err(self.located(path)),
+            _ => self.rendered(template, path),
+        }
+    }
+
     /// The text of a chat, with the text of the assistant in it.
     pub fn rendered_with_answers(&self, template: &ChatTemplate, path: &Path) -> Result<RenderedChat> {
         match &self.text {
