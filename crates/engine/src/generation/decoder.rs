@@ -71,28 +71,39 @@ impl<'g> Decoder<'g> {
     /// Logits of the next token after each of the last `rows` of `all` tokens. Tokens that are already in
     /// the KV cache are not recomputed; these rows must not be in it.
     pub fn logits(&mut self, all: &[i64], rows: usize, work: &Work) -> Result<Vec<Vec<f32>>> {
+        self.batch_logits(&[all], rows, work)
+    }
+
+    /// Like [`logits`](Decoder::logits), for several texts of the same length; returns the logits text by
+    /// text.
+    pub fn batch_logits(&mut self, texts: &[&[i64]], rows: usize, work: &Work) -> Result<Vec<Vec<f32>>> {
         let graph = &self.model.graph;
-        if !SequenceCache::is_stable(graph, self.cache.tokens(), all.len()) {
+        let length = texts.first().map_or(0, |text| text.len());
+        if !SequenceCache::is_stable(graph, self.cache.tokens(), length) {
             self.cache.clear();
         }
         loop {
             work.cancel.check()?;
             let cached = self.cache.tokens();
-            let end = cached.saturating_add(CHUNK_TOKENS).min(all.len());
+            let end = cached.saturating_add(CHUNK_TOKENS).min(length);
             // If cached values would change with the length, all tokens are computed at once. The last
             // forward pass computes all requested rows.
-            let is_last = !SequenceCache::is_stable(graph, end, all.len()) || all.len().saturating_sub(end) < rows;
-            let end = if is_last { all.len() } else { end };
-            let tokens = all.get(cached..end).unwrap_or_default().to_vec();
-            let mut inputs = token_inputs(if self.model.input_kind == InputKind::Prompt { "input_ids" } else { DECODER_INPUT_IDS }, tokens)?;
+            let is_last = !SequenceCache::is_stable(graph, end, length) || length.saturating_sub(end) < rows;
+            let end = if is_last { length } else { end };
+            let tokens: Vec<&[i64]> = texts.iter().map(|text| text.get(cached..end).unwrap_or_default()).collect();
+            let mut inputs = token_inputs(if self.model.input_kind == InputKind::Prompt { "input_ids" } else { DECODER_INPUT_IDS }, &tokens)?;
             inputs.extend(self.inputs.clone());
             let outputs = self.executor.run_next(&inputs, &mut self.cache, OutputTokens::Last(rows))?;
-            if end == all.len() {
+            if end == length {
                 let logits = outputs.get(LOGITS).ok_or_else(|| Error::graph(LOGITS, "are not computed"))?;
                 let values = values(logits, Cause::Answers).map_err(computed)?;
                 let width = logits.dims().last().copied().unwrap_or(0).max(1);
                 let found: Vec<Vec<f32>> = values.chunks(width).map(<[f32]>::to_vec).collect();
-                return if found.len() == rows { Ok(found) } else { Err(Error::graph(LOGITS, "must be those of the last tokens only")) };
+                return if found.len() == rows.saturating_mul(texts.len()) {
+                    Ok(found)
+                } else {
+                    Err(Error::graph(LOGITS, "must be those of the last tokens only"))
+                };
             }
         }
     }
@@ -115,11 +126,12 @@ impl LanguageModel {
     }
 }
 
-/// Token ids and attention mask of a text without padding.
-pub(super) fn token_inputs(name: &str, tokens: Vec<i64>) -> Result<Inputs> {
-    let count = tokens.len();
-    let row = |values: Vec<i64>| Tensor::from_vec(values, (1, count), &Device::Cpu).map_err(computed);
-    Ok([("attention_mask".to_owned(), row(vec![1; count])?), (name.to_owned(), row(tokens)?)].into())
+/// Token ids and attention masks of texts of the same length, without padding.
+pub(super) fn token_inputs(name: &str, texts: &[&[i64]]) -> Result<Inputs> {
+    let shape = (texts.len(), texts.first().map_or(0, |text| text.len()));
+    let tokens = texts.concat();
+    let rows = |values: Vec<i64>| Tensor::from_vec(values, shape, &Device::Cpu).map_err(computed);
+    Ok([("attention_mask".to_owned(), rows(vec![1; tokens.len()])?), (name.to_owned(), rows(tokens)?)].into())
 }
 
 fn computed(e: candle_core::Error) -> Error {

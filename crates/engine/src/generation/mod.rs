@@ -3,6 +3,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod batches;
 mod decoder;
 mod decoder_prompt;
 mod draft;
@@ -226,7 +227,7 @@ impl LanguageModel {
         prompts.iter().enumerate().try_for_each(|(index, prompt)| self.check(index, prompt))?;
         let to_prompt = |prompt: &Vec<i64>| match self.input_kind {
             InputKind::Prompt => Ok(Prompt { tokens: prompt.clone(), inputs: Inputs::new() }),
-            _ => Ok(Prompt { tokens: Vec::new(), inputs: token_inputs("input_ids", prompt.clone())? }),
+            _ => Ok(Prompt { tokens: Vec::new(), inputs: token_inputs("input_ids", &[prompt.as_slice()])? }),
         };
         self.generate_all(prompts.iter().map(to_prompt).collect::<Result<_>>()?, options, device, memory, work)
     }
@@ -236,6 +237,13 @@ impl LanguageModel {
         self.require_recordings()?;
         let to_prompt = |features: &Tensor| Prompt { tokens: Vec::new(), inputs: [(FEATURES.to_owned(), features.clone())].into() };
         self.generate_all(recordings.iter().map(to_prompt).collect(), options, device, memory, work)
+    }
+
+    /// Checks that the model continues prompts.
+    pub fn require_prompts(&self) -> Result<()> {
+        let (name, kind) = (self.model.config.model_type(), self.input_kind);
+        let refused = || Error::option(format!("a model of type `{name}`"), format!("takes {}, not {}", kind.plural(), InputKind::Prompt.plural()));
+        if kind == InputKind::Prompt { Ok(()) } else { Err(refused()) }
     }
 
     fn require_recordings(&self) -> Result<()> {
