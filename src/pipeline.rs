@@ -35,7 +35,7 @@ pub use plan::{ModelMemory, PassPlan, Plan};
 pub use running::ResultCache;
 #[cfg(feature = "run")]
 #[doc(hidden)]
-pub use running::{CachedResult, has_placeholder, memory_limit, search, starter, trial};
+pub use running::{CachedResult, draft, has_placeholder, memory_limit, search, starter, trial};
 pub use verify::{Check, verify};
 
 pub use crate::run_state::PartIndex;

@@ -9,7 +9,7 @@ use crate::report::escape::display;
 
 /// Commands by purpose. Commands that no group names, such as new passes, belong to the first one.
 const GROUPS: [(&str, &[&str]); 5] = [
-    ("Compress", &["init", "auto", "plan", "run", "chain", "merge"]),
+    ("Compress", &["init", "auto", "draft", "plan", "run", "chain", "merge"]),
     ("Convert", &["cast", "dequantize", "densify"]),
     ("Measure", &["eval", "generate", "analyze", "report", "check"]),
     ("Inspect", &["inspect", "diff", "verify"]),

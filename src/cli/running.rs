@@ -4,6 +4,7 @@ mod analyze;
 mod auto;
 mod cache;
 mod computation;
+mod draft;
 mod eval;
 mod generate;
 mod graph;
@@ -31,6 +32,8 @@ pub(super) enum Command {
     Eval(Box<eval::Args>),
     /// Continue prompts with a language model, and optionally compare with another model
     Generate(Box<generate::Args>),
+    /// Make a draft model for speculative decoding: some layers, trained on the model's own continuations
+    Draft(Box<draft::Args>),
     /// Search for the best formats of a language model's weights within a size, and quantize it
     Auto(Box<auto::Args>),
     /// Measure how sensitive the model is to quantizing each layer, and write a mixed recipe
@@ -45,6 +48,7 @@ impl Command {
             Command::Init(args) => args.run(global),
             Command::Eval(args) => args.run(global),
             Command::Generate(args) => args.run(global),
+            Command::Draft(args) => args.run(global),
             Command::Auto(args) => args.run(global),
             Command::Analyze(args) => args.run(global),
             Command::Cache(args) => args.run(global),

@@ -43,6 +43,8 @@ pub struct Pipeline {
     recipes: Vec<PathBuf>,
     /// The search that chose the passes and formats.
     pub(super) search: Option<Arc<FormatSearch>>,
+    /// Data files that are copied to the output, whose recipe refers to the copies.
+    pub(super) enclosed: Vec<PathBuf>,
     /// Initial state of a run, before its first pass.
     pub(super) start: RunState,
     threads: usize,
@@ -130,6 +132,7 @@ impl Pipeline {
             card: true,
             recipes: Vec::new(),
             search: None,
+            enclosed: Vec::new(),
             start: RunState::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             progress: Arc::new(Silent),
@@ -332,6 +335,19 @@ impl Builder {
     pub fn search(mut self, search: FormatSearch) -> Self {
         self.0.search = Some(Arc::new(search));
         self
+    }
+
+    /// Copies a small data file to the output folder, whose recipe and report refer to the copy.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    #[doc(hidden)]
+    pub fn enclose(mut self, path: &Path) -> Result<Self> {
+        let bytes = crate::files::read(path).map_err(Error::io("read", path))?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        self.0.start.attached.insert(name, Arc::new(bytes));
+        self.0.enclosed.push(path.to_owned());
+        Ok(self)
     }
 
     /// Adds the passes, formats and settings of a recipe.

@@ -1,6 +1,7 @@
 //! Results of running the input and output models.
 
 use crate::evaluation::{Accuracy, Compute, Continuation, Latency, MeasuredFidelity};
+use crate::report::DraftQuality;
 
 /// Results of running the input and output models.
 #[derive(Debug, Default)]
@@ -10,5 +11,6 @@ pub(super) struct Measured {
     pub fidelity: Option<MeasuredFidelity>,
     pub continuations: Vec<Continuation>,
     pub latency: Option<Latency>,
+    pub draft: Option<DraftQuality>,
     pub notes: Vec<String>,
 }

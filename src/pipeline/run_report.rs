@@ -18,7 +18,7 @@ use crate::files::{self, LocalNames};
 use crate::model::Model;
 use crate::output::Staging;
 use crate::recipe::Recipe;
-use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
+use crate::report::{self, DraftQuality, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WARNING, WeightHistogram};
 use crate::run_state::{Applied, RunState};
 use crate::store::writer::{WeightMeasurement, input_hash};
 use crate::store::{Encoding, Origin, QuantizationSpec, Weight, ZeroOrigin};
@@ -45,6 +45,7 @@ impl Run<'_> {
         }
         let recipe = serde_json::to_value(recipe).unwrap_or_default();
         let names = LocalNames::new(&recipe, Some(&target));
+        let names = pipeline.enclosed.iter().fold(names, |names, path| names.with(path, path.file_name().map_or(path, Path::new)));
         let recipe = names.value(&recipe);
         let environment = pipeline.environment(measured.fidelity.is_some())?;
         let notes = [
@@ -78,6 +79,7 @@ impl Run<'_> {
             continuations: measured.continuations,
             latency: measured.latency,
             search: pipeline.search.as_deref().cloned(),
+            draft: measured.draft.map(|draft| DraftQuality { prompts_from: names.text(&draft.prompts_from), ..draft }),
             loads: written.loads.clone(),
             layers: layers(input, after, first),
             histograms: Vec::new(),

@@ -3,6 +3,7 @@
 mod agreement;
 mod cached_results;
 mod continuations;
+pub mod draft;
 mod embedding_rows;
 mod evaluate;
 mod fidelity;
@@ -241,7 +242,10 @@ impl Pipeline {
         start: Instant,
     ) -> Result<Measured> {
         let file = file.unwrap_or(crate::onnx::file::MODEL);
-        Run { pipeline: self, before, after, folder, file, work: self.work(), start }.measure(exports)
+        let run = Run { pipeline: self, before, after, folder, file, work: self.work(), start };
+        let mut measured = run.measure(exports)?;
+        measured.draft = run.draft(&mut measured.notes)?;
+        Ok(measured)
     }
 }
 

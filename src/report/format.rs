@@ -33,6 +33,11 @@ pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".into() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
 }
 
+/// A share between 0 and 1 in whole percent: `62 %`.
+pub fn rate(share: f64) -> String {
+    format!("{:.0} %", 100.0 * share)
+}
+
 /// A ratio of the size before to the size after: `1.42 x smaller`, `1.30 x larger`.
 pub fn size_change(ratio: f64, sign: char) -> String {
     // A ratio that is displayed as 1.00 has no direction.

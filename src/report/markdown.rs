@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use super::Report;
 use super::escape::{markdown, markdown_code};
 use super::format::{bytes, count, decibels, percent, seconds, shape, size_change};
+use super::{DraftQuality, Report};
 use crate::error::counted;
 
 /// Renders `report.md`.
@@ -51,6 +51,11 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         let line = |text: &String| markdown(&text.split_whitespace().collect::<Vec<_>>().join(" "));
         let rows: Vec<[String; 3]> = report.continuations.iter().map(|text| [&text.prompt, &text.before, &text.after].map(line)).collect();
         table(out, &["text", "before", "after"], &rows)?;
+    }
+    if let Some(draft) = &report.draft {
+        writeln!(out, "## Speculative decoding\n\n{}.\n", markdown(&draft.measured_on()))?;
+        table(out, &DraftQuality::TITLES, &escaped(draft.rows()))?;
+        draft.recommendation().map_or(Ok(()), |text| writeln!(out, "{text}\n"))?;
     }
     writeln!(out, "## Passes\n")?;
     let passes: Vec<_> = report

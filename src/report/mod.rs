@@ -5,6 +5,7 @@
 mod budget;
 pub(crate) mod card;
 mod compare;
+pub(crate) mod draft;
 pub(crate) mod environment;
 #[doc(hidden)]
 pub mod escape;
@@ -25,6 +26,7 @@ use serde_json::Value;
 
 pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, OptionDifference, Summary};
+pub use draft::{DraftQuality, DraftRun};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
 pub use search::{FormatSearch, LatencyTable, MixtureLatency, SearchLoss, SearchMethod, SearchMetric, SearchPoint, SearchUnit};
@@ -81,6 +83,9 @@ pub struct Report {
     /// The search that chose the formats, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub search: Option<FormatSearch>,
+    /// Speculative decoding with the output as the draft of the input, as measured by `compress draft`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub draft: Option<DraftQuality>,
     /// The runtimes that must load the output, whose rules it complies with.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub loads: Vec<RuntimeCheck>,

@@ -6,7 +6,7 @@ use comfy_table::{ContentArrangement, presets};
 
 use super::escape::display_line;
 use super::format::{bytes, cell_text, count, decibels, percent, seconds, shape, size_change};
-use super::{Comparison, Report, Size, WARNING};
+use super::{Comparison, DraftQuality, Report, Size, WARNING};
 use crate::error::counted;
 
 pub use self::table::Table;
@@ -69,6 +69,11 @@ impl Report {
             out += &format!(" {} of {}\n", counted(accuracy.samples, "sample"), accuracy.data);
         } else if let Some(measured) = &self.fidelity {
             out += &format!(" fidelity on {}\n", measured.describe());
+        }
+        if let Some(draft) = &self.draft {
+            out += &format!("\n{}\n", table(&DraftQuality::TITLES, draft.rows().into_iter().map(Vec::from)));
+            out += &format!(" {}\n", draft.measured_on());
+            out += &draft.recommendation().map_or(String::new(), |text| format!(" {text}\n"));
         }
         if !self.passes.is_empty() {
             let rows =

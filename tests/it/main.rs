@@ -18,6 +18,7 @@ mod contract;
 mod corpus;
 mod corrections;
 mod deployment;
+mod draft_command;
 mod drafts;
 mod evaluation;
 mod families;

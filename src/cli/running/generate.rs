@@ -11,6 +11,7 @@ use crate::error::{Error, Result, counted};
 use crate::generation::{Continuation, Generate, InputKind, LanguageModel, Message, Sampling, Speculation, Speed, StopReason, Vocabulary, first_difference};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
+use crate::report::format;
 use crate::report::terminal::{table, wrapped};
 
 #[derive(Debug, clap::Args)]
@@ -209,9 +210,8 @@ impl Args {
         let (Some(tokens), Some(rate)) = (speculation.tokens_per_step(), speculation.acceptance_rate()) else {
             return format!(" {}: proposed no tokens\n", draft.display());
         };
-        let percent = |rate: f64| format!("{:.0} %", 100.0 * rate);
-        let positions: Vec<String> = speculation.acceptance_by_position().into_iter().map(percent).collect();
-        let rate = percent(rate);
+        let positions: Vec<String> = speculation.acceptance_by_position().into_iter().map(format::rate).collect();
+        let rate = format::rate(rate);
         format!(" {}: {tokens:.2} tokens per step; {rate} of the proposals accepted, by position {}\n", draft.display(), positions.join(", "))
     }
 

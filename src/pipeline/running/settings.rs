@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::Device;
 
 use super::cached_results::ResultCache;
+use super::draft::DraftTest;
 use super::memory::memory_limit;
 use crate::data::{Data, DataSets, OpenSets};
 use crate::error::{Error, Result};
@@ -34,6 +35,8 @@ pub struct Running {
     pub cache: Option<(ResultCache, bool)>,
     /// Whether a memory trace is written.
     pub memory_trace: bool,
+    /// How the output is measured as a draft of the input.
+    pub draft_test: Option<Arc<DraftTest>>,
 }
 
 impl Running {

@@ -35,6 +35,7 @@ pub(super) fn render(report: &Report) -> String {
             (quality::accuracy(report))
             (quality::continuations(report))
             (quality::latency(report))
+            (quality::draft(report))
             (search::section_of(report))
             (layers::section(report))
             (values::section(report))

@@ -6,7 +6,7 @@ use super::chart::{Axis, Track, dot, tracks};
 use super::{section, table};
 use crate::error::counted;
 use crate::report::format::{milliseconds, runtime_name};
-use crate::report::{Report, measured};
+use crate::report::{DraftQuality, Report, measured};
 
 pub(super) fn accuracy(report: &Report) -> Markup {
     let Some(accuracy) = &report.accuracy else { return fidelity(report) };
@@ -57,7 +57,18 @@ pub(super) fn continuations(report: &Report) -> Markup {
     section("continuations", "Continuations", "Greedy continuations of held-out texts.", &table(&["text", "before", "after"], &rows))
 }
 
-fn cells(rows: Vec<[String; 3]>) -> Vec<Vec<Markup>> {
+/// Speculative decoding with the output as a draft.
+pub(super) fn draft(report: &Report) -> Markup {
+    let Some(draft) = &report.draft else { return html! {} };
+    let lead = format!("The output proposes tokens, and the input verifies them: {}.", draft.measured_on());
+    let content = html! {
+        (table(&DraftQuality::TITLES, &cells(draft.rows())))
+        @if let Some(text) = draft.recommendation() { p { (text) } }
+    };
+    section("draft", "Speculative decoding", &lead, &content)
+}
+
+fn cells<const N: usize>(rows: Vec<[String; N]>) -> Vec<Vec<Markup>> {
     rows.into_iter().map(|row| row.into_iter().map(|cell| super::prose(&cell)).collect()).collect()
 }
 

@@ -29,6 +29,16 @@ impl LocalNames {
         LocalNames { pairs }
     }
 
+    /// Also replaces this path, or replaces it by another name.
+    #[must_use]
+    pub fn with(mut self, path: &Path, name: &Path) -> LocalNames {
+        let path = path.to_string_lossy();
+        self.pairs.retain(|(other, _)| *other != path);
+        self.pairs.push((path.into_owned(), name.to_string_lossy().into_owned()));
+        self.pairs.sort_by_key(|(path, _)| std::cmp::Reverse(path.len()));
+        self
+    }
+
     /// Replaces all such paths in a text.
     pub fn text(&self, text: &str) -> String {
         self.pairs.iter().fold(text.to_owned(), |text, (path, name)| replace_path(&text, path, name))
@@ -141,5 +151,7 @@ mod tests {
         assert_eq!(LocalNames::new(&recipe, None).value(&recipe)["data"]["arrays"], "in.npz");
         let text = format!("`{}/config.json`, {}, {} and {}.", path("in"), path("in.npz"), path("in-2"), path("in"));
         assert_eq!(names.text(&text), format!("`../in/config.json`, ../in.npz, {} and ../in.", path("in-2")));
+        let renamed = names.with(Path::new(&path("in.npz")), Path::new("copy.npz")).with(Path::new(&path("in-2")), Path::new("other"));
+        assert_eq!(renamed.text(&text), "`../in/config.json`, copy.npz, other and ../in.");
     }
 }

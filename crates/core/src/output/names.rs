@@ -61,6 +61,9 @@ pub fn report_folder(file: &Path) -> PathBuf {
 
 /// Names of the report in all its formats.
 pub const REPORT_FILES: [&str; 3] = ["report.json", "report.md", "report.html"];
+/// The file in the folder of a draft with the texts that it was trained on, as tokens. Loaders do not mistake
+/// it for weights.
+pub const CONTINUATIONS: &str = "continuations.npz";
 
 /// Name of the signature of an output, which covers all other files.
 pub const SIGNATURE: &str = "model.sig";

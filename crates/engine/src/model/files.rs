@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::{Config, Model, adapter, quantization};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
-use crate::output::{SBOM, SIGNATURE};
+use crate::output::{CONTINUATIONS, SBOM, SIGNATURE};
 use crate::store::checkpoint::{INDEX, SINGLE};
 use crate::store::pytorch;
 
@@ -158,7 +158,7 @@ const SECRET_EXTENSIONS: [&str; 9] = ["env", "pem", "key", "ppk", "p12", "pfx", 
 /// Names of the files of a LoRA adapter, without extensions.
 const ADAPTER: [&str; 2] = ["adapter_config", "adapter_model"];
 /// Files about other files, which runs write.
-const OWN: [&str; 7] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY, SBOM, SIGNATURE];
+const OWN: [&str; 8] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY, SBOM, SIGNATURE, CONTINUATIONS];
 
 impl AuxiliaryFiles {
     /// Lists a folder with these weight files. Links to files are followed, links to folders are not.
@@ -385,6 +385,7 @@ mod tests {
             "bom.cdx.json",
             "model.sig",
             "inputs.blake3",
+            "continuations.npz",
             "finetune.csv",
             "distill-2.csv",
             "training_args.bin",
@@ -405,7 +406,10 @@ mod tests {
         assert_eq!((auxiliary.files.clone(), auxiliary.empty.clone()), (expected, vec![PathBuf::from("3_Normalize")]));
         let notes = auxiliary.notes(folder.path());
         assert_eq!(notes.len(), 6, "{notes:?}");
-        assert!(notes[1].contains("bom.cdx.json, distill-2.csv, finetune.csv, inputs.blake3, model.sig, report.json (they describe"), "{notes:?}");
+        assert!(
+            notes[1].contains("bom.cdx.json, continuations.npz, distill-2.csv, finetune.csv, inputs.blake3, model.sig, report.json (they describe"),
+            "{notes:?}"
+        );
         assert!(notes[2].contains("rng_state_0.pth, training_args.bin (they are the state"), "{notes:?}");
         assert!(notes[0].contains("checkpoint-500/, consolidated.00.pth, ") && notes[0].contains("the original weights"), "{notes:?}");
         assert!(notes[3].contains(".env, .git/, 1_Pooling/.netrc (hidden") && notes[5].contains("broken, loop/ (links"), "{notes:?}");

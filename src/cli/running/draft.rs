@@ -1,0 +1,226 @@
+//! `compress draft`
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::args::{Global, Writing};
+use super::output;
+use super::samples::parse_data;
+use crate::data::{Data, DataSets};
+use crate::error::{Error, Result, counted};
+use crate::export::Safetensors;
+use crate::generation::LanguageModel;
+use crate::model::Model;
+use crate::output::ResumeFolder;
+use crate::pass::{Context, Distill, Pass};
+use crate::pipeline::draft::{self, Continuations, DraftTest, PromptSource, Prompts, Samples, Steps};
+use crate::pipeline::{Builder, Pipeline, memory_limit};
+use crate::train::BatchSize;
+use crate::train::communicator::RankConfig;
+use crate::train::schedule::{Curve, Schedule};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress draft llama -o out/draft --prompts prompts.txt
+  compress draft llama -o out/draft --layers 4 --data book.txt --samples 4000 --tokens 256 --time 2h
+  compress draft llama-chat -o out/draft --prompts questions.txt --chat --test held-out.txt
+  compress draft llama -o out/draft --data chats.jsonl --export 'gguf: { type: Q8_0 }'
+  compress draft llama -o out/draft --prompts prompts.txt --resume     continue an interrupted run
+
+The output is a folder like that of the model, for `generate --draft`, vLLM and, with a GGUF file, llama.cpp. `compress
+run` with the recipe in it trains the same weights again, on the same continuations (continuations.npz).")]
+pub(in crate::cli) struct Args {
+    /// Model folder or file: a language model that continues texts, with its tokenizer
+    model: PathBuf,
+    /// Output folder
+    #[arg(long, short, value_name = "DIR")]
+    output: PathBuf,
+    /// Number of layers of the draft: the first, the last, and evenly spread ones [default: a fifth of the
+    /// model's]
+    #[arg(long, value_name = "N")]
+    layers: Option<usize>,
+    /// Prompts, one per line of a .txt file, or one per record of .csv, .tsv or .jsonl (also chats)
+    #[arg(long, value_name = "FILE", conflicts_with = "data", required_unless_present = "data", help_heading = "Continuations")]
+    prompts: Option<PathBuf>,
+    /// Treat each prompt as a user message in the model's chat template
+    #[arg(long, conflicts_with = "data", help_heading = "Continuations")]
+    chat: bool,
+    /// Texts whose beginnings are prompts, of 32 tokens unless `max_length` is set: a file, or `{text:
+    /// book.txt, max_length: 64, ...}` as in a recipe; of chats, the messages before the first answer
+    #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Continuations")]
+    data: Option<Data>,
+    /// Number of continuations to sample
+    #[arg(long, value_name = "N", default_value_t = 1000, help_heading = "Continuations")]
+    samples: usize,
+    /// Maximum length of a continuation in tokens, also when the draft is measured
+    #[arg(long, value_name = "N", default_value_t = 128, help_heading = "Continuations")]
+    tokens: usize,
+    /// Sampling temperature of the continuations
+    #[arg(long, value_name = "T", default_value_t = 1.0, help_heading = "Continuations")]
+    temperature: f64,
+    /// Seed of the random number generators
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Continuations")]
+    seed: u64,
+    /// Number of training steps [default: 1000]
+    #[arg(long, value_name = "N", conflicts_with = "time", help_heading = "Training")]
+    steps: Option<u64>,
+    /// Duration of the training, such as 90s, 20m or 2h: the number of steps is chosen by the time of a few
+    /// steps
+    #[arg(long, value_name = "TIME", value_parser = parse_time, help_heading = "Training")]
+    time: Option<Duration>,
+    /// Peak learning rate
+    #[arg(long, visible_alias = "lr", value_name = "RATE", default_value_t = 5e-4, help_heading = "Training")]
+    learning_rate: f64,
+    /// Continuations per step
+    #[arg(long, value_name = "N", default_value_t = BatchSize::Samples(8), help_heading = "Training")]
+    batch_size: BatchSize,
+    /// Held-out prompts to measure the draft on, in the format of `--prompts` [default: a tenth of the prompts,
+    /// at most 16]
+    #[arg(long, value_name = "FILE", help_heading = "Measurement")]
+    test: Option<PathBuf>,
+    /// Numbers of draft tokens to measure
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 2, 4, 8], help_heading = "Measurement")]
+    draft_tokens: Vec<usize>,
+    /// Continue an interrupted run: complete continuations are not sampled again
+    #[arg(long, help_heading = "Output")]
+    resume: bool,
+    #[command(flatten, next_help_heading = "Output")]
+    writing: Writing,
+}
+
+/// Default number of training steps.
+const STEPS: u64 = 1000;
+/// Of this many steps, one belongs to the warm-up.
+const WARMUP_DIVISOR: u64 = 20;
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        self.check()?;
+        let model = Model::open(&self.model)?;
+        let language = LanguageModel::new(model.clone())?;
+        language.require_prompts()?;
+        let layers = draft::layers(&model, self.layers)?;
+        self.check_output(&model, global)?;
+        let prompts = Prompts::read((&model, &language), self.source()?, self.test.as_deref(), self.samples)?;
+        let folder = ResumeFolder::open(&self.output, self.resume, self.writing.force)?;
+        let (data, steps) = global.work(|work| {
+            let device = global.models.device.open()?;
+            let memory = memory_limit(global.models.memory, &device);
+            let continuations = Continuations { model: (&model, &language), prompts: &prompts.train, samples: &self.samples(), folder: folder.path() };
+            let data = continuations.sample(&device, memory, work)?;
+            let Some(time) = self.time else { return Ok((data, self.steps.unwrap_or(STEPS))) };
+            let sets = DataSets { train: Some(data.clone()), ..DataSets::default() };
+            let context = Context { work: work.quiet(), seed: self.seed, data: &sets, device, memory, memory_tracker: None, checkpoints: None };
+            let batch = self.batch().min(self.samples);
+            let steps = Steps { model: &model, distill: &self.distillation(&layers, STEPS), batch, time, folder: folder.path() }.count(&context, work)?;
+            Ok((data, steps))
+        })?;
+        // The run opens the folder again, with the continuations.
+        drop(folder);
+        let pipeline = self.pipeline(self.distillation(&layers, steps), &data, &prompts, global)?;
+        let report = pipeline.run(model, &self.output)?;
+        output::report(&report, &self.output, global)
+    }
+
+    /// Checks options that do not depend on the model.
+    fn check(&self) -> Result<()> {
+        if let Some(file) = crate::output::file_name(&self.output) {
+            return Err(Error::option("--output", format!("`{file}` is a file, but a draft is a folder with its tokenizer: add a file with `--export`")));
+        }
+        if self.draft_tokens.is_empty() || self.draft_tokens.contains(&0) {
+            return Err(Error::option("--draft-tokens", "must be at least 1"));
+        }
+        if self.time.is_some() && self.batch_size == BatchSize::Auto {
+            return Err(Error::option("--time", "needs a number as `--batch-size`, or specify `--steps`"));
+        }
+        if RankConfig::from_environment()?.is_some_and(|rank| rank.size > 1) {
+            return Err(Error::option("draft", "samples in one process: train with `compress run` and the recipe of a draft in several processes"));
+        }
+        self.samples().check()?;
+        self.distillation(&[0], self.steps.unwrap_or(STEPS)).check()
+    }
+
+    /// Checks that the output can be written, in all its formats, before the long part.
+    fn check_output(&self, model: &Model, global: &Global) -> Result<()> {
+        let pipeline = self.formats(global.builder()?.measure(false))?.build()?;
+        pipeline.check_output(model, &self.output)?;
+        pipeline.plan_output(model, &self.output).map(drop)
+    }
+
+    fn source(&self) -> Result<PromptSource<'_>> {
+        match (&self.prompts, &self.data) {
+            (Some(prompts), _) => Ok(PromptSource::Records(prompts, self.chat)),
+            (None, Some(data)) => Ok(PromptSource::Windows(data)),
+            (None, None) => Err(Error::option("draft", "no prompts: specify a file with --prompts, or texts with --data")),
+        }
+    }
+
+    /// Number of continuations per step, if it is specified.
+    fn batch(&self) -> usize {
+        if let BatchSize::Samples(samples) = self.batch_size { samples } else { 1 }
+    }
+
+    fn samples(&self) -> Samples {
+        Samples { count: self.samples, tokens: self.tokens, temperature: self.temperature, seed: self.seed }
+    }
+
+    fn distillation(&self, layers: &[usize], steps: u64) -> Distill {
+        let schedule = Schedule { kind: Curve::Cosine, warmup_steps: steps / WARMUP_DIVISOR, ..Schedule::default() };
+        let training = Distill { learning_rate: self.learning_rate, schedule, max_steps: Some(steps), batch_size: self.batch_size, ..Distill::default() };
+        draft::distillation(layers.to_vec(), training)
+    }
+
+    /// The run that trains, writes and measures the draft.
+    fn pipeline(&self, distill: Distill, data: &Data, prompts: &Prompts, global: &Global) -> Result<Pipeline> {
+        let test =
+            DraftTest { prompts: prompts.test.clone(), prompts_from: prompts.tested_on.clone(), tokens: self.tokens, draft_tokens: self.draft_tokens.clone() };
+        let used = prompts.train.len().min(self.samples);
+        let trained = format!(
+            "trained on {} of up to {}, sampled by the model at temperature {} from {}; {} held out",
+            counted(self.samples, "continuation"),
+            counted(self.tokens, "token"),
+            self.temperature,
+            counted(used, "prompt"),
+            counted(prompts.test.len(), "prompt"),
+        );
+        let unused = prompts.train.len() - used;
+        let unused = (unused > 0).then(|| format!("{} not continued, because `--samples` is {}", counted(unused, "prompt"), self.samples));
+        // A draft differs strongly from the model: its quality is the number of accepted proposals.
+        let builder = global.builder()?.pass(distill).train(data.clone()).seed(self.seed).resume(true).note(trained).measure(false);
+        let builder = unused.into_iter().fold(builder, Builder::note);
+        let builder = if self.writing.no_measure { builder } else { builder.draft_test(test) };
+        self.formats(data.arrays.iter().try_fold(builder, |builder, path| builder.enclose(path))?)?.build()
+    }
+
+    /// Adds the formats and records of the output. Safetensors are always written: they are the draft for
+    /// vLLM and `generate --draft`.
+    fn formats(&self, builder: Builder) -> Result<Builder> {
+        let Writing { force, allow_nonfinite, runtimes, records, .. } = &self.writing;
+        let mut exports = self.writing.exports();
+        if !exports.iter().any(|export| export.format().name() == "safetensors") {
+            exports.insert(0, Safetensors::default().into());
+        }
+        let builder = exports.into_iter().fold(builder, Builder::export);
+        records.configure(builder.force(*force).allow_nonfinite(*allow_nonfinite).loads(runtimes.loads.iter().copied()))
+    }
+}
+
+/// Parses a duration: a number with `s`, `m` or `h`.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("`{text}` is not a time such as 90s, 20m or 2h");
+    let units = [("s", 1.0), ("m", 60.0), ("h", 3600.0)];
+    let (number, factor) = units.into_iter().find_map(|(unit, factor)| Some((text.strip_suffix(unit)?, factor))).ok_or_else(wrong)?;
+    let seconds = number.trim().parse::<f64>().map_err(|_| wrong())? * factor;
+    Duration::try_from_secs_f64(seconds).ok().filter(|time| !time.is_zero()).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_a_unit() {
+        assert_eq!(["90s", "20m", "1.5h"].map(|text| parse_time(text).unwrap().as_secs()), [90, 1200, 5400]);
+        assert!(["20", "m", "-3m", "0s", "nanh", "3 days", "1e40h"].iter().all(|text| parse_time(text).is_err()));
+    }
+}
