@@ -4,6 +4,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 pub(crate) mod message;
+mod shell_paths;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -146,7 +147,7 @@ impl Recipe {
         // Nested aliases expand exponentially.
         let aliases = serde_saphyr::alias_limits! { max_total_replayed_events: MAX_ALIASED };
         let options = serde_saphyr::options! { alias_limits: aliases };
-        serde_saphyr::from_str_with_options(text, options).map_err(|e| located(path, e))
+        serde_saphyr::from_str_with_options(text, options).map_err(|e| located(path, text, e))
     }
 
     /// Reads a recipe, resolves its paths against its folder, and applies overrides (`key.inner=value`),
@@ -188,12 +189,14 @@ impl Recipe {
             return Recipe::parse(&text, Path::new("recipe"));
         }
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-        Recipe::parse(&text, path)
+        let recipe = Recipe::parse(&text, path)?;
+        shell_paths::require_none(&recipe, &text).map_err(|message| Error::Recipe { path: path.to_owned(), message })?;
+        Ok(recipe)
     }
 
     fn with_overrides(self, set: &[(String, String)]) -> Result<Recipe> {
         set.iter().try_fold(self, |recipe, (key, value)| {
-            let parsed = serde_saphyr::from_str(value).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, value)))?;
+            let parsed = serde_saphyr::from_str(value).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, value, value)))?;
             recipe.with(key, &parsed, "--set")
         })
     }
@@ -249,8 +252,8 @@ fn vary<'v>(mut variants: Vec<Variant>, sweep: impl Iterator<Item = (&'v String,
     Ok(variants)
 }
 
-fn located(path: &Path, error: serde_saphyr::Error) -> Error {
-    Error::Recipe { path: path.to_owned(), message: message::explain(&error, &path.to_string_lossy()) }
+fn located(path: &Path, text: &str, error: serde_saphyr::Error) -> Error {
+    Error::Recipe { path: path.to_owned(), message: message::explain(&error, &path.to_string_lossy(), text) }
 }
 
 /// A value as text that is safe in the name of a folder.

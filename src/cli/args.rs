@@ -240,7 +240,7 @@ fn parse_export(text: &str) -> Result<Export, String> {
     if Layout::from_str(text, true).is_ok() {
         return Err(format!("`{text}` is a layout, not a format: use --layout {text}, or --export 'safetensors: {{ layout: {text} }}'"));
     }
-    serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text))
+    serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text, text))
 }
 
 fn positive(text: &str) -> Result<std::num::NonZeroUsize, String> {

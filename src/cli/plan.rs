@@ -7,7 +7,6 @@ use serde_json::json;
 use super::args::{Global, Runtimes};
 use super::{output, run};
 use crate::error::{Error, Result, counted};
-use crate::model::Model;
 use crate::pipeline::Pipeline;
 use crate::recipe::{Recipe, Variant};
 
@@ -40,7 +39,7 @@ impl Args {
         for path in &self.recipes {
             for Variant { name, recipe } in self.variants(path)? {
                 let pipeline = pipeline(path, &recipe, global, &self.runtimes)?;
-                let model = Model::open(&recipe.model)?;
+                let model = run::open_model(path, &recipe)?;
                 let mut plan = recipe.output.as_deref().map_or_else(|| pipeline.plan(&model), |output| pipeline.plan_output(&model, output))?;
                 plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
                 let name = if self.recipes.len() > 1 { format!("{} {name}", path.display()).trim_end().to_owned() } else { name };

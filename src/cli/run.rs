@@ -1,5 +1,6 @@
 //! `compress run`
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -70,6 +71,15 @@ fn parse_sweep(text: &str) -> Result<(String, Vec<Value>), String> {
     serde_saphyr::from_str(&list).map(|values| (key, values)).map_err(|_| format!("`{values}` is not a list of values like 0.3,0.5,0.7"))
 }
 
+/// Opens the model of a recipe. The error about a missing one names the recipe.
+pub(super) fn open_model(path: &Path, recipe: &Recipe) -> Result<Model> {
+    Model::open(&recipe.model).map_err(|e| {
+        let is_missing = matches!(&e, Error::Io { source, .. } if source.kind() == ErrorKind::NotFound);
+        let hint = e.hint().unwrap_or_default();
+        if is_missing && path != Path::new("-") { Error::run(format!("{}: `model`", path.display()), e, hint) } else { e }
+    })
+}
+
 /// One run of a recipe or of a sweep.
 struct Job {
     name: String,
@@ -103,7 +113,7 @@ impl Args {
         let builder = if self.no_cache { builder } else { with_cache(builder, !name.is_empty()) };
         let pipeline = self.records.configure(builder)?.build()?;
         let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`: add one to the recipe, or use -o"))?;
-        let model = Model::open(&recipe.model)?;
+        let model = open_model(&self.recipe, &recipe)?;
         let output = if name.is_empty() { output } else { output.join(&name) };
         Ok(Job { name, pipeline, model, output })
     }

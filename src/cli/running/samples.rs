@@ -32,7 +32,7 @@ pub(super) fn parse_data(text: &str) -> Result<Data, String> {
         let data = Data::at(path);
         return if files::is_remote(path) && data.images.is_some() { Err(format!("`{text}` {NOT_LOCAL}")) } else { Ok(data) };
     }
-    serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text))
+    serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text, text))
 }
 
 impl Samples {

@@ -5,6 +5,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
 use crate::error::ParseError;
+use crate::store::aliases;
 use crate::store::{ActivationScheme, Codes, DType, FloatFormat, FloatScale, Granularity, QuantizationSpec, ScaleFormat, Static, Weight};
 
 /// Properties of a scheme.
@@ -190,8 +191,19 @@ impl FromStr for Scheme {
         let name = text.to_uppercase().replace('_', "-");
         let known = || ALL.iter().filter(|(known, _)| !known.contains('_'));
         let scheme = known().find(|(known, _)| *known == name).map(|(_, scheme)| *scheme);
-        scheme.ok_or_else(|| format!("unknown scheme `{text}`; the schemes are {}", known().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")).into())
+        scheme.ok_or_else(|| unknown(text, known().map(|(name, _)| *name)).into())
     }
+}
+
+/// The message about an unknown scheme.
+fn unknown<'n>(name: &str, schemes: impl Iterator<Item = &'n str> + Clone) -> String {
+    let start = format!("unknown scheme `{name}`");
+    if aliases::is_gguf_type(name) {
+        let name = name.to_ascii_uppercase();
+        return format!("{start}: it is a type of GGUF files; remove this pass, and add `export: [{{ gguf: {{ type: {name} }} }}]`");
+    }
+    let near = aliases::suggestion(name, schemes.clone()).map_or(String::new(), |near| format!(", did you mean `{near}`?"));
+    format!("{start}{near}; the schemes are {}", schemes.collect::<Vec<_>>().join(", "))
 }
 
 impl<'de> Deserialize<'de> for Scheme {
@@ -277,6 +289,9 @@ mod tests {
         for (text, scheme) in [("w4a16", Scheme::W4A16), ("W4A16_ASYM", Scheme::W4A16Asym), ("w4a16-asym", Scheme::W4A16Asym), ("int8", Scheme::W8A8)] {
             assert_eq!(text.parse(), Ok(scheme));
         }
+        let error = |text: &str| text.parse::<Scheme>().unwrap_err().to_string();
+        assert!(error("int4").starts_with("unknown scheme `int4`, did you mean `W4A16`?"), "{}", error("int4"));
+        assert!(error("q4_k_m").contains("it is a type of GGUF files") && error("q4_k_m").contains("{ type: Q4_K_M }"), "{}", error("q4_k_m"));
         assert!("W3A3".parse::<Scheme>().unwrap_err().to_string().contains("W4A16-ASYM"));
         for (_, scheme) in ALL.iter().copied() {
             assert_eq!(serde_json::from_value::<Scheme>(serde_json::to_value(scheme).unwrap()).unwrap(), scheme);

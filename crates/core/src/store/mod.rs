@@ -3,6 +3,7 @@
 //!
 //! Does not depend on ops, architectures or passes.
 
+pub mod aliases;
 pub mod artifacts;
 mod assemble;
 mod bias;

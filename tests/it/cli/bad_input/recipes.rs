@@ -26,7 +26,7 @@ fn keys_and_names() {
         recipe(
             "an unknown key",
             "model: in\npases: []\n",
-            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`? Expected one of `model`, `seed`, `allow_nonfinite`, `sizes`, `measure`, `data`, `memory`, `passes`, `evaluate`, `export`… --> recipe.yaml:2:1…2 | pases: []",
+            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`?\n --> recipe.yaml:2:1…2 | pases: []…^\nExpected one of `model`, `seed`, `allow_nonfinite`, `sizes`, `measure`, `data`, `memory`, `passes`, `evaluate`, `export`",
         ),
         recipe(
             "an unknown option",
@@ -36,12 +36,12 @@ fn keys_and_names() {
         recipe(
             "an unknown pass",
             "model: in\npasses:\n  - prune: {}\n",
-            "line 3 column 5: unknown name `prune`, did you mean `prune-vocabulary`? Expected one of `prune-unstructured`, `prune-structured`, `prune-vocabulary`, `decompose`, `quantize`, `quantize-dynamic`",
+            "line 3 column 5: unknown name `prune`, did you mean `prune-unstructured`?…Expected one of `prune-unstructured`, `prune-structured`, `prune-vocabulary`, `decompose`, `quantize`, `quantize-dynamic`",
         ),
         recipe(
             "an unknown pass by name alone",
             "model: in\npasses: [prune]\n",
-            "line 2 column 10: unknown name `prune`, did you mean `prune-vocabulary`? Expected one of `prune-unstructured`",
+            "line 2 column 10: unknown name `prune`, did you mean `prune-unstructured`?…Expected one of `prune-unstructured`",
         ),
         recipe("an unknown format", "model: in\nexport: [onxx]\n", "line 2 column 10: unknown name `onxx`, did you mean `onnx`? Expected one of `safetensors`"),
         recipe(
@@ -84,10 +84,25 @@ fn keys_and_names() {
 fn types_and_ranges() {
     check([
         recipe("text for a number", "model: in\nseed: many\n", "recipe.yaml: line 2 column 7: expected a whole number"),
-        recipe("a negative seed", "model: in\nseed: -1\n", "line 2 column 7: expected a whole number"),
+        recipe("a negative seed", "model: in\nseed: -1\n", "line 2 column 7: expected a whole number from 0 for `seed`"),
         recipe("a list for text", "model: [in]\n", "line 1 column 8: expected a plain value"),
         recipe("keys for a list", "model: in\npasses: { cast: {} }\n", "line 2 column 9: expected a list"),
         recipe("text for a list", "model: in\npasses:\n  - cast: { targets: \"*\" }\n", "line 3 column 22: expected a list"),
+        recipe(
+            "a switch for a fraction",
+            "model: in\npasses:\n  - prune-unstructured: { amount: true }\n",
+            "column 27: expected a fraction from 0.0 to 1.0, a percentage like 50%, or a whole number, not `true`",
+        ),
+        recipe("a list for a fraction", "model: in\npasses:\n  - prune-unstructured: { amount: [0.5] }\n", "or a whole number, not a list"),
+        recipe("a home folder", "model: ~/in\n", "recipe.yaml: line 1: `~/in`: `~` and variables are not expanded in recipes"),
+        recipe("a variable", "model: in\npasses: []\noutput: $HOME/out\n", "recipe.yaml: line 3: `$HOME/out`: `~` and variables are not expanded"),
+        recipe(
+            "a type of GGUF files",
+            "model: in\npasses: [quantize: { scheme: Q4_K_M }]\n",
+            "unknown scheme `Q4_K_M`: it is a type of GGUF files; remove this pass, and add `export: [{ gguf: { type: Q4_K_M } }]`",
+        ),
+        recipe("a scheme of another tool", "model: in\npasses: [quantize: { scheme: int4 }]\n", "unknown scheme `int4`, did you mean `W4A16`?"),
+        recipe("an option of another tool", "model: in\npasses: [prune-unstructured: { sparsity: 0.5 }]\n", "unknown key `sparsity`, did you mean `amount`?"),
         recipe("text for a switch", "model: in\nallow_nonfinite: perhaps\n", "line 2 column 18: expected true or false for `allow_nonfinite`"),
         recipe(
             "text for a whole number of a pass",
@@ -139,6 +154,8 @@ fn texts_that_are_not_recipes() {
         recipe("a word", "compress\n", "recipe.yaml: line 1 column 1: expected keys with values"),
         recipe("two documents", "model: in\n---\nmodel: in\n", "recipe.yaml: line 3 column 1: a second YAML document begins here"),
         recipe("an open list", "model: in\npasses: [\n", "recipe.yaml: line 2 column 9: unclosed bracket '['"),
+        recipe("an open list in place of a number", "model: in\npasses: [cast: { targets: [a }]\n", "recipe.yaml: line 2 column…bracket"),
+        recipe("an open list of an option", "model: in\npasses:\n  - prune-unstructured: { amount: [0.5}\n", "recipe.yaml: line 3 column…bracket"),
         recipe("an open string", "model: \"in\n", "recipe.yaml: line 2 column 1: invalid indentation in multiline quoted scalar"),
         recipe("a tab", "model: in\npasses:\n\t- cast: {}\n", "recipe.yaml: line 3 column 2: tabs disallowed"),
         recipe("an alias of nothing", "model: *in\n", "recipe.yaml: line 1 column 8: reference to unknown value"),
@@ -154,7 +171,7 @@ fn texts_that_are_not_recipes() {
         with_args("not there", "", "run other.yaml -o out", 1, "cannot read other.yaml: No such file or directory"),
         with_args("a folder", "", "run in -o out", 2, "in: is a folder; a recipe is a YAML file"),
         with_args("a checkpoint", "", "plan in/model.safetensors", 1, "cannot read in/model.safetensors: stream did not contain valid UTF-8"),
-        with_args("no model there", "model: nowhere\n", RUN, 1, "cannot open nowhere: No such file or directory"),
+        with_args("no model there", "model: nowhere\n", RUN, 1, "recipe.yaml: `model`: cannot open nowhere: No such file or directory"),
         with_args("no output", "model: in\n", "run recipe.yaml", 2, "recipe.yaml: no `output`: add one to the recipe, or use -o"),
     ]);
 }
@@ -180,7 +197,7 @@ fn values_set_on_the_command_line() {
         set("a group with a typing error", "run recipe.yaml -o out --set pases.0=cast", "--set pases.0: the recipe has no `pases`; did you mean `passes`?"),
         set("an entry that is not there", "run recipe.yaml -o out --set passes.2.cast.to=f16", "--set passes.2.cast.to: the list has no entry `2`"),
         set("a key of a number", "run recipe.yaml -o out --set seed.x=1", "--set seed.x: the value that contains `x` is neither a map nor a list"),
-        set("a wrong type", "run recipe.yaml -o out --set seed=x", "--set seed=x: invalid type: string \"x\", expected u64"),
+        set("a wrong type", "run recipe.yaml -o out --set seed=x", "--set seed=x: expected a whole number, not \"x\""),
         set("an unknown value", "run recipe.yaml -o out --set cast.to=f8", "--set cast.to=f8: unknown variant `f8`, expected one of `f32`, `f16`, `bf16`"),
         set("out of range", "run recipe.yaml -o out --set prune-unstructured.amount=1.5", "--set prune-unstructured.amount=1.5: amount 1.5 is not a fraction"),
         set("no YAML", "run recipe.yaml -o out --set passes=[", "--set passes: line 1 column 1: unclosed bracket '['"),
