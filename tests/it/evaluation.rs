@@ -335,7 +335,7 @@ fn data_that_does_not_match_the_model_is_rejected_by_name() {
     assert!(wrong("{ task: embedding }").contains("`pair_column`"));
     assert!(wrong("{ stride: 2, label_column: label }").contains("`stride`"));
     assert!(refused(bert.path(), &texts("missing.csv", "{ label_column: label }")).contains("missing.csv"));
-    assert!(refused(bert.path(), &Data { images: Some(golden("evaluation/images")), ..Data::default() }).contains("image data supports only one"));
+    assert!(refused(bert.path(), &Data { images: Some(golden("evaluation/images")), ..Data::default() }).contains("but this is a text model"));
     let bare = model("bert-sequence-classification", &[]);
     assert!(refused(bare.path(), &texts("labelled.csv", "{ label_column: label }")).contains("without tokenizer.json"));
     let masked = model("bert-masked-lm", &[WORDS]);

@@ -1,9 +1,6 @@
 //! Command-line arguments for data sets.
 
-use std::path::Path;
-
-use crate::data::{Data, NOT_LOCAL};
-use crate::files;
+use crate::data::Data;
 use crate::pipeline::Builder;
 
 // No doc comment: clap would use it as the description of the command that flattens this group.
@@ -28,9 +25,7 @@ pub(in crate::cli) struct Samples {
 /// Parses the value of a data option: a path, or a mapping as in a recipe.
 pub(super) fn parse_data(text: &str) -> Result<Data, String> {
     if !text.trim_start().starts_with('{') {
-        let path = Path::new(text);
-        let data = Data::at(path);
-        return if files::is_remote(path) && data.images.is_some() { Err(format!("`{text}` {NOT_LOCAL}")) } else { Ok(data) };
+        return Data::recognized(text);
     }
     serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text, text))
 }

@@ -29,10 +29,21 @@ struct Reader {
     rest: Box<dyn Read + Send>,
 }
 
+/// Whether a file begins like an IDX file of bytes, maybe compressed by gzip.
+pub(super) fn is_idx(path: &Path) -> bool {
+    let mut magic = [0; 4];
+    matches!(open(path).map(|mut bytes| bytes.read_exact(&mut magic).is_ok().then_some(magic)), Ok(Some([0, 0, BYTES, _])))
+}
+
+/// The bytes of a file, decompressed if its extension is that of gzip.
+fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
+    let file = BufReader::new(File::open(path).map_err(Error::io("open", path))?);
+    Ok(if path.extension().is_some_and(|e| e == "gz") { Box::new(GzDecoder::new(file)) } else { Box::new(file) })
+}
+
 impl Reader {
     fn open(path: &Path, rank: std::ops::RangeInclusive<usize>) -> Result<Reader> {
-        let file = BufReader::new(File::open(path).map_err(Error::io("open", path))?);
-        let mut rest: Box<dyn Read + Send> = if path.extension().is_some_and(|e| e == "gz") { Box::new(GzDecoder::new(file)) } else { Box::new(file) };
+        let mut rest = open(path)?;
         let not_idx = || Error::malformed(path, "is neither an IDX file of bytes nor a folder of images");
         let mut magic = [0; 4];
         rest.read_exact(&mut magic).map_err(|_| not_idx())?;

@@ -122,13 +122,14 @@ fn is_hidden(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'))
 }
 
-fn is_image(path: &Path) -> bool {
+/// Whether a file has the extension of an image, also of a format that is not decoded.
+pub(super) fn is_image(path: &Path) -> bool {
     let extension = extension(path);
     EXTENSIONS.iter().chain(&UNSUPPORTED).any(|known| *known == extension)
 }
 
 /// The extension in lower case.
-fn extension(path: &Path) -> String {
+pub(super) fn extension(path: &Path) -> String {
     path.extension().map_or(String::new(), |extension| extension.to_string_lossy().to_ascii_lowercase())
 }
 

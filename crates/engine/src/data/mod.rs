@@ -20,6 +20,7 @@ mod image_files;
 mod image_input;
 mod images;
 mod interleaved;
+mod kind;
 mod labels;
 mod loader;
 mod mixture;
@@ -57,7 +58,6 @@ pub use chat::{ChatTemplate, Message};
 pub use compress_core::one_or_several;
 pub use corpus::{Corpus, CorpusText};
 pub use labels::IGNORED;
-pub use name_or_options::NOT_LOCAL;
 pub use open_sets::{DataSets, OpenSets};
 pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, LossOn, Task, WindowSampling};
 pub use order::Order;
@@ -151,6 +151,7 @@ impl DataSet {
     /// model's inputs.
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
+        kind::require_kind(options, &target)?;
         let task = options.task(&target)?;
         if task == Task::Classification {
             labels::require_single_label(&target)?;

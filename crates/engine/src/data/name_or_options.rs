@@ -5,10 +5,8 @@ use std::path::Path;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor, value};
 
+use super::kind::{NOT_LOCAL, unknown_extension};
 use super::options::Data;
-
-/// Why a remote folder or data set of the Hub is refused.
-pub const NOT_LOCAL: &str = "is not a file: data sets are not downloaded, so data must be local files";
 
 struct Form;
 
@@ -32,8 +30,7 @@ impl<'de> Visitor<'de> for Form {
             return Err(E::custom(format!("`{name}` {NOT_LOCAL}")));
         }
         // Folders are not searched, because the path is not resolved yet.
-        let unknown = || E::custom(format!("the extension of `{name}` does not show what it contains: write {{ text: {name} }}, or `images` or `arrays`"));
-        Data::in_file(Path::new(name)).map(Some).ok_or_else(unknown)
+        Data::in_file(Path::new(name)).map(Some).ok_or_else(|| E::custom(unknown_extension(name)))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Option<Data>, A::Error> {

@@ -190,12 +190,21 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
             None => 0,
             Some(hint) => return Err(Error::malformed(path, format!("line 1 is one column, {}: {hint}, or name it as `text_column`", listed(&names)))),
         },
-        None => default(&TEXT).ok_or_else(|| {
+        None if header => default(&TEXT).ok_or_else(|| {
             Error::option(
                 "data",
                 format!("{}: specify `text_column`; the columns are {}; or set `header: false` if the first line is a sample", path.display(), listed(&names)),
             )
         })?,
+        None => {
+            return Err(Error::option(
+                "data",
+                format!(
+                    "{}: specify the number of the column of texts, which is counted from 0, as in `text_column: 0`, since `header` is false",
+                    path.display()
+                ),
+            ));
+        }
     };
     let pair = options.pair_column.as_ref().map(find).transpose()?;
     let label = match &options.label_column {

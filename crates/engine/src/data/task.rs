@@ -1,33 +1,10 @@
-//! The kind and the task of data, inferred from the files and the model.
-
-use std::path::Path;
+//! The task of data, inferred from the files and the model.
 
 use super::options::{Data, Task, is_masked, is_of_class};
 use super::{Target, arrays, images, source_registry};
 use crate::error::Result;
 
 impl Data {
-    /// The data at a path; its kind follows from the file extension or the folder's contents.
-    pub fn at(path: &Path) -> Data {
-        let with_path = Some(path.to_owned());
-        match Data::in_file(path) {
-            Some(data) => data,
-            None if arrays::folder_has_arrays(path) => Data { arrays: with_path, ..Data::default() },
-            None => Data { images: with_path, ..Data::default() },
-        }
-    }
-
-    /// The data in a file of texts or arrays, from its extension.
-    pub(super) fn in_file(path: &Path) -> Option<Data> {
-        let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
-        let path = Some(path.to_owned());
-        match ending.as_str() {
-            "txt" | "raw" | "csv" | "tsv" | "jsonl" => Some(Data { text: path, ..Data::default() }),
-            "safetensors" | "npz" | "npy" => Some(Data { arrays: path, ..Data::default() }),
-            _ => None,
-        }
-    }
-
     /// The task: as specified, or inferred from the data and the model.
     pub(super) fn task(&self, target: &Target) -> Result<Task> {
         if let Some(task) = self.task {
@@ -71,15 +48,4 @@ fn has_logits_per_token(target: &Target) -> bool {
 /// Whether the logits of each token are over the vocabulary, not over classes.
 fn predicts_tokens(target: &Target) -> bool {
     has_logits_per_token(target) && !is_of_class(target, "ForTokenClassification")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_kind_follows_from_the_extension() {
-        assert_eq!(Data::at(Path::new("a/b.CSV")).text.as_deref(), Some(Path::new("a/b.CSV")));
-        assert!(Data::at(Path::new("a/b")).images.is_some() && Data::at(Path::new("b.npz")).arrays.is_some());
-    }
 }

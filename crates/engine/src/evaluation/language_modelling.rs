@@ -11,6 +11,9 @@ use crate::exec::{floats_on_host, read};
 use crate::ir::ops::on_host;
 use crate::kernel::rows::log_sum_exp;
 
+/// Name of the outputs of a model without a head.
+const HIDDEN_STATES: &str = "last_hidden_state";
+
 /// Sum of the negative log-likelihoods of the target tokens.
 #[derive(Debug, Default)]
 pub(super) struct Perplexity {
@@ -23,6 +26,15 @@ impl Metric for Perplexity {
     fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
         let Some(targets) = batch.next_tokens()? else { return Ok(()) };
         let (name, logits) = select_output(outputs, &["logits"], 3)?;
+        if name == HIDDEN_STATES {
+            return Err(Error::option(
+                "task",
+                format!(
+                    "`language-modelling` needs a language-model head, but this model has none: its output `{name}` contains hidden states; \
+                    use the task `embedding` or `fidelity`, or a model that was saved with its head"
+                ),
+            ));
+        }
         let ids = batch.tokens(batch.output_role()).ok_or_else(|| Error::option("task", "perplexity needs tokens"))?;
         let (windows, length) = ids.dims2().map_err(tensor_error)?;
         let vocabulary = logits.dim(2).map_err(tensor_error)?;

@@ -151,7 +151,11 @@ impl LanguageModel {
         };
         let is_generative = |kind: ModelKind| kind == ModelKind::Decoder || kind == ModelKind::EncoderDecoder && input_kind != InputKind::Prompt;
         if let Some(family) = arch::family(model.config.model_type()).filter(|family| !is_generative(family.kind) && model.changed_graph.is_none()) {
-            return Err(Error::graph("config.json", format!("models of type `{}` are not decoders and cannot generate text", family.model_type)));
+            return Err(Error::run(
+                "this model",
+                format!("models of type `{}` are not decoders and cannot generate text", family.model_type),
+                "choose a language model with a decoder, like Llama or T5; `compress eval` measures other models",
+            ));
         }
         SequenceCache::new(&graph)?;
         let supported: &[&str] = match input_kind {

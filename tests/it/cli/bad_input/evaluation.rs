@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::{Case, case, check};
 use crate::cli::commands::evaluation::classifier;
-use crate::cli::support::{METADATA, file, floats, golden_model, model};
+use crate::cli::support::{METADATA, command, file, floats, golden_model, model};
 
 fn with(name: &'static str, change: impl Fn(&Path) + 'static, args: &'static str, code: i32, message: &'static str, hint: &'static str) -> Case {
     let make = move |folder: &Path| {
@@ -161,6 +161,67 @@ fn models_that_are_wrong() {
             "running a model without graph.json and without a model_type in config.json is not supported",
             "describe the model in a graph.json",
         ),
-        case("a picture for a text model", |folder| golden_model(folder, "bert", &[]), "eval in --images in", 2, "image data supports only one", ""),
     ]);
 }
+
+#[test]
+fn data_of_another_kind() {
+    let text_model = |folder: &Path| {
+        golden_model(folder, "bert", HEADLESS);
+        fs::create_dir(folder.join("empty")).unwrap();
+        for (file, text) in [("texts/a.raw", "a cat\n"), ("texts/b.txt", "a dog\n"), ("images/a.png", ""), ("other/a.json", "{}"), ("table.txt", "a\tb\n")] {
+            fs::create_dir_all(folder.join(file).parent().unwrap()).unwrap();
+            fs::write(folder.join(file), text).unwrap();
+        }
+    };
+    let text = |name, args, message| case(name, text_model, args, 2, message, "");
+    let image =
+        |name, args, code, message, hint| case(name, |folder| golden_model(folder, "resnet-basic", &[("book.txt", "../book.txt")]), args, code, message, hint);
+    check([
+        text("images for a text model", "eval in --images images", "images: is specified as images, but this is a text model (inputs `input_ids`"),
+        text("a folder of images", "quantize-static in -o out --calibration images", "but this is a text model…specify a file of texts (.txt, .raw, .csv"),
+        text(
+            "a name of a data set",
+            "quantize-static in -o out --calibration wikitext",
+            "'wikitext' for '--calibration…`wikitext` does not exist: data sets are not downloaded",
+        ),
+        text("an empty folder", "quantize-static in -o out --calibration empty", "the folder `empty` is empty"),
+        text(
+            "a file of another kind",
+            "quantize-static in -o out --calibration in/config.json",
+            "the extension of `in/config.json` does not show what it contains",
+        ),
+        text(
+            "a folder of texts",
+            "quantize-static in -o out --calibration texts",
+            "`texts` is a folder of texts…like texts/a.raw…{ mix: [{ text: texts/a.raw }",
+        ),
+        text("a folder of other files", "quantize-static in -o out --calibration other", "the folder `other` contains neither images nor arrays (.safetensors"),
+        case("images that do not exist", text_model, "eval in --images nowhere", 1, "cannot open nowhere: No such file", ""),
+        case(
+            "a head that the model lacks",
+            text_model,
+            "eval in --data book.txt --task language-modelling --max-length 8",
+            2,
+            "needs a language-model head, but this model has none…use the task `embedding` or `fidelity`",
+            "",
+        ),
+        case("text of a model without a decoder", text_model, "generate in --prompt a", 1, "`bert` are not decoders", "choose a language model with a decoder"),
+        image("text for an image model", "eval in --data book.txt", 2, "book.txt: contains texts, but this is an image model (input `pixel_values`", ""),
+        image("text of an image model", "generate in --prompt a", 1, "are not decoders", "choose a language model with a decoder"),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    text_model(folder.path());
+    let run = |data: &str| {
+        let output = command(folder.path()).args(["quantize-static", "in", "-o", "out", "--calibration", data]).output().unwrap();
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let braces = run("text: texts/b.txt, samples: 4");
+    assert!(braces.contains("options need braces: write '{ text: texts/b.txt, samples: 4 }'"), "{braces}");
+    let output =
+        command(folder.path()).args(["eval", "in", "--against", "in", "--data", "table.txt", "--delimiter", "\t", "--header", "false"]).output().unwrap();
+    let columns = String::from_utf8(output.stderr).unwrap();
+    assert!(columns.contains("table.txt: specify the number of the column of texts, which is counted from 0, as in `text_column: 0`"), "{columns}");
+}
+
+const HEADLESS: &[(&str, &str)] = &[("word-pieces.json", "tokenizer.json"), ("book.txt", "../book.txt")];
