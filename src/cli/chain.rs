@@ -47,7 +47,8 @@ impl Args {
         if segments.is_empty() || segments.iter().any(Vec::is_empty) {
             return Err(Error::option("chain", "no pass: write a `--` before each pass, as in: compress chain MODEL -o DIR -- cast --to bf16"));
         }
-        let command = Step::augment_subcommands(clap::Command::new("compress chain ... --").no_binary_name(true).subcommand_required(true));
+        let passes = clap::Command::new("compress chain ... --").no_binary_name(true).subcommand_required(true);
+        let command = super::accept_negative_numbers(Step::augment_subcommands(passes));
         let step = |segment: Vec<OsString>| {
             let matches = command.clone().try_get_matches_from(segment).unwrap_or_else(|e| super::usage::exit(e));
             Step::from_arg_matches(&matches).unwrap_or_else(|e| super::usage::exit(e))

@@ -7,6 +7,7 @@ use super::output;
 use crate::error::{Error, Result};
 use crate::export::{ByteSize, Layout, Safetensors};
 use crate::model::Model;
+use crate::output::file_format;
 use crate::pass::Step;
 use crate::store::Encoding;
 
@@ -15,8 +16,8 @@ pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
     /// hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx or .gguf file; also hf:org/name, s3://bucket/name, gs:// and az://. Outputs
-    /// for hf:, and ONNX files for buckets, are first written to TMPDIR
+    /// Output folder; also hf:org/name, s3://bucket/name, gs:// and az://. Outputs for hf: are first written to
+    /// TMPDIR
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
     /// Convert only the sparse layout; quantized weights stay quantized
@@ -38,6 +39,13 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
+        if let Some(format) = file_format(&self.output) {
+            return Err(Error::Output {
+                path: self.output.clone(),
+                reason: format!("is of the format {format}, but `densify` writes safetensors"),
+                hint: format!("choose a folder as the output, or write this file with `compress cast MODEL -o {}`", self.output.display()),
+            });
+        }
         let mut format = Safetensors::with_layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);

@@ -134,7 +134,14 @@ fn command() -> clap::Command {
         });
     }
     let template = overview::template(&command);
-    command.help_template(template)
+    accept_negative_numbers(command.help_template(template))
+}
+
+/// Accepts negative numbers as values of options, so that the checks of their ranges refuse them.
+fn accept_negative_numbers(command: clap::Command) -> clap::Command {
+    let is_option = |arg: &clap::Arg| arg.get_long().is_some() && arg.get_action().takes_values();
+    let accept = move |arg: clap::Arg| if is_option(&arg) { arg.allow_negative_numbers(true) } else { arg };
+    command.mut_args(accept).mut_subcommands(move |sub| sub.mut_args(accept))
 }
 
 fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global) -> Result<(), Failure> {

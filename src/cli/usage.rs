@@ -5,6 +5,8 @@ use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::error::redact;
+use crate::pass::PASSES;
+use crate::store::aliases;
 
 /// Tips for unknown arguments: the command, or any if it is empty; the option, or a value if it is empty; and
 /// the tip.
@@ -17,9 +19,20 @@ const TIPS: [(&str, &str, &str); 6] = [
     ("generate", "", "a prompt needs an option: `--prompt TEXT`"),
 ];
 
+/// Tips for commands of other tools.
+const COMMAND_TIPS: [(&str, &str); 2] = [
+    ("export", "`compress cast MODEL -o DIR --export onnx` writes another format; `compress quantize MODEL -o DIR` quantizes"),
+    ("convert", "`compress cast MODEL -o DIR --export onnx` writes another format, and `--to bf16` converts the weights"),
+];
+
 /// Exits with the message of a clap error: invalid arguments, or the requested help.
 pub(super) fn exit(mut error: clap::Error) -> ! {
-    replace_tip(&mut error);
+    match error.kind() {
+        ErrorKind::UnknownArgument => replace_tip(&mut error),
+        ErrorKind::InvalidSubcommand => suggest_commands(&mut error),
+        ErrorKind::InvalidValue => suggest_value(&mut error),
+        _ => {}
+    }
     let error = explain_number(&error).unwrap_or(error);
     let text = error.to_string();
     match redact(&text) {
@@ -28,14 +41,54 @@ pub(super) fn exit(mut error: clap::Error) -> ! {
     }
 }
 
+/// The text of a part of an error.
+fn text(error: &clap::Error, kind: ContextKind) -> String {
+    error.get(kind).map(ToString::to_string).unwrap_or_default()
+}
+
+/// Replaces the suggested commands: the most likely one comes first, and `help` has suggestions too.
+fn suggest_commands(error: &mut clap::Error) {
+    let name = text(error, ContextKind::InvalidSubcommand);
+    error.remove(ContextKind::SuggestedSubcommand);
+    error.remove(ContextKind::Suggested);
+    if let Some((_, tip)) = COMMAND_TIPS.iter().find(|(command, _)| *command == name) {
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![(*tip).into()]));
+        return;
+    }
+    let command = super::command();
+    let is_chained = text(error, ContextKind::Usage).contains("compress chain");
+    let names = command.get_subcommands().map(clap::Command::get_name).filter(|name| !is_chained || PASSES.contains(name));
+    let names: Vec<&str> = names.collect();
+    let best = aliases::suggestion(&name, names.iter().copied());
+    let longer = names.iter().filter(|other| other.strip_prefix(&name).is_some_and(|rest| rest.starts_with('-'))).map(|name| (*name).to_owned());
+    let mut suggested: Vec<String> = best.into_iter().collect();
+    suggested.extend(longer.filter(|name| suggested.first() != Some(name)).collect::<Vec<_>>());
+    if !suggested.is_empty() {
+        error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(suggested));
+    }
+}
+
+/// Adds a suggestion to the possible values of an option.
+fn suggest_value(error: &mut clap::Error) {
+    let (option, value) = (text(error, ContextKind::InvalidArg), text(error, ContextKind::InvalidValue));
+    let Some(ContextValue::Strings(valid)) = error.get(ContextKind::ValidValue) else { return };
+    let best = aliases::suggestion(&value, valid.iter().map(String::as_str));
+    let tip = match best {
+        _ if option.starts_with("--scheme") && aliases::is_gguf_type(&value) => {
+            let name = value.to_ascii_uppercase();
+            format!("{name} is a type of GGUF files: `compress cast MODEL -o small.gguf --to f32 --export 'gguf: {{ type: {name} }}'`")
+        }
+        Some(best) => format!("did you mean `{best}`?"),
+        None => return,
+    };
+    error.remove(ContextKind::SuggestedValue);
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+}
+
 /// Replaces the tips about an unknown argument: arguments after `--` would be values, which are rarely meant,
 /// and similar names may have other meanings.
 fn replace_tip(error: &mut clap::Error) {
-    if error.kind() != ErrorKind::UnknownArgument {
-        return;
-    }
-    let text = |kind| error.get(kind).map(ToString::to_string).unwrap_or_default();
-    let (argument, usage) = (text(ContextKind::InvalidArg), text(ContextKind::Usage));
+    let (argument, usage) = (text(error, ContextKind::InvalidArg), text(error, ContextKind::Usage));
     let tip = tip(argument.split('=').next().unwrap_or_default(), &usage);
     let mut tips = match error.remove(ContextKind::Suggested) {
         Some(ContextValue::StyledStrs(tips)) => tips,
@@ -65,7 +118,21 @@ fn tip(argument: &str, usage: &str) -> Option<String> {
     let is_value = !argument.starts_with('-');
     let is_meant = |name: &str| if name.is_empty() { is_value } else { name == argument };
     let row = TIPS.iter().find(|(of, name, _)| (of.is_empty() || *of == command) && is_meant(name));
-    row.map(|(_, _, tip)| (*tip).to_owned())
+    let name = if is_chained { usage.split_whitespace().nth(1).unwrap_or_default() } else { command };
+    row.map(|(_, _, tip)| (*tip).to_owned()).or_else(|| tip_from_options(argument, name))
+}
+
+/// The tip for an unknown argument that follows from the options of the command: the option with this meaning,
+/// or `-o` for the output.
+fn tip_from_options(argument: &str, command: &str) -> Option<String> {
+    let all = super::command();
+    let options: Vec<&str> = all.find_subcommand(command)?.get_arguments().filter_map(clap::Arg::get_long).collect();
+    if let Some(option) = argument.strip_prefix("--") {
+        return aliases::alias(option, options.iter().copied()).map(|option| format!("the option is `--{option}`"));
+    }
+    let has_output = std::env::args().any(|argument| argument.starts_with("-o") || argument.starts_with("--output"));
+    let is_output = !argument.starts_with('-') && options.contains(&"output") && !has_output;
+    is_output.then(|| format!("the output is an option: `-o {argument}`"))
 }
 
 /// Whether `compress chain` has this option, before its passes.

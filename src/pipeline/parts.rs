@@ -73,6 +73,13 @@ fn finished_parts(output: &Path) -> Result<BTreeMap<PartIndex, PathBuf>> {
 pub fn recipe_from_parts(output: &Path) -> Result<Recipe> {
     require_local(output, NEEDS_LOCAL)?;
     let folder = parts_folder(output);
+    if let Some(merged) = output.to_str().and_then(|name| name.trim_end_matches('/').strip_suffix(".parts")).filter(|_| output.is_dir()) {
+        return Err(Error::Output {
+            path: output.to_owned(),
+            reason: "is the folder of the parts, not the output".into(),
+            hint: format!("specify the output: `{merged}`"),
+        });
+    }
     let Some((_, first)) = finished_parts(output)?.into_iter().next() else {
         return Err(Error::Output {
             path: folder,

@@ -188,8 +188,11 @@ fn are(files: usize) -> String {
 /// Verifies a signature. Returns the number of signed files.
 fn verify(folder: &Path, key: &PublicKey, work: &Work) -> Result<usize> {
     let path = folder.join(SIGNATURE);
-    let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
     let invalid = |reason: String| Error::malformed(&path, reason);
+    let text = files::read_to_string(&path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => invalid("is missing: the output is not signed; `--sign KEY` signs an output when it is written".into()),
+        _ => Error::io("read", &path)(e),
+    })?;
     let bundle: Bundle = serde_json::from_str(&text).map_err(|e| invalid(format!("is not a bundle of Sigstore: {e}")))?;
     let predicate = open(&bundle, key).map_err(invalid)?;
     let signed = resources(&predicate).map_err(invalid)?;

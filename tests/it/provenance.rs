@@ -103,7 +103,7 @@ fn signatures_of_model_signing_are_verified() {
             ("a/c/empty.txt", None, "missing: a/c/empty.txt"),
             ("a/c/more.txt", Some(b""), "not signed: a/c/more.txt"),
             ("a/.gitignore", Some(b""), "not signed: a/.gitignore"),
-            ("model.sig", None, "model.sig"),
+            ("model.sig", None, "the output is not signed"),
             ("model.sig", Some(b"{}"), "is not a bundle of Sigstore"),
         ] {
             change(name, bytes);

@@ -245,9 +245,9 @@ impl Error {
             Error::Recipe { .. } => Some("`compress init MODEL` writes a commented recipe; `compress schema` prints all keys".into()),
             Error::Graph { what, .. } if what == "config.json" => damaged_hint(Path::new(what)).map(Into::into),
             Error::Malformed { path, .. } => damaged_hint(path).map(Into::into),
-            Error::Io { path, source, .. } => {
-                let remote = path.to_str().is_some_and(|name| name.starts_with("hf:") || name.contains("://"));
-                let advice = if remote { remote_hint(source.kind()) } else { local_hint(source.kind()) };
+            Error::Io { action, path, source } => {
+                let remote = path.to_str().filter(|name| name.starts_with("hf:") || name.contains("://"));
+                let advice = remote.map_or_else(|| local_hint(action, source.kind()), |name| remote_hint(name, source.kind()));
                 advice.map(Into::into)
             }
             _ => None,
@@ -305,18 +305,30 @@ fn damaged_hint(path: &Path) -> Option<&'static str> {
     }
 }
 
+/// Sources of credentials, by the scheme of a name.
+const CREDENTIALS: [(&str, &str); 4] = [
+    ("hf:", "use the token of an account with access to the repository: set HF_TOKEN, or run `hf auth login`"),
+    (
+        "s3:",
+        "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION; `aws configure export-credentials --format env` prints those of a profile; AWS_SKIP_SIGNATURE=true reads public buckets",
+    ),
+    ("gs:", "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account"),
+    ("az:", "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN"),
+];
+
 /// Advice for an I/O error of a remote file.
-fn remote_hint(kind: io::ErrorKind) -> Option<&'static str> {
+fn remote_hint(name: &str, kind: io::ErrorKind) -> Option<&'static str> {
     match kind {
         io::ErrorKind::NotFound => Some("check the name: hf:org/name@revision/file, s3://bucket/key, https://host/file"),
-        io::ErrorKind::PermissionDenied => Some("docs/remote.md lists where credentials are read from"),
+        io::ErrorKind::PermissionDenied => CREDENTIALS.iter().find(|(scheme, _)| name.starts_with(scheme)).map(|(_, hint)| *hint),
         _ => None,
     }
 }
 
 /// Advice for an I/O error of a local file.
-fn local_hint(kind: io::ErrorKind) -> Option<&'static str> {
+fn local_hint(action: &str, kind: io::ErrorKind) -> Option<&'static str> {
     match kind {
+        io::ErrorKind::NotFound if action == "create" => Some("the system does not create files in this folder: choose another location"),
         io::ErrorKind::StorageFull => Some("the disk is full; the incomplete output was removed"),
         io::ErrorKind::NotFound => Some("check the name; paths are relative to the working directory, paths in a recipe to the recipe's directory"),
         io::ErrorKind::PermissionDenied => Some("change its permissions, or copy it to a location that you can access"),
@@ -325,5 +337,22 @@ fn local_hint(kind: io::ErrorKind) -> Option<&'static str> {
         io::ErrorKind::InvalidFilename => Some("choose a shorter name"),
         io::ErrorKind::InvalidData => Some("the file must be UTF-8 text; check that it is the right file"),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_about_files_name_the_next_step() {
+        let hint = |action: &'static str, path: &str, kind: io::ErrorKind| Error::io(action, Path::new(path))(kind.into()).hint().unwrap_or_default();
+        let denied = io::ErrorKind::PermissionDenied;
+        assert!(hint("write", "hf:org/name", denied).contains("HF_TOKEN"));
+        assert!(hint("open", "s3://bucket/key", denied).contains("AWS_ACCESS_KEY_ID"));
+        assert!(hint("open", "gs://bucket/key", denied).contains("GOOGLE_APPLICATION_CREDENTIALS"));
+        assert!(hint("open", "az://container/key", denied).contains("AZURE_STORAGE_ACCOUNT_KEY"));
+        assert!(hint("create", "/proc", io::ErrorKind::NotFound).contains("choose another location"));
+        assert!(hint("open", "model", io::ErrorKind::NotFound).contains("check the name"));
     }
 }

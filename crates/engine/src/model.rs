@@ -76,6 +76,9 @@ impl fmt::Debug for Model {
     }
 }
 
+/// Extensions of model files, which names on the Hub lack.
+const FILES: [&str; 9] = ["safetensors", "onnx", "gguf", "bin", "pt", "pth", "json", "yaml", "yml"];
+
 impl Model {
     /// Opens a folder, or a safetensors, PyTorch, GGUF or ONNX file. Headers, ONNX messages and
     /// `config.json` are read, tensors are not. In a folder without safetensors and without
@@ -85,7 +88,7 @@ impl Model {
     /// A file is missing, malformed or not supported.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
-        names::kind(path).map_err(Error::io("open", path))?;
+        names::kind(path).map_err(|e| missing(path, e))?;
         if let Some(file) = only_file(path, "onnx", |path| has_extension(path, "onnx"), |files| files.to_vec())? {
             return Model::open_onnx(path, &file);
         }
@@ -362,6 +365,20 @@ fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
     }
     let shared = sharing(checkpoint);
     checkpoint.notes.extend(shared.iter().map(|[first, second]| format!("`{first}` and `{second}` share storage in the input; they are stored separately")));
+}
+
+/// An error for a path that cannot be opened. One with the form of a name on the Hub is probably meant as such.
+fn missing(path: &Path, error: std::io::Error) -> Error {
+    let is_file = path.extension().is_some_and(|extension| FILES.iter().any(|known| extension.eq_ignore_ascii_case(known)));
+    let has_folder = path.parent().is_some_and(Path::exists);
+    match path.to_str().filter(|name| error.kind() == std::io::ErrorKind::NotFound && !is_file && !has_folder && names::is_repository_id(name)) {
+        Some(name) => Error::run(
+            format!("cannot open {name}"),
+            "the folder does not exist",
+            format!("for the model on the Hugging Face Hub, write `hf:{name}`; otherwise check the name, which is relative to the working directory"),
+        ),
+        None => Error::io("open", path)(error),
+    }
 }
 
 fn has_extension(path: &Path, extension: &str) -> bool {

@@ -82,6 +82,7 @@ fn the_outcome_of_a_part_is_reported() {
         ("run recipe.yaml -o out --part 1/2 --sweep seed=1,2", "cannot be used with"),
         ("prune-structured model -o out --amount 0.5 --part 1/2", "runs the model and cannot be run in parts"),
         ("merge nothing", "has no finished part"),
+        ("merge out.parts", "out.parts: is the folder of the parts, not the output\nhint: specify the output: `out`"),
     ] {
         let run = compress(folder.path(), args);
         assert!(run.code != 0 && run.stderr.contains(said), "{args}: {}", run.stderr);

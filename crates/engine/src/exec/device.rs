@@ -117,7 +117,7 @@ fn count() -> usize {
 fn gpu(number: usize) -> Result<Device> {
     let what = DeviceChoice::Cuda(number);
     if !candle_core::utils::cuda_is_available() {
-        let hint = "build with `--features cuda` (scripts/cuda-toolchain brings the compiler), or use the device `cpu`";
+        let hint = "use the device `cpu`, or build the program from its sources with CUDA: `cargo build --release --features cuda`";
         return Err(Error::run(format!("device `{what}`"), "this program was built without CUDA", hint));
     }
     // One explicit stream for all threads: the per-thread default stream would not order operations

@@ -137,7 +137,7 @@ fn locations_that_cannot_be_created() {
             "File name too long",
             "",
         ),
-        place("where the system makes no folders", "cast in -o /proc/new/out", "cannot create /proc/new", ""),
+        place("where the system makes no folders", "cast in -o /proc/new/out", "cannot create /proc/new", "choose another location"),
     ]);
 }
 

@@ -35,6 +35,9 @@ const MAX_ERROR_RESPONSE: u64 = 64 << 10;
 /// Maximum size of a response that is not a file, such as a listing or an error, in bytes.
 const MAX_RESPONSE: u64 = 64 << 20;
 
+/// Hosts that provide the credentials of a machine in a cloud.
+const METADATA_SERVICES: [&str; 3] = ["http://169.254.169.254", "http://169.254.170.2", "http://metadata.google.internal"];
+
 /// An object store with multipart uploads.
 pub(super) trait Store: ObjectStore + MultipartStore {}
 impl<T: ObjectStore + MultipartStore> Store for T {}
@@ -191,6 +194,10 @@ fn store_error(error: Error) -> io::Error {
         _ => io::ErrorKind::Other,
     };
     let text = error.to_string();
+    // Without credentials, those of the machine are requested from the metadata service of the cloud.
+    if METADATA_SERVICES.iter().any(|host| text.contains(host)) {
+        return io::Error::new(io::ErrorKind::PermissionDenied, "no credentials are set, and those of the machine cannot be read");
+    }
     let tag = |name: &str| text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>")).map(|(inner, _)| inner.to_owned());
     // Many S3-compatible stores do not support conditional writes.
     let kind = if tag("Code").as_deref() == Some("NotImplemented") || text.contains("405 Method Not Allowed") { io::ErrorKind::Unsupported } else { kind };
@@ -304,3 +311,16 @@ impl fmt::Display for TextError {
 }
 
 impl std::error::Error for TextError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_credentials_are_reported_as_such() {
+        let failure = |text: &str| store_error(Error::Generic { store: "S3", source: text.into() });
+        let missing = failure("Error performing PUT http://169.254.169.254/latest/api/token in 2 ms: 403 Forbidden");
+        assert_eq!((missing.kind(), missing.to_string().starts_with("no credentials are set")), (io::ErrorKind::PermissionDenied, true));
+        assert_eq!(failure("Error performing GET https://bucket.example/key: 500").kind(), io::ErrorKind::Other);
+    }
+}
