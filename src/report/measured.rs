@@ -70,16 +70,19 @@ const MAX_OUTPUTS: usize = 8;
 /// Rows of the fidelity: of the worst output, and of each output if there are several.
 pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
     let output = if fidelity.outputs.len() > 1 { format!("the worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
+    // Only outputs with classes have these figures.
+    let mut with_classes = fidelity.outputs.iter().filter(|(_, output)| output.kl.is_some()).map(|(name, _)| format!("`{name}`"));
+    let predicting = with_classes.next().filter(|_| with_classes.next().is_none()).unwrap_or_else(|| output.clone());
     let mut rows = Vec::new();
-    let mut add = |name: &str, value: String| rows.push([format!("{name} of {output}"), "-".into(), value]);
-    add("cosine, mean", format!("{:.4}", fidelity.cosine));
-    add("cosine, minimum", format!("{:.4}", fidelity.cosine_min));
-    add("SQNR", decibels(fidelity.sqnr_db));
+    let mut add = |name: &str, output: &str, value: String| rows.push([format!("{name} of {output}"), "-".into(), value]);
+    add("cosine, mean", &output, format!("{:.4}", fidelity.cosine));
+    add("cosine, minimum", &output, format!("{:.4}", fidelity.cosine_min));
+    add("SQNR", &output, decibels(fidelity.sqnr_db));
     if let Some(kl) = fidelity.kl {
-        add("KL divergence", format!("{kl:.4}"));
+        add("KL divergence", &predicting, format!("{kl:.4}"));
     }
     if let Some(top1) = fidelity.top1_agreement {
-        add("same top class", format!("{:.1} %", 100.0 * top1));
+        add("same top class", &predicting, format!("{:.1} %", 100.0 * top1));
     }
     rows.extend(output_rows(fidelity).into_iter().map(|[name, value]| [name, "-".into(), value]));
     rows

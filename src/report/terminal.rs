@@ -6,7 +6,7 @@ use comfy_table::{ContentArrangement, presets};
 
 use super::escape::display_line;
 use super::format::{bytes, cell_text, count, decibels, percent, seconds, shape, size_change};
-use super::{Comparison, DraftQuality, Report, Size, WARNING};
+use super::{Comparison, DraftQuality, Report, SamplesFrom, Size, WARNING};
 use crate::error::counted;
 
 pub use self::table::Table;
@@ -68,7 +68,8 @@ impl Report {
         if let Some(accuracy) = &self.accuracy {
             out += &format!(" {} of {}\n", counted(accuracy.samples, "sample"), accuracy.data);
         } else if let Some(measured) = &self.fidelity {
-            out += &format!(" fidelity on {}\n", measured.describe());
+            let estimated = if measured.samples_from == SamplesFrom::Synthetic { ": a rough estimate; `--eval FILE` measures on your data" } else { "" };
+            out += &format!(" fidelity on {}{estimated}\n", measured.describe());
         }
         if let Some(draft) = &self.draft {
             out += &format!("\n{}\n", table(&DraftQuality::TITLES, draft.rows().into_iter().map(Vec::from)));

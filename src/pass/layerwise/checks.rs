@@ -1,5 +1,6 @@
 //! Checks of memory and of weights.
 
+use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::store::ByteSize;
 
@@ -22,9 +23,29 @@ pub(super) fn require_finite(name: &str, values: &[f32]) -> Result<()> {
     }
 }
 
+/// Number of samples above which more of them rarely improve the weights.
+const MANY_SAMPLES: usize = 512;
+
+/// A note if all samples of a large data set were used without `samples`.
+pub(super) fn many_samples_note(data: &DataSet, samples: usize) -> Option<String> {
+    many_samples(data.is_limited(), samples)
+}
+
+fn many_samples(is_limited: bool, samples: usize) -> Option<String> {
+    let times = samples / (MANY_SAMPLES / 4);
+    let note = || format!("all {samples} calibration samples were used; the time grows with their number: `samples: 128` needs about {times} times less");
+    (samples > MANY_SAMPLES && !is_limited).then(note)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn many_samples_are_noted_unless_they_are_limited() {
+        assert_eq!([many_samples(false, 512), many_samples(true, 1280)], [None, None]);
+        assert!(many_samples(false, 1280).is_some_and(|note| note.contains("all 1280") && note.contains("`samples: 128` needs about 10 times less")));
+    }
 
     #[test]
     fn the_limit_itself_can_be_used() {

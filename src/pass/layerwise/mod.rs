@@ -261,7 +261,7 @@ impl Layerwise<'_> {
         let mut runs = Runs { reference, blocks: start(options), roles: SequenceRoles::new(&graph), guide };
         let skipped = chains.as_ref().map(|chains| chains.skipped(runs.blocks.blocks())).unwrap_or_default();
         let mut summary = Summary { samples: self.read_samples(&samples, &mut runs)?, skipped, ..Summary::default() };
-        summary.report.notes.extend(rescale::note(&summary.skipped));
+        summary.report.notes.extend(rescale::note(&summary.skipped).into_iter().chain(checks::many_samples_note(&samples, summary.samples)));
         let mut by_block: BTreeMap<usize, Vec<&Site>> = BTreeMap::new();
         for site in &sites {
             by_block.entry(block_of(runs.blocks.blocks(), site)?).or_default().push(site);

@@ -260,6 +260,12 @@ impl DataSet {
         }
     }
 
+    /// Whether `samples` limits the number of samples.
+    #[doc(hidden)]
+    pub fn is_limited(&self) -> bool {
+        self.limit.is_some()
+    }
+
     /// Number of samples, if it is known or can be determined without tokenizing.
     pub fn samples(&self) -> Option<usize> {
         if self.source.needs_tokens_to_count() && self.count.get().is_none() { None } else { self.count().ok() }

@@ -183,7 +183,7 @@ impl MeasuredFidelity {
         match self.samples_from {
             SamplesFrom::Evaluation => format!("{} of {data}", counted(count, "sample")),
             SamplesFrom::HeldOut => format!("{} of {data}", counted(count, "held-out sample")),
-            SamplesFrom::Synthetic => counted(count, "synthetic sample"),
+            SamplesFrom::Synthetic => format!("{} (random inputs)", counted(count, "synthetic sample")),
         }
     }
 }

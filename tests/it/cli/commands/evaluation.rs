@@ -178,10 +178,11 @@ fn a_run_without_evaluation_data_measures_fidelity() {
     let folder = prepared();
     let run = ok(folder.path(), "quantize-dynamic in -o out");
     assert!(
-        run.stdout.contains("cosine, mean of the worst of") && run.stdout.contains("`logits`: cosine") && run.stdout.contains("synthetic samples"),
+        run.stdout.contains("cosine, mean of the worst of") && run.stdout.contains("`logits`: cosine") && run.stdout.contains("KL divergence of `logits`"),
         "{}",
         run.stdout
     );
+    assert!(run.stdout.contains("16 synthetic samples (random inputs): a rough estimate; `--eval FILE` measures on your data"), "{}", run.stdout);
     let report = read_json(&folder.path().join("out/report.json"));
     let measured = &report["fidelity"];
     assert_eq!((measured["samples_from"].as_str(), measured["samples"].as_u64()), (Some("synthetic"), Some(16)), "{report}");
