@@ -12,6 +12,7 @@ True
 from . import passes, recipe, sections
 from ._data import unbatch
 from ._errors import Cancelled, CompressError, ProgramNotFound, UsageError
+from ._measure import Evaluation, Score, auto, evaluate
 from ._process import Progress, command, find_program
 from ._run import Job, Settings, plan, run, start, sweep
 from .passes import *
@@ -23,14 +24,18 @@ __all__ = [
     "CompressError",
     "Data",
     "Evaluate",
+    "Evaluation",
     "Job",
     "ProgramNotFound",
     "Progress",
     "Recipe",
     "Report",
+    "Score",
     "Settings",
     "UsageError",
+    "auto",
     "command",
+    "evaluate",
     "find_program",
     "plan",
     "recipe",

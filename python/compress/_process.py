@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -95,6 +96,7 @@ class Process:
         self._cancelled = False
         self._failure: tuple[str, str | None] | None = None
         self._text: list[str] = []
+        self._in_memory = recipe is not None
         with contextlib.ExitStack() as stack:
             if files is not None:
                 stack.push(files)
@@ -146,9 +148,9 @@ class Process:
             raise Cancelled("interrupted; nothing was written" if code == -signal.SIGINT else message, hint, code)
         raise (UsageError if code == 2 else CompressError)(message, hint, code)
 
-    def advice(self, hint: str) -> str:
-        """A hint of the program for the caller."""
-        return hint
+    def advice(self, text: str) -> str:
+        """A message or a hint of the program for the caller."""
+        return text
 
     def _finish(self) -> None:
         """Waits for the end of the program, and releases all files."""
@@ -175,7 +177,8 @@ class Process:
             self._text.append(line.rstrip())
             return {"event": "text"}
         if kind == "error":
-            self._failure = (event["message"], event.get("hint") and self.advice(event["hint"]))
+            message, hint = self.advice(event["message"]), event.get("hint") and self.advice(event["hint"])
+            self._failure = without_file(message, hint) if self._in_memory else (message, hint)
         return event
 
     def _read(self) -> Iterator[Progress]:
@@ -199,6 +202,13 @@ class Process:
             yield now
             if now.finished:
                 now = None
+
+
+def without_file(message: str, hint: str | None) -> tuple[str, str | None]:
+    """A message and its hint without the lines of the recipe, which the caller has not written as a file."""
+    lines = re.sub(r"^recipe: (line \d+ column \d+: )?", "", message).splitlines()
+    message = "\n".join(line for line in lines if not re.match(r" *(-->|\d* *\|)", line))
+    return message, None if hint and hint.startswith("`compress init") else hint
 
 
 def begin(event: Mapping[str, Any]) -> Progress:

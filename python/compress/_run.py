@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack, cast
 
 from ._bar import display
+from ._check import hints, require_known, require_types
 from ._data import write_samples
 from ._errors import UsageError
 from ._process import Path, Process, Progress
 from .recipe import Data, Recipe, RecipeSettings, Step
 from .report import Report
+
+# Extensions of files of samples.
+TEXTS = (".txt", ".raw", ".csv", ".tsv", ".jsonl")
+ARRAYS = (".safetensors", ".npz", ".npy")
 
 RecipeLike: TypeAlias = Recipe | Mapping[str, Any] | Path
 """A recipe: a `Recipe`, a mapping with its keys, or the path of a YAML file."""
@@ -58,6 +63,15 @@ class Settings(RunOptions, RecipeSettings, total=False):
     """Parameters that all passes have: data, export, seed and other keys of a recipe, and the options of `run`."""
 
 
+# Parameters of functions, by the arguments of the command line that messages name.
+KEYWORDS = {
+    "-o": "output",
+    "--eval": "evaluation",
+    **{f"--{name}": name for name in ("calibration", "train", "export", "loads", "memory", "sbom")},
+    **{f"--{name.replace('_', '-')}": f"{name}=True" for name in ("force", "resume", "allow_nonfinite")},
+}
+
+
 class Job(Process):
     """A run in another process. Iterating yields its progress.
 
@@ -67,10 +81,10 @@ class Job(Process):
     def __enter__(self) -> Job:
         return self
 
-    def advice(self, hint: str) -> str:
-        """The hint with keywords of functions in place of arguments of the command line."""
-        keywords = {"-o": "output", **{f"--{name.replace('_', '-')}": f"{name}=True" for name in ("force", "resume", "allow_nonfinite")}}
-        return re.sub(r"`?(?<![\w-])(-o|--[a-z-]+)`?", lambda found: f"`{keywords[found[1]]}`" if found[1] in keywords else found[0], hint)
+    def advice(self, text: str) -> str:
+        """The text with parameters of functions in place of arguments of the command line and keys of recipes."""
+        text = re.sub(r"add `data: \{ (\w+): \.\.\. \}`, or --\w+ on the command line", r"pass `\1`", text)
+        return re.sub(r"`?(?<![\w-])(-o|--[a-z-]+)`?", lambda found: f"`{KEYWORDS[found[1]]}`" if found[1] in KEYWORDS else found[0], text)
 
     def result(self) -> Report:
         """Waits for the run, and returns its report.
@@ -181,10 +195,24 @@ def plan(recipe: RecipeLike, *, overrides: Mapping[str, object] | None = None) -
 
 def run_pass(step: Step, model: Path, output: Path, settings: Settings) -> Report:
     """Runs one pass with its parameters."""
+    check_pass(step, model, output, settings)
     rest: dict[str, Any] = dict(settings)
     options = {key: rest.pop(key) for key in (*StartOptions.__annotations__, "progress") if key in rest}
     data = {key: rest.pop(key) for key in ("calibration", "train", "evaluation") if rest.get(key) is not None}
     return run(Recipe(model=model, passes=[step], data=cast(Any, data), **rest), output, **options)
+
+
+def check_pass(step: Step, model: Path, output: Path, settings: Settings) -> None:
+    """Checks the names and types of the parameters of the function of a pass."""
+    if isinstance(step, str):
+        return
+    function = step.NAME.replace("-", "_")
+    own = {each.name: getattr(step, each.name) for each in dataclasses.fields(step)}
+    kinds = {**hints(type(step)), **hints(Settings), "model": Path, "output": Path}
+    require_known(function, settings, [*own, *hints(Settings)])
+    # Samples may have many types, which are checked when they are written.
+    given = {name: value for name, value in settings.items() if name not in ("calibration", "train", "evaluation", "progress")}
+    require_types(function, {"model": model, "output": output, **{name: value for name, value in own.items() if value is not None}, **given}, kinds)
 
 
 def watch(job: Job, progress: ShowProgress) -> None:
@@ -252,11 +280,20 @@ def data_options(samples: Any, name: str, folder: str) -> Any:
         return samples
     path = os.fspath(samples)
     ending = os.path.splitext(path)[1].lower()
-    if ending in (".txt", ".raw", ".csv", ".tsv", ".jsonl"):
+    if ending in TEXTS:
         return {"text": path}
-    files: Iterable[str] = [path] if not os.path.isdir(path) else os.listdir(path)
-    arrays = any(file.endswith((".safetensors", ".npz", ".npy")) for file in files)
-    return {"arrays" if arrays else "images": path}
+    if ending in ARRAYS:
+        return {"arrays": path}
+    if not os.path.exists(path):
+        advice = f"pass a file of texts ({', '.join(TEXTS)}) or arrays ({', '.join(ARRAYS)}), a folder of images, or samples in memory, like a list of texts"
+        raise UsageError(f"{name}: {path!r} is not a file or folder; data sets are not downloaded", advice)
+    files = os.listdir(path) if os.path.isdir(path) else [path]
+    if not files:
+        raise UsageError(f"{name}: the folder {path!r} is empty")
+    texts = [file for file in files if file.endswith(TEXTS)]
+    if os.path.isdir(path) and len(texts) == len(files):
+        raise UsageError(f"{name}: {path!r} is a folder of texts, which are not read together", f"pass one file, like {os.path.join(path, min(texts))!r}")
+    return {"arrays" if any(file.endswith(ARRAYS) for file in files) else "images": path}
 
 
 def fields(value: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import functools
 import html
 import json
 import os
+import sys
 import tempfile
 import types
 import typing
@@ -114,3 +115,13 @@ def convert(kind: Any, value: Any) -> Any:
     if origin is collections.abc.Mapping:
         return {key: convert(arguments[1], each) for key, each in value.items()}
     return value
+
+
+class Module(types.ModuleType):
+    """This module, with an error if it is called like the command `compress report`."""
+
+    def __call__(self, *_: Any) -> Any:
+        raise TypeError("`compress.report` is a module: read a report with `compress.Report.open(path)`")
+
+
+sys.modules[__name__].__class__ = Module

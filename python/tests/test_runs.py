@@ -53,6 +53,32 @@ class Passes(InWorkspace):
         with self.assertRaisesRegex(TypeError, "colour"):
             compress.start("recipe.yaml", colour="red")  # type: ignore[call-arg]
 
+    def test_unknown_parameters_name_the_function_and_suggest_one(self) -> None:
+        for given, message in (
+            ({"schme": "W4A16"}, r"quantize\(\) has no parameter `schme`; did you mean `scheme`\?"),
+            ({"bits": 4}, r"quantize\(\) has no parameter `bits`; did you mean `scheme`\?"),
+            ({"eval": "book.txt"}, r"no parameter `eval`; did you mean `evaluation`\?"),
+            ({"overwrite": True}, r"no parameter `overwrite`; did you mean `force`\?"),
+            ({"zzz": 1}, r"no parameter `zzz`; the parameters are .*`?method"),
+        ):
+            with self.assertRaisesRegex(TypeError, message):
+                compress.quantize("llama", "out/x", **given)
+
+    def test_types_of_parameters_are_checked(self) -> None:
+        for given, message in (
+            ({"ignore": "lm_head"}, r"quantize\(\): `ignore`: expected a list of str, not str 'lm_head'"),
+            ({"ignore": [1]}, r"`ignore`: expected a list of str, not list \[1\]"),
+            ({"group_size": "many"}, r"`group_size`: expected int or None, not str 'many'"),
+            ({"ordered": 3.5}, r"`ordered`: expected"),
+            ({"export": "gguf"}, r"`export`: expected a list of .*, not str 'gguf'"),
+            ({"seed": None}, r"`seed`: expected int, not None"),
+        ):
+            with self.subTest(given=given), self.assertRaisesRegex(TypeError, message):
+                compress.quantize("llama", "out/x", **given)
+        with self.assertRaisesRegex(TypeError, r"cast\(\): `model`: expected str or a path, not None"):
+            compress.cast(None, "out/x")  # type: ignore[arg-type]
+        self.assertFalse(Path("out").exists())
+
     def test_every_pass_is_exported(self) -> None:
         self.assertLessEqual(set(compress.passes.__all__), set(compress.__all__))
         for name in compress.__all__:
@@ -85,6 +111,47 @@ class Recipes(InWorkspace):
         self.assertTrue(Path("out/swept/comparison.html").is_file())
         with self.assertRaisesRegex(compress.UsageError, "has a `sweep`"):
             compress.run(Recipe(model="minilm", passes=["cast"], sweep={"to": ["f16"]}), "out/twice")
+
+
+class Measurements(InWorkspace):
+    def test_a_model_is_evaluated_on_a_file_on_options_and_in_memory(self) -> None:
+        from_file = compress.evaluate("llama", "book.txt")
+        assert from_file.score
+        self.assertEqual((from_file.task, from_file.score.metric), ("language-modelling", "perplexity"))
+        text = Path("book.txt").read_text().splitlines()
+        for data in (compress.Data(text="book.txt", samples=2), text[:40]):
+            evaluation = compress.evaluate(Path("llama"), data, threads=1, device="cpu")
+            assert evaluation.score and evaluation.score.ci95
+            self.assertGreater(evaluation.score.value, 1)
+            self.assertGreater(evaluation.score.more["tokens"], 0)
+
+    def test_two_models_are_compared(self) -> None:
+        compress.cast("llama", "out/bf16")
+        evaluation = compress.evaluate("out/bf16", "book.txt", against="llama")
+        assert evaluation.fidelity and evaluation.against
+        self.assertGreater(evaluation.fidelity.cosine, 0.99)
+        self.assertIsInstance(evaluation.fidelity, compress.sections.Fidelity)
+
+    def test_a_mixture_is_searched_and_written(self) -> None:
+        report = compress.auto("llama", Path("out/auto"), calibration="book.txt", max_size="6bits", points=1)
+        self.assertTrue(Path("out/auto/model.safetensors").is_file())
+        assert report.search
+        with self.assertRaisesRegex(compress.UsageError, "specify a limit"):
+            compress.auto("llama", "out/x", calibration="book.txt")
+
+    def test_data_that_does_not_exist_is_reported(self) -> None:
+        os.mkdir("empty")
+        os.mkdir("texts")
+        Path("texts/a.txt").write_text("a")
+        for data, message in (
+            ("wikitext", "data: 'wikitext' is not a file or folder; data sets are not downloaded\nhint: pass a file"),
+            ("empty", "the folder 'empty' is empty"),
+            ("texts", "'texts' is a folder of texts, .*\nhint: pass one file, like 'texts/a.txt'"),
+        ):
+            with self.subTest(data=data), self.assertRaisesRegex(compress.UsageError, message):
+                compress.evaluate("llama", data)
+        with self.assertRaisesRegex(compress.UsageError, "calibration: 'wikitext' is not a file"):
+            compress.quantize("llama", "out/x", method="gptq", calibration="wikitext")
 
 
 class Reports(InWorkspace):
@@ -141,6 +208,24 @@ class Errors(InWorkspace):
         with self.assertRaisesRegex(compress.CompressError, "exists\nhint: .* `force=True` to replace it"):
             compress.cast("minilm", "out/x")
         compress.cast("minilm", "out/x", force=True)
+
+    def test_messages_do_not_name_lines_of_a_recipe_in_memory(self) -> None:
+        with self.assertRaises(compress.UsageError) as raised:
+            compress.quantize("llama", "out/x", scheme="int4")  # type: ignore[arg-type]
+        self.assertRegex(str(raised.exception), r"^unknown scheme `int4`, did you mean `W4A16`\?")
+        self.assertNotRegex(str(raised.exception), r"line \d|-->|compress init|\^")
+        with self.assertRaisesRegex(compress.UsageError, "^unknown key `pases`, did you mean `passes`"):
+            compress.run({"model": "llama", "pases": []}, "out/x")
+        with self.assertRaisesRegex(compress.UsageError, "^expected a list, like \\[a, b\\] for `passes`$"):
+            compress.run({"model": "llama", "passes": "cast"}, "out/x")
+
+    def test_missing_samples_name_the_parameter(self) -> None:
+        with self.assertRaisesRegex(compress.UsageError, "needs samples to run the model on: pass `calibration`"):
+            compress.quantize("llama", "out/x", method="gptq")
+
+    def test_modules_and_commands_are_not_confused(self) -> None:
+        with self.assertRaisesRegex(TypeError, r"`compress.report` is a module: .*Report.open"):
+            compress.report("out/x")  # type: ignore[operator]
 
     def test_budgets_are_errors(self) -> None:
         compress.cast("minilm", "out/x")

@@ -65,8 +65,12 @@ impl Global {
 
     /// Runs a job outside of a pipeline with the requested threads and progress, which Ctrl-C cancels.
     pub fn work<T>(&self, job: impl FnOnce(&Work) -> Result<T>) -> Result<T> {
-        let (cancel, bars) = (cancel_on_interrupt(), Bars::default());
-        let progress: &dyn Progress = if self.quiet || self.json { &Silent } else { &bars };
+        let (cancel, bars, lines) = (cancel_on_interrupt(), Bars::default(), JsonLines::default());
+        let progress: &dyn Progress = match (self.quiet, self.log_format) {
+            (false, LogFormat::Json) => &lines,
+            (false, LogFormat::Text) if !self.json => &bars,
+            _ => &Silent,
+        };
         job(&Work { threads: self.threads(), progress, cancel: &cancel })
     }
 }

@@ -61,6 +61,9 @@ fn progress_for_scripts_is_one_json_object_a_line() {
     assert_eq!(events.iter().filter(|e| e["event"] == "end").count(), stages.len());
     assert!(events.iter().all(|e| e["event"] != "begin" || e["bytes"].as_u64().unwrap() > 0));
 
+    let inspected = lines(&ok(folder.path(), "inspect in --log-format json").stderr);
+    assert_eq!(inspected.first().map(|event| &event["event"]), Some(&Value::from("begin")), "{inspected:?}");
+
     let failed = compress(folder.path(), "cast in -o done --log-format json");
     let told = lines(&failed.stderr);
     assert_eq!((failed.code, told.len(), &told[0]["event"]), (1, 1, &Value::from("error")));
