@@ -33,7 +33,7 @@ MODELS = {
     "llama bf16": ("Llama", {"num_hidden_layers": 4, "tie_word_embeddings": False}),
     # The fourth layer is the first without rotary embeddings.
     "smollm3": ("SmolLM3", {"num_hidden_layers": 6, "no_rope_layer_interval": 4, "pad_token_id": 0}),
-    "gemma2": ("Gemma2", {"num_hidden_layers": 5, "head_dim": 16}),
+    "gemma2": ("Gemma2", {"num_hidden_layers": 5, "head_dim": 16, "query_pre_attn_scalar": 16}),
     "qwen3": ("Qwen3", {"num_hidden_layers": 3, "head_dim": 16}),
 }
 SCHEMES = {

@@ -96,7 +96,9 @@ fn stored(model: &Path, text: &str, scratch: &Scratch, work: &Work) -> Result<st
     std::fs::write(&input, text).map_err(Error::io("write", &input))?;
     work.progress.on(Event::Message("running the output in llama.cpp"));
     let [window, windows, threads] = [WINDOW, WINDOWS, work.threads].map(|number| number.to_string());
-    let options = ["-c", window.as_str(), "-b", &window, "--chunks", &windows, "-t", &threads, "-ctk", "f32", "-ctv", "f32", "-ngl", "0"].map(OsString::from);
+    let options =
+        ["-c", window.as_str(), "-b", &window, "--chunks", &windows, "-t", &threads, "-ctk", "f32", "-ctv", "f32", "-ngl", "0", "-fa", "off", "--no-repack"]
+            .map(OsString::from);
     let files: [OsString; 6] = ["-m".into(), model.into(), "-f".into(), input.into(), "--kl-divergence-base".into(), output.clone().into()];
     let finished = program::finish(OsStr::new(PROGRAM), files.into_iter().chain(options)).map_err(Error::io("start", Path::new(PROGRAM)))?;
     work.cancel.check()?;
