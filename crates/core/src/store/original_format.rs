@@ -93,7 +93,7 @@ fn emit_halves(stored: &[u8], codes: usize, sink: PartSink) -> Result<()> {
 }
 
 /// Shape of the scales of a matrix or of the matrices of all experts, with `rank` axes: except for blocks, axes of
-/// size 1 at the end may be absent. `None` if there is no such shape.
+/// size 1 at the end may be absent. `None` if no shape has this number of axes.
 pub(super) fn scale_shape(shape: &[usize], granularity: Granularity, rank: usize) -> Option<Vec<usize>> {
     let [experts @ .., rows, row] = shape else { return None };
     let matrix = match granularity {
