@@ -165,7 +165,7 @@ pub use pipeline::Pipeline;
 pub use recipe::Recipe;
 pub use report::Report;
 
-use compress_core::{error, files, one_or_several, output, program, registry, store, work};
+use compress_core::{aliases, error, files, one_or_several, output, program, registry, store, work};
 use compress_engine::{evaluation, model};
 use compress_graph::arch;
 use compress_kernels as kernel;

@@ -16,8 +16,8 @@ pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also
     /// hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder; also hf:org/name, s3://bucket/name, gs:// and az://. Outputs for hf: are first written to
-    /// TMPDIR
+    /// Output folder; also hf:org/name, s3://bucket/name, gs:// and az://. Outputs for hf: are first written
+    /// to TMPDIR
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
     /// Convert only the sparse layout; quantized weights stay quantized

@@ -4,9 +4,9 @@ use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
+use crate::aliases;
 use crate::error::redact;
 use crate::pass::PASSES;
-use crate::store::aliases;
 
 /// Tips for unknown arguments: the command, or any if it is empty; the option, or a value if it is empty; and
 /// the tip.
@@ -122,8 +122,8 @@ fn tip(argument: &str, usage: &str) -> Option<String> {
     row.map(|(_, _, tip)| (*tip).to_owned()).or_else(|| tip_from_options(argument, name))
 }
 
-/// The tip for an unknown argument that follows from the options of the command: the option with this meaning,
-/// or `-o` for the output.
+/// The tip for an unknown argument that follows from the options of the command: the option with this
+/// meaning, or `-o` for the output.
 fn tip_from_options(argument: &str, command: &str) -> Option<String> {
     let all = super::command();
     let options: Vec<&str> = all.find_subcommand(command)?.get_arguments().filter_map(clap::Arg::get_long).collect();

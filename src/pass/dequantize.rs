@@ -19,7 +19,7 @@ use crate::model::Model;
 use crate::onnx::ModelFile;
 use crate::pass::targets::{self, SelectedWeights};
 use crate::pass::{Pass, Plan, options_of};
-use crate::run_state::{Applied, RunState};
+use crate::run_state::{Applied, RunState, WARNING};
 use crate::store::{DType, Decoded, Encoding, Pattern, Weight, ZeroOrigin};
 
 /// Dequantize weights, so that later passes can process them.
@@ -93,7 +93,12 @@ impl Pass for Dequantize {
                 model.changed_graph = Some(Arc::new(low_rank::remove(&model.graph()?, weights, &folded)?));
                 quantizers = fake_quantizers(&model)?;
             }
+            let is_pruned = |name: &&String| chosen.contains(name.as_str()) && weights.by_name[*name].zero_origin == Some(ZeroOrigin::Pruning);
+            let pruned = corrections.keys().filter(is_pruned).count();
             model.fold_corrections(&chosen)?;
+            if pruned > 0 {
+                notes.push(format!("{WARNING}{} are no longer sparse: the low-rank products replace their pruned zeros", counted(pruned, "weight")));
+            }
             notes.push(format!("the low-rank corrections of {} (`adapter`) are added to the weights", counted(folded.len(), "layer")));
         }
         if let Some((graph, count)) = quantizers {

@@ -54,7 +54,7 @@ impl Run<'_> {
         // Weights that were uploaded while they were written are not in the folder.
         let is_local = report.outputs.iter().all(|file| folder.join(&file.path).is_file());
         // No runtime is named if the weights do not match the configuration.
-        let is_consistent = !matches!(self.after.graph(), Err(Error::Tensor { .. }));
+        let is_consistent = super::running::matches_config(&self.after);
         let loaded_by = (is_local && is_consistent).then(|| complying(folder, &self.pipeline.loads));
         let data_sets = self.data_sets();
         let card = Card { report, source: &source, config: &config, files: &names, loaded_by: loaded_by.as_deref(), data_sets: &data_sets };

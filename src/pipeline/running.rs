@@ -28,6 +28,7 @@ pub use cached_results::{CachedResult, ResultCache};
 pub use starter::{has_placeholder, starter};
 
 use self::evaluate::Run;
+pub(super) use self::fidelity::matches_config;
 pub use self::memory::memory_limit;
 pub(super) use self::onnx_comparison::check_onnx;
 pub(super) use self::settings::Running;

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use serde::de::IgnoredAny;
 use serde_saphyr::{Error, MessageFormatter, UserMessageFormatter, render_options};
 
-use crate::store::aliases::suggestion;
+use crate::aliases::suggestion;
 
 /// The message with line, column and a snippet of `text`, which is that of the source `name`. A long list of
 /// accepted names follows the snippet.

@@ -166,6 +166,8 @@ pub struct SearchMethod {
 pub struct LatencyTable {
     /// The runtime and its version.
     pub runtime: String,
+    /// Number of parameters of the model.
+    pub parameters: u64,
     /// Threads per operator.
     pub threads: usize,
     /// Shape of each input.

@@ -1,5 +1,5 @@
-//! Low-rank adapters in training: steps equal those of PEFT (`scripts/goldens adapters`), merged weights equal
-//! the base with its adapter, and the base does not change.
+//! Low-rank adapters in training: steps equal those of PEFT (`scripts/goldens adapters`), merged weights
+//! equal the base with its adapter, and the base does not change.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -18,6 +18,7 @@ use compress_core::work::{Cancel, Event};
 use compress_engine::data::Data;
 use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_engine::train::losses::Losses;
+use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Adapter, AdapterKind, BatchSize, Every, Offload, Precision};
 use serde_json::Value;
 
@@ -309,6 +310,27 @@ fn adapters_learn_in_16_bits() {
         let losses = curve(&Run::new().train("llama", Finetune { max_steps: Some(30), precision, ..finetune(adapter) }));
         assert!(losses[29] < 0.8 * losses[0], "{losses:?}");
     }
+}
+
+/// Muon treats the factors as matrices, and not as the other parameters, which it leaves to AdamW.
+#[test]
+fn muon_trains_factors_as_matrices() {
+    let [adamw, muon] = [Kind::AdamW, Kind::Muon].map(|optimizer| curve(&Run::new().train("llama", Finetune { optimizer, ..finetune(MERGED) })));
+    assert!(adamw[0] == muon[0] && adamw[3] != muon[3], "{adamw:?} {muon:?}");
+}
+
+/// Another tool may have pruned a model without a record of it.
+#[test]
+fn zeros_of_unknown_origin_are_reported() {
+    let pruned = Run::new();
+    let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
+    pruned.steps(&golden("llama"), vec![prune.into()]).unwrap();
+    let foreign = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(pruned.out().join(file), foreign.path().join(file)).unwrap();
+    }
+    let report = Run::new().steps(foreign.path(), vec![finetune(MERGED).into()]).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("were replaced by the merged adapters")), "{:?}", report.notes);
 }
 
 /// A merged product would fill the zeros of pruned weights.

@@ -147,7 +147,8 @@ fn corrections_reduce_the_error_with_every_method() {
     }
 }
 
-/// transformers dequantizes all layers by one scheme, so that PEFT cannot load the adapter if there are several.
+/// transformers dequantizes all layers by one scheme, so that PEFT cannot load the adapter if there are
+/// several.
 #[test]
 fn cards_of_models_with_several_schemes_do_not_load_the_adapter() {
     let folder = tempfile::tempdir().unwrap();

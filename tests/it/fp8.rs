@@ -98,7 +98,8 @@ fn unchanged_weights_keep_their_bytes() {
     }
 }
 
-/// Folders have one quantization method. Matrices keep their codes and scales in the format of compressed-tensors.
+/// Folders have one quantization method. Matrices keep their codes and scales in the format of
+/// compressed-tensors.
 #[test]
 fn weights_are_converted_next_to_other_quantized_weights() {
     for name in FOLDERS {

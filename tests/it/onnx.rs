@@ -102,6 +102,9 @@ fn assert_follows_rules(draft: &Draft, graph: &Graph, what: &str) {
         for output in &node.output {
             assert!(names.insert(output.clone()), "{what}: `{output}` is written twice");
         }
+        // Nodes of a body read their own values and those of the graph around it.
+        let bodies = node.attribute.iter().filter_map(|attribute| attribute.g.as_ref());
+        read.extend(bodies.flat_map(|body| &body.node).flat_map(|node| &node.input).filter(|input| names.contains(*input)).cloned());
         assert!(node.attribute.iter().all(|a| a.r#type.is_some_and(|kind| kind != 0)), "{what}: an attribute of `{name}` has no type");
     }
     let results: BTreeSet<&str> = body.output.iter().map(|o| o.name.as_deref().unwrap()).collect();

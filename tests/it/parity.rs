@@ -366,9 +366,10 @@ impl Walk<'_> {
 const TIE: &str = "tie_word_embeddings";
 /// Prefixes of model names and keys for which transformers 4 differs from transformers 5. In transformers 4,
 /// all layers of Qwen2-MoE use sliding windows or none, independent of their types, Granite, Cohere and
-/// Qwen3-Next reject the older key `type` of `rope_scaling`, which other families accept, and routers of
-/// GLM-4.5 select experts of other groups before those with a negative score.
-const NEWER: [(&str, &str); 8] = [
+/// Qwen3-Next reject the older key `type` of `rope_scaling`, which other families accept, the convolution of
+/// Qwen3-Next always applies SiLU, and routers of GLM-4.5 select experts of other groups before those with a
+/// negative score.
+const NEWER: [(&str, &str); 9] = [
     ("", TIE),
     ("", "is_causal"),
     ("qwen2-moe", "use_sliding_window"),
@@ -376,6 +377,7 @@ const NEWER: [(&str, &str); 8] = [
     ("granite", "rope_scaling"),
     ("cohere", "rope_scaling"),
     ("qwen3-next", "rope_scaling"),
+    ("qwen3-next", "hidden_act"),
     ("glm4-moe", "num_experts_per_tok"),
 ];
 

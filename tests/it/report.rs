@@ -251,7 +251,7 @@ fn every_budget_fails_on_the_worse_side_only() {
         serde_json::from_value(json!({ "sizes": {}, "before": { "macs": 1000, "activation_bytes": 1 }, "after": { "macs": 500, "activation_bytes": 1 } }))
             .unwrap(),
     );
-    let size = |bytes: u64| Some(bytes.to_string().parse().unwrap());
+    let size = |bytes: u64| Some(format!("{bytes}B").parse().unwrap());
     let none = Budgets::default;
     // A limit that is met exactly, and the change that makes it fail: negative for `max`, positive for
     // `min`.

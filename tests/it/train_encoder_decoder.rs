@@ -456,7 +456,7 @@ fn unsuitable_samples_are_rejected() {
     assert!(refused(Data { pair_column: None, ..source.clone() }).contains("`pair_column`"));
     assert!(refused(Data { label_column: Some("target".parse().unwrap()), ..source.clone() }).contains("do not use class labels"));
     assert!(refused(Data { task: Some(Task::Embedding), ..source }).contains("language-modelling and fidelity"));
-    assert!(refused(pairs(path("b.csv", "source,target\na\n"))).contains("line 2 has 1 columns"));
+    assert!(refused(pairs(path("b.csv", "source,target\na\n"))).contains("line 2 has 1 column, but"));
     assert!(refused(pairs(path("c.jsonl", "{ \"source\": \"a\" }\n"))).contains("no `target`"));
     assert!(refused(pairs(path("d.txt", "a\n"))).contains("applies only to texts in columns"));
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();

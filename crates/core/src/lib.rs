@@ -3,6 +3,7 @@
 #[cfg(not(unix))]
 compile_error!("compress supports only Unix: file locks, renames and reads at offsets need POSIX functions");
 
+pub mod aliases;
 pub mod cache;
 pub mod error;
 pub mod files;

@@ -367,7 +367,8 @@ fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
     checkpoint.notes.extend(shared.iter().map(|[first, second]| format!("`{first}` and `{second}` share storage in the input; they are stored separately")));
 }
 
-/// An error for a path that cannot be opened. One with the form of a name on the Hub is probably meant as such.
+/// An error for a path that cannot be opened. One with the form of a name on the Hub is probably meant as
+/// such.
 fn missing(path: &Path, error: std::io::Error) -> Error {
     let is_file = path.extension().is_some_and(|extension| FILES.iter().any(|known| extension.eq_ignore_ascii_case(known)));
     let has_folder = path.parent().is_some_and(Path::exists);

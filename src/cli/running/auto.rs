@@ -71,7 +71,7 @@ pub(in crate::cli) struct Args {
     latency: Option<Budget>,
     /// File of the times that `--latency` measures, which is read first if it exists: with the same times,
     /// the choice is the same
-    #[arg(long, value_name = "FILE", requires = "latency")]
+    #[arg(long, value_name = "FILE")]
     times: Option<PathBuf>,
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
     #[arg(long, visible_alias = "data", value_name = "DATA", value_parser = parse_data)]
@@ -86,7 +86,7 @@ pub(in crate::cli) struct Args {
     /// Time for better methods, which quantize the chosen point and are kept if the divergence on held-out
     /// samples falls: 10m. For vLLM and transformers [default: gptq only]
     #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "output", conflicts_with = "method")]
-    time: Option<f64>,
+    time: Option<Duration>,
     /// Number of points of the front that are measured, besides uniform formats and llama.cpp's own mixtures
     #[arg(long, value_name = "N", default_value_t = 4)]
     points: usize,
@@ -154,7 +154,7 @@ impl Args {
             let mut found = found?;
             let chosen = found.chosen.clone().filter(|_| self.output.is_some());
             let writing = chosen.map(|point| match self.time {
-                Some(seconds) => search.finish(&mut found, Duration::from_secs_f64(seconds)),
+                Some(time) => search.finish(&mut found, time),
                 None => search.writing(&found, &point, self.method),
             });
             let writing = writing.transpose()?;
@@ -195,6 +195,9 @@ impl Args {
             (size, None) => size.or(self.max_loss).or(self.latency),
         };
         let runtime = self.target;
+        if self.times.is_some() && self.latency.is_none() {
+            return Err(Error::option("--times", "contains the times that a search with `--latency` measures: specify `--latency`, or omit it"));
+        }
         if self.latency.is_some() && runtime != LoadedBy::OnnxRuntime {
             return Err(Error::option(
                 "--latency",

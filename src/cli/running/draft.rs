@@ -14,6 +14,7 @@ use crate::model::Model;
 use crate::output::ResumeFolder;
 use crate::pass::{Context, Distill, Pass};
 use crate::pipeline::draft::{self, Continuations, DraftTest, PromptSource, Prompts, Samples, Steps};
+use crate::pipeline::search::parse_time;
 use crate::pipeline::{Builder, Pipeline, memory_limit};
 use crate::train::BatchSize;
 use crate::train::communicator::RankConfig;
@@ -64,7 +65,7 @@ pub(in crate::cli) struct Args {
     /// Number of training steps [default: 1000]
     #[arg(long, value_name = "N", conflicts_with = "time", help_heading = "Training")]
     steps: Option<u64>,
-    /// Duration of the training, such as 90s, 20m or 2h: the number of steps is chosen by the time of a few
+    /// Duration of the training, such as 20m: the number of steps is chosen by the time of a few
     /// steps
     #[arg(long, value_name = "TIME", value_parser = parse_time, help_heading = "Training")]
     time: Option<Duration>,
@@ -74,8 +75,8 @@ pub(in crate::cli) struct Args {
     /// Continuations per step
     #[arg(long, value_name = "N", default_value_t = BatchSize::Samples(8), help_heading = "Training")]
     batch_size: BatchSize,
-    /// Held-out prompts to measure the draft on, in the format of `--prompts` [default: a tenth of the prompts,
-    /// at most 16]
+    /// Held-out prompts to measure the draft on, in the format of `--prompts` [default: a tenth of the
+    /// prompts, at most 16]
     #[arg(long, value_name = "FILE", help_heading = "Measurement")]
     test: Option<PathBuf>,
     /// Numbers of draft tokens to measure
@@ -202,25 +203,5 @@ impl Args {
         }
         let builder = exports.into_iter().fold(builder, Builder::export);
         records.configure(builder.force(*force).allow_nonfinite(*allow_nonfinite).loads(runtimes.loads.iter().copied()))
-    }
-}
-
-/// Parses a duration: a number with `s`, `m` or `h`.
-fn parse_time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("`{text}` is not a time such as 90s, 20m or 2h");
-    let units = [("s", 1.0), ("m", 60.0), ("h", 3600.0)];
-    let (number, factor) = units.into_iter().find_map(|(unit, factor)| Some((text.strip_suffix(unit)?, factor))).ok_or_else(wrong)?;
-    let seconds = number.trim().parse::<f64>().map_err(|_| wrong())? * factor;
-    Duration::try_from_secs_f64(seconds).ok().filter(|time| !time.is_zero()).ok_or_else(wrong)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_have_a_unit() {
-        assert_eq!(["90s", "20m", "1.5h"].map(|text| parse_time(text).unwrap().as_secs()), [90, 1200, 5400]);
-        assert!(["20", "m", "-3m", "0s", "nanh", "3 days", "1e40h"].iter().all(|text| parse_time(text).is_err()));
     }
 }

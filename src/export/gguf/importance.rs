@@ -83,7 +83,8 @@ impl Importance<'_> {
         match self {
             Importance::Unused | Importance::Planned => Ok(None),
             // As in llama.cpp, the head and the embedding table are excluded.
-            // The inputs of a projection of latent vectors are not those of its transposed part for each head.
+            // The inputs of a projection of latent vectors are not those of its transposed part for each
+            // head.
             Importance::Samples(all) => {
                 let is_used = planned.gguf_name.starts_with("blk.") && !GgufFamily::is_latent_part(&planned.gguf_name);
                 Ok(all.columns.get(&planned.name).filter(|_| is_used).cloned())

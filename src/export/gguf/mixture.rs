@@ -212,8 +212,8 @@ impl Mixture {
     }
 }
 
-/// The type of experts with rows of `row` elements: MXFP4 if they are stored in it, which keeps their values, unless
-/// `target` has fewer bits.
+/// The type of experts with rows of `row` elements: MXFP4 if they are stored in it, which keeps their values,
+/// unless `target` has fewer bits.
 pub(super) fn keep_packed(weight: &Weight, target: Kind, row: usize) -> Kind {
     let packed = Kind::Blocks(BlockType::MXFP4);
     let bytes = |kind: Kind| fit_row(kind, row).byte_count(&[row]);

@@ -1,5 +1,5 @@
-//! Weights in the formats of other tools, which are stored unchanged if no pass needs their values: experts in
-//! MXFP4, as published for gpt-oss, and FP8 with `quant_method: fp8`.
+//! Weights in the formats of other tools, which are stored unchanged if no pass needs their values: experts
+//! in MXFP4, as published for gpt-oss, and FP8 with `quant_method: fp8`.
 
 use serde_json::Value;
 

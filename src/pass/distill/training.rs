@@ -151,6 +151,7 @@ impl<'a> Job<'a> {
             None => ZeroKind::Unexplained,
         };
         adapters.map_or(Ok(()), |adapters| adapters.require_unpruned(&zeros))?;
+        let filled = adapters.map_or(Ok(0), |adapters| adapters.unexplained(&zeros))?;
         // The factors of adapters have no pruned elements.
         let of_trained = |weight: &Weight| if adapters.is_some() { ZeroKind::Codes } else { zeros(weight) };
         let mut weights = Weights::load(&graph, &model, (training, &of_trained), (placement, device, compute), &memory_tracker, &context.work)?;
@@ -288,6 +289,12 @@ impl<'a> Job<'a> {
         applied.notes.extend(adapters.map(|adapters| adapters.note(name)));
         if masked > 0 {
             applied.notes.push(format!("{} of {} were kept at zero", counted(zeros as usize, "zero weight"), counted(masked, "tensor")));
+        }
+        if filled > 0 {
+            applied.notes.push(format!(
+                "zeros of unknown origin in {} were replaced by the merged adapters, because neither a pass, a report nor config.json states that they were pruned; with `merge: false` in `adapter`, the base keeps them",
+                counted(filled, "tensor")
+            ));
         }
         if unexplained > 0 {
             applied.notes.push(format!(

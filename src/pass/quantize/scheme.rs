@@ -4,8 +4,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
+use crate::aliases;
 use crate::error::ParseError;
-use crate::store::aliases;
 use crate::store::{ActivationScheme, Codes, DType, FloatFormat, FloatScale, Granularity, QuantizationSpec, ScaleFormat, Static, Weight};
 
 /// Properties of a scheme.

@@ -54,6 +54,11 @@ struct Budget {
     samples: usize,
 }
 
+/// Whether the weights of a model match its configuration; true if the model cannot be run for other reasons.
+pub(in crate::pipeline) fn matches_config(model: &Model) -> bool {
+    !matches!(model.graph(), Err(Error::Tensor { .. }))
+}
+
 /// Samples that no pass has used.
 #[derive(Debug, Default)]
 pub(super) struct HeldOut {

@@ -108,7 +108,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("hunyuan-alpha", "config.json", |json| json["rope_scaling"]["alpha"] = 0.into(), "rope scaling `dynamic` without `alpha`"),
         ("gpt-oss", "config.json", |json| json["swiglu_limit"] = 5.0.into(), "`swiglu_limit` of 5.0"),
         ("gpt-oss", "config.json", |json| json["rope_scaling"]["truncate"] = true.into(), "`truncate` of true in rope scaling `yarn`"),
-        ("deepseek-v3", "config.json", |json| json["rms_norm_eps"] = 1e-5.into(), "`rms_norm_eps` of 1e-5"),
+        ("deepseek-v3", "config.json", |json| json["rms_norm_eps"] = 1e-5.into(), "`rms_norm_eps` of 0.00001"),
         ("deepseek-v3", "config.json", |json| json["rope_interleave"] = false.into(), "`rope_interleave` of false"),
         ("deepseek-v3", "config.json", |json| json["rope_scaling"]["mscale"] = 1.0.into(), "`yarn` with different `mscale` and `mscale_all_dim`"),
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),

@@ -27,7 +27,8 @@ fn the_model_is_opened_and_its_configuration_is_copied() {
         let folder = hub(files);
         let opened = Model::open(folder.path()).unwrap();
         assert!(opened.onnx.is_some() && opened.weight_files == [folder.path().join("onnx").join(files[0])], "{:?}", opened.weight_files);
-        let out = folder.path().join("out");
+        let other = tempfile::tempdir().unwrap();
+        let out = other.path().join("out");
         let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(opened, &out).unwrap();
         assert!(report.notes.iter().any(|note| note.contains("onnx/ (they contain the original weights")), "{:?}", report.notes);
         for name in ["model.onnx", "tokenizer.json", "tokenizer_config.json"] {

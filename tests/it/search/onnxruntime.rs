@@ -143,7 +143,7 @@ fn an_onnx_file_meets_a_limit_of_its_size() {
         ("-o new --max-kl 0.1", "--max-kl: is not supported for ONNX Runtime"),
         ("-o new --max-size 50% --method gptq", "has no effect on ONNX files"),
         ("-o new.gguf --max-size 50%", "loads an ONNX file or a folder: name an ONNX file or a folder, or specify `--for llama.cpp` for the formats"),
-        ("-o new --max-size 50% --formats Q4_K", "`Q4_K` is not a format for ONNX Runtime; its formats are int8-static,"),
+        ("-o new --max-size 50% --formats Q4_K", "`Q4_K` is not a format for ONNX Runtime; its formats are int4-weights, int8-static,"),
     ] {
         let run = compress(folder, &format!("{ONNX} {arguments}"));
         assert!(run.code > 0 && run.stderr.contains(part), "{arguments}: {}", run.stderr);

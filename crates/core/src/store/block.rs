@@ -52,8 +52,8 @@ pub struct View<'a> {
     pub zero_points: &'a [u8],
     /// Divisor of the scales (NVFP4); otherwise 1.
     pub global_scale: f32,
-    /// The same elements as blocks of a GGUF file, if they are written to one, or as the codes and scales of all
-    /// experts in their original format. Otherwise empty.
+    /// The same elements as blocks of a GGUF file, if they are written to one, or as the codes and scales of
+    /// all experts in their original format. Otherwise empty.
     pub blocks: &'a [u8],
 }
 

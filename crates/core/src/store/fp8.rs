@@ -1,12 +1,13 @@
 //! FP8 weights of checkpoints with `quant_method: fp8`, as published for DeepSeek-V3, Qwen3 and MiniMax-M2.
 //!
-//! A matrix `x` F8_E4M3 `[out, in]` has scales in `x_scale_inv`, or `x_scale` in older files, with which codes are
-//! multiplied: one for each block of `weight_block_size`, of which those at the end may be smaller, one per row, or
-//! one for the matrix. Experts in one tensor `[experts, out, in]` have the scales of all experts in one tensor.
+//! A matrix `x` F8_E4M3 `[out, in]` has scales in `x_scale_inv`, or `x_scale` in older files, with which
+//! codes are multiplied: one for each block of `weight_block_size`, of which those at the end may be smaller,
+//! one per row, or one for the matrix. Experts in one tensor `[experts, out, in]` have the scales of all
+//! experts in one tensor.
 //!
-//! Matrices are quantized weights. If the last block of a row has fewer columns, their blocks are narrower, and
-//! several of them share a scale of the file. [`Granularity`] has no blocks of a third axis, so experts are
-//! dense weights, dequantized one expert at a time.
+//! Matrices are quantized weights. If the last block of a row has fewer columns, their blocks are narrower,
+//! and several of them share a scale of the file. [`Granularity`] has no blocks of a third axis, so experts
+//! are dense weights, dequantized one expert at a time.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -40,8 +41,8 @@ struct Fp8Experts {
     block: [usize; 2],
 }
 
-/// Removes all FP8 weights from a checkpoint that has a configuration for them. `floats` is the dtype of their
-/// values if the configuration does not specify it.
+/// Removes all FP8 weights from a checkpoint that has a configuration for them. `floats` is the dtype of
+/// their values if the configuration does not specify it.
 pub(super) fn take(checkpoint: &mut Checkpoint, floats: DType) -> Result<Vec<(String, Weight)>> {
     let Some(config) = checkpoint.fp8 else { return Ok(Vec::new()) };
     let has_codes = |tensor: &RawTensor| tensor.dtype == DType::F8_E4M3 && tensor.elements() > 0;

@@ -3,7 +3,6 @@
 //!
 //! Does not depend on ops, architectures or passes.
 
-pub mod aliases;
 pub mod artifacts;
 mod assemble;
 mod bias;
@@ -76,7 +75,7 @@ pub use quantization_spec::{ActivationScheme, FloatScale, Granularity, Quantizat
 pub use quantized_reader::QuantizedReader;
 pub use raw_tensor::{DataFile, RawTensor};
 pub use scaled::{Computed, Scaled, Transposed};
-pub use select::{Pattern, Selection};
+pub use select::{Pattern, Selection, nearest};
 pub use sizes::{ByteSize, OpenSize, OpenSizes};
 pub use storage_format::StorageFormat;
 pub use stored_tensor::StoredTensor;

@@ -1,4 +1,5 @@
-//! Formats of other tools in which weights are written as the bytes of the input, if no pass has changed them.
+//! Formats of other tools in which weights are written as the bytes of the input, if no pass has changed
+//! them.
 //!
 //! | format | tensors of `x` |
 //! | --- | --- |
@@ -74,8 +75,8 @@ impl OriginalFormat {
         }
     }
 
-    /// Writes a block, which starts at the row `rows`, and adds its rows to `rows`. Views of experts contain their
-    /// stored bytes.
+    /// Writes a block, which starts at the row `rows`, and adds its rows to `rows`. Views of experts contain
+    /// their stored bytes.
     pub(super) fn emit(self, view: &View, rows: &mut usize, sink: PartSink) -> Result<()> {
         match (self, view.affine) {
             (OriginalFormat::Fp8(stored), Some(_)) => stored.emit(view, rows, sink),
@@ -92,8 +93,8 @@ fn emit_halves(stored: &[u8], codes: usize, sink: PartSink) -> Result<()> {
     sink(1, scales)
 }
 
-/// Shape of the scales of a matrix or of the matrices of all experts, with `rank` axes: except for blocks, axes of
-/// size 1 at the end may be absent. `None` if no shape has this number of axes.
+/// Shape of the scales of a matrix or of the matrices of all experts, with `rank` axes: except for blocks,
+/// axes of size 1 at the end may be absent. `None` if no shape has this number of axes.
 pub(super) fn scale_shape(shape: &[usize], granularity: Granularity, rank: usize) -> Option<Vec<usize>> {
     let [experts @ .., rows, row] = shape else { return None };
     let matrix = match granularity {

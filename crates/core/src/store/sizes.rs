@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn text_round_trips() {
-        for (text, bytes) in [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("77", 77)] {
+        for (text, bytes) in [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("77B", 77), ("7700", 7700)] {
             assert_eq!(text.parse::<ByteSize>().unwrap().0, bytes);
         }
         assert_eq!(ByteSize(5_000_000_000).to_string(), "5GB");
@@ -154,7 +154,7 @@ mod tests {
             assert_eq!(ByteSize(bytes).to_string().parse(), Ok(ByteSize(bytes)));
         }
         assert!("18446744073709551616".parse::<ByteSize>().is_err() && "18446744073709551615KB".parse::<ByteSize>().is_err());
-        for text in ["", "GB", "-1", "0", "5XB", "1e99GB", "nan"] {
+        for text in ["", "GB", "-1", "0", "77", "5XB", "1e99GB", "nan"] {
             assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
     }

@@ -51,7 +51,8 @@ pub enum StorageFormat {
     Blocks(Blocks),
     /// Blocks of a GGUF file, for weights of [`BlockQuantized`](super::gguf::BlockQuantized).
     Gguf(BlockType),
-    /// The codes and scales of a weight with this [original format](Weight::original_format), as in the input.
+    /// The codes and scales of a weight with this [original format](Weight::original_format), as in the
+    /// input.
     Original(OriginalFormat),
 }
 

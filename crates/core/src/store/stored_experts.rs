@@ -18,8 +18,8 @@ pub(super) struct StoredExperts {
 }
 
 impl StoredExperts {
-    /// Dequantizes complete experts with `decode`, which gets the codes, scales and values of one. Views contain
-    /// the codes and then the scales of their experts in `blocks`.
+    /// Dequantizes complete experts with `decode`, which gets the codes, scales and values of one. Views
+    /// contain the codes and then the scales of their experts in `blocks`.
     pub(super) fn visit(&self, unit: usize, sink: BlockSink, decode: impl Fn(&[u8], &[u8], &mut [u8])) -> Result<()> {
         let of_each = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX).checked_div(self.experts).unwrap_or(0);
         let (codes, scales) = (of_each(self.codes.bytes()), of_each(self.scales.bytes()));

@@ -79,7 +79,8 @@ impl Config {
         differing.map(|(key, a, b)| format!("`{key}` of {a} is written as {b}")).collect()
     }
 
-    /// The quantization description of weights with an [original format](crate::store::Weight::original_format).
+    /// The quantization description of weights with an [original
+    /// format](crate::store::Weight::original_format).
     pub fn original_quantization(&self) -> Option<&Value> {
         self.original_quantization.as_ref()
     }

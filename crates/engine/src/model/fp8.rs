@@ -7,8 +7,8 @@ use crate::store::{DType, Fp8Config};
 
 /// Rows and inputs of a block, if the configuration does not specify them, as in transformers.
 const BLOCK: [usize; 2] = [128, 128];
-/// Keys with the only supported values. `scale_fmt` describes how scales were rounded, which does not change how
-/// they are read.
+/// Keys with the only supported values. `scale_fmt` describes how scales were rounded, which does not change
+/// how they are read.
 const VALUES: [(&str, &[&str]); 4] = [
     ("activation_scheme", &["dynamic", "static"]),
     ("fmt", &["e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"]),

@@ -19,7 +19,8 @@ pub enum AdapterKind {
     Dora,
 }
 
-/// Low-rank adapters (Hu et al., *LoRA*, 2021; Liu et al., *DoRA*, 2024), which are trained instead of the weights of the model.
+/// Low-rank adapters (Hu et al., *LoRA*, 2021; Liu et al., *DoRA*, 2024), which are trained instead of the
+/// weights of the model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]

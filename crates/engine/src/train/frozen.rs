@@ -85,9 +85,10 @@ impl OutputNorm {
             let wide = |tensor: &Tensor| tensor.to_dtype(DType::F32);
             let term = wide(&outer)?.matmul(&wide(&inner)?)?.affine(self.scale, 0.0)?;
             let weight = if self.input_major { wide(&weight)?.t()? } else { wide(&weight)? };
-            let squares = (weight + term)?.sqr()?.sum(1)?;
-            // Outputs without weights stay zero.
-            squares.maximum_scalar(f32::MIN_POSITIVE.into())?.sqrt()?.to_dtype(outer.dtype())
+            let norms = (weight + term)?.sqr()?.sum(1)?.sqrt()?;
+            // Outputs without weights stay zero: their norm must not be rounded to zero.
+            let least = if outer.dtype() == DType::F16 { 2f64.powi(-14) } else { f64::from(f32::MIN_POSITIVE).sqrt() };
+            norms.maximum_scalar(least)?.to_dtype(outer.dtype())
         };
         compute().map_err(|e: candle_core::Error| Error::candle(format!("tensor `{name}`"), e))
     }
@@ -135,6 +136,9 @@ mod tests {
             let norm = OutputNorm { weight: weight.into(), factors: ["inner", "outer"].map(str::to_owned), scale: 0.5, input_major };
             let norms = norm.compute("norm", &matrix).unwrap().to_vec1::<f32>().unwrap();
             assert!((norms[0] - 2f32.sqrt()).abs() < 1e-6 && (norms[1] - 3.5).abs() < 1e-6 && norms[2] < 1e-15, "{norms:?}");
+            let halves = |name: &str| Ok(matrix(name)?.to_dtype(DType::F16).unwrap());
+            let least = norm.compute("norm", &halves).unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()[2];
+            assert!(least > 0.0, "{least}");
         }
     }
 }

@@ -46,8 +46,8 @@ pub struct GgufFamily {
     pub theta: f64,
     /// Key of the rotated part of a head and its default, if it may be less than the whole.
     pub partial_rotary: Option<(&'static str, f64)>,
-    /// The value of `truncate` in rope scaling of the kind `yarn`, which GGUF files do not contain, if it is not
-    /// the default.
+    /// The value of `truncate` in rope scaling of the kind `yarn`, which GGUF files do not contain, if it is
+    /// not the default.
     pub yarn_truncate: Option<bool>,
     /// Key of the number of rotated elements of a head, which files of some families have instead.
     pub rotary_width: Option<&'static str>,
@@ -110,7 +110,8 @@ pub struct GgufExperts {
 /// GGUF tensors that contain one projection of all experts.
 const FUSED: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 
-/// GGUF tensors with the keys and the values of the projection of latent vectors, and the module in checkpoints.
+/// GGUF tensors with the keys and the values of the projection of latent vectors, and the module in
+/// checkpoints.
 const LATENT: ([&str; 2], &str) = (["attn_k_b", "attn_v_b"], "self_attn.kv_b_proj");
 
 /// Layers with sliding-window attention.
@@ -396,7 +397,8 @@ impl GgufFamily {
         Some(parts?.iter().map(|fused| format!("blk.{layer}.{fused}.{end}")).collect())
     }
 
-    /// Whether a checkpoint tensor contains one projection of all experts as `[experts, in, out]`, or its bias.
+    /// Whether a checkpoint tensor contains one projection of all experts as `[experts, in, out]`, or its
+    /// bias.
     pub fn is_input_major(&self, name: &str) -> bool {
         self.experts.is_some_and(|experts| experts.is_input_major) && self.fused_tensors(name).is_some()
     }
@@ -413,7 +415,8 @@ impl GgufFamily {
         Some((format!("model.layers.{layer}.{}.{part}{end}", experts.block), first))
     }
 
-    /// The GGUF tensors with the keys and the values of a projection of latent vectors; `None` for other names.
+    /// The GGUF tensors with the keys and the values of a projection of latent vectors; `None` for other
+    /// names.
     pub fn latent_tensors(&self, name: &str) -> Option<Vec<String>> {
         let (layer, module) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.").filter(|_| self.is_latent)?;
         let (parts, latent) = LATENT;

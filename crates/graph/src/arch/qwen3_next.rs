@@ -105,7 +105,7 @@ mod running {
     fn decoder(s: &Settings, b: &mut Builder, experts: Option<Experts>, joint: bool) -> Result<()> {
         let norm = RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-6)?, offset: 1.0 };
         let delta = DeltaNet::new(s, norm.epsilon, joint)?;
-        let groups = if joint { 2 } else { 4 };
+        let groups = if experts.is_some() { 2 } else { 4 };
         let decoder = Decoder {
             head_norms: HeadNorms::Head,
             query_gate: true,

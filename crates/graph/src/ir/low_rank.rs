@@ -15,8 +15,8 @@ pub struct Terms<'n> {
     pub factors: &'n BTreeMap<String, [String; 2]>,
     /// Constant that the terms are multiplied by.
     pub scale: f64,
-    /// Names of two vectors `[out]` of some layers: their outputs without the bias are multiplied by the first
-    /// one and divided by the second one, as in DoRA.
+    /// Names of two vectors `[out]` of some layers: their outputs without the bias are multiplied by the
+    /// first one and divided by the second one, as in DoRA.
     pub norms: &'n BTreeMap<String, [String; 2]>,
 }
 

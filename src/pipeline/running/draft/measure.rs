@@ -11,8 +11,8 @@ use crate::report::{DraftQuality, DraftRun};
 use crate::work::MemoryLimit;
 
 impl Run<'_> {
-    /// Measures the written output as a draft, if requested, and adds a note if texts differ from those without
-    /// it.
+    /// Measures the written output as a draft, if requested, and adds a note if texts differ from those
+    /// without it.
     pub(in crate::pipeline::running) fn draft(&self, notes: &mut Vec<String>) -> Result<Option<DraftQuality>> {
         let Some(test) = &self.pipeline.running.draft_test else { return Ok(None) };
         // The files of the input are complete, those of the output are not yet.

@@ -56,10 +56,13 @@ impl Prompts {
     /// no room for a continuation.
     pub fn read((model, language): (&Model, &LanguageModel), source: PromptSource, test: Option<&Path>, count: usize) -> Result<Prompts> {
         let reader = Reader { model, language, count };
-        let mut train = reader.read(source)?;
+        let mut train = reader.read(source, source.option())?;
         let is_chat = matches!(source, PromptSource::Records(_, true));
         let (test, tested_on) = match test {
-            Some(path) => (reader.read(PromptSource::Records(path, is_chat))?, path.display().to_string()),
+            Some(path) => {
+                let source = PromptSource::Records(path, is_chat);
+                (reader.read(source, "--test")?, source.name())
+            }
             None => (hold_out(&mut train).ok_or_else(|| too_few(source))?, source.name()),
         };
         train.retain(|prompt| !test.contains(prompt));
@@ -103,7 +106,7 @@ impl PromptSource<'_> {
 
 impl Reader<'_> {
     /// The prompts of a source, without duplicates.
-    fn read(&self, source: PromptSource) -> Result<Vec<Vec<i64>>> {
+    fn read(&self, source: PromptSource, option: &'static str) -> Result<Vec<Vec<i64>>> {
         let located = match source {
             PromptSource::Records(path, as_chat) => self.records(&self.corpus(&Data::default(), path)?, None, as_chat)?,
             PromptSource::Windows(data) => {
@@ -124,7 +127,7 @@ impl Reader<'_> {
             }
         }
         if prompts.is_empty() {
-            return Err(Error::option(source.option(), format!("{} contains no prompts", source.name())));
+            return Err(Error::option(option, format!("{} contains no prompts", source.name())));
         }
         Ok(prompts)
     }

@@ -13,7 +13,7 @@ use crate::report::format;
 use crate::run_state::RunState;
 use crate::work::{Event, Work};
 
-/// File in the work folder with the time, in seconds, and the number of steps for it.
+/// File in the work folder with the time and the options of the training, and the number of steps for them.
 const FILE: &str = "steps.json";
 /// Number of steps of a short training. The first one is not counted, because it allocates memory.
 const MEASURED: u64 = 4;
@@ -39,13 +39,16 @@ impl Steps<'_> {
     /// The training fails.
     pub fn count(&self, context: &Context, work: &Work) -> Result<u64> {
         let path = self.folder.join(FILE);
-        let stored = fs::read_to_string(&path).ok().and_then(|text| serde_json::from_str::<(f64, u64)>(&text).ok());
-        if let Some((_, steps)) = stored.filter(|(seconds, _)| *seconds == self.time.as_secs_f64()) {
+        // A training continues on another device with the same steps, so that the device is not part of the
+        // key.
+        let key = serde_json::json!([self.time.as_secs_f64(), self.distill.options()]).to_string();
+        let stored = fs::read_to_string(&path).ok().and_then(|text| serde_json::from_str::<(String, u64)>(&text).ok());
+        if let Some((_, steps)) = stored.filter(|(found, _)| *found == key) {
             return Ok(steps);
         }
         let step = self.measure(context)?;
         let steps = ((self.time.as_secs_f64() / step) as u64).max(1);
-        let text = serde_json::json!([self.time.as_secs_f64(), steps]).to_string();
+        let text = serde_json::json!([key, steps]).to_string();
         fs::write(&path, text).map_err(Error::io("write", &path))?;
         let message =
             format!("a training step takes {}: {} in {}", format::seconds(step), counted(steps as usize, "step"), format::seconds(self.time.as_secs_f64()));

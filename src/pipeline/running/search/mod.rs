@@ -25,6 +25,7 @@ mod schemes;
 pub mod solver;
 mod stopwatch;
 mod summary;
+mod testing;
 mod times;
 
 use serde::Serialize;

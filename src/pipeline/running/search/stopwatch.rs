@@ -98,6 +98,12 @@ fn check(table: &LatencyTable, threads: usize, inputs: &BTreeMap<String, Vec<usi
         format!("the times were measured with other inputs: {:?} instead of {inputs:?}", table.inputs)
     } else if table.formats != formats {
         format!("the times are those of the formats {}, but this search has {}", table.formats.join(", "), formats.join(", "))
+    } else if table.parameters != model.weights.parameters() {
+        format!(
+            "the times are those of a model with {} parameters, and this one has {}: name another file, or remove this one",
+            table.parameters,
+            model.weights.parameters()
+        )
     } else if let Some(unit) = table.units.iter().find(|unit| !model.weights.by_name.contains_key(*unit)) {
         format!("the times are those of another model, with the layer `{unit}`")
     } else if !(table.original_ms.is_finite() && table.original_ms > 0.0) {
@@ -127,7 +133,15 @@ impl Search<'_> {
             Some(table) => table,
             None => {
                 let original_ms = stopwatch.insert(new()?).measure(&[], &[])?.after_ms.p50;
-                recorded.insert(LatencyTable { runtime: Stopwatch::runtime(), threads, inputs: shapes, formats: names, original_ms, ..LatencyTable::default() })
+                recorded.insert(LatencyTable {
+                    parameters: self.model.weights.parameters(),
+                    runtime: Stopwatch::runtime(),
+                    threads,
+                    inputs: shapes,
+                    formats: names,
+                    original_ms,
+                    ..LatencyTable::default()
+                })
             }
         };
         require_slower(table.original_ms, limit)?;
@@ -138,7 +152,10 @@ impl Search<'_> {
                 None => stopwatch.insert(new()?),
             };
             if runtime != Stopwatch::runtime() {
-                let reason = format!("the times were measured with {runtime}, and this is {}: measure all times again", Stopwatch::runtime());
+                let reason = format!(
+                    "the times were measured with {runtime}, and this is {}: remove the file, so that all times are measured again",
+                    Stopwatch::runtime()
+                );
                 return Err(Error::option("--times", reason));
             }
             stopwatch.measure(units, options)

@@ -137,7 +137,7 @@ impl Found {
 
 #[cfg(test)]
 mod tests {
-    use super::super::latency::tests::found;
+    use super::super::testing::found;
     use super::*;
 
     fn latency(speedup: f64, spread: f64) -> Latency {

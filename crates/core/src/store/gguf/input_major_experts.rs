@@ -1,6 +1,6 @@
 //! Projections of all experts that checkpoints store as `[experts, in, out]`, as in gpt-oss. GGUF files store
-//! each projection as `[experts, out, in]`, and gate and up separately, whose outputs alternate in checkpoints.
-//! Biases `[experts, out]` are handled like matrices with one input.
+//! each projection as `[experts, out, in]`, and gate and up separately, whose outputs alternate in
+//! checkpoints. Biases `[experts, out]` are handled like matrices with one input.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -42,8 +42,8 @@ struct ExpertOutputs {
     name: String,
 }
 
-/// The selected elements of a projection `[experts, in, out]` or of a bias, as `[experts, out, in]`. Weights of
-/// another rank are returned unchanged.
+/// The selected elements of a projection `[experts, in, out]` or of a bias, as `[experts, out, in]`. Weights
+/// of another rank are returned unchanged.
 pub fn expert_outputs(upstream: &Weight, selected: Outputs, name: &str) -> Weight {
     let Some([experts, inputs, outputs]) = sizes(&upstream.shape) else { return upstream.clone() };
     let count = outputs.checked_div(selected.step).unwrap_or(0);
@@ -101,8 +101,8 @@ struct JoinedExperts {
     name: String,
 }
 
-/// The weight `[experts, in, out · parts]`, or the bias `[experts, out · parts]`, of the projections `[out, in]`
-/// or biases `[out]` of each expert.
+/// The weight `[experts, in, out · parts]`, or the bias `[experts, out · parts]`, of the projections `[out,
+/// in]` or biases `[out]` of each expert.
 ///
 /// # Errors
 /// The projections have different shapes or dtypes.

@@ -1,6 +1,6 @@
-//! Projections of latent vectors to the keys and values of all heads, as in DeepSeek-V3: `[heads · (keys + values),
-//! latent]` in checkpoints, with the rows of the keys of each head before those of its values. GGUF files store the
-//! keys as `[heads, latent, keys]`, and the values as `[heads, values, latent]`.
+//! Projections of latent vectors to the keys and values of all heads, as in DeepSeek-V3: `[heads · (keys +
+//! values), latent]` in checkpoints, with the rows of the keys of each head before those of its values. GGUF
+//! files store the keys as `[heads, latent, keys]`, and the values as `[heads, values, latent]`.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

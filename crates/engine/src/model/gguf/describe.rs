@@ -220,8 +220,8 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     Ok(Metadata { family, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
 }
 
-/// Widths of heads whose keys and values are computed from latent vectors: llama.cpp multiplies queries with the
-/// latent vectors, as if all heads shared one key.
+/// Widths of heads whose keys and values are computed from latent vectors: llama.cpp multiplies queries with
+/// the latent vectors, as if all heads shared one key.
 fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<[(&'static str, u64); 3]> {
     if let Some(groups) = reader.size("num_key_value_heads")?.filter(|groups| *groups != heads) {
         return Err(reader.refused(&format!("`num_key_value_heads` of {groups}"), format!("it must be {heads}, like `num_attention_heads`")));

@@ -108,8 +108,8 @@ fn split_experts(family: &GgufFamily, file: &mut GgufFile, config: &Map<String, 
     Ok(all)
 }
 
-/// Removes the tensors that are parts of one tensor in checkpoints, and returns the whole ones by their names in
-/// checkpoints.
+/// Removes the tensors that are parts of one tensor in checkpoints, and returns the whole ones by their names
+/// in checkpoints.
 fn join_parts(family: &GgufFamily, file: &mut GgufFile) -> Result<BTreeMap<String, Weight>> {
     let mut parts: BTreeMap<String, Vec<(usize, String)>> = BTreeMap::new();
     for name in file.tensors.keys() {

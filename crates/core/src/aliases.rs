@@ -1,6 +1,6 @@
 //! Names of other tools for options, commands, schemes and values, for suggestions in messages.
 
-use super::select::nearest;
+use crate::store::nearest;
 
 /// Names of other tools, and the names here. In options and keys, `_` and `-` are equivalent, as are upper
 /// and lower case. A name may have several meanings; the first one that is valid in the context is suggested.
