@@ -322,7 +322,17 @@ fn experts_in_one_tensor_are_those_of_the_family() {
 /// No pass prunes or compresses them by default.
 #[test]
 fn filters_of_short_convolutions_are_left_unchanged() {
-    for (model_type, name) in [("lfm2", "model.layers.0.conv.conv.weight"), ("qwen3_next", "model.layers.0.linear_attn.conv1d.weight")] {
+    for (model_type, name) in [
+        ("lfm2", "model.layers.0.conv.conv.weight"),
+        ("lfm2_moe", "model.layers.0.conv.conv.weight"),
+        ("qwen3_next", "model.layers.0.linear_attn.conv1d.weight"),
+        ("qwen3_5_text", "model.layers.0.linear_attn.conv1d.weight"),
+        ("qwen3_5", "model.language_model.layers.0.linear_attn.conv1d.weight"),
+        ("qwen3_5_moe", "model.language_model.layers.0.linear_attn.conv1d.weight"),
+        ("falcon_h1", "model.layers.0.mamba.conv1d.weight"),
+        ("bamba", "model.layers.0.mamba.conv1d.weight"),
+        ("jamba", "model.layers.0.mamba.conv1d.weight"),
+    ] {
         let (_folder, model) = folder(model_type, &[(name, &[4, 1, 3])]);
         let weight = &model.weights.by_name[name];
         assert!(weight.role == Some(Role::Other) && !is_prunable(name, weight) && !is_convolution(name, weight), "{model_type}: {:?}", weight.role);

@@ -9,6 +9,8 @@ const NUMBERED: &[&[&str]] = &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "
 /// Latent attention of DeepSeek.
 const LATENT: &[&[&str]] = &[&["q_a_proj", "kv_a_proj_with_mqa"], &["gate_proj", "up_proj"]];
 const VISION: &[(&str, Role)] = &[("vision_model", Role::Vision)];
+/// Filters of state-space layers, with few elements for each channel.
+const MAMBA_FILTERS: &[(&str, Role)] = &[("mamba.conv1d", Role::Other)];
 
 /// Decoders with experts, with the names of DeepSeek.
 const MIXTURE: Family = Family {
@@ -27,7 +29,7 @@ const DELTA: Family = Family {
     fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["in_proj_qkv", "in_proj_z"], &["in_proj_b", "in_proj_a"]],
     embeddings: &["embed_tokens", "visual.pos_embed"],
     routers: &["mlp.gate", "shared_expert_gate"],
-    exempt: &[("linear_attn.in_proj_a", Role::LinearAttentionGate), ("linear_attn.in_proj_b", Role::LinearAttentionGate)],
+    exempt: &[("linear_attn.conv1d", Role::Other), ("linear_attn.in_proj_a", Role::LinearAttentionGate), ("linear_attn.in_proj_b", Role::LinearAttentionGate)],
     experts: Some(ExpertLayout::SEPARATE),
     ..MIXTURE
 };
@@ -100,10 +102,11 @@ pub(super) const FAMILIES: &[Family] = &[
     like("granitemoeshared", GRANITE),
     like("granitemoehybrid", GRANITE),
     like("jetmoe", GRANITE),
-    decoder("falcon_h1"),
-    decoder("bamba"),
+    Family { exempt: MAMBA_FILTERS, ..decoder("falcon_h1") },
+    Family { exempt: MAMBA_FILTERS, ..decoder("bamba") },
     Family {
         routers: &["feed_forward.router"],
+        exempt: MAMBA_FILTERS,
         experts: Some(ExpertLayout { keys: &["num_experts", "num_local_experts"], ..ExpertLayout::SEPARATE }),
         ..decoder("jamba")
     },
