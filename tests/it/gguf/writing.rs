@@ -77,7 +77,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 27] = [
+    let cases: [(&str, &str, Change, &str); 28] = [
         ("glm4-moe", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (
@@ -111,6 +111,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("deepseek-v3", "config.json", |json| json["rms_norm_eps"] = 1e-5.into(), "`rms_norm_eps` of 0.00001"),
         ("deepseek-v3", "config.json", |json| json["rope_interleave"] = false.into(), "`rope_interleave` of false"),
         ("deepseek-v3", "config.json", |json| json["rope_scaling"]["mscale"] = 1.0.into(), "`yarn` with different `mscale` and `mscale_all_dim`"),
+        ("deepseek-v3", "config.json", |json| json["num_hidden_layers"] = 27.into(), "`num_hidden_layers` of 27"),
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
         ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "`layer_types` is not supported"),
         ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),

@@ -229,6 +229,11 @@ fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<[(&'static 
     let (rank, plain) = (reader.required("kv_lora_rank")?, reader.required("qk_nope_head_dim")?);
     reader.required("q_lora_rank")?;
     reader.required("v_head_dim")?;
+    let (layers, vocabulary) = (reader.required("num_hidden_layers")?, reader.required("vocab_size")?);
+    if matches!((layers, vocabulary), (26 | 27, _) | (48, 128_256)) {
+        let hint = "llama.cpp takes such files for DeepSeek-V2-Lite, whose queries have no low rank, and cannot load them: keep another number of layers";
+        return Err(reader.refused(&format!("`num_hidden_layers` of {layers} for `{}`", reader.family.architecture), hint));
+    }
     let too_wide = || reader.refused("heads that are too wide", "the checkpoint and its config.json do not match");
     let sum = |part: u64| part.checked_add(rotary).ok_or_else(too_wide);
     Ok([("attention.key_length", sum(rank)?), ("attention.value_length", rank), ("attention.key_length_mla", sum(plain)?)])
