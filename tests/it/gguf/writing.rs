@@ -110,7 +110,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("gpt-oss", "config.json", |json| json["rope_scaling"]["truncate"] = true.into(), "`truncate` of true in rope scaling `yarn`"),
         ("deepseek-v3", "config.json", |json| json["rms_norm_eps"] = 1e-5.into(), "`rms_norm_eps` of 0.00001"),
         ("deepseek-v3", "config.json", |json| json["rope_interleave"] = false.into(), "`rope_interleave` of false"),
-        ("deepseek-v3", "config.json", |json| json["rope_scaling"]["mscale"] = 1.0.into(), "`yarn` with different `mscale` and `mscale_all_dim`"),
+        ("deepseek-v3", "config.json", |json| json["rope_scaling"]["mscale"] = 1.0.into(), "`yarn` without equal, positive `mscale` and `mscale_all_dim`"),
         ("deepseek-v3", "config.json", |json| json["num_hidden_layers"] = 27.into(), "`num_hidden_layers` of 27"),
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
         ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "`layer_types` is not supported"),
