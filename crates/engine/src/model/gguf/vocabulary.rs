@@ -96,6 +96,7 @@ pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
         if (at(bpe, "/ignore_merges") == true) != pre_tokenizer.ignore_merges
             && let Some(word) = first_unmerged(words, &merges)
         {
+            let word: String = word.chars().take(40).collect();
             let reason = format!(
                 "`model.ignore_merges` of {}, which llama.cpp does not support for `{name}`: it changes how `{word}` is tokenized",
                 !pre_tokenizer.ignore_merges
@@ -224,13 +225,20 @@ fn merges(list: &Json) -> Option<Vec<[&str; 2]>> {
         .collect()
 }
 
-/// The first word that its merges do not produce. Without such words, `ignore_merges` has no effect.
+/// Length in bytes of the longest word that is merged.
+const MAX_WORD: usize = 1 << 12;
+
+/// The first word that its merges do not produce, or that is too long to be merged. Without such words,
+/// `ignore_merges` has no effect.
 fn first_unmerged<'t>(mut words: impl Iterator<Item = &'t str>, merges: &[[&str; 2]]) -> Option<&'t str> {
     let mut ranks: HashMap<[&str; 2], usize> = HashMap::new();
     for (rank, pair) in merges.iter().enumerate() {
         ranks.entry(*pair).or_insert(rank);
     }
     words.find(|word| {
+        if word.len() > MAX_WORD {
+            return true;
+        }
         let mut bounds: Vec<usize> = word.char_indices().map(|(at, _)| at).chain([word.len()]).collect();
         loop {
             let pair = |bounds: &[usize]| match *bounds {
