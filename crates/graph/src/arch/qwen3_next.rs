@@ -10,6 +10,8 @@ const KEYS: Keys = Keys {
         "full_attention_interval",
         // Of classes with experts only.
         "intermediate_size",
+        // A dtype of the state in other frameworks.
+        "mamba_ssm_dtype",
         "max_position_embeddings",
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
@@ -21,6 +23,10 @@ const KEYS: Keys = Keys {
     ],
     neutral: &[],
 };
+
+/// Keys of published files that transformers does not read, with the values that it computes.
+const QWEN3_5_KEYS: Keys =
+    Keys { neutral: &[("attn_output_gate", "true"), ("mlp_only_layers", "[]"), ("output_gate_type", "\"swish\"")], ..KEYS };
 
 /// The default head width is not derived from the residual stream.
 const SIZES: Sizes = Sizes { custom_head_dim_default: true, ..DECODER_SIZES };
@@ -48,7 +54,7 @@ pub(super) const QWEN3_NEXT: Family = Family {
 pub(super) const QWEN3_5: Family = Family {
     model_type: "qwen3_5_text",
     graph: graph!(running::build_dense),
-    keys: KEYS,
+    keys: QWEN3_5_KEYS,
     sizes: Some(&SIZES),
     fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["in_proj_qkv", "in_proj_z"], &["in_proj_b", "in_proj_a"]],
     exempt: &[("linear_attn.conv1d", Role::Other), ("linear_attn.in_proj_a", Role::LinearAttentionGate), ("linear_attn.in_proj_b", Role::LinearAttentionGate)],
