@@ -201,12 +201,12 @@ pub(super) fn unpacked(group: &Group, weights: &Arguments) -> Option<&'static st
 
 /// A tied head is not quantized.
 pub(super) fn tied_head(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    if folder.get("tie_word_embeddings") != Some(&Value::Bool(true)) {
-        return Ok(Vec::new());
-    }
-    let reason = format!("is quantized, but `tie_word_embeddings` is true, so that {} uses the embedding instead", target.runtime().name());
-    let hint = "quantize without the head, or set `tie_word_embeddings` to false";
-    Ok(quantized_heads(folder).map(|name| Finding::new(name.clone(), reason.clone(), hint)).collect())
+    // The first key is one of LFM2, and takes precedence.
+    let specified = ["tie_embedding", "tie_word_embeddings"].into_iter().find_map(|key| Some((key, folder.get(key)?.as_bool()?)));
+    let Some((key, true)) = specified else { return Ok(Vec::new()) };
+    let reason = format!("is quantized, but `{key}` is true, so that {} uses the embedding instead", target.runtime().name());
+    let hint = format!("quantize without the head, or set `{key}` to false");
+    Ok(quantized_heads(folder).map(|name| Finding::new(name.clone(), reason.clone(), hint.clone())).collect())
 }
 
 /// Packed integers have one of these widths.

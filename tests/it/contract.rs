@@ -197,6 +197,11 @@ fn defects_of_published_folders_violate_the_rule_that_names_them() {
         ("bfloat16", "transformers", "FP8-DYNAMIC", |config, _| {
             config["quantization_config"]["config_groups"]["group_0"]["format"] = json!("mxfp8-quantized");
         }),
+        ("tied-head", "sglang", "W8A8", |config, tensors| {
+            (config["tie_embedding"], config["tie_word_embeddings"]) = (json!(true), json!(false));
+            tensors.insert("lm_head.weight".to_owned(), Tensor::new(DType::I8, &[48, 32], vec![1; 48 * 32]));
+            tensors.insert("lm_head.weight_scale".to_owned(), Tensor::random(DType::F32, &[48, 1], 1));
+        }),
         // sglang#38143: a quantized head that is tied.
         ("tied-head", "sglang", "W8A8", |_, tensors| {
             tensors.insert("lm_head.weight".to_owned(), Tensor::new(DType::I8, &[48, 32], vec![1; 48 * 32]));

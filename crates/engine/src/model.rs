@@ -306,6 +306,10 @@ impl Model {
     /// one of them, transformers 4 the other.
     fn untie(&mut self, alias: &str, original: &str) -> String {
         self.config.set("tie_word_embeddings", false.into());
+        // A key of LFM2, which takes precedence.
+        if self.config.get("tie_embedding").is_some() {
+            self.config.set("tie_embedding", false.into());
+        }
         let weights = &mut self.weights.by_name;
         if let Some(module) = alias.strip_suffix("decoder.weight") {
             let [own, shared] = [format!("{module}decoder.bias"), format!("{module}bias")];

@@ -167,6 +167,24 @@ fn a_tied_head_has_copies_of_the_scales_and_zero_points_of_the_embedding() {
     }
 }
 
+/// LFM2 has a second key for the tie, which takes precedence.
+#[test]
+fn both_keys_of_a_tie_are_changed() {
+    let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/lfm2");
+    let desk = Desk::new();
+    let mut before = read(&golden);
+    before.insert("lm_head.weight".into(), Tensor::floats(DType::F32, &[48, 16], &[0.5; 48 * 16]));
+    let input = desk.weights(&before);
+    let mut config: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(golden.join("config.json")).unwrap()).unwrap();
+    config["tie_embedding"] = true.into();
+    std::fs::write(input.join("config.json"), config.to_string()).unwrap();
+    let pass = PruneUnstructured { targets: vec!["lm_head.weight".parse().unwrap()], ..Default::default() };
+    let output = desk.run(&input, pipeline().pass(pass)).unwrap();
+    let written: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(output.path.join("config.json")).unwrap()).unwrap();
+    assert_eq!((&written["tie_embedding"], &written["tie_word_embeddings"]), (&false.into(), &false.into()));
+    assert!(read(&output.path).contains_key("lm_head.weight"));
+}
+
 /// transformers 4 would tie it. Its bias has two names, one for each version of transformers.
 #[test]
 fn a_head_that_differs_from_the_embedding_is_a_separate_weight() {

@@ -146,7 +146,8 @@ impl Config {
     pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
         let has_head =
             ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| self.class().ends_with(end));
-        let specified = self.get("tie_word_embeddings").and_then(Value::as_bool);
+        // The first key is one of LFM2, and takes precedence in transformers.
+        let specified = ["tie_embedding", "tie_word_embeddings"].into_iter().find_map(|key| self.get(key).and_then(Value::as_bool));
         // A stored head of T5 is never tied: transformers writes `tie_word_embeddings` into every
         // configuration.
         let specified = specified.filter(|_| !self.shares_table());
@@ -286,6 +287,17 @@ mod tests {
         std::fs::write(&path, config.render().unwrap()).unwrap();
         assert!(std::fs::read_to_string(&path).unwrap().contains("\"compress-bert\""));
         assert_eq!(Config::open(&path).unwrap().model_type(), "bert");
+    }
+
+    #[test]
+    fn the_tie_of_lfm2_takes_precedence() {
+        for (own, usual, is_tied) in [(json!(true), false, true), (json!(false), true, false), (Value::Null, true, true)] {
+            let values = json!({
+                "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "tie_embedding": own, "tie_word_embeddings": usual
+            });
+            let config = Config::from_values(values.as_object().unwrap().clone());
+            assert_eq!(config.tied_names(|_| true).len(), usize::from(is_tied), "{values}");
+        }
     }
 
     #[test]
