@@ -2,6 +2,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod indirect;
 mod whole;
 
 use std::collections::BTreeMap;
