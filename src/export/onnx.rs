@@ -29,7 +29,7 @@ use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Enco
 use crate::work::Work;
 
 /// The ONNX format.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Onnx {
@@ -63,19 +63,6 @@ pub enum ActivationType {
     Uint8,
     /// -128 to 127
     Int8,
-}
-
-impl Default for Onnx {
-    fn default() -> Self {
-        Self {
-            opset: None,
-            precision: Precision::default(),
-            activations: ActivationType::default(),
-            weight_only: WeightOnly::default(),
-            tied_head: TiedHead::default(),
-            cache: false,
-        }
-    }
 }
 
 fn opset<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {

@@ -70,10 +70,11 @@ pub(in crate::pass) fn graph_file_note(model: &Model, part: &str) -> Option<Stri
     (!model.config.values().is_empty()).then(note)
 }
 
-/// The width of the first heads that attention splits. Other layers can have heads too.
+/// The width of the first heads that attention splits. Other layers can have heads too, and after the removal of
+/// layers, there may be no attention.
 fn head_dim(graph: &Graph) -> Option<usize> {
     let keys = |node: &Node| graph.value(*node.inputs.get(1)?).ty.shape.last()?.fixed();
-    let of_keys = graph.nodes().iter().find(|node| matches!(node.op, Op::Attention(_))).and_then(keys);
+    let of_keys = keys(graph.nodes().iter().find(|node| matches!(node.op, Op::Attention(_)))?);
     let widths = || graph.nodes().iter().filter_map(|node| if let Op::SplitHeads(op) = &node.op { Some(op.head_dim) } else { None });
     widths().find(|width| Some(*width) == of_keys).or_else(|| widths().next())
 }

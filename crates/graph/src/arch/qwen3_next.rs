@@ -25,8 +25,7 @@ const KEYS: Keys = Keys {
 };
 
 /// Keys of published files that transformers does not read, with the values that it computes.
-const QWEN3_5_KEYS: Keys =
-    Keys { neutral: &[("attn_output_gate", "true"), ("mlp_only_layers", "[]"), ("output_gate_type", "\"swish\"")], ..KEYS };
+const QWEN3_5_KEYS: Keys = Keys { neutral: &[("attn_output_gate", "true"), ("mlp_only_layers", "[]"), ("output_gate_type", "\"swish\"")], ..KEYS };
 
 /// The default head width is not derived from the residual stream.
 const SIZES: Sizes = Sizes { custom_head_dim_default: true, ..DECODER_SIZES };

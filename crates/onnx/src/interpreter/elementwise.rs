@@ -48,10 +48,13 @@ fn int_arithmetic(call: &Call, a: &Value, b: &Value) -> Result<Tensor, String> {
         "Add" => Some(x.wrapping_add(y)),
         "Sub" => Some(x.wrapping_sub(y)),
         "Mul" => Some(x.wrapping_mul(y)),
-        "Div" => (y != 0).then(|| x.wrapping_div(y)),
-        "Mod" if c_style => (y != 0).then(|| x.wrapping_rem(y)),
+        "Div" => (y != 0).then(|| x.checked_div(y).unwrap_or(x)),
+        "Mod" if c_style => (y != 0).then(|| x.checked_rem(y).unwrap_or(0)),
         // The result has the sign of the divisor.
-        "Mod" => (y != 0).then(|| x.wrapping_rem(y).wrapping_add(y).wrapping_rem(y)),
+        "Mod" => (y != 0).then(|| match x.checked_rem(y).unwrap_or(0) {
+            rest if rest != 0 && (rest < 0) != (y < 0) => rest.wrapping_add(y),
+            rest => rest,
+        }),
         "Pow" => u32::try_from(y).ok().map(|y| x.wrapping_pow(y)),
         "Max" => Some(x.max(y)),
         "Min" => Some(x.min(y)),

@@ -128,11 +128,14 @@ fn lines(continuations: &[Vec<i64>]) -> String {
     continuations.iter().map(|tokens| format!("{}\n", serde_json::json!(tokens))).collect()
 }
 
+/// Values of a row from a prompt and its continuation.
+type Row<'r> = &'r dyn Fn(&[i64], &[i64]) -> Vec<i64>;
+
 /// Writes prompts with their continuations as arrays for training, padded to the longest.
 fn write_arrays(prompts: &[Vec<i64>], continuations: &[Vec<i64>], path: &Path) -> Result<()> {
     let texts = || prompts.iter().zip(continuations);
     let width = texts().map(|(prompt, tokens)| prompt.len() + tokens.len()).max().unwrap_or(0);
-    let array = |padding: i64, row: &dyn Fn(&Vec<i64>, &Vec<i64>) -> Vec<i64>| {
+    let array = |padding: i64, row: Row| {
         let mut values = Vec::with_capacity(width * continuations.len());
         for (index, (prompt, tokens)) in texts().enumerate() {
             values.extend(row(prompt, tokens));
@@ -140,9 +143,9 @@ fn write_arrays(prompts: &[Vec<i64>], continuations: &[Vec<i64>], path: &Path) -
         }
         Tensor::from_vec(values, (continuations.len(), width), &Device::Cpu).map_err(|e| Error::candle("the continuations", e))
     };
-    let labels = |prompt: &Vec<i64>, tokens: &Vec<i64>| -> Vec<i64> { std::iter::repeat_n(IGNORED, prompt.len()).chain(tokens.iter().copied()).collect() };
+    let labels = |prompt: &[i64], tokens: &[i64]| -> Vec<i64> { std::iter::repeat_n(IGNORED, prompt.len()).chain(tokens.iter().copied()).collect() };
     let arrays = [
-        ("input_ids", array(0, &|prompt, tokens| [prompt.as_slice(), tokens.as_slice()].concat())?),
+        ("input_ids", array(0, &|prompt, tokens| [prompt, tokens].concat())?),
         ("attention_mask", array(0, &|prompt, tokens| vec![1; prompt.len() + tokens.len()])?),
         ("labels", array(IGNORED, &labels)?),
     ];

@@ -106,7 +106,7 @@ fn stored(model: &Path, text: &str, scratch: &Scratch, work: &Work) -> Result<st
         Ok(bytes) if finished.succeeded => Ok(Ok(bytes)),
         _ => {
             let lines = || finished.lines.iter().map(|line| line.trim()).filter(|line| !line.is_empty());
-            let message = lines().find(|line| line.contains("error")).or_else(|| lines().last());
+            let message = lines().find(|line| line.contains("error")).or_else(|| lines().next_back());
             Ok(Err(message.unwrap_or("it ended without a message").to_owned()))
         }
     }

@@ -278,7 +278,7 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, 
 /// Rotary embeddings of both types of layers. Scaling applies only to layers without a window.
 fn rope_groups(scaling: Option<Json>, theta: f64, local_theta: f64) -> Json {
     let mut global = scaling.unwrap_or_else(|| json!({ "rope_type": "default" }));
-    global["rope_theta"] = json!(theta);
+    global.as_object_mut().into_iter().for_each(|global| drop(global.insert("rope_theta".to_owned(), json!(theta))));
     json!({ "full_attention": global, "sliding_attention": { "rope_type": "default", "rope_theta": local_theta } })
 }
 

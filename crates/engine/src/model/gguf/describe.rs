@@ -444,8 +444,9 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<Positions> {
             let attention = if reader.family.is_latent {
                 let [scale, all] = ["mscale", "mscale_all_dim"].map(|key| global.get(key).and_then(Json::as_f64));
                 let scale = scale.filter(|scale| Some(*scale) == all && *scale > 0.0);
-                let scale = scale
-                    .ok_or_else(|| reader.refused("rope scaling `yarn` without equal, positive `mscale` and `mscale_all_dim`", "llama.cpp supports only equal ones"))?;
+                let scale = scale.ok_or_else(|| {
+                    reader.refused("rope scaling `yarn` without equal, positive `mscale` and `mscale_all_dim`", "llama.cpp supports only equal ones")
+                })?;
                 more.push(("rope.scaling.yarn_log_multiplier", Value::Float(0.1 * scale)));
                 1.0
             } else {

@@ -54,7 +54,7 @@ impl OpSpec for CausalConv {
         require_floats(x, 3, "the input")?;
         require_floats(weight, 3, "the weight")?;
         let channels = &x.shape[2];
-        if weight.shape[0] != *channels || weight.shape[1] != Dim::Fixed(1) || !weight.shape[2].fixed().is_some_and(|size| size > 0) {
+        if weight.shape[0] != *channels || weight.shape[1] != Dim::Fixed(1) || weight.shape[2].fixed().is_none_or(|size| size == 0) {
             return Err(format!("the weight must be [{channels}, 1, kernel]"));
         }
         for (place, extra) in inputs[2..].iter().enumerate() {
