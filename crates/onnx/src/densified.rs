@@ -7,23 +7,24 @@ use super::elements;
 use super::model_file::ModelFile;
 use super::proto::{DataType, SparseTensorProto, TensorProto};
 
-/// Maximum number of elements of a sparse initializer: 1 GiB of floats.
+/// Maximum number of elements of all sparse initializers: 1 GiB of floats.
 const MAX_ELEMENTS: u64 = 1 << 28;
 
 impl ModelFile {
     /// The sparse initializers of the graph. Fails if an index is out of range or a tensor is too large.
     pub(super) fn dense_initializers(&self) -> Result<Vec<TensorProto>, String> {
-        let sparse = self.model.graph.iter().flat_map(|graph| &graph.sparse_initializer);
-        sparse.map(|sparse| self.dense(sparse).map_err(|reason| format!("sparse initializer `{}`: {reason}", name(sparse)))).collect()
+        let (sparse, mut left) = (self.model.graph.iter().flat_map(|graph| &graph.sparse_initializer), MAX_ELEMENTS);
+        sparse.map(|sparse| self.dense(sparse, &mut left).map_err(|reason| format!("sparse initializer `{}`: {reason}", name(sparse)))).collect()
     }
 
-    fn dense(&self, sparse: &SparseTensorProto) -> Result<TensorProto, String> {
+    /// A sparse initializer as a dense tensor. `left` is the number of elements that it and all later ones may
+    /// have.
+    fn dense(&self, sparse: &SparseTensorProto, left: &mut u64) -> Result<TensorProto, String> {
         let (Some(values), Some(indices)) = (&sparse.values, &sparse.indices) else { return Err("its values or indices are missing".into()) };
         let dense = TensorProto { name: values.name.clone(), data_type: values.data_type, dims: sparse.dims.clone(), ..TensorProto::default() };
         let (shape, count) = elements::shape(&dense)?;
-        if count > MAX_ELEMENTS {
-            return Err(format!("it has {count} elements, more than {MAX_ELEMENTS}"));
-        }
+        let too_large = || format!("it has {count} elements, and all sparse initializers may have {MAX_ELEMENTS}");
+        *left = left.checked_sub(count).ok_or_else(too_large)?;
         let ty = values.data_type();
         let width = elements::raw_bytes(ty, 8).and_then(|bytes| usize::try_from(bytes / 8).ok()).filter(|width| *width > 0 && ty.bits() >= 8);
         let width = width.ok_or_else(|| format!("its elements are {ty:?}"))?;

@@ -7,15 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{self, bodies_mut, is_own};
 use super::fresh;
-use super::inlining::check_functions;
+use super::inlining::{Key, check_functions};
 use super::proto::{AttributeProto, FunctionProto, ModelProto, NodeProto};
 use super::renaming::{NameMap, rename_node};
 
 /// Maximum depth of calls within bodies of control flow operators, which are replaced recursively.
 const MAX_DEPTH: usize = 32;
-
-/// Domain, operator and overload of a function.
-type Key<'m> = (&'m str, &'m str, &'m str);
 
 /// The nodes of the graph of a model, with calls of functions replaced. Calls of functions with another
 /// version of the standard operators remain. Fails if the number of nodes exceeds the limit of

@@ -15,12 +15,13 @@ const MAX_NODES: u64 = 1 << 14;
 /// The same, relative to the number of nodes in a large file.
 const MAX_GROWTH: u64 = 4;
 
-/// Name of a function: domain and operator.
-type Key<'m> = (&'m str, &'m str);
+/// Domain, operator and overload of a function.
+pub(super) type Key<'m> = (&'m str, &'m str, &'m str);
 
 /// Checks the number of nodes that replace the calls of functions.
 pub(super) fn check_functions(model: &ModelProto) -> Result<(), String> {
-    let functions: BTreeMap<Key, &FunctionProto> = model.functions.iter().map(|function| ((function.domain(), function.name()), function)).collect();
+    let functions = model.functions.iter().map(|function| ((function.domain(), function.name(), function.overload()), function));
+    let functions: BTreeMap<Key, &FunctionProto> = functions.collect();
     let calls_of: BTreeMap<Key, Calls> = functions.iter().map(|(key, function)| (*key, calls(&function.node, &functions))).collect();
     let (mut callers, mut waits) = (BTreeMap::<Key, Vec<Key>>::new(), BTreeMap::<Key, usize>::new());
     for (caller, calls) in &calls_of {
@@ -40,7 +41,7 @@ pub(super) fn check_functions(model: &ModelProto) -> Result<(), String> {
             }
         }
     }
-    if let Some((_, name)) = functions.keys().find(|key| !sizes.contains_key(*key)) {
+    if let Some((_, name, _)) = functions.keys().find(|key| !sizes.contains_key(*key)) {
         return Err(format!("function `{name}` calls itself, or a function that calls itself"));
     }
     let Some(graph) = &model.graph else { return Ok(()) };
@@ -50,7 +51,7 @@ pub(super) fn check_functions(model: &ModelProto) -> Result<(), String> {
     let limit = MAX_NODES.max(stored.saturating_mul(MAX_GROWTH));
     let size = |(key, times): &(&Key, &u64)| sizes.get(*key).copied().unwrap_or(0).saturating_mul(**times);
     match calls.called.iter().max_by_key(size) {
-        Some(((_, name), _)) if inlined > limit => {
+        Some(((_, name, _), _)) if inlined > limit => {
             Err(format!("ONNX Runtime would replace calls of functions by {inlined} nodes, more than {limit}; most of them are calls of `{name}`"))
         }
         _ => Ok(()),
@@ -80,7 +81,7 @@ fn calls<'m>(nodes: &'m [NodeProto], functions: &BTreeMap<Key<'m>, &'m FunctionP
     let mut calls = Calls::default();
     let mut open: Vec<&'m NodeProto> = nodes.iter().collect();
     while let Some(node) = open.pop() {
-        let count = match functions.get_key_value(&(node.domain(), node.op_type())) {
+        let count = match functions.get_key_value(&(node.domain(), node.op_type(), node.overload())) {
             Some((key, _)) => calls.called.entry(*key).or_default(),
             None => &mut calls.nodes,
         };
@@ -127,6 +128,10 @@ mod tests {
         assert_eq!(checked(doubling(2), vec![call("f2"); 9000]), Ok(()));
         let error = checked(vec![function("a", vec![call("b")]), function("b", vec![call("a")])], vec![call("a")]).unwrap_err();
         assert!(error.contains("`a` calls itself, or"), "{error}");
+        // An overload that calls itself, before one that does not.
+        let overload = |name: &str, nodes| FunctionProto { overload: Some(name.into()), ..function("f", nodes) };
+        let again = || NodeProto { overload: Some("1".into()), ..call("f") };
+        assert!(checked(vec![overload("1", vec![again()]), overload("2", vec![])], vec![again()]).is_err());
         // Calls of operators that are not functions of the model.
         assert_eq!(checked(vec![], vec![call("f0")]), Ok(()));
     }

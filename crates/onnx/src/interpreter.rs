@@ -19,7 +19,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::check::{self, label};
 use super::elements;
-use super::initializer_roles::int;
+use super::initializer_roles::{int, text as attribute_text};
 use super::proto::{DataType, NodeProto, TensorProto};
 use super::subgraph_parts::SubgraphParts;
 use crate::runtime::{self, Limits};
@@ -177,7 +177,7 @@ impl Call<'_> {
 
     /// Fails if a value of this shape exceeds the memory limit.
     fn check_size(&self, shape: &[usize]) -> Result<(), String> {
-        let count = shape.iter().fold(1u64, |count, size| count.saturating_mul(*size as u64));
+        let count = extent(shape);
         if count <= self.limit {
             return Ok(());
         }
@@ -197,6 +197,11 @@ impl Call<'_> {
         self.check_size(&shape)?;
         Ok(shape)
     }
+}
+
+/// Number of elements of a shape, where axes without elements count as one: no loop over an axis is longer.
+fn extent(shape: &[usize]) -> u64 {
+    shape.iter().fold(1u64, |count, size| count.saturating_mul((*size as u64).max(1)))
 }
 
 /// A non-negative axis of a value of this rank.
@@ -261,6 +266,16 @@ fn filling(node: &NodeProto) -> Option<Value> {
     }
 }
 
+/// Whether the functions of the table compute this form of an operator.
+fn is_computed(node: &NodeProto, types: &BTreeMap<&str, DataType>) -> bool {
+    let is_float = |at: usize| node.input.get(at).and_then(|name| types.get(name.as_str())) == Some(&DataType::Float);
+    match node.op_type() {
+        "ScatterND" => matches!(attribute_text(node, "reduction").as_deref(), None | Some("none")),
+        "Pow" => is_float(0) || !is_float(1),
+        _ => true,
+    }
+}
+
 /// A node that has been validated.
 #[derive(Debug)]
 struct Step {
@@ -309,6 +324,9 @@ impl Interpreter {
                 constants.insert(name.clone(), value);
                 continue;
             }
+            if !is_computed(node, &types) {
+                return None;
+            }
             let (_, output, compute) = OPERATORS.iter().find(|(name, ..)| *name == node.op_type())?;
             let ty = match output {
                 Input(at) => *types.get(node.input.get(*at)?.as_str())?,
@@ -346,6 +364,9 @@ impl Interpreter {
             let tensor = runtime::to_host(input).and_then(|tensor| tensor.to_dtype(dtype)).map_err(text)?;
             values.insert(name.clone(), Value { tensor, ty: *ty });
         }
+        if let Some((name, value)) = values.iter().find(|(_, value)| extent(value.dims()) > limit) {
+            return Err(format!("`{name}` has the shape {:?}, which exceeds the limit of {limit} elements", value.dims()));
+        }
         let elements = |value: &Value| value.tensor.elem_count() as u64;
         let mut live = values.values().map(elements).fold(0, u64::saturating_add);
         for Step { node, compute, ty, finished } in &self.steps {
@@ -356,6 +377,10 @@ impl Interpreter {
                 let left = limit.saturating_sub(live);
                 let call = Call { node, inputs: node.input.iter().map(|name| values.get(name).cloned()).collect(), output, limit: left };
                 let tensor = compute(&call).map_err(|reason| format!("{}: {reason}", label(node)))?;
+                if extent(tensor.dims()) > left {
+                    let shape = tensor.dims();
+                    return Err(format!("{}: it creates the shape {shape:?}, but only {left} more elements fit into the memory limit", label(node)));
+                }
                 let value = Value { tensor, ty: *ty };
                 live = live.saturating_add(elements(&value));
                 values.insert(name.clone(), value);
@@ -366,5 +391,105 @@ impl Interpreter {
         }
         let output = |(name, _): &(String, DataType)| Some((name.clone(), values.get(name)?.tensor.clone()));
         Ok(self.outputs.iter().filter_map(output).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::proto::{AttributeProto, OperatorSetIdProto};
+    use super::*;
+
+    /// A subgraph of one node, whose inputs have these types.
+    fn interpreter(op: &str, types: &[DataType], attribute: Vec<AttributeProto>) -> Option<Interpreter> {
+        let names: Vec<String> = (0..types.len()).map(|at| format!("i{at}")).collect();
+        let node = NodeProto { op_type: Some(op.into()), input: names.clone(), output: vec!["o".into()], attribute, ..NodeProto::default() };
+        Interpreter::new(&SubgraphParts {
+            nodes: vec![node],
+            inputs: names.into_iter().zip(types.iter().map(|ty| *ty as i32)).collect(),
+            outputs: vec!["o".into()],
+            opsets: vec![OperatorSetIdProto { domain: None, version: Some(17) }],
+            ..SubgraphParts::default()
+        })
+    }
+
+    /// Runs a node within 2^17 elements.
+    fn computed(op: &str, inputs: &[Tensor]) -> Result<Tensor, String> {
+        let ty = |input: &Tensor| if input.dtype() == DType::F32 { DataType::Float } else { DataType::Int64 };
+        let types: Vec<DataType> = inputs.iter().map(ty).collect();
+        let limits = Limits { time: Duration::from_secs(60), memory: 1 << 20 };
+        Ok(interpreter(op, &types, vec![]).unwrap().run(inputs, Some(limits))?.remove("o").unwrap())
+    }
+
+    fn ints(values: &[i64]) -> Tensor {
+        Tensor::from_slice(values, values.len(), &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn shapes_without_elements_are_bounded() {
+        let empty = |size: usize| Tensor::zeros((size, 0), DType::I64, &Device::Cpu).unwrap();
+        assert_eq!(computed("Identity", &[empty(1 << 16)]).unwrap().dims(), [1 << 16, 0]);
+        for (op, inputs, reason) in [
+            ("Identity", vec![empty(1 << 60)], "`i0` has the shape [1152921504606846976, 0], which exceeds the limit of 131072 elements"),
+            ("Identity", vec![ints(&[0; 100_000])], "it creates the shape [100000], but only 31072 more elements fit"),
+            ("ConstantOfShape", vec![ints(&[1 << 60, 0])], "it creates 1152921504606846976 elements"),
+            ("Reshape", vec![empty(4), ints(&[1 << 40, 1 << 40])], "it creates 18446744073709551615 elements"),
+            ("GatherND", vec![ints(&[1, 2, 3]), empty(1 << 16)], "it creates 196608 elements"),
+            ("ScatterND", vec![ints(&[1, 2, 3]), empty(1 << 16), ints(&[1])], "it creates 196608 elements"),
+            ("Slice", vec![empty(1 << 17), ints(&[0]), ints(&[i64::MAX])], "it creates 131072 elements, but only 131070 more"),
+        ] {
+            let error = computed(op, &inputs).unwrap_err();
+            assert!(error.contains(reason), "{op}: {error}");
+        }
+    }
+
+    #[test]
+    fn other_forms_are_left_to_the_runtime() {
+        let (float, int) = (DataType::Float, DataType::Int64);
+        let scatter = |reduction: &str| interpreter("ScatterND", &[int; 3], vec![AttributeProto::text("reduction", reduction)]);
+        assert_eq!(["none", "add", "max"].map(|reduction| scatter(reduction).is_some()), [true, false, false]);
+        let pow = |base, exponent| interpreter("Pow", &[base, exponent], vec![]).is_some();
+        assert_eq!([pow(float, float), pow(float, int), pow(int, int), pow(int, float)], [true, true, true, false]);
+    }
+
+    /// The results of ONNX Runtime 1.31.
+    #[test]
+    fn ranges_of_floats_are_those_of_the_runtime() {
+        let range = |numbers: [f32; 3]| computed("Range", &numbers.map(|number| Tensor::new(number, &Device::Cpu).unwrap()));
+        for (numbers, wanted) in [
+            ([0.0, 0.3, 0.1], vec![0.0, 0.1, 0.2, 0.3]),
+            ([0.1, 0.4, 0.1], vec![0.1, 0.2, 0.3]),
+            ([0.0, 1.0, 0.1], vec![0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.700_000_05, 0.800_000_1, 0.900_000_1]),
+            ([1.0, 2.0, 0.3], vec![1.0, 1.3, 1.599_999_9, 1.899_999_9]),
+            ([16_777_216.0, 16_777_220.0, 1.0], vec![16_777_216.0; 4]),
+            ([1.0, 0.0, 0.1], vec![]),
+        ] {
+            assert_eq!(runtime::floats(&range(numbers).unwrap()).unwrap(), wanted, "{numbers:?}");
+        }
+    }
+
+    /// The results of ONNX Runtime 1.31.
+    #[test]
+    fn slices_backwards_and_remainders_are_those_of_the_runtime() {
+        for (size, start, end, step, wanted) in [
+            (4, -10, -20, -1, vec![0]),
+            (4, -10, -10, -2, vec![0]),
+            (4, 10, -20, -1, vec![3, 2, 1, 0]),
+            (4, 3, 0, -1, vec![3, 2, 1]),
+            (4, -1, -5, -2, vec![3, 1]),
+            (4, 2, -1, -1, vec![]),
+            (4, -1, i64::MIN, i64::MIN, vec![3]),
+            (4, i64::MAX, i64::MIN, -3, vec![3, 0]),
+            (4, i64::MIN, i64::MIN, -1, vec![0]),
+            (4, -10, 10, 3, vec![0, 3]),
+            (0, 5, -10, -1, vec![]),
+        ] {
+            let inputs = [ints(&(0..size).collect::<Vec<i64>>()), ints(&[start]), ints(&[end]), ints(&[0]), ints(&[step])];
+            assert_eq!(runtime::integers(&computed("Slice", &inputs).unwrap()).unwrap(), wanted, "{size} {start} {end} {step}");
+        }
+        let (least, most) = (i64::MIN, i64::MAX);
+        let remainders = computed("Mod", &[ints(&[-7, 7, -7, 6, most, least, most, 1, 0]), ints(&[3, -3, -3, -3, -most, most, least, least, -5])]);
+        assert_eq!(runtime::integers(&remainders.unwrap()).unwrap(), [2, -2, -1, 0, 0, most - 1, -1, -most, 0]);
     }
 }

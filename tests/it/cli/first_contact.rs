@@ -31,8 +31,11 @@ fn names_of_model_files_are_not_folders() {
     ] {
         refused(folder.path(), &format!("cast in -o {name} --to f16"), hint);
     }
-    ok(folder.path(), "cast in -o llama-3.1 --to f16");
-    assert_eq!(names(folder.path()), ["in", "llama-3.1"]);
+    for name in ["llama-3.1", "llama-3.1-gguf", "qwen2.5-onnx"] {
+        ok(folder.path(), &format!("cast in -o {name} --to f16"));
+        assert!(folder.path().join(name).is_dir(), "{name}");
+    }
+    assert_eq!(names(folder.path()), ["in", "llama-3.1", "llama-3.1-gguf", "qwen2.5-onnx"]);
 }
 
 #[test]

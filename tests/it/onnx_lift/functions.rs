@@ -128,4 +128,12 @@ fn sparse_initializers_are_dense_in_the_executor() {
     std::fs::write(&path, file.encode_to_vec()).unwrap();
     let error = Model::open(&path).unwrap().graph().unwrap_err().to_string();
     assert!(error.contains("sparse initializer `s`: index 4 is out of range for 4 elements"), "{error}");
+    // The number of elements of all sparse initializers is limited.
+    let mut file = model(13, &[0, 4], vec![node("Add", &["x", "s"], "y", vec![])], vec![]);
+    file.graph.as_mut().unwrap().sparse_initializer = [("s", 4), ("large", 1 << 14)]
+        .map(|(name, size)| SparseTensorProto { values: Some(given(name, &[1], &[0.5])), indices: Some(ints("", &[3])), dims: vec![size, size] })
+        .to_vec();
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let error = Model::open(&path).unwrap().graph().unwrap_err().to_string();
+    assert!(error.contains("sparse initializer `large`: it has 268435456 elements, and all sparse initializers may have 268435456"), "{error}");
 }

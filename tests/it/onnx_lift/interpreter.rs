@@ -212,3 +212,19 @@ fn exported_models_need_no_runtime() {
         assert_eq!((code, nodes), (0, Model::open(&path).unwrap().graph().unwrap().nodes().len()), "{}: {printed}", path.display());
     }
 }
+
+/// The last elements are consecutive, and the last and the first one are not.
+#[test]
+fn elements_at_both_ends_are_gathered() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let inputs = sample(&[0, 5, 4]);
+    let values: Vec<f32> = inputs["x"].flatten_all().unwrap().to_vec1().unwrap();
+    for indices in [[-2i64, -1], [-1, 0]] {
+        let gather = node("Gather", &["x", "at"], "y", vec![AttributeProto::int("axis", 1)]);
+        std::fs::write(&path, model(13, &[0, 5, 4], vec![gather], vec![ints("at", &indices)]).encode_to_vec()).unwrap();
+        let rows = (0..2).flat_map(|sample| indices.map(|at| sample * 5 + at.rem_euclid(5) as usize));
+        let wanted: Vec<f32> = rows.flat_map(|row| values[row * 4..row * 4 + 4].to_vec()).collect();
+        assert_eq!(executed(Model::open(&path).unwrap(), &inputs).unwrap(), (vec![2, 2, 4], wanted), "{indices:?}");
+    }
+}

@@ -24,6 +24,10 @@ const SIMILAR: f64 = 0.8;
 pub fn require_folder_name(target: &Path) -> Result<()> {
     let Some(extension) = target.extension().and_then(|extension| extension.to_str()) else { return Ok(()) };
     let lower = extension.to_lowercase();
+    // The dot of a version, as in `qwen2.5-onnx`, does not begin an extension.
+    if !lower.starts_with(|c: char| c.is_ascii_alphabetic()) || !lower.chars().all(|c| c.is_ascii_alphanumeric()) {
+        return Ok(());
+    }
     let similar = SINGLE_FILE_FORMATS.into_iter().find(|format| strsim::jaro_winkler(&lower, format) >= SIMILAR).filter(|_| !target.is_dir());
     if similar.is_none() && !OTHER_FORMATS.contains(&lower.as_str()) {
         return Ok(());

@@ -5,7 +5,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::super::initializer_roles::{int, text as attribute_text};
+use super::super::initializer_roles::int;
 use super::{Call, axis_of, from_floats, from_ints, text};
 
 /// An index into an axis of this size; negative ones count from the end.
@@ -58,7 +58,7 @@ pub(super) fn gather_elements(call: &Call) -> Result<Tensor, String> {
 
 /// For index tuples into the axes of a tensor after `batches` ones: the numbers of the blocks to which they
 /// refer, and the shape of a block.
-fn blocks(dims: &[usize], indices: &[usize], tuples: &[i64], batches: usize) -> Result<(Vec<i64>, Vec<usize>), String> {
+fn blocks(call: &Call, dims: &[usize], indices: &[usize], batches: usize) -> Result<(Vec<i64>, Vec<usize>), String> {
     let (depth, outer) = indices.split_last().ok_or("its indices are a scalar")?;
     let inner = dims.get(batches..).ok_or("it has too few axes")?;
     let (indexed, block) = inner.split_at_checked(*depth).ok_or("its index tuples are too long")?;
@@ -66,6 +66,9 @@ fn blocks(dims: &[usize], indices: &[usize], tuples: &[i64], batches: usize) -> 
         return Err(format!("its indices have the shape {indices:?}, and its data {dims:?}"));
     }
     let per_batch = product(outer.get(batches..).ok_or("its indices have too few axes")?).max(1);
+    // Tuples without indices need memory too.
+    call.check_size(&[outer, block].concat())?;
+    let tuples = call.ints(1)?;
     let tuples: Vec<&[i64]> = if *depth == 0 { vec![&[][..]; product(outer)] } else { tuples.chunks_exact(*depth).collect() };
     let offset = |(number, tuple): (usize, &&[i64])| {
         let batch = i64::try_from(number.checked_div(per_batch).unwrap_or(0)).unwrap_or(i64::MAX);
@@ -80,10 +83,9 @@ fn blocks(dims: &[usize], indices: &[usize], tuples: &[i64], batches: usize) -> 
 pub(super) fn gather_nd(call: &Call) -> Result<Tensor, String> {
     let (x, indices) = (call.input(0)?, call.input(1)?);
     let batches = usize::try_from(int(call.node, "batch_dims", 0)).map_err(|e| e.to_string())?;
-    let (at, block) = blocks(x.dims(), indices.dims(), &call.ints(1)?, batches)?;
+    let (at, block) = blocks(call, x.dims(), indices.dims(), batches)?;
     let (_, outer) = indices.dims().split_last().ok_or("its indices are a scalar")?;
     let shape = [outer, &block].concat();
-    call.check_size(&shape)?;
     let size = product(&block).max(1);
     let rows = x.tensor.elem_count().checked_div(size).unwrap_or(0);
     let x = x.tensor.contiguous().and_then(|x| x.reshape((rows, size))).map_err(text)?;
@@ -92,10 +94,7 @@ pub(super) fn gather_nd(call: &Call) -> Result<Tensor, String> {
 
 pub(super) fn scatter_nd(call: &Call) -> Result<Tensor, String> {
     let (x, indices, updates) = (call.input(0)?, call.input(1)?, call.input(2)?);
-    if !matches!(attribute_text(call.node, "reduction").as_deref(), None | Some("none")) {
-        return Err("it combines updates".into());
-    }
-    let (at, block) = blocks(x.dims(), indices.dims(), &call.ints(1)?, 0)?;
+    let (at, block) = blocks(call, x.dims(), indices.dims(), 0)?;
     let size = product(&block).max(1);
     if updates.tensor.elem_count() != at.len().saturating_mul(size) {
         return Err(format!("its updates have the shape {:?}", updates.dims()));
@@ -126,19 +125,19 @@ pub(super) fn slice(call: &Call) -> Result<Tensor, String> {
         let mut shape = x.dims().to_vec();
         let size = shape.get(axis).and_then(|size| i64::try_from(*size).ok()).unwrap_or(0);
         let from_start = |at: i64| if at < 0 { at.saturating_add(size) } else { at };
-        let at: Vec<i64> = match step {
-            1.. => {
-                let (start, end) = (from_start(start).clamp(0, size), from_start(end).clamp(0, size));
-                (start..end).step_by(usize::try_from(step).unwrap_or(usize::MAX)).collect()
-            }
+        let range = match step {
+            1.. => from_start(start).clamp(0, size)..from_start(end).clamp(0, size),
             ..0 => {
-                let (start, end) = (from_start(start).min(size.saturating_sub(1)), from_start(end).max(-1));
-                let backwards = (end.saturating_add(1)..start.saturating_add(1)).rev();
-                backwards.step_by(usize::try_from(step.saturating_neg()).unwrap_or(usize::MAX)).filter(|at| *at >= 0).collect()
+                let (start, end) = (from_start(start).min(size.saturating_sub(1)).max(0), from_start(end).max(-1));
+                end.saturating_add(1)..start.saturating_add(1).min(size)
             }
             0 => return Err("its step is zero".into()),
         };
-        shape.get_mut(axis).into_iter().for_each(|size| *size = at.len());
+        let by = usize::try_from(step.unsigned_abs()).unwrap_or(usize::MAX);
+        let count = usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(0).div_ceil(by);
+        shape.get_mut(axis).into_iter().for_each(|size| *size = count);
+        call.check_size(&shape)?;
+        let at: Vec<i64> = if step > 0 { range.step_by(by).collect() } else { range.rev().step_by(by).collect() };
         x = select(&x, at, axis, &shape)?;
     }
     Ok(x)

@@ -44,7 +44,9 @@ pub(super) fn reshape(call: &Call) -> Result<Tensor, String> {
     let others = shape.iter().filter(|size| **size != -1).fold(1i64, |count, size| count.saturating_mul(*size));
     let rest = wide(x.tensor.elem_count()).checked_div(others).unwrap_or(0);
     shape.iter_mut().filter(|size| **size == -1).take(1).for_each(|size| *size = rest);
-    reshaped(x, &sizes(&shape)?)
+    let shape = sizes(&shape)?;
+    call.check_size(&shape)?;
+    reshaped(x, &shape)
 }
 
 pub(super) fn flatten(call: &Call) -> Result<Tensor, String> {
@@ -126,13 +128,14 @@ pub(super) fn range(call: &Call) -> Result<Tensor, String> {
     if first.is_float() {
         let one = |at: usize| call.input(at).and_then(|value| value.floats(value.dims()))?.first().copied().ok_or_else(|| "it is empty".to_owned());
         let (start, end, step) = (one(0)?, one(1)?, one(2)?);
-        let count = ((end - start) / step).ceil().max(0.0);
+        // ONNX Runtime computes the number of elements with 64 bits, and each element from the previous one.
+        let count = ((f64::from(end) - f64::from(start)) / f64::from(step)).ceil().max(0.0);
         if !count.is_finite() {
             return Err(format!("its step is {step}"));
         }
         let count = count as usize;
         call.check_size(&[count])?;
-        return from_floats((0..count).map(|at| at as f32 * step + start).collect(), &[count]);
+        return from_floats(std::iter::successors(Some(start), |value| Some(value + step)).take(count).collect(), &[count]);
     }
     let one = |at: usize| call.ints(at)?.first().copied().ok_or_else(|| "it is empty".to_owned());
     let (start, end, step) = (one(0)?, one(1)?, one(2)?);

@@ -29,7 +29,9 @@ impl<'f> Lift<'f> {
             Some(size) if first < 0 => first.checked_add(i64::try_from(size).ok()?)?,
             _ => first,
         };
-        if !indices.iter().zip(first..).all(|(index, wanted)| *index == wanted) {
+        // The last element does not precede the first one.
+        let crosses_zero = first < 0 && indices.last().is_some_and(|last| *last >= 0);
+        if crosses_zero || !indices.iter().zip(first..).all(|(index, wanted)| *index == wanted) {
             return None;
         }
         if let (false, 3, 1, Ok(index)) = (is_vector, rank, axis, usize::try_from(start)) {

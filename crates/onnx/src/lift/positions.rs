@@ -52,7 +52,9 @@ impl<'f> Lift<'f> {
         }
         let number = |at: usize| <[Number; 1]>::try_from(self.numbers(node.input.get(at)?)?.each()).ok();
         let ([start], [Number::Size(end)], [step]) = (number(0)?, number(1)?, number(2)?) else { return None };
-        if start != Number::Constant(0) || step != Number::Constant(1) {
+        // Positions have 64 bits.
+        let is_narrow = self.constant_tensor(node.input.first()?).is_some_and(|tensor| tensor.data_type() == DataType::Int32);
+        if is_narrow || start != Number::Constant(0) || step != Number::Constant(1) {
             return None;
         }
         self.positions_of(&|size: &Dim| *size == end, 0, 1, output)

@@ -15,6 +15,8 @@ use crate::work::Work;
 const LAYER: &str = "blk.";
 /// Key of the alignment, which the written file does not change.
 const ALIGNMENT: &str = "general.alignment";
+/// Ends of keys of lists that describe something else than layers even if they have as many elements.
+const OTHER_LISTS: [&str; 1] = [".rope.dimension_sections"];
 /// Number of files of a model.
 const PARTS: &str = "split.count";
 
@@ -29,6 +31,12 @@ fn cut(value: &Value, count: usize, first: usize) -> Option<Value> {
         Value::Bools(list) => begin(list, count, first).map(Value::Bools),
         _ => None,
     }
+}
+
+/// The first elements of the list at a key of the model if it has an element for each layer.
+fn shortened(key: &str, value: &Value, prefix: &str, count: usize, first: usize) -> Option<Value> {
+    let describes_layers = key.starts_with(prefix) && !OTHER_LISTS.iter().any(|end| key.ends_with(end));
+    cut(value, count, first).filter(|_| describes_layers)
 }
 
 /// The elements of a list as texts.
@@ -67,12 +75,12 @@ pub(super) fn candidate(path: &Path, scope: Scope, scratch: &Scratch, work: &Wor
         let (number, rest) = layers.split(name)?;
         Some((number, format!("{rest} {kind} {shape:?}")))
     });
-    let lists = outline.values.iter().filter(|(key, value)| key.starts_with(&prefix) && cut(value, layers.count, 0).is_some());
+    let lists = outline.values.iter().filter(|(key, value)| shortened(key, value, &prefix, layers.count, 0).is_some());
     let lists = lists.flat_map(|(key, value)| elements(value).into_iter().enumerate().map(move |(number, element)| (number, format!("{key} {element}"))));
     let first = if is_full_output { layers.count } else { layers.first(tensors.chain(lists)) };
     let mut values: Vec<(String, Value)> = Vec::new();
     for (key, value) in outline.values.iter().filter(|(key, _)| *key != ALIGNMENT) {
-        let value = match cut(value, layers.count, first).filter(|_| key.starts_with(&prefix)) {
+        let value = match shortened(key, value, &prefix, layers.count, first) {
             _ if *key == count_key => Value::Unsigned(first as u64),
             Some(shorter) => shorter,
             None => value.clone(),
@@ -87,4 +95,22 @@ pub(super) fn candidate(path: &Path, scope: Scope, scratch: &Scratch, work: &Wor
     write(&twin, &header, kept.iter().map(|(.., bytes)| bytes).zip(paddings), total, work)?;
     let scope = if is_full_output { "the output".to_owned() } else { layers.describe(first) };
     Ok(Ok(Candidate { path: twin, scope }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_lists_that_describe_layers_are_shortened() {
+        let list = Value::Integers(vec![16, 24, 24, 0]);
+        let length = |key: &str, count| match shortened(key, &list, "qwen3vl.", count, 2) {
+            Some(Value::Integers(list)) => Some(list.len()),
+            _ => None,
+        };
+        assert_eq!(length("qwen3vl.attention.head_count_kv", 4), Some(2));
+        assert_eq!(length("qwen3vl.attention.head_count_kv", 5), None);
+        assert_eq!(length("qwen3vl.rope.dimension_sections", 4), None);
+        assert_eq!(length("tokenizer.ggml.token_type", 4), None);
+    }
 }

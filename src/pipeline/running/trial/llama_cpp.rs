@@ -126,7 +126,7 @@ impl Windows {
             usize::try_from(i32::from_le_bytes(bytes.try_into().ok()?)).ok()
         };
         let (window, vocabulary, count) = (number(8)?, number(12)?, number(16)?);
-        if !bytes.starts_with(MAGIC) || window != WINDOW || !(1..=WINDOWS).contains(&count) {
+        if !bytes.starts_with(MAGIC) || window != WINDOW || vocabulary == 0 || !(1..=WINDOWS).contains(&count) {
             return None;
         }
         let all = count.checked_mul(WINDOW)?;
@@ -209,6 +209,9 @@ mod tests {
         assert_eq!(Windows::parse(&bytes, &outline(0)).unwrap().tokens[WINDOW], 0);
         assert!(Windows::parse(&bytes[..bytes.len() - 1], &outline(0)).is_none());
         assert!(Windows::parse(b"_logits_", &outline(0)).is_none());
+        // A vocabulary without tokens.
+        bytes[12..16].fill(0);
+        assert!(Windows::parse(&bytes, &outline(0)).is_none());
     }
 
     #[test]

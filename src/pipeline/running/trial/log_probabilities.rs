@@ -15,8 +15,11 @@ pub(super) struct LogProbability {
 
 /// Root mean square of the differences from the log-probabilities of these logits, relative to the standard
 /// deviation of these. Log-probabilities that are less than the largest of their row minus `range` are raised
-/// to that limit. Fails if a row or token does not exist.
+/// to that limit. Fails if a row or token does not exist, or if there are no log-probabilities.
 pub(super) fn relative_error(logits: &Tensor, found: &[LogProbability], range: Option<f64>) -> Result<f64> {
+    if found.is_empty() {
+        return Err(Error::run("the runtime", "has returned no log-probabilities", ""));
+    }
     let failed = |e: candle_core::Error| Error::run("logits", e, "");
     let width = logits.dim(D::Minus1).map_err(failed)?;
     let values: Vec<f32> = transfer::values(logits, Cause::Answers).map_err(failed)?;
@@ -67,6 +70,7 @@ mod tests {
         // Lower values are raised to the limit.
         let limited = [at(0, 0, 0.75f64.ln() - 1.0), at(0, 1, 0.75f64.ln())];
         assert!(relative_error(&logits, &limited, Some(1.0)).unwrap() < 1e-6);
+        assert!(relative_error(&logits, &[], None).is_err());
         assert!(relative_error(&logits, &[at(2, 0, 0.0)], None).is_err());
         assert!(relative_error(&logits, &[at(0, 2, 0.0)], None).is_err());
     }
