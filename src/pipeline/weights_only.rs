@@ -18,7 +18,7 @@ use crate::run_state::RunState;
 use crate::store::{ByteSize, ContentKey};
 use crate::work::Work;
 
-/// Whether the weights of a model match its configuration, as far as this build can tell.
+/// Whether the weights of a model match its configuration, as far as this build reads it.
 pub(super) fn matches_config(_: &Model) -> bool {
     true
 }

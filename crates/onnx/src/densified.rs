@@ -17,8 +17,8 @@ impl ModelFile {
         sparse.map(|sparse| self.dense(sparse, &mut left).map_err(|reason| format!("sparse initializer `{}`: {reason}", name(sparse)))).collect()
     }
 
-    /// A sparse initializer as a dense tensor. `left` is the number of elements that it and all later ones may
-    /// have.
+    /// A sparse initializer as a dense tensor. `left` is the number of elements that it and all later ones
+    /// may have.
     fn dense(&self, sparse: &SparseTensorProto, left: &mut u64) -> Result<TensorProto, String> {
         let (Some(values), Some(indices)) = (&sparse.values, &sparse.indices) else { return Err("its values or indices are missing".into()) };
         let dense = TensorProto { name: values.name.clone(), data_type: values.data_type, dims: sparse.dims.clone(), ..TensorProto::default() };

@@ -70,8 +70,8 @@ pub(in crate::pass) fn graph_file_note(model: &Model, part: &str) -> Option<Stri
     (!model.config.values().is_empty()).then(note)
 }
 
-/// The width of the first heads that attention splits. Other layers can have heads too, and after the removal of
-/// layers, there may be no attention.
+/// The width of the first heads that attention splits. Other layers can have heads too, and after the removal
+/// of layers, there may be no attention.
 fn head_dim(graph: &Graph) -> Option<usize> {
     let keys = |node: &Node| graph.value(*node.inputs.get(1)?).ty.shape.last()?.fixed();
     let of_keys = keys(graph.nodes().iter().find(|node| matches!(node.op, Op::Attention(_)))?);

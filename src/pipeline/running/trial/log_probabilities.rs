@@ -15,7 +15,7 @@ pub(super) struct LogProbability {
 
 /// Root mean square of the differences from the log-probabilities of these logits, relative to the standard
 /// deviation of these. Log-probabilities that are less than the largest of their row minus `range` are raised
-/// to that limit. Fails if a row or token does not exist, or if there are no log-probabilities.
+/// to that limit. Fails without log-probabilities, and if a row or token does not exist.
 pub(super) fn relative_error(logits: &Tensor, found: &[LogProbability], range: Option<f64>) -> Result<f64> {
     if found.is_empty() {
         return Err(Error::run("the runtime", "has returned no log-probabilities", ""));
