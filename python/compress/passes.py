@@ -373,6 +373,7 @@ def distill(
     targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
     keep_zeros: bool | None = None,
+    adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Train a student on a teacher's outputs.
@@ -419,6 +420,8 @@ def distill(
         ignore: Tensors to leave unchanged.
         keep_zeros: Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured
             are always kept.
+        adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
+            alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Distill(teacher=teacher, student=student, teacher_cache=teacher_cache,
@@ -428,7 +431,7 @@ def distill(
         precision=precision, gradient_checkpointing=gradient_checkpointing, batch_norm=batch_norm,
         scales=scales, average=average, offload=offload, shard=shard, shard_optimizer=shard_optimizer,
         memory_limit=memory_limit, checkpoint_every=checkpoint_every, evaluate_every=evaluate_every,
-        patience=patience, logs=logs, targets=targets, ignore=ignore, keep_zeros=keep_zeros)
+        patience=patience, logs=logs, targets=targets, ignore=ignore, keep_zeros=keep_zeros, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 
@@ -465,6 +468,7 @@ def finetune(
     targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
     keep_zeros: bool | None = None,
+    adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers.
@@ -507,6 +511,8 @@ def finetune(
         ignore: Tensors to leave unchanged.
         keep_zeros: Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured
             are always kept.
+        adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
+            alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Finetune(classes=classes, labels=labels, losses=losses, optimizer=optimizer,
@@ -516,7 +522,7 @@ def finetune(
         gradient_checkpointing=gradient_checkpointing, batch_norm=batch_norm, scales=scales, average=average,
         offload=offload, shard=shard, shard_optimizer=shard_optimizer, memory_limit=memory_limit,
         checkpoint_every=checkpoint_every, evaluate_every=evaluate_every, patience=patience, logs=logs,
-        targets=targets, ignore=ignore, keep_zeros=keep_zeros)
+        targets=targets, ignore=ignore, keep_zeros=keep_zeros, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 

@@ -45,6 +45,13 @@ ActivationType: TypeAlias = Literal["auto", "uint8", "int8"]
 - int8: -128 to 127
 """
 
+AdapterKind: TypeAlias = Literal["lora", "dora"]
+"""Form of the adapters.
+
+- lora: The product of two factors is added to each matrix
+- dora: In addition, the norm of the weights of each output is trained separately from their direction
+"""
+
 AttentionTarget: TypeAlias = Literal["maps", "relations"]
 """Quantity of an attention layer that is compared.
 
@@ -447,6 +454,31 @@ WindowSampling: TypeAlias = Literal["first", "spread"]
 - first: The first ones
 - spread: Windows that start at lines spread evenly over a file of plain text
 """
+
+
+class Adapter(TypedDict, total=False):
+    """Low-rank adapters (Hu et al., *LoRA*, 2021; Liu et al., *DoRA*, 2024), which are trained instead of
+    the weights of the model."""
+
+    kind: AdapterKind
+    """Form of the adapters."""
+
+    rank: int
+    """Rank of the factors of each layer."""
+
+    alpha: float
+    """Scale of the product of the factors, which is multiplied by alpha / rank."""
+
+    rslora: bool
+    """Multiply the product by alpha / √rank instead."""
+
+    targets: Sequence[str]
+    """Weights of linear layers that get an adapter: names with `*`, or `re:` and a regular expression
+    [default: all linear layers of the repeated layers]."""
+
+    merge: bool
+    """Add the adapters to the weights; otherwise the weights do not change, and the adapters are written
+    in the format of PEFT to the folder `adapter`."""
 
 
 class Amounts(TypedDict, total=False):
@@ -1143,6 +1175,10 @@ class Distill:
     """Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured are always
     kept."""
 
+    adapter: Adapter | None = None
+    """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
+    32, targets: [PATTERN, ...], merge: false} [default: none]."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune:
@@ -1241,6 +1277,10 @@ class Finetune:
     """Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured are always
     kept."""
 
+    adapter: Adapter | None = None
+    """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
+    32, targets: [PATTERN, ...], merge: false} [default: none]."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
@@ -1318,8 +1358,9 @@ class Onnx:
 
     NAME: ClassVar[Literal["onnx"]] = "onnx"
 
-    opset: int = 17
-    """Opset version, 17 to 21; higher versions need newer runtimes."""
+    opset: int | None = None
+    """Opset version, 17 to 21; higher versions need newer runtimes. By default 17, or 21 for weights with
+    a scale per group."""
 
     precision: OnnxPrecision = "float32"
     """Floating-point precision of weights and arithmetic; int8 weights stay int8, and their layers compute

@@ -411,14 +411,24 @@ class FormatSearch:
     """The limit of the relative loss of the score in percent, if the search had one; without labels, of
     the cosine distance."""
 
+    max_latency_ms: float | None = None
+    """The limit of the latency in milliseconds, if the search had one."""
+
     loss: SearchLoss = "kl-divergence"
     """The loss that was minimized."""
 
     metric: SearchMetric | None = None
     """The metric of the task, if the limit is one of its score."""
 
+    times: LatencyTable | None = None
+    """The measured times, if the limit is one of the latency."""
+
+    methods: Sequence[SearchMethod] = ()
+    """Methods that were tried for the mixture that was written, if a time was specified for them."""
+
     larger: SearchPoint | None = None
-    """The mixture for 5 % more bytes, if it has less expected loss."""
+    """The mixture for 5 % more bytes, or for 5 % more time if the limit is one of the latency. Absent if
+    it has no less expected loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +443,67 @@ class SearchMetric:
 
     measured_on: str
     """Description of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyTable:
+    """Latencies of a model and of mixtures of its formats, on one machine. `compress auto --times` reads
+    and writes them."""
+
+    runtime: str
+    """The runtime and its version."""
+
+    parameters: int
+    """Number of parameters of the model."""
+
+    threads: int
+    """Threads per operator."""
+
+    inputs: Mapping[str, Sequence[int]]
+    """Shape of each input."""
+
+    formats: Sequence[str]
+    """Names of the formats."""
+
+    units: Sequence[str]
+    """Names of the units; empty as long as only the original model has been measured."""
+
+    original_ms: float
+    """Median latency of the original model in milliseconds."""
+
+    mixtures: Sequence[MixtureLatency]
+    """Measured mixtures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureLatency:
+    """The latency of a mixture of formats, measured in alternation with the original model."""
+
+    options: Sequence[int]
+    """Index of the format of each unit."""
+
+    ratio: float
+    """Latency relative to that of the original model in the same measurement."""
+
+    uncertainty: float
+    """Uncertainty of the ratio: half the width of its 95 % confidence interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchMethod:
+    """A method of quantization that was tried for a mixture."""
+
+    method: str
+    """Its options."""
+
+    seconds: float
+    """Time that it took."""
+
+    chosen: bool
+    """Whether the output was written with it."""
+
+    measured: float | None = None
+    """Loss on held-out samples; absent if the time was too short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,6 +528,12 @@ class SearchPoint:
     score: float | None = None
     """Score on data with labels, if the limit is one of the score."""
 
+    predicted_ms: float | None = None
+    """Expected latency in milliseconds, if the limit is one of the latency."""
+
+    measured_ms: float | None = None
+    """Measured latency in milliseconds, if the limit is one of the latency."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchUnit:
@@ -475,7 +552,57 @@ class SearchUnit:
     """Its expected loss in this format."""
 
     larger: str | None = None
-    """Its format in the mixture for 5 % more bytes, if it differs."""
+    """Its format in the mixture for 5 % more bytes or time, if it differs."""
+
+    milliseconds: float | None = None
+    """Expected difference from the latency of the layer in the original model in milliseconds, if the
+    limit is one of the latency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftQuality:
+    """Measurements of a draft with the model that verifies its proposals, as by `compress draft`."""
+
+    prompts: int
+    """Number of held-out prompts."""
+
+    prompts_from: str
+    """File of the prompts."""
+
+    tokens: int
+    """Maximum number of generated tokens per prompt."""
+
+    runs: Sequence[DraftRun]
+    """Measurements with each number of draft tokens."""
+
+    tokens_per_second: float | None = None
+    """Generated tokens per second of the model without the draft, after the first token."""
+
+    recommended: int | None = None
+    """The number of draft tokens with the most tokens per second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRun:
+    """Greedy decoding with a number of draft tokens."""
+
+    draft_tokens: int
+    """Maximum number of tokens that the draft proposes per step."""
+
+    acceptance_by_position: Sequence[float]
+    """The same by the position of a proposal in its step."""
+
+    same_texts: int
+    """Number of prompts with the same text as without the draft."""
+
+    tokens_per_step: float | None = None
+    """Mean number of tokens per forward pass of the model."""
+
+    acceptance_rate: float | None = None
+    """Share of the proposals that the model accepted."""
+
+    tokens_per_second: float | None = None
+    """Generated tokens per second, after the first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -668,6 +795,9 @@ class Fields:
 
     search: FormatSearch | None = None
     """The search that chose the formats, if there was one."""
+
+    draft: DraftQuality | None = None
+    """Speculative decoding with the output as the draft of the input, as measured by `compress draft`."""
 
     loads: Sequence[RuntimeCheck] = ()
     """The runtimes that must load the output, whose rules it complies with."""

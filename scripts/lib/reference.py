@@ -259,7 +259,7 @@ def commands(program):
         for name, _, _ in items:
             page = helps[name]
             out += f"\n### {name}\n\n{paragraph(sentence(page.summary))}\n```text\n{page.usage}\n```\n"
-            if OUTPUT in page.sections and name != "chain":
+            if OUTPUT in page.sections and name not in ("chain", "draft"):
                 names = [item[0] for item in page.sections["Options"] if not item[0].startswith("-h, ")]
                 out += "\n" + paragraph(f"[Options](recipes.md#{name}): {', '.join(f'`{each}`' for each in names)}.")
                 continue

@@ -20,7 +20,7 @@ const LAYERS: [&[&str]; 19] = [
     &["model"],
     &["arch", "onnx"],
     &["runtime"],
-    &["run_state"],
+    &["aliases", "run_state"],
     &["ir", "store"],
     &["kernel"],
     &["entry", "work", "output"],

@@ -129,14 +129,13 @@ impl Args {
             export.into_iter().fold(floats, Builder::export).build()?.plan_output(&model, output)?;
         }
         let subject = Subject::from_model(model.clone())?;
-        // The part of the calibration data that is not used measures the mixtures.
-        if self.eval.is_none() {
-            if self.max_loss.is_some() {
-                calibration = calibration_part(&data, &calibration, subject.target())?;
-                data.calibration = Some(calibration.clone());
-            } else {
-                data.calibration = Some(data.reserve_held_out(&calibration, subject.target())?);
-            }
+        // Without `--eval`, the part of the calibration data that is not used measures the mixtures.
+        if self.eval.is_none() && self.max_loss.is_some() {
+            calibration = calibration_part(&data, &calibration, subject.target())?;
+            data.calibration = Some(calibration.clone());
+        } else {
+            // The samples with which the output is quantized, with `--eval` too.
+            data.calibration = Some(data.reserve_held_out(&calibration, subject.target())?);
         }
         data.open(data.calibration.as_ref().unwrap_or(&calibration), subject.target())?;
         let device = global.models.device.open()?;

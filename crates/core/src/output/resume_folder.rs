@@ -17,8 +17,10 @@ pub struct ResumeFolder {
 
 /// Marks a folder as created by this tool, and is locked by its owner.
 const MARKER: &str = "compress.lock";
-/// File in the folder of a pass that describes the run. Without another file, the pass has saved no work.
+/// File in the folder of a pass that describes the run.
 pub const IDENTITY: &str = "identity";
+/// Extensions of the logs of a training.
+const LOGS: [&str; 2] = ["csv", "tfevents"];
 
 const USED: &str = "is used by another run";
 const USED_HINT: &str = "wait until that run has ended, or choose another output folder";
@@ -70,8 +72,9 @@ impl ResumeFolder {
     /// Removes the folders of passes that have saved no work, and returns whether others remain.
     pub fn has_work(&self) -> bool {
         let Ok(left) = self.leftovers() else { return true };
-        let is_empty =
-            |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut entries| entries.all(|entry| entry.is_ok_and(|entry| entry.file_name() == IDENTITY)));
+        // A later run cannot continue from logs and the identity of the run.
+        let is_record = |path: &Path| path.ends_with(IDENTITY) || LOGS.iter().any(|extension| path.extension().is_some_and(|found| found == *extension));
+        let is_empty = |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut entries| entries.all(|entry| entry.is_ok_and(|entry| is_record(&entry.path()))));
         let removed = left.iter().filter(is_empty).filter(|path| remove(path).is_ok()).count();
         removed < left.len()
     }
@@ -145,7 +148,7 @@ mod tests {
     fn a_run_that_fails_before_its_first_checkpoint_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("out");
-        for (file, remains) in [(IDENTITY, false), ("block-0", true)] {
+        for (file, remains) in [(IDENTITY, false), ("training.csv", false), ("block-0", true)] {
             let resume_folder = ResumeFolder::open(&out, false, true).unwrap();
             fs::create_dir(resume_folder.path().join("1-quantize")).unwrap();
             fs::write(resume_folder.path().join("1-quantize").join(file), "").unwrap();
