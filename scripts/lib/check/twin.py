@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lib import COMPRESS, GOLDEN, llama_cpp, venv
+from lib import COMPRESS, llama_cpp, venv
 
 venv.enter(venv.reference)
 

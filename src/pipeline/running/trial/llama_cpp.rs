@@ -46,7 +46,8 @@ const SPACES: [char; 2] = ['\u{120}', '\u{2581}'];
 fn tolerance(arithmetic: Arithmetic) -> f64 {
     match arithmetic {
         Arithmetic { is_quantized: true, .. } => 0.1,
-        Arithmetic { is_half: true, .. } => 1e-2,
+        // With BF16, inputs of products have eight bits: up to 1.4e-2 were measured for small models.
+        Arithmetic { is_half: true, .. } => 3e-2,
         _ => 1e-3,
     }
 }
