@@ -291,8 +291,7 @@ fn the_smallest_language_model_within_a_loss_of_the_score_is_chosen() {
     let mut broken = candle_core::safetensors::load(folder.join("ids.safetensors"), &Device::Cpu).unwrap();
     let shape = broken["input_ids"].dims().to_vec();
     let ids: Vec<i64> = broken["input_ids"].flatten_all().unwrap().to_vec1().unwrap();
-    let last = ids.len() - 1;
-    let ids = Tensor::from_vec(ids.into_iter().enumerate().map(|(at, id)| if at == last { 99_999 } else { id }).collect::<Vec<_>>(), shape, &Device::Cpu);
+    let ids = Tensor::from_vec(ids.into_iter().enumerate().map(|(at, id)| if at == 0 { 99_999 } else { id }).collect::<Vec<_>>(), shape, &Device::Cpu);
     broken.insert("input_ids".to_owned(), ids.unwrap());
     candle_core::safetensors::save(&broken, folder.join("broken.safetensors")).unwrap();
     let search_broken = "auto llama --for transformers --calibration broken.safetensors --eval held-out.safetensors";
