@@ -22,7 +22,7 @@ use crate::report::{Budgets, Finding, Report};
   compress check out/w4a16 --loads transformers --try --python venv/bin/python
 
 Exit code 0: all budgets are met, and the output complies with the rules of the runtimes (a static check; `--try` also
-runs those that are installed). 1: a budget is exceeded (the error lists the measured and the allowed values), a rule of
+runs the installed ones). 1: a budget is exceeded (the error lists the measured and the allowed values), a rule of
 a runtime is violated (each line lists the rule, the tensor or key, and the next step), the output cannot be read for a
 runtime, or a runtime does not run it or computes something else than the built-in executor. 2: the report lacks a
 measurement; the error names the settings to add to the recipe.")]

@@ -33,7 +33,7 @@ const FRONT: [&str; 1] = ["json"];
   compress auto llama -o out --max-size 4.5bits --time 30m --calibration book.txt  the same size, with a slower method if it is better
   compress auto llama -o small.gguf --for llama.cpp --max-size 80MB --calibration book.txt   a GGUF file of this size
   compress auto vit -o out --for onnxruntime --max-loss 0.5% --calibration train --eval val   the smallest with this accuracy
-  compress auto vit -o out --for onnxruntime --latency 5ms --calibration train     the closest of those that are this fast
+  compress auto vit -o out --for onnxruntime --latency 5ms --calibration train     the closest model that is this fast
   compress auto llama --front front.json --calibration book.txt                    only search, and write the front
   compress auto llama -o out --max-size 25% --for transformers --calibration '{ text: book.txt, samples: 32, max_length: 512 }'
 

@@ -93,18 +93,6 @@ fn a_run_that_fails_at_its_start_leaves_nothing() {
     assert_eq!(names(folder.path()), ["empty.txt", "in"]);
 }
 
-#[test]
-fn checks_that_were_not_made_are_not_ok() {
-    let folder = prepared();
-    ok(folder.path(), "cast in -o out --to f16 --export onnx");
-    let text = ok(folder.path(), "verify out").stdout;
-    for line in text.lines().filter(|line| line.contains("not run")) {
-        assert!(line.contains("skipped"), "{text}");
-    }
-    let checks = data(folder.path(), "verify out --json");
-    assert!(checks.as_array().unwrap().iter().all(|check| check["ok"] == true), "{checks}");
-}
-
 /// The first recipe of a model that is a file has another output, in a format that it can have.
 #[test]
 fn first_recipes_of_files_run() {
