@@ -118,11 +118,11 @@ def check_ops(args, checks, _):
     """The tests of ops and kernels, by the test program."""
     device = "cpu" if args.device.startswith("cpu") else args.device
     environment = os.environ | {"COMPRESS_TEST_DEVICE": device} | ({"COMPRESS_KERNELS": "off"} if args.device == "cpu:strict" else {})
-    done = subprocess.run([args.ops, "ops::kernels::"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=PATIENCE)
-    results = [line.split() for line in done.stdout.splitlines() if line.startswith("test ops::kernels::")]
+    done = subprocess.run([args.ops, "ops::kernels::", "ops::gpu::"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=PATIENCE)
+    results = [line.split() for line in done.stdout.splitlines() if line.startswith("test ops::")]
     for _, name, *_, result in results:
-        checks.add("ops", name.removeprefix("ops::kernels::").replace("_", " "), result == "ok")
-    if done.returncode or len(results) < 3:
+        checks.add("ops", name.split("::", 2)[2].replace("_", " "), result == "ok")
+    if done.returncode or len(results) < 7:
         checks.add("ops", "the test program", False, said=done.stdout[-4000:])
 
 

@@ -15,7 +15,7 @@ mod running {
     pub mod train;
 
     pub(crate) use compress_core::registry;
-    pub(crate) use compress_graph::{analysis, ir};
+    pub(crate) use compress_graph::{analysis, gpu, ir};
     pub(crate) use compress_onnx::{self as onnx, runtime};
 }
 

@@ -9,6 +9,7 @@ mod running {
     //! Modules that need graphs.
 
     pub mod analysis;
+    pub mod gpu;
     pub mod ir;
 
     pub(crate) use compress_core::{error, files};

@@ -9,6 +9,7 @@ use compress_graph::ir::{Axes, Bindings, Dim, Element, Op, TensorType};
 mod axes;
 mod cases;
 mod golden;
+mod gpu;
 mod gradients;
 mod kernels;
 mod nodes;

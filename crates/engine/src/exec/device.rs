@@ -56,7 +56,7 @@ impl DeviceChoice {
     /// Opens the device for one of several processes on this machine: the processes take consecutive
     /// GPUs, wrapping around after the last.
     pub fn open_for(self, local_rank: usize) -> Result<Device> {
-        let gpu = |first| gpu(gpu_index(first, local_rank, count()));
+        let gpu = |first| gpu(gpu_index(first, local_rank, crate::gpu::count()));
         match self {
             DeviceChoice::Cpu => Ok(Device::Cpu),
             DeviceChoice::Strict => {
@@ -105,25 +105,18 @@ fn gpu_index(first: usize, local_rank: usize, count: usize) -> usize {
     if local_rank == 0 { number } else { number.checked_rem(count).unwrap_or(number) }
 }
 
-/// Number of GPUs.
-fn count() -> usize {
-    #[cfg(feature = "cuda")]
-    let count = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0));
-    #[cfg(not(feature = "cuda"))]
-    let count = 0;
-    count
-}
-
 fn gpu(number: usize) -> Result<Device> {
     let what = DeviceChoice::Cuda(number);
-    if !candle_core::utils::cuda_is_available() {
+    let without_cuda = || {
         let hint = "use the device `cpu`, or build the program from its sources with CUDA: `cargo build --release --features cuda`";
-        return Err(Error::run(format!("device `{what}`"), "this program was built without CUDA", hint));
-    }
+        Error::run(format!("device `{what}`"), "this program was built without CUDA", hint)
+    };
     // One explicit stream for all threads: the per-thread default stream would not order operations
     // between a thread that loads parameters or reduces gradients and the thread that computes.
-    Device::new_cuda_with_stream(number)
-        .map_err(|e| Error::run(format!("device `{what}`"), e, "`nvidia-smi` lists the available GPUs; the device `cpu` always works"))
+    let opened = crate::gpu::open(number);
+    opened
+        .map_err(|e| Error::run(format!("device `{what}`"), e, "`nvidia-smi` lists the available GPUs; the device `cpu` always works"))?
+        .ok_or_else(without_cuda)
 }
 
 #[cfg(test)]

@@ -4,10 +4,6 @@ mod block_state;
 mod blockwise;
 mod blockwise_options;
 mod device;
-#[cfg(feature = "cuda")]
-mod gpu;
-#[cfg(not(feature = "cuda"))]
-#[path = "no_gpu.rs"]
 mod gpu;
 mod host;
 mod inputs;

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::floats::{self, CHUNK};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
+use crate::gpu;
 use crate::ir::ops::on_host;
 use crate::kernel::update;
 
@@ -26,21 +27,26 @@ fn squares_by_operations(gradient: &Tensor) -> candle_core::Result<Tensor> {
     if sums.is_empty() { Tensor::zeros((), DType::F64, gradient.device()) } else { Tensor::stack(&sums, 0)?.sum_all() }
 }
 
-/// The sum of squares of each gradient, an f64 scalar on the gradient's device, in the order of names.
-pub(super) fn squares(gradients: &BTreeMap<String, Tensor>) -> Result<Vec<Tensor>> {
+/// The sums of squares of gradients, f64 `[gradients]` on their device, in the order of names.
+pub(super) fn squares(gradients: &BTreeMap<String, Tensor>) -> Result<Option<Tensor>> {
+    let all: Vec<&Tensor> = gradients.values().collect();
+    if let Some(sums) = gpu::sums_of_squares(&all).map_err(|e| Error::candle("the gradient norm", e))? {
+        return Ok(Some(sums));
+    }
     let sum = |gradient: &Tensor| match on_host(gradient.device()) {
         true => Tensor::new(floats::read(&floats::on_host(gradient)?, |values| Ok(floats::squares(values)))?, gradient.device()),
         false => squares_by_operations(gradient),
     };
-    gradients.iter().map(|(name, gradient)| sum(gradient).map_err(failed(name))).collect()
+    let sums = gradients.iter().map(|(name, gradient)| sum(gradient).map_err(failed(name))).collect::<Result<Vec<_>>>()?;
+    if sums.is_empty() { Ok(None) } else { Tensor::stack(&sums, 0).map(Some).map_err(|e| Error::candle("the gradient norm", e)) }
 }
 
 /// The global Euclidean norm, from the sum of squares of each gradient. Fails if one is not finite.
-pub(super) fn norm_of<'n>(names: impl Iterator<Item = &'n String>, squares: &[f64]) -> Result<f64> {
-    if let Some((name, _)) = names.zip(squares).find(|(_, sum)| !sum.is_finite()) {
+pub(super) fn norm_of(squares: &BTreeMap<&String, f64>) -> Result<f64> {
+    if let Some((name, _)) = squares.iter().find(|(_, sum)| !sum.is_finite()) {
         return Err(Error::Diverged { step: 0, reason: format!("the gradient of `{name}` contains NaN or infinite values") });
     }
-    Ok(squares.iter().sum::<f64>().sqrt())
+    Ok(squares.values().sum::<f64>().sqrt())
 }
 
 /// Scales all gradients by one factor so that their global norm is at most `max_norm`, like PyTorch's
@@ -58,8 +64,8 @@ pub(super) fn scale_to_norm(gradients: &mut BTreeMap<String, Tensor>, norm: f64,
 /// The global Euclidean norm of all gradients. Squares are summed in f64 in the order of names. Fails if a
 /// gradient contains NaN or infinite values.
 pub fn norm(gradients: &BTreeMap<String, Tensor>) -> Result<f64> {
-    let sums = squares(gradients)?.iter().map(|sum| transfer::number(sum, Cause::Step)).collect::<candle_core::Result<Vec<_>>>();
-    norm_of(gradients.keys(), &sums.map_err(|e| Error::candle("the gradient norm", e))?)
+    let sums = squares(gradients)?.map_or(Ok(Vec::new()), |sums| transfer::values::<f64>(&sums, Cause::Step));
+    norm_of(&gradients.keys().zip(sums.map_err(|e| Error::candle("the gradient norm", e))?).collect())
 }
 
 /// Scales all gradients by one factor so that their [`norm`] is at most `max_norm`. Returns the norm

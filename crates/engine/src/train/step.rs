@@ -104,7 +104,7 @@ impl<'t> Stepper<'t> {
             match self.attempt(weights, batches, &items, scale.0) {
                 Ok(mut accumulated) => {
                     let squares = self.complete(&mut accumulated, weights, scale.0)?;
-                    let mut step = StepResult { is_empty: items.values().all(|count| *count == 0.0), ..self.fetch(accumulated, &squares, weights, batches)? };
+                    let mut step = StepResult { is_empty: items.values().all(|count| *count == 0.0), ..self.fetch(accumulated, squares, weights, batches)? };
                     // The losses on logits have common items.
                     let items_of = |loss: &str| items.get(if matches!(loss, "soft" | "hard") { "logits" } else { loss });
                     step.losses.retain(|loss, _| items_of(loss).is_none_or(|count| *count > 0.0));
@@ -136,10 +136,9 @@ impl<'t> Stepper<'t> {
         }
     }
 
-    /// Averages gradients over the processes, unscales and masks them. Returns the sum of squares of
-    /// each, by name.
-    fn complete(&self, accumulated: &mut Accumulated, weights: &Weights, scale: f64) -> Result<BTreeMap<String, Tensor>> {
-        let mut squares = BTreeMap::new();
+    /// Averages gradients over the processes, unscales and masks them. Returns their names and sums of squares.
+    fn complete(&self, accumulated: &mut Accumulated, weights: &Weights, scale: f64) -> Result<(Vec<String>, Vec<Tensor>)> {
+        let mut squares = (Vec::new(), Vec::new());
         for names in accumulated.home.name_groups(accumulated.gradients.keys()) {
             self.trainer.memory_tracker.work_on("gradients", "");
             let reservation = MemoryReservation::for_gradients(self.trainer.memory_tracker, &accumulated.gradients, &names)?;
@@ -161,7 +160,8 @@ impl<'t> Stepper<'t> {
             }
             weights.add_scale_gradients(&mut loaded)?;
             weights.mask(&mut loaded)?;
-            squares.extend(loaded.keys().cloned().zip(clip::squares(&loaded)?));
+            squares.0.extend(loaded.keys().cloned());
+            squares.1.extend(clip::squares(&loaded)?);
             for (name, gradient) in loaded {
                 let kept = match own.remove(&name) {
                     Some(kept) if before.contains(&gradient.id()) => kept,
@@ -189,10 +189,12 @@ impl<'t> Stepper<'t> {
     }
 
     /// Copies losses and gradient norms to the host in one transfer.
-    fn fetch(&self, accumulated: Accumulated, squares: &BTreeMap<String, Tensor>, weights: &Weights, batches: &[Batch]) -> Result<StepResult> {
+    fn fetch(&self, accumulated: Accumulated, (names, squares): (Vec<String>, Vec<Tensor>), weights: &Weights, batches: &[Batch]) -> Result<StepResult> {
         let Accumulated { losses, gradients, statistics, .. } = accumulated;
-        let numbers: Vec<Tensor> = losses.values().chain(squares.values()).cloned().collect();
-        let fetch = || transfer::values::<f64>(&Tensor::stack(&numbers, 0)?, Cause::Step);
+        let fetch = || {
+            let losses = losses.values().map(|loss| loss.reshape(1)).collect::<candle_core::Result<Vec<_>>>()?;
+            transfer::values::<f64>(&Tensor::cat(&[losses, squares].concat(), 0)?, Cause::Step)
+        };
         let numbers = fetch().map_err(|e| Error::candle("the metrics of a step", e))?;
         let (means, numbers) = numbers.split_at(losses.len());
         if let Some((name, _)) = losses.keys().zip(means).find(|(_, mean)| !mean.is_finite()) {
@@ -204,7 +206,9 @@ impl<'t> Stepper<'t> {
             parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
             return Err(reason);
         }
-        let norm = match self.global_norm(clip::norm_of(squares.keys(), numbers), weights) {
+        // Groups of names do not change the order of the sum.
+        let squares: BTreeMap<&String, f64> = names.iter().zip(numbers.iter().copied()).collect();
+        let norm = match self.global_norm(clip::norm_of(&squares), weights) {
             Ok(norm) => Some(norm),
             Err(_) if self.trainer.options.precision == Precision::F16 => None,
             Err(e) => return Err(e),

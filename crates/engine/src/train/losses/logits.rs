@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::divergence::{Soft, with_gradient};
+use super::divergence::{Divergence, Soft, with_gradient};
 use super::host::{LogitTargets, add_to, is_host_slice};
 use super::mask::require_rows_of_samples;
 use super::{LossOutput, divisor};
@@ -15,6 +15,7 @@ use crate::data::{Batch, References, SequenceRole};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
+use crate::gpu::{self, LogitLosses};
 use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
 use crate::train::cache::Cache;
 
@@ -57,7 +58,11 @@ impl LogitsSource {
     fn logits(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         match self {
             LogitsSource::Value(_) => Ok(rows.clone()),
-            LogitsSource::Head(head) => head.prepared(rows).forward(&head.operands(rows, parameters)?),
+            LogitsSource::Head(head) => {
+                // Values of a teacher are f32 in every precision.
+                let rows = rows.to_dtype(parameters.compute())?;
+                head.prepared(&rows).forward(&head.operands(&rows, parameters)?)
+            }
         }
     }
 }
@@ -132,7 +137,7 @@ impl Logits {
         let failed = |e| Error::candle("the teacher's logits", e);
         let value = flat(value).map_err(failed)?;
         for indices in self.rows(batch)?.indices.chunks(self.rows_per_chunk(value.device())) {
-            let logits = select_rows(&value, indices).and_then(|rows| self.teacher_logits(source, &rows, teacher.1));
+            let logits = select_rows(&value, indices).and_then(|rows| self.teacher_logits(source, &rows, teacher.1)?.to_dtype(DType::F32));
             each(&logits.map_err(failed)?)?;
         }
         Ok(())
@@ -144,9 +149,9 @@ impl Logits {
         (chunk / self.classes.max(1)).max(1)
     }
 
-    /// The teacher's logits of rows, in f32 and without columns that the student lacks.
+    /// The teacher's logits of rows, without columns that the student lacks.
     fn teacher_logits(&self, source: &LogitsSource, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
-        source.logits(rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)
+        source.logits(rows, parameters)?.narrow(1, 0, self.classes)
     }
 
     fn rows(&self, batch: &Batch) -> Result<Rows> {
@@ -274,6 +279,11 @@ impl Logits {
         (items, scale): (f64, f64),
     ) -> candle_core::Result<Tensor> {
         let items = divisor(items);
+        if let Some(gradient) = self.gradient_on_gpu(output, &logits, teacher, targets, (items, scale))? {
+            return Ok(gradient);
+        }
+        let teacher = teacher.map(|teacher| teacher.to_dtype(DType::F32)).transpose()?;
+        let teacher = teacher.as_ref();
         // Logits of a head are a temporary that can be overwritten.
         if matches!(self.student, LogitsSource::Head(_)) && [Some(&logits), teacher].into_iter().flatten().all(is_host_slice) {
             let soft = self.soft.zip(teacher).map(|(soft, teacher)| (soft, soft.weight * soft.temperature / items * scale, teacher));
@@ -322,6 +332,39 @@ impl Logits {
         };
         let gradient = (gradient * scale)?;
         if self.classes == columns { Ok(gradient) } else { gradient.pad_with_zeros(1, 0, columns - self.classes) }
+    }
+}
+
+impl Logits {
+    /// As [`gradient`](Logits::gradient), by one kernel; `None` if there is none for these losses and tensors.
+    fn gradient_on_gpu(
+        &self,
+        output: &mut LossOutput,
+        logits: &Tensor,
+        teacher: Option<&Tensor>,
+        targets: &[u32],
+        (items, scale): (f64, f64),
+    ) -> candle_core::Result<Option<Tensor>> {
+        let soft = self.soft.zip(teacher);
+        if !logits.device().is_cuda() || soft.is_some_and(|(soft, _)| soft.divergence != Divergence::Forward) {
+            return Ok(None);
+        }
+        // Logits of a head are a temporary that the kernel can overwrite.
+        let is_temporary = matches!(self.student, LogitsSource::Head(_)) && teacher.is_none_or(|teacher| teacher.dtype() == logits.dtype());
+        let logits = if is_temporary { logits.contiguous()? } else { logits.to_dtype(DType::F32)?.force_contiguous()? };
+        let teacher = teacher.map(|teacher| teacher.to_dtype(logits.dtype())?.contiguous()).transpose()?;
+        let targets = self.hard.map(|_| index_tensor(targets, logits.device())).transpose()?;
+        let soft = self.soft.zip(teacher.as_ref()).map(|(soft, teacher)| (teacher, soft.temperature, soft.weight * soft.temperature / items * scale));
+        let hard = self.hard.zip(targets.as_ref()).map(|((weight, smoothing), targets)| (targets, smoothing, weight / items * scale));
+        let Some(rows) = gpu::logit_losses(&logits, LogitLosses { teacher: soft, targets: hard, classes: self.classes })? else { return Ok(None) };
+        let sums = rows.to_dtype(DType::F64)?.sum(0)?;
+        if let Some((_, temperature, _)) = soft {
+            output.add_loss("soft", &sums.get(0)?, temperature * temperature / items)?;
+        }
+        if hard.is_some() {
+            output.add_loss("hard", &sums.get(1)?, 1.0 / items)?;
+        }
+        Ok(Some(logits))
     }
 }
 
@@ -385,7 +428,6 @@ impl Head {
 
 #[cfg(test)]
 mod tests {
-    use super::super::divergence::Divergence;
     use super::*;
 
     /// A thousand gradients, each too small compared to their sum for 16-bit floats.

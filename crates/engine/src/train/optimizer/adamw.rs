@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
 use super::{Algorithm, Settings, StateTensor, StepContext};
+use crate::gpu;
 use crate::kernel::update;
 
 /// State: both moments in f32.
@@ -62,6 +63,10 @@ impl Algorithm for AdamW {
                 Ok(())
             })
         })
+    }
+
+    fn on_gpu(&self, context: StepContext, parameter: &Tensor, gradient: &Tensor, state: &[Tensor]) -> Result<bool> {
+        Ok(gpu::adamw(&self.coefficients(context), parameter, gradient, &state[0], &state[1])?.is_some())
     }
 
     fn by_operations(&self, context: StepContext, parameter: &Tensor, gradient: &Tensor, state: &[Tensor]) -> Result<Tensor> {

@@ -194,6 +194,11 @@ trait Algorithm: Send {
     /// Updates a parameter and its state in host memory.
     fn on_host(&self, context: StepContext, dims: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> candle_core::Result<()>;
 
+    /// The same update by one kernel on a GPU, in place. Returns whether there is one for these tensors.
+    fn on_gpu(&self, _context: StepContext, _parameter: &Tensor, _gradient: &Tensor, _state: &[Tensor]) -> candle_core::Result<bool> {
+        Ok(false)
+    }
+
     /// The same update with tensor operations. Updates the state in place, and returns the new parameter.
     fn by_operations(&self, context: StepContext, parameter: &Tensor, gradient: &Tensor, state: &[Tensor]) -> candle_core::Result<Tensor>;
 }
@@ -246,6 +251,9 @@ impl<A: Algorithm> StatefulOptimizer<A> {
             candle_core::bail!("its shape is {:?}, that of its gradient {:?}", parameter.dims(), gradient.dims());
         }
         let device = self.home.device();
+        if self.algorithm.on_gpu(context, parameter, gradient, state)? {
+            return Ok(());
+        }
         if !on_host(device) {
             // The update runs on the state's device, which may differ from the parameter's.
             let to_device = |tensor: &Tensor| transfer::move_to(tensor, device, Cause::Offload)?.to_dtype(DType::F32);

@@ -57,28 +57,28 @@ const PRODUCTS: usize = if cfg!(test) { 1 << 10 } else { 1 << 24 };
 const ROWS: usize = 64;
 
 /// A block of queries and the range of keys that they attend to.
-struct Block {
-    queries: Range<usize>,
-    keys: Range<usize>,
+pub(super) struct Block {
+    pub(super) queries: Range<usize>,
+    pub(super) keys: Range<usize>,
     /// Number of keys before the position of the first query of the sequence.
-    past: usize,
+    pub(super) past: usize,
 }
 
 impl Block {
     /// The rows of the keys of `[batch, heads, rows, width]`.
-    fn of_keys(&self, tensor: &Tensor) -> Computed<Tensor> {
+    pub(super) fn of_keys(&self, tensor: &Tensor) -> Computed<Tensor> {
         tensor.narrow(2, self.keys.start, self.keys.len())?.contiguous()
     }
 
     /// The rows of the queries of `[batch, heads, rows, width]`, as `[batch, groups, rows, width]` with
     /// the queries that share a key head concatenated.
-    fn of_queries(&self, tensor: &Tensor, groups: usize) -> Computed<Tensor> {
+    pub(super) fn of_queries(&self, tensor: &Tensor, groups: usize) -> Computed<Tensor> {
         let (batch, _, _, width) = tensor.dims4()?;
         tensor.narrow(2, self.queries.start, self.queries.len())?.contiguous()?.reshape((batch, groups, (), width))
     }
 
     /// Accumulates `part` into the rows of the keys, in at least 32 bits.
-    fn add(&self, sum: &mut Option<Tensor>, part: &Tensor, keys: usize) -> Computed<()> {
+    pub(super) fn add(&self, sum: &mut Option<Tensor>, part: &Tensor, keys: usize) -> Computed<()> {
         let part = wide(part)?.pad_with_zeros(2, self.keys.start, keys - self.keys.end)?;
         *sum = Some(sum.take().map_or(Ok(part.clone()), |sum| sum + part)?);
         Ok(())
@@ -107,7 +107,7 @@ pub(super) fn with_batch_axis(bias: &Tensor) -> Computed<Tensor> {
 impl Attention {
     /// Blocks of queries in order, so that memory for products grows linearly with the number of keys
     /// (Rabe and Staats, *Self-attention Does Not Need O(n²) Memory*, 2021).
-    fn blocks(&self, q: &Tensor, k: &Tensor, padded: bool) -> Computed<impl Iterator<Item = Block>> {
+    pub(super) fn blocks(&self, q: &Tensor, k: &Tensor, padded: bool) -> Computed<impl Iterator<Item = Block>> {
         let ((batch, heads, sequence, _), keys) = (q.dims4()?, k.dim(2)?);
         let rows = (PRODUCTS / (batch * heads * keys).max(1)).clamp(ROWS, sequence.max(ROWS));
         let (causal, window) = (self.causal, self.window);

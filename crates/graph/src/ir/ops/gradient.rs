@@ -2,6 +2,9 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use super::linear::by_row;
+use crate::gpu;
+
 /// An input or the output of a node, saved in the forward pass for its gradient.
 #[derive(Debug, Clone)]
 pub struct Saved {
@@ -76,5 +79,10 @@ pub(super) fn summed_to(gradient: &Tensor, dims: &[usize]) -> Result<Tensor> {
     }
     let lead = gradient.rank().saturating_sub(dims.len());
     let spread: Vec<usize> = (0..gradient.rank()).filter(|&axis| axis < lead || dims[axis - lead] != gradient.dims()[axis]).collect();
+    if spread.iter().copied().eq(0..spread.len())
+        && let Some(sums) = gpu::column_sums(&by_row(&gradient.contiguous()?, dims.iter().product())?)?
+    {
+        return sums.reshape(dims);
+    }
     wide(gradient)?.sum_keepdim(spread)?.to_dtype(gradient.dtype())?.reshape(dims)
 }

@@ -3,6 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::on_host;
+use crate::gpu;
 
 /// Up to this number of target rows, [`sum_rows_by_index`] multiplies by a one-hot matrix on a device.
 const FEW_ROWS: usize = 4096;
@@ -12,6 +13,9 @@ const ONE_HOT: usize = if cfg!(test) { 64 } else { 1 << 24 };
 /// Sums rows `[n, width]` by their indices `[n]`. Returns `[count, width]`: row `i` is the sum of all rows
 /// with index `i`.
 pub fn sum_rows_by_index(rows: &Tensor, indices: &Tensor, count: usize) -> Result<Tensor> {
+    if let Some(sums) = gpu::sum_rows_by_index(&rows.contiguous()?, indices, count)? {
+        return Ok(sums);
+    }
     // candle's `index_add` on a GPU has one thread per column, which walks over all indices.
     if on_host(rows.device()) || count > FEW_ROWS {
         Tensor::zeros((count, rows.dim(1)?), rows.dtype(), rows.device())?.index_add(indices, rows, 0)

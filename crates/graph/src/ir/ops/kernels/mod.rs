@@ -10,6 +10,7 @@ mod conv;
 mod elementwise;
 mod experts;
 mod fused;
+mod fused_attention;
 mod gated_delta;
 mod host;
 mod images;

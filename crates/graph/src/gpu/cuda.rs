@@ -1,0 +1,309 @@
+//! Arguments and results of the kernels.
+
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
+use candle_core::{D, DType, Device, Result, Tensor};
+
+use super::launch::{self, Argument, Grid, launch, undefined};
+use super::{LogitLosses, Products};
+use crate::kernel::activation::ActivationFunction;
+use crate::kernel::update::AdamW;
+
+/// Threads of a block of an elementwise kernel.
+const THREADS: u32 = 256;
+/// Rows that a block of a kernel with one warp per row processes.
+const WARPS: u64 = 8;
+/// Largest number of blocks of a kernel with a loop over elements.
+const BLOCKS: u64 = 8192;
+/// Threads of a warp, and columns of a block of a kernel that sums columns.
+const WARP: u64 = 32;
+
+/// Whether kernels exist for tensors: on a GPU, contiguous, with the same float dtype.
+fn supported<const N: usize>(tensors: [&Tensor; N]) -> bool {
+    let dtype = tensors[0].dtype();
+    let is_supported = |tensor: &&Tensor| tensor.device().is_cuda() && tensor.is_contiguous() && tensor.dtype() == dtype && tensor.elem_count() > 0;
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16) && tensors.iter().all(is_supported)
+}
+
+fn blocks(count: u64) -> u32 {
+    count.clamp(1, u64::from(u32::MAX >> 1)) as u32
+}
+
+/// One thread per element, or a loop.
+fn by_element(count: usize) -> Grid {
+    ((blocks((count as u64).div_ceil(u64::from(THREADS)).min(BLOCKS)), 1), (THREADS, 1))
+}
+
+/// One warp per row.
+fn by_warp(rows: usize) -> Grid {
+    ((blocks((rows as u64).div_ceil(WARPS)), 1), ((WARPS * WARP) as u32, 1))
+}
+
+/// Sums over chunks of rows: the grid, the number of chunks, and the rows of each.
+fn by_chunk(rows: usize, width: usize) -> (Grid, usize, u64) {
+    let each = (rows as u64).div_ceil(64).max(256);
+    let chunks = (rows as u64).div_ceil(each);
+    (((blocks((width as u64).div_ceil(WARP)), chunks as u32), (WARP as u32, 8)), chunks as usize, each)
+}
+
+/// Number of rows and columns of a tensor whose last axis is the columns.
+fn matrix(tensor: &Tensor) -> Result<(usize, usize)> {
+    let width = tensor.dim(D::Minus1)?;
+    Ok((tensor.elem_count() / width.max(1), width))
+}
+
+fn size(count: usize) -> Argument<'static> {
+    Argument::Size(count as u64)
+}
+
+fn number(count: usize) -> Result<Argument<'static>> {
+    match u32::try_from(count) {
+        Ok(count) => Ok(Argument::Number(count)),
+        Err(_) => candle_core::bail!("an axis of {count} elements is too long for the GPU's kernels"),
+    }
+}
+
+fn real(value: f64) -> Argument<'static> {
+    Argument::Real(value as f32)
+}
+
+pub(super) fn count() -> usize {
+    CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0))
+}
+
+pub(super) fn open(number: usize) -> Result<Option<Device>> {
+    launch::open(number).map(Some)
+}
+
+pub(super) fn name(device: &Device) -> Result<Option<(usize, Option<String>)>> {
+    let Device::Cuda(cuda) = device else { return Ok(None) };
+    let context = cuda.cuda_stream().context().clone();
+    Ok(Some((context.ordinal(), context.name().ok())))
+}
+
+pub(super) fn take_peak_memory(device: &Device) -> Result<Option<u64>> {
+    Ok(launch::take_peak_memory(device))
+}
+
+/// The kernels' number of a function, in the order of `Function` in `kernels.cu`.
+fn function_number(function: ActivationFunction) -> Option<Argument<'static>> {
+    let functions = [
+        ActivationFunction::Relu,
+        ActivationFunction::Gelu,
+        ActivationFunction::GeluTanh,
+        ActivationFunction::Silu,
+        ActivationFunction::Sigmoid,
+        ActivationFunction::Tanh,
+    ];
+    functions.iter().position(|known| *known == function).map(|at| Argument::Number(at as u32))
+}
+
+pub(super) fn activate(function: ActivationFunction, x: &Tensor) -> Result<Option<Tensor>> {
+    let Some(function) = function_number(function).filter(|_| supported([x])) else { return Ok(None) };
+    let out = undefined(x.shape(), x.dtype(), x.device())?;
+    launch("activate", x.dtype(), by_element(x.elem_count()), &[x.into(), (&out).into(), size(x.elem_count()), function])?;
+    Ok(Some(out))
+}
+
+pub(super) fn activate_back(function: ActivationFunction, operand: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+    let Some(function) = function_number(function).filter(|_| supported([operand, gradient]) && operand.dims() == gradient.dims()) else { return Ok(None) };
+    let out = undefined(operand.shape(), operand.dtype(), operand.device())?;
+    let count = operand.elem_count();
+    launch("activate_back", out.dtype(), by_element(count), &[operand.into(), gradient.into(), (&out).into(), size(count), function])?;
+    Ok(Some(out))
+}
+
+fn combine(kernel: &'static str, a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
+    if !supported([a, b]) || a.dims() != b.dims() {
+        return Ok(None);
+    }
+    let out = undefined(a.shape(), a.dtype(), a.device())?;
+    launch(kernel, a.dtype(), by_element(a.elem_count()), &[a.into(), b.into(), (&out).into(), size(a.elem_count())])?;
+    Ok(Some(out))
+}
+
+pub(super) fn add(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
+    combine("add", a, b)
+}
+
+pub(super) fn multiply(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
+    combine("multiply", a, b)
+}
+
+pub(super) fn add_bias(rows: &Tensor, bias: &Tensor) -> Result<Option<()>> {
+    let (count, width) = matrix(rows)?;
+    if !supported([rows, bias]) || bias.elem_count() != width {
+        return Ok(None);
+    }
+    let grid = ((blocks((count as u64).min(BLOCKS)), 1), (THREADS, 1));
+    launch("add_bias", rows.dtype(), grid, &[rows.into(), bias.into(), size(count), number(width)?])?;
+    Ok(Some(()))
+}
+
+/// Strides of the first three of four axes, if the last is contiguous.
+fn strides(x: &Tensor) -> Option<[Argument<'static>; 3]> {
+    match x.stride() {
+        [a, b, c, 1] => Some([size(*a), size(*b), size(*c)]),
+        _ => None,
+    }
+}
+
+/// Whether a tensor with any strides is on a GPU and has a float dtype.
+fn is_strided(x: &Tensor) -> bool {
+    x.device().is_cuda() && x.elem_count() > 0 && matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16)
+}
+
+pub(super) fn contiguous(x: &Tensor) -> Result<Option<Tensor>> {
+    let (Some([sa, sb, sc]), [_, b, c, width]) = (strides(x).filter(|_| is_strided(x)), x.dims()) else { return Ok(None) };
+    let (rows, out) = (x.elem_count() / width, undefined(x.shape(), x.dtype(), x.device())?);
+    // Rows are copied in units of 16 bytes if they consist of them.
+    let unit = 16 / x.dtype().size_in_bytes();
+    let offsets = [*width, x.layout().start_offset(), x.stride()[0], x.stride()[1], x.stride()[2]];
+    if offsets.iter().all(|offset| offset.is_multiple_of(unit)) {
+        let (count, [sa, sb, sc]) = (x.elem_count() / unit, [0, 1, 2].map(|axis| size(x.stride()[axis] / unit)));
+        let arguments = [x.into(), (&out).into(), number(count)?, number(*b)?, number(*c)?, number(width / unit)?, sa, sb, sc];
+        launch("copy_wide", x.dtype(), by_element(count), &arguments)?;
+    } else {
+        let arguments = [x.into(), (&out).into(), size(rows), number(*b)?, number(*c)?, number(*width)?, sa, sb, sc];
+        launch("copy_strided", x.dtype(), by_warp(rows), &arguments)?;
+    }
+    Ok(Some(out))
+}
+
+pub(super) fn rotate(x: &Tensor, (cos, sin): (&Tensor, &Tensor), sign: f64) -> Result<Option<Tensor>> {
+    let (Some([sa, sb, sc]), [_, b, positions, width]) = (strides(x).filter(|_| is_strided(x)), x.dims()) else { return Ok(None) };
+    let turned = 2 * cos.dim(D::Minus1)?;
+    if !supported([cos, sin]) || cos.dtype() != DType::F32 || cos.dims() != [*positions, turned / 2] || sin.dims() != cos.dims() || turned > *width {
+        return Ok(None);
+    }
+    let (rows, out) = (x.elem_count() / width, undefined(x.shape(), x.dtype(), x.device())?);
+    let operands = [x.into(), cos.into(), sin.into(), (&out).into(), size(rows)];
+    let sizes = [number(*b)?, number(*positions)?, number(*width)?, number(turned)?, real(sign), sa, sb, sc];
+    launch("rotate", x.dtype(), by_warp(rows), &[&operands[..], &sizes].concat())?;
+    Ok(Some(out))
+}
+
+/// Adds up the sums of chunks `[chunks, width]` in f32.
+fn total(chunks: Tensor, dtype: DType) -> Result<Tensor> {
+    let (count, width) = matrix(&chunks)?;
+    if count == 1 {
+        return chunks.flatten_all()?.to_dtype(dtype);
+    }
+    let out = undefined(width, DType::F32, chunks.device())?;
+    let grid = ((blocks((width as u64).div_ceil(WARP)), 1), (WARP as u32, 8));
+    launch("column_sums", DType::F32, grid, &[(&chunks).into(), (&out).into(), size(count), number(width)?, size(count)])?;
+    out.to_dtype(dtype)
+}
+
+pub(super) fn column_sums(rows: &Tensor) -> Result<Option<Tensor>> {
+    if !supported([rows]) {
+        return Ok(None);
+    }
+    let (count, width) = matrix(rows)?;
+    let (grid, chunks, each) = by_chunk(count, width);
+    let out = undefined((chunks, width), DType::F32, rows.device())?;
+    launch("column_sums", rows.dtype(), grid, &[rows.into(), (&out).into(), size(count), number(width)?, Argument::Size(each)])?;
+    total(out, rows.dtype()).map(Some)
+}
+
+pub(super) fn norm_back(x: &Tensor, weight: &Tensor, gradient: &Tensor, epsilon: f64, offset: f64, centred: bool) -> Result<Option<[Tensor; 3]>> {
+    let (rows, width) = matrix(x)?;
+    if !supported([x, weight, gradient]) || weight.dims() != [width] || gradient.dims() != x.dims() {
+        return Ok(None);
+    }
+    let (dtype, device) = (x.dtype(), x.device());
+    let (out, moments) = (undefined(x.shape(), dtype, device)?, undefined((rows, 2), DType::F32, device)?);
+    let operands = [x.into(), gradient.into(), weight.into(), (&out).into(), (&moments).into()];
+    let sizes = [size(rows), number(width)?, real(epsilon), real(offset), Argument::Number(centred.into())];
+    launch("norm_back", dtype, by_warp(rows), &[operands, sizes].concat())?;
+    let (grid, chunks, each) = by_chunk(rows, width);
+    let sums = [undefined((chunks, width), DType::F32, device)?, undefined((chunks, width), DType::F32, device)?];
+    let operands = [x.into(), gradient.into(), (&moments).into(), (&sums[0]).into(), (&sums[1]).into()];
+    launch("norm_sums", dtype, grid, &[&operands[..], &[size(rows), number(width)?, Argument::Size(each)]].concat())?;
+    let [of_weight, of_bias] = sums;
+    Ok(Some([out, total(of_weight, dtype)?, total(of_bias, dtype)?]))
+}
+
+pub(super) fn attention_softmax(products: &Tensor, mask: Option<&Tensor>, at: Products) -> Result<Option<()>> {
+    let (rows, keys) = matrix(products)?;
+    let is_mask = |mask: &Tensor| {
+        let covers = mask.rank() == 2 && mask.dim(0)? * at.rows_per_sample == rows && at.start + keys <= mask.dim(1)?;
+        Ok::<_, candle_core::Error>(mask.device().is_cuda() && mask.dtype() == DType::I64 && mask.is_contiguous() && covers)
+    };
+    if !supported([products]) || at.queries == 0 || !mask.map_or(Ok(true), is_mask)? {
+        return Ok(None);
+    }
+    let width = mask.map_or(Ok(0), |mask| mask.dim(1))?;
+    let operands = [products.into(), Argument::Pointer(mask), size(rows)];
+    let sizes = [number(at.rows_per_sample)?, number(keys)?, number(at.queries)?, number(at.first)?, number(at.start)?, number(width)?];
+    let rules = [real(at.scale), Argument::Number(at.causal.into()), number(at.window.unwrap_or(0))?];
+    launch("attention_softmax", products.dtype(), by_warp(rows), &[&operands[..], &sizes, &rules].concat())?;
+    Ok(Some(()))
+}
+
+pub(super) fn softmax_back(probabilities: &Tensor, gradient: &Tensor, factor: f64) -> Result<Option<()>> {
+    if !supported([probabilities, gradient]) || probabilities.dims() != gradient.dims() {
+        return Ok(None);
+    }
+    let (rows, width) = matrix(gradient)?;
+    let arguments = [probabilities.into(), gradient.into(), size(rows), number(width)?, real(factor)];
+    launch("softmax_back", gradient.dtype(), by_warp(rows), &arguments)?;
+    Ok(Some(()))
+}
+
+pub(super) fn adamw(step: &AdamW, parameter: &Tensor, gradient: &Tensor, mean: &Tensor, square: &Tensor) -> Result<Option<()>> {
+    let dims = parameter.dims();
+    let is_state = supported([parameter, mean, square]) && parameter.dtype() == DType::F32 && mean.dims() == dims && square.dims() == dims;
+    if !is_state || !supported([gradient]) || gradient.dims() != dims {
+        return Ok(None);
+    }
+    let count = parameter.elem_count();
+    let operands = [parameter.into(), gradient.into(), mean.into(), square.into(), size(count)];
+    let coefficients = [step.shrink, step.mean_share, step.square_left, step.square_share, step.root, step.epsilon, step.size].map(Argument::Real);
+    launch("adamw", gradient.dtype(), by_element(count), &[&operands[..], &coefficients].concat())?;
+    Ok(Some(()))
+}
+
+/// Largest number of blocks that sum the squares of a tensor.
+const SQUARES: usize = 512;
+
+pub(super) fn sums_of_squares(tensors: &[&Tensor]) -> Result<Option<Tensor>> {
+    let Some(first) = tensors.first().filter(|_| tensors.iter().all(|tensor| supported([tensor]))) else { return Ok(None) };
+    let parts = Tensor::zeros((tensors.len(), SQUARES), DType::F64, first.device())?;
+    for (at, tensor) in tensors.iter().enumerate() {
+        let count = tensor.elem_count();
+        let grid = ((blocks(count.div_ceil(THREADS as usize * 16).min(SQUARES) as u64), 1), (THREADS, 1));
+        launch("squares", tensor.dtype(), grid, &[(*tensor).into(), (&parts.get(at)?).into(), size(count)])?;
+    }
+    parts.sum(1).map(Some)
+}
+
+pub(super) fn sum_rows_by_index(rows: &Tensor, indices: &Tensor, count: usize) -> Result<Option<Tensor>> {
+    let (n, width) = matrix(rows)?;
+    if !supported([rows]) || indices.elem_count() != n {
+        return Ok(None);
+    }
+    let (dtype, device, grid) = (rows.dtype(), rows.device(), ((blocks(n as u64), 1), (256, 1)));
+    let indices = indices.to_dtype(DType::I64)?.contiguous()?;
+    let (sums, owners) = (undefined((n, width), DType::F32, device)?, undefined(n, DType::U8, device)?);
+    let (of_chunks, sizes) = ([(&sums).into(), (&owners).into()], [number(n)?, number(width)?, size(count)]);
+    launch("sum_rows", dtype, grid, &[&[(&indices).into(), rows.into()][..], &of_chunks, &sizes].concat())?;
+    let out = Tensor::zeros((count, width), dtype, device)?;
+    launch("merge_rows", dtype, grid, &[&[(&indices).into()][..], &of_chunks, &[(&out).into()], &sizes].concat())?;
+    Ok(Some(out))
+}
+
+pub(super) fn logit_losses(logits: &Tensor, losses: LogitLosses) -> Result<Option<Tensor>> {
+    let (rows, width) = matrix(logits)?;
+    let is_teacher = |teacher: &Tensor| supported([logits, teacher]) && teacher.dims() == [rows, losses.classes];
+    let are_targets = |targets: &Tensor| targets.device().is_cuda() && targets.dtype() == DType::U32 && targets.is_contiguous() && targets.dims() == [rows];
+    let (teacher, temperature, soft) = losses.teacher.map_or((None, 1.0, 0.0), |(teacher, temperature, factor)| (Some(teacher), temperature, factor));
+    let (targets, smoothing, hard) = losses.targets.map_or((None, 0.0, 0.0), |(targets, smoothing, factor)| (Some(targets), smoothing, factor));
+    if !supported([logits]) || losses.classes > width || !teacher.is_none_or(is_teacher) || !targets.is_none_or(are_targets) {
+        return Ok(None);
+    }
+    let out = undefined((rows, 2), DType::F32, logits.device())?;
+    let operands = [logits.into(), Argument::Pointer(teacher), Argument::Pointer(targets), (&out).into(), number(width)?, number(losses.classes)?];
+    let factors = [real(1.0 / temperature), real(soft), real(hard), real(smoothing)];
+    launch("logit_losses", logits.dtype(), ((blocks(rows as u64), 1), (THREADS, 1)), &[&operands[..], &factors].concat())?;
+    Ok(Some(out))
+}

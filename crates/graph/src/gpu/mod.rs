@@ -1,0 +1,128 @@
+//! Kernels for NVIDIA GPUs, written in CUDA (`kernels.cu`). Without the feature `cuda`, no tensor is on a GPU, and
+//! every function returns `None`.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cuda")]
+mod launch;
+
+use candle_core::{Device, Result, Tensor};
+
+use crate::kernel::activation::ActivationFunction;
+use crate::kernel::update::AdamW;
+
+/// Functions that return `None` if they do not support the tensors: other devices, dtypes or layouts.
+macro_rules! on_gpu {
+    ($($(#[$meta:meta])* pub fn $name:ident($($argument:ident: $ty:ty),*) -> $result:ty;)*) => {
+        $($(#[$meta])*
+        pub fn $name($($argument: $ty),*) -> Result<Option<$result>> {
+            #[cfg(feature = "cuda")]
+            return cuda::$name($($argument),*);
+            #[cfg(not(feature = "cuda"))]
+            {
+                let _ = ($($argument),*);
+                Ok(None)
+            }
+        })*
+    };
+}
+
+/// Number of GPUs.
+pub fn count() -> usize {
+    #[cfg(feature = "cuda")]
+    return cuda::count();
+    #[cfg(not(feature = "cuda"))]
+    0
+}
+
+/// Losses over logits and the factors on their gradients.
+#[derive(Debug, Clone, Copy)]
+pub struct LogitLosses<'t> {
+    /// The teacher's logits `[rows, classes]`, the temperature, and the factor on the gradient of the forward KL
+    /// divergence.
+    pub teacher: Option<(&'t Tensor, f64, f64)>,
+    /// The class of each row, the label smoothing, and the factor on the gradient of the cross entropy.
+    pub targets: Option<(&'t Tensor, f64, f64)>,
+    /// Number of columns that have a class; the others get a gradient of 0.
+    pub classes: usize,
+}
+
+/// Where the rows of a block of attention products are in the sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct Products {
+    /// Number of rows of each sample: heads times queries.
+    pub rows_per_sample: usize,
+    /// Number of queries; row `r` belongs to query `r % queries`.
+    pub queries: usize,
+    /// Position of the first query.
+    pub first: usize,
+    /// Position of the first key.
+    pub start: usize,
+    /// Factor on the products.
+    pub scale: f64,
+    /// Whether later keys are hidden.
+    pub causal: bool,
+    /// Keys at least this many positions away are hidden.
+    pub window: Option<usize>,
+}
+
+on_gpu! {
+    /// Opens a GPU with one stream for all threads.
+    pub fn open(number: usize) -> Device;
+
+    /// The index and the model of a GPU.
+    pub fn name(device: &Device) -> (usize, Option<String>);
+
+    /// The peak memory of the tensors on a GPU since the last call, in bytes.
+    pub fn take_peak_memory(device: &Device) -> u64;
+
+    /// An elementwise function.
+    pub fn activate(function: ActivationFunction, x: &Tensor) -> Tensor;
+
+    /// Its gradient, from the argument or, where
+    /// [`derivative_reads_result`](ActivationFunction::derivative_reads_result), the result.
+    pub fn activate_back(function: ActivationFunction, operand: &Tensor, gradient: &Tensor) -> Tensor;
+
+    /// The sum of tensors of the same shape.
+    pub fn add(a: &Tensor, b: &Tensor) -> Tensor;
+
+    /// The product of tensors of the same shape.
+    pub fn multiply(a: &Tensor, b: &Tensor) -> Tensor;
+
+    /// Adds a bias to rows in place. The rows must not share memory with other tensors.
+    pub fn add_bias(rows: &Tensor, bias: &Tensor) -> ();
+
+    /// A contiguous copy of a tensor with four axes, of which the last is contiguous.
+    pub fn contiguous(x: &Tensor) -> Tensor;
+
+    /// Rotates pairs of elements of `[batch, heads, positions, width]` by angles with the given cosines and sines
+    /// `[positions, turned / 2]`; backwards for a negative sign.
+    pub fn rotate(x: &Tensor, tables: (&Tensor, &Tensor), sign: f64) -> Tensor;
+
+    /// Gradients of layer normalization (`centred`) or root mean square normalization: of the input, the weight
+    /// and the bias. The offset is added to the weight.
+    pub fn norm_back(x: &Tensor, weight: &Tensor, gradient: &Tensor, epsilon: f64, offset: f64, centred: bool) -> [Tensor; 3];
+
+    /// Replaces attention products `[…, keys]` by probabilities; keys are hidden where the integer mask
+    /// `[batch, keys]` is 0. The products must not share memory with other tensors.
+    pub fn attention_softmax(products: &Tensor, mask: Option<&Tensor>, at: Products) -> ();
+
+    /// Replaces the gradient of probabilities by the gradient of the scores, times a factor.
+    pub fn softmax_back(probabilities: &Tensor, gradient: &Tensor, factor: f64) -> ();
+
+    /// Updates a parameter and its moments, all f32, in place.
+    pub fn adamw(step: &AdamW, parameter: &Tensor, gradient: &Tensor, mean: &Tensor, square: &Tensor) -> ();
+
+    /// The sum of squares of each tensor, in f64.
+    pub fn sums_of_squares(tensors: &[&Tensor]) -> Tensor;
+
+    /// Sums of the columns of a matrix `[rows, columns]`, in its dtype.
+    pub fn column_sums(rows: &Tensor) -> Tensor;
+
+    /// Returns `count` rows: the sum of the rows with each index, and zeros for other indices.
+    pub fn sum_rows_by_index(rows: &Tensor, indices: &Tensor, count: usize) -> Tensor;
+
+    /// Replaces logits `[rows, columns]` by the gradient of the losses, and returns the losses of the rows
+    /// `[rows, 2]` in f32: divergence and cross entropy. The logits must not share memory with other tensors.
+    pub fn logit_losses(logits: &Tensor, losses: LogitLosses) -> Tensor;
+}
