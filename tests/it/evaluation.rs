@@ -39,7 +39,7 @@ pub fn model(name: &str, extra: &[(&str, &str)]) -> tempfile::TempDir {
     folder
 }
 
-const WORDS: (&str, &str) = ("word-pieces.json", "tokenizer.json");
+pub const WORDS: (&str, &str) = ("word-pieces.json", "tokenizer.json");
 pub const LETTERS: (&str, &str) = ("characters.json", "tokenizer.json");
 
 pub fn options(yaml: &str) -> Data {

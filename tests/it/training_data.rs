@@ -16,7 +16,7 @@ use compress_engine::evaluation::Subject;
 use compress_engine::train::BatchSize;
 use compress_engine::train::optimizer::Kind;
 
-use crate::evaluation::{LETTERS, batches, expected, model, options, refused, score, texts};
+use crate::evaluation::{LETTERS, WORDS, batches, expected, model, options, refused, score, texts};
 use crate::train::{furthest, weights};
 
 const SPECIAL: (&str, &str) = ("special.json", "tokenizer_config.json");
@@ -334,4 +334,30 @@ fn packing_is_refused_where_texts_would_affect_each_other() {
     assert!(attention.contains("losses: attention") && attention.contains("`packing`"), "{attention}");
     let evaluation = error("llama", finetune(1).into(), true);
     assert!(evaluation.contains("data: evaluation") && evaluation.contains("`packing` applies only to training data"), "{evaluation}");
+}
+
+/// The predicted memory is that of the largest batch: the first batch has the shortest texts.
+#[test]
+fn memory_is_predicted_for_the_longest_texts() {
+    let folder = model("bert-sequence-classification", &[WORDS]);
+    let text = |words: usize| vec!["a"; words].join(" ");
+    let rows = |lengths: &[usize]| lengths.iter().map(|words| format!("{},0\n", text(*words))).collect::<String>();
+    let path = folder.path().join("texts.csv");
+    fs::write(&path, format!("text,label\n{}", rows(&[[1; 4], [2; 4], [14; 4], [3; 4]].concat()))).unwrap();
+    let data = Data { text: Some(path), ..options("{ label_column: label, batch_size: 4 }") };
+    let lengths: Vec<_> = batches(folder.path(), &data).unwrap().iter().map(Batch::token_count).collect();
+    assert_eq!(lengths, [3, 4, 16, 5].map(Some));
+    // One epoch, more than one, and the first batches of one.
+    for (epochs, max_steps) in [(Some(1), None), (None, Some(7)), (None, Some(1))] {
+        let pass = Finetune { batch_size: BatchSize::Samples(4), epochs, max_steps, ..Finetune::default() };
+        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).build().unwrap();
+        let report = pipeline.run(Model::open(folder.path()).unwrap(), tempfile::tempdir().unwrap().path().join("out")).unwrap();
+        let memory = &report.passes[0].details["memory"];
+        let phase = memory["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == "activations").unwrap();
+        let totals = [memory["predicted_bytes"].as_f64(), memory["peak_bytes"].as_f64()];
+        for [predicted, measured] in [totals, ["predicted_bytes", "measured_bytes"].map(|key| phase[key].as_f64())] {
+            let ratio = predicted.unwrap() / measured.unwrap();
+            assert!((0.9..1.1).contains(&ratio), "{epochs:?}, {max_steps:?}: {ratio}: {memory}");
+        }
+    }
 }

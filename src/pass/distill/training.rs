@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use super::adapters::Adapters;
 use super::{packing, vocabulary};
 use crate::analysis;
-use crate::data::{DataSet, Task, fixed_batch};
+use crate::data::{DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Candle, Fidelity, Runner, Score, Subject};
-use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, sizes_of};
+use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, axis_sizes};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, Port, subgraph};
 use crate::model::{Config, Model};
@@ -27,7 +27,7 @@ use crate::train::communicator::RankConfig;
 use crate::train::losses::Divergence;
 use crate::train::{
     BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
-    forecast,
+    forecast, largest_inputs,
 };
 use crate::work::{Cancel, Work};
 
@@ -201,7 +201,8 @@ impl<'a> Job<'a> {
         };
         let batch = batch(&graph, training);
         let first = samples.first()?;
-        let sizes = bindings(&small, batch, Some(&first.inputs));
+        let largest = largest_inputs(&samples, batch, training, (context.seed, team.size()), &context.work)?;
+        let sizes = bindings(&small, batch, Some(&largest));
         let forecast = forecast((&small, &graph, &model), training, teacher_graph.as_ref().zip(teacher_model), &objective, (&sizes, team.size()))?;
         let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
         // Without labels, the score is the fidelity to the teacher. Only rank 0 evaluates; other ranks do not
@@ -404,13 +405,13 @@ fn batch(graph: &Graph, training: &Training) -> usize {
     }
 }
 
-/// Sizes of dynamic dimensions: default sizes, or those of real inputs.
-fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_core::Tensor>>) -> Bindings {
+/// Sizes of dynamic dimensions: default sizes, or those of the largest inputs.
+fn bindings(graph: &Graph, batch: usize, largest: Option<&LargestInputs>) -> Bindings {
     let mut sizes = analysis::usual_sizes(graph);
-    if let Some(inputs) = real {
-        sizes.extend(sizes_of(graph, inputs));
-    }
     sizes.insert("batch".to_owned(), batch);
+    if let Some(inputs) = largest {
+        sizes.extend(axis_sizes(graph, |name| inputs.shapes.get(name).map(Vec::as_slice)));
+    }
     sizes
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 use super::array_shape::matched_shape;
+use super::largest::BatchSizes;
 use super::options::{Data, Task};
 use super::source_registry::{Array, DataSource, Sample, Values, find};
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
@@ -115,6 +116,11 @@ impl SampleSource for CustomSource {
 
     fn count(&self) -> Result<usize> {
         Ok(self.count)
+    }
+
+    fn batch_sizes(&self) -> BatchSizes {
+        let is_fixed = self.ports.iter().all(|port| port.shape.iter().skip(1).all(Option::is_some));
+        if is_fixed { BatchSizes::Equal } else { BatchSizes::Varying { tokens: None } }
     }
 }
 

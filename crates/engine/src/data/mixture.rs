@@ -7,6 +7,7 @@
 use std::sync::OnceLock;
 
 use super::interleaved::{Interleaved, Set};
+use super::largest::BatchSizes;
 use super::options::{Data, Task};
 use super::window::{Window, to_batch};
 use super::windows::Windows;
@@ -84,5 +85,9 @@ impl SampleSource for Mixture {
 
     fn needs_tokens_to_count(&self) -> bool {
         true
+    }
+
+    fn batch_sizes(&self) -> BatchSizes {
+        BatchSizes::Varying { tokens: self.texts.iter().map(Windows::length).max() }
     }
 }

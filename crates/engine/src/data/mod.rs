@@ -22,6 +22,7 @@ mod images;
 mod interleaved;
 mod kind;
 mod labels;
+mod largest;
 mod loader;
 mod mixture;
 mod name_or_options;
@@ -58,6 +59,8 @@ pub use chat::{ChatTemplate, Message};
 pub use compress_core::one_or_several;
 pub use corpus::{Corpus, CorpusText};
 pub use labels::IGNORED;
+use largest::BatchSizes;
+pub use largest::LargestInputs;
 pub use open_sets::{DataSets, OpenSets};
 pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, LossOn, Task, WindowSampling};
 pub use order::Order;
@@ -113,6 +116,10 @@ trait SampleSource: Send + Sync {
             Ok(batch) => (0..batch.samples).map(|sample| held_out::identity(&batch.narrow(sample, 1)?).map(|hash| vec![hash])).collect(),
             Err(e) => vec![Err(e)],
         })))
+    }
+    /// How the sizes of inputs differ between batches.
+    fn batch_sizes(&self) -> BatchSizes {
+        BatchSizes::Equal
     }
     /// Whether every batch consists of one sample.
     fn is_unbatched(&self) -> bool {

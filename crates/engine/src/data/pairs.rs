@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::decoder_targets::DecoderTargets;
+use super::largest::BatchSizes;
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
@@ -79,5 +80,10 @@ impl SampleSource for Pairs {
 
     fn count(&self) -> Result<usize> {
         counted(self.records()?)
+    }
+
+    fn batch_sizes(&self) -> BatchSizes {
+        // The lengths of inputs and of targets differ.
+        BatchSizes::Varying { tokens: None }
     }
 }

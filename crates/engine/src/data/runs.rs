@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::array_shape::transposition_hint;
 use super::arrays::{array_for, extra_decoder_mask, require_matching_mask, tensor};
+use super::largest::BatchSizes;
 use super::options::{Column, Data, Task};
 use super::rows::{self, LABELS, Rows, require_all_used};
 use super::sequence_role::DECODER_ATTENTION_MASK;
@@ -115,6 +116,10 @@ impl SampleSource for Runs {
 
     fn is_unbatched(&self) -> bool {
         true
+    }
+
+    fn batch_sizes(&self) -> BatchSizes {
+        BatchSizes::Varying { tokens: None }
     }
 }
 

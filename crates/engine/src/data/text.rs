@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::chat::ChatTemplate;
 use super::labels::{Classes, IGNORED, Label};
+use super::largest::BatchSizes;
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
@@ -101,5 +102,9 @@ impl SampleSource for Sentences {
 
     fn count(&self) -> Result<usize> {
         counted(self.records()?)
+    }
+
+    fn batch_sizes(&self) -> BatchSizes {
+        BatchSizes::Varying { tokens: self.tokenizer.max_length() }
     }
 }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use super::chat::{ChatTemplate, RenderedChat};
 use super::held_out::token_hashes;
+use super::largest::BatchSizes;
 use super::options::{self, Data, Task};
 use super::records::{self, Record, TextFormat};
 use super::tokens::{TokenStream, Tokenizer};
@@ -93,6 +94,11 @@ impl Windows {
 
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// Number of tokens in a complete window.
+    pub fn length(&self) -> usize {
+        self.cut.length()
     }
 
     /// Length of the text in a window, in tokens.
@@ -225,6 +231,10 @@ impl SampleSource for Windows {
 
     fn needs_tokens_to_count(&self) -> bool {
         true
+    }
+
+    fn batch_sizes(&self) -> BatchSizes {
+        BatchSizes::Varying { tokens: Some(self.length()) }
     }
 }
 

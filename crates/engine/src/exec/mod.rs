@@ -28,7 +28,8 @@ pub use inputs::Inputs;
 pub(crate) use load::tensor as load_tensor;
 pub use load::{Parameters, Residence};
 pub use memory::{
-    Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Placement, Schedule, Sharding, sizes_of, state_bytes,
+    Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Placement, Schedule, Sharding, axis_sizes, sizes_of,
+    state_bytes,
 };
 pub use rounding::Rounding;
 pub use run::{Executor, Observation, PartialRun};

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::Training;
-use crate::data::{Batch, DataSet, Order};
+use crate::data::{Batch, DataSet, LargestInputs, Order};
 use crate::error::Result;
+use crate::work::Work;
 
 /// Position in the data of this process, between two batches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,8 +69,7 @@ impl<'d> Batches<'d> {
         let (mut batches, mut waited, mut wait_start) = (Vec::new(), Duration::ZERO, Instant::now());
         while step < self.steps {
             let mut is_done = false;
-            let shuffle = self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(at.epoch);
-            self.data.for_each_in(Order { shuffle: Some(shuffle), skip: at.batches, ..self.order }, |batch| {
+            self.data.for_each_in(Order { shuffle: Some(shuffle(self.seed, at.epoch)), skip: at.batches, ..self.order }, |batch| {
                 waited += wait_start.elapsed();
                 batches.push(batch);
                 at.batches += 1;
@@ -89,6 +89,25 @@ impl<'d> Batches<'d> {
         }
         Ok(())
     }
+}
+
+/// Seed of the order of an epoch.
+fn shuffle(seed: u64, epoch: u64) -> u64 {
+    seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(epoch)
+}
+
+/// The largest inputs of a training with batches of `size` samples in each of `processes` processes. If the
+/// training ends within the first epoch, these are its inputs, else those of all samples.
+pub fn largest_inputs(data: &DataSet, size: usize, options: &Training, (seed, processes): (u64, usize), work: &Work) -> Result<LargestInputs> {
+    let order = Order { batch: Some(size), ..Order::default() };
+    if let Some(steps) = options.max_steps {
+        let count = usize::try_from(steps).unwrap_or(usize::MAX).saturating_mul(options.gradient_accumulation).saturating_mul(processes);
+        let found = data.largest_inputs(Order { shuffle: Some(shuffle(seed, 0)), ..order }, count, work)?;
+        if found.is_complete {
+            return Ok(found);
+        }
+    }
+    data.largest_inputs(order, usize::MAX, work)
 }
 
 #[cfg(test)]

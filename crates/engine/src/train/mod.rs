@@ -37,6 +37,7 @@ mod weights;
 pub use crate::data::one_or_several::one_or_several;
 pub use crate::evaluation::Precision;
 pub use adapter::{Adapter, AdapterKind};
+pub use batches::largest_inputs;
 pub use context::TrainingContext;
 pub use forecast::{MemoryForecast, forecast};
 pub use frozen::OutputNorm;

@@ -26,7 +26,7 @@ mod trace;
 mod tracker;
 
 pub use category::MemoryCategory;
-pub use need::{MemoryNeed, Schedule, sizes_of, state_bytes};
+pub use need::{MemoryNeed, Schedule, axis_sizes, sizes_of, state_bytes};
 pub use paging::Fetch;
 pub(super) use paging::PagedParameters;
 pub use placement::{ManagedTensor, Placement};

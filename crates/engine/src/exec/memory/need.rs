@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use serde::Serialize;
 
 use crate::analysis;
@@ -91,7 +91,12 @@ pub fn state_bytes(graph: &Graph, inputs: &Inputs) -> u64 {
 
 /// The sizes of a graph's named axes in a batch.
 pub fn sizes_of(graph: &Graph, inputs: &Inputs) -> Bindings {
-    let axes = graph.inputs().filter_map(|(_, value)| Some((&value.ty.shape, inputs.get(&value.name)?.dims())));
+    axis_sizes(graph, |name| inputs.get(name).map(Tensor::dims))
+}
+
+/// The sizes of a graph's named axes, from the shapes of its inputs.
+pub fn axis_sizes<'a>(graph: &Graph, shape_of: impl Fn(&str) -> Option<&'a [usize]>) -> Bindings {
+    let axes = graph.inputs().filter_map(|(_, value)| Some((&value.ty.shape, shape_of(&value.name)?)));
     axes.flat_map(|(shape, dims)| shape.iter().zip(dims))
         .filter_map(|(axis, size)| if let Dim::Named(name) = axis { Some((name.clone(), *size)) } else { None })
         .collect()
