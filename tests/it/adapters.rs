@@ -231,6 +231,21 @@ fn memory_is_that_of_the_factors() {
     assert!(all[1] > 4 * gradients[1]);
 }
 
+/// The norms of DoRA, and the memory for computing them, are recorded and predicted.
+#[test]
+fn memory_includes_the_norms() {
+    let [lora, dora] = [MERGED, DORA].map(|adapter| {
+        let report = Run::new().train("llama", finetune(adapter));
+        let phases = report.passes[0].details["memory"]["phases"].as_array().unwrap();
+        let phase = phases.iter().find(|phase| phase["name"] == "weights").unwrap();
+        ["predicted_bytes", "measured_bytes"].map(|key| phase[key].as_u64().unwrap())
+    });
+    // In each of two layers, five projections have 16 outputs and two have 24: trained norms, those of the
+    // base, and those of a step. The largest matrix, 24 × 16, needs its copy, its squares, and two of 24 × 4.
+    let bytes = 3 * 4 * 2 * (5 * 16 + 2 * 24) + 4 * 2 * (24 * 16 + 24 * 4);
+    assert_eq!([0, 1].map(|at| dora[at] - lora[at]), [bytes; 2], "{lora:?} {dora:?}");
+}
+
 #[test]
 fn an_interrupted_training_of_adapters_resumes() {
     for (adapter, offload) in [(SEPARATE, vec![]), (MERGED, vec![Offload::Parameters]), (DORA, vec![])] {

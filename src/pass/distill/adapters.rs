@@ -18,7 +18,7 @@ use crate::pass::{layerwise, peft};
 use crate::store::{
     ActivationScheme, Computed, Corrected, DType, Encoding, Normalized, Origin, Pattern, Role, Scaled, Weight, ZeroOrigin, output_norms, select,
 };
-use crate::train::{Adapter, AdapterKind, BatchNorm, ClassifyZeros, OutputNorm, Training, ZeroKind};
+use crate::train::{Adapter, AdapterKind, BatchNorm, ClassifyZeros, OutputNorm, Training, ZeroKind, norm_names};
 
 /// The adapters of a model.
 pub(super) struct Adapters {
@@ -252,7 +252,7 @@ fn layers(options: &Adapter, base: &Model, graph: &Graph) -> Result<BTreeMap<Str
         }
         let [first, second] = weight.shape[..] else { continue };
         let sizes = if input_major { [second, first] } else { [first, second] };
-        let norms = (options.kind == AdapterKind::Dora).then(|| ["magnitude", "norm"].map(|norm| format!("{name}/{norm}")));
+        let norms = (options.kind == AdapterKind::Dora).then(|| norm_names(name));
         let layer = Layer { factors: factor_names(name), norms, sizes, input_major };
         require_supported(options, base, graph, (name, weight), (node, &layer))?;
         found.insert(name.to_owned(), layer);

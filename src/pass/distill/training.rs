@@ -130,7 +130,7 @@ impl<'a> Job<'a> {
             return Err(Error::option("memory", "excludes `shard: parameters`, because all ranks must use the same micro-batches; lower `batch_size` instead"));
         }
         let memory_limit = training.memory_limit.map(|size| size.0).into_iter().chain(requested).min();
-        let memory_tracker = MemoryTracker::with_budget(memory_limit).recorded();
+        let memory_tracker = Arc::new(MemoryTracker::with_budget(memory_limit).recorded());
         let compute = training.precision.dtype();
         let folder = checkpoints.map_or_else(std::env::temp_dir, |checkpoints| checkpoints.folder.clone());
         let placement = if training.offloads_parameters() {
@@ -155,7 +155,7 @@ impl<'a> Job<'a> {
         // The factors of adapters have no pruned elements.
         let of_trained = |weight: &Weight| if adapters.is_some() { ZeroKind::Codes } else { zeros(weight) };
         let mut weights = Weights::load(&graph, &model, (training, &of_trained), (placement, device, compute), &memory_tracker, &context.work)?;
-        weights.set_norms(adapters.map(Adapters::norms).unwrap_or_default());
+        weights.set_norms(adapters.map(Adapters::norms).unwrap_or_default(), &memory_tracker)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable | QuantizerScales::Only => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,

@@ -42,6 +42,12 @@ pub struct Adapter {
     pub merge: bool,
 }
 
+/// Names of the parameters of DoRA for a weight: the trained norms `[out]`, and those of the weight with its
+/// adapter, which are computed in each step.
+pub fn norm_names(weight: &str) -> [String; 2] {
+    ["magnitude", "norm"].map(|norm| format!("{weight}/{norm}"))
+}
+
 impl Default for Adapter {
     fn default() -> Self {
         Self { kind: AdapterKind::default(), rank: 16, alpha: 32.0, rslora: false, targets: Vec::new(), merge: true }

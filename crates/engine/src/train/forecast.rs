@@ -1,10 +1,10 @@
 //! Memory forecast of a training, computed from the graph.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device};
 
-use super::{Objective, QuantizerScales, Training, cuts, frozen, optimizer, weights};
+use super::{AdapterKind, Objective, QuantizerScales, Training, cuts, frozen, norm_names, optimizer, output_norm, weights};
 use crate::analysis;
 use crate::error::{Error, Result};
 use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
@@ -57,6 +57,8 @@ pub fn forecast(
     (sizes, processes): (&Bindings, usize),
 ) -> Result<MemoryForecast> {
     let width = options.precision.dtype().size_in_bytes() as u64;
+    let sharded = options.shards_parameters() && processes > 1;
+    let paged = options.offloads_parameters() || sharded;
     let selected = weights::selected(whole, &options.targets, &options.ignore);
     let elements = |ty: &TensorType| elements(ty, sizes);
     let sum = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).sum::<u64>();
@@ -85,11 +87,21 @@ pub fn forecast(
     };
     let stored = |value: &Value| model.weights.by_name.get(&value.name).filter(|_| options.adapter.is_some() && !selected(&value.name));
     let frozen = |value: &Value| stored(value).map_or([width * elements(&value.ty), 0], |weight| frozen::bytes(weight, options.precision.dtype()));
+    // With DoRA, the weight of each norm that is computed in a step.
+    let adapter = options.adapter.as_ref().filter(|adapter| adapter.kind == AdapterKind::Dora);
+    let norms: BTreeMap<String, &Value> = whole.params().filter(|_| adapter.is_some()).map(|(_, value)| (norm_names(&value.name)[1].clone(), value)).collect();
+    let computed_norm = |value: &Value| if norms.contains_key(&value.name) { width * elements(&value.ty) } else { 0 };
+    let norm_workspace = |value: &Value| {
+        let Some((adapter, weight)) = adapter.zip(norms.get(&value.name)) else { return 0 };
+        let [kept, used] = frozen(weight);
+        let copied = if paged || kept == 0 { kept.max(used) } else { 0 };
+        copied + output_norm::workspace(elements(&weight.ty) as usize, elements(&value.ty) as usize, adapter.rank)
+    };
     // Trained weights need f32 master weights, and a copy if the forward pass rounds or converts them.
     let weight_bytes = |value: &Value| match trained(value) {
         // BF16 codes and the dequantized weight.
         scales if codes(value).is_some() => 4 * scales + (2 + width) * elements(&value.ty),
-        0 => frozen(value)[0],
+        0 => frozen(value)[0] + computed_norm(value),
         count if width == 4 && !is_rounded(value) => 4 * count,
         count => (4 + width) * count,
     };
@@ -103,8 +115,6 @@ pub fn forecast(
     );
     let heads = objective.heads().0;
     let head_bytes = |bytes: &dyn Fn(&Value) -> u64| whole.params().filter(|(_, v)| heads.contains(&v.name)).map(|(_, v)| bytes(v)).sum::<u64>();
-    let sharded = options.shards_parameters() && processes > 1;
-    let paged = options.offloads_parameters() || sharded;
     let pages: Option<Pages> =
         paged.then(|| (&page as &dyn Fn(&TensorType) -> u64, (head_bytes(&|value| page(&value.ty)), head_bytes(&|value| 4 * trained(value)))));
     let walk = tape.forecast(&value, &gradient, pages);
@@ -131,14 +141,15 @@ pub fn forecast(
         let shard = |bytes: &dyn Fn(&Value) -> u64| if sharded { (sum(bytes) / processes as u64).max(max(bytes)) } else { 0 };
         let masters = |value: &Value| if selected(&value.name) && codes(value).is_none() { 4 * elements(&value.ty) } else { width * elements(&value.ty) };
         let (weights, gradients, states) = (shard(&masters), shard(&|value| 4 * trained(value)), shard(&state));
-        set(MemoryCategory::Weights, weights + walk.parameters.max(max(&|value| 4 * trained(value))));
+        let workspace_of_norms = max(&norm_workspace);
+        set(MemoryCategory::Weights, weights + (walk.parameters + workspace_of_norms).max(max(&|value| 4 * trained(value))));
         set(MemoryCategory::Gradients, gradients + max(&|value| 4 * trained(value)));
         let largest = max(&|value| workspace(value) + if sharded { 0 } else { state(value) });
         set(MemoryCategory::Optimizer, states + largest);
-        weights + gradients + states + walk.total.max(max(&update))
+        weights + gradients + states + (walk.total + workspace_of_norms).max(max(&update))
     } else {
         let gradients = sum(&|value| 4 * trained(value));
-        set(MemoryCategory::Weights, sum(&weight_bytes) + max(&|value| frozen(value)[1]));
+        set(MemoryCategory::Weights, sum(&weight_bytes) + max(&|value| frozen(value)[1].max(norm_workspace(value))));
         set(MemoryCategory::Gradients, gradients);
         let (states, workspace) = (sum(&state), max(&workspace));
         set(MemoryCategory::Optimizer, states + workspace);

@@ -1,13 +1,11 @@
-//! Frozen parameters of a training with adapters: weights in the precision of their files, and the norms of
-//! outputs.
+//! Frozen parameters of a training with adapters: weights in the precision of their files.
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 
 use crate::error::{Error, Result};
 use crate::exec::{ManagedTensor, Parameters, Placement, Residence};
-use crate::ir::ops::ScalarOps;
 use crate::store::{Encoding, Weight, Weights};
 use crate::work::Work;
 
@@ -62,38 +60,6 @@ impl Frozen {
     }
 }
 
-/// The norm of the weights of each output of a layer with its adapter: a parameter that is computed from
-/// others in each step, and through which no gradient flows (Liu et al., *DoRA*, 2024, section 4.3).
-#[derive(Debug, Clone)]
-pub struct OutputNorm {
-    /// Name of the weight.
-    pub weight: String,
-    /// Names of the factors `[rank, in]` and `[out, rank]`.
-    pub factors: [String; 2],
-    /// Constant that the product of the factors is multiplied by.
-    pub scale: f64,
-    /// Whether the weight is stored as `[in, out]`.
-    pub input_major: bool,
-}
-
-impl OutputNorm {
-    /// The norms `[out]`; `get` returns other parameters.
-    pub(super) fn compute(&self, name: &str, get: &dyn Fn(&str) -> Result<Tensor>) -> Result<Tensor> {
-        let [inner, outer] = self.factors.each_ref().map(|factor| get(factor));
-        let (weight, inner, outer) = (get(&self.weight)?, inner?, outer?);
-        let compute = || {
-            let wide = |tensor: &Tensor| tensor.to_dtype(DType::F32);
-            let term = wide(&outer)?.matmul(&wide(&inner)?)?.affine(self.scale, 0.0)?;
-            let weight = if self.input_major { wide(&weight)?.t()? } else { wide(&weight)? };
-            let norms = (weight + term)?.sqr()?.sum(1)?.sqrt()?;
-            // Outputs without weights stay zero: their norm must not be rounded to zero.
-            let least = if outer.dtype() == DType::F16 { 2f64.powi(-14) } else { f64::from(f32::MIN_POSITIVE).sqrt() };
-            norms.maximum_scalar(least)?.to_dtype(outer.dtype())
-        };
-        compute().map_err(|e: candle_core::Error| Error::candle(format!("tensor `{name}`"), e))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -120,25 +86,4 @@ mod tests {
         }
         assert_eq!(bytes(weights.get(&half).unwrap(), DType::F32), [2 * 24 * 16, 4 * 24 * 16]);
         assert_eq!(bytes(weights.get(&half).unwrap(), DType::BF16), [2 * 24 * 16, 0]);
-    }
-
-    #[test]
-    fn norms_are_those_of_the_weight_with_its_adapter() {
-        let matrix = |name: &str| -> Result<Tensor> {
-            Ok(match name {
-                "weight" => Tensor::new(&[[1f32, 0.0], [0.0, 3.0], [0.0, 0.0]], &Device::Cpu).unwrap(),
-                "transposed" => Tensor::new(&[[1f32, 0.0, 0.0], [0.0, 3.0, 0.0]], &Device::Cpu).unwrap(),
-                "inner" => Tensor::new(&[[0f32, 2.0]], &Device::Cpu).unwrap(),
-                _ => Tensor::new(&[[1f32], [0.5], [0.0]], &Device::Cpu).unwrap(),
-            })
-        };
-        for (weight, input_major) in [("weight", false), ("transposed", true)] {
-            let norm = OutputNorm { weight: weight.into(), factors: ["inner", "outer"].map(str::to_owned), scale: 0.5, input_major };
-            let norms = norm.compute("norm", &matrix).unwrap().to_vec1::<f32>().unwrap();
-            assert!((norms[0] - 2f32.sqrt()).abs() < 1e-6 && (norms[1] - 3.5).abs() < 1e-6 && norms[2] < 1e-15, "{norms:?}");
-            let halves = |name: &str| Ok(matrix(name)?.to_dtype(DType::F16).unwrap());
-            let least = norm.compute("norm", &halves).unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()[2];
-            assert!(least > 0.0, "{least}");
-        }
-    }
-}
+    }}

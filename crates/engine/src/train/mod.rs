@@ -22,6 +22,7 @@ mod memory_reservation;
 mod objective;
 pub mod optimizer;
 mod options;
+mod output_norm;
 mod records;
 mod run;
 mod scales;
@@ -36,16 +37,16 @@ mod weights;
 
 pub use crate::data::one_or_several::one_or_several;
 pub use crate::evaluation::Precision;
-pub use adapter::{Adapter, AdapterKind};
+pub use adapter::{Adapter, AdapterKind, norm_names};
 pub use batches::largest_inputs;
 pub use context::TrainingContext;
 pub use forecast::{MemoryForecast, forecast};
-pub use frozen::OutputNorm;
 pub use log::LogFormat;
 pub use objective::Objective;
 #[cfg(feature = "cli")]
 pub use options::batch_size_schema;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training, losses_or_none};
+pub use output_norm::OutputNorm;
 pub use records::{Evaluation, StepRecord};
 pub use run::Trained;
 pub use scales::Quantizers;

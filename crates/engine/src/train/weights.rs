@@ -7,7 +7,8 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Tensor};
 
 use super::checkpoint::Stream;
-use super::frozen::{Frozen, OutputNorm};
+use super::frozen::Frozen;
+use super::output_norm::{OutputNorm, OutputNorms};
 use super::scales::{self, Quantizers};
 use super::weight_rounding::Rounding;
 use super::{QuantizerScales, Team, Training, floats};
@@ -47,7 +48,7 @@ pub struct Weights {
     /// Frozen weights that are dequantized on each use.
     packed: Arc<BTreeMap<String, Weight>>,
     /// Frozen parameters that are computed from others in each step.
-    norms: Arc<BTreeMap<String, OutputNorm>>,
+    norms: Arc<OutputNorms>,
     /// Pruning masks: 0 for weights that stay zero.
     masks: BTreeMap<String, ManagedTensor>,
     /// Number of weights that stay zero.
@@ -199,8 +200,13 @@ impl Weights {
     }
 
     /// Computes frozen parameters in each step.
-    pub fn set_norms(&mut self, norms: BTreeMap<String, OutputNorm>) {
-        self.norms = Arc::new(norms);
+    pub fn set_norms(&mut self, norms: BTreeMap<String, OutputNorm>, memory_tracker: &Arc<MemoryTracker>) -> Result<()> {
+        // The computed norms are in memory together with the initial ones; offloaded ones are recorded on use.
+        for (name, kept) in norms.keys().filter(|_| self.home.is_memory()).filter_map(|name| self.fixed.get_key_value(name)) {
+            memory_tracker.allocate_named(MemoryCategory::Weights, name, kept.size())?;
+        }
+        self.norms = Arc::new(OutputNorms::new(norms, memory_tracker.clone()));
+        Ok(())
     }
 
     /// Names of the trained weights of linear layers.
@@ -428,7 +434,7 @@ struct ForwardWeights {
     masters: BTreeMap<String, ManagedTensor>,
     fixed: BTreeMap<String, ManagedTensor>,
     packed: Arc<BTreeMap<String, Weight>>,
-    norms: Arc<BTreeMap<String, OutputNorm>>,
+    norms: Arc<OutputNorms>,
     rounded: Arc<BTreeMap<String, Rounding>>,
     device: Device,
     compute: DType,
@@ -440,7 +446,12 @@ impl ForwardWeights {
             return load_tensor(name, weight, &self.device, self.compute);
         }
         if let Some(norm) = self.norms.get(name) {
-            return norm.compute(name, &|name| self.get(name));
+            let copied = match (self.fixed.get(&norm.weight), self.packed.get(&norm.weight)) {
+                (Some(kept), _) => kept.size() - kept.bytes(),
+                (None, Some(weight)) => Residence::Computed.bytes(weight, self.compute),
+                (None, None) => 0,
+            };
+            return self.norms.compute(name, norm, &|name| self.get(name), copied);
         }
         let rounding = self.rounded.get(name);
         let learned = if rounding.is_some() { learned(&self.masters, name, &self.device)? } else { None };
