@@ -63,9 +63,12 @@ impl Frozen {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+    use std::sync::Arc;
 
     use super::*;
+    use crate::exec::{MemoryTracker, Sharding};
     use crate::model::Model;
+    use crate::train::{Adapter, Team, Training, Weights as Trained, ZeroKind};
     use crate::work::{Cancel, Silent};
 
     /// 16-bit floats stay 16-bit floats in memory, whatever the precision of the computation is.
@@ -86,4 +89,23 @@ mod tests {
         }
         assert_eq!(bytes(weights.get(&half).unwrap(), DType::F32), [2 * 24 * 16, 4 * 24 * 16]);
         assert_eq!(bytes(weights.get(&half).unwrap(), DType::BF16), [2 * 24 * 16, 0]);
-    }}
+    }
+    /// Evaluations of adapters read the base from the model, and gather only the factors.
+    #[test]
+    fn frozen_weights_next_to_adapters_are_not_gathered() {
+        let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/llama")).unwrap();
+        let (graph, folder) = (model.graph().unwrap(), tempfile::tempdir().unwrap());
+        let team = Team::from_environment(&Device::Cpu).unwrap();
+        let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+        for adapter in [Some(Adapter::default()), None] {
+            let home = Placement::Sharded(Arc::new(Sharding::new(team.pool(), &Device::Cpu, folder.path()).unwrap()));
+            let options = Training { adapter, targets: vec!["*down_proj.weight".parse().unwrap()], ..Training::default() };
+            let kind = |_: &Weight| ZeroKind::Codes;
+            let weights = Trained::load(&graph, &model, (&options, &kind), (home, &Device::Cpu, DType::F32), &MemoryTracker::with_budget(None), &work).unwrap();
+            let gathered = weights.gather_model(&weights.trained, true).unwrap();
+            let count = if options.adapter.is_some() { 2 } else { graph.params().count() };
+            assert_eq!(gathered.len(), count);
+            assert!(weights.trained.keys().all(|name| gathered.contains_key(name)));
+        }
+    }
+}

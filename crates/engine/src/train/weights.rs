@@ -61,6 +61,8 @@ pub struct Weights {
     activation_scales: BTreeMap<String, f64>,
     /// Trained weights of linear layers.
     linear: BTreeSet<String>,
+    /// Whether the frozen weights are those of the model, next to which adapters are trained.
+    keeps_base: bool,
     home: Placement,
     device: Device,
     compute: DType,
@@ -129,6 +131,7 @@ impl Weights {
             rounded: Arc::default(),
             activation_scales: BTreeMap::new(),
             linear: BTreeSet::new(),
+            keeps_base: options.adapter.is_some(),
             home,
             device: device.clone(),
             compute,
@@ -201,7 +204,8 @@ impl Weights {
 
     /// Computes frozen parameters in each step.
     pub fn set_norms(&mut self, norms: BTreeMap<String, OutputNorm>, memory_tracker: &Arc<MemoryTracker>) -> Result<()> {
-        // The computed norms are in memory together with the initial ones; offloaded ones are recorded on use.
+        // The computed norms are in memory together with the initial ones. Offloaded ones are recorded when
+        // they are used.
         for (name, kept) in norms.keys().filter(|_| self.home.is_memory()).filter_map(|name| self.fixed.get_key_value(name)) {
             memory_tracker.allocate_named(MemoryCategory::Weights, name, kept.size())?;
         }
@@ -278,9 +282,10 @@ impl Weights {
         gathered.filter(|tensor| required || tensor.is_err()).map(|tensor| tensor.and_then(|(name, tensor)| Ok((name, home.store(&tensor)?)))).collect()
     }
 
-    /// Gathers master weights together with the frozen weights, for an evaluation in one process.
+    /// Gathers master weights for an evaluation in one process, together with the frozen weights, unless
+    /// these are read from the model.
     pub fn gather_model(&self, masters: &BTreeMap<String, ManagedTensor>, required: bool) -> Result<BTreeMap<String, ManagedTensor>> {
-        let fixed = if self.home.is_sharded() { self.fixed.clone() } else { BTreeMap::new() };
+        let fixed = if self.home.is_sharded() && !self.keeps_base { self.fixed.clone() } else { BTreeMap::new() };
         self.gather(fixed.into_iter().chain(masters.clone()).collect(), required)
     }
 
