@@ -86,7 +86,40 @@ fn most_likely(logits: &[f32], count: usize) -> Vec<usize> {
     tokens.into_iter().map(|(token, _)| token).collect()
 }
 
+/// Weights of tokens in descending order of their logits.
+fn weights(logits: &[f32], tokens: &[usize], temperature: f64) -> Vec<f64> {
+    let logit = |token: &usize| logits.get(*token).map_or(f64::NEG_INFINITY, |logit| f64::from(*logit));
+    let max = tokens.first().map_or(0.0, logit);
+    tokens.iter().map(|token| weight(logit(token), max, temperature)).collect()
+}
+
+/// Probability of a token relative to that of the most likely one.
+fn weight(logit: f64, max: f64, temperature: f64) -> f64 {
+    // Avoids 0 / 0 for equal logits at tiny temperatures.
+    if logit == max { 1.0 } else { ((logit - max) / temperature).exp() }
+}
+
+/// Number of tokens that are sorted first to find those of `top_p`, and the factor by which it grows.
+const FIRST: usize = 64;
+const GROWTH: usize = 16;
+
+/// Relative bound on the effect of the order of summation on a sum of probabilities.
+const ROUNDING: f64 = 1e-9;
+
+/// Number of the first weights until their sum reaches a limit, at least one, and their sum.
+fn prefix(weights: &[f64], limit: f64) -> (usize, f64) {
+    let (mut count, mut sum) = (0usize, 0.0);
+    for weight in weights {
+        if count > 0 && sum >= limit {
+            break;
+        }
+        (count, sum) = (count.saturating_add(1), sum + weight);
+    }
+    (count, sum)
+}
+
 /// Probabilities of tokens after filtering.
+#[derive(Debug, PartialEq)]
 struct Distribution {
     /// Tokens in descending order of their logits.
     tokens: Vec<usize>,
@@ -99,23 +132,43 @@ struct Distribution {
 impl Distribution {
     /// The distribution of the next token.
     fn new(logits: &[f32], sampling: &Sampling) -> Distribution {
-        let mut tokens = most_likely(logits, sampling.top_k.unwrap_or(logits.len()));
-        let logit = |token: &usize| logits.get(*token).map_or(f64::NEG_INFINITY, |logit| f64::from(*logit));
-        let max = tokens.first().map_or(0.0, logit);
-        // Avoids 0 / 0 for equal logits at tiny temperatures.
-        let weight = |token: &usize| if logit(token) == max { 1.0 } else { ((logit(token) - max) / sampling.temperature).exp() };
-        let mut weights: Vec<f64> = tokens.iter().map(weight).collect();
-        let limit = sampling.top_p.unwrap_or(1.0) * weights.iter().sum::<f64>();
-        let (mut count, mut sum) = (0usize, 0.0);
-        for weight in &weights {
-            if count > 0 && sum >= limit {
-                break;
+        let nucleus = sampling.top_p.filter(|_| sampling.top_k.is_none()).and_then(|share| Self::nucleus(logits, share, sampling.temperature));
+        nucleus.unwrap_or_else(|| Self::sorted(logits, sampling))
+    }
+
+    /// The distribution from the `top_k` most likely tokens in order.
+    fn sorted(logits: &[f32], sampling: &Sampling) -> Distribution {
+        let tokens = most_likely(logits, sampling.top_k.unwrap_or(logits.len()));
+        let weights = weights(logits, &tokens, sampling.temperature);
+        let (count, sum) = prefix(&weights, sampling.top_p.unwrap_or(1.0) * weights.iter().sum::<f64>());
+        Distribution { tokens, weights, sum }.first(count)
+    }
+
+    /// The same distribution for a share of the probability, without sorting all tokens. `None` if so many
+    /// tokens are needed that this is slower, or if rounding of the sum of all probabilities could change the
+    /// last one.
+    fn nucleus(logits: &[f32], share: f64, temperature: f64) -> Option<Distribution> {
+        let mut count = FIRST;
+        let most = most_likely(logits, 1);
+        let max = most.first().and_then(|token| logits.get(*token)).map_or(0.0, |logit| f64::from(*logit));
+        let total: f64 = if count < logits.len() { logits.iter().map(|logit| weight(f64::from(*logit), max, temperature)).sum() } else { 0.0 };
+        while count < logits.len() {
+            let tokens = most_likely(logits, count);
+            let weights = weights(logits, &tokens, temperature);
+            let [low, high] = [share - ROUNDING, share + ROUNDING].map(|share| prefix(&weights, share * total));
+            if high.1 >= (share + ROUNDING) * total {
+                return (low.0 == high.0).then(|| Distribution { tokens, weights, sum: low.1 }.first(low.0));
             }
-            (count, sum) = (count.saturating_add(1), sum + weight);
+            count = count.saturating_mul(GROWTH);
         }
-        tokens.truncate(count);
-        weights.truncate(count);
-        Distribution { tokens, weights, sum }
+        None
+    }
+
+    /// The first `count` tokens, whose weights have the sum of the distribution.
+    fn first(mut self, count: usize) -> Distribution {
+        self.tokens.truncate(count);
+        self.weights.truncate(count);
+        self
     }
 
     /// The token at a point between 0 and 1 of the cumulative distribution.
@@ -180,6 +233,30 @@ mod tests {
         assert_eq!(at(Sampling { temperature: 1e-320, ..all }, 0.1), 1);
         // With a large distance, the other tokens have a probability of 0.
         assert_eq!(Distribution::new(&[0.0, 2000.0, 0.0], &all).at(0.999), Some(1));
+    }
+
+    /// A nucleus that is found without sorting all tokens equals that of all tokens, bit for bit.
+    #[test]
+    fn top_p_sorts_only_as_many_tokens_as_it_needs() {
+        let mut random = fastrand::Rng::with_seed(5);
+        let mut found = 0;
+        for spread in [0.01, 1.0, 8.0] {
+            // Several tokens have equal logits, also the most likely ones, and some are suppressed.
+            let logits: Vec<f32> = (0..3000).map(|at| if at % 7 == 0 { f32::NEG_INFINITY } else { (random.f32() * 600.0).floor() / 600.0 * spread }).collect();
+            for share in [1e-3, 0.1, 0.5, 0.9, 0.999, 1.0] {
+                for temperature in [0.05, 1.0, 3.0] {
+                    let sampling = Sampling { temperature, top_p: Some(share), ..Sampling::default() };
+                    let all = Distribution::sorted(&logits, &sampling);
+                    found += usize::from(Distribution::nucleus(&logits, share, temperature).is_some_and(|nucleus| nucleus == all));
+                    assert_eq!(Distribution::new(&logits, &sampling), all, "{spread} {share} {temperature}");
+                }
+            }
+        }
+        assert!(found > 15, "{found}");
+        // The sum of the two most likely tokens is exactly half of all.
+        let logits = [vec![1.0; 2], vec![f32::NEG_INFINITY; 996], vec![1.0; 2]].concat();
+        assert_eq!(Distribution::nucleus(&logits, 0.5, 1.0), None);
+        assert_eq!(Distribution::new(&logits, &Sampling { top_p: Some(0.5), ..Sampling::default() }).tokens, [0, 1]);
     }
 
     #[test]
