@@ -50,11 +50,11 @@ impl Args {
         let Some(key) = key else { return verify(&self.folder, work) };
         let folder = signed_folder(&self.folder)?;
         let (ok, finding) = verify_signature(&folder, key, work)?;
-        let signature = Check::new((SIGNATURE.to_owned(), ok, finding));
+        let signature = Check::new((SIGNATURE.to_owned(), Some(ok), finding));
         // Other programs sign folders that have no report.
         if !files::is_file(&folder.join(crate::report::FILE)) {
             let finding = "not checked: it does not exist".to_owned();
-            return Ok(vec![Check::new((crate::report::FILE.to_owned(), true, finding)), signature]);
+            return Ok(vec![Check::new((crate::report::FILE.to_owned(), None, finding)), signature]);
         }
         let checks = verify(&self.folder, work)?.into_iter().filter(|check| check.path != SIGNATURE);
         Ok(checks.chain([signature]).collect())

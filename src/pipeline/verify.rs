@@ -27,9 +27,9 @@ pub struct Check {
 }
 
 impl Check {
-    /// A result; a finding that begins with "not" describes a check that could not be made.
-    pub(crate) fn new((path, ok, finding): (String, bool, String)) -> Check {
-        Check { path, ok, skipped: ok && finding.starts_with("not "), finding }
+    /// A result; `passed` is `None` if the check could not be made.
+    pub(crate) fn new((path, passed, finding): (String, Option<bool>, String)) -> Check {
+        Check { path, ok: passed.unwrap_or(true), skipped: passed.is_none(), finding }
     }
 }
 
@@ -58,7 +58,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(error) => (false, error.to_string()),
         };
-        checks.push(Check::new((path.clone(), ok, finding)));
+        checks.push(Check::new((path.clone(), Some(ok), finding)));
     }
     for file in report.outputs.iter().filter(|output| output.path.ends_with(".gguf")) {
         let opened = Model::open(folder.join(&file.path)).and_then(|model| model.require_matching_weights().map(|()| model));
@@ -66,7 +66,7 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
             Ok(model) => (true, format!("opens with {}", counted(model.weights.by_name.len(), "weight"))),
             Err(error) => (false, error.to_string()),
         };
-        checks.push(Check::new((file.path.clone(), ok, finding)));
+        checks.push(Check::new((file.path.clone(), Some(ok), finding)));
     }
     let is = |extension: &str| report.outputs.iter().any(|output| output.path.ends_with(extension));
     let safetensors = is(".safetensors");
@@ -79,16 +79,19 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
             Ok(model) => (false, format!("opens with {} parameters, the report states {}", model.weights.parameters(), report.size.after.parameters)),
             Err(error) => (false, error.to_string()),
         };
-        checks.push(Check::new((".".into(), ok, finding)));
+        checks.push(Check::new((".".into(), Some(ok), finding)));
     }
     checks.extend(super::running::check_onnx(output, folder, &report, work)?.map(Check::new));
     let is_output = |name: &str| report.outputs.iter().any(|file| file.path == name);
     let locate = |name: &str| if is_output(name) { folder.join(name) } else { report_folder.join(name) };
     checks.extend(check_sbom(&report, locate, work)?.map(Check::new));
     if let Some(signature) = &report.signature {
-        let exists = files::is_file(&report_folder.join(&signature.path));
-        let finding = if exists { "not checked without the public key: compress verify --key" } else { "is missing, although the run signed the output" };
-        checks.push(Check::new((signature.path.clone(), exists, finding.to_owned())));
+        let (passed, finding) = if files::is_file(&report_folder.join(&signature.path)) {
+            (None, "not checked without the public key: compress verify --key")
+        } else {
+            (Some(false), "is missing, although the run signed the output")
+        };
+        checks.push(Check::new((signature.path.clone(), passed, finding.to_owned())));
     }
     Ok(checks)
 }
@@ -104,4 +107,21 @@ fn check(path: &Path, bytes: u64, blake3: &str, work: &Work) -> Result<(bool, St
     } else {
         (false, "its BLAKE3 differs from the report: the file was changed or damaged".into())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The finding is free text: a check that was made can begin like one that was not.
+    #[test]
+    fn only_checks_without_a_result_are_skipped() {
+        let check = |passed: Option<bool>, finding: &str| {
+            let check = Check::new(("file".to_owned(), passed, finding.to_owned()));
+            (check.ok, check.skipped)
+        };
+        assert_eq!(check(Some(true), "not larger than the report states"), (true, false));
+        assert_eq!(check(Some(false), "not as written"), (false, false));
+        assert_eq!(check(None, "its hashes were not compared"), (true, true));
+    }
 }

@@ -295,13 +295,14 @@ struct Hash {
 
 /// Compares the bill of materials of an output with its files, if the report lists one: every file must be
 /// listed with its SHA-256, and with the BLAKE3 of the report. `locate` returns the path of a file. Returns
-/// the name of the bill, whether it is correct, and a description of the result.
-pub(crate) fn check(report: &Report, locate: impl Fn(&str) -> PathBuf, work: &Work) -> Result<Option<(String, bool, String)>> {
+/// the name of the bill, whether it is correct (`None` if hashes cannot be compared), and a description of
+/// the result.
+pub(crate) fn check(report: &Report, locate: impl Fn(&str) -> PathBuf, work: &Work) -> Result<Option<(String, Option<bool>, String)>> {
     if !report.carried.iter().any(|file| file.path == SBOM) {
         return Ok(None);
     }
     if !crypto::AVAILABLE {
-        return Ok(Some((SBOM.into(), true, format!("its hashes were not compared: {}", crypto::MISSING))));
+        return Ok(Some((SBOM.into(), None, format!("its hashes were not compared: {}", crypto::MISSING))));
     }
     let (ok, finding) = match compare(report, locate, work) {
         Ok(files) => (true, format!("the hashes of {} are correct", counted(files, "file"))),
@@ -309,7 +310,7 @@ pub(crate) fn check(report: &Report, locate: impl Fn(&str) -> PathBuf, work: &Wo
         Err(Error::Malformed { reason, .. }) => (false, reason),
         Err(error) => (false, error.to_string()),
     };
-    Ok(Some((SBOM.into(), ok, finding)))
+    Ok(Some((SBOM.into(), Some(ok), finding)))
 }
 
 /// Returns the number of files whose hashes are correct.

@@ -74,20 +74,20 @@ pub(super) fn has_integers(model: &Model) -> bool {
 /// Runs the ONNX file of an output on synthetic samples, if it has one and ONNX Runtime is available.
 /// The outputs are compared with those of the built-in executor, which runs the weights of the same
 /// folder, or the ONNX file itself if the folder has no others. Returns the path, the result and the finding
-/// of the check.
-pub(in crate::pipeline) fn check_onnx(output: &Path, folder: &Path, report: &Report, work: &Work) -> Result<Option<(String, bool, String)>> {
+/// of the check; the result is `None` if the file was not run.
+pub(in crate::pipeline) fn check_onnx(output: &Path, folder: &Path, report: &Report, work: &Work) -> Result<Option<(String, Option<bool>, String)>> {
     let is_onnx = |file: &&OutputFile| file.path.ends_with(".onnx");
     let Some(file) = report.outputs.iter().find(is_onnx) else { return Ok(None) };
     let found = match crate::runtime::library() {
-        _ if files::is_remote(folder) => Ok((true, "not run: the file is remote".into())),
-        Err(reason) => Ok((true, format!("not run: {reason}"))),
+        _ if files::is_remote(folder) => Ok((None, "not run: the file is remote".into())),
+        Err(reason) => Ok((None, format!("not run: {reason}"))),
         Ok(_) => check_agreement(output, &folder.join(&file.path), report, work),
     };
-    let (ok, finding) = match found {
+    let (passed, finding) = match found {
         Err(Error::Cancelled) => return Err(Error::Cancelled),
-        found => found.unwrap_or_else(|error| (false, error.to_string())),
+        found => found.unwrap_or_else(|error| (Some(false), error.to_string())),
     };
-    Ok(Some((format!("{}, run", file.path), ok, finding)))
+    Ok(Some((format!("{}, run", file.path), passed, finding)))
 }
 
 /// Whether the ONNX file of a run computes with 16-bit floats.
@@ -102,29 +102,30 @@ pub(super) fn fix_sizes(model: &Model, sizes: &OpenSizes) {
     drop(model.fix_sizes(sizes));
 }
 
-fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> Result<(bool, String)> {
+/// The result and the finding of the comparison; the result is `None` if the file was not run.
+fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> Result<(Option<bool>, String)> {
     let half = half(report);
     let model = Model::open(output)?;
     if let Some(lack) = lack_for_onnx_runtime(&[&model], None) {
-        return Ok((true, format!("not run: {lack}")));
+        return Ok((None, format!("not run: {lack}")));
     }
     if model.onnx.is_some() {
         let sizes = report.recipe.get("sizes").and_then(|sizes| serde_json::from_value(sizes.clone()).ok());
         fix_sizes(&model, &sizes.unwrap_or_default());
         return Ok(match compare_onnx_model(model, file, (&[], SYNTHETIC), work)? {
-            Comparison::Agrees(found) | Comparison::Incomplete(found) => (true, found),
-            Comparison::Differs(found) => (false, found),
+            Comparison::Agrees(found) | Comparison::Incomplete(found) => (Some(true), found),
+            Comparison::Differs(found) => (Some(false), found),
         });
     }
     let coarse = half || has_integers(&model);
     let graph = model.graph()?;
     let (batch, is_static) = (data::synthetic(&graph, 0)?, quantized_values::is_static(&graph));
-    if let Some(found) = compare_quantized_values(&model, file, std::slice::from_ref(&batch), half, work)? {
-        return Ok(found);
+    if let Some((ok, found)) = compare_quantized_values(&model, file, std::slice::from_ref(&batch), half, work)? {
+        return Ok((Some(ok), found));
     }
     let fidelity = onnx_fidelity(model, file, &batch, memory_limit(None, &Device::Cpu), work)?;
     let (ok, difference) = judge(&fidelity, coarse);
-    Ok((ok || is_static, format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC))))
+    Ok((Some(ok || is_static), format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC))))
 }
 
 /// Result of the comparison of an ONNX file in ONNX Runtime with the built-in executor.
