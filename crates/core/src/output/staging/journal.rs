@@ -26,6 +26,10 @@ impl Journal {
     /// otherwise.
     pub(super) fn finish(&self, work: &Path) {
         let Some(folder) = work.parent() else { return };
+        let names = self.data.iter().chain(&self.old_data).map(|(name, _)| name).chain([&self.target]);
+        if !names.into_iter().all(|name| Path::new(name).file_name().is_some_and(|file| file == name.as_str())) {
+            return;
+        }
         let target = folder.join(&self.target);
         let has = |path: &Path, inode: u64| fs::symlink_metadata(path).is_ok_and(|about| about.ino() == inode);
         let remove = |(name, inode): &(String, u64)| {

@@ -1,11 +1,10 @@
 //! Temporary folders.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::LOCK;
-use super::work_folder::{begin, remove};
+use super::work_folder::{begin, is_own_folder, remove};
 use crate::error::Result;
 use crate::output::lock::{Attempt, Lock};
 
@@ -41,16 +40,13 @@ impl ScratchFolder {
     }
 }
 
-/// Removes the folders of killed processes of this user, to whom the folder `own` belongs. Other users may
-/// create links and folders of any name.
+/// Removes the folders of killed processes of this user, except the folder `own`.
 fn remove_stale(parent: &Path, own: &Path) {
-    let owner = |path: &Path| fs::symlink_metadata(path).ok().filter(fs::Metadata::is_dir).map(|metadata| metadata.uid());
-    let Some(user) = owner(own) else { return };
     for path in fs::read_dir(parent).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let is_scratch = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX));
         if is_scratch
             && path != own
-            && owner(&path) == Some(user)
+            && is_own_folder(&path)
             && let Attempt::Taken(_lock) = Lock::take_over(&path.join(LOCK))
         {
             remove(&path);

@@ -4,6 +4,7 @@ use std::collections::hash_map::RandomState;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, Hasher};
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::journal::{Journal, discard};
@@ -51,16 +52,28 @@ pub(super) fn remove(work: &Path) {
     let _ = fs::remove_dir(work);
 }
 
-/// Removes the staging folders of killed processes. Returns notes on folders that may be leftovers and
-/// were not removed.
+/// Whether a path is a folder of this user. In folders such as that for temporary files, other users may
+/// create links and folders of any name.
+pub(super) fn is_own_folder(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|about| about.is_dir() && about.uid() == rustix::process::geteuid().as_raw())
+}
+
+/// Removes the staging folders of killed processes of this user. Returns notes on folders that may be
+/// leftovers and were not removed.
 pub(super) fn remove_stale(parent: &Path, prefix: &str, target: &Path) -> Vec<String> {
     let mut notes = Vec::new();
     let Ok(entries) = fs::read_dir(parent) else { return notes };
     let random = |name: &str| name.strip_prefix(prefix).is_some_and(|rest| rest.len() == 16 && rest.bytes().all(|b| b.is_ascii_hexdigit()));
     for work in entries.flatten().filter(|entry| random(&entry.file_name().to_string_lossy())).map(|entry| entry.path()) {
+        if !is_own_folder(&work) {
+            notes.push(format!("{} does not belong to this user; if it is left over from a killed run, its owner can remove it", work.display()));
+            continue;
+        }
         match Lock::take_over(&work.join(LOCK)) {
             Attempt::Taken(_lock) => {
-                if let Some(journal) = fs::read(work.join(JOURNAL)).ok().and_then(|text| serde_json::from_slice::<Journal>(&text).ok()) {
+                // Remote outputs are not renamed.
+                let journal = fs::read(work.join(JOURNAL)).ok().filter(|_| !files::is_remote(target));
+                if let Some(journal) = journal.and_then(|text| serde_json::from_slice::<Journal>(&text).ok()) {
                     journal.finish(&work);
                 }
                 let old = work.join(OLD);
@@ -119,4 +132,65 @@ pub(super) fn bytes(folder: &Path) -> Result<u64> {
 /// Syncs the directory entries. Some network file systems cannot sync a folder; this is ignored.
 pub(super) fn sync_folder(folder: &Path) {
     let _ = File::open(folder).and_then(|folder| folder.sync_all());
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{chown, symlink};
+
+    use super::*;
+
+    const NAME: &str = ".out.compress-0123456789abcdef";
+
+    /// A folder of a killed run that had replaced a model file. The data file of the old model is `name`,
+    /// with the inode of `victim`.
+    fn planted(work: &Path, victim: &Path, name: &str) {
+        fs::create_dir(work).unwrap();
+        fs::write(work.join(LOCK), "").unwrap();
+        fs::write(victim, "theirs").unwrap();
+        let journal =
+            Journal { target: "out.onnx".into(), model: 0, report: 0, data: None, old_data: vec![(name.into(), fs::metadata(victim).unwrap().ino())] };
+        fs::write(work.join(JOURNAL), serde_json::to_vec(&journal).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn journals_apply_only_to_files_next_to_a_local_output() {
+        let folder = tempfile::tempdir().unwrap();
+        let parent = folder.path().join("parent");
+        for (victim, name, target, is_removed) in [
+            ("parent/victim", "victim", "parent/out.onnx", true),
+            ("parent/victim", "victim", "s3://bucket/out.onnx", false),
+            ("victim", "../victim", "parent/out.onnx", false),
+        ] {
+            fs::create_dir(&parent).unwrap();
+            let (work, victim) = (parent.join(NAME), folder.path().join(victim));
+            planted(&work, &victim, name);
+            let target = if files::is_remote(Path::new(target)) { target.into() } else { folder.path().join(target) };
+            assert_eq!(remove_stale(&parent, ".out.compress-", &target), Vec::<String>::new());
+            assert_eq!((work.exists(), victim.exists()), (false, !is_removed), "{name} {}", target.display());
+            fs::remove_dir_all(&parent).unwrap();
+        }
+    }
+
+    #[test]
+    fn folders_of_others_are_not_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        let (theirs, victim) = (folder.path().join("theirs"), folder.path().join("victim"));
+        planted(&theirs, &victim, "victim");
+        let work = folder.path().join(NAME);
+        symlink(&theirs, &work).unwrap();
+        let check = || {
+            let notes = remove_stale(folder.path(), ".out.compress-", &folder.path().join("out.onnx"));
+            assert!(notes.len() == 1 && notes[0].contains("does not belong to this user"), "{notes:?}");
+            assert!(victim.exists() && work.join(JOURNAL).exists());
+        };
+        check();
+        // Only root can give a folder to another user.
+        if rustix::process::geteuid().is_root() {
+            fs::remove_file(&work).unwrap();
+            fs::rename(&theirs, &work).unwrap();
+            chown(&work, Some(1), None).unwrap();
+            check();
+        }
+    }
 }
