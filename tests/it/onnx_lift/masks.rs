@@ -194,20 +194,25 @@ fn positions_that_count_tokens_are_typed() {
 fn ranges_of_32_bits_are_not_positions() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
-    for ty in [DataType::Int64, DataType::Int32] {
+    for (ty, casts) in [DataType::Int64, DataType::Int32].into_iter().flat_map(|ty| [false, true].map(|casts| (ty, casts))) {
+        // The first and the last number are constants of the type of the range, or casts to it.
+        let stored = if casts { DataType::Int64 } else { ty };
         let number = |name: &str, number: i64| {
-            let bytes = if ty == DataType::Int32 { (number as i32).to_le_bytes().to_vec() } else { number.to_le_bytes().to_vec() };
-            TensorProto { dims: vec![], data_type: Some(ty as i32), raw_data: Some(bytes), ..ints(name, &[]) }
+            let bytes = if stored == DataType::Int32 { (number as i32).to_le_bytes().to_vec() } else { number.to_le_bytes().to_vec() };
+            TensorProto { dims: vec![], data_type: Some(stored as i32), raw_data: Some(bytes), ..ints(name, &[]) }
         };
-        let nodes = vec![
+        let cast = |from: &str, to: &str| node("Cast", &[from], to, vec![AttributeProto::int("to", ty as i64)]);
+        let [from, by] = if casts { ["first", "step"] } else { ["from", "by"] };
+        let mut nodes = if casts { vec![cast("first", "from"), cast("step", "by")] } else { Vec::new() };
+        nodes.extend([
             node("Shape", &["input_ids"], "shape", vec![]),
             node("Gather", &["shape", "second"], "length", vec![]),
             node("Cast", &["length"], "end", vec![AttributeProto::int("to", ty as i64)]),
             node("Range", &["from", "end", "by"], "position_ids", vec![]),
             node("Gather", &["places", "position_ids"], "y", vec![]),
-        ];
+        ]);
         let second = TensorProto { dims: vec![], ..ints("second", &[1]) };
-        let mut model = model(14, &[], nodes, vec![second, number("from", 0), number("by", 1), floats("places", &[30, 8])]);
+        let mut model = model(14, &[], nodes, vec![second, number(from, 0), number(by, 1), floats("places", &[30, 8])]);
         model.graph.as_mut().unwrap().input = vec![value("input_ids", DataType::Int64, Some(&[2, 0]))];
         std::fs::write(&path, model.encode_to_vec()).unwrap();
         let has_runtime = crate::common::onnxruntime::has_onnx_runtime();
@@ -216,7 +221,7 @@ fn ranges_of_32_bits_are_not_positions() {
         }
         let graph = Model::open(&path).unwrap().graph().unwrap_or_else(|e| panic!("{ty:?}: {e}"));
         let found = graph.nodes().iter().filter(|node| matches!(node.op, Op::Positions(_))).count();
-        assert_eq!(found, usize::from(ty == DataType::Int64), "{ty:?}: {graph}");
+        assert_eq!(found, usize::from(ty == DataType::Int64), "{ty:?}, {casts}: {graph}");
         let inputs = [("input_ids".to_owned(), Tensor::zeros((2, 9), candle_core::DType::I64, &Device::Cpu).unwrap())].into();
         let ours = executed(Model::open(&path).unwrap(), &inputs).unwrap_or_else(|e| panic!("{ty:?}: {e}"));
         if has_runtime {

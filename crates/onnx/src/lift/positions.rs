@@ -52,12 +52,30 @@ impl<'f> Lift<'f> {
         }
         let number = |at: usize| <[Number; 1]>::try_from(self.numbers(node.input.get(at)?)?.each()).ok();
         let ([start], [Number::Size(end)], [step]) = (number(0)?, number(1)?, number(2)?) else { return None };
-        // Positions have 64 bits.
-        let is_narrow = self.constant_tensor(node.input.first()?).is_some_and(|tensor| tensor.data_type() == DataType::Int32);
-        if is_narrow || start != Number::Constant(0) || step != Number::Constant(1) {
+        // Positions have 64 bits, and all inputs of a range have its type.
+        if !self.is_wide(node.input.first()?) || start != Number::Constant(0) || step != Number::Constant(1) {
             return None;
         }
         self.positions_of(&|size: &Dim| *size == end, 0, 1, output)
+    }
+
+    /// Whether a value of known numbers has 64-bit integers in the file.
+    fn is_wide(&self, name: &str) -> bool {
+        let mut name = name;
+        for _ in 0..MAX_COPIES {
+            if let Some(tensor) = self.constant_tensor(name) {
+                return tensor.data_type() == DataType::Int64;
+            }
+            let Some((_, node)) = self.producers.get(name) else { return false };
+            match node.op_type() {
+                "Shape" | "Size" => return true,
+                "Cast" => return int(node, "to", 0) == DataType::Int64 as i64,
+                "Constant" => return node.attribute.iter().any(|attribute| matches!(attribute.name(), "value_int" | "value_ints")),
+                // Other operators on numbers have the type of their first input.
+                _ => name = node.input.first().map_or("", String::as_str),
+            }
+        }
+        false
     }
 
     /// Positions from `first` on, as many as an input `[batch, sequence]` has columns, as a value
