@@ -22,7 +22,7 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Adapter, AdapterKind, BatchSize, Every, Offload, Precision};
 use serde_json::Value;
 
-use crate::train::{furthest, weights};
+use crate::train::{Run, furthest, weights};
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -60,30 +60,14 @@ const SEPARATE: &str = "{rank: 4, alpha: 6, merge: false}";
 const MERGED: &str = "{rank: 4, alpha: 6}";
 const DORA: &str = "{kind: dora, rank: 4, alpha: 6}";
 
-struct Run {
-    folder: tempfile::TempDir,
+/// Trains a golden model on the samples.
+fn train(run: &Run, name: &str, pass: impl Into<Step>) -> Report {
+    run.train(name, samples(), pass).unwrap_or_else(|e| panic!("{name}: {e}"))
 }
 
-impl Run {
-    fn new() -> Run {
-        Run { folder: tempfile::tempdir().unwrap() }
-    }
-
-    fn out(&self) -> PathBuf {
-        self.folder.path().join("out")
-    }
-
-    fn steps(&self, input: &Path, steps: Vec<Step>) -> compress::Result<Report> {
-        Pipeline::builder().passes(steps).train(samples()).seed(3).force(true).threads(2).build()?.run(Model::open(input)?, self.out())
-    }
-
-    fn train(&self, name: &str, pass: impl Into<Step>) -> Report {
-        self.steps(&golden(name), vec![pass.into()]).unwrap_or_else(|e| panic!("{name}: {e}"))
-    }
-
-    fn adapter(&self) -> HashMap<String, Tensor> {
-        candle_core::safetensors::load(self.out().join("adapter/adapter_model.safetensors"), &Device::Cpu).unwrap()
-    }
+/// The adapter that a run has written.
+fn adapter(run: &Run) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(run.out().join("adapter/adapter_model.safetensors"), &Device::Cpu).unwrap()
 }
 
 fn curve(report: &Report) -> Vec<f64> {
@@ -141,7 +125,7 @@ fn steps_are_those_of_peft() {
             let mut pass = finetune(MERGED);
             pass.adapter = pass.adapter.map(|options| Adapter { kind, rslora: case.ends_with("-rslora"), merge, ..options });
             let run = Run::new();
-            let losses = curve(&run.train(name, pass));
+            let losses = curve(&train(&run, name, pass));
             let theirs: Vec<f64> = expected["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
             assert_eq!(losses.len(), theirs.len());
             for (step, (ours, theirs)) in losses.iter().zip(theirs).enumerate() {
@@ -153,7 +137,7 @@ fn steps_are_those_of_peft() {
         assert_tensors(case, &|name| merged[name].clone(), &expected["merged"]);
         if kind == AdapterKind::Lora {
             let run = train(false);
-            let factors = run.adapter();
+            let factors = adapter(&run);
             assert_eq!(factors.len(), expected["factors"].as_object().unwrap().len());
             assert_tensors(case, &|name| factors[name].flatten_all().unwrap().to_vec1().unwrap(), &expected["factors"]);
             let config: Value = serde_json::from_slice(&std::fs::read(run.out().join("adapter/adapter_config.json")).unwrap()).unwrap();
@@ -169,16 +153,16 @@ fn training_starts_at_the_base() {
     for name in ["llama", "phi3", "gpt2"] {
         let run = Run::new();
         let still = Finetune { learning_rate: 1e-30, weight_decay: 0.0, max_steps: Some(1), ..finetune(SEPARATE) };
-        let report = run.train(name, still.clone());
+        let report = train(&run, name, still.clone());
         let flat = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        for (factor, tensor) in run.adapter() {
+        for (factor, tensor) in adapter(&run) {
             match initial.get(&format!("{name}/{factor}")) {
                 Some(initial) => assert_eq!(flat(&tensor), flat(initial), "{name}, {factor}"),
                 None => assert!(flat(&tensor).iter().all(|x| x.abs() < 1e-28), "{name}, {factor}"),
             }
         }
         assert!(distance(&outputs(&run.out()), &outputs(&golden(name))) < 1e-6);
-        let plain = Run::new().train(name, Finetune { adapter: None, ..still });
+        let plain = train(&Run::new(), name, Finetune { adapter: None, ..still });
         assert!((curve(&report)[0] - curve(&plain)[0]).abs() < 1e-6, "{name}");
     }
 }
@@ -187,9 +171,9 @@ fn training_starts_at_the_base() {
 fn merged_weights_are_the_base_with_its_adapter() {
     for name in ["llama", "llama-grouped-tied", "phi3", "gpt2", "qwen3"] {
         let (kept, merged, folded) = (Run::new(), Run::new(), Run::new());
-        let report = kept.train(name, finetune(SEPARATE));
+        let report = train(&kept, name, finetune(SEPARATE));
         assert!(report.notes.iter().any(|note| note.contains("`--enable-lora --max-lora-rank 8 --lora-modules tuned=")), "{:?}", report.notes);
-        let same = merged.train(name, finetune(MERGED));
+        let same = train(&merged, name, finetune(MERGED));
         assert_eq!(curve(&report), curve(&same), "{name}");
         assert!(report.passes[0].tensors_changed == 2 * same.passes[0].tensors_changed && same.passes[0].tensors_changed >= 8, "{name}");
         let card = std::fs::read_to_string(kept.out().join("README.md")).unwrap();
@@ -202,7 +186,7 @@ fn merged_weights_are_the_base_with_its_adapter() {
         let (adapted, sum) = (outputs(&kept.out()), outputs(&merged.out()));
         let change = distance(&adapted, &outputs(&golden(name)));
         assert!(distance(&adapted, &sum) < 1e-4 && change > 1e-2, "{name}: {} of {change}", distance(&adapted, &sum));
-        folded.steps(&kept.out(), vec![Dequantize::default().into()]).unwrap();
+        folded.steps(&kept.out(), samples(), vec![Dequantize::default().into()]).unwrap();
         assert!(furthest(&weights(&folded.out()), &weights(&merged.out())) < 1e-6, "{name}");
         for run in [&kept, &merged] {
             assert!(crate::common::work(|work| verify(&run.out(), work)).unwrap().iter().all(|check| check.ok), "{name}");
@@ -214,7 +198,7 @@ fn merged_weights_are_the_base_with_its_adapter() {
 #[test]
 fn memory_is_that_of_the_factors() {
     let phases = |pass: Finetune| {
-        let report = Run::new().train("llama", pass);
+        let report = train(&Run::new(), "llama", pass);
         let phases = report.passes[0].details["memory"]["phases"].as_array().unwrap().clone();
         let bytes = |name: &str| {
             phases.iter().find(|phase| phase["name"] == name).map(|phase| ["predicted_bytes", "measured_bytes"].map(|key| phase[key].as_u64().unwrap()))
@@ -235,7 +219,7 @@ fn memory_is_that_of_the_factors() {
 #[test]
 fn memory_includes_the_norms() {
     let [lora, dora] = [MERGED, DORA].map(|adapter| {
-        let report = Run::new().train("llama", finetune(adapter));
+        let report = train(&Run::new(), "llama", finetune(adapter));
         let phases = report.passes[0].details["memory"]["phases"].as_array().unwrap();
         let phase = phases.iter().find(|phase| phase["name"] == "weights").unwrap();
         ["predicted_bytes", "measured_bytes"].map(|key| phase[key].as_u64().unwrap())
@@ -286,11 +270,11 @@ fn an_interrupted_training_of_adapters_resumes() {
 #[test]
 fn adapters_learn_from_a_teacher() {
     let run = Run::new();
-    let report = run.train("llama", Distill { max_steps: Some(40), student: Some("every=2".parse().unwrap()), ..distill("{rank: 8}") });
+    let report = train(&run, "llama", Distill { max_steps: Some(40), student: Some("every=2".parse().unwrap()), ..distill("{rank: 8}") });
     let losses = curve(&report);
     assert!(losses[39] < 0.9 * losses[0], "{losses:?}");
     // A student equal to its teacher has nothing to learn.
-    let losses = curve(&Run::new().train("llama", distill("8")));
+    let losses = curve(&train(&Run::new(), "llama", distill("8")));
     assert!(losses[0] < 1e-6, "{losses:?}");
 }
 
@@ -300,9 +284,9 @@ fn quantized_bases_get_adapters() {
     for scheme in ["W4A16", "W8A16", "FP8-DYNAMIC", "NVFP4A16"] {
         let (base, run) = (Run::new(), Run::new());
         let quantize: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme, "ignore": ["*down_proj*"] })).unwrap();
-        base.steps(&golden("llama"), vec![quantize.clone().into()]).unwrap();
+        base.steps(&golden("llama"), samples(), vec![quantize.clone().into()]).unwrap();
         let long = Finetune { max_steps: Some(30), ..finetune(SEPARATE) };
-        let report = run.steps(&base.out(), vec![long.clone().into()]).unwrap();
+        let report = run.steps(&base.out(), samples(), vec![long.clone().into()]).unwrap();
         let losses = curve(&report);
         assert!(losses[29] < 0.8 * losses[0], "{scheme}: {losses:?}");
         let [before, after] = [&base, &run].map(|run| std::fs::read(run.out().join("model.safetensors")).unwrap());
@@ -311,10 +295,10 @@ fn quantized_bases_get_adapters() {
         assert!(distance(&outputs(&run.out()), &outputs(&base.out())) > 1e-2, "{scheme}");
         // In one recipe.
         let both = Run::new();
-        both.steps(&golden("llama"), vec![quantize.into(), long.into()]).unwrap();
-        let ([one, two], room) = ([&run, &both].map(Run::adapter), 1e-3);
+        both.steps(&golden("llama"), samples(), vec![quantize.into(), long.into()]).unwrap();
+        let ([one, two], room) = ([&run, &both].map(adapter), 1e-3);
         assert!(one.iter().all(|(name, factor)| distance(factor, &two[name]) < room), "{scheme}");
-        let refused = run.steps(&base.out(), vec![finetune(MERGED).into()]).unwrap_err();
+        let refused = run.steps(&base.out(), samples(), vec![finetune(MERGED).into()]).unwrap_err();
         assert!(refused.to_string().contains("codes") && refused.hint().unwrap().contains("`merge: false`"), "{scheme}: {refused}");
     }
 }
@@ -322,7 +306,7 @@ fn quantized_bases_get_adapters() {
 #[test]
 fn adapters_learn_in_16_bits() {
     for (precision, adapter) in [(Precision::Bf16, MERGED), (Precision::F16, MERGED), (Precision::Bf16, DORA)] {
-        let losses = curve(&Run::new().train("llama", Finetune { max_steps: Some(30), precision, ..finetune(adapter) }));
+        let losses = curve(&train(&Run::new(), "llama", Finetune { max_steps: Some(30), precision, ..finetune(adapter) }));
         assert!(losses[29] < 0.8 * losses[0], "{losses:?}");
     }
 }
@@ -330,7 +314,7 @@ fn adapters_learn_in_16_bits() {
 /// Muon treats the factors as matrices, and not as the other parameters, which it leaves to AdamW.
 #[test]
 fn muon_trains_factors_as_matrices() {
-    let [adamw, muon] = [Kind::AdamW, Kind::Muon].map(|optimizer| curve(&Run::new().train("llama", Finetune { optimizer, ..finetune(MERGED) })));
+    let [adamw, muon] = [Kind::AdamW, Kind::Muon].map(|optimizer| curve(&train(&Run::new(), "llama", Finetune { optimizer, ..finetune(MERGED) })));
     assert!(adamw[0] == muon[0] && adamw[3] != muon[3], "{adamw:?} {muon:?}");
 }
 
@@ -339,12 +323,12 @@ fn muon_trains_factors_as_matrices() {
 fn zeros_of_unknown_origin_are_reported() {
     let pruned = Run::new();
     let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
-    pruned.steps(&golden("llama"), vec![prune.into()]).unwrap();
+    pruned.steps(&golden("llama"), samples(), vec![prune.into()]).unwrap();
     let foreign = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(pruned.out().join(file), foreign.path().join(file)).unwrap();
     }
-    let report = Run::new().steps(foreign.path(), vec![finetune(MERGED).into()]).unwrap();
+    let report = Run::new().steps(foreign.path(), samples(), vec![finetune(MERGED).into()]).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("were replaced by the merged adapters")), "{:?}", report.notes);
 }
 
@@ -353,13 +337,13 @@ fn zeros_of_unknown_origin_are_reported() {
 fn pruned_weights_keep_their_zeros_or_are_refused() {
     let prune = || PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
     let (pruned, run) = (Run::new(), Run::new());
-    pruned.steps(&golden("llama"), vec![prune().into()]).unwrap();
-    let of_folder = run.steps(&pruned.out(), vec![finetune(MERGED).into()]).unwrap_err();
-    let of_recipe = run.steps(&golden("llama"), vec![prune().into(), finetune(MERGED).into()]).unwrap_err();
+    pruned.steps(&golden("llama"), samples(), vec![prune().into()]).unwrap();
+    let of_folder = run.steps(&pruned.out(), samples(), vec![finetune(MERGED).into()]).unwrap_err();
+    let of_recipe = run.steps(&golden("llama"), samples(), vec![prune().into(), finetune(MERGED).into()]).unwrap_err();
     for error in [of_folder, of_recipe] {
         assert!(error.to_string().contains("has pruned weights") && error.hint().unwrap().contains("`merge: false`"), "{error}");
     }
-    run.steps(&pruned.out(), vec![finetune(SEPARATE).into()]).unwrap();
+    run.steps(&pruned.out(), samples(), vec![finetune(SEPARATE).into()]).unwrap();
     let mut after = weights(&run.out());
     after.retain(|name, _| !name.starts_with("adapter/"));
     assert!(furthest(&weights(&pruned.out()), &after) == 0.0);
@@ -367,7 +351,7 @@ fn pruned_weights_keep_their_zeros_or_are_refused() {
 
 #[test]
 fn unsuitable_options_are_refused_by_name() {
-    let refused = |name: &str, steps: Vec<Step>| Run::new().steps(&golden(name), steps).unwrap_err().to_string();
+    let refused = |name: &str, steps: Vec<Step>| Run::new().steps(&golden(name), samples(), steps).unwrap_err().to_string();
     let with = |change: fn(&mut Finetune)| {
         let mut pass = finetune("2");
         change(&mut pass);

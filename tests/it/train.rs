@@ -67,24 +67,29 @@ fn samples(name: &str, folder: &Path, count: usize, classes: usize) -> Data {
     Data { arrays: Some(path), ..Data::default() }
 }
 
-struct Run {
-    folder: tempfile::TempDir,
+/// A folder for the output of a run.
+pub struct Run {
+    pub folder: tempfile::TempDir,
 }
 
 impl Run {
-    fn new() -> Run {
+    pub fn new() -> Run {
         Run { folder: tempfile::tempdir().unwrap() }
     }
 
-    fn out(&self) -> PathBuf {
+    pub fn out(&self) -> PathBuf {
         self.folder.path().join("out")
     }
 
-    fn train(&self, name: &str, data: Data, pass: impl Into<compress::pass::Step>) -> compress::Result<Report> {
-        Pipeline::builder().pass(pass).train(data).seed(3).force(true).build()?.run(Model::open(golden(name))?, self.out())
+    pub fn steps(&self, input: &Path, data: Data, steps: Vec<Step>) -> compress::Result<Report> {
+        Pipeline::builder().passes(steps).train(data).seed(3).force(true).build()?.run(Model::open(input)?, self.out())
     }
 
-    fn weights(&self) -> BTreeMap<String, Vec<f32>> {
+    pub fn train(&self, name: &str, data: Data, pass: impl Into<Step>) -> compress::Result<Report> {
+        self.steps(&golden(name), data, vec![pass.into()])
+    }
+
+    pub fn weights(&self) -> BTreeMap<String, Vec<f32>> {
         weights(&self.out())
     }
 }

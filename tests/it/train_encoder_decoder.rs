@@ -3,7 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
@@ -16,6 +16,8 @@ use compress_engine::data::{Data, Task};
 use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{BatchSize, Checkpointing, Every, Offload, QuantizerScales};
 use serde_json::Value;
+
+use crate::train::{Run, furthest};
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -43,39 +45,11 @@ fn stored(case: &str) -> Arrays {
     candle_core::safetensors::load(samples(case).arrays.unwrap(), &Device::Cpu).unwrap()
 }
 
-/// A folder with arrays, a tokenizer and the output.
-struct Run {
-    folder: tempfile::TempDir,
-}
-
-impl Run {
-    fn new() -> Run {
-        Run { folder: tempfile::tempdir().unwrap() }
-    }
-
-    fn out(&self) -> PathBuf {
-        self.folder.path().join("out")
-    }
-
-    fn arrays(&self, arrays: &Arrays) -> Data {
-        let path = self.folder.path().join("arrays.safetensors");
-        candle_core::safetensors::save(arrays, &path).unwrap();
-        self::arrays(path)
-    }
-
-    fn train(&self, name: &str, data: Data, pass: impl Into<Step>) -> compress::Result<Report> {
-        Pipeline::builder().pass(pass).train(data).seed(3).force(true).build()?.run(Model::open(model(name))?, self.out())
-    }
-
-    fn weights(&self) -> BTreeMap<String, Vec<f32>> {
-        let model = Model::open(self.out()).unwrap();
-        model.weights.by_name.iter().map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
-    }
-}
-
-fn furthest(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) -> f32 {
-    assert!(a.keys().eq(b.keys()));
-    a.values().zip(b.values()).flat_map(|(a, b)| a.iter().zip(b)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+/// The arrays as data, in the folder of a run.
+fn saved(run: &Run, arrays: &Arrays) -> Data {
+    let path = run.folder.path().join("arrays.safetensors");
+    candle_core::safetensors::save(arrays, &path).unwrap();
+    self::arrays(path)
 }
 
 fn curve(report: &Report) -> Vec<Value> {
@@ -173,7 +147,7 @@ fn losses_of_a_batch_are_means_over_its_samples() {
         let stored = stored(case);
         let losses = |from: usize, count: usize| {
             let (run, pass) = (Run::new(), Distill { teacher: Some(teacher.clone()), max_steps: Some(1), learning_rate: 1e-9, ..distill(terms) });
-            let report = run.train(name, run.arrays(&cut(&stored, from, count)), pass).unwrap_or_else(|e| panic!("{name}, {terms}: {e}"));
+            let report = run.train(name, saved(&run, &cut(&stored, from, count)), pass).unwrap_or_else(|e| panic!("{name}, {terms}: {e}"));
             curve(&report)[0].clone()
         };
         let items = |loss: &str, sample: usize| {
@@ -239,11 +213,11 @@ fn cached_logits_depend_on_both_texts() {
     twice = grown;
     let pass = Distill { teacher: Some(model("t5-gated")), optimizer: Kind::Sgd, learning_rate: 0.01, max_steps: Some(4), ..distill("soft=1") };
     let (asked, kept) = (Run::new(), Run::new());
-    asked.train("t5", asked.arrays(&twice), pass.clone()).unwrap();
+    asked.train("t5", saved(&asked, &twice), pass.clone()).unwrap();
     let cache = kept.folder.path().join("answers");
     let with = Distill { teacher_cache: Some(cache.clone()), teacher_top: Some(48), ..pass };
     let size = || std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
-    kept.train("t5", kept.arrays(&twice), with.clone()).unwrap();
+    kept.train("t5", saved(&kept, &twice), with.clone()).unwrap();
     let apart = furthest(&asked.weights(), &kept.weights());
     assert!(apart < 2e-3, "{apart}");
     // Each row of labels twice, with different logits.
@@ -251,11 +225,11 @@ fn cached_logits_depend_on_both_texts() {
     let before = size();
     assert!(before > rows * 48 * 6 && before < (rows + 1) * 48 * 6 + 8 * 28 + 200, "{before}");
     let again = Run::new();
-    again.train("t5", again.arrays(&twice), with.clone()).unwrap();
+    again.train("t5", saved(&again, &twice), with.clone()).unwrap();
     assert_eq!((again.weights(), size()), (kept.weights(), before));
     let paged = Run::new();
     let cache = paged.folder.path().join("answers");
-    paged.train("t5", paged.arrays(&twice), Distill { teacher_cache: Some(cache), offload: vec![Offload::Parameters], ..with }).unwrap();
+    paged.train("t5", saved(&paged, &twice), Distill { teacher_cache: Some(cache), offload: vec![Offload::Parameters], ..with }).unwrap();
     let apart = furthest(&paged.weights(), &kept.weights());
     assert!(apart < 1e-5, "{apart}");
 }
@@ -323,7 +297,7 @@ fn pairs_of_texts_are_sources_and_targets() {
     };
     let mask = tensor("input_ids").ne(0i64).unwrap().to_dtype(DType::I64).unwrap();
     let arrays =
-        again.arrays(&[("input_ids".to_owned(), tensor("input_ids")), ("attention_mask".to_owned(), mask), ("labels".to_owned(), tensor("labels"))].into());
+        saved(&again, &[("input_ids".to_owned(), tensor("input_ids")), ("attention_mask".to_owned(), mask), ("labels".to_owned(), tensor("labels"))].into());
     let report = again.train("t5", arrays, pass).unwrap();
     let (ours, other) = (first["loss"].as_f64().unwrap(), curve(&report)[0]["loss"].as_f64().unwrap());
     assert!((ours - loss).abs() < 1e-5 && (other - loss).abs() < 1e-5, "{ours} of texts, {other} of arrays, instead of {loss}");
@@ -340,7 +314,7 @@ fn decoder_inputs_and_labels_may_be_arrays() {
     let loss = |change: &dyn Fn(&mut Arrays), data: &dyn Fn(Data) -> Data, pass: Step| {
         let (run, mut arrays) = (Run::new(), stored.clone());
         change(&mut arrays);
-        curve(&run.train("t5", data(run.arrays(&arrays)), pass).unwrap())[0]["loss"].as_f64().unwrap()
+        curve(&run.train("t5", data(saved(&run, &arrays)), pass).unwrap())[0]["loss"].as_f64().unwrap()
     };
     let plain = |data| data;
     let usual = loss(&|_| {}, &plain, finetune().into());
@@ -435,10 +409,10 @@ fn unsuitable_samples_are_rejected() {
         ("whisper", with(&speech, "labels", zeros(&[4, 25])), "only 24 positions"),
         ("whisper", with(&speech, "labels", zeros(&[3, 5])), "`labels` has 3 rows"),
     ] {
-        let error = run.train(name, run.arrays(&arrays), finetune()).unwrap_err().to_string();
+        let error = run.train(name, saved(&run, &arrays), finetune()).unwrap_err().to_string();
         assert!(error.contains(wanted), "{error}");
     }
-    let data = Data { task: Some(Task::Fidelity), ..run.arrays(&stored) };
+    let data = Data { task: Some(Task::Fidelity), ..saved(&run, &stored) };
     let error = run.train("t5", data, finetune()).unwrap_err().to_string();
     assert!(error.contains("requires `task: language-modelling`"), "{error}");
     let folder = with_tokenizer(&run);
@@ -492,7 +466,7 @@ fn calibration_ignores_the_padding_of_both_sides() {
     for (what, pass) in [("wanda", Step::from(prune())), ("static", QuantizeStatic::default().into())] {
         let made = |padding: [i64; 2], masked: bool| {
             let run = Run::new();
-            let builder = Pipeline::builder().pass(pass.clone()).calibration(run.arrays(&arrays(padding, masked)));
+            let builder = Pipeline::builder().pass(pass.clone()).calibration(saved(&run, &arrays(padding, masked)));
             builder.build().unwrap().run(Model::open(model("t5")).unwrap(), run.out()).unwrap_or_else(|e| panic!("{what}: {e}"));
             (run.weights(), Model::open(run.out()).unwrap().graph().unwrap().to_string())
         };

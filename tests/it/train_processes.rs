@@ -9,7 +9,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
-use compress::Model;
+
+use crate::train::weights;
 
 const MODEL: &str = "bert-sequence-classification";
 
@@ -129,12 +130,6 @@ impl Workspace {
     fn weights(&self, out: &str) -> BTreeMap<String, Vec<f32>> {
         weights(&self.at(out))
     }
-}
-
-pub fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
-    let model = Model::open(folder).unwrap();
-    let floats = model.weights.by_name.iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
-    floats.map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
 }
 
 #[test]

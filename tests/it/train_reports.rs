@@ -7,7 +7,8 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 
-use crate::train_processes::{Workspace, golden, ranks, weights};
+use crate::train::weights;
+use crate::train_processes::{Workspace, golden, ranks};
 
 /// Bytes of a kind by category, and their total.
 fn memory(report: &Value, kind: &str, total: &str) -> HashMap<String, f64> {
