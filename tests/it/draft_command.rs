@@ -12,6 +12,7 @@ use candle_core::npy::NpzTensors;
 use compress::Model;
 use compress_core::work::MemoryLimit;
 use compress_engine::generation::{Generate, LanguageModel, Sampling};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -326,4 +327,44 @@ fn unsuitable_models_prompts_and_options_are_refused() {
     assert!(has_note(&report, "trained on 12 continuations of up to 8 tokens") && !has_note(&report, "4 prompts not continued"), "{report}");
     let few = data(folder, "draft in -o few --prompts prompts.txt --samples 3 --tokens 4 --steps 1 --no-measure --quiet --json");
     assert!(has_note(&few, "4 prompts not continued, because `--samples` is 3"), "{few}");
+}
+
+/// Starts a run, and sends it a signal while it trains.
+fn stopped_in_training(folder: &Path, arguments: &str, signal: Signal) {
+    let log = folder.join("out.unfinished/1-distill/training.csv");
+    let begun = || fs::read_to_string(&log).is_ok_and(|text| text.lines().count() > 3);
+    // A run that ends before it gets the signal is repeated.
+    for _ in 0..5 {
+        let mut child = command(folder).args(arguments.split_whitespace()).spawn().unwrap();
+        while child.try_wait().unwrap().is_none() && !begun() {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        if child.try_wait().unwrap().is_none() {
+            kill_process(Pid::from_child(&child), signal).unwrap();
+        }
+        if !child.wait().unwrap().success() {
+            return;
+        }
+    }
+    panic!("no run lived long enough to be stopped");
+}
+
+/// The training of a killed run begins again with the same continuations, and that of an interrupted one
+/// continues at its last step. Both end with the weights of an uninterrupted run.
+#[test]
+fn trainings_of_drafts_continue() {
+    let folder = prepared();
+    let folder = folder.path();
+    let options = "--prompts prompts.txt --samples 12 --tokens 8 --steps 600 --batch-size 4 --learning-rate 1e-3 --no-measure --quiet";
+    ok(folder, &format!("draft in -o whole {options}"));
+    for signal in [Signal::KILL, Signal::INT] {
+        stopped_in_training(folder, &format!("draft in -o out --force {options}"), signal);
+        let checkpoint = folder.join("out.unfinished/1-distill/checkpoint.safetensors");
+        assert_eq!((folder.join("out.unfinished/sampled.jsonl").exists(), checkpoint.exists()), (true, signal == Signal::INT), "{signal:?}");
+        ok(folder, &format!("draft in -o out --force --resume {options}"));
+        assert!(weights(&folder.join("out")) == weights(&folder.join("whole")), "{signal:?}");
+        assert_eq!(fs::read(folder.join("out/continuations.npz")).unwrap(), fs::read(folder.join("whole/continuations.npz")).unwrap(), "{signal:?}");
+        assert_eq!(read_json(&folder.join("out/report.json"))["passes"][0]["details"]["training"]["steps"], 600, "{signal:?}");
+        assert!(!folder.join("out.unfinished").exists(), "{signal:?}");
+    }
 }
