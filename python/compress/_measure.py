@@ -117,10 +117,13 @@ def auto(
     max_size: str | float | int | None = None,
     max_kl: float | None = None,
     max_loss: str | float | None = None,
+    latency: str | None = None,
     runtime: Literal["vllm", "transformers", "llama.cpp", "onnxruntime"] = "vllm",
     formats: Sequence[str] = (),
     evaluation: str | Samples | None = None,
     method: Method | None = None,
+    time: str | None = None,
+    times: Path | None = None,
     points: int = 4,
     force: bool = False,
     memory: str | int | None = None,
@@ -128,7 +131,8 @@ def auto(
     threads: int | None = None,
     progress: ShowProgress = None,
 ) -> Report:
-    """Finds the best mixture of formats within a limit, and writes the model. Exactly one limit is required.
+    """Finds the best mixture of formats within a limit, and writes the model. Exactly one limit is required: `max_size`,
+    `max_kl`, `max_loss` or `latency`.
 
     Args:
         model: the model: a folder or a file, or a remote one like hf:org/name.
@@ -138,11 +142,17 @@ def auto(
             fraction of the size of the input (0.25, 25%).
         max_kl: largest KL divergence of the predictions from those of the original model, in nats per token.
         max_loss: largest loss of the score relative to the original model, like 0.5%.
+        latency: largest latency of one calibration sample in ONNX Runtime, like 5ms, measured on this machine with
+            `threads`.
         runtime: the runtime that loads the output, which determines the formats.
         formats: formats to choose from [default: all that the runtime loads].
         evaluation: data on which mixtures are measured, with labels for `max_loss` [default: calibration samples that are
             not used otherwise].
         method: algorithm that quantizes the output, for vLLM and transformers [default: gptq].
+        time: time for better methods, like 10m, which quantize the chosen point and are kept if the divergence on
+            held-out samples falls. For vLLM and transformers [default: gptq only].
+        times: file of the times that `latency` measures, which is read first if it exists: with the same times, the
+            choice is the same.
         points: number of points of the front that are measured.
         force: replace the output of an earlier run. Files that its report does not list are never deleted.
         memory: memory limit of running models, like 8GB [default: three quarters of the free memory].
@@ -164,7 +174,10 @@ def auto(
         max_size=max_size,
         max_kl=max_kl,
         max_loss=max_loss,
+        latency=latency,
         method=method,
+        time=time,
+        times=times,
         points=points,
         memory=memory,
         device=device,

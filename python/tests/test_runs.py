@@ -139,6 +139,15 @@ class Measurements(InWorkspace):
         with self.assertRaisesRegex(compress.UsageError, "specify a limit"):
             compress.auto("llama", "out/x", calibration="book.txt")
 
+    def test_a_search_has_a_time_and_a_latency(self) -> None:
+        report = compress.auto("llama", "out/auto", calibration="book.txt", max_size="6bits", points=1, time="1us")
+        assert report.search and report.search.methods
+        self.assertEqual([(method.method, method.measured) for method in report.search.methods], [("gptq", None)])
+        with self.assertRaisesRegex(compress.UsageError, "is measured in ONNX Runtime only"):
+            compress.auto("llama", "out/x", calibration="book.txt", latency="5ms")
+        with self.assertRaisesRegex(compress.UsageError, "latency"):
+            compress.auto("llama", "out/x", calibration="book.txt", max_size="6bits", times=Path("times.json"))
+
     def test_data_that_does_not_exist_is_reported(self) -> None:
         os.mkdir("empty")
         os.mkdir("texts")
