@@ -19,7 +19,7 @@ pub(super) fn carry_over(model: &Model, config: &Config, changed: &BTreeMap<Path
         fs::create_dir_all(&to).map_err(Error::io("create", &to))?;
     }
     for file in &model.auxiliary.files {
-        let (from, to) = (model.path.join(file), folder.join(file));
+        let (from, to) = (model.path_of(file), folder.join(file));
         if let Some(parent) = to.parent() {
             fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
         }
@@ -55,7 +55,7 @@ const JSON: [&str; 9] = [
 pub(super) fn damaged(model: &Model) -> Result<Vec<String>> {
     let mut warnings = Vec::new();
     for file in model.auxiliary.files.iter().filter(|file| JSON.iter().any(|name| file.as_path() == Path::new(name))) {
-        let path = model.path.join(file);
+        let path = model.path_of(file);
         let text = files::read(&path).map_err(Error::io("read", &path))?;
         if let Err(reason) = serde_json::from_slice::<serde::de::IgnoredAny>(&text) {
             warnings.push(format!("{WARNING}{} was copied, but it is not valid JSON ({reason}): runtimes will not load the output", file.display()));
@@ -67,7 +67,7 @@ pub(super) fn damaged(model: &Model) -> Result<Vec<String>> {
 /// Bytes that [`carry_over`] writes.
 pub(super) fn size(model: &Model, single_file: bool) -> Result<u64> {
     let size = |file: &PathBuf| {
-        let path = model.path.join(file);
+        let path = model.path_of(file);
         files::length(&path).map_err(Error::io("open", &path))
     };
     let synthesized: u64 = model.auxiliary.synthesized.values().filter(|_| !single_file).map(|text| text.len() as u64).sum();
@@ -88,7 +88,7 @@ pub(super) fn list(folder: &Path, model: &Model, outputs: &[OutputFile], is_repl
     let names = names.iter().filter_map(|name| name.to_str());
     let others = names.filter(|name| !report::FILES.contains(name) && !outputs.iter().any(|output| output.path == *name));
     let listed = |name: &str| {
-        let (path, from) = (folder.join(name), model.path.join(name));
+        let (path, from) = (folder.join(name), model.path_of(Path::new(name)));
         let bytes = fs::metadata(&path).map_err(Error::io("open", &path))?.len();
         let hash = hash_file(&path, &work.quiet())?;
         let is_copied = !is_replaced(name) && model.auxiliary.files.iter().any(|file| file == Path::new(name));

@@ -205,9 +205,14 @@ fn commit(staging: Staging, work: &Work) -> Result<()> {
     committed
 }
 
-/// If the output is a single file, excludes the auxiliary files from it, and returns a note that names them.
+/// If the output is a single file, excludes the auxiliary files from it, and returns a note that names them,
+/// unless the input is a file too.
 fn exclude_auxiliary(model: &mut Model, file: Option<&str>) -> Option<String> {
     let file = file?;
+    if model.has_adjacent_files() {
+        model.auxiliary.files.clear();
+        return None;
+    }
     model.auxiliary.not_carried.append(&mut model.auxiliary.files);
     let first = model.auxiliary.not_carried.first()?;
     Some(format!(

@@ -62,7 +62,7 @@ impl Provenance {
         }
         let Some(key) = self.key_path() else { return Ok(()) };
         let key = std::fs::canonicalize(key).unwrap_or_else(|_| key.to_owned());
-        let is_key = |file: &PathBuf| std::fs::canonicalize(model.path.join(file)).is_ok_and(|path| path == key);
+        let is_key = |file: &PathBuf| std::fs::canonicalize(model.path_of(file)).is_ok_and(|path| path == key);
         if !files::is_remote(&model.path) && model.auxiliary.files.iter().any(is_key) {
             let reason = format!("{} is in the model's folder and would be copied to the output: move the private key to another folder", key.display());
             return Err(Error::option("sign", reason));

@@ -4,6 +4,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 pub mod adapter;
+mod adjacent;
 mod config;
 mod diff;
 mod files;
@@ -198,7 +199,7 @@ impl Model {
         let folder = self.preprocessing_folder();
         let preprocessing = PREPROCESSING.map(|name| auxiliary_path(&folder, name)).into_iter().filter(|path| path.parent() != Some(self.path.as_path()));
         let described = described.chain(preprocessing).filter(|path| names::is_file(path));
-        described.chain(self.weight_files.iter().cloned()).chain(self.auxiliary.read().map(|file| self.path.join(file))).collect()
+        described.chain(self.weight_files.iter().cloned()).chain(self.auxiliary.read().map(|file| self.path_of(file))).collect()
     }
 
     /// Folder of the tokenizer and of other files that specify how samples are prepared; see

@@ -52,3 +52,45 @@ fn several_files_are_listed_and_other_weights_are_preferred() {
     assert_eq!(opened.weight_files, [folder.path().join("model.safetensors")]);
     assert!(Model::open(folder.path().join(Path::new("onnx/encoder_model.onnx"))).unwrap().onnx.is_some());
 }
+
+/// Files that belong to the model by their names, wherever its folder is, and none of the others.
+#[test]
+fn the_tokenizer_next_to_a_file_is_copied_to_an_output_folder() {
+    for file in ["onnx/model.onnx", "model.onnx"] {
+        let folder = hub(&["model.onnx"]);
+        let path = |name: &str| folder.path().join(name);
+        if file == "model.onnx" {
+            fs::rename(path("onnx/model.onnx"), path(file)).unwrap();
+        }
+        for name in ["letter.txt", "model.safetensors", "vocab.txt"] {
+            fs::write(path(name), name).unwrap();
+        }
+        let other = tempfile::tempdir().unwrap();
+        let run = |name: &str| {
+            let opened = Model::open(path(file)).unwrap();
+            builder().pass(QuantizeDynamic::default()).build().unwrap().run(opened, other.path().join(name)).unwrap()
+        };
+        let report = run("out");
+        let carried: Vec<&str> = report.carried.iter().map(|file| file.path.as_str()).collect();
+        for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"] {
+            assert!(carried.contains(&name), "{file}: {carried:?}");
+            assert_eq!(fs::read(other.path().join("out").join(name)).unwrap(), fs::read(path(name)).unwrap(), "{file}: {name}");
+        }
+        for name in ["letter.txt", "model.safetensors"] {
+            assert!(!other.path().join("out").join(name).exists(), "{file}: {name}");
+        }
+        // An output file has no tokenizer.
+        let report = run("out.onnx");
+        assert!(report.carried.iter().all(|file| file.path != "tokenizer.json"), "{:?}", report.carried);
+        assert!(!report.notes.iter().any(|note| note.contains("not copied")), "{:?}", report.notes);
+        let mut names: Vec<_> = fs::read_dir(other.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["out", "out.onnx", "out.onnx.report"]);
+        // Links to other folders are refused.
+        fs::write(other.path().join("secret.json"), "{}").unwrap();
+        fs::remove_file(path("tokenizer_config.json")).unwrap();
+        std::os::unix::fs::symlink(other.path().join("secret.json"), path("tokenizer_config.json")).unwrap();
+        let linked = builder().pass(QuantizeDynamic::default()).build().unwrap().run(Model::open(path(file)).unwrap(), other.path().join("linked"));
+        assert!(linked.unwrap_err().to_string().contains("a link out of the model's folder"), "{file}");
+    }
+}

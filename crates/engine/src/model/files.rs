@@ -305,10 +305,11 @@ impl Model {
             return Ok(());
         }
         let real = |path: &Path| fs::canonicalize(path).map_err(Error::io("open", path));
-        let root = real(&self.path)?;
-        let allowed: Vec<PathBuf> = root.ancestors().skip(1).take(2).map(|above| above.join("blobs")).chain([root.clone()]).collect();
-        for path in self.auxiliary.files.iter().map(|file| self.path.join(file)) {
-            let target = real(&path)?;
+        for path in self.auxiliary.files.iter().map(|file| self.path_of(file)) {
+            // The ONNX file itself may be a link.
+            let folder = if self.has_adjacent_files() { preprocessing_folder(&path) } else { self.path.clone() };
+            let (root, target) = (real(&folder)?, real(&path)?);
+            let allowed: Vec<PathBuf> = root.ancestors().skip(1).take(2).map(|above| above.join("blobs")).chain([root.clone()]).collect();
             if !allowed.iter().any(|folder| target.starts_with(folder)) {
                 return Err(Error::Unsupported {
                     what: format!("{}, a link out of the model's folder to {},", path.display(), target.display()),

@@ -22,7 +22,7 @@ impl Model {
         let onnx = ModelFile::open(file)?;
         let weight_files: Vec<_> = std::iter::once(file.to_owned()).chain(onnx.data_files.iter().cloned()).collect();
         let folder = files::is_dir(path);
-        let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
+        let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::adjacent(file) };
         auxiliary.in_weight_files.extend(onnx.quantization_notes());
         let config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         let model = Model::new(path, config, onnx.all_weights(), weight_files, auxiliary);

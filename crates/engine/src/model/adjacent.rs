@@ -1,0 +1,54 @@
+//! Files next to an opened ONNX file. Only files with the names of configurations, tokenizers and processors
+//! belong to the model, because its folder may be any folder.
+
+use std::path::{Path, PathBuf};
+
+use super::files::PREPROCESSING;
+use super::{AuxiliaryFiles, Model, auxiliary_path, preprocessing_folder};
+use crate::files;
+
+/// Files of tokenizers and processors, in addition to [`PREPROCESSING`].
+const TOKENIZERS: [&str; 10] = [
+    "added_tokens.json",
+    "chat_template.json",
+    "merges.txt",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "sentence_bert_config.json",
+    "spiece.model",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+];
+
+impl AuxiliaryFiles {
+    /// The files next to an ONNX file or, in the layout of the Hub, in the folder above.
+    pub fn adjacent(file: &Path) -> AuxiliaryFiles {
+        let folder = preprocessing_folder(file);
+        // Servers without lists of files would get a request for each name.
+        let is_listed = || files::list(&folder).is_ok_and(|entries| entries.iter().any(|entry| entry.path == file));
+        if files::is_remote(file) && !is_listed() {
+            return AuxiliaryFiles::default();
+        }
+        let names = PREPROCESSING.into_iter().chain(TOKENIZERS).filter(|name| files::is_file(&auxiliary_path(&folder, name)));
+        let mut found: Vec<PathBuf> = names.map(PathBuf::from).collect();
+        found.sort();
+        AuxiliaryFiles { files: found, ..AuxiliaryFiles::default() }
+    }
+}
+
+#[doc(hidden)]
+impl Model {
+    /// Whether the model is a file, whose auxiliary files are next to it.
+    pub fn has_adjacent_files(&self) -> bool {
+        self.onnx.is_some() && self.weight_files.first() == Some(&self.path)
+    }
+
+    /// The path of an auxiliary file.
+    pub fn path_of(&self, auxiliary: &Path) -> PathBuf {
+        match auxiliary.to_str().filter(|_| self.has_adjacent_files()) {
+            Some(name) => auxiliary_path(&preprocessing_folder(&self.path), name),
+            None => self.path.join(auxiliary),
+        }
+    }
+}
