@@ -359,6 +359,26 @@ fn heads_of_families_without_a_graph_are_tied() {
     assert!(arch::tied("nemotron_h").is_empty());
 }
 
+/// The key of LFM2 decides whether a head that is not stored is the embedding.
+#[test]
+fn the_head_of_lfm2_is_tied_by_its_own_key() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/lfm2");
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(golden.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let mut config: Value = serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
+    let expected = Model::open(&golden).unwrap().graph().unwrap().to_string();
+    for (own, usual, is_tied) in [(json!(true), false, true), (json!(false), true, false), (Value::Null, true, true), (Value::Null, false, false)] {
+        (config["tie_embedding"], config["tie_word_embeddings"]) = (own, Value::from(usual));
+        std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        let model = Model::open(folder.path()).unwrap();
+        assert_eq!(!model.tied_names().is_empty(), is_tied, "{config}");
+        match model.graph() {
+            Ok(graph) => assert!(is_tied && graph.to_string() == expected, "{config}"),
+            Err(e) => assert!(!is_tied && e.to_string().contains("lm_head.weight"), "{config}: {e}"),
+        }
+    }
+}
+
 #[test]
 fn layers_of_families_without_a_graph_are_fused() {
     let fused = |model_type: &str, [a, b]: [&str; 2]| {
