@@ -10,7 +10,7 @@ use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress_core::work::{Cancel, Silent, Work};
-use compress_engine::exec::{Inputs, MemoryCategory, MemoryTracker, Parameters, Residence, Tape};
+use compress_engine::exec::{Executor, Inputs, MemoryCategory, MemoryTracker, Parameters, Residence, Tape};
 use compress_graph::ir::ops::{Backward, Saved};
 use compress_graph::ir::{Bindings, Dim, Graph, Node, input_tensor};
 
@@ -206,4 +206,22 @@ fn whole_models_match_the_backward_rules_of_ops() {
         }
     }
     assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), names.len(), failures.join("\n"));
+}
+
+/// Decays accumulate over the tokens, so that computations with 16 bits keep 32 bits of them, as in
+/// transformers.
+#[test]
+fn decays_are_not_rounded_to_16_bits() {
+    let graph: Graph = "input x: float[batch, sequence, 1]\nparam b: float[1]\nparam l: float[1]\n\
+        y = Decay(x, b, l) -> float[batch, sequence, 1]\noutput y = y\n"
+        .parse()
+        .unwrap();
+    let tensor = |values: &[f32], shape: &[usize]| Tensor::from_slice(values, shape, &Device::Cpu).unwrap();
+    let parameters = Parameters::from_tensors([("b".to_owned(), tensor(&[0.0625], &[1])), ("l".to_owned(), tensor(&[1.5], &[1]))].into(), DType::BF16);
+    let inputs: Inputs = [("x".to_owned(), tensor(&[-3.25, 0.5], &[1, 2, 1]))].into();
+    let found = Executor::new(&graph, parameters, Device::Cpu).run(&inputs).unwrap().remove("y").unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    for (x, found) in [-3.25f64, 0.5].into_iter().zip(found) {
+        let expected = -1.5f64.exp() * (x + 0.0625).exp().ln_1p();
+        assert!((f64::from(found) / expected - 1.0).abs() < 1e-5, "{x}: {found} instead of {expected}");
+    }
 }

@@ -280,6 +280,8 @@ def op_cases():
     for groups, sequence, how in [(4, 5, {}), (2, 9, {"scale": 0.5})]:
         rows, numbers = (2, groups, sequence, 3), (2, sequence, 4)
         yield text("GatedDelta", **how), gated_delta(**how), [rows, rows, (2, 4, sequence, 6), numbers, numbers]
+    # As in Qwen3NextGatedDeltaNet of transformers.
+    yield text("Decay"), lambda x, bias, rates: -rates.exp() * torch.nn.functional.softplus(x + bias), [(2, 5, 4), (4,), (4,)]
 
 def ops():
     cases, tensors = [], {}

@@ -101,6 +101,7 @@ pub fn cases() -> Vec<Case> {
         case(Attention { scale: 0.5, causal: true, ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6], &[4]]),
         with_ints(case(Attention { window: Some(3), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5], &[4, 5, 5], &[4]]), &[3]),
         with_ints(case(Attention { window: Some(3), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5], &[4, 5, 5]]), &[3]),
+        case(Decay {}, &[&[2, 5, 3], &[3], &[3]]),
         case(GatedDelta { scale: 0.5 }, &[&[2, 2, 4, 3], &[2, 2, 4, 3], &[2, 2, 4, 4], &[2, 4, 2], &[2, 4, 2]]),
         case(GatedDelta { scale: 0.1 }, &[&[2, 2, 5, 2], &[2, 2, 5, 2], &[2, 6, 5, 3], &[2, 5, 6], &[2, 5, 6]]),
         case(MaxPool { kernel: 3.into(), padding: 1.into(), ..MaxPool::default() }, &[&[2, 4, 7, 8]]),

@@ -260,8 +260,7 @@ impl<'g> Executor<'g> {
             Some(past) => self.prepared[index].forward_next(&operands, past),
             None => self.prepared[index].forward(&operands),
         };
-        let compute = self.parameters.compute();
-        result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
+        result.and_then(|result| in_precision(&node.op, result, self.parameters.compute())).map_err(failed(self.name(node)))
     }
 
     /// The value of a step's last node, if a kernel supports the epilogue.
@@ -359,6 +358,11 @@ impl PartialRun {
     fn get(&self, graph: &Graph, id: ValueId) -> Result<Tensor> {
         self.values[id.index()].clone().ok_or_else(|| Error::graph(format!("graph value `{}`", graph.value(id).name), "is read before it is computed"))
     }
+}
+
+/// The result of an op in the precision of the computation, unless the op keeps 32 bits.
+pub(super) fn in_precision(op: &Op, result: Tensor, compute: DType) -> candle_core::Result<Tensor> {
+    if result.dtype().is_float() && !op.spec().is_wide() { result.to_dtype(compute) } else { Ok(result) }
 }
 
 pub(super) fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {

@@ -253,7 +253,7 @@ impl<'g> Tape<'g> {
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
             let result = self.prepared(index, compute).forward(&operands);
-            let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
+            let result = result.and_then(|result| run::in_precision(&node.op, result, compute)).map_err(run::failed(self.name(node)))?;
             observe(node, &operands, &result)?;
             drop(operands);
             memory_tracker.allocate_named(MemoryCategory::Activations, self.name(node), bytes_of(&result))?;

@@ -80,7 +80,7 @@ mod running {
     use crate::arch::running::parts::{activate, rms_norm, slices};
     use crate::arch::running::rope::RopeDefaults;
     use crate::error::{Error, Result};
-    use crate::ir::ops::{Add, CausalConv, Concat, Exp, GatedDelta, MergeHeads, Mul, Neg, Normalize, RmsNorm, Route, Sigmoid, Silu, Softplus, SplitHeads};
+    use crate::ir::ops::{CausalConv, Concat, Decay, GatedDelta, MergeHeads, Mul, Normalize, RmsNorm, Route, Sigmoid, Silu, SplitHeads};
     use crate::ir::{Builder, ValueId};
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -235,11 +235,7 @@ mod running {
             }
             let bias = b.param(&module("dt_bias"), &[heads])?;
             let logarithms = b.param(&module("A_log"), &[heads])?;
-            let step = b.node(&node("step"), Add {}, &[projected.decay, bias])?;
-            let step = b.node(&node("step.softplus"), Softplus {}, &[step])?;
-            let speed = b.node(&node("speed"), Exp {}, &[logarithms])?;
-            let decay = b.node(&node("decay.opposite"), Mul {}, &[step, speed])?;
-            operands.push(b.node(&node("decay"), Neg {}, &[decay])?);
+            operands.push(b.node(&node("decay"), Decay {}, &[projected.decay, bias, logarithms])?);
             operands.push(b.node(&node("rate"), Sigmoid {}, &[projected.rate])?);
             let context = b.node(&node("delta"), GatedDelta { scale: 1.0 / (key as f64).sqrt() }, &operands)?;
             let context = rms_norm(b, &node("norm"), &module("norm"), context, RmsNorm { epsilon: self.epsilon, ..RmsNorm::default() })?;

@@ -1,4 +1,4 @@
-//! The gated delta rule as a loop over tokens.
+//! The gated delta rule as a loop over tokens, and its decays.
 
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorTypeProto, TypeProto, ValueInfoProto};
 use super::Lowering;
@@ -37,6 +37,18 @@ impl Body<'_, '_> {
 fn float_info(name: &str) -> ValueInfoProto {
     let tensor = TensorTypeProto { elem_type: Some(DataType::Float as i32), shape: None };
     ValueInfoProto { name: Some(name.to_owned()), r#type: Some(TypeProto { tensor_type: Some(tensor), ..TypeProto::default() }), ..ValueInfoProto::default() }
+}
+
+/// The decays of a gated delta network.
+pub(super) fn decay(n: &mut Lowering) -> Result<()> {
+    let inputs: Vec<String> = (0..n.inputs()).map(|i| n.wide(&n.input(i))).collect::<Result<_>>()?;
+    let [values, biases, rates] = [&inputs[0], &inputs[1], &inputs[2]];
+    let shifted = n.emit("Add", "shifted", &[values, biases], vec![]);
+    let step = n.emit("Softplus", "step", &[&shifted], vec![]);
+    let speed = n.emit("Exp", "speed", &[rates], vec![]);
+    let opposite = n.emit("Neg", "rate", &[&speed], vec![]);
+    n.finish_wide("Mul", &[&step, &opposite], vec![]);
+    Ok(())
 }
 
 /// A `Scan` over tokens, whose state is that of all heads.

@@ -254,10 +254,11 @@ activation!(
     Reciprocal {}, |op, x| None, x.recip(), x.recip()?.sqr()?.neg()
 );
 
-/// `ln(1 + exp(x))` without overflow.
-fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
-    let rest = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
-    x.relu()? + rest
+/// `ln(1 + exp(x))` without overflow. In 16 bits, `1 + exp(x)` would be rounded to one for small results.
+pub(super) fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
+    let wide = wide(x)?;
+    let rest = (wide.abs()?.neg()?.exp()? + 1.0)?.log()?;
+    (wide.relu()? + rest)?.to_dtype(x.dtype())
 }
 
 impl FakeQuantize {

@@ -13,6 +13,7 @@ mod constants;
 mod conv;
 mod conv_transpose;
 mod cum_sum;
+mod decay;
 mod decoding;
 mod elementwise;
 mod embedding;
@@ -79,6 +80,7 @@ pub use constants::{ScalarOps, constant};
 pub use conv::Conv;
 pub use conv_transpose::ConvTranspose;
 pub use cum_sum::CumSum;
+pub use decay::Decay;
 pub use decoding::{DecodingState, Forward, Incremental};
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
@@ -162,6 +164,10 @@ pub trait OpSpec: fmt::Debug {
     /// Whether `eval` accepts this input in 16 bits next to other inputs in 32 bits, and converts no more
     /// of it than needed.
     fn accepts_half(&self, _input: usize) -> bool {
+        false
+    }
+    /// Whether the result stays in 32 bits in computations with 16 bits.
+    fn is_wide(&self) -> bool {
         false
     }
     /// Number of multiply-accumulate operations, for these values of the named sizes.
@@ -248,7 +254,7 @@ ops! {
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, CumSum, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
-    CausalConv, GatedDelta,
+    CausalConv, Decay, GatedDelta,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
     ToFloat, Opaque,
 }
