@@ -4,8 +4,8 @@
 
 pub use compress_core::files::{Store, register_store};
 
-pub use crate::export::{CustomFormat as Format, WeightValues, register_format};
-pub use crate::pass::{CustomPass as Pass, register_pass};
+pub use crate::export::custom::{CustomFormat as Format, WeightValues, register_format};
+pub use crate::pass::custom::{CustomPass as Pass, register_pass};
 #[cfg(feature = "run")]
 pub use crate::{
     data::{Array, DataSource, Sample, Values, register_source},

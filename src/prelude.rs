@@ -2,6 +2,7 @@
 //!
 //! `Result` and `Error` are not included, because they would shadow those of the standard library.
 
+pub use crate::evaluation::Evaluate;
 pub use crate::export::{ByteSize, Export, Layout, Safetensors};
 pub use crate::model::Model;
 pub use crate::pass::{Amount, Cast, FloatFormat, GranularityKind, PruneUnstructured, Quantize, QuantizeDynamic, Scope, Step, WeightObserver};
@@ -12,7 +13,6 @@ pub use crate::work::{Cancel, Event, Progress};
 #[cfg(feature = "run")]
 pub use crate::{
     data::Data,
-    evaluation::Evaluate,
     export::Onnx,
     pass::{Distill, Finetune, PruneStructured, QuantizeStatic},
 };

@@ -1,6 +1,6 @@
 //! Output formats, one per file. Every format verifies its files by reading them back.
 
-mod custom;
+pub(crate) mod custom;
 mod gguf;
 #[cfg(feature = "run")]
 mod onnx;
@@ -13,8 +13,10 @@ use std::path::{Path, PathBuf};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
-pub use self::custom::{Custom, CustomFormat, WeightValues, register_format};
-pub use self::gguf::{FileType, Gguf, TensorType};
+pub use self::custom::Custom;
+#[doc(hidden)]
+pub use self::gguf::TensorType;
+pub use self::gguf::{FileType, Gguf};
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};

@@ -15,7 +15,7 @@ pub struct Fraction(f64);
 
 impl Fraction {
     /// Returns `None` if the number is outside of 0 to 1.
-    pub fn new(value: f64) -> Option<Fraction> {
+    pub(crate) fn new(value: f64) -> Option<Fraction> {
         (0.0..=1.0).contains(&value).then_some(Fraction(value))
     }
 }
@@ -41,10 +41,12 @@ pub(crate) fn suggest_percentage(number: f64) -> Option<String> {
 #[non_exhaustive]
 pub enum Amount {
     /// A fraction of the total, rounded to the nearest count, half to even.
+    #[doc(hidden)]
     Fraction(Fraction),
     /// A count with its unit, written `50 units`.
     Count(u64),
     /// A whole number without a unit.
+    #[doc(hidden)]
     Number(u64),
 }
 
@@ -55,6 +57,7 @@ impl Amount {
     }
 
     /// Returns the fraction, or 0 for a count.
+    #[doc(hidden)]
     pub fn share(self) -> f64 {
         match self {
             Amount::Fraction(Fraction(f)) => f,
@@ -63,6 +66,7 @@ impl Amount {
     }
 
     /// Returns the count for this many weights, or `None` if there are fewer weights than the count.
+    #[doc(hidden)]
     pub fn of(self, weights: u64) -> Option<u64> {
         match self {
             Amount::Fraction(Fraction(f)) => Some((f * weights as f64).round_ties_even() as u64),

@@ -11,11 +11,11 @@
 
 pub(crate) mod amount;
 mod cast;
-mod custom;
+pub(crate) mod custom;
 mod palettize;
 mod peft;
 mod plan;
-pub mod prune_unstructured;
+mod prune_unstructured;
 mod quantize;
 mod quantize_dynamic;
 mod targets;
@@ -28,14 +28,14 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::Value;
 
-pub use amount::{Amount, Fraction, NOfM};
+pub use amount::{Amount, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
-pub use custom::{Custom, CustomPass, register_pass};
+pub use custom::Custom;
 pub use palettize::Palettize;
 #[doc(hidden)]
 pub use plan::Plan;
-pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
-pub use quantize::{CacheOptions, Correction, Guide, KvCache, Method, Quantize, Scheme, SchemeRule};
+pub use prune_unstructured::{Importance as WeightImportance, PruneUnstructured, Rule, Scope};
+pub use quantize::{Correction, Guide, KvCache, Method, Quantize, Scheme, SchemeRule};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
 pub use weight_quantizer::WeightObserver;
 
@@ -97,8 +97,10 @@ mod layerwise;
 
 use crate::error::Result;
 use crate::model::Model;
+pub use crate::run_state::InputImportance;
 use crate::run_state::RunState;
-pub use crate::run_state::{InputImportance, Samples};
+#[doc(hidden)]
+pub use crate::run_state::Samples;
 use crate::work::Work;
 
 /// A step of a pipeline.

@@ -437,6 +437,7 @@ impl Builder {
 
     /// Minimum size in bytes of weights that [`run_part`](Pipeline::run_part) splits across parts. It
     /// must be the same for all parts and for [`merge`](Pipeline::merge).
+    #[doc(hidden)]
     pub fn min_split_bytes(mut self, bytes: u64) -> Self {
         self.0.min_split_bytes = bytes;
         self

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use super::Pipeline;
 use super::measured::Measured;
 use crate::evaluation::{Accuracy, Fidelity, MeasuredFidelity, Runtime, SamplesFrom, lower_is_better};
-use crate::report::{SearchLoss, WARNING};
+use crate::report::WARNING;
+use crate::report::search::SearchLoss;
 use crate::run_state::RunState;
 
 /// Mean cosine similarity below which outputs count as unrelated.

@@ -9,22 +9,21 @@ use super::Report;
 use super::format::{bytes, milliseconds, runtime_name, seconds};
 use crate::evaluation::lower_is_better;
 
-/// Summaries of runs, the differences of their recipes, and the Pareto front.
+/// Summaries of runs, the differences of their recipes, and the Pareto front. Serialized, it has the keys
+/// of `compress report --json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-#[non_exhaustive]
 pub struct Comparison {
     /// The runs, in the order given.
-    pub runs: Vec<Summary>,
+    pub(crate) runs: Vec<Summary>,
     /// Options that differ between the recipes.
-    pub differing: Vec<OptionDifference>,
+    pub(crate) differing: Vec<OptionDifference>,
     /// Meaning of `value`, if it is the same for all runs: a metric, or the cosine similarity to the
     /// original outputs.
-    pub metric: Option<String>,
+    pub(crate) metric: Option<String>,
 }
 
 /// Summary of one run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-#[non_exhaustive]
 pub struct Summary {
     /// Name of the run.
     pub name: String,
@@ -59,7 +58,6 @@ pub struct Summary {
 
 /// An option that differs between recipes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-#[non_exhaustive]
 pub struct OptionDifference {
     /// Its name, as for `--set`.
     pub option: String,

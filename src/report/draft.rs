@@ -8,26 +8,24 @@ use crate::error::counted;
 /// Measurements of a draft with the model that verifies its proposals, as by `compress draft`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct DraftQuality {
     /// Number of held-out prompts.
-    pub prompts: usize,
+    pub(crate) prompts: usize,
     /// File of the prompts.
-    pub prompts_from: String,
+    pub(crate) prompts_from: String,
     /// Maximum number of generated tokens per prompt.
-    pub tokens: usize,
+    pub(crate) tokens: usize,
     /// Generated tokens per second of the model without the draft, after the first token.
-    pub tokens_per_second: Option<f64>,
+    pub(crate) tokens_per_second: Option<f64>,
     /// Measurements with each number of draft tokens.
-    pub runs: Vec<DraftRun>,
+    pub(crate) runs: Vec<DraftRun>,
     /// The number of draft tokens with the most tokens per second.
-    pub recommended: Option<usize>,
+    pub(crate) recommended: Option<usize>,
 }
 
 /// Greedy decoding with a number of draft tokens.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct DraftRun {
     /// Maximum number of tokens that the draft proposes per step.
     pub draft_tokens: usize,

@@ -12,35 +12,35 @@ use crate::{kernel, program};
 /// Hardware and runtimes of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct Environment {
     /// Name of the CPU.
-    pub cpu: Option<String>,
+    pub(crate) cpu: Option<String>,
     /// Number of cores that this process may use.
-    pub cores: usize,
+    pub(crate) cores: usize,
     /// Size of the main memory in bytes.
-    pub memory_bytes: Option<u64>,
+    pub(crate) memory_bytes: Option<u64>,
     /// Name of the GPU that was used, otherwise of the first GPU, if there is one.
-    pub gpu: Option<String>,
+    pub(crate) gpu: Option<String>,
     /// Device on which models ran: `cpu` or `cuda:N`. Passes over weights run on the CPU.
     #[serde(default)]
-    pub device: Option<String>,
+    pub(crate) device: Option<String>,
     /// Version of ONNX Runtime, if it was used.
-    pub onnxruntime: Option<String>,
+    pub(crate) onnxruntime: Option<String>,
     /// File name of its library. The full path could contain private information.
     #[serde(default)]
-    pub onnxruntime_path: Option<String>,
+    pub(crate) onnxruntime_path: Option<String>,
     /// Instruction set of the kernels.
-    pub simd: String,
+    pub(crate) simd: String,
     /// Instructions for int8 products: `avx512-vnni`, `avx-vnni`, `dotprod`, or `none` if products are
     /// accumulated in 16 bits and can saturate.
     #[serde(default)]
-    pub int8: String,
+    pub(crate) int8: String,
 }
 
 impl Environment {
     /// The environment with the device that models ran on (its name, and that of the GPU) and ONNX
     /// Runtime (its version and path).
+    #[doc(hidden)]
     #[must_use]
     pub fn on(self, (device, gpu): (String, Option<String>), onnxruntime: Option<(String, String)>) -> Environment {
         let (onnxruntime, path) = onnxruntime.unzip();
@@ -49,6 +49,7 @@ impl Environment {
     }
 
     /// Detects the hardware. The device is the CPU, and ONNX Runtime is not included.
+    #[doc(hidden)]
     pub fn detect() -> Environment {
         Environment {
             cpu: field("/proc/cpuinfo", "model name"),

@@ -1,6 +1,8 @@
 //! Reports of runs: the passes, sizes, quality and files of the output.
 //!
-//! The fields of [`Report`] are the keys of `report.json`. Keys may be added, but are never renamed.
+//! The fields of [`Report`] are the keys of `report.json`. Keys may be added, but are never renamed. Types
+//! whose fields are not public, such as [`Environment`] and [`FormatSearch`], have the same keys if they
+//! are serialized.
 
 mod budget;
 pub(crate) mod card;
@@ -25,11 +27,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 pub use budget::{Budgets, Finding};
-pub use compare::{Comparison, OptionDifference, Summary};
-pub use draft::{DraftQuality, DraftRun};
+pub use compare::Comparison;
+pub use draft::DraftQuality;
 pub use environment::Environment;
 pub(crate) use environment::Peak;
-pub use search::{FormatSearch, LatencyTable, MixtureLatency, SearchLoss, SearchMethod, SearchMetric, SearchPoint, SearchUnit};
+pub use search::FormatSearch;
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result, counted};
@@ -42,7 +44,7 @@ pub const SCHEMA: u32 = 1;
 /// File name of the JSON report.
 pub const FILE: &str = FILES[0];
 /// File names of the report in all formats.
-pub const FILES: [&str; 3] = crate::output::REPORT_FILES;
+pub(crate) const FILES: [&str; 3] = crate::output::REPORT_FILES;
 
 /// A report, as serialized to `report.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

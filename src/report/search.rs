@@ -12,7 +12,6 @@ use crate::error::counted;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
 pub enum SearchLoss {
     /// KL divergence of the predictions, in nats per token
     #[default]
@@ -43,7 +42,6 @@ impl fmt::Display for SearchLoss {
 /// The metric of the task, which a search has measured.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct SearchMetric {
     /// `accuracy`, `perplexity`, `spearman`.
     pub name: String,
@@ -56,46 +54,45 @@ pub struct SearchMetric {
 /// A search over the formats of weights, as by `compress auto`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct FormatSearch {
     /// The runtime that loads the output.
-    pub runtime: String,
+    pub(crate) runtime: String,
     /// The samples on which points were measured.
-    pub measured_on: Option<String>,
+    pub(crate) measured_on: Option<String>,
     /// The limit of the KL divergence, in nats per token, if the search had one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_kl: Option<f64>,
+    pub(crate) max_kl: Option<f64>,
     /// The limit of the relative loss of the score in percent, if the search had one; without labels, of the
     /// cosine distance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_loss: Option<f64>,
+    pub(crate) max_loss: Option<f64>,
     /// The limit of the latency in milliseconds, if the search had one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_latency_ms: Option<f64>,
+    pub(crate) max_latency_ms: Option<f64>,
     /// The loss that was minimized.
     #[serde(default)]
-    pub loss: SearchLoss,
+    pub(crate) loss: SearchLoss,
     /// The metric of the task, if the limit is one of its score.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub metric: Option<SearchMetric>,
+    pub(crate) metric: Option<SearchMetric>,
     /// The measured times, if the limit is one of the latency.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub times: Option<LatencyTable>,
+    pub(crate) times: Option<LatencyTable>,
     /// Methods that were tried for the mixture that was written, if a time was specified for them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub methods: Vec<SearchMethod>,
+    pub(crate) methods: Vec<SearchMethod>,
     /// The mixture that was written.
-    pub chosen: SearchPoint,
+    pub(crate) chosen: SearchPoint,
     /// The mixture for 5 % more bytes, or for 5 % more time if the limit is one of the latency. Absent if it
     /// has no less expected loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub larger: Option<SearchPoint>,
+    pub(crate) larger: Option<SearchPoint>,
     /// Mixtures that were measured, by ascending size.
-    pub points: Vec<SearchPoint>,
+    pub(crate) points: Vec<SearchPoint>,
     /// The predicted front by ascending size, thinned to at most 200 points.
-    pub front: Vec<SearchPoint>,
+    pub(crate) front: Vec<SearchPoint>,
     /// The format of each unit.
-    pub units: Vec<SearchUnit>,
+    pub(crate) units: Vec<SearchUnit>,
 }
 
 impl FormatSearch {
@@ -109,7 +106,6 @@ impl FormatSearch {
 /// A mixture of formats.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct SearchPoint {
     /// Name of a common mixture, such as Q4_K_M; absent for points of the front.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -144,7 +140,6 @@ impl SearchPoint {
 /// A method of quantization that was tried for a mixture.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct SearchMethod {
     /// Its options.
     pub method: String,
@@ -162,7 +157,6 @@ pub struct SearchMethod {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
-#[non_exhaustive]
 pub struct LatencyTable {
     /// The runtime and its version.
     pub runtime: String,
@@ -195,7 +189,6 @@ impl LatencyTable {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
-#[non_exhaustive]
 pub struct MixtureLatency {
     /// Index of the format of each unit.
     pub options: Vec<usize>,
@@ -208,7 +201,6 @@ pub struct MixtureLatency {
 /// Weights that have the same format.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
 pub struct SearchUnit {
     /// Name of the fused layer or tensor.
     pub name: String,

@@ -62,11 +62,13 @@ impl PartIndex {
     }
 
     /// Name for files and folders of this part, such as `00002-of-00016`.
+    #[doc(hidden)]
     pub fn name(&self) -> String {
         format!("{:05}-of-{:05}", self.number, self.count)
     }
 
     /// All parts.
+    #[doc(hidden)]
     pub fn all(&self) -> impl Iterator<Item = PartIndex> + use<> {
         let count = self.count;
         (1..=count).map(move |number| PartIndex { number, count })

@@ -175,7 +175,7 @@ fn another_instruction_set_or_device_reuses_nothing() {
     }
     let place = Workspace::new(MODEL);
     assert!(!is_reused(place.folder.path()) && is_reused(place.folder.path()));
-    let own = compress::report::Environment::detect().simd;
+    let own = compress_kernels::instruction_set();
     let elsewhere = |set: &str, device: &str| {
         let mut test = std::process::Command::new(std::env::current_exe().unwrap());
         test.args(["another_instruction_set_or_device_reuses_nothing", "--nocapture"]).env(FOLDER, place.folder.path()).env(DEVICE, device);
@@ -183,10 +183,10 @@ fn another_instruction_set_or_device_reuses_nothing() {
         let output = if set == "neon" { &mut test } else { test.env("COMPRESS_SIMD", set) }.output().unwrap();
         String::from_utf8_lossy(&output.stdout).lines().find_map(|line| line.split_once("reused: ")).unwrap().1 == "true"
     };
-    assert!(elsewhere(&own, "cpu"));
-    assert!(!elsewhere(&own, "cpu:strict"));
+    assert!(elsewhere(own, "cpu"));
+    assert!(!elsewhere(own, "cpu:strict"));
     // Processors without AVX2 have one instruction set.
-    if !["neon", "baseline"].contains(&own.as_str()) {
+    if !["neon", "baseline"].contains(&own) {
         assert!(!elsewhere("baseline", "cpu"));
     }
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use compress::pass::prune_unstructured::Importance;
+use compress::pass::WeightImportance as Importance;
 use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, NOfM, Palettize, PruneUnstructured, Step};
 use compress::pass::{Guide, Method, Quantize, Scheme, WeightObserver};
 use compress::pipeline::Builder;

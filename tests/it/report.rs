@@ -213,20 +213,23 @@ fn the_pareto_front_and_differing_options_are_marked() {
     };
     let runs =
         [("a", run(100, 0.9, 0.1)), ("b", run(50, 0.8, 0.5)), ("c", run(60, 0.7, 0.6)), ("d", run(100, 0.9, 0.2))].map(|(name, run)| (name.to_owned(), run));
-    let comparison = Comparison::new(&runs);
-    assert_eq!(comparison.runs.iter().map(|run| run.front).collect::<Vec<_>>(), [true, true, false, true]);
-    assert_eq!(comparison.metric.as_deref(), Some("accuracy"));
-    assert_eq!(comparison.differing.len(), 1);
-    assert_eq!(comparison.differing[0].option, "prune-unstructured.amount");
+    let compared = |runs: &[(String, Report)]| serde_json::to_value(Comparison::new(runs)).unwrap();
+    let front = |comparison: &Value| comparison["runs"].as_array().unwrap().iter().map(|run| run["front"].as_bool().unwrap()).collect::<Vec<_>>();
+    let comparison = compared(&runs);
+    assert_eq!(front(&comparison), [true, true, false, true]);
+    assert_eq!(comparison["metric"], "accuracy");
+    assert_eq!(comparison["differing"].as_array().unwrap().len(), 1);
+    assert_eq!(comparison["differing"][0]["option"], "prune-unstructured.amount");
     let mut lower = runs.clone();
     lower.iter_mut().for_each(|(_, run)| run.accuracy.as_mut().unwrap().metric = Some("perplexity".into()));
-    assert_eq!(Comparison::new(&lower).runs.iter().map(|run| run.front).collect::<Vec<_>>(), [false, true, true, false]);
+    assert_eq!(front(&compared(&lower)), [false, true, true, false]);
     let mut mixed = runs.clone();
     mixed[1].1.accuracy.as_mut().unwrap().metric = None;
-    assert_eq!(Comparison::new(&mixed).metric.as_deref(), Some("cosine"));
+    assert_eq!(compared(&mixed)["metric"], "cosine");
     mixed[1].1.accuracy = None;
-    let none = Comparison::new(&mixed);
-    assert!(none.metric.is_none() && none.runs.iter().all(|run| !run.front) && !none.to_html().contains("<section id=\"pareto\""));
+    let none = compared(&mixed);
+    assert!(none["metric"].is_null() && front(&none).iter().all(|is_best| !is_best));
+    assert!(!Comparison::new(&mixed).to_html().contains("<section id=\"pareto\""));
 }
 
 /// Perplexity can rise by any number; an accuracy cannot drop by more than 1.

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use compress::pass::prune_unstructured::Importance;
+use compress::pass::WeightImportance as Importance;
 use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student};
 use compress::report::Report;
 use compress::{Model, Pipeline};

@@ -13,12 +13,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[error("{0}")]
 pub struct ParseError(String);
 
+#[doc(hidden)]
 impl From<String> for ParseError {
     fn from(reason: String) -> ParseError {
         ParseError(reason)
     }
 }
 
+#[doc(hidden)]
 impl From<&str> for ParseError {
     fn from(reason: &str) -> ParseError {
         ParseError(reason.to_owned())
@@ -201,6 +203,7 @@ impl Error {
     }
 
     /// An inconsistent graph.
+    #[doc(hidden)]
     pub fn graph(what: impl fmt::Display, reason: impl fmt::Display) -> Error {
         Error::Graph { what: what.to_string(), reason: reason.to_string() }
     }

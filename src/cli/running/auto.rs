@@ -20,8 +20,8 @@ use crate::pass::{Context, Method, Quantize};
 use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing, calibration_part, parse_time};
 use crate::pipeline::{Builder, memory_limit};
 use crate::report::format::{bytes, figure, milliseconds};
+use crate::report::search::{FormatSearch, LatencyTable, SearchLoss};
 use crate::report::terminal::table;
-use crate::report::{FormatSearch, LatencyTable, SearchLoss};
 
 /// Extension of the file of the front.
 const FRONT: [&str; 1] = ["json"];

@@ -24,7 +24,7 @@ pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
 use crate::arch::{GgufFamily, GgufHead};
 use crate::contract::Planned as PlannedFile;
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, ParseError, Result, counted};
 use crate::files::Destination;
 use crate::model::Model;
 use crate::model::gguf::{Metadata, describe, vocabulary};
@@ -56,6 +56,18 @@ pub struct Gguf {
     /// Write the importance computed from samples to imatrix.gguf, which llama.cpp reads
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub write_imatrix: bool,
+}
+
+impl Gguf {
+    /// Adds an entry to [`types`](Gguf::types): a pattern, and the name of a type in llama.cpp, such as
+    /// `Q6_K`.
+    ///
+    /// # Errors
+    /// The pattern or the name of the type is invalid.
+    pub fn with_type(mut self, pattern: &str, name: &str) -> Result<Gguf, ParseError> {
+        self.types.push((pattern.parse()?, name.parse()?));
+        Ok(self)
+    }
 }
 
 /// Name of the file in a folder.

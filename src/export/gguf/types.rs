@@ -1,11 +1,14 @@
 //! Types that a recipe selects for single matrices of a GGUF file.
 
 use std::collections::BTreeSet;
+use std::str::FromStr;
 
+use serde::de::IntoDeserializer;
+use serde::de::value::{Error as InvalidName, StrDeserializer};
 use serde::{Deserialize, Serialize};
 
 use super::HEAD;
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 use crate::kernel::ggml::BlockType;
 use crate::store::gguf::Kind;
 use crate::store::{DType, Pattern, select};
@@ -56,6 +59,15 @@ impl TensorType {
     /// Whether the importance of columns affects the quantization.
     pub(super) fn uses_importance(self) -> bool {
         self.kind().uses_importance()
+    }
+}
+
+impl FromStr for TensorType {
+    type Err = ParseError;
+
+    fn from_str(name: &str) -> Result<Self, ParseError> {
+        let deserializer: StrDeserializer<'_, InvalidName> = name.into_deserializer();
+        TensorType::deserialize(deserializer).map_err(|e| e.to_string().into())
     }
 }
 
@@ -201,6 +213,7 @@ pub(super) fn mixed_experts(stacked: &str, one: (&str, Kind), other: (&str, Kind
 
 #[cfg(test)]
 mod tests {
+    use super::super::Gguf;
     use super::*;
 
     #[test]
@@ -232,6 +245,16 @@ mod tests {
             (r#"["a"]"#, "a map from patterns to types"),
         ] {
             let error = entries(text).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn entries_are_added_in_order() {
+        let added = Gguf::default().with_type("z*", "Q6_K").and_then(|gguf| gguf.with_type("re:a[b]+", "F16")).unwrap();
+        assert_eq!(added.types, entries(r#"{"z*":"Q6_K","re:a[b]+":"F16"}"#).unwrap());
+        for (pattern, name, words) in [("a", "Q7_K", "unknown variant `Q7_K`, expected one of `F32`"), ("", "Q6_K", "a pattern cannot be empty")] {
+            let error = Gguf::default().with_type(pattern, name).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         }
     }

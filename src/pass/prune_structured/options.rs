@@ -84,7 +84,7 @@ pub enum Amounts {
 
 impl Amounts {
     /// The amount of a part, if one is specified.
-    pub fn get(&self, part: PrunedPart) -> Option<Amount> {
+    pub(crate) fn get(&self, part: PrunedPart) -> Option<Amount> {
         match self {
             Amounts::All(amount) => Some(*amount),
             Amounts::Each(amounts) => amounts.get(&part).copied(),
@@ -159,13 +159,13 @@ pub enum Target {
 
 impl Target {
     /// The fraction.
-    pub fn fraction(self) -> f64 {
+    pub(crate) fn fraction(self) -> f64 {
         let (Target::Macs(fraction) | Target::Params(fraction) | Target::Latency(fraction)) = self;
         fraction
     }
 
     /// Name of the cost.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Target::Macs(_) => "macs",
             Target::Params(_) => "params",

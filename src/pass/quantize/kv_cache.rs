@@ -7,11 +7,19 @@ use serde::{Deserialize, Serialize};
 use crate::error::ParseError;
 use crate::kernel::cache::{CacheFormat, CacheScales, CacheScheme};
 
+/// Quantization of the KV cache: a format, or a format with its scales. It is parsed from `fp8`, `int8`,
+/// `fp8:head` or `int8:head`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(transparent)]
+pub struct KvCache(Notation);
+
 /// Quantization of the KV cache: a format, or a format with its scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "cli", schemars(rename = "KvCache"))]
 #[serde(untagged, expecting = "a format, fp8 or int8, or an object like { type: fp8, scales: head }")]
-pub enum KvCache {
+enum Notation {
     /// A format, with one scale per layer
     Format(CacheFormat),
     /// A format with its scales
@@ -22,20 +30,20 @@ pub enum KvCache {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
-pub struct CacheOptions {
+struct CacheOptions {
     /// Format of keys and values
     #[serde(rename = "type")]
-    pub format: CacheFormat,
+    format: CacheFormat,
     /// Values that share a scale
     #[serde(default)]
-    pub scales: CacheScales,
+    scales: CacheScales,
 }
 
 impl KvCache {
     pub(super) fn scheme(self) -> CacheScheme {
-        match self {
-            KvCache::Format(format) => CacheScheme { format, ..CacheScheme::default() },
-            KvCache::Scheme(CacheOptions { format, scales }) => CacheScheme { format, scales },
+        match self.0 {
+            Notation::Format(format) => CacheScheme { format, ..CacheScheme::default() },
+            Notation::Scheme(CacheOptions { format, scales }) => CacheScheme { format, scales },
         }
     }
 }

@@ -20,7 +20,7 @@ use serde_json::{Map, Value, json};
 
 pub use correction::Correction;
 pub(in crate::pass) use correction::Corrections;
-pub use kv_cache::{CacheOptions, KvCache};
+pub use kv_cache::KvCache;
 use rules::SchemeLayout;
 pub use rules::SchemeRule;
 pub use scheme::Scheme;

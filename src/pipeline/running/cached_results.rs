@@ -183,6 +183,7 @@ impl ResultCache {
     ///
     /// # Errors
     /// The folder cannot be read.
+    #[doc(hidden)]
     pub fn entries(&self) -> Result<Vec<CachedResult>> {
         let result = |Artifact { key, metadata: State { model, history, .. }, bytes, age, .. }| {
             let (pass, seconds) = history.into_iter().next_back().map_or_else(Default::default, |applied| (applied.name, applied.seconds));
@@ -196,6 +197,7 @@ impl ResultCache {
     ///
     /// # Errors
     /// A result cannot be removed.
+    #[doc(hidden)]
     pub fn clear(&self, prefix: &str) -> Result<u64> {
         self.store.clear(prefix)
     }

@@ -188,14 +188,14 @@ mod tests {
         assert_eq!(page.matches("dot large").count(), 3, "{page}");
         assert!(page.contains("Q4_K_M: 61 B, 4.500 bits, divergence 0.0310"), "{page}");
         assert!(page.contains("<td>chosen</td>") && page.contains("Q5_K") && page.contains("expected divergence"), "{page}");
-        let metric = Some(crate::report::SearchMetric { name: "spearman".to_owned(), original: 0.8203, measured_on: "pairs".to_owned() });
+        let metric = Some(crate::report::search::SearchMetric { name: "spearman".to_owned(), original: 0.8203, measured_on: "pairs".to_owned() });
         let chosen = SearchPoint { score: Some(0.8194), ..search.chosen.clone() };
-        let page = points(&FormatSearch { loss: crate::report::SearchLoss::CosineDistance, metric, chosen, ..search.clone() }).into_string();
+        let page = points(&FormatSearch { loss: crate::report::search::SearchLoss::CosineDistance, metric, chosen, ..search.clone() }).into_string();
         assert!(page.contains("measured distance") && page.contains("spearman") && page.contains("0.8194"), "{page}");
         let timed = |point: SearchPoint| SearchPoint { predicted_ms: Some(point.bytes as f64 / 10.0), measured_ms: None, ..point };
         let chosen = SearchPoint { measured_ms: Some(4.25), ..timed(search.chosen.clone()) };
         let [all, line] = [&search.points, &search.front].map(|points| points.iter().cloned().map(timed).collect::<Vec<_>>());
-        let times = Some(crate::report::LatencyTable { original_ms: 9.0, ..Default::default() });
+        let times = Some(crate::report::search::LatencyTable { original_ms: 9.0, ..Default::default() });
         let search = FormatSearch { times, chosen, points: all, front: line, ..search };
         let page = html! { (front(&search)) (points(&search)) (units(&search)) }.into_string();
         assert!(page.contains("Q4_K_M: 6.10 ms, 4.500 bits, divergence 0.0310"), "{page}");

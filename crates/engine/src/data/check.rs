@@ -9,6 +9,7 @@ impl Data {
     ///
     /// # Errors
     /// A value is out of range, or an option does not apply to this kind of data.
+    #[doc(hidden)]
     pub fn check(&self) -> Result<()> {
         let kinds = [self.text.is_some(), self.images.is_some(), self.arrays.is_some(), self.source.is_some(), !self.mix.is_empty()];
         if kinds.iter().filter(|kind| **kind).count() != 1 {

@@ -68,6 +68,7 @@ pub struct Fidelity {
 
 impl Fidelity {
     /// The fidelity as a score: the KL divergence of logits, or the mean cosine similarity.
+    #[doc(hidden)]
     pub fn score(&self) -> Score {
         let (metric, value) = self.kl.map_or(("cosine", self.cosine), |kl| (KL_DIVERGENCE, kl));
         Score { metric: metric.to_owned(), value, ci95: None, more: BTreeMap::new() }
@@ -104,6 +105,7 @@ impl OutputFidelity {
 
 impl Fidelity {
     /// The worst values of several outputs. Without outputs, the values are those of equal outputs.
+    #[doc(hidden)]
     pub fn worst_of(outputs: BTreeMap<String, OutputFidelity>, not_compared: BTreeMap<String, String>) -> Fidelity {
         // NaN ranks as the worst value.
         let bad = |value: f64| if value.is_nan() { f64::INFINITY } else { value };
@@ -128,12 +130,14 @@ impl Fidelity {
     }
 
     /// An error message, if an output contains infinite or NaN values.
+    #[doc(hidden)]
     pub fn not_finite(&self) -> Option<String> {
         let name = self.outputs.iter().find(|(_, output)| output.is_unusable()).map(|(name, _)| name)?;
         Some(format!("output `{name}` contains infinite or NaN values"))
     }
 
     /// Whether an output contains infinite or NaN values, but only finite ones in the first model.
+    #[doc(hidden)]
     pub fn lost_finite_values(&self) -> bool {
         self.outputs.values().any(|output| output.is_unusable() && output.largest.is_finite())
     }
@@ -178,6 +182,7 @@ impl MeasuredFidelity {
     }
 
     /// Describes the samples: `32 samples of data.jsonl`.
+    #[doc(hidden)]
     pub fn describe(&self) -> String {
         let (count, data) = (self.samples, self.data.as_deref().unwrap_or("the data"));
         match self.samples_from {
@@ -248,6 +253,7 @@ pub struct Latency {
 
 impl Latency {
     /// The speedup, with its quartiles if they are known: `1.52 (1.37 to 1.80)`.
+    #[doc(hidden)]
     pub fn describe_speedup(&self) -> String {
         let spread = self.speedup_quartiles.map_or_else(String::new, |[low, high]| format!(" ({low:.2} to {high:.2})"));
         format!("{:.2}{spread}", self.speedup)

@@ -7,7 +7,7 @@ use crate::generation::{Continuation, Generate, LanguageModel, Speculation, Spee
 use crate::model::Model;
 use crate::pipeline::running::draft::options::DraftTest;
 use crate::pipeline::running::evaluate::Run;
-use crate::report::{DraftQuality, DraftRun};
+use crate::report::draft::{DraftQuality, DraftRun};
 use crate::work::MemoryLimit;
 
 impl Run<'_> {

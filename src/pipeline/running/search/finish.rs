@@ -13,7 +13,7 @@ use super::measure::Measurement;
 use super::{Found, Search};
 use crate::error::{Error, Result};
 use crate::pass::{Context, Guide, Method, Pass, Quantize, Step};
-use crate::report::SearchMethod;
+use crate::report::search::SearchMethod;
 use crate::run_state::RunState;
 use crate::work::{Cancel, Work};
 

@@ -8,7 +8,7 @@ use crate::exec::Rounding;
 use crate::export::Export;
 use crate::model::Model;
 use crate::pass::{Context, Method, Score, Scores, Step};
-use crate::report::SearchLoss;
+use crate::report::search::SearchLoss;
 use crate::store::Weight;
 
 /// Weights that have the same format.

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{Baseline, Comparison, Resources, Samples, Subject};
 use crate::model::Model;
 use crate::pass::{Context, Scores};
-use crate::report::{SearchLoss, SearchMetric};
+use crate::report::search::{SearchLoss, SearchMetric};
 
 /// Largest number of held-out samples of a text whose outputs are compared.
 const MAX_SAMPLES: usize = 8;

@@ -40,7 +40,7 @@ use crate::data::Data;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
 use crate::pass::{Context, Method, Score};
-use crate::report::{LatencyTable, SearchLoss, SearchMethod, SearchMetric};
+use crate::report::search::{LatencyTable, SearchLoss, SearchMethod, SearchMetric};
 use budget::rounded_up;
 use measure::Measurement;
 use solver::{Assignment, Choice, Row, front};

@@ -10,8 +10,8 @@ use crate::ir::Op;
 use crate::model::{Model, is_embedding, is_linear};
 use crate::onnx::WeightOnly;
 use crate::pass::{ActivationRounding, Context, Damage, Method, Plan, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Score, Scores, Step, WeightObserver};
-use crate::report::SearchLoss;
 use crate::report::format::natural;
+use crate::report::search::SearchLoss;
 use crate::run_state::{Applied, RunState};
 use crate::store::{Pattern, Weight};
 

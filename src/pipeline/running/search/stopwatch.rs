@@ -17,7 +17,7 @@ use crate::onnx::file::MODEL;
 use crate::output::ScratchFolder;
 use crate::pass::{Context, Scores};
 use crate::pipeline::running::memory::lack_for_onnx_runtime;
-use crate::report::LatencyTable;
+use crate::report::search::LatencyTable;
 use crate::run_state::RunState;
 
 /// Option of the limit, for errors.

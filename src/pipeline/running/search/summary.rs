@@ -1,7 +1,7 @@
 //! The section of the report about a search.
 
 use super::{Budget, Found, LoadedBy, Point};
-use crate::report::{FormatSearch, SearchPoint, SearchUnit};
+use crate::report::search::{FormatSearch, SearchPoint, SearchUnit};
 
 /// Largest number of points of the front in a report.
 const FRONT: usize = 200;

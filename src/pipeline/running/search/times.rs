@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::Latency;
 use crate::ir::Graph;
 use crate::model::Model;
-use crate::report::{LatencyTable, MixtureLatency};
+use crate::report::search::{LatencyTable, MixtureLatency};
 
 /// Measures the units in the formats with these indices; without units, the original model.
 pub(super) type Measure<'a> = Box<dyn FnMut(&[Unit], &[usize]) -> Result<Latency> + 'a>;
