@@ -12,10 +12,6 @@ def only(tagged):
     return next(iter(tagged.items())) if isinstance(tagged, dict) else (tagged, None)
 
 
-def is_derived(item):
-    return any("automatically_derived" in str(attribute) for attribute in item["attrs"])
-
-
 class Crate:
     def __init__(self, data, parts=()):
         """`parts`: JSON of crates whose re-exported items are described."""
@@ -30,12 +26,27 @@ class Crate:
 
     def read(self, data):
         self.index, self.paths = data["index"], data["paths"]
-        # Names of derived traits, by the number of the type.
-        self.derived = defaultdict(set)
-        for item in self.index.values():
-            inner = only(item["inner"])[1] if is_derived(item) else None
-            if inner and not inner["trait"]["path"].endswith("StructuralPartialEq"):
-                self.derived[only(inner["for"])[1]["id"]].add(inner["trait"]["path"].rsplit("::", 1)[-1])
+        # Names of the traits in the line of a type, by its number.
+        self.traits = defaultdict(set)
+        for item in filter(self.is_in_line, self.index.values()):
+            inner = item["inner"]["impl"]
+            if not inner["trait"]["path"].endswith("StructuralPartialEq"):
+                self.traits[only(inner["for"])[1]["id"]].add(inner["trait"]["path"].rsplit("::", 1)[-1])
+
+    def is_in_line(self, item):
+        """Whether an implementation is listed in the line of its type: those of traits of other crates, without type
+        arguments and conditions. Dependent programs cannot tell whether they are derived."""
+        kind, inner = only(item["inner"])
+        if kind != "impl" or inner["trait"] is None or inner["is_negative"] or inner["blanket_impl"] is not None:
+            return False
+        if any("automatically_derived" in str(attribute) for attribute in item["attrs"]):
+            return True
+        kind, target = only(inner["for"])
+        arguments = (inner["trait"]["args"] or {}).get("angle_bracketed", {"args": [], "constraints": []})
+        parameters, conditions = inner["generics"]["params"], inner["generics"]["where_predicates"]
+        is_foreign = str(inner["trait"]["id"]) not in self.index and kind == "resolved_path" and str(target["id"]) in self.index
+        has_types = any("lifetime" not in argument for argument in arguments["args"]) or any("lifetime" not in parameter["kind"] for parameter in parameters)
+        return is_foreign and not (inner["is_synthetic"] or has_types or conditions or arguments["constraints"])
 
     def item(self, number):
         return self.index.get(str(number))
@@ -225,12 +236,12 @@ class Crate:
 
     def implementations(self):
         for item in self.index.values():
-            if only(item["inner"])[0] == "impl" and not is_derived(item):
+            if only(item["inner"])[0] == "impl" and not self.is_in_line(item):
                 yield from self.implemented(item)
 
     def described(self, item, path):
         kind, inner = only(item["inner"])
-        derived = f", derives {', '.join(sorted(self.derived[item['id']]))}" if item["id"] in self.derived else ""
+        traits = f", implements {', '.join(sorted(self.traits[item['id']]))}" if item["id"] in self.traits else ""
         mark = "#[non_exhaustive] " if any("non_exhaustive" in str(a) for a in item["attrs"]) else ""
         if kind == "function":
             params, where = self.generics(inner["generics"])
@@ -241,12 +252,12 @@ class Crate:
             fields = fields if shape == "tuple" else fields["fields"] if fields else []
             shown = [f for f in fields if f is not None and self.item(f)]
             hidden = len(shown) < len(fields) or (shape == "plain" and only(inner["kind"])[1]["has_stripped_fields"] if kind == "struct" else False)
-            yield f"{mark}{kind} {path}{params}{where}" + (" { .. }" if hidden else "") + derived
+            yield f"{mark}{kind} {path}{params}{where}" + (" { .. }" if hidden else "") + traits
             for field in shown:
                 yield f"field {path}::{self.item(field)['name']}: {self.type(self.item(field)['inner']['struct_field'])}"
         elif kind == "enum":
             params, where = self.generics(inner["generics"])
-            yield f"{mark}enum {path}{params}{where}{derived}"
+            yield f"{mark}enum {path}{params}{where}{traits}"
             for variant in map(self.item, inner["variants"]):
                 shape, fields = only(variant["inner"]["variant"]["kind"])
                 said = ""
