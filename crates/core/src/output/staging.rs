@@ -249,6 +249,35 @@ mod tests {
         assert_eq!(hidden(folder.path()), 0);
     }
 
+    /// An empty folder is replaced in one step, unless files appear in it.
+    #[test]
+    fn an_empty_folder_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("out"));
+        fs::create_dir(&out).unwrap();
+        let start = || {
+            let staging = Staging::new(&out, Replace::Never, &input).unwrap();
+            fs::write(staging.path().join("file"), "new").unwrap();
+            staging
+        };
+        let staging = start();
+        fs::write(out.join("notes.txt"), "").unwrap();
+        assert!(staging.commit().unwrap_err().to_string().contains("exists"));
+        assert_eq!(fs::read_dir(&out).unwrap().count(), 1);
+        fs::remove_file(out.join("notes.txt")).unwrap();
+        start().commit().unwrap();
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "new");
+        assert_eq!(hidden(folder.path()), 0);
+        assert!(Staging::new(&out, Replace::Never, &input).unwrap_err().to_string().contains("exists"));
+        // Only a file or nothing may be at the location of a file and of its report.
+        let file = folder.path().join("small.onnx");
+        fs::create_dir(&file).unwrap();
+        assert!(Staging::new(&file, Replace::Never, &input).is_err());
+        fs::remove_dir(&file).unwrap();
+        fs::create_dir(folder.path().join("small.onnx.report")).unwrap();
+        assert!(Staging::new(&file, Replace::Never, &input).unwrap_err().to_string().contains("its report exists"));
+    }
+
     #[test]
     fn foreign_files_and_inputs_are_not_replaced() {
         let folder = tempfile::tempdir().unwrap();

@@ -94,6 +94,9 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
     let mut paths: Vec<PathBuf> = report.iter().cloned().chain([target.to_owned()]).filter(|path| path.symlink_metadata().is_ok()).collect();
     let (Some(first), folder) = (paths.first(), report.as_deref().unwrap_or(target)) else { return Ok(()) };
     if replace == Replace::Never {
+        if is_empty_folder(target) {
+            return obstacle(target).map_or(Ok(()), |reason| Err(refuse(target, reason, "choose a folder inside it")));
+        }
         let is_leftover = report.as_ref() == Some(first) && target.symlink_metadata().is_err();
         let reason = format!("its report exists: {}", redact_path(first).display());
         return Err(if is_leftover { refuse(target, &reason, "set `force` to replace it, or choose another name") } else { exists(target) });
@@ -120,6 +123,23 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
         }
     }
     Ok(())
+}
+
+/// Whether the output is a folder that exists and is empty. It is replaced, because nothing is lost.
+pub(super) fn is_empty_folder(target: &Path) -> bool {
+    file_name(target).is_none() && fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_none())
+}
+
+/// The reason for which an empty folder cannot be replaced: a shell would remain in the removed folder, and
+/// mount points cannot be renamed.
+fn obstacle(folder: &Path) -> Option<&'static str> {
+    let folder = fs::canonicalize(folder).ok()?;
+    if std::env::current_dir().and_then(fs::canonicalize).is_ok_and(|working| working.starts_with(&folder)) {
+        return Some("is the working directory, which cannot be replaced");
+    }
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let is_mounted = mounts.lines().any(|line| line.split(' ').nth(4).is_some_and(|place| Path::new(place) == folder));
+    is_mounted.then_some("is a mount point, which cannot be replaced")
 }
 
 /// Fails if files would be lost.

@@ -38,7 +38,6 @@ fn locations_that_exist() {
     let other = "choose another name";
     check([
         place("a folder", "cast in -o full", "full: exists", force),
-        place("an empty folder", "cast in -o empty", "empty: exists", force),
         place("a folder, of a chain", "chain in -o full -- cast", "full: exists", force),
         place("a folder, of a recipe", "run recipe.yaml", "full: exists", force),
         place("a folder, not even for a dry run", "run recipe.yaml --dry-run", "full: exists", force),

@@ -13,7 +13,7 @@ use super::{ATTEMPTS, MODEL, OLD, OLD_REPORT, Staging};
 use crate::error::{Error, Result};
 use crate::output::listing::Listing;
 use crate::output::names::{JOURNAL, file_name, report_folder};
-use crate::output::target::{Replace, check_replaceable, exists, refuse};
+use crate::output::target::{Replace, check_replaceable, exists, is_empty_folder, refuse};
 
 impl Staging {
     /// Publishes a single-file output with its data file and report, in the steps that the parent module
@@ -64,7 +64,7 @@ impl Staging {
     pub(super) fn put(&self, new: &Path, target: &Path) -> Result<()> {
         for _ in 0..ATTEMPTS {
             let moved = match renameat_with(CWD, new, CWD, target, RenameFlags::NOREPLACE) {
-                Err(Errno::EXIST) if self.replace == Replace::Never => return Err(exists(target)),
+                Err(Errno::EXIST) if self.replace == Replace::Never => return self.put_over_empty(new, target),
                 // The old data ends up in the staging folder, which is removed when `self` is dropped.
                 Err(Errno::EXIST) => {
                     self.check_lost(target)?;
@@ -83,13 +83,26 @@ impl Staging {
         Err(refuse(target, "is repeatedly created and removed", "choose a location that no other program uses"))
     }
 
+    /// Replaces an empty folder. Renaming fails if the folder contains files that were added since it was
+    /// checked.
+    fn put_over_empty(&self, new: &Path, target: &Path) -> Result<()> {
+        if *target != self.target || !is_empty_folder(target) {
+            return Err(exists(target));
+        }
+        rustix::fs::rename(new, target).map_err(|e| match e {
+            Errno::EXIST | Errno::NOTEMPTY | Errno::NOTDIR => exists(target),
+            Errno::BUSY => refuse(target, "is a mount point, which cannot be replaced", "choose a folder inside it"),
+            e => Error::io("create", target)(e.into()),
+        })
+    }
+
     /// Fallback for file systems without atomic exchange.
     pub(super) fn put_plainly(&self, new: &Path, target: &Path) -> Result<()> {
         if !target.exists() {
             return fs::rename(new, target).map_err(Error::io("create", target));
         }
         if self.replace == Replace::Never {
-            return Err(exists(target));
+            return self.put_over_empty(new, target);
         }
         self.check_lost(target)?;
         let old = self.work.join(if *target == self.target { OLD } else { OLD_REPORT });
