@@ -3,6 +3,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod brackets;
 pub(crate) mod message;
 mod shell_paths;
 

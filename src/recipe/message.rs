@@ -8,11 +8,15 @@ use std::borrow::Cow;
 use serde::de::IgnoredAny;
 use serde_saphyr::{Error, MessageFormatter, UserMessageFormatter, render_options};
 
+use super::brackets::unclosed;
 use crate::aliases::suggestion;
 
 /// The message with line, column and a snippet of `text`, which is that of the source `name`. A long list of
 /// accepted names follows the snippet.
 pub(crate) fn explain(error: &Error, name: &str, text: &str) -> String {
+    if let Some(open) = unclosed(text) {
+        return open.message(name, text);
+    }
     let message = located(error, name);
     let first = message.lines().next().unwrap_or_default();
     // An unclosed list begins with a list where a value is expected.

@@ -153,7 +153,7 @@ fn texts_that_are_not_recipes() {
         recipe("a list", "- cast\n", "recipe.yaml: line 1 column 1: expected keys with values"),
         recipe("a word", "compress\n", "recipe.yaml: line 1 column 1: expected keys with values"),
         recipe("two documents", "model: in\n---\nmodel: in\n", "recipe.yaml: line 3 column 1: a second YAML document begins here"),
-        recipe("an open list", "model: in\npasses: [\n", "recipe.yaml: line 2 column 9: unclosed bracket '['"),
+        recipe("an open list", "model: in\npasses: [\n", "recipe.yaml: line 2 column 9: the bracket `[` is not closed: add `]`"),
         recipe("an open list in place of a number", "model: in\npasses: [cast: { targets: [a }]\n", "recipe.yaml: line 2 column…bracket"),
         recipe("an open list of an option", "model: in\npasses:\n  - prune-unstructured: { amount: [0.5}\n", "recipe.yaml: line 3 column…bracket"),
         recipe("an open string", "model: \"in\n", "recipe.yaml: line 2 column 1: invalid indentation in multiline quoted scalar"),
@@ -200,7 +200,7 @@ fn values_set_on_the_command_line() {
         set("a wrong type", "run recipe.yaml -o out --set seed=x", "--set seed=x: expected a whole number, not \"x\""),
         set("an unknown value", "run recipe.yaml -o out --set cast.to=f8", "--set cast.to=f8: unknown variant `f8`, expected one of `f32`, `f16`, `bf16`"),
         set("out of range", "run recipe.yaml -o out --set prune-unstructured.amount=1.5", "--set prune-unstructured.amount=1.5: amount 1.5 is not a fraction"),
-        set("no YAML", "run recipe.yaml -o out --set passes=[", "--set passes: line 1 column 1: unclosed bracket '['"),
+        set("no YAML", "run recipe.yaml -o out --set passes=[", "--set passes: line 1 column 1: the bracket `[` is not closed"),
         set("no value", "run recipe.yaml -o out --set seed", "`seed` is not KEY=VALUE"),
         with_args(
             "a mistake of the recipe comes first",
