@@ -113,6 +113,7 @@ impl Args {
         calibration.require_unpacked("--calibration")?;
         self.eval.as_ref().map_or(Ok(()), |eval| eval.require_unpacked("--eval"))?;
         let model = Model::open(&self.model)?;
+        self.target.require_loads(&model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Data| -> Result<_> {
             let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());
             let builder = builder.loads([self.runtime()]);

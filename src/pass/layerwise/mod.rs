@@ -13,11 +13,13 @@ mod held_out;
 mod low_rank;
 mod moments;
 mod palettes;
+mod remaining;
 mod rescale;
 mod rounding;
 mod scores;
 mod sites;
 mod sparse;
+mod summary;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,12 +47,14 @@ use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
+use remaining::Remaining;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::{quantize, rescale as rescale_channels};
-pub use scores::{Score, Scores, WeightFormat, scores};
+pub use scores::{Score, Scores, WeightFormat, scores, sizes};
 pub(in crate::pass) use sites::retain_supported;
 use sites::{Layer, Site, block_of, sites, unsupported};
 pub(in crate::pass) use sparse::{input_axes, prune, require};
+use summary::{Summary, few_tokens_note};
 
 pub(in crate::pass) use super::input_scales::find as find_input_scales;
 pub(in crate::pass) use super::kv_cache_scales::{add as add_cache_scales, add_calibrated as add_calibrated_cache_scales};
@@ -159,32 +163,6 @@ struct Flow {
     pub guided: bool,
 }
 
-/// Result of a layerwise run.
-#[derive(Debug, Default)]
-struct Summary {
-    /// Number of calibration samples.
-    pub samples: usize,
-    /// Number of chains that were rescaled.
-    pub rescaled: usize,
-    /// Normalizations that were not rescaled.
-    pub skipped: BTreeSet<String>,
-    /// Modified weights, including rescaled ones.
-    pub changed: BTreeSet<String>,
-    pub report: MethodReport,
-    /// Inputs of layers with fewer tokens than features.
-    few_tokens: Vec<(usize, usize, String)>,
-}
-
-impl Summary {
-    /// Adds a finished block.
-    fn add(&mut self, changed: &BTreeMap<String, Weight>, report: BlockReport) {
-        self.rescaled += report.rescaled;
-        self.few_tokens.extend(report.few_tokens);
-        self.report.extend(report.method);
-        self.changed.extend(changed.keys().cloned());
-    }
-}
-
 /// The models of a layerwise run.
 struct Runs<'a> {
     blocks: Blockwise<'a>,
@@ -224,15 +202,6 @@ impl Runs<'_> {
     }
 }
 
-/// A note on inputs of layers that had fewer tokens than features.
-fn few_tokens_note(few: Vec<(usize, usize, String)>) -> Option<String> {
-    let few: BTreeSet<_> = few.into_iter().collect();
-    let count = few.len();
-    let (tokens, features, value) = few.into_iter().min()?;
-    let example = format!("`{value}`: {tokens} for {features}");
-    Some(format!("{} had fewer calibration tokens than features ({example}): more samples reduce errors on other data", counted(count, "layer input")))
-}
-
 impl Layerwise<'_> {
     /// Modifies the target weights of the model.
     ///
@@ -268,11 +237,12 @@ impl Layerwise<'_> {
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
         runs.end_at(last);
-        let mut resumed = 0;
+        let (mut resumed, mut remaining) = (0, Remaining::new(last + 1));
         for block in 0..=last {
             runs.enter(block, &summary.changed)?;
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
             let stored = checkpoints.as_ref().map(|checkpoints| checkpoints.load(block, model, &context.work)).transpose()?.flatten();
+            let is_stored = stored.is_some();
             let (changed, report) = match stored {
                 Some((changed, report)) => {
                     resumed += 1;
@@ -294,6 +264,7 @@ impl Layerwise<'_> {
             }
             // Otherwise the heap grows from block to block: sizes of solvers and activations differ.
             heap::release_freed();
+            remaining.finish_block(block, is_stored, &context.work);
         }
         summary.report.notes.extend(few_tokens_note(std::mem::take(&mut summary.few_tokens)));
         if resumed > 0 {

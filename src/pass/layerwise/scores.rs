@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::guide::Guide;
 use super::rounding::{Quantization, costs};
-use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, unsupported};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, sites, unsupported};
 use crate::error::Result;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::ggml::BlockType;
@@ -61,13 +61,7 @@ pub struct Scores {
 /// # Errors
 /// If calibration samples are missing, if the model has no logits, or if a layer cannot be quantized.
 pub fn scores(formats: &[WeightFormat], model: &Model, context: &Context) -> Result<Scores> {
-    // All linear weights, with any number of columns.
-    let linear = Quantize { scheme: Scheme::W8A16, group_size: Some(-1), ..Quantize::default() };
-    let encodings = formats.iter().map(|format| {
-        let pass = if let WeightFormat::Scheme(pass) = format { pass } else { &linear };
-        Ok(pass.layers(&model.weights)?.encodings)
-    });
-    let encodings = encodings.collect::<Result<Vec<_>>>()?;
+    let encodings = encodings(formats, model)?;
     let meter = Arc::new(Meter::default());
     let options = formats.iter().zip(&encodings).map(|(format, encodings)| {
         Ok(match format {
@@ -76,16 +70,59 @@ pub fn scores(formats: &[WeightFormat], model: &Model, context: &Context) -> Res
         })
     });
     let options = options.collect::<Result<Vec<_>>>()?;
-    let mut targets: BTreeSet<&str> = encodings.iter().flat_map(|encodings| encodings.keys()).map(String::as_str).collect();
-    for name in unsupported(model, &targets)?.into_values().flatten() {
-        targets.remove(name);
-    }
+    let targets = targets(&encodings, model)?;
     let requested = MomentsRequest { rows: ROWS, ..MomentsRequest::default() };
     let flow = Flow { guided: true, ..Flow::default() };
     let work = Layerwise { name: "auto", context, targets: &targets, requested, rescale: None, flow };
     let mut scorer = Scorer { options, moments: None, outputs: BTreeMap::new(), scores: Scores::default(), report: MethodReport::default() };
     work.run(&mut model.clone(), &mut scorer)?;
     Ok(scorer.scores)
+}
+
+/// Sizes of the weights that have [`scores`], with losses of 0, without running the model.
+///
+/// # Errors
+/// If the model has no graph, or if a layer cannot be quantized.
+pub fn sizes(formats: &[WeightFormat], model: &Model) -> Result<Scores> {
+    let (encodings, graph) = (encodings(formats, model)?, model.graph()?);
+    let sites = sites("auto", &graph, &targets(&encodings, model)?, true)?;
+    let mut sizes = Scores::default();
+    for layer in sites.iter().flat_map(|site| &site.layers) {
+        let bytes = |(format, encodings): (&WeightFormat, &Encodings)| match format {
+            WeightFormat::Scheme(_) => encodings.get(&layer.weight).map(|affine| stored_bytes(layer, affine)),
+            WeightFormat::Blocks(kind) => block_bytes(layer, *kind),
+        };
+        let options = formats.iter().zip(&encodings).map(|format| bytes(format).map(|bytes| Score { loss: 0.0, bytes }));
+        sizes.by_weight.insert(layer.weight.clone(), options.collect());
+    }
+    Ok(sizes)
+}
+
+/// The encodings of weights in a scheme, by name.
+type Encodings = BTreeMap<String, QuantizationSpec>;
+
+/// The encodings of each format. Blocks can store all linear weights, with any number of columns.
+fn encodings(formats: &[WeightFormat], model: &Model) -> Result<Vec<Encodings>> {
+    let linear = Quantize { scheme: Scheme::W8A16, group_size: Some(-1), ..Quantize::default() };
+    let encodings = formats.iter().map(|format| {
+        let pass = if let WeightFormat::Scheme(pass) = format { pass } else { &linear };
+        Ok(pass.layers(&model.weights)?.encodings)
+    });
+    encodings.collect()
+}
+
+/// The weights of at least one format that layerwise passes support.
+fn targets<'e>(encodings: &'e [Encodings], model: &Model) -> Result<BTreeSet<&'e str>> {
+    let mut targets: BTreeSet<&str> = encodings.iter().flat_map(|encodings| encodings.keys()).map(String::as_str).collect();
+    for name in unsupported(model, &targets)?.into_values().flatten() {
+        targets.remove(name);
+    }
+    Ok(targets)
+}
+
+/// Size of a layer in blocks; `None` if its rows are not a multiple of the block size.
+fn block_bytes(layer: &Layer, kind: BlockType) -> Option<u64> {
+    Kind::Blocks(kind).byte_count(&[layer.rows, layer.size]).filter(|_| !layer.input_major)
 }
 
 /// How weights are rounded in a format.
@@ -104,7 +141,7 @@ impl Rounding<'_> {
                 Ok(Some(stored_bytes(layer, affine)))
             }
             Rounding::Blocks(kind) => {
-                let Some(bytes) = Kind::Blocks(*kind).byte_count(&[layer.rows, layer.size]).filter(|_| !layer.input_major) else { return Ok(None) };
+                let Some(bytes) = block_bytes(layer, *kind) else { return Ok(None) };
                 kind.round_rows(values, layer.size, importance);
                 // Scales beyond the range of binary16.
                 Ok(values.iter().all(|value| value.is_finite()).then_some(bytes))

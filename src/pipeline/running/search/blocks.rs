@@ -123,6 +123,10 @@ impl Formats for Blocks<'_> {
         pass::scores(&self.formats, self.model, context)
     }
 
+    fn sizes(&self) -> Result<Option<Scores>> {
+        pass::sizes(&self.formats, self.model).map(Some)
+    }
+
     fn units(&self, scores: &Scores) -> Vec<Unit> {
         let floats = Some(Score { loss: 0.0, bytes: 0 });
         let mut units: Vec<Unit> = Vec::new();

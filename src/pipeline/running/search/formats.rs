@@ -107,6 +107,14 @@ pub(super) trait Formats {
     /// If the model cannot run, calibration samples are missing, or no weight can be quantized.
     fn scores(&self, context: &Context) -> Result<Scores>;
 
+    /// Sizes of the formats of each weight, with losses of 0; `None` if they are only known with the scores.
+    ///
+    /// # Errors
+    /// If no weight can be quantized.
+    fn sizes(&self) -> Result<Option<Scores>> {
+        Ok(None)
+    }
+
     /// The units with the scores of their formats.
     fn units(&self, scores: &Scores) -> Vec<Unit>;
 

@@ -137,6 +137,7 @@ impl Search<'_> {
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self, times: &mut Option<LatencyTable>) -> Result<Found> {
         let formats = self.formats()?;
+        self.require_possible_size(&*formats)?;
         let mut times = self.times(&*formats, times)?;
         let mut measurement = Measurement::new(self.model, self.context, &*formats)?;
         let mut metric = None;
@@ -150,7 +151,6 @@ impl Search<'_> {
         let scores = formats.scores(self.context)?;
         let units = formats.units(&scores);
         measurement.set_scores(scores);
-        let has_formats = |unit: &Unit| unit.options.iter().rev().skip(1).any(Option::is_some);
         if !units.iter().any(has_formats) {
             return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model", self.target)));
         }
@@ -190,6 +190,20 @@ impl Search<'_> {
         };
         found.times = times.map(|times| times.table().clone());
         Ok(found)
+    }
+
+    /// Rejects a limit that is below the smallest possible size, before the model runs.
+    fn require_possible_size(&self, formats: &dyn Formats) -> Result<()> {
+        if !matches!(self.budget, Some(Budget::Bits(_) | Budget::Bytes(_) | Budget::Ratio(_))) {
+            return Ok(());
+        }
+        let Some(sizes) = formats.sizes()? else { return Ok(()) };
+        let units = formats.units(&sizes);
+        if !units.iter().any(has_formats) {
+            return Ok(());
+        }
+        let smallest = Found { formats: formats.names(), other_bytes: formats.other_bytes(&units), units, ..Found::default() };
+        self.choose(&smallest, &smallest.front()).map(drop)
     }
 
     /// The formats to choose from.
@@ -297,6 +311,11 @@ impl Search<'_> {
         let writing = self.formats()?.writing(&found.units, &point.options, method)?;
         writing.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
+}
+
+/// Whether a unit has another option than floats.
+fn has_formats(unit: &Unit) -> bool {
+    unit.options.iter().rev().skip(1).any(Option::is_some)
 }
 
 /// Measures a point, unless it is known.

@@ -6,9 +6,10 @@ use super::blocks::Blocks;
 use super::formats::Formats;
 use super::onnx_layers::{Arithmetics, OnnxLayers};
 use super::schemes::Schemes;
+use crate::arch::{self, ModelKind, Settings};
 use crate::contract::Runtime;
 use crate::error::{Error, Result};
-use crate::model::Model;
+use crate::model::{self, Model};
 use crate::pass::Scheme;
 
 /// The runtime that loads the result.
@@ -57,6 +58,29 @@ impl LoadedBy {
             all.retain(&kept);
         }
         Ok(all)
+    }
+
+    /// Checks that the runtime loads models of this kind.
+    ///
+    /// # Errors
+    /// The model is an ONNX file or a vision model, which other runtimes load.
+    pub fn require_loads(self, model: &Model) -> Result<()> {
+        if self == LoadedBy::OnnxRuntime {
+            return Ok(());
+        }
+        let kind = arch::family(model.config.model_type()).map(|family| family.kind_of(&Settings::new(model.config.values())));
+        let weights = || model.weights.by_name.iter();
+        let bytes: u64 = weights().map(|(_, weight)| weight.stored_bytes).sum();
+        let convolutions: u64 = weights().filter(|(name, weight)| model::is_convolution(name, weight)).map(|(_, weight)| weight.stored_bytes).sum();
+        let is_convolutional = kind.map_or(2 * convolutions > bytes, |kind| kind == ModelKind::Convolutional);
+        let reason = match (self, kind) {
+            _ if model.onnx.is_some() => "does not load ONNX files",
+            (LoadedBy::Transformers, _) if is_convolutional => "loads convolutions only as floats",
+            _ if is_convolutional => "does not load convolutional networks",
+            (LoadedBy::Vllm | LoadedBy::LlamaCpp, Some(ModelKind::VisionTransformer)) => "does not load vision transformers",
+            _ => return Ok(()),
+        };
+        Err(Error::option("--for", format!("{self} {reason}, such as {}: use `--for onnxruntime`", model.path.display())))
     }
 
     fn all_formats(self, model: &Model, by_time: bool) -> Result<Box<dyn Formats + '_>> {

@@ -43,6 +43,10 @@ impl Formats for Schemes<'_> {
         pass::scores(&self.formats, self.model, context)
     }
 
+    fn sizes(&self) -> Result<Option<Scores>> {
+        pass::sizes(&self.formats, self.model).map(Some)
+    }
+
     fn units(&self, scores: &Scores) -> Vec<Unit> {
         let mut units: BTreeMap<String, Unit> = BTreeMap::new();
         for (name, options) in &scores.by_weight {
