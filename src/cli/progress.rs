@@ -63,7 +63,11 @@ impl Progress for Bars {
                 }
             }
             Event::Message(text) => {
-                let (Some(stage), text) = (stage.as_mut(), display(text)) else { return };
+                let text = display(text);
+                let Some(stage) = stage.as_mut() else {
+                    let _ = writeln!(io::stderr().lock(), "{text}");
+                    return;
+                };
                 match &stage.bar {
                     Some(bar) => bar.set_prefix(text.into_owned()),
                     None if stage.reported.elapsed() >= LINE_INTERVAL => {
@@ -133,12 +137,15 @@ impl Progress for JsonLines {
                 json!({ "event": "progress", "done": counter.done, counter.unit: counter.total })
             }
             Event::Message(text) => {
-                if state.as_ref().is_none_or(|counter| counter.reported.elapsed() < EVENT_INTERVAL) {
+                if state.as_ref().is_some_and(|counter| counter.reported.elapsed() < EVENT_INTERVAL) {
                     return;
                 }
                 json!({ "event": "message", "text": text })
             }
-            Event::End => json!({ "event": "end" }),
+            Event::End => {
+                *state = None;
+                json!({ "event": "end" })
+            }
             _ => return,
         };
         write_event(&line);
