@@ -74,12 +74,12 @@ impl Amount {
         }
     }
 
-    /// Rejects a number from 1 to 100 without a unit, which may be meant as a percentage, or 1 as everything.
+    /// Rejects a number from 1 to 100 without a unit, which may be meant as a percentage.
     /// The error suggests unambiguous notations; `counted` formats that of the count.
     pub(crate) fn require_unit(self, counted: impl FnOnce(u64) -> String) -> Result<(), String> {
         match self {
             Amount::Number(number @ 1..=100) => {
-                let fraction = suggest_percentage(number as f64).unwrap_or_else(|| "`1.0` or `100%`".to_owned());
+                let fraction = suggest_percentage(number as f64).unwrap_or_else(|| "`0.01` or `1%`".to_owned());
                 Err(format!("{number} needs a unit: write {fraction} for a fraction, or {}", counted(number)))
             }
             _ => Ok(()),
@@ -237,7 +237,7 @@ mod tests {
     fn numbers_that_may_be_percentages_need_a_unit() {
         let needs = |amount: Amount| amount.require_unit(|count| format!("`{count} units`")).err();
         assert_eq!(needs(Amount::Number(50)).unwrap(), "50 needs a unit: write `0.5` or `50%` for a fraction, or `50 units`");
-        assert_eq!(needs(Amount::Number(1)).unwrap(), "1 needs a unit: write `1.0` or `100%` for a fraction, or `1 units`");
+        assert_eq!(needs(Amount::Number(1)).unwrap(), "1 needs a unit: write `0.01` or `1%` for a fraction, or `1 units`");
         assert!(needs(Amount::Number(2)).is_some() && needs(Amount::Number(100)).is_some());
         for amount in [Amount::Number(0), Amount::Number(101), Amount::Count(50), Amount::fraction(1.0)] {
             assert_eq!(needs(amount), None);

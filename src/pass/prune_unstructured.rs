@@ -131,6 +131,16 @@ impl PruneUnstructured {
         self.rules.iter().position(|rule| rule.targets.iter().any(|p| p.matches(name)))
     }
 
+    /// The option that removes all weights of the model, if one does. Tensors in `targets` may become zero.
+    fn removes_everything(&self) -> Option<&'static str> {
+        let all = self.targets.is_empty() && self.rules.is_empty();
+        match self.pattern {
+            _ if !all => None,
+            Some(pattern) => (pattern.n == 0).then_some("pattern"),
+            None => (self.amount().share() >= 1.0).then_some("amount"),
+        }
+    }
+
     /// Groups the selected names by amount: one group for each rule, and one for the remaining names.
     fn groups<'a>(&self, names: &BTreeSet<&'a str>) -> Vec<(Amount, Vec<&'a str>)> {
         let mut groups: Vec<(Amount, Vec<&str>)> = self.rules.iter().map(|rule| (rule.amount, Vec::new())).chain([(self.amount(), Vec::new())]).collect();
@@ -257,6 +267,9 @@ impl Pass for PruneUnstructured {
             let unit = amount.require_unit(|count| format!("`{count} units` for {count} weights"));
             unit.map_err(|reason| Error::option(format!("{NAME}: {what}"), reason))?;
         }
+        if let Some(what) = self.removes_everything() {
+            return Err(everything(what));
+        }
         if self.importance != Importance::L1 {
             layerwise::require(&format!("{NAME}: importance"))?;
             if self.scope == Scope::Global {
@@ -319,6 +332,9 @@ impl Pass for PruneUnstructured {
             None => self.apply_amounts(&names, &mut after, &mut applied)?,
         };
         let of: u64 = names.iter().map(|name| weights.by_name[*name].elements() as u64).sum();
+        if removed == of && of > 0 && self.targets.is_empty() && self.rules.is_empty() {
+            return Err(everything(&format!("amount: {}", self.amount())));
+        }
         after.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
         applied.details = json!({ "zeroed": removed, "of": of });
         Ok(Plan::new(after, applied))
@@ -330,6 +346,13 @@ impl Pass for PruneUnstructured {
         }
         "a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a subsequent `distill` or `finetune` pass, which preserves zeros"
     }
+}
+
+/// The error about an option that would remove all weights.
+fn everything(option: &str) -> Error {
+    let reason = "sets all weights of the selected layers to zero, after which the model computes nothing useful";
+    let next = "choose a smaller amount, such as 0.5, or name the tensors that are to become zero in `targets`";
+    Error::option(format!("{NAME}: {option}"), format!("{reason}: {next}"))
 }
 
 pub(super) fn too_many(amount: Amount, what: &str, weights: u64) -> Error {

@@ -37,7 +37,7 @@ fn prune_unstructured() {
     check("prune-unstructured in -o out --amount 0.25", &json!({ "amount": 0.25 }), &[(QUERY, "f32", Some(64)), (DENSE, "f32", Some(256))]);
     check("prune-unstructured in -o out --amount 25%", &json!({ "amount": 0.25 }), &[(QUERY, "f32", Some(64)), (DENSE, "f32", Some(256))]);
     check("prune-unstructured in -o out --amount 110", &json!({ "amount": 110 }), &[(QUERY, "f32", Some(110)), (DENSE, "f32", Some(110))]);
-    check("prune-unstructured in -o out --amount 1.0", &json!({ "amount": 1.0 }), &[(QUERY, "f32", Some(256)), (DENSE, "f32", Some(1024))]);
+    check("prune-unstructured in -o out --amount 1.0 --targets *.weight", &json!({ "amount": 1.0 }), &[(QUERY, "f32", Some(256)), (DENSE, "f32", Some(1024))]);
     check("prune-unstructured in -o out --pattern 2:4", &json!({ "pattern": "2:4", "amount": null }), &[(QUERY, "f32", Some(128)), (DENSE, "f32", Some(512))]);
     check(
         "prune-unstructured in -o out --targets *embeddings* --targets *.1.output*",
