@@ -4,6 +4,7 @@ mod builder;
 mod cached;
 mod card;
 mod carry;
+mod finish_passes;
 mod measured;
 mod part_manifest;
 mod parts;

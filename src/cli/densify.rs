@@ -43,7 +43,7 @@ impl Args {
             return Err(Error::Output {
                 path: self.output.clone(),
                 reason: format!("is of the format {format}, but `densify` writes safetensors"),
-                hint: format!("choose a folder as the output, or write this file with `compress cast MODEL -o {}`", self.output.display()),
+                hint: format!("choose a folder as the output, or write this file with `compress cast MODEL -o {} --to f32`", self.output.display()),
             });
         }
         let mut format = Safetensors::with_layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });

@@ -69,6 +69,18 @@ pub struct Exported {
     pub notes: Vec<String>,
 }
 
+/// The result of a pass that the files of a format do not have.
+#[derive(Debug)]
+#[doc(hidden)]
+pub struct LostResult {
+    /// Name of the pass.
+    pub pass: &'static str,
+    /// What the files contain instead.
+    pub reason: String,
+    /// How the files keep the result.
+    pub remedy: String,
+}
+
 /// An output format.
 #[doc(hidden)]
 pub trait Format: fmt::Debug + Send + Sync {
@@ -102,6 +114,11 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// As [`forecast`](Format::forecast).
     fn attached(&self, _model: &Model, _run: &RunState) -> Result<BTreeMap<String, Vec<u8>>> {
         Ok(BTreeMap::new())
+    }
+
+    /// The result of a pass that the files do not have with these options; `None` if they keep all results.
+    fn lost_result(&self, _model: &Model, _run: &RunState) -> Option<LostResult> {
+        None
     }
 
     /// Predicts the files for a model after the passes of `run`.

@@ -14,7 +14,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
-use super::{Exported, Format, SizeForecast};
+use super::{Exported, Format, LostResult, SizeForecast};
 use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
 use crate::files::{Destination, LocalNames};
@@ -71,6 +71,9 @@ fn opset<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::E
         opset => Ok(opset),
     }
 }
+
+/// The pass that converts floats to another type.
+const CAST: &str = "cast";
 
 /// A planned export.
 struct Prepared {
@@ -298,6 +301,18 @@ impl Format for Onnx {
 
     fn options(&self) -> Value {
         serde_json::to_value(self).unwrap_or(Value::Null)
+    }
+
+    fn lost_result(&self, model: &Model, run: &RunState) -> Option<LostResult> {
+        let cast = run.history.iter().rfind(|applied| applied.name == CAST)?;
+        let to = cast.options.get("to").and_then(Value::as_str).filter(|to| ["f16", "bf16"].contains(to))?;
+        let is_kept = original_file(model).is_some() || self.precision == Precision::Float16;
+        let remedy = match to {
+            "f16" => "set `precision: float16`, as in `--export 'onnx: { precision: float16 }'`, or convert with `to: f32`",
+            _ => "ONNX has only float32 (`to: f32`) and float16: `to: f16` with `--export 'onnx: { precision: float16 }'`",
+        };
+        let reason = format!("stores weights as float32, so that values that `cast` has rounded to {to} save no bytes");
+        (!is_kept).then(|| LostResult { pass: CAST, reason, remedy: remedy.into() })
     }
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {

@@ -6,16 +6,16 @@ use std::sync::Arc;
 
 use super::running::Running;
 use crate::contract::Target;
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result};
 use crate::export::Export;
-use crate::model::{Model, stacked_experts};
+use crate::model::Model;
 use crate::output::{self, Inputs, Replace};
 use crate::pass::{Plan, Samples, Step};
 use crate::provenance::{Provenance, SigningKey};
 use crate::recipe::{Recipe, Sbom};
 use crate::report::FormatSearch;
 use crate::run_state::RunState;
-use crate::store::{OpenSizes, Weight};
+use crate::store::OpenSizes;
 use crate::work::{Cancel, Progress, Silent, Work};
 
 /// A compression pipeline: passes, output formats and settings, ready to be run on models.
@@ -59,22 +59,6 @@ impl fmt::Debug for Pipeline {
     }
 }
 
-/// Finishes the passes: reconciles tied weights, and adds notes about weights that no pass changed and about
-/// the sizes that the user has specified.
-pub(super) fn finish_passes(after: &mut Model, before: &Model, sizes: &OpenSizes, run: &mut RunState) -> Result<()> {
-    run.notes.extend(after.settle_ties(before)?);
-    run.notes.extend(fixed_sizes(after, sizes));
-    run.notes.extend(unchanged_experts(after, run));
-    Ok(())
-}
-
-/// A note if a pass has changed the graph of an ONNX file, whose open dimensions have specified sizes.
-fn fixed_sizes(after: &Model, sizes: &OpenSizes) -> Option<String> {
-    let sizes: Vec<String> = sizes.iter().map(|(name, size)| format!("{name}={size}")).collect();
-    (after.changed_graph.is_some() && !sizes.is_empty())
-        .then(|| format!("the changed graph supports only the specified sizes, although its inputs may declare others: {}", sizes.join(", ")))
-}
-
 /// Passes that preserve what the weights of a model represent, so that low-rank corrections remain valid.
 const PRESERVING: [&str; 2] = ["cast", "dequantize"];
 
@@ -87,22 +71,6 @@ fn require_uncorrected(pass: &str, model: &Model) -> Result<()> {
             "changes weights that have low-rank corrections (`adapter`), which would no longer fit: run it before `quantize` or the training that adds them, or after `dequantize`, which adds the corrections to the weights",
         )),
     }
-}
-
-/// A note if passes changed weights, but none of the tensors that stack all experts of a layer.
-fn unchanged_experts(model: &Model, run: &RunState) -> Option<String> {
-    let is_changed = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
-    let is_unchanged = |name: &str, weight: &Weight| stacked_experts(name, weight).is_some() && !is_changed(name);
-    let sizes: Vec<f64> =
-        model.weights.by_name.iter().filter(|(name, weight)| is_unchanged(name, weight)).map(|(_, weight)| weight.elements() as f64).collect();
-    if sizes.is_empty() || run.history.iter().all(|applied| applied.tensors.is_empty()) {
-        return None;
-    }
-    let percent = 100.0 * sizes.iter().sum::<f64>() / model.weights.parameters().max(1) as f64;
-    Some(format!(
-        "left unchanged: {}, each of which stacks all experts of a layer, {percent:.0} % of the parameters; passes process only experts stored as separate tensors",
-        counted(sizes.len(), "tensor")
-    ))
 }
 
 /// Default of [`Builder::min_split_bytes`]: smaller weights take too little time to be worth splitting.
@@ -224,7 +192,7 @@ impl Pipeline {
             after = model;
             run.add(applied);
         }
-        finish_passes(&mut after, model, &self.sizes, &mut run)?;
+        self.finish_passes(&mut after, model, &mut run)?;
         resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&sets));
         let calibrates = resolved.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         let with_labels = resolved.steps.iter().any(|step| step.pass().reads_labels());
@@ -233,7 +201,7 @@ impl Pipeline {
     }
 
     /// The output formats: if none is configured, ONNX for an ONNX model and safetensors for others.
-    fn exports(&self, model: &Model) -> Vec<Export> {
+    pub(super) fn exports(&self, model: &Model) -> Vec<Export> {
         match (self.export.as_slice(), &model.onnx) {
             ([], Some(_)) => Export::from_name("onnx").into_iter().collect(),
             ([], None) => vec![Export::default()],

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, redact_path};
 use crate::files;
 use crate::model::{Config, Model, adapter};
 use crate::report::{self, CarriedFile, OutputFile, WARNING};
@@ -58,10 +58,23 @@ pub(super) fn damaged(model: &Model) -> Result<Vec<String>> {
         let path = model.path_of(file);
         let text = files::read(&path).map_err(Error::io("read", &path))?;
         if let Err(reason) = serde_json::from_slice::<serde::de::IgnoredAny>(&text) {
-            warnings.push(format!("{WARNING}{} was copied, but it is not valid JSON ({reason}): runtimes will not load the output", file.display()));
+            warnings.push(format!(
+                "{WARNING}{} was copied, but it is not valid JSON ({reason}): runtimes will not load the output; {}",
+                file.display(),
+                remedy(model, file)
+            ));
         }
     }
     Ok(warnings)
+}
+
+/// How to replace a damaged file of a model folder.
+fn remedy(model: &Model, file: &Path) -> String {
+    let (path, name) = (model.path.join(file), file.display());
+    if files::is_remote(&model.path) {
+        return format!("the file at {} is damaged: correct it there, or use another revision", redact_path(&path).display());
+    }
+    format!("download {name} of the model again, for example with `hf download ORG/NAME {name}`, replace {}, and repeat the run", path.display())
 }
 
 /// Bytes that [`carry_over`] writes.

@@ -53,13 +53,24 @@ fn label_loss(run: &RunState) -> Option<[f64; 2]> {
     })
 }
 
+/// The note about a draft whose outputs differ from the model's, which is not a defect.
+const DRAFT: &str = "the loss `divergence: acceptance` trains a draft for speculative decoding, whose outputs may differ from the model's: `compress generate MODEL --draft DRAFT --prompt TEXT` prints how many of its proposals the model accepts";
+
+/// Whether the last pass trained a draft for speculative decoding.
+fn trains_draft(run: &RunState) -> bool {
+    run.history.last().is_some_and(|applied| applied.options.pointer("/losses/soft/divergence").is_some_and(|divergence| divergence == "acceptance"))
+}
+
 /// A note about the quality of the result: its loss if a pass has trained on labels and there is no
 /// score, otherwise a warning if the model is ruined.
 pub(super) fn quality_note(measured: &Measured, pipeline: &Pipeline, run: &RunState) -> Option<String> {
     let accuracy = measured.accuracy.as_ref();
     let warning = measured.fidelity.as_ref().and_then(|fidelity| quality_warning(fidelity, accuracy, pipeline, run));
     let loss = label_loss(run).filter(|_| accuracy.is_none_or(|accuracy| accuracy.metric.is_none()));
-    let Some([first, last]) = loss else { return warning.map(|reason| format!("{WARNING}{reason}")) };
+    let Some([first, last]) = loss else {
+        let note = |reason| if trains_draft(run) { DRAFT.to_owned() } else { format!("{WARNING}{reason}") };
+        return warning.map(note);
+    };
     // Training on labels changes the outputs on purpose.
     let prefix = if warning.is_some() && (last >= first || last.is_nan()) { WARNING } else { "" };
     Some(format!(
@@ -202,5 +213,20 @@ mod tests {
         assert!(!note([0.7, 0.8], "hard", 0.99).unwrap().starts_with(WARNING));
         assert!(note([0.7, 0.01], "soft", 0.1).unwrap().contains("differ strongly"));
         assert_eq!(note([0.7, 0.01], "soft", 0.99), None);
+    }
+
+    /// A draft is judged by the proposals that the model accepts.
+    #[test]
+    fn different_outputs_of_a_draft_are_no_defect() {
+        let note = |divergence: &str, cosine: f64| {
+            let options = json!({ "losses": { "soft": { "divergence": divergence } } });
+            let run = RunState { history: vec![crate::run_state::Applied::new("distill", options)], ..RunState::default() };
+            let found = MeasuredFidelity::new(SamplesFrom::Synthetic, 4, None, fidelity(cosine, None, None));
+            quality_note(&Measured { fidelity: Some(found), ..Measured::default() }, &Pipeline::builder().build().unwrap(), &run)
+        };
+        assert!(note("forward", 0.1).unwrap().starts_with(WARNING));
+        let draft = note("acceptance", 0.1).unwrap();
+        assert!(!draft.starts_with(WARNING) && draft.contains("compress generate MODEL --draft"), "{draft}");
+        assert_eq!(note("acceptance", 0.9), None);
     }
 }

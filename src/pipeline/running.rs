@@ -16,6 +16,7 @@ pub mod search;
 mod settings;
 mod starter;
 pub mod trial;
+mod unused_layers;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -32,6 +33,7 @@ pub(super) use self::fidelity::matches_config;
 pub use self::memory::memory_limit;
 pub(super) use self::onnx_comparison::check_onnx;
 pub(super) use self::settings::Running;
+pub(super) use self::unused_layers::unused_layers;
 use super::carry::write_text;
 use super::measured::Measured;
 use super::plan::ModelMemory;
@@ -218,7 +220,7 @@ impl Pipeline {
                 cache.put(number, start.elapsed(), &after, &mut run, &context.work);
             }
         }
-        super::builder::finish_passes(&mut after, model, &self.sizes, &mut run)?;
+        self.finish_passes(&mut after, model, &mut run)?;
         if self.export.iter().any(|export| export.format().runs_on().is_some()) {
             run.prepare(&context.work)?;
             run.importance = Some(Arc::new(input_importance(&after, &context)?));

@@ -23,6 +23,11 @@ pub(super) fn matches_config(_: &Model) -> bool {
     true
 }
 
+/// A warning about layers that the configuration does not contain, which needs the graph of the model.
+pub(super) fn unused_layers(_: &Model) -> Option<String> {
+    None
+}
+
 /// Whether this build opens ONNX files.
 pub(super) const OPENS_ONNX: bool = false;
 

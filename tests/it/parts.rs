@@ -213,7 +213,7 @@ fn unsupported_passes_and_formats_are_rejected_by_name() {
         pipeline.run_part(Model::open(golden("llama")).unwrap(), folder.path().join("out"), PartIndex { number: 1, count: 2 }).unwrap_err().to_string()
     };
     assert!(refused("passes: [{ decompose: { rank: 4 } }]").contains("decompose runs the model"));
-    assert!(refused("passes: [cast: { to: bf16 }]\nexport: [onnx]").contains("`onnx` writes a single file"));
+    assert!(refused("passes: [cast: { to: f32 }]\nexport: [onnx]").contains("`onnx` writes a single file"));
     assert!(refused("passes: []\nexport: [safetensors, onnx]").contains("several formats"));
     // Its importance depends on the calibration data.
     let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/book.txt");

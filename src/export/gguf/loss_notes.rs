@@ -6,14 +6,16 @@ use super::file_type::FileType;
 use super::tensors::Planned;
 use crate::error::counted;
 use crate::model::Model;
-use crate::run_state::WARNING;
+use crate::run_state::{RunState, WARNING};
 use crate::store::gguf::Kind;
 use crate::store::{ActivationScheme, DType, Encoding, Weight};
 
 /// Notes about precision and quantization that the file cannot represent.
-pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, file: &str) -> Vec<String> {
+pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, run: &RunState, file: &str) -> Vec<String> {
     let weights = &model.weights.by_name;
     let quantized = weights.values().filter(|weight| weight.encoding != Encoding::Dense).count();
+    let by_pass = |name: &String| run.history.iter().any(|applied| applied.tensors.contains(name));
+    let is_quantized_twice = weights.iter().any(|(name, weight)| weight.encoding != Encoding::Dense && by_pass(name)) && !is_float(file_type);
     let activations = quantized_inputs(model);
     let mut notes = Vec::new();
     let halves: BTreeSet<&str> = all.iter().filter(|planned| planned.target == Kind::Plain(DType::F16)).map(|planned| planned.name.as_str()).collect();
@@ -27,8 +29,11 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, fi
         let smaller = smaller_type(weights, file_type).map_or(String::new(), |smaller| {
             format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `compress chain MODEL -o {file} --export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
         });
-        let warning = if smaller.is_empty() { "" } else { WARNING };
-        notes.push(format!("{warning}{file}: {} dequantized and converted to the types of the file{smaller}", counted(quantized, "quantized weight")));
+        let once = format!("`compress cast MODEL -o {file} --to f32 --export 'gguf: {{ type: {file_type:?} }}'`");
+        let twice = format!("; the weights are quantized twice, with the errors of both: quantize them only to the types of the file, as in {once}");
+        let twice = if is_quantized_twice { twice } else { String::new() };
+        let warning = if smaller.is_empty() && twice.is_empty() { "" } else { WARNING };
+        notes.push(format!("{warning}{file}: {} dequantized and converted to the types of the file{smaller}{twice}", counted(quantized, "quantized weight")));
     }
     if activations > 0 {
         notes.push(format!(
@@ -39,9 +44,14 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, fi
     notes
 }
 
+/// Whether most matrices of a file of this type are floats.
+fn is_float(file_type: FileType) -> bool {
+    matches!(file_type.most(), Kind::Plain(_))
+}
+
 /// The file type with about as many bits as the quantized weights, if `file_type` is a float type.
 fn smaller_type(weights: &BTreeMap<String, Weight>, file_type: FileType) -> Option<FileType> {
-    if !matches!(file_type.most(), Kind::Plain(_)) {
+    if !is_float(file_type) {
         return None;
     }
     let widths = weights.values().filter_map(|weight| match &weight.encoding {

@@ -234,7 +234,7 @@ impl Gguf {
         values.extend(entries);
         values.extend(importance.metadata());
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
-        notes.extend(loss_notes(model, &all, self.file_type, file));
+        notes.extend(loss_notes(model, &all, self.file_type, run, file));
         let tensors = tensors(&mut all, experts)?;
         let encoding = |planned: &Planned| planned.kind.to_string().to_lowercase() + if planned.importance.is_some() { " by importance" } else { "" };
         let encodings = all.iter().map(encoding).collect();

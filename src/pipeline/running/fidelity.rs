@@ -14,6 +14,7 @@ use super::embedding_rows::EmbeddingRows;
 use super::evaluate::{Run, not_finite_note};
 use super::memory::{free_memory, lack_of_memory};
 use crate::analysis;
+use crate::arch;
 use crate::data::{self, Batch, Data};
 use crate::error::{Error, Result};
 use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, SamplesFrom, Subject};
@@ -56,7 +57,7 @@ struct Budget {
 
 /// Whether the weights of a model match its configuration; true if the model cannot be run for other reasons.
 pub(in crate::pipeline) fn matches_config(model: &Model) -> bool {
-    !matches!(model.graph(), Err(Error::Tensor { .. }))
+    !model.graph().is_err_and(|error| matches!(error, Error::Tensor { .. }) || arch::is_indivisible(&error))
 }
 
 /// Samples that no pass has used.
@@ -83,6 +84,11 @@ impl Run<'_> {
             Err(e @ Error::Tensor { .. }) => {
                 let reason = "fidelity was not measured, and runtimes are likely to refuse the output: the weights and config.json do not match";
                 return Ok((None, Some(format!("{WARNING}{reason}: {e}"))));
+            }
+            Err(e) if arch::is_indivisible(&e) => {
+                let reason = "fidelity was not measured, and runtimes are likely to refuse the output";
+                let next = "correct the sizes, as in the original configuration of the model, and repeat the run";
+                return Ok((None, Some(format!("{WARNING}{reason}: {e}: {next}"))));
             }
             Err(e) => return skipped(e.to_string()),
         };

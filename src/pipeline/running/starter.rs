@@ -29,18 +29,23 @@ struct Facts<'m> {
     /// Whether the model has a graph, and so can be evaluated, exported to ONNX and pruned structurally.
     runs: bool,
     quantized: bool,
+    /// Whether the weights are blocks of a quantized GGUF file.
+    has_blocks: bool,
     has_linear: bool,
     /// The dtype of most of the bytes.
     dtype: String,
+    /// How most of the bytes are stored.
+    stored: String,
     /// Bytes of each part of the model, the largest first.
     parts: Vec<(ModelPart, u64)>,
 }
 
 impl Facts<'_> {
     fn new(model: &Model) -> Facts<'_> {
-        let (mut dtypes, mut parts) = (BTreeMap::<String, u64>::new(), BTreeMap::<ModelPart, u64>::new());
+        let (mut dtypes, mut stored, mut parts) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::<ModelPart, u64>::new());
         for (name, weight) in &model.weights.by_name {
             *dtypes.entry(weight.dtype.to_string().to_lowercase()).or_default() += weight.stored_bytes;
+            *stored.entry(weight.describe_stored()).or_default() += weight.stored_bytes;
             *parts.entry(part(name, &weight.shape)).or_default() += weight.stored_bytes;
         }
         let mut parts: Vec<(ModelPart, u64)> = parts.into_iter().collect();
@@ -50,15 +55,25 @@ impl Facts<'_> {
         let supported =
             arch::family(model.config.model_type()).filter(|family| family.graph.is_some()).map(|family| family.kind_of(&Settings::new(model.config.values())));
         let kind = supported.or((runs && convolutions).then_some(ModelKind::Convolutional));
+        let has_blocks = is_gguf(model) && model.weights.by_name.values().any(|weight| weight.stored_type.is_some());
         Facts {
             model,
             kind,
             runs,
-            quantized: model.weights.by_name.values().any(|weight| weight.encoding != Encoding::Dense),
+            quantized: has_blocks || model.weights.by_name.values().any(|weight| weight.encoding != Encoding::Dense),
+            has_blocks,
             has_linear: model.weights.by_name.iter().any(|(name, weight)| is_linear(name, weight)),
-            dtype: dtypes.into_iter().max_by_key(|(_, bytes)| *bytes).map_or_else(|| "f32".into(), |(dtype, _)| dtype),
+            dtype: most(dtypes),
+            stored: most(stored),
             parts,
         }
+    }
+
+    /// The file type of fewer bits per weight that is suggested for a quantized GGUF file; `None` for files with
+    /// so few bits that rounding them again would ruin them.
+    fn smaller_type(&self) -> Option<&'static str> {
+        let bits = 8.0 * self.total() as f64 / self.model.weights.parameters().max(1) as f64;
+        [(5.0, "Q4_K_M"), (4.0, "Q3_K_M")].into_iter().find(|(least, _)| bits > *least).map(|(_, name)| name)
     }
 
     fn total(&self) -> u64 {
@@ -78,6 +93,16 @@ impl Facts<'_> {
     fn has_file(&self, name: &str) -> bool {
         self.model.auxiliary.files.iter().chain(self.model.auxiliary.synthesized.keys()).any(|file| file == Path::new(name))
     }
+}
+
+/// The name with the most bytes.
+fn most(bytes: BTreeMap<String, u64>) -> String {
+    bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map_or_else(|| "f32".into(), |(name, _)| name)
+}
+
+/// Whether a model was opened from a GGUF file.
+fn is_gguf(model: &Model) -> bool {
+    model.weight_files.iter().any(|file| file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")))
 }
 
 /// Returns a commented recipe for a model, which is referred to as `path`. `file` is the name of the
@@ -124,7 +149,7 @@ fn head(facts: &Facts, name: &str, file: &str, out: &mut Vec<String>) {
         comment_text(name),
         comment_text(&family),
         count(model.weights.parameters()),
-        facts.dtype,
+        facts.stored,
         bytes(total)
     ));
     out.push(format!("# Size by part: {}.", parts.join(", ")));
@@ -205,6 +230,12 @@ fn needs_calibration(facts: &Facts) -> bool {
 }
 
 fn passes(facts: &Facts, out: &mut Vec<String>) {
+    if facts.has_blocks {
+        out.push(format!("# The weights are blocks of {}: int8 and 16-bit floats would be larger or not much smaller. Rounding them again adds", facts.stored));
+        out.push("# errors: for the best result, start from the original checkpoint.".into());
+        out.push("passes: []".into());
+        return;
+    }
     if facts.quantized {
         out.push("# The weights are already quantized: for another scheme, start from the original checkpoint. Without a pass the model".into());
         out.push("# is only converted to the format below.".into());
@@ -261,6 +292,22 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
 fn export(facts: &Facts, out: &mut Vec<String>) {
     out.push("export:".into());
     let mut line = |text: &str| out.push(text.to_owned());
+    if facts.has_blocks {
+        match facts.smaller_type() {
+            Some(name) => {
+                line("  # A file with fewer bits per weight for llama.cpp; docs/gguf.md lists the types.");
+                line(&format!("  - gguf: {{ type: {name} }}"));
+                line("  # 16-bit floats for transformers and vLLM; several times as large.");
+                line("#  - safetensors");
+            }
+            None => {
+                line("  # Fewer bits would ruin the model: this only converts it, to 16-bit floats for transformers and vLLM. It is several");
+                line("  # times as large.");
+                line("  - safetensors");
+            }
+        }
+        return;
+    }
     if facts.model.onnx.is_some() {
         line("  # The same file with smaller weights.");
         line("  - onnx");

@@ -74,11 +74,11 @@ mod running {
     use serde_json::Value;
 
     use crate::arch::qwen_moe::running::qwen;
-    use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, HeadNorms, LayerNames, Norm, TokenMixer, every_layer};
     use crate::arch::running::experts::{Experts, Shared};
     use crate::arch::running::parts::{activate, rms_norm, slices};
     use crate::arch::running::rope::RopeDefaults;
+    use crate::arch::running::{Settings, indivisible};
     use crate::error::{Error, Result};
     use crate::ir::ops::{CausalConv, Concat, Decay, GatedDelta, MergeHeads, Mul, Normalize, RmsNorm, Route, Sigmoid, Silu, SplitHeads};
     use crate::ir::{Builder, ValueId};
@@ -151,7 +151,7 @@ mod running {
         fn new(s: &Settings, epsilon: f64, joint: bool) -> Result<DeltaNet> {
             let (keys, values) = (s.size_or("linear_num_key_heads", 16)?, s.size_or("linear_num_value_heads", 32)?);
             let each = values.checked_div(keys).filter(|_| values.is_multiple_of(keys));
-            let wrong = || Error::graph("config.json", format!("`linear_num_value_heads` {values} is not a multiple of `linear_num_key_heads` {keys}"));
+            let wrong = || indivisible(("linear_num_value_heads", values), ("linear_num_key_heads", keys));
             Ok(DeltaNet {
                 keys,
                 each: each.ok_or_else(wrong)?,

@@ -222,6 +222,19 @@ impl<'c> Settings<'c> {
     pub fn head_dim(&self, width: &str, heads: &str) -> Result<usize> {
         let (total, count) = (self.size(width)?, self.size(heads)?);
         let evenly = total.checked_div(count).filter(|_| total.is_multiple_of(count));
-        evenly.ok_or_else(|| Error::graph("config.json", format!("`{width}` {total} is not a multiple of `{heads}` {count}")))
+        evenly.ok_or_else(|| indivisible((width, total), (heads, count)))
     }
+}
+
+/// Separates the sizes in the message of [`indivisible`].
+const NOT_A_MULTIPLE: &str = " is not a multiple of ";
+
+/// The error about a size in `config.json` that is not a multiple of another one; keys and values.
+pub fn indivisible((key, size): (&str, usize), (other_key, divisor): (&str, usize)) -> Error {
+    Error::graph("config.json", format!("`{key}` {size}{NOT_A_MULTIPLE}`{other_key}` {divisor}"))
+}
+
+/// Whether an error is that of [`indivisible`] sizes, which no program accepts.
+pub fn is_indivisible(error: &Error) -> bool {
+    matches!(error, Error::Graph { what, reason } if what == "config.json" && reason.contains(NOT_A_MULTIPLE))
 }

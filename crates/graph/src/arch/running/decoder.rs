@@ -2,11 +2,11 @@
 //!
 //! A family specifies its differences from Llama in fields of [`Decoder`].
 
-use super::Settings;
 use super::layout::PARTS;
 pub use super::layout::{Decoder, HeadNorms, Layer, LayerNames, NORMS_BEFORE, Norm, Norms, TokenMixer};
 use super::parts::{language_head, slices, text_inputs};
 use super::rope::{RopeDefaults, neighbors, rotary};
+use super::{Settings, indivisible};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Scale, Sigmoid, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
@@ -31,7 +31,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         let heads = s.size("num_attention_heads")?;
         let groups = s.size_or(GROUPS, groups.filter(|_| !s.is_null(GROUPS)).unwrap_or(heads))?;
         if !heads.is_multiple_of(groups) {
-            return Err(Error::graph("config.json", format!("`num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {groups}")));
+            return Err(indivisible(("num_attention_heads", heads), (GROUPS, groups)));
         }
         let head_dim = match (s.get("head_dim"), head_dim) {
             (Some(_), _) => s.size("head_dim")?,

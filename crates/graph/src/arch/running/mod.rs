@@ -15,7 +15,7 @@ mod resize;
 pub(super) mod rope;
 mod sentence;
 
-pub use config::{GraphBuilder, ReadKeys, Settings};
+pub use config::{GraphBuilder, ReadKeys, Settings, indivisible, is_indivisible};
 pub use resize::{
     Shapes, dense_layers, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, refuses_rope_factors, residual_stream_axes, resized,
     unsupported_heads_reason,

@@ -1,0 +1,65 @@
+//! The end of the passes: reconciles tied weights, and checks what the formats keep of the passes' results.
+
+use super::Pipeline;
+use super::running::unused_layers;
+use crate::error::{Error, Result, counted};
+use crate::export::{Export, LostResult};
+use crate::model::{Model, stacked_experts};
+use crate::report::WARNING;
+use crate::run_state::RunState;
+use crate::store::{OpenSizes, Weight};
+
+impl Pipeline {
+    /// Finishes the passes: reconciles tied weights, and adds notes about weights that no pass changed, about
+    /// results that a format does not keep, and about the sizes that the user has specified.
+    ///
+    /// # Errors
+    /// No format keeps the result of the last pass.
+    pub(super) fn finish_passes(&self, after: &mut Model, before: &Model, run: &mut RunState) -> Result<()> {
+        run.notes.extend(after.settle_ties(before)?);
+        run.notes.extend(fixed_sizes(after, &self.sizes));
+        run.notes.extend(unchanged_experts(after, run));
+        run.notes.extend(unused_layers(before));
+        run.notes.extend(self.lost_results(after, run)?);
+        Ok(())
+    }
+
+    /// Warnings about results of passes that a format does not keep.
+    ///
+    /// # Errors
+    /// The only format does not keep the result of the last pass.
+    fn lost_results(&self, after: &Model, run: &RunState) -> Result<Vec<String>> {
+        let exports = self.exports(after);
+        let lost = exports.iter().map(Export::format).filter_map(|format| Some((format.name(), format.lost_result(after, run)?)));
+        let lost: Vec<_> = lost.collect();
+        // Other passes and formats may use the result, and types of ONNX files depend on their other nodes.
+        let is_only = |lost: &LostResult| exports.len() == 1 && after.onnx.is_none() && run.history.last().is_some_and(|last| last.name == lost.pass);
+        match lost.as_slice() {
+            [(format, lost)] if is_only(lost) => Err(Error::option(format, format!("{}: {}", lost.reason, lost.remedy))),
+            _ => Ok(lost.iter().map(|(format, lost)| format!("{WARNING}{format}: {}: {}", lost.reason, lost.remedy)).collect()),
+        }
+    }
+}
+
+/// A note if a pass has changed the graph of an ONNX file, whose open dimensions have specified sizes.
+fn fixed_sizes(after: &Model, sizes: &OpenSizes) -> Option<String> {
+    let sizes: Vec<String> = sizes.iter().map(|(name, size)| format!("{name}={size}")).collect();
+    (after.changed_graph.is_some() && !sizes.is_empty())
+        .then(|| format!("the changed graph supports only the specified sizes, although its inputs may declare others: {}", sizes.join(", ")))
+}
+
+/// A note if passes changed weights, but none of the tensors that stack all experts of a layer.
+fn unchanged_experts(model: &Model, run: &RunState) -> Option<String> {
+    let is_changed = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
+    let is_unchanged = |name: &str, weight: &Weight| stacked_experts(name, weight).is_some() && !is_changed(name);
+    let sizes: Vec<f64> =
+        model.weights.by_name.iter().filter(|(name, weight)| is_unchanged(name, weight)).map(|(_, weight)| weight.elements() as f64).collect();
+    if sizes.is_empty() || run.history.iter().all(|applied| applied.tensors.is_empty()) {
+        return None;
+    }
+    let percent = 100.0 * sizes.iter().sum::<f64>() / model.weights.parameters().max(1) as f64;
+    Some(format!(
+        "left unchanged: {}, each of which stacks all experts of a layer, {percent:.0} % of the parameters; passes process only experts stored as separate tensors",
+        counted(sizes.len(), "tensor")
+    ))
+}
