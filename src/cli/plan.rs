@@ -7,7 +7,7 @@ use serde_json::json;
 use super::args::{Global, Runtimes};
 use super::{output, run};
 use crate::error::{Error, Result, counted};
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Pipeline, Plan};
 use crate::recipe::{Recipe, Variant};
 
 #[derive(Debug, clap::Args)]
@@ -37,16 +37,23 @@ impl Args {
         }
         let mut plans = Vec::new();
         for path in &self.recipes {
-            for Variant { name, recipe } in self.variants(path)? {
-                let pipeline = pipeline(path, &recipe, global, &self.runtimes)?;
-                let model = run::open_model(path, &recipe)?;
-                let mut plan = recipe.output.as_deref().map_or_else(|| pipeline.plan(&model), |output| pipeline.plan_output(&model, output))?;
-                plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
-                let name = if self.recipes.len() > 1 { format!("{} {name}", path.display()).trim_end().to_owned() } else { name };
-                plans.push((name, plan));
-            }
+            plans.extend(self.plans(path, global).map_err(|error| run::with_line(path, error))?);
         }
         output::plans(&plans, global)
+    }
+
+    /// The plans of a recipe, by the name of the run.
+    fn plans(&self, path: &Path, global: &Global) -> Result<Vec<(String, Plan)>> {
+        let mut plans = Vec::new();
+        for Variant { name, recipe } in self.variants(path)? {
+            let pipeline = pipeline(path, &recipe, global, &self.runtimes)?;
+            let model = run::open_model(path, &recipe)?;
+            let mut plan = recipe.output.as_deref().map_or_else(|| pipeline.plan(&model), |output| pipeline.plan_output(&model, output))?;
+            plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
+            let name = if self.recipes.len() > 1 { format!("{} {name}", path.display()).trim_end().to_owned() } else { name };
+            plans.push((name, plan));
+        }
+        Ok(plans)
     }
 
     fn variants(&self, path: &Path) -> Result<Vec<Variant>> {

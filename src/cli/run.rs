@@ -80,6 +80,25 @@ pub(super) fn open_model(path: &Path, recipe: &Recipe) -> Result<Model> {
     })
 }
 
+/// An error about a missing file, with the line of the recipe that names it.
+pub(super) fn with_line(recipe: &Path, error: Error) -> Error {
+    let name = match &error {
+        Error::Io { source, path, .. } if source.kind() == ErrorKind::NotFound => path.file_name().map(|name| name.to_string_lossy().into_owned()),
+        _ => None,
+    };
+    let text = std::fs::read_to_string(recipe).unwrap_or_default();
+    let is_whole = |before: &str, after: &str| {
+        let continues = |c: char| c.is_alphanumeric() || "_-.".contains(c);
+        !before.ends_with(continues) && !after.starts_with(continues)
+    };
+    let has_name = |line: &str, name: &str| line.match_indices(name).any(|(at, found)| is_whole(&line[..at], &line[at + found.len()..]));
+    let is_named = |line: &str| name.as_deref().is_some_and(|name| has_name(line, name)) && !line.trim_start().starts_with('#');
+    match text.lines().position(is_named) {
+        Some(line) => Error::run(format!("{}: line {}", recipe.display(), line + 1), &error, error.hint().unwrap_or_default()),
+        None => error,
+    }
+}
+
 /// One run of a recipe or of a sweep.
 struct Job {
     name: String,
@@ -90,6 +109,11 @@ struct Job {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
+        let recipe = self.recipe.clone();
+        self.execute(global).map_err(|error| with_line(&recipe, error))
+    }
+
+    fn execute(self, global: &Global) -> Result<()> {
         let variants = Recipe::open_variants(&self.recipe, &self.set, &self.sweep)?;
         // All runs are checked before the first one starts.
         let jobs = variants.into_iter().map(|variant| self.job(variant, global)).collect::<Result<Vec<Job>>>()?;

@@ -24,6 +24,23 @@ const ALIASES: &[(&str, &str)] = &[
     ("save", "output"),
     ("lr", "learning-rate"),
     ("steps", "max-steps"),
+    ("max-new-tokens", "tokens"),
+    ("max-tokens", "tokens"),
+    ("max-length", "tokens"),
+    ("num-tokens", "tokens"),
+    ("n-predict", "tokens"),
+    // Keys of recipes and data sets.
+    ("steps", "passes"),
+    ("step", "passes"),
+    ("stages", "passes"),
+    ("pipeline", "passes"),
+    ("modifiers", "passes"),
+    ("csv", "text"),
+    ("tsv", "text"),
+    ("txt", "text"),
+    ("json", "text"),
+    ("jsonl", "text"),
+    ("texts", "text"),
     ("overwrite", "force"),
     ("format", "export"),
     ("num-samples", "samples"),
@@ -102,6 +119,9 @@ mod tests {
         assert_eq!(suggestion("fine-tune", ["quantize", "finetune"]).as_deref(), Some("finetune"));
         assert_eq!(suggestion("int4", ["W4A16", "W8A16"]).as_deref(), Some("W4A16"));
         assert_eq!(suggestion("Group-Size", ["group_size", "guide"]).as_deref(), Some("group_size"));
+        assert_eq!(suggestion("steps", ["max_steps", "epochs"]).as_deref(), Some("max_steps"));
+        assert_eq!(suggestion("steps", ["passes", "sweep"]).as_deref(), Some("passes"));
+        assert_eq!(suggestion("csv", ["images", "text"]).as_deref(), Some("text"));
         assert_eq!(suggestion("amuont", ["part", "amount"]).as_deref(), Some("amount"));
         assert_eq!(suggestion("xyz", ["part", "amount"]), None);
     }

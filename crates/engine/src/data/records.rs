@@ -186,7 +186,7 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     let default = |candidates: &[&str]| candidates.iter().find_map(|name| names.iter().position(|n| n == name));
     let text = match &options.text_column {
         Some(column) => find(column)?,
-        None if names.len() == 1 => match other_delimiter(delimiter, names.first().map(String::as_str)).filter(|_| options.delimiter.is_none()) {
+        None if names.len() == 1 => match other_delimiter(delimiter, path, names.first().map(String::as_str)).filter(|_| options.delimiter.is_none()) {
             None => 0,
             Some(hint) => return Err(Error::malformed(path, format!("line 1 is one column, {}: {hint}, or name it as `text_column`", listed(&names)))),
         },
@@ -231,7 +231,7 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         let get = |index: usize| {
             let missing = || {
                 let reason = format!("line {line} has {}, but column {index} (counted from 0) is required", counted(record.len(), "column"));
-                let hint = other_delimiter(delimiter, record.get(0)).map_or_else(String::new, |hint| format!("; {hint}"));
+                let hint = other_delimiter(delimiter, &path, record.get(0)).map_or_else(String::new, |hint| format!("; {hint}"));
                 Error::malformed(&path, format!("{reason}{hint}"))
             };
             record.get(index).map(str::to_owned).ok_or_else(missing)
@@ -250,10 +250,11 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
 }
 
 /// A hint to set `delimiter` if the first field of a line contains one that is probably that of the file.
-fn other_delimiter(delimiter: u8, first: Option<&str>) -> Option<String> {
+fn other_delimiter(delimiter: u8, path: &Path, first: Option<&str>) -> Option<String> {
     let first = first?;
     let (_, name) = [(b'\t', r"\t"), (b';', ";"), (b'|', "|")].into_iter().find(|(other, _)| delimiter != *other && first.contains(char::from(*other)))?;
-    Some(format!("if its columns are separated by `{name}`, set `delimiter: \"{name}\"`"))
+    let example = format!("{{ text: {}, delimiter: \"{name}\" }}", redact_path(path).display());
+    Some(format!("if its columns are separated by `{name}`, set `delimiter: \"{name}\"`, as in `--calibration '{example}'`"))
 }
 
 /// Checks the last field of a record.
@@ -414,9 +415,12 @@ mod tests {
         let [tabs, semicolons] = [("3\ta\n", "header: false, text_column: 1"), ("text;label\na;x\n", "")]
             .map(|(text, options)| read("a.csv", text, &format!("{{ {options} }}"), false).unwrap_err());
         assert!(
-            tabs.contains(r#"line 1 has 1 column, but column 1 (counted from 0) is required; if its columns are separated by `\t`, set `delimiter: "\t"`"#),
+            tabs.contains(
+                r#"line 1 has 1 column, but column 1 (counted from 0) is required; if its columns are separated by `\t`, set `delimiter: "\t"`, as in"#
+            ),
             "{tabs}"
         );
+        assert!(tabs.contains("--calibration '{ text: ") && tabs.contains(r#"a.csv, delimiter: "\t" }'"#), "{tabs}");
         assert!(semicolons.contains("line 1 is one column, `text;label`: if its columns are separated by `;`, set `delimiter: \";\"`"), "{semicolons}");
         assert_eq!(read("a.csv", "text;label\na;x\n", "{ text_column: text;label }", false).unwrap(), [record("a;x", None, None, 2)]);
         assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`: specify `text_column`; its keys are `a`"));

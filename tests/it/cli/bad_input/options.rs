@@ -158,7 +158,7 @@ fn flags() {
         small("another spelling of a command", "quantise in -o out", 2, "a similar subcommand exists: 'quantize'\n", ""),
         small("another spelling in a request for help", "help quantise", 2, "a similar subcommand exists: 'quantize'\n", ""),
         small("another spelling in a chain", "chain in -o out -- quantise", 2, "a similar subcommand exists: 'quantize'\n", ""),
-        small("a command of another tool", "export in -o out", 2, "tip: `compress cast MODEL -o DIR --export onnx` writes another format", ""),
+        small("a command of another tool", "export in -o out", 2, "tip: `compress cast MODEL -o DIR --to f32 --export onnx` writes another format", ""),
         small("an option of another tool", "prune-unstructured in -o out --sparsity 0.5", 2, "'--sparsity'…tip: the option is `--amount`", ""),
         small("an option of another tool in a chain", "chain in -o out -- prune-unstructured --sparsity 0.5", 2, "tip: the option is `--amount`", ""),
         small("an option with an underscore", "quantize in -o out --group_size 32", 2, "tip: the option is `--group-size`", ""),
@@ -180,7 +180,7 @@ fn flags() {
             "densify in -o x.gguf",
             1,
             "x.gguf: is of the format gguf, but `densify` writes safetensors",
-            "`compress cast MODEL -o x.gguf`",
+            "`compress cast MODEL -o x.gguf --to f32`",
         ),
         small(
             "a model of the Hub without its scheme",
