@@ -1,5 +1,7 @@
 //! Likely mistakes of new users, which must not end in a result that they did not ask for.
 
+mod requests;
+
 use std::fs;
 use std::path::Path;
 
@@ -42,7 +44,7 @@ fn names_of_model_files_are_not_folders() {
 fn bare_numbers_that_are_probably_meant_otherwise_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     model(&folder.path().join("in"));
-    refused(folder.path(), "prune-unstructured in -o out --amount 1", "1 needs a unit: write `1.0` or `100%`");
+    refused(folder.path(), "prune-unstructured in -o out --amount 1", "1 needs a unit: write `0.01` or `1%`");
     refused(folder.path(), "cast in -o out --to f16 --shard-size 5", "`5` needs a unit: write 5GB, 5MB, or 5B");
     ok(folder.path(), "cast in -o out --to f16 --shard-size 5MB");
 }
@@ -57,7 +59,8 @@ fn damaged_inputs_end_in_warnings() {
     fs::write(path.join("in/config.json"), config.to_string()).unwrap();
     let report = data(path, "quantize-dynamic in -o out --json");
     let notes: Vec<&str> = report["notes"].as_array().unwrap().iter().filter_map(|note| note.as_str()).filter(|note| note.starts_with("warning: ")).collect();
-    assert!(notes.iter().any(|note| note.contains("tokenizer.json was copied, but it is not valid JSON")), "{notes:?}");
+    let tokenizer = notes.iter().find(|note| note.contains("tokenizer.json was copied, but it is not valid JSON")).unwrap_or_else(|| panic!("{notes:?}"));
+    assert!(tokenizer.contains("hf download ORG/NAME tokenizer.json") && tokenizer.contains("replace in/tokenizer.json"), "{tokenizer}");
     assert!(notes.iter().any(|note| note.contains("weights and config.json do not match: tensor `model.layers.2")), "{notes:?}");
     let card = fs::read_to_string(path.join("out/README.md")).unwrap();
     assert!(!card.contains("vllm serve") && card.contains("checks which runtimes load the model"), "{card}");

@@ -1,0 +1,257 @@
+//! Requests that cannot be met, or whose result would be another one: errors and warnings with the next step.
+
+use std::fs;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use serde_json::{Value, json};
+
+use super::{prepared, refused};
+use crate::cli::support::{command, compress, data, floats, golden_model, model_of, names, ok, read_json};
+
+fn notes(folder: &Path, args: &str) -> String {
+    data(folder, &args.replacen(" -o ", " --json --force -o ", 1))["notes"].to_string()
+}
+
+fn with_config(folder: &Path, key: &str, value: Value) {
+    let path = folder.join("in/config.json");
+    let mut config = read_json(&path);
+    config[key] = value;
+    fs::write(path, config.to_string()).unwrap();
+}
+
+/// A decoder with rows of 32 values, the block size of several types of GGUF files, as the folder `wide`.
+fn wide(folder: &Path) {
+    let config = json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false, "vocab_size": 64,
+    });
+    let layer = |name: &str, shape: &[usize]| floats(&format!("model.layers.0.{name}.weight"), shape);
+    let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| layer(&format!("self_attn.{name}"), &[32, 32]));
+    let mut tensors = vec![floats("model.embed_tokens.weight", &[64, 32]), floats("model.norm.weight", &[32]), floats("lm_head.weight", &[64, 32])];
+    tensors.extend([layer("input_layernorm", &[32]), layer("post_attention_layernorm", &[32])]);
+    tensors.extend([layer("mlp.gate_proj", &[64, 32]), layer("mlp.up_proj", &[64, 32]), layer("mlp.down_proj", &[32, 64])]);
+    tensors.extend(attention);
+    model_of(&folder.join("wide"), &config, &tensors);
+    fs::remove_file(folder.join("wide/tokenizer.json")).unwrap();
+}
+
+/// ONNX files have floats of one type, which `precision` selects.
+#[test]
+fn sixteen_bits_that_onnx_does_not_store_are_refused() {
+    let folder = prepared();
+    let path = folder.path();
+    refused(path, "cast in -o out --to f16 --export onnx", "onnx: stores weights as float32");
+    refused(path, "cast in -o out.onnx --to f16", "set `precision: float16`, as in `--export 'onnx: { precision: float16 }'`");
+    refused(path, "cast in -o out --export onnx", "has rounded to bf16");
+    assert_eq!(names(path), ["in"]);
+    let half = command(path).args(["cast", "in", "-o", "half", "--to", "f16", "--export", "onnx: { precision: float16 }"]).output().unwrap();
+    assert!(half.status.success(), "{}", String::from_utf8_lossy(&half.stderr));
+    ok(path, "cast in -o whole --to f32 --export onnx");
+    let size = |name: &str| fs::metadata(path.join(name).join("model.onnx")).unwrap().len();
+    assert!(size("half") < size("whole"));
+    // The folder in another format has the floats, and so do layers that a later pass does not quantize.
+    let warning = "warning: onnx: stores weights as float32";
+    assert!(notes(path, "cast in -o out --to f16 --export onnx --export safetensors").contains(warning));
+    assert!(notes(path, "chain in -o out --export onnx -- cast --to bf16 -- quantize-dynamic").contains(warning));
+    // A file keeps its types.
+    assert!(!notes(path, "cast whole/model.onnx -o small.onnx --to f16").contains(warning));
+}
+
+#[test]
+fn layers_that_the_configuration_does_not_contain_are_named() {
+    let folder = prepared();
+    assert!(!notes(folder.path(), "quantize-dynamic in -o out").contains("but the checkpoint also contains"));
+    with_config(folder.path(), "num_hidden_layers", json!(1));
+    let found = notes(folder.path(), "quantize-dynamic in -o out");
+    let expected = "warning: `num_hidden_layers` in config.json is 1, but the checkpoint also contains `model.layers.1` (9 tensors): runtimes ignore";
+    assert!(found.contains(expected), "{found}");
+    fs::write(folder.path().join("recipe.yaml"), "model: in\npasses: [quantize-dynamic]\n").unwrap();
+    assert!(ok(folder.path(), "plan recipe.yaml").stdout.contains("also contains `model.layers.1`"));
+    // Layers that predict further tokens follow the others.
+    with_config(folder.path(), "num_nextn_predict_layers", json!(1));
+    assert!(!notes(folder.path(), "quantize-dynamic in -o out").contains("but the checkpoint also contains"));
+}
+
+#[test]
+fn sizes_that_contradict_each_other_are_a_warning() {
+    let folder = prepared();
+    with_config(folder.path(), "num_key_value_heads", json!(3));
+    let found = notes(folder.path(), "quantize-dynamic in -o out");
+    let reason = "config.json: `num_attention_heads` 2 is not a multiple of `num_key_value_heads` 3: correct the sizes";
+    assert!(found.contains("warning: fidelity was not measured, and runtimes are likely to refuse the output") && found.contains(reason), "{found}");
+    let card = fs::read_to_string(folder.path().join("out/README.md")).unwrap();
+    assert!(!card.contains("vllm serve"), "{card}");
+}
+
+#[test]
+fn a_model_without_weights_is_not_written() {
+    let folder = prepared();
+    let path = folder.path();
+    for amount in ["--amount 1.0", "--amount 100%", "--amount 1.0 --scope global"] {
+        refused(path, &format!("prune-unstructured in -o out {amount}"), "prune-unstructured: amount): sets all weights");
+    }
+    refused(path, "prune-unstructured in -o out --pattern 0:4", "prune-unstructured: pattern): sets all weights");
+    // 14 linear layers: 8 of 256 and 6 of 384 weights.
+    refused(path, "prune-unstructured in -o out --scope global --amount 4352", "prune-unstructured: amount: 4352: sets all weights");
+    fs::write(path.join("recipe.yaml"), "model: in\npasses: [prune-unstructured: { amount: 1.0 }]\noutput: out\n").unwrap();
+    for command in ["plan", "run"] {
+        refused(path, &format!("{command} recipe.yaml"), "amount): sets all weights of the selected layers to zero");
+    }
+    assert_eq!(names(path), ["in", "recipe.yaml"]);
+    ok(path, "prune-unstructured in -o out --amount 1.0 --targets *.0.mlp.up_proj.weight");
+}
+
+#[test]
+fn open_brackets_are_found_where_they_begin() {
+    let folder = prepared();
+    let write = |text: &str| fs::write(folder.path().join("recipe.yaml"), text).unwrap();
+    write("model: in\npasses:\n  - quantize: { scheme: W4A16\noutput: out\n");
+    refused(folder.path(), "plan recipe.yaml", "recipe.yaml: line 3 column 15: the bracket `{` is not closed: add `}`");
+    write("model: in\npasses: [cast\noutput: out\n");
+    refused(folder.path(), "run recipe.yaml", "recipe.yaml: line 2 column 9: the bracket `[` is not closed: add `]`");
+    let run = command(folder.path()).args(["cast", "in", "-o", "out", "--export", "onnx: {precision: float16"]).output().unwrap();
+    let message = String::from_utf8_lossy(&run.stderr).into_owned();
+    assert!(!run.status.success() && message.contains("line 1 column 7: the bracket `{` is not closed"), "{message}");
+}
+
+#[test]
+fn names_of_other_tools_lead_to_ours() {
+    let folder = prepared();
+    let recipe = |text: &str, message: &str| {
+        fs::write(folder.path().join("recipe.yaml"), text).unwrap();
+        refused(folder.path(), "plan recipe.yaml", message);
+    };
+    recipe("model: in\nsteps: [cast]\n", "unknown key `steps`, did you mean `passes`?");
+    recipe("model: in\ndata: { calibration: { csv: a.csv } }\npasses: [cast]\n", "unknown key `csv`, did you mean `text`?");
+    for (args, tip) in [
+        ("generate in --prompt a --max-new-tokens 5", "tip: the option is `--tokens`"),
+        ("generate in --prompt a --max-length 5", "tip: the option is `--tokens`"),
+        ("draft in -o out --max-new-tokens 5", "tip: the option is `--tokens`"),
+        ("eval in --max-new-tokens 5", "tip: texts are generated by `compress generate MODEL --prompt TEXT --tokens N`"),
+    ] {
+        refused(folder.path(), args, tip);
+    }
+}
+
+#[test]
+fn the_hint_about_a_delimiter_can_be_pasted() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    golden_model(path, "llama", &[("characters.json", "tokenizer.json")]);
+    fs::write(path.join("table.csv"), "text;label\nabc;x\n".repeat(8)).unwrap();
+    let run = compress(path, "quantize in -o out --method gptq --calibration table.csv");
+    let options = run.stderr.split("as in `--calibration '").nth(1).and_then(|rest| rest.split("'`").next()).unwrap_or_else(|| panic!("{}", run.stderr));
+    assert_eq!(options, "{ text: table.csv, delimiter: \";\" }");
+    let run = command(path).args(["quantize", "in", "-o", "out", "--method", "gptq", "--calibration", options]).output().unwrap();
+    let message = String::from_utf8_lossy(&run.stderr).into_owned();
+    assert!(!message.contains("delimiter") && !message.contains("column"), "{message}");
+}
+
+#[cfg(feature = "provenance")]
+#[test]
+fn a_key_is_checked_before_the_signature() {
+    let folder = prepared();
+    ok(folder.path(), "cast in -o out --to f16");
+    fs::write(folder.path().join("bad.pem"), "garbage").unwrap();
+    refused(folder.path(), "verify out --key missing.pem", "missing.pem");
+    let run = compress(folder.path(), "verify out --key bad.pem");
+    assert!(run.code != 0 && !run.stderr.contains("not signed") && run.stderr.contains("key"), "{}", run.stderr);
+}
+
+/// int8 would be larger than most types of GGUF files.
+#[test]
+fn the_first_recipe_of_a_quantized_file_makes_it_smaller() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    wide(path);
+    let args = ["cast", "wide", "-o", "small.gguf", "--to", "f32", "--export", "gguf: { type: Q8_0 }"];
+    let written = command(path).args(args).output().unwrap();
+    assert!(written.status.success(), "{}", String::from_utf8_lossy(&written.stderr));
+    let text = ok(path, "init small.gguf").stdout;
+    for part in ["parameters in Q8_0,", "The weights are blocks of Q8_0", "\npasses: []\n", "\n  - gguf: { type: Q4_K_M }\n"] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    assert!(!text.contains("- quantize-dynamic"), "{text}");
+    fs::write(path.join("recipe.yaml"), &text).unwrap();
+    ok(path, "run recipe.yaml");
+    assert!(path.join("out/small/report.html").is_file());
+}
+
+#[test]
+fn a_search_for_a_vision_model_names_its_runtime() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    golden_model(path, "resnet-basic", &[]);
+    fs::write(path.join("ids.npy"), "").unwrap();
+    refused(path, "auto in -o out --max-size 50% --calibration ids.npy", "vLLM does not load convolutional networks, such as in: use `--for onnxruntime`");
+    refused(path, "auto in -o out --for llama.cpp --max-size 50% --calibration ids.npy", "use `--for onnxruntime`");
+}
+
+/// The size of the smallest choice is known without running the model.
+#[test]
+fn an_impossible_size_is_refused_before_the_search() {
+    let folder = prepared();
+    let path = folder.path();
+    let ids = Tensor::from_vec((0..64i64).map(|i| i * 7 % 40).collect::<Vec<_>>(), (8, 8), &Device::Cpu).unwrap();
+    let arrays = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
+    candle_core::safetensors::save(&arrays.into(), path.join("ids.safetensors")).unwrap();
+    let args = "auto in --front front.json --for transformers --calibration ids.safetensors --log-format json";
+    let run = compress(path, &format!("{args} --max-size 0.5bits"));
+    assert!(run.code == 1 && run.stderr.contains("the nearest possible limit is "), "{}", run.stderr);
+    assert!(!run.stderr.contains("\"begin\""), "{}", run.stderr);
+    let run = compress(path, &format!("{args} --max-size 8bits"));
+    assert!(run.stderr.contains("\"begin\""), "{}", run.stderr);
+}
+
+#[test]
+fn an_empty_folder_is_a_place_for_an_output() {
+    let folder = prepared();
+    let path = folder.path();
+    fs::create_dir(path.join("out")).unwrap();
+    ok(path, "cast in -o out --to f16");
+    assert!(path.join("out/report.json").is_file());
+    assert_eq!(names(path), ["in", "out"]);
+    fs::create_dir(path.join("here")).unwrap();
+    let run = compress(&path.join("here"), "cast ../in -o . --to f16");
+    assert!(run.code == 1 && run.stderr.contains("is the working directory") && names(&path.join("here")).is_empty(), "{}", run.stderr);
+}
+
+#[test]
+fn a_missing_data_file_names_the_line_of_the_recipe() {
+    let folder = prepared();
+    let text = "model: in\n# missing.safetensors\ndata:\n  calibration: { arrays: missing.safetensors }\npasses: [quantize: { method: gptq }]\noutput: out\n";
+    fs::write(folder.path().join("recipe.yaml"), text).unwrap();
+    for command in ["plan", "run"] {
+        refused(folder.path(), &format!("{command} recipe.yaml"), "recipe.yaml: line 4: cannot open missing.safetensors: No such file");
+    }
+}
+
+#[test]
+fn weights_that_are_quantized_twice_are_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    wide(path);
+    let notes = |pass: &[&str]| {
+        let args = [pass, ["wide", "-o", "small.gguf", "--force", "--json", "--export", "gguf: { type: Q4_0 }"].as_slice()].concat();
+        let run = command(path).args(args).output().unwrap();
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+        serde_json::from_slice::<Value>(&run.stdout).unwrap()["notes"].to_string()
+    };
+    let twice = notes(&["quantize", "--scheme", "W4A16", "--group-size", "32"]);
+    assert!(twice.contains("warning: small.gguf: 7 quantized weights dequantized"), "{twice}");
+    assert!(twice.contains("the weights are quantized twice") && twice.contains("compress cast MODEL -o small.gguf --to f32"), "{twice}");
+    assert!(!notes(&["cast", "--to", "f32"]).contains("quantized twice"));
+}
+
+/// Messages between two stages are printed too.
+#[test]
+fn messages_outside_of_a_stage_are_printed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    golden_model(path, "llama", &[("characters.json", "tokenizer.json")]);
+    fs::write(path.join("prompts.txt"), "the cat\na red hat\nrain, rain\nour old barn\nmy big wet hat\nsmall drops\nno mat\nwe sat\n").unwrap();
+    let run = compress(path, "draft in -o out --prompts prompts.txt --samples 12 --tokens 8 --time 1s --batch-size 4 --learning-rate 1e-3 --no-measure");
+    assert!(run.code == 0 && run.stderr.contains("a training step takes"), "{}", run.stderr);
+}
