@@ -75,7 +75,7 @@ pub struct Exported {
 pub struct LostResult {
     /// Name of the pass.
     pub pass: &'static str,
-    /// What the files contain instead.
+    /// The difference between the files and the result, as a part of a sentence.
     pub reason: String,
     /// How the files keep the result.
     pub remedy: String,

@@ -37,7 +37,7 @@ fn wide(folder: &Path) {
     fs::remove_file(folder.join("wide/tokenizer.json")).unwrap();
 }
 
-/// ONNX files have floats of one type, which `precision` selects.
+/// An ONNX file stores floats in one type, which `precision` selects.
 #[test]
 fn sixteen_bits_that_onnx_does_not_store_are_refused() {
     let folder = prepared();
