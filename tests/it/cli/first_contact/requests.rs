@@ -184,9 +184,13 @@ fn a_search_for_a_vision_model_names_its_runtime() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     golden_model(path, "resnet-basic", &[]);
-    fs::write(path.join("ids.npy"), "").unwrap();
-    refused(path, "auto in -o out --max-size 50% --calibration ids.npy", "vLLM does not load convolutional networks, such as in: use `--for onnxruntime`");
-    refused(path, "auto in -o out --for llama.cpp --max-size 50% --calibration ids.npy", "use `--for onnxruntime`");
+    fs::write(path.join("pixels.safetensors"), "").unwrap();
+    refused(
+        path,
+        "auto in -o out --max-size 50% --calibration pixels.safetensors",
+        "vLLM does not load convolutional networks, such as in: use `--for onnxruntime`",
+    );
+    refused(path, "auto in -o out --for llama.cpp --max-size 50% --calibration pixels.safetensors", "use `--for onnxruntime`");
 }
 
 /// The size of the smallest choice is known without running the model.
