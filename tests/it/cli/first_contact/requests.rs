@@ -201,7 +201,7 @@ fn an_impossible_size_is_refused_before_the_search() {
     let ids = Tensor::from_vec((0..64i64).map(|i| i * 7 % 40).collect::<Vec<_>>(), (8, 8), &Device::Cpu).unwrap();
     let arrays = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
     candle_core::safetensors::save(&arrays.into(), path.join("ids.safetensors")).unwrap();
-    let args = "auto in --front front.json --for transformers --calibration ids.safetensors --log-format json";
+    let args = r#"auto in --front front.json --for transformers --calibration {"arrays":"ids.safetensors","samples":4} --log-format json"#;
     let run = compress(path, &format!("{args} --max-size 0.5bits"));
     assert!(run.code == 1 && run.stderr.contains("the nearest possible limit is "), "{}", run.stderr);
     assert!(!run.stderr.contains("\"begin\""), "{}", run.stderr);
