@@ -1,4 +1,4 @@
-//! Gated delta rule, sequential over tokens and parallel over heads. Sums have a fixed order, so results do
+//! Gated delta rule and state space recurrence, sequential over tokens and parallel over heads. Sums have a fixed order, so results do
 //! not depend on the number of threads.
 
 use rayon::prelude::*;
@@ -21,6 +21,8 @@ pub struct Sizes {
     pub out: usize,
     /// Factor on the output.
     pub scale: f32,
+    /// Whether values are added without the correction by those in the state.
+    pub additive: bool,
     /// Number of tokens between the states that the backward pass keeps.
     pub chunk: usize,
 }
@@ -63,6 +65,7 @@ struct Token<'a> {
     value: &'a [f32],
     decay: f32,
     rate: f32,
+    additive: bool,
 }
 
 impl<'a> Operands<'a> {
@@ -78,6 +81,7 @@ impl<'a> Operands<'a> {
             value: &self.values[(head * sequence + at) * out..][..out],
             decay: self.decays[number].exp(),
             rate: self.rates[number],
+            additive: sizes.additive,
         }
     }
 }
@@ -185,10 +189,11 @@ simd! {
     /// Updates the state; `change` is a buffer.
     fn advance(token: Token, state: &mut [f32], change: &mut [f32]) {
         change.fill(0.0);
-        for (row, key) in state.chunks_exact_mut(token.value.len().max(1)).zip(token.key) {
-            for (state, sum) in row.iter_mut().zip(change.iter_mut()) {
-                *state *= token.decay;
-                *sum += key * *state;
+        if !token.additive {
+            for (row, key) in state.chunks_exact(token.value.len().max(1)).zip(token.key) {
+                for (state, sum) in row.iter().zip(change.iter_mut()) {
+                    *sum += key * (state * token.decay);
+                }
             }
         }
         for (change, value) in change.iter_mut().zip(token.value) {
@@ -196,7 +201,7 @@ simd! {
         }
         for (row, key) in state.chunks_exact_mut(token.value.len().max(1)).zip(token.key) {
             for (state, change) in row.iter_mut().zip(change.iter()) {
-                *state += key * change;
+                *state = *state * token.decay + key * change;
             }
         }
     }
@@ -223,9 +228,11 @@ simd! {
         let out = token.value.len().max(1);
         let (mut error, mut change, mut of_change) = (token.value.to_vec(), vec![0f32; out], vec![0f32; out]);
         for (row, key) in state.chunks_exact_mut(out).zip(token.key) {
-            for (state, error) in row.iter_mut().zip(&mut error) {
-                *state *= token.decay;
-                *error -= key * *state;
+            row.iter_mut().for_each(|state| *state *= token.decay);
+            if !token.additive {
+                for (state, error) in row.iter().zip(&mut error) {
+                    *error -= key * state;
+                }
             }
         }
         for (change, error) in change.iter_mut().zip(&error) {
@@ -247,9 +254,11 @@ simd! {
         let mut of_decay = 0.0;
         let rows = state.chunks_exact(out).zip(of_state.chunks_exact_mut(out)).zip(token.key);
         for (((row, of_row), key), of_key) in rows.zip(parts.key.iter_mut()) {
-            *of_key -= dot(row, parts.value);
-            for (of_state, of_value) in of_row.iter_mut().zip(parts.value.iter()) {
-                *of_state -= key * of_value;
+            if !token.additive {
+                *of_key -= dot(row, parts.value);
+                for (of_state, of_value) in of_row.iter_mut().zip(parts.value.iter()) {
+                    *of_state -= key * of_value;
+                }
             }
             of_decay += dot(row, of_row);
             of_row.iter_mut().for_each(|of_state| *of_state *= token.decay);

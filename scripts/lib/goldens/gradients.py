@@ -41,6 +41,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.swin.modeling_swin import SwinLayer, SwinRelativePositionBias
@@ -129,6 +130,19 @@ def gated_delta(scale=1.0):
         tokens = lambda x: x.transpose(1, 2)
         q = tokens(q) * q.shape[-1] ** 0.5 * scale
         output, _ = torch_recurrent_gated_delta_rule(q, tokens(k), tokens(v), decay, rate)
+        return tokens(output)
+
+    return compute
+
+
+def state_space(scale):
+    """The form of transformers in chunks, whose decays are products with the rates."""
+
+    def compute(q, k, v, decay, rate, mask=None):
+        tokens = lambda x: x.transpose(1, 2)
+        step = rate if mask is None else rate * mask[:, :, None]
+        limits = (-math.inf, math.inf)
+        output = mamba2_chunk_scan(tokens(v), step, decay / rate, tokens(k), tokens(q) * scale, chunk_size=4, dt_limit=limits)
         return tokens(output)
 
     return compute
@@ -280,8 +294,13 @@ def op_cases():
     for groups, sequence, how in [(4, 5, {}), (2, 9, {"scale": 0.5})]:
         rows, numbers = (2, groups, sequence, 3), (2, sequence, 4)
         yield text("GatedDelta", **how), gated_delta(**how), [rows, rows, (2, 4, sequence, 6), numbers, numbers]
+    for groups, sequence, masked in [(4, 5, False), (2, 9, True)]:
+        rows, numbers = (2, groups, sequence, 3), (2, sequence, 4)
+        mask = [(INTEGERS, 2, 2, sequence)] if masked else []
+        yield text("GatedDelta", scale=0.5, additive=True), state_space(0.5), [rows, rows, (2, 4, sequence, 6), numbers, numbers, *mask]
     # As in Qwen3NextGatedDeltaNet of transformers.
     yield text("Decay"), lambda x, bias, rates: -rates.exp() * torch.nn.functional.softplus(x + bias), [(2, 5, 4), (4,), (4,)]
+
 
 def ops():
     cases, tensors = [], {}

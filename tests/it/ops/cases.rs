@@ -27,6 +27,10 @@ fn recurrent(kind: RecurrentKind, direction: Direction) -> Recurrent {
     Recurrent { kind, direction, ..Recurrent::default() }
 }
 
+fn delta(scale: f64, additive: bool) -> GatedDelta {
+    GatedDelta { scale, additive }
+}
+
 /// Image resizing in both directions.
 fn scales(places: &[f64]) -> Vec<Extent> {
     [1.0, 1.0].iter().chain(places).map(|scale| Extent::Scale(*scale)).collect()
@@ -102,8 +106,11 @@ pub fn cases() -> Vec<Case> {
         with_ints(case(Attention { window: Some(3), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5], &[4, 5, 5], &[4]]), &[3]),
         with_ints(case(Attention { window: Some(3), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5], &[4, 5, 5]]), &[3]),
         case(Decay {}, &[&[2, 5, 3], &[3], &[3]]),
-        case(GatedDelta { scale: 0.5 }, &[&[2, 2, 4, 3], &[2, 2, 4, 3], &[2, 2, 4, 4], &[2, 4, 2], &[2, 4, 2]]),
-        case(GatedDelta { scale: 0.1 }, &[&[2, 2, 5, 2], &[2, 2, 5, 2], &[2, 6, 5, 3], &[2, 5, 6], &[2, 5, 6]]),
+        case(delta(0.5, false), &[&[2, 2, 4, 3], &[2, 2, 4, 3], &[2, 2, 4, 4], &[2, 4, 2], &[2, 4, 2]]),
+        with_ints(case(delta(0.3, false), &[&[2, 1, 5, 3], &[2, 1, 5, 3], &[2, 2, 5, 4], &[2, 5, 2], &[2, 5, 2], &[2, 5]]), &[5]),
+        case(delta(1.0, true), &[&[2, 1, 4, 3], &[2, 1, 4, 3], &[2, 3, 4, 2], &[2, 4, 3], &[2, 4, 3]]),
+        with_ints(case(delta(0.2, true), &[&[2, 2, 5, 3], &[2, 2, 5, 3], &[2, 4, 5, 3], &[2, 5, 4], &[2, 5, 4], &[2, 5]]), &[5]),
+        case(delta(0.1, false), &[&[2, 2, 5, 2], &[2, 2, 5, 2], &[2, 6, 5, 3], &[2, 5, 6], &[2, 5, 6]]),
         case(MaxPool { kernel: 3.into(), padding: 1.into(), ..MaxPool::default() }, &[&[2, 4, 7, 8]]),
         case(MaxPool { kernel: PerAxis([2, 3]), stride: PerAxis([2, 1]), padding: Padding([0, 1, 1, 0]), ceil: true, ..MaxPool::default() }, &[&[2, 3, 6, 5]]),
         case(MaxPool { dilation: 2.into(), ..MaxPool::default() }, &[&[2, 3, 6, 5]]),
@@ -290,7 +297,8 @@ pub fn larger_cases() -> Vec<Case> {
         case(attention(false, None), &[&[2, 4, 110, 32], &[2, 2, 110, 32], &[2, 2, 110, 40]]),
         case(attention(true, None), &[&[1, 4, 110, 32], &[1, 4, 110, 32], &[1, 4, 110, 32]]),
         case(Attention { soft_cap: Some(0.5), ..attention(true, Some(60)) }, &[&[1, 4, 110, 32], &[1, 2, 110, 32], &[1, 2, 110, 32]]),
-        case(GatedDelta { scale: 0.2 }, &[&[2, 2, 17, 2], &[2, 2, 17, 2], &[2, 4, 17, 24], &[2, 17, 4], &[2, 17, 4]]),
+        case(delta(0.2, false), &[&[2, 2, 17, 2], &[2, 2, 17, 2], &[2, 4, 17, 24], &[2, 17, 4], &[2, 17, 4]]),
+        with_ints(case(delta(0.2, true), &[&[2, 2, 17, 2], &[2, 2, 17, 2], &[2, 4, 17, 24], &[2, 17, 4], &[2, 17, 4], &[2, 17]]), &[5]),
         case(Rotary { width: Some(20), ..Rotary::default() }, &[&[2, 5, 70, 32]]),
         with_ints(case(attention(false, Some(40)), &[&[2, 4, 110, 20], &[2, 2, 110, 20], &[2, 2, 110, 20], &[2, 110]]), &[3]),
         with_ints(case(attention(false, None), &[&[2, 4, 110, 20], &[2, 2, 110, 20], &[2, 2, 110, 20], &[2, 110], &[4, 110, 110]]), &[3]),

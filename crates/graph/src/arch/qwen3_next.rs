@@ -237,7 +237,7 @@ mod running {
             let logarithms = b.param(&module("A_log"), &[heads])?;
             operands.push(b.node(&node("decay"), Decay {}, &[projected.decay, bias, logarithms])?);
             operands.push(b.node(&node("rate"), Sigmoid {}, &[projected.rate])?);
-            let context = b.node(&node("delta"), GatedDelta { scale: 1.0 / (key as f64).sqrt() }, &operands)?;
+            let context = b.node(&node("delta"), GatedDelta { scale: 1.0 / (key as f64).sqrt(), ..GatedDelta::default() }, &operands)?;
             let context = rms_norm(b, &node("norm"), &module("norm"), context, RmsNorm { epsilon: self.epsilon, ..RmsNorm::default() })?;
             let context = b.node(&node("context"), MergeHeads {}, &[context])?;
             let gate = b.node(&node("gate"), Silu {}, &[projected.gate])?;

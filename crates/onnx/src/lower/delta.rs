@@ -1,4 +1,4 @@
-//! The gated delta rule as a loop over tokens, and its decays.
+//! The gated delta rule and the state space recurrence as a loop over tokens, and decays.
 
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorTypeProto, TypeProto, ValueInfoProto};
 use super::Lowering;
@@ -55,7 +55,14 @@ pub(super) fn decay(n: &mut Lowering) -> Result<()> {
 pub(super) fn gated_delta(op: &GatedDelta, n: &mut Lowering) -> Result<()> {
     let [groups, heads] = [n.fixed(0, 1)?, n.fixed(2, 1)?];
     let [width, out] = [n.fixed(0, 3)?, n.fixed(2, 3)?];
-    let mut inputs: Vec<String> = (0..n.inputs()).map(|i| n.wide(&n.input(i))).collect::<Result<_>>()?;
+    let mut inputs: Vec<String> = (0..5).map(|i| n.wide(&n.input(i))).collect::<Result<_>>()?;
+    if n.inputs() > 5 {
+        let padded = super::layer::padding_rows(n, 5);
+        let nothing = n.float_wide(0.0);
+        for (x, part) in inputs.iter_mut().skip(3).zip(["decays", "rates"]) {
+            *x = n.emit("Where", part, &[&padded, &nothing, x.as_str()], vec![]);
+        }
+    }
     if groups != heads {
         let (copies, axis) = (n.ints(&[1, 1, heads / groups.max(1), 1, 1]), n.ints(&[2]));
         let shape = n.ints(&[0, heads, -1, width]);
@@ -73,7 +80,7 @@ pub(super) fn gated_delta(op: &GatedDelta, n: &mut Lowering) -> Result<()> {
         AttributeProto::int("num_scan_inputs", 5),
         AttributeProto::ints("scan_input_axes", [2, 2, 2, 1, 1]),
         AttributeProto::ints("scan_output_axes", [2]),
-        AttributeProto::graph("body", body(n)),
+        AttributeProto::graph("body", body(op, n)),
     ];
     let inputs: Vec<&str> = [start.as_str()].into_iter().chain(inputs.iter().map(String::as_str)).collect();
     let [_, rows] = n.emit_many("Scan", ["last", "rows"], &inputs, attributes);
@@ -84,7 +91,7 @@ pub(super) fn gated_delta(op: &GatedDelta, n: &mut Lowering) -> Result<()> {
 
 /// One token: from the state, and the query, key, value, decay and rate of each head, to the new state and
 /// the product of the query with it.
-fn body(n: &mut Lowering) -> GraphProto {
+fn body(op: &GatedDelta, n: &mut Lowering) -> GraphProto {
     let [row, column, number] = [n.ints(&[2]), n.ints(&[3]), n.ints(&[2, 3])];
     let name = n.fresh(format!("{}/token", n.output()));
     let mut body = Body { lowering: n, graph: GraphProto { name: Some(name), ..GraphProto::default() } };
@@ -92,12 +99,14 @@ fn body(n: &mut Lowering) -> GraphProto {
     let decay = body.add("Exp", "decay", &[&decay]);
     let decay = body.add("Unsqueeze", "decay_of_state", &[&decay, &number]);
     let decayed = body.add("Mul", "decayed", &[&state, &decay]);
-    let key_row = body.add("Unsqueeze", "key_row", &[&key, &row]);
-    let found = body.add("MatMul", "found", &[&key_row, &decayed]);
-    let value = body.add("Unsqueeze", "value_row", &[&value, &row]);
-    let error = body.add("Sub", "error", &[&value, &found]);
+    let mut value = body.add("Unsqueeze", "value_row", &[&value, &row]);
+    if !op.additive {
+        let key_row = body.add("Unsqueeze", "key_row", &[&key, &row]);
+        let found = body.add("MatMul", "found", &[&key_row, &decayed]);
+        value = body.add("Sub", "error", &[&value, &found]);
+    }
     let rate = body.add("Unsqueeze", "rate_of_row", &[&rate, &number]);
-    let change = body.add("Mul", "change", &[&error, &rate]);
+    let change = body.add("Mul", "change", &[&value, &rate]);
     let key_column = body.add("Unsqueeze", "key_column", &[&key, &column]);
     let added = body.add("MatMul", "added", &[&key_column, &change]);
     let next = body.add("Add", "next", &[&decayed, &added]);

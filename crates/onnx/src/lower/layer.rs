@@ -56,6 +56,13 @@ pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
+/// The padding of a mask `[batch, sequence]`, with an axis for the channels of each token.
+pub(super) fn padding_rows(n: &mut Lowering, mask: usize) -> String {
+    let (last, zero) = (n.ints(&[2]), n.int(0));
+    let padded = n.emit("Equal", "padded", &[&n.input(mask), &zero], vec![]);
+    n.emit("Unsqueeze", "padded_rows", &[&padded, &last], vec![])
+}
+
 /// A convolution of the transposed rows, padded at the start.
 pub(super) fn causal_conv(n: &mut Lowering) -> Result<()> {
     let (mut x, kernel) = (n.input(0), n.fixed(1, 2)?);
@@ -65,9 +72,7 @@ pub(super) fn causal_conv(n: &mut Lowering) -> Result<()> {
             inputs.push(n.input(index));
             continue;
         }
-        let (last, zero) = (n.ints(&[2]), n.int(0));
-        let padded = n.emit("Equal", "padded", &[&n.input(index), &zero], vec![]);
-        let padded = n.emit("Unsqueeze", "padded_rows", &[&padded, &last], vec![]);
+        let padded = padding_rows(n, index);
         let nothing = n.float(0.0);
         x = n.emit("Where", "read", &[&padded, &nothing, &x], vec![]);
     }
