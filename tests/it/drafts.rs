@@ -78,6 +78,7 @@ fn greedy_texts_are_the_same_with_a_draft() {
         "deepseek-v3",
         "lfm2",
         "qwen3-next",
+        "granite-hybrid",
         "phi3-longrope",
         "llama-rope-dynamic",
         "llama-rope-yarn",

@@ -108,6 +108,8 @@ fn incremental_decoding_equals_whole_texts() {
         "gpt-neox",
         "gpt-oss",
         "granite",
+        "granite-hybrid",
+        "granite-hybrid-dense",
         "hunyuan",
         "lfm2",
         "lfm2-biases",

@@ -366,7 +366,7 @@ fn planted(folder: &Path, family: &str) -> String {
     };
     let readers = [
         (mixer_norm, &["q_proj.", "k_proj.", "v_proj.", "qkv_proj.", ".in_proj"][..]),
-        (mlp_norm, &["gate_proj.", "up_proj.", "gate_up_proj.", ".w1.", ".w3.", "gate.weight"][..]),
+        (mlp_norm, &["gate_proj.", "up_proj.", "gate_up_proj.", ".w1.", ".w3.", "gate.weight", ".input_linear."][..]),
     ];
     let names: Vec<String> = tensors.keys().cloned().collect();
     for (suffix, parts) in readers {
@@ -392,7 +392,8 @@ fn planted(folder: &Path, family: &str) -> String {
 /// before fused projections.
 #[test]
 fn outliers_of_activations_move_to_the_weights_of_every_family() {
-    for family in ["llama", "gemma2", "gemma3", "granite", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3", "lfm2", "qwen3-next", "qwen3_5"] {
+    let hybrids = ["lfm2", "qwen3-next", "qwen3_5", "granite-hybrid-dense"];
+    for family in ["llama", "gemma2", "gemma3", "granite", "phi3", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3"].into_iter().chain(hybrids) {
         let folder = tempfile::tempdir().unwrap();
         let name = planted(folder.path(), family);
         let [rtn, smooth] = [Method::Rtn, Method::Smoothquant].map(|method| run(&name, quantized(method, Scheme::W8A8)));

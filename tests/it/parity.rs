@@ -367,14 +367,15 @@ const TIE: &str = "tie_word_embeddings";
 /// Prefixes of model names and keys for which transformers 4 differs from transformers 5. In transformers 4,
 /// all layers of Qwen2-MoE use sliding windows or none, independent of their types, Granite, Cohere and
 /// Qwen3-Next reject the older key `type` of `rope_scaling`, which other families accept, the convolution of
-/// Qwen3-Next always applies SiLU, and routers of GLM-4.5 select experts of other groups before those with a
-/// negative score.
-const NEWER: [(&str, &str); 9] = [
+/// Qwen3-Next always applies SiLU, routers of GLM-4.5 select experts of other groups before those with a
+/// negative score, and Granite 4 has no limits of step sizes.
+const NEWER: [(&str, &str); 10] = [
     ("", TIE),
     ("", "is_causal"),
     ("qwen2-moe", "use_sliding_window"),
     ("t5", "scale_decoder_outputs"),
     ("granite", "rope_scaling"),
+    ("granite-hybrid", "time_step_limit"),
     ("cohere", "rope_scaling"),
     ("qwen3-next", "rope_scaling"),
     ("qwen3-next", "hidden_act"),

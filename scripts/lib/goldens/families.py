@@ -16,7 +16,7 @@ from lib import GOLDEN
 
 TYPES = (
     "albert bamba bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_h1 "
-    "falcon_mamba flaubert gpt_bigcode gptj granitemoe granitemoehybrid granitemoeshared imagegpt jamba jetmoe kimi_linear "
+    "falcon_mamba flaubert gpt_bigcode gptj granitemoe granitemoeshared imagegpt jamba jetmoe kimi_linear "
     "lfm2_moe llama4 llama4_text m2m_100 mamba mamba2 marian mbart minimax mpt nemotron_h olmo olmoe openai-gpt pegasus phimoe "
     "qwen3_5 qwen3_5_moe rwkv xlm xlnet"
 ).split()

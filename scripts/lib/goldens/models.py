@@ -318,7 +318,9 @@ def old_spelling(config):
         rope["type"] = rope.pop("rope_type")
     old["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
     keeps_layer_types = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True}
-    keeps_layer_types |= {name: True for name in ("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")}
+    keeps_layer_types |= {name: True for name in ("granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")}
+    if config["model_type"] == "granitemoehybrid":
+        old["layer_types"] = [{"linear_attention": "mamba", "full_attention": "attention"}[kind] for kind in old["layer_types"]]
     if not keeps_layer_types.get(config["model_type"]):
         old.pop("layer_types", None)
     if old.get("use_sliding_window") is False:
@@ -1051,6 +1053,39 @@ def granite():
     add("granite-biases", head_dim=12, attention_bias=True, mlp_bias=True, overlook={"the default scale": {"attention_multiplier": 12**-0.5}})
 
 
+def granite_hybrid():
+    """Layers of Mamba 2, with one head of keys or two."""
+
+    def add(name, overlook={}, **fields):
+        layers = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        mamba = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_chunk_size": 4, "shared_intermediate_size": 20}
+        rope = {"rope_parameters": copy.deepcopy(PLAIN_ROPE)}
+        multipliers = {"embedding_multiplier": 3.0, "attention_multiplier": 0.6, "residual_multiplier": 0.4, "logits_scaling": 1.7}
+        config = transformers.GraniteMoeHybridConfig(**{**DECODER, **GROUPED, **layers, **mamba, **rope, **multipliers, **fields})
+        neutral = {f"the {key}": {key: 1.0} for key in multipliers}
+        overlook = {"rms_norm_eps": {"rms_norm_eps": 1e-6}, **neutral, **overlook}
+        pretrained(name, transformers.GraniteMoeHybridForCausalLM, config, tokens(name), overlook=overlook)
+
+    top = {"the number of experts per token": {"num_experts_per_tok": 1}}
+    add("granite-hybrid", num_local_experts=4, num_experts_per_tok=2, overlook=top)
+    add(
+        "granite-hybrid-dense",
+        num_local_experts=0,
+        position_embedding_type="rope",
+        mamba_n_groups=2,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        time_step_limit=(0.4, 2.0),
+        overlook={
+            "the rotary embedding": {"position_embedding_type": None},
+            "the lower limit": {"time_step_limit": (0.0, 2.0)},
+            "the upper limit": {"time_step_limit": (0.4, float("inf"))},
+        },
+    )
+
+
 def lfm2():
     def add(name, overlook={}, **fields):
         shape = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
@@ -1656,6 +1691,7 @@ for family in (
     cohere,
     smollm3,
     granite,
+    granite_hybrid,
     lfm2,
     gemma,
     gemma2,

@@ -103,6 +103,9 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("granite", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
         ("lfm2", vec![PrunedPart::Heads, PrunedPart::Mlp], vec![("num_attention_heads", 2), ("num_key_value_heads", 1), ("intermediate_size", 14)]),
         ("lfm2-biases", vec![PrunedPart::Layers], vec![]),
+        ("granite-hybrid", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
+        ("granite-hybrid", vec![PrunedPart::Layers], vec![]),
+        ("granite-hybrid-dense", vec![PrunedPart::Mlp], vec![("shared_intermediate_size", 10)]),
         ("qwen3-next", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
         ("qwen3-next", vec![PrunedPart::Mlp], vec![("moe_intermediate_size", 6), ("shared_expert_intermediate_size", 10), ("intermediate_size", 12)]),
         ("qwen3_5", vec![PrunedPart::Mlp, PrunedPart::Hidden], vec![("hidden_size", 8), ("intermediate_size", 12)]),
@@ -184,6 +187,8 @@ fn graph_json_describes_the_rest() {
         ("swin", PrunedPart::Hidden),
         // The convolutions would have to be as wide as the residual stream.
         ("lfm2", PrunedPart::Hidden),
+        // The state space layers would have to be twice as wide as the residual stream.
+        ("granite-hybrid-dense", PrunedPart::Hidden),
         // transformers would expect one `longrope` factor instead of three.
         ("phi3-longrope", PrunedPart::Hidden),
         // transformers would expect norms of heads of 4 elements instead of 8.

@@ -203,7 +203,7 @@ pub(super) mod running {
         let inner = s.size_or("moe_intermediate_size", 1407)?;
         let shared = match s.is_null(SHARED) {
             true => None,
-            false => Some(Shared { name: "shared_experts", inner: inner.saturating_mul(s.size_or(SHARED, 2)?), gated: false }),
+            false => Some(Shared { module: "mlp.shared_experts", inner: inner.saturating_mul(s.size_or(SHARED, 2)?), gated: false }),
         };
         Ok(Experts {
             count: experts,
@@ -257,7 +257,7 @@ pub(super) mod running {
                 },
                 inner,
                 selection_bias: Some("gate.e_score_correction_bias"),
-                shared: Some(Shared { name: "shared_experts", inner: inner.saturating_mul(s.size_or("n_shared_experts", 1)?), gated: false }),
+                shared: Some(Shared { module: "mlp.shared_experts", inner: inner.saturating_mul(s.size_or("n_shared_experts", 1)?), gated: false }),
                 first: first_layer(s, self.dense)?,
                 ..Experts::default()
             })

@@ -69,7 +69,7 @@ mod running {
         let decoder = Decoder {
             norms,
             interleaved: true,
-            fused_gate: true,
+            fused_gate: Some("gate_up_proj"),
             qkv_bias: s.flag_or("attention_bias", true)?,
             out_bias: false,
             mlp_bias: false,

@@ -13,7 +13,7 @@ pub(super) const GRANITE: Family = Family {
 };
 
 #[cfg(feature = "run")]
-mod running {
+pub(super) mod running {
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, every_layer};
     use crate::arch::running::rope::RopeDefaults;
@@ -21,18 +21,24 @@ mod running {
     use crate::ir::Builder;
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let decoder = with_multipliers(Decoder::new(s, None)?)?;
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
+    }
+
+    /// A decoder with the multipliers of its configuration.
+    pub fn with_multipliers<'s, 'c>(decoder: Decoder<'s, 'c>) -> Result<Decoder<'s, 'c>> {
+        let s = decoder.s;
         let factor = |key: &str| s.number_or(key, 1.0);
         let divisor = factor("logits_scaling")?;
         if divisor == 0.0 {
             return Err(Error::graph("config.json", "`logits_scaling` is 0, but logits are divided by it"));
         }
-        let decoder = Decoder {
+        Ok(Decoder {
             scale: factor("attention_multiplier")?,
             embedding_scale: Some(factor("embedding_multiplier")?),
             residual_scale: Some(factor("residual_multiplier")?),
             logit_scale: Some(1.0 / divisor),
-            ..Decoder::new(s, None)?
-        };
-        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
+            ..decoder
+        })
     }
 }

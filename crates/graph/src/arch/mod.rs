@@ -36,6 +36,7 @@ mod gpt2;
 mod gpt_neox;
 mod gpt_oss;
 mod granite;
+mod granite_moe_hybrid;
 mod hunyuan;
 mod lfm2;
 mod llama;
@@ -105,6 +106,7 @@ const FAMILIES: &[&Family] = &[
     &cohere::COHERE2,
     &smollm3::SMOLLM3,
     &granite::GRANITE,
+    &granite_moe_hybrid::GRANITE_MOE_HYBRID,
     &lfm2::LFM2,
     &gemma::GEMMA,
     &gemma::GEMMA2,

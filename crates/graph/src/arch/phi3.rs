@@ -28,7 +28,7 @@ mod running {
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         // Published folders refer to custom code, which transformers now includes.
         let _ = s.get("auto_map");
-        let decoder = Decoder { fused_qkv: true, fused_gate: true, qkv_bias: false, out_bias: false, ..Decoder::with_epsilon(s, None, 1e-5)? };
+        let decoder = Decoder { fused_qkv: true, fused_gate: Some("gate_up_proj"), qkv_bias: false, out_bias: false, ..Decoder::with_epsilon(s, None, 1e-5)? };
         let kind = parameters(s)?.map_or(Ok("default"), |p| kind(&p))?;
         if !["default", "longrope", "su"].contains(&kind) {
             return Err(Error::Unsupported { what: format!("rope scaling `{kind}` of Phi-3"), hint: "supported: default, longrope".into() });

@@ -104,7 +104,7 @@ mod running {
     }
 
     fn shared(s: &Settings) -> Result<Shared> {
-        Ok(Shared { name: "shared_expert", inner: s.size_or("shared_expert_intermediate_size", 512)?, gated: true })
+        Ok(Shared { module: "mlp.shared_expert", inner: s.size_or("shared_expert_intermediate_size", 512)?, gated: true })
     }
 
     fn decoder(s: &Settings, b: &mut Builder, experts: Option<Experts>, joint: bool) -> Result<()> {

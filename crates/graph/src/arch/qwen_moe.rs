@@ -63,7 +63,7 @@ pub(super) mod running {
     use crate::ir::ops::Route;
 
     pub fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
-        let shared = Shared { name: "shared_expert", inner: s.size_or("shared_expert_intermediate_size", 5632)?, gated: true };
+        let shared = Shared { module: "mlp.shared_expert", inner: s.size_or("shared_expert_intermediate_size", 5632)?, gated: true };
         let experts = Experts { shared: Some(shared), ..qwen(s, [60, 4, 1408], false)? };
         let used = s.flag_or("use_sliding_window", false)?;
         let window = |layer: usize| match slides(s, layer, used)? {

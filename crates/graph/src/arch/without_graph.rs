@@ -100,7 +100,6 @@ pub(super) const FAMILIES: &[Family] = &[
     like("qwen3_5_moe", DELTA),
     like("granitemoe", GRANITE),
     like("granitemoeshared", GRANITE),
-    like("granitemoehybrid", GRANITE),
     like("jetmoe", GRANITE),
     Family { exempt: MAMBA_FILTERS, ..decoder("falcon_h1") },
     Family { exempt: MAMBA_FILTERS, ..decoder("bamba") },

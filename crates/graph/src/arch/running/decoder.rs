@@ -56,7 +56,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             head_norm_names: ["q_norm", "k_norm"],
             interleaved: false,
             fused_qkv: false,
-            fused_gate: false,
+            fused_gate: None,
             qkv_bias: bias,
             query_gate: false,
             out: "o_proj",

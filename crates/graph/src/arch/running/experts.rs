@@ -1,7 +1,7 @@
 //! Mixtures of experts.
 
 pub use super::layout::{Clamped, Experts, Shared};
-use super::layout::{Decoder, LayerNames, PARTS};
+use super::layout::{Decoder, LayerNames};
 use super::parts::{linear_of, slices, swish};
 use crate::error::Result;
 use crate::ir::ops::{Add, Clip, Combine, Dispatch, Linear, Mul, Reshape, Sigmoid, Slice, TargetSize};
@@ -16,7 +16,7 @@ impl Experts {
             scores.push(b.param(&at.module(&name(bias)), &[self.count])?);
         }
         let weights = b.node(&at.node(&name("routing")), self.route, &scores)?;
-        let fused = b.stored_shape(&at.module(&name("experts.gate_up_proj"))).is_some();
+        let fused = b.stored_shape(&at.module(&name(self.stacked[0]))).is_some();
         let mut outputs = vec![weights];
         for expert in 0..self.count {
             let routed = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[x, weights])?;
@@ -27,12 +27,12 @@ impl Experts {
             });
         }
         let sum = b.node(&at.node(&name("experts")), Combine {}, &outputs)?;
-        let Some(Shared { name: part, inner, gated }) = self.shared else { return Ok(sum) };
-        let mut shared = decoder.gated(b, at, (&name(part), PARTS), x, inner, decoder.mlp_bias)?;
+        let Some(Shared { module, inner, gated }) = self.shared else { return Ok(sum) };
+        let mut shared = decoder.gated(b, at, (module, decoder.parts), x, inner, decoder.mlp_bias)?;
         if gated {
-            let gate = decoder.linear(b, at, &name(&format!("{part}_gate")), x, 1, false)?;
-            let gate = b.node(&at.node(&name(&format!("{part}_gate.sigmoid"))), Sigmoid {}, &[gate])?;
-            shared = b.node(&at.node(&name(&format!("{part}.weighted"))), Mul {}, &[gate, shared])?;
+            let gate = decoder.linear(b, at, &format!("{module}_gate"), x, 1, false)?;
+            let gate = b.node(&at.node(&format!("{module}_gate.sigmoid")), Sigmoid {}, &[gate])?;
+            shared = b.node(&at.node(&format!("{module}.weighted")), Mul {}, &[gate, shared])?;
         }
         b.node(&at.node(&name("sum")), Add {}, &[sum, shared])
     }
@@ -41,12 +41,12 @@ impl Experts {
     fn slice(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, expert: usize, x: ValueId) -> Result<ValueId> {
         let name = |part: &str| format!("{}.experts.{expert}.{part}", self.block);
         let (width, both) = (b.width(x)?, self.inner.saturating_mul(2));
-        let gate_up = self.own(b, at, expert, "gate_up_proj", &[both, width])?;
+        let gate_up = self.own(b, at, expert, ["gate_up_proj", self.stacked[0]], &[both, width])?;
         let both = linear_of(b, &at.node(&name("gate_up_proj")), x, gate_up)?;
         let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [self.inner; 2])?;
         let gate = decoder.act(b, at, &format!("{}.experts.{expert}", self.block), gate)?;
         let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
-        let down = self.own(b, at, expert, "down_proj", &[width, self.inner])?;
+        let down = self.own(b, at, expert, ["down_proj", self.stacked[1]], &[width, self.inner])?;
         linear_of(b, &at.node(&name("down_proj")), gated, down)
     }
 
@@ -69,13 +69,15 @@ impl Experts {
     /// A linear layer of one expert with a weight `[in, out]` and a bias in stacked tensors.
     fn projection(&self, b: &mut Builder, at: &LayerNames, expert: usize, part: &str, x: ValueId, out: usize) -> Result<ValueId> {
         let width = b.width(x)?;
-        let inputs = [x, self.own(b, at, expert, part, &[width, out])?, self.own(b, at, expert, &format!("{part}_bias"), &[out])?];
+        let bias = format!("{part}_bias");
+        let [weights, biases] = [part, &bias].map(|part| format!("experts.{part}"));
+        let inputs = [x, self.own(b, at, expert, [part, &weights], &[width, out])?, self.own(b, at, expert, [&bias, &biases], &[out])?];
         b.node(&at.node(&format!("{}.experts.{expert}.{part}", self.block)), Linear { input_major: true }, &inputs)
     }
 
     /// The part of a stacked tensor that belongs to one expert.
-    fn own(&self, b: &mut Builder, at: &LayerNames, expert: usize, part: &str, shape: &[usize]) -> Result<ValueId> {
-        let all = b.param(&at.module(&format!("{}.experts.{part}", self.block)), &[&[self.count][..], shape].concat())?;
+    fn own(&self, b: &mut Builder, at: &LayerNames, expert: usize, [part, tensor]: [&str; 2], shape: &[usize]) -> Result<ValueId> {
+        let all = b.param(&at.module(&format!("{}.{tensor}", self.block)), &[&[self.count][..], shape].concat())?;
         let node = at.node(&format!("{}.experts.{expert}.{part}", self.block));
         let start = i64::try_from(expert).unwrap_or(i64::MAX);
         let one = b.node(&format!("{node}.slice"), Slice { start, length: Some(1), axis: 0, ..Slice::default() }, &[all])?;

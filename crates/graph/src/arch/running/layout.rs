@@ -103,8 +103,8 @@ pub struct Decoder<'s, 'c> {
     pub interleaved: bool,
     /// Whether queries, keys and values are one projection.
     pub fused_qkv: bool,
-    /// Whether gate and up are one projection.
-    pub fused_gate: bool,
+    /// Name of the projection of gate and up, if they are one.
+    pub fused_gate: Option<&'static str>,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
     /// Whether the projection of queries also computes a gate of the output of each head.
@@ -165,8 +165,8 @@ impl Decoder<'_, '_> {
         bias: bool,
     ) -> Result<ValueId> {
         let name = |part: &str| format!("{network}.{part}");
-        let [gate, up] = if self.fused_gate {
-            let both = self.linear(b, at, &name("gate_up_proj"), x, wide.saturating_mul(2), bias)?;
+        let [gate, up] = if let Some(both) = self.fused_gate {
+            let both = self.linear(b, at, &name(both), x, wide.saturating_mul(2), bias)?;
             let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [wide; 2])?;
             [self.act(b, at, network, gate)?, up]
         } else {
@@ -227,6 +227,8 @@ pub struct Experts {
     pub selection_bias: Option<&'static str>,
     /// Names of the gate, up and down projections.
     pub parts: [&'static str; 3],
+    /// Names of the tensors that stack gate and up, and down projections of all experts.
+    pub stacked: [&'static str; 2],
     /// The feed-forward network of experts like those of gpt-oss.
     pub clamped: Option<Clamped>,
     /// The shared expert, which processes all tokens.
@@ -258,6 +260,7 @@ impl Default for Experts {
             router_bias: false,
             selection_bias: None,
             parts: PARTS,
+            stacked: ["experts.gate_up_proj", "experts.down_proj"],
             clamped: None,
             shared: None,
             plain: Vec::new(),
@@ -269,7 +272,8 @@ impl Default for Experts {
 
 /// An expert that processes all tokens.
 pub struct Shared {
-    pub name: &'static str,
+    /// Name of its module.
+    pub module: &'static str,
     /// Number of neurons.
     pub inner: usize,
     /// Whether its output is weighted by a gate.

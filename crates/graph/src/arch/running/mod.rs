@@ -14,6 +14,7 @@ pub(super) mod parts;
 mod resize;
 pub(super) mod rope;
 mod sentence;
+pub(super) mod state_space;
 
 pub use config::{GraphBuilder, ReadKeys, Settings, indivisible, is_indivisible};
 pub use resize::{

@@ -1,0 +1,162 @@
+//! Granite 4: state space layers of Mamba 2, attention with or without rotary embeddings in some layers or in
+//! all, and a dense network, in addition to a mixture of experts if there is one.
+
+use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
+use crate::store::Role;
+
+pub(super) const GRANITE_MOE_HYBRID: Family = Family {
+    model_type: "granitemoehybrid",
+    graph: graph!(running::build),
+    keys: Keys {
+        harmless: &[
+            "attention_dropout",
+            "init_method",
+            // Of mixtures of experts only.
+            "intermediate_size",
+            "num_experts_per_tok",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            // Of state space layers only.
+            "mamba_chunk_size",
+            "mamba_conv_bias",
+            "mamba_d_conv",
+            "mamba_d_head",
+            "mamba_d_state",
+            "mamba_expand",
+            "mamba_n_groups",
+            "mamba_n_heads",
+            "mamba_proj_bias",
+            "time_step_limit",
+            // Of rotary embeddings only.
+            "max_position_embeddings",
+            "rope_parameters",
+            "rope_scaling",
+            "rope_theta",
+        ],
+        neutral: &[("normalization_function", "\"rmsnorm\""), ("partial_rotary_factor", "1.0")],
+    },
+    sizes: Some(&Sizes {
+        other_sizes: &[
+            ("intermediate_size", "layers.0.block_sparse_moe.output_linear.weight", 2),
+            ("shared_intermediate_size", "layers.0.shared_mlp.output_linear.weight", 1),
+        ],
+        ..DECODER_SIZES
+    }),
+    fused: &[&["q_proj", "k_proj", "v_proj"]],
+    routers: &["block_sparse_moe.router"],
+    exempt: &[("mamba.conv1d", Role::Other)],
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
+    renames: &[("block_sparse_moe.router.layer", "block_sparse_moe.router")],
+    ..DECODER
+};
+
+#[cfg(feature = "run")]
+mod running {
+    use serde_json::Value;
+
+    use crate::arch::granite::running::with_multipliers;
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, Layer, LayerNames, TokenMixer};
+    use crate::arch::running::experts::{Experts, Shared};
+    use crate::arch::running::rope::{RopeDefaults, rotary};
+    use crate::arch::running::state_space::{StateSpace, limits};
+    use crate::error::{Error, Result};
+    use crate::ir::ops::{RmsNorm, Route};
+    use crate::ir::{Builder, ValueId};
+
+    const TYPES: &str = "layer_types";
+
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        let wide = s.size_or("shared_intermediate_size", 1024)?;
+        let decoder = Decoder {
+            mixer: Some(&Mamba {}),
+            network: "shared_mlp",
+            fused_gate: Some("input_linear"),
+            // The first ones are one projection.
+            parts: ["", "", "output_linear"],
+            neurons: Some(wide),
+            mlp_bias: false,
+            experts: experts(s, wide)?,
+            ..with_multipliers(Decoder::new(s, None)?)?
+        };
+        let rotary = match s.text_or("position_embedding_type", "nope")? {
+            "nope" => None,
+            "rope" => Some(rotary(s, decoder.head_dim, RopeDefaults::default())?),
+            other => {
+                return Err(Error::Unsupported { what: format!("config.json: `position_embedding_type` of {other}"), hint: "supported: rope, nope".into() });
+            }
+        };
+        decoder.build(b, |_| Ok(Layer { rotary: rotary.clone(), window: None }))
+    }
+
+    /// The experts, which models with a number of 0 do not have. The dense network is their shared expert.
+    fn experts(s: &Settings, wide: usize) -> Result<Option<Experts>> {
+        const COUNT: &str = "num_local_experts";
+        if s.get(COUNT).is_some_and(|count| *count == 0) {
+            if s.flag_or("output_router_logits", false)? {
+                return Err(Error::graph("config.json", format!("`output_router_logits` is true, but `{COUNT}` is 0")));
+            }
+            return Ok(None);
+        }
+        Ok(Some(Experts {
+            count: s.size_or(COUNT, 8)?,
+            route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true, ..Route::default() },
+            inner: s.size("intermediate_size")?,
+            block: "block_sparse_moe",
+            router: "router.layer",
+            stacked: ["input_linear.weight", "output_linear.weight"],
+            shared: Some(Shared { module: "shared_mlp", inner: wide, gated: false }),
+            ..Experts::default()
+        }))
+    }
+
+    struct Mamba {}
+
+    impl TokenMixer for Mamba {
+        fn add(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, x: ValueId, mask: ValueId) -> Result<Option<ValueId>> {
+            let s = decoder.s;
+            if !is_state_space(s, at.index)? {
+                return Ok(None);
+            }
+            let (inner, heads) = (s.size("hidden_size")?.saturating_mul(s.size_or("mamba_expand", 2)?), s.size_or("mamba_n_heads", 128)?);
+            let layer = StateSpace {
+                module: "mamba",
+                heads,
+                head_dim: head_dim(s, inner, heads)?,
+                groups: s.size_or("mamba_n_groups", 1)?,
+                state: s.size_or("mamba_d_state", 256)?,
+                kernel: s.size_or("mamba_d_conv", 4)?,
+                conv_bias: s.flag_or("mamba_conv_bias", true)?,
+                bias: s.flag_or("mamba_proj_bias", false)?,
+                limits: limits(s, "time_step_limit")?,
+                activation: decoder.activation,
+                norm: RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-6)?, ..RmsNorm::default() },
+            };
+            layer.add(b, at, x, mask).map(Some)
+        }
+    }
+
+    /// The width of a head, which can only be that of the layer divided by the number of heads.
+    fn head_dim(s: &Settings, inner: usize, heads: usize) -> Result<usize> {
+        const KEY: &str = "mamba_d_head";
+        let Some(width) = inner.checked_div(heads).filter(|_| inner.is_multiple_of(heads)) else {
+            return Err(Error::graph("config.json", format!("`mamba_n_heads` {heads} does not divide {inner}, `mamba_expand` times `hidden_size`")));
+        };
+        match s.get(KEY) {
+            Some(given) if given != "auto" && given.as_u64() != Some(width as u64) => {
+                Err(Error::graph("config.json", format!("`{KEY}` is {given}, but {heads} heads of a layer of width {inner} have a width of {width}")))
+            }
+            _ => Ok(width),
+        }
+    }
+
+    /// Whether a layer is a state space layer, as all are by default.
+    fn is_state_space(s: &Settings, layer: usize) -> Result<bool> {
+        let Some(types) = s.get(TYPES) else { return Ok(true) };
+        match types.get(layer).and_then(Value::as_str) {
+            Some("mamba" | "linear_attention") => Ok(true),
+            Some("attention" | "full_attention") => Ok(false),
+            other => Err(Error::graph("config.json", format!("`{TYPES}` of layer {layer} is {other:?}, expected mamba or attention"))),
+        }
+    }
+}
