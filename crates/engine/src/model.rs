@@ -16,6 +16,7 @@ mod graph;
 #[path = "model/no_graph.rs"]
 mod graph;
 mod modules;
+mod python_numbers;
 mod quantization;
 mod roles;
 mod schemes;

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::fp8;
+use super::python_numbers;
 use super::quantization;
 pub use super::quantization::OWN_METHOD;
 use super::schemes::Schemes;
@@ -46,7 +47,9 @@ impl Config {
 
     /// Parses the text of a file; `path` names it in error messages.
     pub fn parse(path: &Path, text: String) -> Result<Config> {
-        let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
+        let parsed = serde_json::from_str(&text);
+        let parsed = parsed.or_else(|e| python_numbers::replaced(&text).map_or(Err(e), |text| serde_json::from_str(&text)));
+        let values = parsed.map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
         let mut config = Config { text: Some(text), values, ..Config::default() };
         if let Some(own) = config.model_type().strip_prefix(OWN_TYPE).map(str::to_owned) {
             config.set("model_type", json!(own));
@@ -275,6 +278,19 @@ mod tests {
         std::fs::write(&path, "[]").unwrap();
         assert!(Config::open(&path).unwrap_err().to_string().contains("not a JSON object"));
         assert_eq!(Config::open(&folder.path().join("none")).unwrap().render(), None);
+    }
+
+    /// Published files of Mamba 2 and Nemotron-H contain infinity.
+    #[test]
+    fn numbers_of_python_are_read() {
+        let text = r#"{"model_type": "mamba2", "time_step_limit": [0.0, Infinity], "name": "NaN \" -Infinity", "low": -Infinity}"#;
+        let mut config = Config::parse(Path::new("config.json"), text.to_owned()).unwrap();
+        assert_eq!(config.render().unwrap(), text);
+        assert_eq!(config.get("time_step_limit").unwrap(), &json!([0.0, { "__float__": "Infinity" }]));
+        assert_eq!(config.get("name").unwrap(), "NaN \" -Infinity");
+        config.set("number", json!(1));
+        assert!(config.render().unwrap().contains("\"__float__\": \"-Infinity\""));
+        assert!(Config::parse(Path::new("config.json"), "{\"low\": Infinite}".into()).is_err());
     }
 
     #[test]
