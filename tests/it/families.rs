@@ -333,6 +333,8 @@ fn filters_of_short_convolutions_are_left_unchanged() {
         ("lfm2_moe", "model.layers.0.conv.conv.weight"),
         ("qwen3_next", "model.layers.0.linear_attn.conv1d.weight"),
         ("granitemoehybrid", "model.layers.0.mamba.conv1d.weight"),
+        ("mamba2", "backbone.layers.0.mixer.conv1d.weight"),
+        ("nemotron_h", "backbone.layers.0.mixer.conv1d.weight"),
         ("qwen3_5_text", "model.layers.0.linear_attn.conv1d.weight"),
         ("qwen3_5", "model.language_model.layers.0.linear_attn.conv1d.weight"),
         ("qwen3_5_moe", "model.language_model.layers.0.linear_attn.conv1d.weight"),

@@ -108,14 +108,18 @@ fn incremental_decoding_equals_whole_texts() {
         "gpt-neox",
         "gpt-oss",
         "granite",
+        "granite-moe-shared",
         "granite-hybrid",
         "granite-hybrid-dense",
         "hunyuan",
         "lfm2",
         "lfm2-biases",
         "llama",
+        "mamba2",
         "mistral",
         "mixtral",
+        "nemotron-h",
+        "nemotron-h-latent",
         "olmo2",
         "olmo3",
         "opt",
@@ -174,6 +178,24 @@ fn removed_tokens_have_no_effect() {
         }
     }
     assert!(families > 30, "{families}");
+}
+
+/// The convolutions of Mamba 2 have biases, so that padding before a text is not zero after them.
+#[test]
+fn padding_before_a_text_leaves_states_unchanged() {
+    for name in ["granite-hybrid", "mamba2", "nemotron-h"] {
+        let model = Model::open(golden().join("models").join(name)).unwrap();
+        let graph = model.graph().unwrap();
+        let executor = executor(&model, &graph);
+        let logits = |padding: usize| {
+            let row = |text: [i64; 4]| Tensor::new([vec![0; padding], text.to_vec()].concat(), &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+            let inputs: Inputs = [("input_ids".to_owned(), row([5, 9, 30, 7])), ("attention_mask".to_owned(), row([1; 4]))].into();
+            executor.run(&inputs).unwrap()["logits"].clone()
+        };
+        let (plain, padded) = (logits(0), logits(3).narrow(1, 3, 4).unwrap());
+        let apart = distance(&plain, &padded, &Tensor::ones((1, 4), DType::I64, &Device::Cpu).unwrap());
+        assert!(apart < TOLERANCE * plain.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap().max(1.0), "{name}: {apart:e}");
+    }
 }
 
 #[test]

@@ -147,13 +147,17 @@ fn the_bias_of_a_head_is_read_by_either_name() {
     }
 }
 
-/// Published T5 encoders are declared as encoder-decoder models, and DeBERTa configurations list
-/// attention types in one string.
+/// Published T5 encoders are declared as encoder-decoder models, DeBERTa configurations list attention types
+/// in one string, and those of Nemotron-H the types of layers.
 #[test]
 fn equivalent_configurations_are_accepted() {
-    for (name, before, after) in
-        [("t5-encoder", "\"is_encoder_decoder\": false", "\"is_encoder_decoder\": true"), ("deberta", "[\n    \"p2c\",\n    \"c2p\"\n  ]", "\"P2C | c2p\"")]
-    {
+    let types = "\"layers_block_type\": [\n    \"linear_attention\",\n    \"mlp\",\n    \"full_attention\",\n    \"moe\"\n  ]";
+    for (name, before, after) in [
+        ("t5-encoder", "\"is_encoder_decoder\": false", "\"is_encoder_decoder\": true"),
+        ("deberta", "[\n    \"p2c\",\n    \"c2p\"\n  ]", "\"P2C | c2p\""),
+        ("nemotron-h", types, "\"hybrid_override_pattern\": \"M-*E\", \"num_hidden_layers\": 4"),
+        ("nemotron-h", "\"conv_kernel\": 3", "\"mamba_d_conv\": 3, \"conv_kernel\": 4"),
+    ] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
         let copy = tempfile::tempdir().unwrap();
         let text = std::fs::read_to_string(folder.join("config.json")).unwrap();

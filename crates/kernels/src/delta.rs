@@ -1,5 +1,5 @@
-//! Gated delta rule and state space recurrence, sequential over tokens and parallel over heads. Sums have a fixed order, so results do
-//! not depend on the number of threads.
+//! Gated delta rule and state space recurrence, sequential over tokens and parallel over heads. Sums have a
+//! fixed order, so results do not depend on the number of threads.
 
 use rayon::prelude::*;
 

@@ -16,8 +16,8 @@ from lib import GOLDEN
 
 TYPES = (
     "albert bamba bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_h1 "
-    "falcon_mamba flaubert gpt_bigcode gptj granitemoe granitemoeshared imagegpt jamba jetmoe kimi_linear "
-    "lfm2_moe llama4 llama4_text m2m_100 mamba mamba2 marian mbart minimax mpt nemotron_h olmo olmoe openai-gpt pegasus phimoe "
+    "falcon_mamba flaubert gpt_bigcode gptj imagegpt jamba jetmoe kimi_linear "
+    "lfm2_moe llama4 llama4_text m2m_100 mamba marian mbart minimax mpt olmo olmoe openai-gpt pegasus phimoe "
     "qwen3_5 qwen3_5_moe rwkv xlm xlnet"
 ).split()
 MULTIMODAL = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]

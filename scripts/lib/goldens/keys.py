@@ -81,8 +81,14 @@ MODELS = [
     ("smollm3-sliding", "SmolLM3ForCausalLM"),
     ("granite", "GraniteForCausalLM"),
     ("granite-biases", "GraniteForCausalLM"),
+    ("granite-moe", "GraniteMoeForCausalLM"),
+    ("granite-moe-shared", "GraniteMoeSharedForCausalLM"),
     ("granite-hybrid", "GraniteMoeHybridForCausalLM"),
     ("granite-hybrid-dense", "GraniteMoeHybridForCausalLM"),
+    ("mamba2", "Mamba2ForCausalLM"),
+    ("mamba2-tied", "Mamba2ForCausalLM"),
+    ("nemotron-h", "NemotronHForCausalLM"),
+    ("nemotron-h-latent", "NemotronHForCausalLM"),
     ("lfm2", "Lfm2ForCausalLM"),
     ("lfm2-biases", "Lfm2ForCausalLM"),
     ("gemma", "GemmaForCausalLM"),
@@ -192,7 +198,7 @@ NEWER = {"clip-vision": "vision_model.", "siglip-text": "text_model.", "siglip-v
 # Models with features that transformers 4 does not support: attention types per layer; a head into whose
 # first layer it copies the embeddings; image positions, of which it has one too many; unscaled tied
 # embeddings; a scale of the attention scores; entire families; another clamp of experts.
-UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense")
+UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense", "mamba2", "nemotron-h", "nemotron-h-latent")
 # Buffers that transformers 4 stores although they depend only on sizes.
 STORED_BY_4 = "relative_position_index"
 # Nested configurations: their keys follow a dot.

@@ -1053,6 +1053,15 @@ def granite():
     add("granite-biases", head_dim=12, attention_bias=True, mlp_bias=True, overlook={"the default scale": {"attention_multiplier": 12**-0.5}})
 
 
+def granite_moe():
+    multipliers = {"embedding_multiplier": 3.0, "attention_multiplier": 0.6, "residual_multiplier": 0.4, "logits_scaling": 1.7}
+    routing = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12}
+    top = {"the number of experts per token": {"num_experts_per_tok": 1}}
+    how = {**GROUPED, **multipliers, **routing, "overlook": {**{f"the {key}": {key: 1.0} for key in multipliers}, **top}}
+    decoder("granite-moe", transformers.GraniteMoeForCausalLM, **how, tie_word_embeddings=True)
+    decoder("granite-moe-shared", transformers.GraniteMoeSharedForCausalLM, **how, shared_intermediate_size=20, attention_bias=True)
+
+
 def granite_hybrid():
     """Layers of Mamba 2, with one head of keys or two."""
 
@@ -1084,6 +1093,42 @@ def granite_hybrid():
             "the upper limit": {"time_step_limit": (0.4, float("inf"))},
         },
     )
+
+
+def mamba2():
+    def add(name, overlook={}, **fields):
+        shape = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "state_size": 6, "conv_kernel": 3, "chunk_size": 4}
+        config = transformers.Mamba2Config(**{**shape, "layer_norm_epsilon": 0.01, **fields})
+        overlook = {"layer_norm_epsilon": {"layer_norm_epsilon": 1e-6}, **overlook}
+        pretrained(name, transformers.Mamba2ForCausalLM, config, tokens(name), overlook=overlook)
+
+    add("mamba2", n_groups=2)
+    limits = {"the lower limit": {"time_step_limit": (0.0, 2.0)}, "the upper limit": {"time_step_limit": (0.4, 100.0)}}
+    add("mamba2-tied", n_groups=1, use_bias=True, use_conv_bias=False, tie_word_embeddings=True, time_step_limit=(0.4, 2.0), overlook=limits)
+
+
+def nemotron_h():
+    """Layers of one part each: of Mamba 2, experts, attention or a dense network."""
+
+    def add(name, overlook={}, **fields):
+        shape = {key: DECODER[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")}
+        attention = {**GROUPED, "head_dim": 4}
+        mamba = {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "conv_kernel": 3, "chunk_size": 4, "n_groups": 2}
+        routing = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20}
+        layers = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
+        config = transformers.NemotronHConfig(**{**shape, **attention, **mamba, **routing, **layers, "layer_norm_epsilon": 0.01, **fields})
+        overlook = {
+            "layer_norm_epsilon": {"layer_norm_epsilon": 1e-6},
+            "the number of experts per token": {"num_experts_per_tok": 1},
+            "the activation": {"mlp_hidden_act": "relu"},
+            **overlook,
+        }
+        pretrained(name, transformers.NemotronHForCausalLM, config, tokens(name), overlook=overlook)
+
+    scaling = {"the scaling of experts": {"routed_scaling_factor": 1.0}, "the normalization of router weights": {"norm_topk_prob": True}}
+    add("nemotron-h", routed_scaling_factor=0.7, norm_topk_prob=False, overlook=scaling)
+    latent = {"moe_latent_size": 8, "mlp_bias": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1}
+    add("nemotron-h-latent", **latent, time_step_min=0.4, overlook={"the lower limit": {"time_step_min": 0.001}})
 
 
 def lfm2():
@@ -1691,7 +1736,10 @@ for family in (
     cohere,
     smollm3,
     granite,
+    granite_moe,
     granite_hybrid,
+    mamba2,
+    nemotron_h,
     lfm2,
     gemma,
     gemma2,

@@ -30,6 +30,8 @@ const STEM: &str = "stem";
 const STAGE: &str = "stage";
 /// Key of the types of attention of all layers.
 const TYPES: &str = "layer_types";
+/// Key of the types of all layers in Nemotron-H.
+const BLOCK_TYPES: &str = "layers_block_type";
 
 /// Result of a removal.
 pub(super) struct Removed {
@@ -225,7 +227,7 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
         values.push((key.to_owned(), json!(all - removed.len())));
     }
     let remaining = |list: &[Value]| -> Value { list.iter().enumerate().filter(|(at, _)| !removed.contains(at)).map(|(_, value)| value.clone()).collect() };
-    if model.config.get(TYPES).is_none_or(Value::is_null) {
+    if [TYPES, BLOCK_TYPES].iter().all(|key| model.config.get(key).is_none_or(Value::is_null)) {
         // The default depends on the indices of layers.
         values.extend(layer_types(graph, found).map(|types| (TYPES.to_owned(), remaining(&types))));
     }
@@ -234,7 +236,7 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
     for (key, value) in model.config.values() {
         let Some(list) = value.as_array() else { continue };
         match key.as_str() {
-            TYPES | "attn_type_list" | "no_rope_layers" if list.len() == all => values.push((key.clone(), remaining(list))),
+            TYPES | BLOCK_TYPES | "attn_type_list" | "no_rope_layers" if list.len() == all => values.push((key.clone(), remaining(list))),
             // The input of the first layer, and the output of each layer.
             "stage_names" if list.len() == all + 1 => values.push((key.clone(), json!(list[..=all - removed.len()]))),
             "out_features" | "_out_features" | "out_indices" | "_out_indices" => values.push((key.clone(), json!(stages(list, all, removed)))),

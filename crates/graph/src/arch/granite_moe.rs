@@ -1,12 +1,39 @@
-//! Granite 4: state space layers of Mamba 2, attention with or without rotary embeddings in some layers or in
-//! all, and a dense network, in addition to a mixture of experts if there is one.
+//! Granite with mixtures of experts, and Granite 4: state space layers of Mamba 2, attention with or without
+//! rotary embeddings in some layers or in all, and a dense network, in addition to a mixture of experts if
+//! there is one.
 
 use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
 use crate::store::Role;
 
+const EXPERT_SIZE: (&str, &str, usize) = ("intermediate_size", "layers.0.block_sparse_moe.output_linear.weight", 2);
+const SHARED_SIZE: (&str, &str, usize) = ("shared_intermediate_size", "layers.0.shared_mlp.output_linear.weight", 1);
+
+pub(super) const GRANITE_MOE: Family = Family {
+    model_type: "granitemoe",
+    graph: graph!(running::build),
+    keys: Keys {
+        harmless: &["attention_dropout", "max_position_embeddings", "output_router_logits", "router_aux_loss_coef"],
+        // transformers 4 reads the second one.
+        neutral: &[("partial_rotary_factor", "1.0"), ("position_embedding_type", "\"rope\"")],
+    },
+    sizes: Some(&Sizes { other_sizes: &[EXPERT_SIZE], ..DECODER_SIZES }),
+    fused: &[&["q_proj", "k_proj", "v_proj"]],
+    routers: &["block_sparse_moe.router"],
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
+    renames: &[("block_sparse_moe.router.layer", "block_sparse_moe.router")],
+    ..DECODER
+};
+
+pub(super) const GRANITE_MOE_SHARED: Family = Family {
+    model_type: "granitemoeshared",
+    graph: graph!(running::build_shared),
+    sizes: Some(&Sizes { other_sizes: &[EXPERT_SIZE, SHARED_SIZE], ..DECODER_SIZES }),
+    ..GRANITE_MOE
+};
+
 pub(super) const GRANITE_MOE_HYBRID: Family = Family {
     model_type: "granitemoehybrid",
-    graph: graph!(running::build),
+    graph: graph!(running::build_hybrid),
     keys: Keys {
         harmless: &[
             "attention_dropout",
@@ -35,19 +62,8 @@ pub(super) const GRANITE_MOE_HYBRID: Family = Family {
         ],
         neutral: &[("normalization_function", "\"rmsnorm\""), ("partial_rotary_factor", "1.0")],
     },
-    sizes: Some(&Sizes {
-        other_sizes: &[
-            ("intermediate_size", "layers.0.block_sparse_moe.output_linear.weight", 2),
-            ("shared_intermediate_size", "layers.0.shared_mlp.output_linear.weight", 1),
-        ],
-        ..DECODER_SIZES
-    }),
-    fused: &[&["q_proj", "k_proj", "v_proj"]],
-    routers: &["block_sparse_moe.router"],
     exempt: &[("mamba.conv1d", Role::Other)],
-    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
-    renames: &[("block_sparse_moe.router.layer", "block_sparse_moe.router")],
-    ..DECODER
+    ..GRANITE_MOE_SHARED
 };
 
 #[cfg(feature = "run")]
@@ -56,7 +72,7 @@ mod running {
 
     use crate::arch::granite::running::with_multipliers;
     use crate::arch::running::Settings;
-    use crate::arch::running::decoder::{Decoder, Layer, LayerNames, TokenMixer};
+    use crate::arch::running::decoder::{Decoder, Layer, LayerNames, TokenMixer, every_layer};
     use crate::arch::running::experts::{Experts, Shared};
     use crate::arch::running::rope::{RopeDefaults, rotary};
     use crate::arch::running::state_space::{StateSpace, limits};
@@ -64,21 +80,24 @@ mod running {
     use crate::ir::ops::{RmsNorm, Route};
     use crate::ir::{Builder, ValueId};
 
+    const COUNT: &str = "num_local_experts";
     const TYPES: &str = "layer_types";
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-        let wide = s.size_or("shared_intermediate_size", 1024)?;
-        let decoder = Decoder {
-            mixer: Some(&Mamba {}),
-            network: "shared_mlp",
-            fused_gate: Some("input_linear"),
-            // The first ones are one projection.
-            parts: ["", "", "output_linear"],
-            neurons: Some(wide),
-            mlp_bias: false,
-            experts: experts(s, wide)?,
-            ..with_multipliers(Decoder::new(s, None)?)?
-        };
+        let decoder = decoder(s, None, true)?;
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
+    }
+
+    pub fn build_shared(s: &Settings, b: &mut Builder) -> Result<()> {
+        const SIZE: &str = "shared_intermediate_size";
+        let shared = if s.get(SIZE).is_none_or(|size| *size == 0) { None } else { Some(s.size(SIZE)?) };
+        let decoder = decoder(s, shared, true)?;
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
+    }
+
+    pub fn build_hybrid(s: &Settings, b: &mut Builder) -> Result<()> {
+        let shared = Some(s.size_or("shared_intermediate_size", 1024)?);
+        let decoder = Decoder { mixer: Some(&Mamba {}), ..decoder(s, shared, has_experts(s)?)? };
         let rotary = match s.text_or("position_embedding_type", "nope")? {
             "nope" => None,
             "rope" => Some(rotary(s, decoder.head_dim, RopeDefaults::default())?),
@@ -89,25 +108,42 @@ mod running {
         decoder.build(b, |_| Ok(Layer { rotary: rotary.clone(), window: None }))
     }
 
-    /// The experts, which models with a number of 0 do not have. The dense network is their shared expert.
-    fn experts(s: &Settings, wide: usize) -> Result<Option<Experts>> {
-        const COUNT: &str = "num_local_experts";
-        if s.get(COUNT).is_some_and(|count| *count == 0) {
-            if s.flag_or("output_router_logits", false)? {
-                return Err(Error::graph("config.json", format!("`output_router_logits` is true, but `{COUNT}` is 0")));
-            }
-            return Ok(None);
-        }
-        Ok(Some(Experts {
+    /// A decoder with a dense network of this size, in addition to experts if it has them.
+    fn decoder<'s, 'c>(s: &'s Settings<'c>, shared: Option<usize>, has_experts: bool) -> Result<Decoder<'s, 'c>> {
+        Ok(Decoder {
+            network: "shared_mlp",
+            fused_gate: Some("input_linear"),
+            // The first ones are one projection.
+            parts: ["", "", "output_linear"],
+            neurons: shared,
+            mlp_bias: false,
+            experts: if has_experts { Some(experts(s, shared)?) } else { None },
+            ..with_multipliers(Decoder::new(s, None)?)?
+        })
+    }
+
+    fn experts(s: &Settings, shared: Option<usize>) -> Result<Experts> {
+        Ok(Experts {
             count: s.size_or(COUNT, 8)?,
             route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true, ..Route::default() },
             inner: s.size("intermediate_size")?,
             block: "block_sparse_moe",
             router: "router.layer",
             stacked: ["input_linear.weight", "output_linear.weight"],
-            shared: Some(Shared { module: "shared_mlp", inner: wide, gated: false }),
+            shared: shared.map(|inner| Shared { module: "shared_mlp", inner, gated: false }),
             ..Experts::default()
-        }))
+        })
+    }
+
+    /// Whether there are experts, of which the number can be 0.
+    fn has_experts(s: &Settings) -> Result<bool> {
+        if s.get(COUNT).is_none_or(|count| *count != 0) {
+            return Ok(true);
+        }
+        if s.flag_or("output_router_logits", false)? {
+            return Err(Error::graph("config.json", format!("`output_router_logits` is true, but `{COUNT}` is 0")));
+        }
+        Ok(false)
     }
 
     struct Mamba {}

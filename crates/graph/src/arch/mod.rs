@@ -36,15 +36,17 @@ mod gpt2;
 mod gpt_neox;
 mod gpt_oss;
 mod granite;
-mod granite_moe_hybrid;
+mod granite_moe;
 mod hunyuan;
 mod lfm2;
 mod llama;
+mod mamba2;
 mod minimax_m2;
 mod mixtral;
 mod modernbert;
 mod module_names;
 mod mpnet;
+mod nemotron_h;
 mod olmo2;
 mod olmo3;
 mod opt;
@@ -106,7 +108,11 @@ const FAMILIES: &[&Family] = &[
     &cohere::COHERE2,
     &smollm3::SMOLLM3,
     &granite::GRANITE,
-    &granite_moe_hybrid::GRANITE_MOE_HYBRID,
+    &granite_moe::GRANITE_MOE,
+    &granite_moe::GRANITE_MOE_SHARED,
+    &granite_moe::GRANITE_MOE_HYBRID,
+    &mamba2::MAMBA2,
+    &nemotron_h::NEMOTRON_H,
     &lfm2::LFM2,
     &gemma::GEMMA,
     &gemma::GEMMA2,

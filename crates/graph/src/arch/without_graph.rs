@@ -33,11 +33,6 @@ const DELTA: Family = Family {
     experts: Some(ExpertLayout::SEPARATE),
     ..MIXTURE
 };
-const GRANITE: Family = Family {
-    routers: &["router"],
-    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
-    ..MIXTURE
-};
 const STEP3: Family = Family {
     routers: &["moe.gate"],
     exempt: &[("vision_model", Role::Vision), ("vit_downsampler", Role::Vision), ("vit_large_projector", Role::Vision)],
@@ -98,9 +93,11 @@ pub(super) const FAMILIES: &[Family] = &[
     like("llama4_text", LLAMA4),
     like("qwen3_5", DELTA),
     like("qwen3_5_moe", DELTA),
-    like("granitemoe", GRANITE),
-    like("granitemoeshared", GRANITE),
-    like("jetmoe", GRANITE),
+    Family {
+        routers: &["router"],
+        experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
+        ..like("jetmoe", MIXTURE)
+    },
     Family { exempt: MAMBA_FILTERS, ..decoder("falcon_h1") },
     Family { exempt: MAMBA_FILTERS, ..decoder("bamba") },
     Family {
@@ -155,16 +152,7 @@ pub(super) const FAMILIES: &[Family] = &[
     // Keys and values read different mixtures of tokens.
     Family { tied: &[("head.weight", "rwkv.embeddings.weight")], fused: &[], embeddings: &["embeddings"], heads: &["head"], ..decoder("rwkv") },
     like("mamba", MAMBA),
-    like("mamba2", MAMBA),
     like("falcon_mamba", MAMBA),
-    Family {
-        tied: &[],
-        fused: &[&["q_proj", "k_proj", "v_proj"]],
-        routers: &["mixer.gate"],
-        float32: SELECTION_BIAS,
-        experts: Some(ExpertLayout { keys: &["n_routed_experts"], ..ExpertLayout::SEPARATE }),
-        ..like("nemotron_h", MAMBA)
-    },
     Family { tied: &[("lm_head.weight", "transformer.w.weight")], fused: &[&["Wq", "Wk", "Wv"]], embeddings: &["transformer.w"], ..decoder("ctrl") },
     Family {
         tied: &[("lm_loss.weight", "transformer.word_embedding.weight")],

@@ -17,18 +17,24 @@ impl Experts {
         }
         let weights = b.node(&at.node(&name("routing")), self.route, &scores)?;
         let fused = b.stored_shape(&at.module(&name(self.stacked[0]))).is_some();
-        let mut outputs = vec![weights];
+        let (mut outputs, mut tokens, width) = (vec![weights], x, b.width(x)?);
+        if let Some(([before, _], narrow)) = self.latent {
+            tokens = decoder.linear(b, at, &name(before), x, narrow, decoder.mlp_bias)?;
+        }
         for expert in 0..self.count {
-            let routed = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[x, weights])?;
+            let routed = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[tokens, weights])?;
             outputs.push(match (self.clamped, fused) {
                 (Some(clamped), _) => self.clamped(b, at, expert, routed, clamped)?,
                 (None, true) => self.slice(decoder, b, at, expert, routed)?,
-                (None, false) => decoder.gated(b, at, (&name(&format!("experts.{expert}")), self.parts), routed, self.inner, false)?,
+                (None, false) => decoder.feed_forward(b, at, (&name(&format!("experts.{expert}")), self.parts), routed, self.inner, false)?,
             });
         }
-        let sum = b.node(&at.node(&name("experts")), Combine {}, &outputs)?;
+        let mut sum = b.node(&at.node(&name("experts")), Combine {}, &outputs)?;
+        if let Some(([_, after], _)) = self.latent {
+            sum = decoder.linear(b, at, &name(after), sum, width, decoder.mlp_bias)?;
+        }
         let Some(Shared { module, inner, gated }) = self.shared else { return Ok(sum) };
-        let mut shared = decoder.gated(b, at, (module, decoder.parts), x, inner, decoder.mlp_bias)?;
+        let mut shared = decoder.feed_forward(b, at, (module, decoder.parts), x, inner, decoder.mlp_bias)?;
         if gated {
             let gate = decoder.linear(b, at, &format!("{module}_gate"), x, 1, false)?;
             let gate = b.node(&at.node(&format!("{module}_gate.sigmoid")), Sigmoid {}, &[gate])?;

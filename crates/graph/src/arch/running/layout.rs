@@ -164,7 +164,7 @@ impl Decoder<'_, '_> {
         wide: usize,
         bias: bool,
     ) -> Result<ValueId> {
-        let name = |part: &str| format!("{network}.{part}");
+        let (name, width) = (|part: &str| format!("{network}.{part}"), b.width(x)?);
         let [gate, up] = if let Some(both) = self.fused_gate {
             let both = self.linear(b, at, &name(both), x, wide.saturating_mul(2), bias)?;
             let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [wide; 2])?;
@@ -174,16 +174,22 @@ impl Decoder<'_, '_> {
             [self.act(b, at, network, gate)?, self.linear(b, at, &name(up), x, wide, bias)?]
         };
         let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
-        self.linear(b, at, &name(down), gated, self.s.size("hidden_size")?, bias)
+        self.linear(b, at, &name(down), gated, width, bias)
     }
 
-    /// The feed-forward network of a layer without experts, with or without a gate.
+    /// The feed-forward network of a layer without experts.
     pub fn dense(&self, b: &mut Builder, at: &LayerNames, x: ValueId) -> Result<ValueId> {
-        let (wide, network) = (self.neurons.map_or_else(|| self.s.size("intermediate_size"), Ok)?, self.network);
-        let Some([up, down]) = self.ungated else { return self.gated(b, at, (network, self.parts), x, wide, self.mlp_bias) };
-        let up = self.linear(b, at, &format!("{network}.{up}"), x, wide, self.mlp_bias)?;
+        let wide = self.neurons.map_or_else(|| self.s.size("intermediate_size"), Ok)?;
+        self.feed_forward(b, at, (self.network, self.parts), x, wide, self.mlp_bias)
+    }
+
+    /// A feed-forward network, with or without a gate; `parts` are the names of one with a gate.
+    pub fn feed_forward(&self, b: &mut Builder, at: &LayerNames, (network, parts): (&str, [&str; 3]), x: ValueId, wide: usize, bias: bool) -> Result<ValueId> {
+        let Some([up, down]) = self.ungated else { return self.gated(b, at, (network, parts), x, wide, bias) };
+        let width = b.width(x)?;
+        let up = self.linear(b, at, &format!("{network}.{up}"), x, wide, bias)?;
         let active = self.act(b, at, network, up)?;
-        self.linear(b, at, &format!("{network}.{down}"), active, self.s.size("hidden_size")?, self.mlp_bias)
+        self.linear(b, at, &format!("{network}.{down}"), active, width, bias)
     }
 }
 
@@ -231,6 +237,8 @@ pub struct Experts {
     pub stacked: [&'static str; 2],
     /// The feed-forward network of experts like those of gpt-oss.
     pub clamped: Option<Clamped>,
+    /// Names of projections before and after the experts, and the width between them.
+    pub latent: Option<([&'static str; 2], usize)>,
     /// The shared expert, which processes all tokens.
     pub shared: Option<Shared>,
     /// Layers with a dense network.
@@ -262,6 +270,7 @@ impl Default for Experts {
             parts: PARTS,
             stacked: ["experts.gate_up_proj", "experts.down_proj"],
             clamped: None,
+            latent: None,
             shared: None,
             plain: Vec::new(),
             first: 0,

@@ -3,8 +3,8 @@
 use super::Settings;
 use crate::error::{Error, Result};
 use crate::ir::ops::{
-    Attention, BatchNorm, Conv, Gelu, GlobalAveragePool, HardSwish, LayerNorm, Linear, MergeHeads, Mul, Padding, Relu, RmsNorm, Scale, Sigmoid, Silu, Slice,
-    SplitHeads, Tanh,
+    Attention, BatchNorm, Conv, Gelu, GlobalAveragePool, HardSwish, LayerNorm, Linear, MergeHeads, Mul, Padding, Power, Relu, RmsNorm, Scale, Sigmoid, Silu,
+    Slice, SplitHeads, Tanh,
 };
 use crate::ir::{Builder, Dim, Op, TensorType, ValueId};
 
@@ -31,7 +31,7 @@ fn activation(name: &str) -> Result<Op> {
         other => {
             return Err(Error::Unsupported {
                 what: format!("activation `{other}`"),
-                hint: "supported: gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, quick_gelu, hardswish, relu, silu, swish, tanh".into(),
+                hint: "supported: gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, quick_gelu, hardswish, relu, relu2, silu, swish, tanh".into(),
             });
         }
     })
@@ -39,7 +39,14 @@ fn activation(name: &str) -> Result<Op> {
 
 /// Adds the activation function with this name, which may need several ops.
 pub fn activate(b: &mut Builder, node: &str, name: &str, x: ValueId) -> Result<ValueId> {
-    if name == "quick_gelu" { swish(b, node, 1.702, x) } else { b.node(node, activation(name)?, &[x]) }
+    match name {
+        "quick_gelu" => swish(b, node, 1.702, x),
+        "relu2" => {
+            let positive = b.node(&format!("{node}.positive"), Relu {}, &[x])?;
+            b.node(node, Power { exponent: 2.0 }, &[positive])
+        }
+        _ => b.node(node, activation(name)?, &[x]),
+    }
 }
 
 /// Adds `x · sigmoid(slope · x)`.

@@ -137,7 +137,8 @@ impl Sizes {
     fn resized(&self, settings: &Settings, head_dim: Option<usize>, shapes: Shapes) -> Vec<(&'static str, Value)> {
         let shape = |name: &str| self.stored(name, shapes).map(|(_, shape)| shape);
         // Some parts do not exist in every layer.
-        let layers = settings.size(self.layers).unwrap_or(1);
+        let listed = || settings.get("layers_block_type").and_then(Value::as_array).map(Vec::len);
+        let layers = settings.size(self.layers).ok().or_else(listed).unwrap_or(1);
         let first = |name: &str| shape(name).or_else(|| (1..layers).find_map(|layer| shape(&name.replacen("layers.0.", &format!("layers.{layer}."), 1))));
         let size = |name: &str, axis: usize| first(name)?.get(axis).copied();
         let mut found = Vec::new();

@@ -26,10 +26,10 @@ use crate::ir::{Bindings, Element, TensorType};
 /// SSMs*, 2024), whose `C`, `B`, `x` and step sizes are queries, keys, values and rates.
 ///
 /// Inputs: queries and keys `[batch, groups, sequence, d]`, values `[batch, heads, sequence, e]`, decays and
-/// rates `[batch, sequence, heads]`. Head `i` reads query and key `i / (heads / groups)`. Optional: an integer
-/// mask `[batch, sequence]`, zero for padding, which leaves the state unchanged. With the state before the
-/// first token, `[batch, heads, d, e]`, as the last input, the rows of the output are followed by those of the
-/// new state; only incremental decoding passes it.
+/// rates `[batch, sequence, heads]`. Head `i` reads query and key `i / (heads / groups)`. Optional: an
+/// integer mask `[batch, sequence]`, zero for padding, which leaves the state unchanged. With the state
+/// before the first token, `[batch, heads, d, e]`, as the last input, the rows of the output are followed by
+/// those of the new state; only incremental decoding passes it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GatedDelta {

@@ -23,8 +23,8 @@ fn operands<'h>(hosts: &'h [Host<'_>], tensors: &[Tensor]) -> Option<Operands<'h
     Some(Operands { queries: values(0)?, keys: values(1)?, values: values(2)?, decays: values(3)?, rates: values(4)? })
 }
 
-/// The inputs other than mask and state, contiguous, with zeros for decays and rates at padding; `None` if one
-/// of them is not f32 in host memory.
+/// The inputs other than mask and state, contiguous, with zeros for decays and rates at padding; `None` if
+/// one of them is not f32 in host memory.
 fn operand_tensors(inputs: &[&Tensor], mask: Option<&Tensor>) -> Result<Option<Vec<Tensor>>> {
     let inputs = inputs.get(..INPUTS).unwrap_or_default();
     if !inputs.iter().all(|tensor| readable([tensor])) {
