@@ -98,6 +98,17 @@ pub fn e8m0_scale(largest: f32, offset: u8, mantissa_bits: u8) -> u8 {
     exponent.saturating_sub(offset.into()).min(254) as u8
 }
 
+/// The E8M0 byte of the power of two whose exponent is nearest to the logarithm of a positive number.
+pub fn nearest_e8m0(value: f32) -> u8 {
+    /// The smallest mantissa of a number above √2.
+    const ABOVE_ROOT: u32 = 0x35_04F4;
+    // The smallest power of two is subnormal.
+    if value < f32::MIN_POSITIVE {
+        return 0;
+    }
+    ((value.to_bits() + (1 << 23) - ABOVE_ROOT) >> 23).min(254) as u8
+}
+
 /// Encoding and decoding of a float format.
 pub trait Codec: Copy + Send + Sync + 'static {
     /// The nearest code.
@@ -163,6 +174,14 @@ macro_rules! codecs {
             pub fn largest_ratio(self) -> f32 {
                 match self {
                     $(Minifloat::$format => $largest / $decode($encode($largest) - 1)),*
+                }
+            }
+
+            /// The magnitude beyond which clipping to the range changes a value by more than half of the last
+            /// step, the largest change by rounding.
+            pub fn clipping_limit(self) -> f32 {
+                match self {
+                    $(Minifloat::$format => (3.0 * $largest - $decode($encode($largest) - 1)) / 2.0),*
                 }
             }
 
@@ -249,6 +268,25 @@ mod tests {
         assert_eq!((to_e4m3(f32::NAN), from_e4m3(0x7F).is_nan(), from_e4m3(0xFF).is_nan()), (0x7F, true, true));
         assert_eq!((to_e4m3(f32::INFINITY), to_e4m3(-1e9), to_e2m1(f32::NEG_INFINITY), to_e2m1(f32::NAN)), (0x7E, 0xFE, 0xF, 0));
         assert_eq!((to_e2m3(f32::INFINITY), to_e2m3(f32::NEG_INFINITY), to_e2m3(-f32::NAN)), (0x1F, 0x3F, 0));
+    }
+
+    #[test]
+    fn scales_are_rounded_to_the_nearest_exponent() {
+        let root = std::f32::consts::SQRT_2;
+        for (value, nearest) in [(1.0, 1.0), (1.41, 1.0), (root, 1.0), (root.next_up(), 2.0), (1.5, 2.0), (0.7, 0.5), (0.71, 1.0), (3.0, 4.0)] {
+            assert_eq!(from_e8m0(nearest_e8m0(value)), nearest, "{value}");
+        }
+        for byte in 0..255 {
+            assert_eq!(nearest_e8m0(from_e8m0(byte)), byte);
+        }
+        assert_eq!([nearest_e8m0(0.0), nearest_e8m0(f32::MAX), nearest_e8m0(f32::INFINITY)], [0, 254, 254]);
+    }
+
+    /// Halfway between the largest number and the next one of an unlimited format.
+    #[test]
+    fn values_beyond_the_limit_are_clipped() {
+        let limits = [Minifloat::E4m3, Minifloat::E2m3, Minifloat::E2m1].map(Minifloat::clipping_limit);
+        assert_eq!(limits, [464.0, 7.75, 7.0]);
     }
 
     #[test]

@@ -251,6 +251,16 @@ impl ScaleFormat {
         }
     }
 
+    /// The nearest positive scale of a format of one byte; the nearest exponent for powers of two. Floats are
+    /// returned unchanged.
+    pub fn nearest(self, scale: f32) -> f32 {
+        match self {
+            ScaleFormat::Float => scale,
+            ScaleFormat::PowerOfTwo => minifloat::from_e8m0(minifloat::nearest_e8m0(scale)),
+            ScaleFormat::Relative => minifloat::from_e4m3(minifloat::to_e4m3(scale).max(1)),
+        }
+    }
+
     /// The dtype in memory; `floats` for floats.
     pub fn dtype(self, floats: DType) -> DType {
         match self {
