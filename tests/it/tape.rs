@@ -9,6 +9,7 @@ use std::path::Path;
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
+use compress_core::store::{ActivationScheme, FloatFormat, FloatScale, Static};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::exec::{Executor, Inputs, MemoryCategory, MemoryTracker, Parameters, Residence, Tape};
 use compress_graph::ir::ops::{Backward, Saved};
@@ -223,5 +224,53 @@ fn decays_are_not_rounded_to_16_bits() {
     for (x, found) in [-3.25f64, 0.5].into_iter().zip(found) {
         let expected = -1.5f64.exp() * (x + 0.0625).exp().ln_1p();
         assert!((f64::from(found) / expected - 1.0).abs() < 1e-5, "{x}: {found} instead of {expected}");
+    }
+}
+
+/// The product with the unit matrix has the rounded input as output, with straight-through gradients, and the
+/// gradient of the matrix is that of a product with the rounded input.
+#[test]
+fn rounded_inputs_have_the_gradients_of_pytorch() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/fake-quantization.safetensors");
+    let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let tensor = |name: &str| golden[&format!("activations/{name}")].to_dtype(DType::F32).unwrap().flatten_to(1).unwrap();
+    let graph: Graph = "input b: float[10, 64]\nparam x: float[10, 64]\nparam w: float[64, 64]\nz = Linear(x, w) -> float[10, 64]\n\
+                        y = Add(z, b) -> float[10, 64]\noutput y = y\n"
+        .parse()
+        .unwrap();
+    let inputs: Inputs = [("b".to_owned(), Tensor::zeros((10, 64), DType::F32, &Device::Cpu).unwrap())].into();
+    let output = graph.outputs()[0].1;
+    let fixed = |name: &str| Static::new(golden[&format!("activations/{name}/scale")].to_vec1::<f32>().unwrap()[0], None);
+    for (name, scheme) in [
+        ("int8-token", ActivationScheme::DynamicToken),
+        ("fp8-token", ActivationScheme::Float(FloatFormat::E4m3, FloatScale::Token)),
+        ("fp8-static", ActivationScheme::Float(FloatFormat::E4m3, FloatScale::Static(fixed("fp8-static")))),
+        ("mxfp4", ActivationScheme::Float(FloatFormat::E2m1, FloatScale::PowerOfTwo)),
+        ("mxfp8", ActivationScheme::Float(FloatFormat::E4m3, FloatScale::PowerOfTwo)),
+        ("nvfp4", ActivationScheme::Float(FloatFormat::E2m1, FloatScale::Relative(fixed("nvfp4")))),
+    ] {
+        let tensors = [("x".to_owned(), tensor("in")), ("w".to_owned(), Tensor::eye(64, DType::F32, &Device::Cpu).unwrap())];
+        let parameters = Parameters::from_tensors(tensors.into(), DType::F32).with_input_schemes([("w".to_owned(), scheme)].into());
+        let tape = Tape::new(&graph, Device::Cpu, [output].into(), &|_| true, &[]);
+        let tracker = MemoryTracker::default();
+        let forward = tape.forward(&parameters, &inputs, &tracker, None).unwrap();
+        let rounded = forward.taps()[&output].clone();
+        let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
+        tape.backward(forward, [(output, tensor("gradient"))].into(), &parameters, &tracker, &mut |name, gradient| {
+            found.insert(name.to_owned(), gradient);
+            Ok(())
+        })
+        .unwrap();
+        let expected = tensor(&format!("{name}/rounded"));
+        let of_matrix = tensor("gradient").t().unwrap().matmul(&expected).unwrap();
+        for (what, found, expected) in
+            [("output", &rounded, &expected), ("x", &found["x"], &tensor(&format!("{name}/gradient"))), ("w", &found["w"], &of_matrix)]
+        {
+            let values = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let (found, expected) = (values(found), values(expected));
+            let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+            let far = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(found.len() == expected.len() && far <= 2e-6 * largest, "{name}: {what} differs by {far} of {largest}");
+        }
     }
 }

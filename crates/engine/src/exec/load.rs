@@ -176,8 +176,14 @@ impl Parameters {
         }
     }
 
+    /// Sets the rounding schemes of the inputs of layers, by the names of their weights.
+    #[must_use]
+    pub fn with_input_schemes(self, rounding: BTreeMap<String, ActivationScheme>) -> Parameters {
+        Parameters { rounding, ..self }
+    }
+
     /// The rounding scheme for the inputs of a layer with this weight.
-    pub(super) fn input_scheme(&self, name: &str) -> Option<ActivationScheme> {
+    pub fn input_scheme(&self, name: &str) -> Option<ActivationScheme> {
         self.rounding.get(name).copied()
     }
 
@@ -189,11 +195,15 @@ impl Parameters {
 
 /// Rounding schemes by weight. Static integer quantization is represented by nodes of the graph instead.
 fn rounding(jobs: &[(&String, &Weight)]) -> BTreeMap<String, ActivationScheme> {
-    let scheme = |weight: &Weight| match &weight.encoding {
+    jobs.iter().filter_map(|(name, weight)| Some(((*name).clone(), rounding_scheme(weight)?))).collect()
+}
+
+/// The scheme in which the executor rounds the inputs of a linear layer with this weight.
+pub fn rounding_scheme(weight: &Weight) -> Option<ActivationScheme> {
+    match &weight.encoding {
         Encoding::Quantized(affine) if !matches!(affine.activations, ActivationScheme::None | ActivationScheme::Static(_)) => Some(affine.activations),
         _ => None,
-    };
-    jobs.iter().filter_map(|(name, weight)| Some(((*name).clone(), scheme(weight)?))).collect()
+    }
 }
 
 /// Host tensors whose memory is reused for other weights.

@@ -26,7 +26,7 @@ pub use gpu::DeviceMemory;
 pub use host::{bytes_of, change, floats_on_host, read};
 pub use inputs::Inputs;
 pub(crate) use load::tensor as load_tensor;
-pub use load::{Parameters, Residence};
+pub use load::{Parameters, Residence, rounding_scheme};
 pub use memory::{
     Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Placement, Schedule, Sharding, axis_sizes, sizes_of,
     state_bytes,

@@ -1,6 +1,7 @@
 //! Quantization of the inputs of layers with quantized weights, as the runtime of the model performs it.
 
 use candle_core::{D, DType, Tensor};
+use rayon::prelude::*;
 
 use super::transfer::{self, Cause};
 use crate::ir::ops::{ScalarOps, on_host, round_half_even};
@@ -28,11 +29,27 @@ impl Rounding {
             (ActivationScheme::Float(format, scale), Rounding::Token) => {
                 // On the host for every device, because no device supports all of these formats.
                 let mut values = transfer::values::<f32>(x, Cause::Answers)?;
-                floats(format, scale, x.dim(D::Minus1)?.max(1), &mut values);
+                for_each_group(format, scale, x.dim(D::Minus1)?.max(1), &mut values, |values, scale| format.round(values, scale));
                 let rounded = Tensor::from_vec(values, x.dims(), &candle_core::Device::Cpu)?.to_dtype(x.dtype())?;
                 transfer::move_to(&rounded, x.device(), Cause::Answers)
             }
         }
+    }
+
+    /// The gradient of the input, from that of the quantized input `gradient`: a straight-through estimator
+    /// that treats scales as constants. Dynamic scales cover all values, and pass gradients unchanged. Static
+    /// ones, including the global scale of NVFP4, clip values beyond their range, whose gradient is zero.
+    pub fn input_gradient(self, scheme: ActivationScheme, x: &Tensor, gradient: Tensor) -> candle_core::Result<Tensor> {
+        let (ActivationScheme::Float(format, scale @ (FloatScale::Static(_) | FloatScale::Relative(_))), Rounding::Token) = (scheme, self) else {
+            return Ok(gradient);
+        };
+        let limit = format.codec().clipping_limit();
+        let mut values = transfer::values::<f32>(x, Cause::Answers)?;
+        for_each_group(format, scale, x.dim(D::Minus1)?.max(1), &mut values, |values, scale| {
+            values.iter_mut().for_each(|x| *x = if (*x / scale).abs() <= limit { 1.0 } else { 0.0 });
+        });
+        let mask = Tensor::from_vec(values, x.dims(), &candle_core::Device::Cpu)?.to_dtype(gradient.dtype())?;
+        gradient * transfer::move_to(&mask, x.device(), Cause::Answers)?
     }
 
     /// Quantizes to int8 and dequantizes.
@@ -43,7 +60,7 @@ impl Rounding {
         }
         let mut values = transfer::read::<f32>(&wide)?;
         match self {
-            Rounding::Token => values.chunks_mut(x.dim(D::Minus1)?.max(1)).for_each(token),
+            Rounding::Token => values.par_chunks_mut(x.dim(D::Minus1)?.max(1)).for_each(token),
             Rounding::Tensor => tensor(&mut values),
         }
         Tensor::from_vec(values, x.dims(), x.device())?.to_dtype(x.dtype())
@@ -79,26 +96,30 @@ fn token(row: &mut [f32]) {
     }
 }
 
-/// Rounds tokens with `width` values to a float format and back, as compressed-tensors computes it.
-fn floats(format: FloatFormat, scale: FloatScale, width: usize, values: &mut [f32]) {
+/// Calls a function with each group of values that share a scale, and with the scale, as compressed-tensors
+/// computes it. A token has `width` values.
+fn for_each_group(format: FloatFormat, scale: FloatScale, width: usize, values: &mut [f32], each: impl Fn(&mut [f32], f32) + Sync) {
     let largest = |values: &[f32]| values.iter().fold(0f32, |largest, x| largest.max(x.abs()));
     let group = match scale {
-        FloatScale::Static(by) => return format.round(values, by.scale()),
-        FloatScale::Token => width,
+        FloatScale::Token | FloatScale::Static(_) => width,
         FloatScale::Group(size) => size.max(1),
         FloatScale::PowerOfTwo | FloatScale::Relative(_) => scale.format().group().unwrap_or(width),
     };
-    for values in values.chunks_mut(width).flat_map(|token| token.chunks_mut(group)) {
-        let scale = match scale {
-            FloatScale::PowerOfTwo => format.power_of_two_scale(largest(values)),
-            FloatScale::Relative(by) => format.relative_scale(largest(values), by.scale()) / by.scale(),
-            FloatScale::Token | FloatScale::Group(_) | FloatScale::Static(_) => {
-                let scale = largest(values) / format.row().max;
-                if scale > 0.0 { scale } else { f32::EPSILON }
-            }
-        };
-        format.round(values, scale);
-    }
+    let scale_of = |values: &[f32]| match scale {
+        FloatScale::Static(by) => by.scale(),
+        FloatScale::PowerOfTwo => format.power_of_two_scale(largest(values)),
+        FloatScale::Relative(by) => format.relative_scale(largest(values), by.scale()) / by.scale(),
+        FloatScale::Token | FloatScale::Group(_) => {
+            let scale = largest(values) / format.row().max;
+            if scale > 0.0 { scale } else { f32::EPSILON }
+        }
+    };
+    values.par_chunks_mut(width).for_each(|token| {
+        for values in token.chunks_mut(group) {
+            let scale = scale_of(values);
+            each(values, scale);
+        }
+    });
 }
 
 fn tensor(values: &mut [f32]) {
@@ -155,7 +176,7 @@ mod tests {
         let rounded = |scheme, width, values: &[f32]| {
             let mut values = values.to_vec();
             let ActivationScheme::Float(format, scale) = scheme else { panic!("{scheme:?}") };
-            floats(format, scale, width, &mut values);
+            for_each_group(format, scale, width, &mut values, |values, scale| format.round(values, scale));
             values
         };
         // The largest value of a token is 448 steps.
@@ -190,7 +211,7 @@ mod tests {
         ] {
             let mut found = values("in");
             let ActivationScheme::Float(format, scale) = scheme else { panic!("{name}") };
-            floats(format, scale, 256, &mut found);
+            for_each_group(format, scale, 256, &mut found, |values, scale| format.round(values, scale));
             for (at, (found, wanted)) in found.iter().zip(values(name)).enumerate() {
                 assert!(*found == wanted, "{name} at {at}: {found} is not {wanted}");
             }

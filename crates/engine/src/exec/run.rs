@@ -13,6 +13,7 @@ use super::{MemoryTracker, Parameters, Rounding, bytes_of};
 use crate::error::{Error, Result};
 use crate::ir::ops::{DecodingState, Fused, Op, PreparedOp, contiguous};
 use crate::ir::{Graph, Kind, Node, ValueId};
+use crate::store::ActivationScheme;
 
 /// A graph with its parameters, ready to run.
 #[derive(Debug)]
@@ -245,9 +246,7 @@ impl<'g> Executor<'g> {
             }
         };
         let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
-        if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
-            && let Some(scheme) = self.parameters.input_scheme(&self.graph.value(*weight).name)
-        {
+        if let Some(scheme) = input_scheme(self.graph, node, &self.parameters) {
             operands[0] = self.rounding.round_input(scheme, &operands[0]).map_err(failed(self.name(node)))?;
         }
         Ok(operands)
@@ -363,6 +362,14 @@ impl PartialRun {
 /// The result of an op in the precision of the computation, unless the op keeps 32 bits.
 pub(super) fn in_precision(op: &Op, result: Tensor, compute: DType) -> candle_core::Result<Tensor> {
     if result.dtype().is_float() && !op.spec().is_wide() { result.to_dtype(compute) } else { Ok(result) }
+}
+
+/// The scheme in which the first input of a node is rounded, if it is a linear layer with a quantized weight.
+pub(super) fn input_scheme(graph: &Graph, node: &Node, parameters: &Parameters) -> Option<ActivationScheme> {
+    match (&node.op, node.inputs.as_slice()) {
+        (Op::Linear(_), [_, weight, ..]) => parameters.input_scheme(&graph.value(*weight).name),
+        _ => None,
+    }
 }
 
 pub(super) fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {

@@ -4,6 +4,8 @@
 //! Nodes are divided into segments. A recomputed segment (gradient checkpointing) only keeps the values
 //! that later segments read in the forward pass, and runs recomputed in the backward pass (Chen et al.,
 //! *Training Deep Nets with Sublinear Memory Cost*, 2016).
+//!
+//! Inputs of layers with quantized weights are rounded as by the executor, with straight-through gradients.
 
 mod forecast;
 
@@ -15,7 +17,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::memory::GRADIENT;
 use super::sizes::InputCheck;
-use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, bytes_of, run};
+use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, Rounding, bytes_of, run};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -351,10 +353,20 @@ impl<'g> Tape<'g> {
                 (false, false) => Saved::shape(&dims[id.index()]),
             });
         }
+        // Linear layers read their input, which the forward pass rounded.
+        let mut unrounded = None;
+        if let (Some(scheme), Some(input)) = (run::input_scheme(self.graph, node, parameters), inputs.first_mut()) {
+            let x = input.tensor().map_err(failed)?.clone();
+            *input = Saved::full(Rounding::Token.round_input(scheme, &x).map_err(failed)?);
+            unrounded = Some((scheme, x));
+        }
         let output = if *reads_output { Saved::full(self.read(values, node.output)?) } else { Saved::shape(gradient.dims()) };
         let wanted: Vec<bool> = node.inputs.iter().map(|id| self.reached[id.index()]).collect();
         let backward = Backward { inputs: &inputs, output: &output, gradient, needs_gradient: &wanted };
-        let found = self.prepared(index, parameters.compute()).backward(&backward).map_err(failed)?;
+        let mut found = self.prepared(index, parameters.compute()).backward(&backward).map_err(failed)?;
+        if let (Some((scheme, x)), Some(gradient)) = (unrounded, found.first_mut()) {
+            *gradient = gradient.take().map(|gradient| Rounding::Token.input_gradient(scheme, &x, gradient)).transpose().map_err(failed)?;
+        }
         for ((id, found), wanted) in node.inputs.iter().zip(found).zip(&wanted) {
             let Some(found) = found.filter(|_| *wanted) else { continue };
             let value = self.graph.value(*id);
@@ -376,7 +388,11 @@ impl<'g> Tape<'g> {
             let value = self.graph.value(*id);
             if value.kind == Kind::Param { parameters.get(&value.name).map_err(run::failed(&value.name)) } else { self.read(values, *id) }
         };
-        node.inputs.iter().map(operand).collect()
+        let mut operands = node.inputs.iter().map(operand).collect::<Result<Vec<Tensor>>>()?;
+        if let (Some(scheme), Some(input)) = (run::input_scheme(self.graph, node, parameters), operands.first_mut()) {
+            *input = Rounding::Token.round_input(scheme, input).map_err(run::failed(self.name(node)))?;
+        }
+        Ok(operands)
     }
 
     fn read(&self, values: &[Option<Tensor>], id: ValueId) -> Result<Tensor> {

@@ -13,10 +13,11 @@ use super::mask::require_rows_of_samples;
 use super::{LossOutput, divisor};
 use crate::data::{Batch, References, SequenceRole};
 use crate::error::{Error, Result};
-use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
+use crate::exec::{Parameters, Rounding};
 use crate::gpu::{self, LogitLosses};
 use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
+use crate::store::ActivationScheme;
 use crate::train::cache::Cache;
 
 /// Number of logits per chunk on the host.
@@ -73,7 +74,13 @@ impl Head {
     }
 
     fn operands(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Vec<Tensor>> {
-        std::iter::once(Ok(rows.clone())).chain(self.parameters.iter().map(|name| parameters.get(name))).collect()
+        let input = self.input_scheme(parameters).map_or_else(|| Ok(rows.clone()), |scheme| Rounding::Token.round_input(scheme, rows));
+        std::iter::once(input).chain(self.parameters.iter().map(|name| parameters.get(name))).collect()
+    }
+
+    /// The scheme in which the executor rounds the rows, if the weight is quantized.
+    fn input_scheme(&self, parameters: &Parameters) -> Option<ActivationScheme> {
+        self.parameters.first().and_then(|weight| parameters.input_scheme(weight))
     }
 }
 
@@ -420,7 +427,7 @@ impl Head {
             }
         }
         match input_gradient {
-            Some(gradient) => Ok(gradient),
+            Some(gradient) => self.input_scheme(parameters).map_or(Ok(gradient.clone()), |scheme| Rounding::Token.input_gradient(scheme, rows, gradient)),
             None => candle_core::bail!("the linear layer returned no gradient of its input"),
         }
     }
