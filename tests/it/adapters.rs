@@ -291,7 +291,12 @@ fn quantized_bases_get_adapters() {
         assert!(losses[29] < 0.8 * losses[0], "{scheme}: {losses:?}");
         let [before, after] = [&base, &run].map(|run| std::fs::read(run.out().join("model.safetensors")).unwrap());
         assert!(before == after, "{scheme}");
-        assert_eq!(report.notes.iter().any(|note| note.contains("float activations")), scheme == "FP8-DYNAMIC", "{scheme}: {:?}", report.notes);
+        assert_eq!(
+            report.notes.iter().any(|note| note.contains("quantized in training as at run time")),
+            scheme == "FP8-DYNAMIC",
+            "{scheme}: {:?}",
+            report.notes
+        );
         assert!(distance(&outputs(&run.out()), &outputs(&base.out())) > 1e-2, "{scheme}");
         // In one recipe.
         let both = Run::new();

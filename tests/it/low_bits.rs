@@ -97,7 +97,7 @@ pub fn quantize(options: Value) -> Quantize {
     serde_json::from_value(options).unwrap()
 }
 
-const SCHEMES: [&str; 24] = [
+pub const SCHEMES: [&str; 24] = [
     "W2A16",
     "W2A16-ASYM",
     "W3A16",

@@ -54,6 +54,7 @@ mod plugins;
 mod properties;
 mod provenance;
 mod python_package;
+mod qat;
 mod quantization_config;
 mod readme;
 mod report;

@@ -870,7 +870,7 @@ fn scores_in_training_are_those_of_the_written_model() {
         let best = scores.iter().map(|score| score["value"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
         let written = *report.accuracy.as_ref().unwrap().after.values().next().unwrap();
         assert!((best - written).abs() < 1e-6 * written, "{out}: {best} in training, {written} written");
-        assert_eq!(report.notes.iter().any(|note| note.contains("quantizes at run time")), out == "int8", "{:?}", report.notes);
+        assert_eq!(report.notes.iter().any(|note| note.contains("quantized in training as at run time")), out == "int8", "{:?}", report.notes);
     }
 }
 
@@ -1110,7 +1110,7 @@ fn unsupported_offloading_is_rejected_before_training() {
 
 #[test]
 fn quantized_models_train_with_fake_quantization() {
-    let noted = |report: &Report| report.notes.iter().any(|note| note.contains("fake quantization to the integers"));
+    let noted = |report: &Report| report.notes.iter().any(|note| note.contains("fake quantization to the codes"));
     for name in CLASSIFIERS {
         let run = Run::new();
         let name = if name == "resnet-basic" { "torchvision-resnet18" } else { name };

@@ -205,8 +205,8 @@ fn steps_do_not_change_with_strict_copies() {
         let (kernels, strict) = (place.weights("kernels"), place.weights("strict"));
         for (name, values) in kernels.iter().filter(|(name, _)| !name.contains("key.bias")) {
             let apart = values.iter().zip(&strict[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            // 8-bit values may differ by one step.
-            assert!(apart < if before.is_empty() { 1e-4 } else { 1e-2 }, "{pass} {options}, {name}: {apart}");
+            // 8-bit weights and activations may differ by one step.
+            assert!(apart < if before.is_empty() { 1e-4 } else { 2e-2 }, "{pass} {options}, {name}: {apart}");
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::analysis;
 use crate::data::{DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Candle, Fidelity, Runner, Score, Subject};
-use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, axis_sizes};
+use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, axis_sizes, rounding_scheme};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, Port, subgraph};
 use crate::model::{Config, Model};
@@ -27,7 +27,7 @@ use crate::train::communicator::RankConfig;
 use crate::train::losses::Divergence;
 use crate::train::{
     BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
-    forecast, largest_inputs,
+    forecast, largest_inputs, require_trainable,
 };
 use crate::work::{Cancel, Work};
 
@@ -65,6 +65,7 @@ impl<'a> Job<'a> {
         }
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
         let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
+        require_trainable(&graph, model, training)?;
         let small = training_graph(&graph, &objective, training)?;
         let sizes = bindings(&small, batch(&graph, training), None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
@@ -168,12 +169,13 @@ impl<'a> Job<'a> {
         for (name, matrix) in objective.projections(context.seed)? {
             weights.add(&name, &matrix)?;
         }
-        let is_dynamic = |weight: &Weight| matches!(&weight.encoding, Encoding::Quantized(affine) if matches!(affine.activations, ActivationScheme::DynamicToken | ActivationScheme::Float(..)));
         let is_trained = |name: &str| weights.trains(name) || adapters.is_some_and(|adapters| adapters.adapts(name));
-        let dynamic = model.weights.by_name.iter().filter(|(name, weight)| is_trained(name) && is_dynamic(weight)).count();
-        // Training uses float activations and 32-bit weights.
+        let dynamic = model.weights.by_name.iter().filter(|(name, weight)| is_trained(name) && rounding_scheme(weight).is_some()).count();
+        let is_static = |weight: &Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if matches!(spec.activations, ActivationScheme::Float(..)) && spec.activations.parameters().is_some());
+        let calibrated = model.weights.by_name.iter().filter(|(name, weight)| weights.trains(name) && is_static(weight)).count();
+        // Training uses 32-bit weights.
         let is_narrow = model.weights.by_name.iter().any(|(name, weight)| weights.trains(name) && weight.dtype != crate::store::DType::F32);
-        let is_rounded_when_written = adapters.is_some() || dynamic > 0 || is_narrow || compute != DType::F32;
+        let is_rounded_when_written = adapters.is_some() || is_narrow || compute != DType::F32;
         let teacher_values = objective.teacher_values();
         let teacher_device = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
         let teacher_dtype = if teacher_device.is_cpu() { DType::F32 } else { compute };
@@ -306,19 +308,21 @@ impl<'a> Job<'a> {
         }
         if rounded > 0 {
             applied.notes.push(match training.scales {
-                QuantizerScales::Only => format!("the integers of {} did not change", counted(rounded, "quantized weight")),
-                _ => format!("trained with fake quantization to the integers that are written: {}", counted(rounded, "weight")),
+                QuantizerScales::Only => format!("the codes of {} did not change", counted(rounded, "quantized weight")),
+                _ => format!("trained with fake quantization to the codes that are written: {}", counted(rounded, "weight")),
             });
         }
         if dynamic > 0 {
-            applied.notes.push(format!(
-                "losses were computed with float activations in {}, whose activations the written model quantizes at run time; \
-                 scores of `evaluate_every` include that quantization",
-                counted(dynamic, "layer")
-            ));
+            applied.notes.push(format!("the inputs of {} were quantized in training as at run time", counted(dynamic, "layer")));
         }
         if let Some(quantizers) = quantizers.as_ref().filter(|_| !trained.unchanged) {
             applied.notes.push(format!("the scales of {} and of {} were trained", counted(rounded, "weight"), counted(quantizers.count(), "activation")));
+            if calibrated > 0 {
+                applied.notes.push(format!(
+                    "the calibrated scales of the low-bit float inputs of {} were not trained, because `scales` trains only those of integers",
+                    counted(calibrated, "layer")
+                ));
+            }
         }
         let peaks = memory_tracker.peaks();
         let phases: Vec<Value> = peaks

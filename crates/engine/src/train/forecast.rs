@@ -83,7 +83,7 @@ pub fn forecast(
     };
     let is_rounded = |value: &Value| {
         let weight = model.weights.by_name.get(&value.name);
-        weight.is_some_and(|weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_integer()))
+        weight.is_some_and(|weight| matches!(&weight.encoding, Encoding::Quantized(_)))
     };
     let stored = |value: &Value| model.weights.by_name.get(&value.name).filter(|_| options.adapter.is_some() && !selected(&value.name));
     let frozen = |value: &Value| stored(value).map_or([width * elements(&value.ty), 0], |weight| frozen::bytes(weight, options.precision.dtype()));

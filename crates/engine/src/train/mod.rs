@@ -53,4 +53,4 @@ pub use scales::Quantizers;
 pub use teacher::Teacher;
 pub use team::Team;
 pub use trainer::Trainer;
-pub use weights::{ClassifyZeros, Weights, ZeroKind};
+pub use weights::{ClassifyZeros, Weights, ZeroKind, require_trainable};

@@ -65,7 +65,7 @@ pub enum QuantizerScales {
     Fixed,
     /// Trained with the weights
     Learnable,
-    /// Trained instead of the integers of quantized weights, which do not change
+    /// Trained instead of the codes of quantized weights, which do not change
     Only,
 }
 

@@ -75,6 +75,9 @@ impl Quantizers {
     /// Writes the learned scales into the graph of a model, and into the weights that store the scale of
     /// their input. Fails if a learned scale is not a positive normal number.
     pub fn write_to(&self, state: &Tensors, model: &mut Model) -> Result<()> {
+        if self.by_name.is_empty() {
+            return Ok(());
+        }
         let mut learned = BTreeMap::new();
         for (name, (op, _)) in &self.by_name {
             let Some(kept) = state.get(&logarithm_name(name)) else { continue };

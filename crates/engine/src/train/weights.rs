@@ -10,15 +10,15 @@ use super::checkpoint::Stream;
 use super::frozen::Frozen;
 use super::output_norm::{OutputNorm, OutputNorms};
 use super::scales::{self, Quantizers};
-use super::weight_rounding::Rounding;
+use super::weight_rounding::{self, Rounding};
 use super::{QuantizerScales, Team, Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence, load_tensor};
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence, load_tensor, rounding_scheme};
 use crate::ir::ops::ScalarOps;
 use crate::ir::{Graph, Node, Op};
 use crate::model::{Model, is_linear};
-use crate::store::{Pattern, Scales, Weight, select};
+use crate::store::{ActivationScheme, Pattern, Scales, Weight, select};
 use crate::work::Work;
 
 /// Origin of the zeros of a weight.
@@ -55,8 +55,10 @@ pub struct Weights {
     zeros: u64,
     /// Number of tensors with zeros of unknown origin.
     unexplained: usize,
-    /// Fake quantization of weights that are written as integers.
+    /// Fake quantization of weights that are written as codes.
     rounded: Arc<BTreeMap<String, Rounding>>,
+    /// Rounding of the inputs of layers at run time, by the names of their weights.
+    input_schemes: BTreeMap<String, ActivationScheme>,
     /// Names of the logarithms of learned activation scales, and the factors on their gradients.
     activation_scales: BTreeMap<String, f64>,
     /// Trained weights of linear layers.
@@ -86,6 +88,13 @@ fn statistics(graph: &Graph) -> BTreeSet<&str> {
     };
     let inputs = graph.nodes().iter().flat_map(|node| node.inputs.get(first(node)..).unwrap_or(&[]));
     inputs.map(|id| graph.value(*id).name.as_str()).collect()
+}
+
+/// Rejects trained weights whose codes cannot be trained.
+pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Result<()> {
+    let selected = selected(graph, &options.targets, &options.ignore);
+    let mut names = graph.params().map(|(_, value)| &value.name).filter(|name| selected(name));
+    names.try_for_each(|name| model.weights.by_name.get(name).map_or(Ok(()), |weight| weight_rounding::require_trainable(name, weight)))
 }
 
 /// Returns a predicate for the parameters that are trained.
@@ -129,6 +138,7 @@ impl Weights {
             zeros: 0,
             unexplained: 0,
             rounded: Arc::default(),
+            input_schemes: model.weights.by_name.iter().filter_map(|(name, weight)| Some((name.clone(), rounding_scheme(weight)?))).collect(),
             activation_scales: BTreeMap::new(),
             linear: BTreeSet::new(),
             keeps_base: options.adapter.is_some(),
@@ -148,7 +158,9 @@ impl Weights {
             for name in names {
                 let tensor = loaded.get(name).map_err(failed(name))?;
                 if !selected(name) {
-                    let tensor = if statistics.contains(name.as_str()) { Ok(tensor) } else { tensor.to_dtype(compute) };
+                    // The executor keeps dequantized weights of 16-bit models in 16 bits.
+                    let stored = Residence::Stored.dtype(model.weights.get(name)?, DType::F32);
+                    let tensor = if statistics.contains(name.as_str()) { Ok(tensor) } else { tensor.to_dtype(stored).and_then(|t| t.to_dtype(compute)) };
                     weights.fixed.insert(name.clone(), weights.home.store(&tensor.map_err(failed(name))?)?);
                     continue;
                 }
@@ -179,7 +191,7 @@ impl Weights {
         }
         weights.rounded = Arc::new(rounded);
         if has_fixed_codes && weights.rounded.is_empty() {
-            return Err(Error::option("scales", "`only` needs weights quantized to integers in the trained tensors: quantize first"));
+            return Err(Error::option("scales", "`only` needs quantized weights in the trained tensors: quantize first"));
         }
         if weights.trained.is_empty() && weights.rounded.is_empty() {
             return Err(Error::option("targets", "matches no parameter that can be trained"));
@@ -233,7 +245,7 @@ impl Weights {
     pub fn learn_scales(&mut self, quantizers: &Quantizers) -> Result<()> {
         let zeros = |name: &str, count: usize| self.home.store(&Tensor::zeros(count, DType::F32, &self.device).map_err(failed(name))?);
         for (name, rounding) in &*self.rounded {
-            self.trained.insert(scales::logarithm_name(name), zeros(name, rounding.scales.scales.len())?);
+            self.trained.insert(scales::logarithm_name(name), zeros(name, rounding.learned_scales())?);
         }
         for (name, factor) in quantizers.logarithms() {
             self.trained.insert(name.clone(), zeros(&name, 1)?);
@@ -306,11 +318,11 @@ impl Weights {
             compute: self.compute,
         };
         if !self.home.is_memory() {
-            return Ok(Parameters::fetched(Box::new(move |name| forward.get(name)), self.compute));
+            return Ok(Parameters::fetched(Box::new(move |name| forward.get(name)), self.compute).with_input_schemes(self.input_schemes.clone()));
         }
         let names = self.fixed.keys().chain(masters.keys());
         let tensors = names.map(|name| Ok((name.clone(), forward.get(name)?))).collect::<Result<_>>()?;
-        let parameters = Parameters::from_tensors(tensors, self.compute);
+        let parameters = Parameters::from_tensors(tensors, self.compute).with_input_schemes(self.input_schemes.clone());
         Ok(if self.packed.is_empty() { parameters } else { parameters.with_transient(Box::new(move |name| forward.get(name))) })
     }
 
@@ -395,7 +407,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Writes trained weights into a model in their storage formats; quantized weights as integers with
+    /// Writes trained weights into a model in their storage formats; quantized weights as codes with
     /// their scales. Returns the names of the changed weights. Fails if a weight cannot be represented in its
     /// format.
     pub fn write_to(&self, state: &BTreeMap<String, ManagedTensor>, model: &mut Model) -> Result<BTreeSet<String>> {
@@ -415,15 +427,9 @@ impl Weights {
         if let Some(rounding) = self.rounded.get(name) {
             let learned = learned(state, name, &self.device)?;
             let tensor = master.map_or_else(|| self.fixed_value(name), |master| master.load(&self.device))?;
-            let round = || {
-                let scale = rounding.scale(learned.as_ref())?;
-                let integers = if master.is_some() { rounding.integers(&tensor, &scale)? } else { rounding.integers_of(&tensor)? };
-                Ok((floats(&integers)?, floats(&scale)?))
-            };
-            let (integers, scales) = round().map_err(failed(name))?;
-            let scales = Scales { scales, ..rounding.scales.clone() };
-            scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale, scales::LEARNED))?;
-            return weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &scales);
+            let (codes, scales) = rounding.encode(&tensor, master.is_none(), learned.as_ref()).map_err(failed(name))?;
+            rounding.require_scales(name, &scales, scales::LEARNED)?;
+            return weight.with_integers(name, codes, &Scales { scales, ..rounding.scales.clone() });
         }
         let kept = master.ok_or_else(|| not_part(name))?;
         if kept.is_in_file() {
