@@ -289,7 +289,7 @@ QuantizerScales: TypeAlias = Literal["fixed", "learnable", "only"]
 
 - fixed: Not trained
 - learnable: Trained with the weights
-- only: Trained instead of the integers of quantized weights, which do not change
+- only: Trained instead of the codes of quantized weights, which do not change
 """
 
 Repair: TypeAlias = Literal["none", "bias", "least-squares"]
