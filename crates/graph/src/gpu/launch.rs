@@ -91,7 +91,7 @@ fn function(device: &CudaDevice, kernel: &'static str, dtype: DType) -> Result<C
         DType::F32 => "f32",
         DType::F16 => "f16",
         DType::BF16 => "bf16",
-        other => bail!("there is no kernel `{kernel}` for {other:?}"),
+        other => bail!("the kernel `{kernel}` does not support {other:?}"),
     };
     let function = device.get_or_load_custom_func(&format!("{kernel}_{suffix}"), "compress", ptx::KERNELS)?.into_cuda_function();
     functions.insert((device.id(), kernel, dtype), function.clone());
@@ -121,7 +121,7 @@ fn address(storage: &Storage, start: usize) -> Result<(CudaDevice, u64)> {
     Ok((storage.device.clone(), pointer + (start * size) as u64))
 }
 
-/// Launches a kernel for a float dtype. The arguments must be those that `kernels.cu` declares; tensors that
+/// Launches a kernel for a float dtype. The arguments must match the declaration in `kernels.cu`; tensors that
 /// kernels index without strides must be contiguous.
 pub(super) fn launch(kernel: &'static str, dtype: DType, (blocks, threads): Grid, arguments: &[Argument]) -> Result<()> {
     // The storages stay locked until the launch.

@@ -47,7 +47,7 @@ pub struct LogitLosses<'t> {
     pub classes: usize,
 }
 
-/// Where the rows of a block of attention products are in the sequence.
+/// Positions of the rows of a block of attention products in the sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Products {
     /// Number of rows of each sample: heads times queries.

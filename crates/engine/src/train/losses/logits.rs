@@ -343,7 +343,7 @@ impl Logits {
 }
 
 impl Logits {
-    /// As [`gradient`](Logits::gradient), by one kernel; `None` if there is none for these losses and tensors.
+    /// As [`gradient`](Logits::gradient), by one kernel; `None` if it does not support these losses and tensors.
     fn gradient_on_gpu(
         &self,
         output: &mut LossOutput,

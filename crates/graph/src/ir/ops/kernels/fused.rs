@@ -68,11 +68,11 @@ fn rotate(op: &Rotary, x: &Tensor, sign: f64) -> Result<Option<Tensor>> {
 fn norm_back(backward: &Backward, epsilon: f64, offset: f64, centred: bool) -> Result<Option<Gradients>> {
     let (x, weight) = (backward.inputs[0].tensor()?.contiguous()?, backward.inputs[1].tensor()?);
     let found = gpu::norm_back(&x, weight, &backward.gradient.contiguous()?, epsilon, offset, centred)?;
-    Ok(found.map(|found| wanted(backward, found)))
+    Ok(found.map(|found| requested(backward, found)))
 }
 
 /// The gradients that are needed.
-fn wanted<const N: usize>(backward: &Backward, found: [Tensor; N]) -> Gradients {
+fn requested<const N: usize>(backward: &Backward, found: [Tensor; N]) -> Gradients {
     found.into_iter().take(backward.inputs.len()).enumerate().map(|(at, found)| Some(found).filter(|_| backward.needs_gradient(at))).collect()
 }
 
