@@ -138,6 +138,18 @@ fn losses_over_logits_equal_those_of_the_host() {
     }
 }
 
+/// Without label smoothing, logits of minus infinity do not contribute to the loss.
+#[test]
+fn classes_of_probability_zero_have_no_loss() {
+    let logits = on_device(&Tensor::new(&[[1f32, f32::NEG_INFINITY, 2.0]], &Device::Cpu).unwrap());
+    let targets = on_device(&Tensor::new(&[2u32], &Device::Cpu).unwrap());
+    let losses = LogitLosses { teacher: None, targets: Some((&targets, 0.0, 1.0)), classes: 3 };
+    if let Some(found) = on_gpu(gpu::logit_losses(&logits, losses).unwrap()) {
+        assert!((host(&found)[1] - (-1f64).exp().ln_1p()).abs() < 1e-6);
+        assert!(host(&logits)[1] == 0.0);
+    }
+}
+
 /// Attention in several blocks of queries, whose later blocks see all keys, and a table wider than a block.
 #[test]
 fn large_operands_match_the_definition() {

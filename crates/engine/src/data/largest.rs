@@ -23,8 +23,6 @@ pub(super) enum BatchSizes {
 pub struct LargestInputs {
     /// Sizes by the name of the input.
     pub shapes: BTreeMap<String, Vec<usize>>,
-    /// Whether all requested batches were read, or none can be larger.
-    pub is_complete: bool,
 }
 
 impl LargestInputs {
@@ -49,7 +47,6 @@ impl DataSet {
             let samples = order.batch.map(|size| size.min(self.samples().unwrap_or(size)));
             let rows = largest.shapes.values_mut().filter_map(|shape| shape.first_mut()).filter(|rows| **rows == first.samples);
             rows.for_each(|rows| *rows = samples.unwrap_or(*rows));
-            largest.is_complete = true;
             return Ok(largest);
         };
         let (mut read, mut is_longest) = (0usize, false);
@@ -60,7 +57,6 @@ impl DataSet {
             largest.add(&batch);
             Ok(if is_longest || read >= count { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })?;
-        largest.is_complete = is_longest || read >= count;
         Ok(largest)
     }
 }

@@ -96,18 +96,14 @@ fn shuffle(seed: u64, epoch: u64) -> u64 {
     seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(epoch)
 }
 
-/// The largest inputs of a training with batches of `size` samples in each of `processes` processes. If the
-/// training ends within the first epoch, these are its inputs, else those of all samples.
+/// The largest inputs of a training with batches of `size` samples in each of `processes` processes: those of
+/// its first epoch.
 pub fn largest_inputs(data: &DataSet, size: usize, options: &Training, (seed, processes): (u64, usize), work: &Work) -> Result<LargestInputs> {
-    let order = Order { batch: Some(size), ..Order::default() };
-    if let Some(steps) = options.max_steps {
-        let count = usize::try_from(steps).unwrap_or(usize::MAX).saturating_mul(options.gradient_accumulation).saturating_mul(processes);
-        let found = data.largest_inputs(Order { shuffle: Some(shuffle(seed, 0)), ..order }, count, work)?;
-        if found.is_complete {
-            return Ok(found);
-        }
-    }
-    data.largest_inputs(order, usize::MAX, work)
+    let each = options.gradient_accumulation.saturating_mul(processes);
+    let count = options.max_steps.map_or(usize::MAX, |steps| usize::try_from(steps).unwrap_or(usize::MAX).saturating_mul(each));
+    // The order matters only if the training can end within the epoch.
+    let shuffle = options.max_steps.map(|_| shuffle(seed, 0));
+    data.largest_inputs(Order { batch: Some(size), shuffle, ..Order::default() }, count, work)
 }
 
 #[cfg(test)]

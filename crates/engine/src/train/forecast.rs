@@ -67,7 +67,7 @@ pub fn forecast(
     let codes = |value: &Value| {
         let weight = model.weights.by_name.get(&value.name).filter(|_| options.scales == QuantizerScales::Only && selected(&value.name))?;
         let Encoding::Quantized(spec) = &weight.encoding else { return None };
-        Some(elements(&value.ty) / spec.granularity.run(weight.row(), weight.elements()).max(1) as u64)
+        Some(spec.scale_shape(&weight.shape).iter().product::<usize>() as u64)
     };
     let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
     let linear = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();

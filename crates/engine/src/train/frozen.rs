@@ -90,6 +90,7 @@ mod tests {
         assert_eq!(bytes(weights.get(&half).unwrap(), DType::F32), [2 * 24 * 16, 4 * 24 * 16]);
         assert_eq!(bytes(weights.get(&half).unwrap(), DType::BF16), [2 * 24 * 16, 0]);
     }
+
     /// Evaluations of adapters read the base from the model, and gather only the factors.
     #[test]
     fn frozen_weights_next_to_adapters_are_not_gathered() {

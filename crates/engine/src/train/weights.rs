@@ -454,7 +454,9 @@ struct ForwardWeights {
 impl ForwardWeights {
     fn get(&self, name: &str) -> Result<Tensor> {
         if let Some(weight) = self.packed.get(name) {
-            return load_tensor(name, weight, &self.device, self.compute);
+            // The executor keeps dequantized weights of 16-bit models in 16 bits.
+            let stored = load_tensor(name, weight, &self.device, Residence::Stored.dtype(weight, self.compute))?;
+            return stored.to_dtype(self.compute).map_err(failed(name));
         }
         if let Some(norm) = self.norms.get(name) {
             let copied = match (self.fixed.get(&norm.weight), self.packed.get(&norm.weight)) {

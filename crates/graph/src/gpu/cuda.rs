@@ -205,7 +205,13 @@ pub(super) fn column_sums(rows: &Tensor) -> Result<Option<Tensor>> {
     total(out, rows.dtype()).map(Some)
 }
 
-pub(super) fn norm_back(x: &Tensor, weight: &Tensor, gradient: &Tensor, epsilon: f64, offset: f64, centred: bool) -> Result<Option<[Tensor; 3]>> {
+pub(super) fn norm_back(
+    x: &Tensor,
+    weight: &Tensor,
+    gradient: &Tensor,
+    (epsilon, offset, centred): (f64, f64, bool),
+    sums: bool,
+) -> Result<Option<(Tensor, Option<[Tensor; 2]>)>> {
     let (rows, width) = matrix(x)?;
     if !supported([x, weight, gradient]) || weight.dims() != [width] || gradient.dims() != x.dims() {
         return Ok(None);
@@ -215,12 +221,15 @@ pub(super) fn norm_back(x: &Tensor, weight: &Tensor, gradient: &Tensor, epsilon:
     let operands = [x.into(), gradient.into(), weight.into(), (&out).into(), (&moments).into()];
     let sizes = [size(rows), number(width)?, real(epsilon), real(offset), Argument::Number(centred.into())];
     launch("norm_back", dtype, by_warp(rows), &[operands, sizes].concat())?;
+    if !sums {
+        return Ok(Some((out, None)));
+    }
     let (grid, chunks, each) = by_chunk(rows, width);
-    let sums = [undefined((chunks, width), DType::F32, device)?, undefined((chunks, width), DType::F32, device)?];
-    let operands = [x.into(), gradient.into(), (&moments).into(), (&sums[0]).into(), (&sums[1]).into()];
+    let parts = [undefined((chunks, width), DType::F32, device)?, undefined((chunks, width), DType::F32, device)?];
+    let operands = [x.into(), gradient.into(), (&moments).into(), (&parts[0]).into(), (&parts[1]).into()];
     launch("norm_sums", dtype, grid, &[&operands[..], &[size(rows), number(width)?, Argument::Size(each)]].concat())?;
-    let [of_weight, of_bias] = sums;
-    Ok(Some([out, total(of_weight, dtype)?, total(of_bias, dtype)?]))
+    let [of_weight, of_bias] = parts;
+    Ok(Some((out, Some([total(of_weight, dtype)?, total(of_bias, dtype)?]))))
 }
 
 pub(super) fn attention_softmax(products: &Tensor, mask: Option<&Tensor>, at: Products) -> Result<Option<()>> {

@@ -406,7 +406,8 @@ __device__ void logit_losses(T *logits, const T *teacher, const uint32_t *target
   for (unsigned i = threadIdx.x; i < classes; i += blockDim.x) {
     float x = load(logits[i]);
     if (teacher) ours.add(x * inverse_temperature), theirs.add(load(teacher[i]) * inverse_temperature);
-    if (targets) plain.add(x), total += x;
+    // Without label smoothing, logits of minus infinity must not contribute.
+    if (targets) plain.add(x), total += smoothing > 0.f ? x : 0.f;
   }
   float of_ours = teacher ? ours.logarithm(shared) : 0.f, of_theirs = teacher ? theirs.logarithm(shared) : 0.f;
   float of_plain = targets ? plain.logarithm(shared) : 0.f;
@@ -414,7 +415,7 @@ __device__ void logit_losses(T *logits, const T *teacher, const uint32_t *target
   float uniform = smoothing / classes;
   // Before the logits are overwritten.
   float at_target = targets ? load(logits[target]) - of_plain : 0.f;
-  total = targets ? block_sum(total, shared) - of_plain * classes : 0.f;
+  total = targets && smoothing > 0.f ? block_sum(total, shared) - of_plain * classes : 0.f;
   __syncthreads();
   float divergence = 0.f;
   for (unsigned i = threadIdx.x; i < width; i += blockDim.x) {

@@ -99,9 +99,10 @@ on_gpu! {
     /// `[positions, turned / 2]`; backwards for a negative sign.
     pub fn rotate(x: &Tensor, tables: (&Tensor, &Tensor), sign: f64) -> Tensor;
 
-    /// Gradients of layer normalization (`centred`) or root mean square normalization: of the input, the weight
-    /// and the bias. The offset is added to the weight.
-    pub fn norm_back(x: &Tensor, weight: &Tensor, gradient: &Tensor, epsilon: f64, offset: f64, centred: bool) -> [Tensor; 3];
+    /// The gradient of the input of a normalization, given its epsilon, an offset that is added to the weight, and
+    /// whether it is layer normalization or root mean square normalization; and if `sums`, the gradients of weight
+    /// and bias.
+    pub fn norm_back(x: &Tensor, weight: &Tensor, gradient: &Tensor, kind: (f64, f64, bool), sums: bool) -> (Tensor, Option<[Tensor; 2]>);
 
     /// Replaces attention products `[…, keys]` by probabilities; keys are hidden where the integer mask
     /// `[batch, keys]` is 0. The products must not share memory with other tensors.

@@ -254,10 +254,15 @@ activation!(
     Reciprocal {}, |op, x| None, x.recip(), x.recip()?.sqr()?.neg()
 );
 
-/// `ln(1 + exp(x))` without overflow. In 16 bits, `1 + exp(x)` would be rounded to one for small results.
+/// `ln(1 + exp(x))` without overflow, in at least 32 bits.
 pub(super) fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
     let wide = wide(x)?;
-    let rest = (wide.abs()?.neg()?.exp()? + 1.0)?.log()?;
+    let small = wide.abs()?.neg()?.exp()?;
+    // `ln(1 + y)`, corrected for the rounding of `1 + y` (Goldberg, *What Every Computer Scientist Should Know
+    // About Floating-Point Arithmetic*, 1991, theorem 4).
+    let sum = (&small + 1.0)?;
+    let rounded = (&sum - 1.0)?;
+    let rest = rounded.eq_scalar(0.0)?.where_cond(&small, &((&small * sum.log()?)? / &rounded)?)?;
     (wide.relu()? + rest)?.to_dtype(x.dtype())
 }
 

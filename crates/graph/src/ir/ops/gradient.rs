@@ -79,7 +79,8 @@ pub(super) fn summed_to(gradient: &Tensor, dims: &[usize]) -> Result<Tensor> {
     }
     let lead = gradient.rank().saturating_sub(dims.len());
     let spread: Vec<usize> = (0..gradient.rank()).filter(|&axis| axis < lead || dims[axis - lead] != gradient.dims()[axis]).collect();
-    if spread.iter().copied().eq(0..spread.len())
+    if gradient.device().is_cuda()
+        && spread.iter().copied().eq(0..spread.len())
         && let Some(sums) = gpu::column_sums(&by_row(&gradient.contiguous()?, dims.iter().product())?)?
     {
         return sums.reshape(dims);

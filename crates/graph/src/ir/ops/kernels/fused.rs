@@ -48,17 +48,6 @@ fn linear(op: Linear, inputs: &[Tensor]) -> Result<Option<Tensor>> {
     }
 }
 
-/// Gradients of a linear layer, with that of the bias as sums in f32.
-fn linear_back(op: Linear, backward: &Backward) -> Result<Option<Gradients>> {
-    let mut found = OpSpec::backward(&op, &Backward { needs_gradient: &[backward.needs_gradient(0), backward.needs_gradient(1)], ..*backward })?;
-    if backward.needs_gradient(2) {
-        let rows = by_row(backward.gradient, backward.inputs[2].dims()[0])?.contiguous()?;
-        let Some(sums) = gpu::column_sums(&rows)? else { return Ok(None) };
-        found[2] = Some(sums);
-    }
-    Ok(Some(found))
-}
-
 fn rotate(op: &Rotary, x: &Tensor, sign: f64) -> Result<Option<Tensor>> {
     let (_, _, sequence, width) = x.dims4()?;
     let (cos, sin) = op.tables(op.turned(width), 0..sequence, x.device())?;
@@ -67,13 +56,11 @@ fn rotate(op: &Rotary, x: &Tensor, sign: f64) -> Result<Option<Tensor>> {
 
 fn norm_back(backward: &Backward, epsilon: f64, offset: f64, centred: bool) -> Result<Option<Gradients>> {
     let (x, weight) = (backward.inputs[0].tensor()?.contiguous()?, backward.inputs[1].tensor()?);
-    let found = gpu::norm_back(&x, weight, &backward.gradient.contiguous()?, epsilon, offset, centred)?;
-    Ok(found.map(|found| requested(backward, found)))
-}
-
-/// The gradients that are needed.
-fn requested<const N: usize>(backward: &Backward, found: [Tensor; N]) -> Gradients {
-    found.into_iter().take(backward.inputs.len()).enumerate().map(|(at, found)| Some(found).filter(|_| backward.needs_gradient(at))).collect()
+    let sums = backward.needs_gradient(1) || backward.needs_gradient(2);
+    let found = gpu::norm_back(&x, weight, &backward.gradient.contiguous()?, (epsilon, offset, centred), sums)?;
+    let Some((of_x, sums)) = found else { return Ok(None) };
+    let all = std::iter::once(Some(of_x)).chain(sums.map_or([None, None], |sums| sums.map(Some)));
+    Ok(Some(all.take(backward.inputs.len()).enumerate().map(|(at, found)| found.filter(|_| backward.needs_gradient(at))).collect()))
 }
 
 /// The product of the gradient with each factor, if a broadcast did not expand them.
@@ -123,7 +110,6 @@ impl Kernel for OnGpu {
             return gpu::activate_back(function, &operand, &backward.gradient.contiguous()?).map(needed);
         }
         match &self.0 {
-            Op::Linear(op) => linear_back(*op, backward),
             Op::LayerNorm(op) => norm_back(backward, op.epsilon, 0.0, true),
             Op::RmsNorm(op) => norm_back(backward, op.epsilon, op.offset, false),
             Op::Rotary(op) => rotate(op, backward.gradient, -1.0).map(needed),

@@ -13,7 +13,9 @@ const ONE_HOT: usize = if cfg!(test) { 64 } else { 1 << 24 };
 /// Sums rows `[n, width]` by their indices `[n]`. Returns `[count, width]`: row `i` is the sum of all rows
 /// with index `i`.
 pub fn sum_rows_by_index(rows: &Tensor, indices: &Tensor, count: usize) -> Result<Tensor> {
-    if let Some(sums) = gpu::sum_rows_by_index(&rows.contiguous()?, indices, count)? {
+    if rows.device().is_cuda()
+        && let Some(sums) = gpu::sum_rows_by_index(&rows.contiguous()?, indices, count)?
+    {
         return Ok(sums);
     }
     // candle's `index_add` on a GPU has one thread per column, which walks over all indices.
