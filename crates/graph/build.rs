@@ -2,7 +2,9 @@
 
 #[cfg(feature = "cuda")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    println!("cargo::rerun-if-changed=src/gpu/kernels.cu");
+    for file in ["kernels.cu", "solver.cuh"] {
+        println!("cargo::rerun-if-changed=src/gpu/{file}");
+    }
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
     let kernels = cudaforge::KernelBuilder::new().source_files(["src/gpu/kernels.cu"]).args(["-std=c++17", "-O3"]).build_ptx()?;
     Ok(kernels.write(out.join("kernels.rs"))?)

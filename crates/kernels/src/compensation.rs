@@ -22,7 +22,7 @@ const SOLVED: usize = 64;
 
 /// Smallest damping with which matrices are factorized in f32. The implementations of both papers compute in
 /// f32 with a damping of 0.01.
-const DAMPING_F32: f64 = 0.01;
+pub const DAMPING_F32: f64 = 0.01;
 
 /// Error compensation between the columns of a layer's weight.
 pub struct Compensation {
@@ -82,15 +82,6 @@ impl Compensation {
     /// Cost of the squared error of each column, in processing order.
     pub fn costs(&self) -> &[f32] {
         &self.costs
-    }
-
-    /// Converts the optimal values of columns from `first` on, each under the assumption that the
-    /// columns in between are unchanged, into the optimal values when all of them can be changed.
-    fn free(&self, values: &mut [f32], weights: &[f32], first: usize) {
-        for at in 0..values.len() {
-            let (done, rest) = values.split_at_mut(at + 1);
-            add_scaled(rest, &self.ratios[(first + at) * self.size + first + at + 1..], weights[at] - done[at]);
-        }
     }
 
     /// Replaces the rows `B` `[n, size]` by `B H⁻¹`, with columns in processing order.
@@ -153,32 +144,86 @@ impl Compensation {
             targets.par_chunks_mut(width).zip(weights.par_chunks(size)).for_each(|(targets, weights)| {
                 targets.iter_mut().zip(&weights[first..]).for_each(|(target, weight)| *target += weight);
             });
-            if rule.ranks_blocks() {
-                let mut free = targets.to_vec();
-                let lines = free.par_chunks_mut(width).zip(weights.par_chunks(size));
-                lines.for_each(|(values, weights)| self.free(values, &weights[first..], first));
-                rule.begin_block(first, width, &free, &self.costs[first..first + width]);
-            } else {
-                rule.begin_block(first, width, &[], &[]);
-            }
-            let (rule, group) = (&*rule, rule.lookahead().max(1));
-            let lines = weights.par_chunks_mut(size).zip(errors.par_chunks_mut(size)).zip(targets.par_chunks_mut(width));
-            lines.enumerate().for_each(|(row, ((weights, errors), targets))| {
-                let (mut marks, mut free) = (0, Vec::with_capacity(group));
-                for at in 0..width {
-                    let column = first + at;
-                    let count = if at.is_multiple_of(group) { group.min(width - at) } else { 1 };
-                    free.clear();
-                    free.extend_from_slice(&targets[at..at + count]);
-                    self.free(&mut free, &weights[column..], column);
-                    let value = rule.choose(row, column, &free, &self.costs[column..first + width], &mut marks);
-                    let error = weights[column] - value;
-                    add_scaled(&mut targets[at + 1..], &self.ratios[column * size + column + 1..], error);
-                    (weights[column], errors[column]) = (value, error);
-                }
-            });
+            let block = Block { ratios: &self.ratios[first * size + first..], stride: size, first, costs: &self.costs[first..first + width] };
+            block.apply(weights, &mut errors, (size, first), targets, rule);
         }
     }
+}
+
+/// Consecutive columns, processed after all previous columns.
+pub struct Block<'a> {
+    /// `R[k][j] / R[j][j]` of the columns; elements on and below the diagonal are not read.
+    pub ratios: &'a [f32],
+    /// Distance of the rows of `ratios`.
+    pub stride: usize,
+    /// Index of the first column.
+    pub first: usize,
+    /// Cost of the squared error of each column.
+    pub costs: &'a [f32],
+}
+
+impl Block<'_> {
+    /// Converts the optimal values of columns from `first` of the block on, each under the assumption that
+    /// the columns in between are unchanged, into the optimal values when all of them can be changed.
+    fn free(&self, values: &mut [f32], weights: &[f32], first: usize) {
+        for at in 0..values.len() {
+            let (done, rest) = values.split_at_mut(at + 1);
+            add_scaled(rest, &self.ratios[(first + at) * self.stride + first + at + 1..], weights[at] - done[at]);
+        }
+    }
+
+    /// Replaces the columns of the block by the values that `rule` chooses, and sets their errors. Rows of
+    /// weights and errors have `size` columns, and the block starts at column `start`. `targets` `[rows,
+    /// width]` are the optimal values after all previous columns were chosen.
+    pub fn apply(&self, weights: &mut [f32], errors: &mut [f32], (size, start): (usize, usize), targets: &mut [f32], rule: &mut impl ColumnRule) {
+        let width = self.costs.len();
+        if rule.ranks_blocks() {
+            let mut free = targets.to_vec();
+            let lines = free.par_chunks_mut(width).zip(weights.par_chunks(size));
+            lines.for_each(|(values, weights)| self.free(values, &weights[start..], 0));
+            rule.begin_block(self.first, width, &free, self.costs);
+        } else {
+            rule.begin_block(self.first, width, &[], &[]);
+        }
+        let (rule, group) = (&*rule, rule.lookahead().max(1));
+        let lines = weights.par_chunks_mut(size).zip(errors.par_chunks_mut(size)).zip(targets.par_chunks_mut(width));
+        lines.enumerate().for_each(|(row, ((weights, errors), targets))| {
+            let (mut marks, mut free) = (0, Vec::with_capacity(group));
+            for at in 0..width {
+                let column = start + at;
+                let count = if at.is_multiple_of(group) { group.min(width - at) } else { 1 };
+                free.clear();
+                free.extend_from_slice(&targets[at..at + count]);
+                self.free(&mut free, &weights[column..], at);
+                let value = rule.choose(row, self.first + at, &free, &self.costs[at..], &mut marks);
+                let error = weights[column] - value;
+                add_scaled(&mut targets[at + 1..], &self.ratios[at * self.stride + at + 1..], error);
+                (weights[column], errors[column]) = (value, error);
+            }
+        });
+    }
+}
+
+/// The factors of a symmetric positive definite matrix `H = P D Pᵀ` `[size, size]`, of which only the upper
+/// triangle is read: the unit upper triangle `P`, the diagonal of `D`, and the inverse of `P`. They contain
+/// NaN if the matrix is not positive definite.
+pub fn unit_factors(matrix: &[f64], size: usize) -> [Vec<f64>; 3] {
+    let (mut ratios, mut costs, mut inverse) = (matrix.to_vec(), vec![0.0; size], vec![0.0; size * size]);
+    (0..size).for_each(|at| inverse[at * size + at] = 1.0);
+    for column in (0..size).rev() {
+        let pivot = ratios[column * size + column];
+        let cost = if pivot > 0.0 { pivot } else { f64::NAN };
+        costs[column] = cost;
+        let found: Vec<f64> = (0..column).map(|row| ratios[row * size + column] / cost).collect();
+        for (row, ratio) in found.iter().enumerate() {
+            (row..column).for_each(|at| ratios[row * size + at] -= ratio * cost * found[at]);
+            ratios[row * size + column] = *ratio;
+            (column..size).for_each(|at| inverse[row * size + at] -= ratio * inverse[column * size + at]);
+        }
+        ratios[column * size + column] = 1.0;
+        ratios[column * size..][..column].fill(0.0);
+    }
+    [ratios, costs, inverse]
 }
 
 /// The damped matrix with columns in reverse order, so that its lower Cholesky triangle corresponds to an
@@ -228,5 +273,21 @@ mod tests {
         for (have, want) in values.iter().zip(&wanted) {
             assert!((have - want).abs() < 1e-3, "{have} for {want}");
         }
+    }
+
+    #[test]
+    fn unit_factors_multiply_to_the_matrix() {
+        let size = 9;
+        let root: Vec<f64> = (0..size * size).map(|i| f64::from((i as u32).wrapping_mul(2_654_435_761) >> 20) / 2048.0 - 1.0).collect();
+        let entry = |i: usize, j: usize| (0..size).map(|k| root[i * size + k] * root[j * size + k]).sum::<f64>() + if i == j { 0.5 } else { 0.0 };
+        let matrix: Vec<f64> = (0..size * size).map(|at| if at / size <= at % size { entry(at / size, at % size) } else { f64::NAN }).collect();
+        let [ratios, costs, inverse] = unit_factors(&matrix, size);
+        for (i, j) in (0..size * size).map(|at| (at / size, at % size)) {
+            let product: f64 = (0..size).map(|k| ratios[i * size + k] * costs[k] * ratios[j * size + k]).sum();
+            assert!((product - entry(i, j)).abs() < 1e-12, "{i} {j}");
+            let unit: f64 = (0..size).map(|k| ratios[i * size + k] * inverse[k * size + j]).sum();
+            assert!((unit - if i == j { 1.0 } else { 0.0 }).abs() < 1e-12, "{i} {j}");
+        }
+        assert!(unit_factors(&[1.0, 2.0, 0.0, 1.0], 2)[1][0].is_nan());
     }
 }

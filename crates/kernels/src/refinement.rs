@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::column_solver::Grid;
 use super::epilogue::Epilogue;
 use super::matmul::{Left, Rows, product};
-use crate::grid::QuantizationParams;
+use crate::grid::{Levels, QuantizationParams};
 
 /// Columns whose weights are changed before the gradients of all other columns are updated.
 const BLOCK: usize = 128;
@@ -33,6 +33,11 @@ impl Hessian {
             row.iter_mut().enumerate().for_each(|(j, out)| *out = products[i.min(j) * size + i.max(j)]);
             row[i] = (f64::from(row[i]) + added) as f32;
         });
+        Hessian { size, values }
+    }
+
+    /// From a damped symmetric matrix `[size, size]`.
+    pub fn from_damped(values: Vec<f32>, size: usize) -> Hessian {
         Hessian { size, values }
     }
 
@@ -86,15 +91,10 @@ impl Hessian {
             let dot = |a: &[f32]| a[first..][..width].iter().zip(codes).map(|(a, code)| f64::from(*a) * f64::from(*code)).sum::<f64>();
             let (slope, curvature) = (dot(gradients), dot(products));
             let step = &mut steps[index];
-            let scale = store(f64::from(step.scale) + if curvature > 0.0 { slope / curvature } else { 0.0 });
-            let change = f64::from(scale) - f64::from(step.scale);
-            // After rounding to its storage dtype, a scale can be worse.
-            if !(scale.is_normal() && scale > 0.0 && change * change * curvature < 2.0 * change * slope) {
-                return;
-            }
+            let Some((scale, change)) = better_scale(step.scale, slope, curvature, store) else { return };
             step.scale = scale;
             values[first..][..width].iter_mut().zip(codes).for_each(|(value, code)| *value = code * scale);
-            subtract(gradients, products, change as f32);
+            subtract(gradients, products, change);
         });
     }
 
@@ -113,19 +113,9 @@ impl Hessian {
         let rows = values.par_chunks_mut(size).zip(gradients.par_chunks(size)).zip(grid.steps.par_chunks(groups));
         rows.zip(changes.par_chunks_mut(width)).enumerate().for_each(|(row, (((values, gradients), steps), changes))| {
             let mut gradients = gradients[first..][..width].to_vec();
-            for at in 0..width {
-                let column = first + at;
-                let hessian = &self.values[column * size + first..][..width];
-                if frozen.get(row * size + column) == Some(&true) {
-                    continue;
-                }
-                let value = grid.levels.nearest(values[column] + gradients[at] / hessian[at], steps[column / group]);
-                let change = value - values[column];
-                if change != 0.0 {
-                    subtract(&mut gradients, hessian, change);
-                    (values[column], changes[at]) = (value, change);
-                }
-            }
+            let step = |at: usize| steps[(first + at) / group];
+            let is_frozen = |at: usize| frozen.get(row * size + first + at) == Some(&true);
+            round_row(grid.levels, (&self.values[first * size + first..], size), &mut gradients, (&mut values[first..][..width], changes), step, is_frozen);
         });
         let changed = changes.par_iter().any(|change| *change != 0.0);
         if changed {
@@ -133,6 +123,37 @@ impl Hessian {
             gradients.par_chunks_mut(size).zip(products.par_chunks(size)).for_each(|(gradients, products)| subtract(gradients, products, 1.0));
         }
         changed
+    }
+}
+
+/// A scale with a smaller error, rounded to its storage dtype, and the change. `slope` and `curvature` are
+/// the products of the codes with the gradients, and with the second moments and the codes.
+pub fn better_scale(scale: f32, slope: f64, curvature: f64, store: impl Fn(f64) -> f32) -> Option<(f32, f32)> {
+    let stored = store(f64::from(scale) + if curvature > 0.0 { slope / curvature } else { 0.0 });
+    let change = f64::from(stored) - f64::from(scale);
+    // After rounding to its storage dtype, a scale can be worse.
+    (stored.is_normal() && stored > 0.0 && change * change * curvature < 2.0 * change * slope).then_some((stored, change as f32))
+}
+
+/// Rounds each weight of consecutive columns of a row to its optimum, given all other weights, and sets its
+/// change, initially zero. `hessian` are the second moments of these columns, and the distance of their rows;
+/// the gradients of the columns are updated.
+pub fn round_row(
+    levels: Levels,
+    (hessian, stride): (&[f32], usize),
+    gradients: &mut [f32],
+    (values, changes): (&mut [f32], &mut [f32]),
+    step: impl Fn(usize) -> QuantizationParams,
+    is_frozen: impl Fn(usize) -> bool,
+) {
+    for at in (0..values.len()).filter(|at| !is_frozen(*at)) {
+        let hessian = &hessian[at * stride..][..values.len()];
+        let value = levels.nearest(values[at] + gradients[at] / hessian[at], step(at));
+        let change = value - values[at];
+        if change != 0.0 {
+            subtract(gradients, hessian, change);
+            (values[at], changes[at]) = (value, change);
+        }
     }
 }
 
@@ -151,7 +172,7 @@ mod tests {
     use super::super::column_solver::Range;
     use super::super::gram;
     use super::*;
-    use crate::grid::{IntegerGrid, Levels};
+    use crate::grid::IntegerGrid;
     use crate::minifloat::{self, Minifloat};
 
     fn number(i: usize) -> f32 {

@@ -1,9 +1,13 @@
 //! Kernels for GPUs compared with their definition on the host. On the CPU, they must decline all tensors.
 
 use candle_core::{DType, Device, Tensor};
-use compress_graph::gpu::{self, LogitLosses};
+use compress_graph::gpu::{self, ColumnGrid, LogitLosses};
 use compress_graph::ir::Op;
 use compress_graph::ir::ops::{Attention, Embedding, PreparedOp};
+use compress_kernels::column_solver::{ColumnSolver, Grid, Zeros};
+use compress_kernels::compensation::{Block, unit_factors};
+use compress_kernels::grid::{IntegerGrid, Levels, QuantizationParams};
+use compress_kernels::refinement::round_row;
 
 use super::cases::{Case, tensors};
 use super::gradients::{backward, converted, output_gradient, saved, spread, wide};
@@ -189,6 +193,128 @@ fn large_operands_match_the_definition() {
                     assert!(difference(&host(found), &wide(expected)) < tolerance, "{} in {dtype:?}, gradient {at}", case.op);
                 }
             }
+        }
+    }
+}
+
+/// Parameters of groups of 32 columns of a weight, whose columns from `first` on are processed in reverse
+/// order.
+fn column_grid(rows: usize, first: usize, width: usize, integers: IntegerGrid, order: &[usize]) -> Grid<'_, fn(f64) -> f32> {
+    let groups = (first + width).div_ceil(32);
+    let zero = |at: usize| if integers.symmetric { 0.0 } else { (at % 3) as f32 - 1.0 };
+    let steps = (0..rows * groups).map(|at| QuantizationParams { scale: 0.05 + (at % 7) as f32 * 0.03, zero: zero(at) }).collect();
+    Grid { levels: Levels::Integers(integers), group: 32, steps, order, store: |scale| scale as f32 }
+}
+
+/// A block `[rows, width]` as `[width, rows]` on the device.
+fn transposed(values: &[f32], width: usize) -> Tensor {
+    on_device(&Tensor::from_slice(values, (values.len() / width, width), &Device::Cpu).unwrap().t().unwrap())
+}
+
+/// A block `[width, rows]` on the device, row by row of the weight.
+fn by_row(block: &Tensor) -> Vec<f32> {
+    block.to_device(&Device::Cpu).unwrap().t().unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Each combination of sizes and grids, with a pruning mask or without.
+fn column_cases() -> impl Iterator<Item = (usize, usize, IntegerGrid, bool)> {
+    let sizes = [(1, 1), (3, 5), (300, 70), (9, 128)];
+    let grids = [2, 4, 8].into_iter().flat_map(|bits| [true, false].map(|symmetric| IntegerGrid { bits, symmetric }));
+    let grids: Vec<IntegerGrid> = grids.collect();
+    sizes.into_iter().flat_map(move |(rows, width)| grids.clone().into_iter().flat_map(move |grid| [false, true].map(|masked| (rows, width, grid, masked))))
+}
+
+#[test]
+fn rounded_columns_equal_those_of_the_host() {
+    const FIRST: usize = 20;
+    for (rows, width, integers, masked) in column_cases() {
+        let values = |seed: u64, dims: &[usize]| -> Vec<f32> { numbers(seed, dims, DType::F32).flatten_all().unwrap().to_vec1().unwrap() };
+        let (targets, weights, ratios) = (values(1, &[rows, width]), values(2, &[rows, width]), values(3, &[width, width]));
+        let order: Vec<usize> = (0..FIRST + width).rev().collect();
+        let grid = column_grid(rows, FIRST, width, integers, &order);
+        let parameters: [Vec<f32>; 2] = [grid.steps.iter().map(|step| step.scale).collect(), grid.steps.iter().map(|step| step.zero).collect()];
+        let [scales, zeros] = parameters.map(|values| on_device(&Tensor::from_vec(values, (rows, grid.steps.len() / rows), &Device::Cpu).unwrap()));
+        let groups: Vec<u32> = order[FIRST..].iter().map(|column| (column / 32) as u32).collect();
+        let groups = on_device(&Tensor::from_vec(groups, width, &Device::Cpu).unwrap());
+        let mut rule = ColumnSolver::new(Zeros::None, Some(grid));
+        let mask: Vec<bool> = (0..rows * width).map(|at| masked && at % 3 == 1).collect();
+        if masked {
+            rule.zeroed = (0..rows).flat_map(|row| [vec![false; FIRST], mask[row * width..][..width].to_vec()].concat()).collect();
+        }
+        let (mut expected, mut errors) = (weights.clone(), vec![0f32; rows * width]);
+        let block = Block { ratios: &ratios, stride: width, first: FIRST, costs: &vec![1.0; width] };
+        block.apply(&mut expected, &mut errors, (width, 0), &mut targets.clone(), &mut rule);
+        let mask: Vec<u8> = mask.iter().map(|zeroed| u8::from(*zeroed)).collect();
+        let mask = on_device(&Tensor::from_vec(mask, (rows, width), &Device::Cpu).unwrap().t().unwrap());
+        let grid = ColumnGrid { scales: &scales, zeros: &zeros, groups: &groups, zeroed: masked.then_some(&mask), bounds: integers.bounds() };
+        let (found, lost) = (transposed(&vec![7.0; rows * width], width), transposed(&vec![7.0; rows * width], width));
+        let ratios = on_device(&Tensor::from_vec(ratios, (width, width), &Device::Cpu).unwrap());
+        let operands = [&transposed(&targets, width), &transposed(&weights, width), &ratios];
+        if on_gpu(gpu::round_columns(operands, grid, &found, &lost).unwrap()).is_some() {
+            assert_eq!(by_row(&found), expected, "{rows} x {width} {integers:?}, {masked}");
+            assert_eq!(by_row(&lost), errors, "{rows} x {width} {integers:?}, {masked}");
+        }
+    }
+}
+
+#[test]
+fn descended_columns_equal_those_of_the_host() {
+    for (rows, width, integers, masked) in column_cases() {
+        let order: Vec<usize> = (0..width).collect();
+        let grid = column_grid(rows, 0, width, integers, &order);
+        let per_row = width.div_ceil(32);
+        let (lowest, highest) = integers.bounds();
+        let level = |at: usize| {
+            let zero = grid.steps[at / width * per_row + at % width / 32].zero;
+            ((at * 7 % 13) as f32 - 6.0).clamp(lowest, highest) - zero
+        };
+        let levels: Vec<f32> = (0..rows * width).map(level).collect();
+        let values = |seed: u64, dims: &[usize]| -> Vec<f32> { numbers(seed, dims, DType::F32).flatten_all().unwrap().to_vec1().unwrap() };
+        let (gradients, noise) = (values(4, &[rows, width]), values(5, &[width, width]));
+        let moment = |at: usize| if at / width == at % width { 3.0 } else { 0.2 * (noise[at] + noise[at % width * width + at / width]) };
+        let hessian: Vec<f32> = (0..width * width).map(moment).collect();
+        let is_frozen = |at: usize| masked && at % 3 == 1;
+        let (mut expected, mut moved) = (Vec::new(), Vec::new());
+        for row in 0..rows {
+            let step = |at: usize| grid.steps[row * per_row + at / 32];
+            let mut after: Vec<f32> = (0..width).map(|at| levels[row * width + at] * step(at).scale).collect();
+            let (mut slopes, mut changes) = (gradients[row * width..][..width].to_vec(), vec![0f32; width]);
+            round_row(grid.levels, (&hessian, width), &mut slopes, (&mut after, &mut changes), step, |at| is_frozen(row * width + at));
+            expected.extend(after);
+            moved.extend(changes);
+        }
+        assert!(rows * width < 100 || moved.iter().any(|change| *change != 0.0));
+        let parameters: [Vec<f32>; 2] = [grid.steps.iter().map(|step| step.scale).collect(), grid.steps.iter().map(|step| step.zero).collect()];
+        let [scales, zeros] = parameters.map(|values| on_device(&Tensor::from_vec(values, (rows, per_row), &Device::Cpu).unwrap()));
+        let groups = on_device(&Tensor::from_vec((0..width as u32).map(|column| column / 32).collect::<Vec<_>>(), width, &Device::Cpu).unwrap());
+        let mask: Vec<u8> = (0..rows * width).map(|at| u8::from(is_frozen(at))).collect();
+        let mask = on_device(&Tensor::from_vec(mask, (rows, width), &Device::Cpu).unwrap().t().unwrap());
+        let columns = ColumnGrid { scales: &scales, zeros: &zeros, groups: &groups, zeroed: masked.then_some(&mask), bounds: (lowest, highest) };
+        let (found, changes) = (transposed(&levels, width), transposed(&vec![7.0; rows * width], width));
+        let hessian = on_device(&Tensor::from_vec(hessian, (width, width), &Device::Cpu).unwrap());
+        let operands = [&transposed(&gradients, width), &hessian];
+        if on_gpu(gpu::descend_columns(operands, columns, &found, &changes).unwrap()).is_some() {
+            let scale = |at: usize| grid.steps[at / width * per_row + at % width / 32].scale;
+            let found: Vec<f32> = by_row(&found).into_iter().enumerate().map(|(at, level)| level * scale(at)).collect();
+            assert_eq!(found, expected, "{rows} x {width} {integers:?}, {masked}");
+            assert_eq!(by_row(&changes), moved, "{rows} x {width} {integers:?}, {masked}");
+        }
+    }
+}
+
+#[test]
+fn unit_factors_equal_those_of_the_host() {
+    for size in [1, 5, 33, 64] {
+        let root = wide(&numbers(6, &[size, size], DType::F32));
+        let entry = |i: usize, j: usize| (0..size).map(|k| root[i * size + k] * root[j * size + k]).sum::<f64>() + if i == j { 0.5 } else { 0.0 };
+        let mut matrix: Vec<f64> = (0..size * size).map(|at| entry(at / size, at % size)).collect();
+        let factors = |matrix: &[f64]| gpu::unit_factors(&on_device(&Tensor::from_slice(matrix, (size, size), &Device::Cpu).unwrap())).unwrap();
+        if let Some(found) = on_gpu(factors(&matrix)) {
+            for (found, expected) in found.iter().zip(unit_factors(&matrix, size)) {
+                assert!(difference(&host(found), &expected) < 1e-9, "{size}");
+            }
+            matrix[0] = -1.0;
+            assert!(host(&factors(&matrix).unwrap()[1])[0].is_nan());
         }
     }
 }

@@ -4,7 +4,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::launch::{self, Argument, Grid, launch, undefined};
-use super::{LogitLosses, Products};
+use super::{ColumnGrid, LogitLosses, Products};
 use crate::kernel::activation::ActivationFunction;
 use crate::kernel::update::AdamW;
 
@@ -315,4 +315,57 @@ pub(super) fn logit_losses(logits: &Tensor, losses: LogitLosses) -> Result<Optio
     let factors = [real(1.0 / temperature), real(soft), real(hard), real(smoothing)];
     launch("logit_losses", logits.dtype(), ((blocks(rows as u64), 1), (THREADS, 1)), &[&operands[..], &factors].concat())?;
     Ok(Some(out))
+}
+
+/// Largest number of columns of a block that is rounded.
+const COLUMNS: usize = 128;
+/// Largest number of columns of a matrix that [`unit_factors`] factorizes.
+const FACTORIZED: usize = 64;
+
+/// The arguments of a grid, if kernels exist for blocks `[columns, rows]` and a square matrix of the columns.
+fn column_grid<'t>(square: &Tensor, blocks: &[&Tensor], grid: ColumnGrid<'t>) -> Result<Option<[Argument<'t>; 7]>> {
+    let ColumnGrid { scales, zeros, groups, zeroed, bounds: (lowest, highest) } = grid;
+    let ([columns, rows], [_, per_row]) = (blocks[0].dims(), scales.dims()) else { return Ok(None) };
+    let is_float = |tensor: &&Tensor| supported([tensor]) && tensor.dtype() == DType::F32;
+    let is =
+        |tensor: &Tensor, dtype: DType, dims: &[usize]| tensor.device().is_cuda() && tensor.is_contiguous() && tensor.dtype() == dtype && tensor.dims() == dims;
+    let are_floats = blocks.iter().chain([&square, &scales, &zeros]).all(is_float);
+    let have_shapes = blocks.iter().all(|block| block.dims() == [*columns, *rows]) && square.dims() == [*columns, *columns];
+    let is_grid = scales.dims() == [*rows, *per_row] && zeros.dims() == scales.dims() && is(groups, DType::U32, &[*columns]);
+    if !are_floats || !have_shapes || !is_grid || *columns > COLUMNS || !zeroed.is_none_or(|zeroed| is(zeroed, DType::U8, &[*columns, *rows])) {
+        return Ok(None);
+    }
+    let bounds = [Argument::Real(lowest), Argument::Real(highest)];
+    Ok(Some([scales.into(), zeros.into(), groups.into(), Argument::Pointer(zeroed), number(*per_row)?, bounds[0], bounds[1]]))
+}
+
+pub(super) fn round_columns(operands: [&Tensor; 3], grid: ColumnGrid, values: &Tensor, errors: &Tensor) -> Result<Option<()>> {
+    let [targets, weights, ratios] = operands;
+    let Some(grid) = column_grid(ratios, &[targets, weights, values, errors], grid)? else { return Ok(None) };
+    let (width, rows) = values.dims2()?;
+    let arguments = [targets.into(), weights.into(), ratios.into(), values.into(), errors.into(), size(rows), number(width)?];
+    launch("round_columns", DType::F32, by_warp(rows), &[&arguments[..], &grid].concat())?;
+    Ok(Some(()))
+}
+
+pub(super) fn descend_columns(operands: [&Tensor; 2], grid: ColumnGrid, levels: &Tensor, changes: &Tensor) -> Result<Option<()>> {
+    let [gradients, hessian] = operands;
+    let Some(grid) = column_grid(hessian, &[gradients, levels, changes], grid)? else { return Ok(None) };
+    let (width, rows) = levels.dims2()?;
+    let arguments = [gradients.into(), hessian.into(), levels.into(), changes.into(), size(rows), number(width)?];
+    launch("descend_columns", DType::F32, by_warp(rows), &[&arguments[..], &grid].concat())?;
+    Ok(Some(()))
+}
+
+pub(super) fn unit_factors(matrix: &Tensor) -> Result<Option<[Tensor; 3]>> {
+    let (device, count) = (matrix.device(), matrix.dim(0)?);
+    let is_square = matrix.dims() == [count, count] && (1..=FACTORIZED).contains(&count);
+    if !device.is_cuda() || matrix.dtype() != DType::F64 || !matrix.is_contiguous() || !is_square {
+        return Ok(None);
+    }
+    let square = || undefined((count, count), DType::F64, device);
+    let (ratios, costs, inverse) = (square()?, undefined(count, DType::F64, device)?, square()?);
+    let arguments = [matrix.into(), (&ratios).into(), (&costs).into(), (&inverse).into(), number(count)?];
+    launch("unit_factors", DType::F64, ((1, 1), (THREADS, 1)), &arguments)?;
+    Ok(Some([ratios, costs, inverse]))
 }

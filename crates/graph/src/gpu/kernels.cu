@@ -1,5 +1,5 @@
 // Kernels for NVIDIA GPUs. Each exists for f32, f16 and bf16 elements (`_f32`, `_f16`, `_bf16`) and computes in
-// f32. Results do not depend on the order in which blocks run: no kernel uses floating-point atomics. Pointers are
+// f32; those of solver.cuh have one type. Results do not depend on the order in which blocks run: no kernel uses floating-point atomics. Pointers are
 // to contiguous tensors; sizes are in elements.
 
 #include <cuda_bf16.h>
@@ -456,6 +456,8 @@ __device__ void adamw(float *parameter, const T *gradient, float *mean, float *s
     square[i] = v;
   }
 }
+
+#include "solver.cuh"
 
 #define KERNELS(T, NAME)                                                                                               \
   extern "C" __global__ void activate_##NAME(const T *x, T *y, uint64_t n, unsigned f) { activate(x, y, n, f); }       \

@@ -91,6 +91,7 @@ fn function(device: &CudaDevice, kernel: &'static str, dtype: DType) -> Result<C
         DType::F32 => "f32",
         DType::F16 => "f16",
         DType::BF16 => "bf16",
+        DType::F64 => "f64",
         other => bail!("the kernel `{kernel}` does not support {other:?}"),
     };
     let function = device.get_or_load_custom_func(&format!("{kernel}_{suffix}"), "compress", ptx::KERNELS)?.into_cuda_function();

@@ -66,6 +66,21 @@ pub struct Products {
     pub window: Option<usize>,
 }
 
+/// The integer grid of consecutive columns of a weight.
+#[derive(Debug, Clone, Copy)]
+pub struct ColumnGrid<'t> {
+    /// Scales of the groups `[rows, groups]`, in f32.
+    pub scales: &'t Tensor,
+    /// Their zero points.
+    pub zeros: &'t Tensor,
+    /// The group of each column, in u32.
+    pub groups: &'t Tensor,
+    /// Marks weights that must be zero, or do not change, `[columns, rows]` in u8.
+    pub zeroed: Option<&'t Tensor>,
+    /// The smallest and largest integer.
+    pub bounds: (f32, f32),
+}
+
 on_gpu! {
     /// Opens a GPU with one stream for all threads.
     pub fn open(number: usize) -> Device;
@@ -126,4 +141,19 @@ on_gpu! {
     /// Replaces logits `[rows, columns]` by the gradient of the losses, and returns the losses of the rows
     /// `[rows, 2]` in f32: divergence and cross entropy. The logits must not share memory with other tensors.
     pub fn logit_losses(logits: &Tensor, losses: LogitLosses) -> Tensor;
+
+    /// Rounds at most 128 columns of a weight in turn, with compensation by the later ones, as
+    /// [`Block`](crate::kernel::compensation::Block). The operands are the targets and the weights
+    /// `[columns, rows]`, and the ratios `[columns, columns]`; values and errors are written.
+    pub fn round_columns(operands: [&Tensor; 3], grid: ColumnGrid, values: &Tensor, errors: &Tensor) -> ();
+
+    /// Rounds each of at most 128 columns of a weight to its optimum given all other weights, as
+    /// [`round_row`](crate::kernel::refinement::round_row). The operands are the gradients `[columns, rows]`
+    /// and the second moments `[columns, columns]`; levels are changed in place, and the changes of values
+    /// are written.
+    pub fn descend_columns(operands: [&Tensor; 2], grid: ColumnGrid, levels: &Tensor, changes: &Tensor) -> ();
+
+    /// The unit upper triangle, the diagonal and the inverse of the triangle of a matrix of at most 64
+    /// columns in f64, as [`unit_factors`](crate::kernel::compensation::unit_factors).
+    pub fn unit_factors(matrix: &Tensor) -> [Tensor; 3];
 }
