@@ -173,7 +173,7 @@ use compress_kernels as kernel;
 use {
     compress_core::{cache, heap},
     compress_engine::{calibration, data, exec, generation, train},
-    compress_graph::{analysis, ir},
+    compress_graph::{analysis, gpu, ir},
     compress_onnx::{self as onnx, runtime},
 };
 

@@ -5,12 +5,9 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::held_out::{Errors, HeldOut, LayerChoice};
+use super::solver::Solver;
 use super::{Layer, MethodReport, Moments, MomentsRequest, Readers};
 use crate::error::{Error, Result};
-use crate::kernel::compensation::Compensation;
-use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{Left, Rows, product};
-use crate::kernel::refinement::Hessian;
 use crate::store::Weight;
 
 /// Damping that is tried first, and the limits of the search, as fractions of the mean of the diagonal.
@@ -29,12 +26,10 @@ pub(super) struct Prepared<'m> {
     pub squares: Vec<f64>,
     /// Columns in processing order.
     pub order: Vec<usize>,
-    /// Compensation for the errors of previous columns.
-    pub compensation: Option<Compensation>,
-    /// Moments for coordinate descent after compensation.
-    pub hessian: Option<Hessian>,
+    /// Compensation for the errors of previous columns, and coordinate descent.
+    pub solver: Option<Solver>,
     /// `(X₀ - X)ᵀX` `[size, size]`, where the original model's layers read `X₀` and these read `X`; empty
-    /// if they are equal.
+    /// if they are equal, or on the device of the solver.
     differences: Cow<'m, [f32]>,
 }
 
@@ -71,12 +66,12 @@ impl Chosen {
     }
 
     /// The values of a weight that its solution approximates.
-    pub fn target(&self, layer: &Layer, values: &[f32]) -> Vec<f32> {
+    pub fn target(&self, layer: &Layer, values: &[f32]) -> Result<Vec<f32>> {
         let mut target = values.to_vec();
         if let Solution::Compensated(propagation) = self.solution(layer) {
-            self.prepared.correct(&mut target, propagation);
+            self.prepared.correct(&mut target, propagation)?;
         }
-        target
+        Ok(target)
     }
 }
 
@@ -124,7 +119,8 @@ impl Sampled {
         let (weight, values) = readers.values(layer)?;
         let rows = values.chunks_exact(layer.size.max(1)).step_by(layer.rows.div_ceil(MAX_OUTPUTS).max(1));
         let values: Vec<f32> = rows.flatten().copied().collect();
-        let outputs = folds.iter().map(|fold| [fold.original_outputs(&values, layer.size), fold.outputs(&values, layer.size)]).collect();
+        let outputs = |fold: &HeldOut| Ok([fold.original_outputs(&values, layer.size)?, fold.outputs(&values, layer.size)?]);
+        let outputs = folds.iter().map(outputs).collect::<Result<_>>()?;
         Ok(Sampled { layer: layer.clone(), weight, values, outputs })
     }
 }
@@ -140,7 +136,7 @@ struct Trial {
 impl Choosing {
     /// Statistics to collect of the inputs of layers.
     pub fn request(&self) -> MomentsRequest {
-        MomentsRequest { products: true, original: self.propagation != Some(0.0), held_out: self.holds_out(), ..MomentsRequest::default() }
+        MomentsRequest { products: true, original: self.propagation != Some(0.0), held_out: self.holds_out(), on_device: true, ..MomentsRequest::default() }
     }
 
     /// Whether tokens are held out. If all options are given, there is nothing to choose.
@@ -161,7 +157,7 @@ impl Choosing {
         let plain: Vec<Vec<Trial>> = solutions.map(|solution| self.trials(value, &moments, &sampled, method, solution, None)).collect::<Result<_>>()?;
         let (damping, trials) = self.best_damping(value, &moments, &sampled, (method, &plain[0]))?;
         drop(sampled);
-        moments.merge();
+        moments.merge()?;
         let mut solutions = BTreeMap::new();
         for (at, (layer, trial)) in readers.layers.iter().zip(&trials).enumerate() {
             let reference = &plain[0][at].errors;
@@ -187,7 +183,11 @@ impl Choosing {
     fn prepare(&self, value: &str, mut moments: Moments, damping: Option<f64>, report: &mut MethodReport) -> Result<(Prepared<'static>, Vec<f32>)> {
         let differences = Cow::Owned(std::mem::take(&mut moments.differences));
         let prepared = Prepared::new(value, &moments, differences, self.preparation(damping), &mut report.notes)?;
-        Ok((prepared, if self.keeps_products { moments.products } else { Vec::new() }))
+        if !self.keeps_products {
+            return Ok((prepared, Vec::new()));
+        }
+        moments.download(value)?;
+        Ok((prepared, moments.products))
     }
 
     fn preparation(&self, damping: Option<f64>) -> Preparation {
@@ -257,7 +257,7 @@ impl Choosing {
     ) -> Result<Vec<Trial>> {
         let mut trials: Vec<Trial> = sampled.iter().map(|_| Trial::default()).collect();
         for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
-            let fitted = moments.without(fold);
+            let fitted = moments.without(fold)?;
             let fitted = fitted.as_ref().unwrap_or(moments);
             let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
             for (Sampled { layer, weight, values, outputs }, trial) in sampled.iter().zip(&mut trials) {
@@ -265,8 +265,10 @@ impl Choosing {
                 let mut solution = solution;
                 if damping.is_some() {
                     let mut sums = [0.0; 2];
-                    if let Some(corrected) = prepared.corrected(values).filter(|_| self.propagation.is_none()) {
-                        for ((target, current), corrected) in targets.iter().zip(current).zip(held_out.outputs(&corrected, layer.size)) {
+                    if self.propagation.is_none()
+                        && let Some(corrected) = prepared.corrected(values)?
+                    {
+                        for ((target, current), corrected) in targets.iter().zip(current).zip(held_out.outputs(&corrected, layer.size)?) {
                             let (missing, change) = (f64::from(target - current), f64::from(corrected - current));
                             sums[0] += missing * change;
                             sums[1] += change * change;
@@ -277,7 +279,7 @@ impl Choosing {
                 }
                 let mut solved = values.clone();
                 method.solve(layer, weight, &mut solved, &prepared, solution)?;
-                trial.errors.add_held_out(held_out, &held_out.outputs(&solved, layer.size), targets, solved.len() / layer.size.max(1));
+                trial.errors.add_held_out(held_out, &held_out.outputs(&solved, layer.size)?, targets, solved.len() / layer.size.max(1));
             }
         }
         Ok(trials)
@@ -288,16 +290,16 @@ impl<'m> Prepared<'m> {
     /// Factorizes the sums of products of a value if there is a damping. Increases it until the matrix is
     /// positive definite, and adds a note if it does. Returns an error if it is not even with a damping of 1.
     fn new(value: &str, moments: &Moments, differences: Cow<'m, [f32]>, preparation: Preparation, notes: &mut Vec<String>) -> Result<Prepared<'m>> {
-        let Moments { size, ref products, ref squares, .. } = *moments;
-        let mut order: Vec<usize> = (0..size).collect();
+        let squares = &moments.squares;
+        let mut order: Vec<usize> = (0..moments.size).collect();
         if preparation.ordered {
             order.sort_by(|a, b| squares[*b].total_cmp(&squares[*a]).then(a.cmp(b)));
         }
-        let mut prepared = Prepared { squares: squares.clone(), order, compensation: None, hessian: None, differences };
+        let mut prepared = Prepared { squares: squares.clone(), order, solver: None, differences };
         if let Some(damping) = preparation.damping {
-            let mut tried = damping;
-            prepared.compensation = loop {
-                let found = Compensation::new(products, size, &prepared.order, tried);
+            let (mut tried, sums) = (damping, moments.device_sums()?);
+            prepared.solver = loop {
+                let found = Solver::new(moments, sums.as_ref(), &prepared.order, tried, preparation.descends)?;
                 if found.is_some() {
                     break found;
                 }
@@ -307,7 +309,6 @@ impl<'m> Prepared<'m> {
                 }
                 tried = (2.0 * tried).clamp(0.01, 1.0);
             };
-            prepared.hessian = preparation.descends.then(|| Hessian::new(products, size, tried));
             if tried > damping {
                 notes.push(format!("the features of `{value}` are nearly linearly dependent: damping {tried:.2} instead of {damping}"));
             }
@@ -320,48 +321,30 @@ impl<'m> Prepared<'m> {
         Prepared::new(value, moments, differences, Preparation { damping: Some(damping), ..Preparation::default() }, &mut Vec::new())
     }
 
+    /// The solver, if it can correct weights for changed inputs.
+    fn corrector(&self) -> Option<&Solver> {
+        self.solver.as_ref().filter(|solver| match solver {
+            Solver::Host { .. } => !self.differences.is_empty(),
+            Solver::Device(solver) => solver.has_differences(),
+        })
+    }
+
     /// Corrects a weight `[rows, size]` for changed inputs: moves it by a fraction towards the least-squares
     /// solution for the outputs of the original model (Li et al. 2025, GPTAQ,
     /// <https://arxiv.org/abs/2504.02692>).
-    pub fn correct(&self, values: &mut [f32], fraction: f32) {
-        let (Some(compensation), false) = (&self.compensation, self.differences.is_empty() || fraction == 0.0) else { return };
-        let size = self.order.len();
-        let left = Left::pack(values, values.len() / size.max(1), size, size);
-        let mut added = vec![0f32; values.len()];
-        product(&left, &Rows { values: &self.differences, count: size, stride: size }, size, Epilogue::NONE, &mut added);
-        reorder(&mut added, &self.order);
-        compensation.divide(&mut added);
-        restore(&mut added, &self.order);
-        values.iter_mut().zip(added).for_each(|(value, added)| *value += fraction * added);
+    pub fn correct(&self, values: &mut [f32], fraction: f32) -> Result<()> {
+        match self.corrector() {
+            Some(solver) if fraction != 0.0 => solver.correct(values, &self.order, &self.differences, fraction),
+            _ => Ok(()),
+        }
     }
 
     /// A weight with the full correction; `None` if the inputs have not changed.
-    fn corrected(&self, values: &[f32]) -> Option<Vec<f32>> {
-        (self.compensation.is_some() && !self.differences.is_empty()).then(|| {
-            let mut corrected = values.to_vec();
-            self.correct(&mut corrected, 1.0);
-            corrected
-        })
-    }
-}
-
-/// Permutes the columns of rows into the given order.
-pub(super) fn reorder(values: &mut [f32], order: &[usize]) {
-    let mut before = Vec::with_capacity(order.len());
-    for row in values.chunks_exact_mut(order.len().max(1)) {
-        before.clear();
-        before.extend_from_slice(row);
-        row.iter_mut().zip(order).for_each(|(value, column)| *value = before[*column]);
-    }
-}
-
-/// The inverse of [`reorder`].
-pub(super) fn restore(values: &mut [f32], order: &[usize]) {
-    let mut before = Vec::with_capacity(order.len());
-    for row in values.chunks_exact_mut(order.len().max(1)) {
-        before.clear();
-        before.extend_from_slice(row);
-        order.iter().zip(&before).for_each(|(column, value)| row[*column] = *value);
+    fn corrected(&self, values: &[f32]) -> Result<Option<Vec<f32>>> {
+        let Some(solver) = self.corrector() else { return Ok(None) };
+        let mut corrected = values.to_vec();
+        solver.correct(&mut corrected, &self.order, &self.differences, 1.0)?;
+        Ok(Some(corrected))
     }
 }
 
@@ -389,7 +372,7 @@ mod tests {
         let differences = Cow::Borrowed(&*moments.differences);
         let preparation = Preparation { damping: Some(1e-6), ordered: true, ..Preparation::default() };
         let prepared = Prepared::new("x", &moments, differences, preparation, &mut Vec::new()).unwrap();
-        prepared.correct(&mut corrected, 1.0);
+        prepared.correct(&mut corrected, 1.0).unwrap();
         let output = |x: &[f32], w: &[f32], at: usize, row: usize| (0..size).map(|i| f64::from(x[at * size + i]) * f64::from(w[row * size + i])).sum::<f64>();
         for (row, feature) in (0..rows * size).map(|i| (i / size, i % size)) {
             let along = |w: &[f32]| {

@@ -4,12 +4,15 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hasher};
 
+use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::error::counted;
+use crate::error::{Result, counted};
+use crate::exec::transfer::{self, Cause};
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::matmul::{Columns, Left, product};
+use crate::pass::calibrate::tensor_error;
 
 /// Maximum number of held-out rows of a value, if its rows are not few.
 const HELD_OUT_ROWS: usize = 1024;
@@ -137,6 +140,8 @@ pub(super) struct HeldOut {
     first: HashMap<u64, Vec<[usize; 2]>>,
     /// Number of different rows.
     different: usize,
+    /// Both kinds of rows on a device, if outputs are computed there.
+    pub on_device: Option<[Tensor; 2]>,
 }
 
 impl HeldOut {
@@ -172,15 +177,38 @@ impl HeldOut {
         !self.original.is_empty() && self.original != self.rows
     }
 
+    /// Copies the rows to a device, on which outputs are then computed.
+    pub fn upload(&mut self, size: usize, device: &Device) -> candle_core::Result<()> {
+        if !self.rows.is_empty() {
+            let tensor = |rows: &[f32]| transfer::to_device(&Tensor::from_slice(rows, (rows.len() / size, size), &Device::Cpu)?, device, Cause::Statistics);
+            let rows = tensor(&self.rows)?;
+            let original = if self.is_changed() { tensor(&self.original)? } else { rows.clone() };
+            self.on_device = Some([rows, original]);
+        }
+        Ok(())
+    }
+
     /// Outputs `[n, outputs]` of a layer with the weight `[outputs, size]`.
-    pub fn outputs(&self, weight: &[f32], size: usize) -> Vec<f32> {
-        outputs(&self.rows, weight, size)
+    pub fn outputs(&self, weight: &[f32], size: usize) -> Result<Vec<f32>> {
+        match &self.on_device {
+            Some([rows, _]) => device_outputs(rows, weight, size).map_err(tensor_error),
+            None => Ok(outputs(&self.rows, weight, size)),
+        }
     }
 
     /// Outputs `[n, outputs]` of a layer of the original model.
-    pub fn original_outputs(&self, weight: &[f32], size: usize) -> Vec<f32> {
-        outputs(if self.original.is_empty() { &self.rows } else { &self.original }, weight, size)
+    pub fn original_outputs(&self, weight: &[f32], size: usize) -> Result<Vec<f32>> {
+        match &self.on_device {
+            Some([_, original]) => device_outputs(original, weight, size).map_err(tensor_error),
+            None => Ok(outputs(if self.original.is_empty() { &self.rows } else { &self.original }, weight, size)),
+        }
     }
+}
+
+fn device_outputs(rows: &Tensor, weight: &[f32], size: usize) -> candle_core::Result<Vec<f32>> {
+    let weight = Tensor::from_slice(weight, (weight.len() / size.max(1), size), &Device::Cpu)?;
+    let weight = transfer::to_device(&weight, rows.device(), Cause::Statistics)?;
+    transfer::values(&rows.matmul(&weight.t()?)?, Cause::Statistics)
 }
 
 fn outputs(rows: &[f32], weight: &[f32], size: usize) -> Vec<f32> {

@@ -94,16 +94,16 @@ const SOLUTIONS: [Solution; 3] = [Solution::Weights, Solution::Samples, Solution
 
 impl Solution {
     /// The weight to factorize, and the sums of products of inputs to use.
-    fn apply<'v>(self, values: &'v [f32], products: &'v [f32], correction: Option<&Prepared>) -> (Cow<'v, [f32]>, Option<&'v [f32]>) {
-        match (self, correction) {
+    fn apply<'v>(self, values: &'v [f32], products: &'v [f32], correction: Option<&Prepared>) -> Result<(Cow<'v, [f32]>, Option<&'v [f32]>)> {
+        Ok(match (self, correction) {
             (Solution::Weights, _) => (Cow::Borrowed(values), None),
             (Solution::Corrected, Some(correction)) => {
                 let mut values = values.to_vec();
-                correction.correct(&mut values, CORRECTION);
+                correction.correct(&mut values, CORRECTION)?;
                 (Cow::Owned(values), Some(products))
             }
             (Solution::Samples | Solution::Corrected, _) => (Cow::Borrowed(values), Some(products)),
-        }
+        })
     }
 }
 
@@ -136,23 +136,26 @@ impl Factorizer<'_> {
             false => layers.iter().map(|(layer, values)| self.effective(layer, values, None)).collect::<Result<Vec<_>>>()?,
         };
         for (index, fold) in moments.folds.iter().enumerate() {
-            let fitted = moments.without(index);
+            let fitted = moments.without(index)?;
             let fitted = fitted.as_ref().unwrap_or(moments);
             let correction = correction(&self.value, fitted, Cow::Borrowed(&fitted.differences))?;
             for (((layer, values), weights_only), [plain, sampled, corrected]) in layers.iter().zip(&weights_only).zip(&mut found) {
                 let [rows, size, _] = self.factorization(&layer.weight)?.sizes;
-                let targets = fold.original_outputs(values, size);
-                let add = |errors: &mut Errors, effective: &[f32]| errors.add_held_out(fold, &fold.outputs(effective, size), &targets, rows);
-                add(plain, weights_only);
+                let targets = fold.original_outputs(values, size)?;
+                let add = |errors: &mut Errors, effective: &[f32]| {
+                    errors.add_held_out(fold, &fold.outputs(effective, size)?, &targets, rows);
+                    Ok::<(), Error>(())
+                };
+                add(plain, weights_only)?;
                 let effective = self.effective(layer, values, Some(fitted.products.as_slice()))?;
-                add(sampled, &effective);
+                add(sampled, &effective)?;
                 match &correction {
                     _ if !is_changed => {}
                     Some(_) => {
-                        let (values, products) = Solution::Corrected.apply(values, &fitted.products, correction.as_ref());
-                        add(corrected, &self.effective(layer, &values, products)?);
+                        let (values, products) = Solution::Corrected.apply(values, &fitted.products, correction.as_ref())?;
+                        add(corrected, &self.effective(layer, &values, products)?)?;
                     }
-                    None => add(corrected, &effective),
+                    None => add(corrected, &effective)?,
                 }
             }
         }
@@ -269,7 +272,7 @@ impl Method for Factorizer<'_> {
             self.report.choices.push(LayerChoice { weight: layer.weight.clone(), choice, damping: None, propagation, relative_error });
             self.choices.insert(layer.weight.clone(), solution);
         }
-        moments.merge();
+        moments.merge()?;
         let differences = std::mem::take(&mut moments.differences);
         let is_corrected = self.choices.values().any(|solution| *solution == Solution::Corrected);
         self.correction = if is_corrected { correction(value, &moments, Cow::Owned(differences))? } else { None };
@@ -280,8 +283,8 @@ impl Method for Factorizer<'_> {
     fn change(&mut self, layer: &Layer, _weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let (products, correction) = (std::mem::take(&mut self.products), self.correction.take());
         let solution = self.choices.get(&layer.weight).copied().unwrap_or(Solution::Weights);
-        let (values, fitted) = solution.apply(values, &products, correction.as_ref());
-        let weights = self.factors(&layer.weight, &values, fitted);
+        let applied = solution.apply(values, &products, correction.as_ref());
+        let weights = applied.and_then(|(values, fitted)| self.factors(&layer.weight, &values, fitted));
         (self.products, self.correction) = (products, correction);
         weights
     }

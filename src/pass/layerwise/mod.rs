@@ -18,6 +18,7 @@ mod rescale;
 mod rounding;
 mod scores;
 mod sites;
+mod solver;
 mod sparse;
 mod summary;
 
@@ -273,8 +274,7 @@ impl Layerwise<'_> {
         Ok(summary)
     }
 
-    /// Options of both models. Most of the memory is for parameters, sums of products and matrix
-    /// factorizations.
+    /// Options of both models. Parameters, sums of products and factorizations need most of the memory.
     fn blockwise_options(&self, model: &Model, checkpoints: Option<&BlockCheckpoints>) -> BlockwiseOptions {
         let (context, [min, max]) = (self.context, CACHE_BYTES);
         let cache_bytes = model.weights.parameters().clamp(min, max);
@@ -339,7 +339,7 @@ impl Layerwise<'_> {
             let mut observe = |moments: &mut Moments| {
                 let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight));
                 self.observe(site, moments, blocks, reference.as_mut().filter(|_| self.requested.original), factors)?;
-                moments.download(&site.value)
+                moments.finish(&site.value)
             };
             observe(&mut moments)?;
             if moments.hold_out_more() {

@@ -1,12 +1,13 @@
 //! Statistics of the inputs of layers.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::held_out::{HeldOut, Split};
 use crate::calibration::select_rows;
 use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
+use crate::gpu;
 use crate::kernel::{columns, gram};
 use crate::pass::calibrate::{nonzero_rows, not_finite, tensor_error};
 
@@ -21,6 +22,17 @@ pub(super) struct MomentsRequest {
     pub original: bool,
     /// Whether to hold out rows.
     pub held_out: bool,
+    /// Whether sums of products on a GPU stay there. Otherwise they are copied to the host.
+    pub on_device: bool,
+}
+
+/// Sums of products on a device.
+#[derive(Debug, Clone)]
+pub(super) struct DeviceSums {
+    /// `XᵀX` `[size, size]`.
+    pub products: Tensor,
+    /// `(X₀ - X)ᵀX` `[size, size]`; `None` if the rows are equal.
+    pub differences: Option<Tensor>,
 }
 
 /// Sums over the input rows of layers.
@@ -54,6 +66,13 @@ pub(super) struct Moments {
     /// Products and differences of rows on a GPU, which are not part of the fields above until they are
     /// [downloaded](Moments::download).
     on_device: [Option<Tensor>; 2],
+    /// The device on which they stay, if any.
+    device: Option<Device>,
+}
+
+/// Whether statistics are computed with tensors: on a GPU, and in tests also on the CPU.
+fn uses_tensors(device: &Device) -> bool {
+    !device.is_cpu() || transfer::is_strict()
 }
 
 impl Moments {
@@ -74,17 +93,51 @@ impl Moments {
             request,
             batches: 0,
             on_device: [None, None],
+            device: None,
         }
     }
 
     /// Adds rows `[n, size]`. Returns an error if a row is not finite.
     pub fn add(&mut self, name: &str, rows: &Tensor) -> Result<()> {
-        let host = matches!(rows.device(), Device::Cpu);
+        let host = !uses_tensors(rows.device());
+        self.choose_device(rows);
         if self.request.products && !host {
             add_product(&mut self.on_device[0], rows, rows).map_err(tensor_error)?;
         }
+        if self.device.is_some() && self.request.rows == 0 {
+            return if self.add_column_statistics(rows).map_err(tensor_error)? { Ok(()) } else { Err(not_finite(name)) };
+        }
         let added = floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(self.add_rows(values, host)))).map_err(tensor_error)?;
         added.ok_or_else(|| not_finite(name))
+    }
+
+    /// Sums stay on the device of the rows if that is requested.
+    fn choose_device(&mut self, rows: &Tensor) {
+        if self.device.is_none() && self.request.on_device && self.request.products && uses_tensors(rows.device()) {
+            self.device = Some(rows.device().clone());
+            self.products = Vec::new();
+        }
+    }
+
+    /// Adds rows on a device to all statistics except products. Returns whether all are finite.
+    fn add_column_statistics(&mut self, rows: &Tensor) -> candle_core::Result<bool> {
+        let count = rows.dim(0)?;
+        self.batches += 1;
+        if count == 0 {
+            return Ok(true);
+        }
+        let magnitudes = rows.abs()?;
+        let parts = [column_sums(&magnitudes)?, column_sums(&rows.sqr()?)?, magnitudes.max(0)?, magnitudes.sum(1)?];
+        let values = transfer::values::<f32>(&Tensor::cat(&parts, 0)?, Cause::Statistics)?;
+        let (columns, rows) = values.split_at(3 * self.size);
+        for (at, sum) in columns.iter().take(self.size).enumerate() {
+            self.magnitudes[at] += f64::from(*sum);
+            self.squares[at] += f64::from(columns[self.size + at]);
+            self.largest[at] = self.largest[at].max(columns[2 * self.size + at]);
+        }
+        self.count += count;
+        self.nonzero += rows.iter().filter(|sum| **sum != 0.0).count();
+        Ok(self.magnitudes.iter().all(|sum| sum.is_finite()))
     }
 
     /// Adds some rows of `original` `[m, size]`, the inputs in the original model, by index. They correspond
@@ -92,7 +145,8 @@ impl Moments {
     pub fn add_original(&mut self, name: &str, original: &Tensor, selected: Vec<u32>, rows: &Tensor) -> Result<()> {
         // A row of zeros is a token that the original model does not route to this expert, so that there
         // is no target output.
-        if matches!(rows.device(), Device::Cpu) {
+        self.choose_device(rows);
+        if !uses_tensors(rows.device()) {
             let (original, rows) = (floats_on_host(original, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
             let mut add = |original: &[f32], rows: &[f32]| Ok(self.add_differences(&differences(original, &selected, rows, self.size), rows));
             let finite = original.and_then(|original| rows.and_then(|rows| read(&original, |original| read(&rows, |rows| add(original, rows)))));
@@ -103,9 +157,38 @@ impl Moments {
         add_product(&mut self.on_device[1], &differences, rows).map_err(tensor_error)
     }
 
+    /// Completes the statistics after all rows were added: sums that do not stay on their device are added to
+    /// those on the host, and held-out rows are copied to the device. Returns an error if a sum is not
+    /// finite.
+    pub fn finish(&mut self, name: &str) -> Result<()> {
+        let Some(device) = &self.device else { return self.download(name) };
+        for sums in &mut self.on_device {
+            let Some(tensor) = sums else { continue };
+            let magnitudes = tensor.abs().and_then(|magnitudes| transfer::values::<f32>(&magnitudes.sum(1)?, Cause::Statistics)).map_err(tensor_error)?;
+            if !magnitudes.iter().all(|sum| sum.is_finite()) {
+                return Err(not_finite(name));
+            }
+            if magnitudes.iter().all(|sum| *sum == 0.0) {
+                *sums = None;
+            }
+        }
+        self.folds.iter_mut().try_for_each(|fold| fold.upload(self.size, device)).map_err(tensor_error)
+    }
+
+    /// The sums on their device; `None` if they are on the host.
+    pub fn device_sums(&self) -> Result<Option<DeviceSums>> {
+        let Some(device) = &self.device else { return Ok(None) };
+        let [products, differences] = self.on_device.clone();
+        let zeros = || Tensor::zeros((self.size, self.size), DType::F32, device);
+        Ok(Some(DeviceSums { products: products.map_or_else(zeros, Ok).map_err(tensor_error)?, differences }))
+    }
+
     /// Adds the sums on a GPU to those on the host. Returns an error if a sum is not finite.
     pub fn download(&mut self, name: &str) -> Result<()> {
         let [products, differences] = std::mem::take(&mut self.on_device);
+        if self.device.take().is_some() {
+            self.products.resize(self.size * self.size, 0.0);
+        }
         for (sums, added) in [(&mut self.products, products), (&mut self.differences, differences)] {
             let Some(added) = added else { continue };
             let added = transfer::values::<f32>(&added, Cause::Statistics).map_err(tensor_error)?;
@@ -143,6 +226,7 @@ impl Moments {
 
     /// Holds out rows `[n, size]`, with those of the original model if they are requested.
     pub fn hold_out(&mut self, name: &str, fold: usize, rows: &Tensor, original: Option<&Tensor>) -> Result<()> {
+        self.choose_device(rows);
         let host = |tensor: &Tensor| floats_on_host(tensor, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(values.to_vec())));
         let rows = host(rows).map_err(tensor_error)?;
         let original = original.map(host).transpose().map_err(tensor_error)?;
@@ -176,26 +260,34 @@ impl Moments {
 
     /// The statistics of the rows outside of one of several folds. `None` with only one fold, whose rows are
     /// not included anyway.
-    pub fn without(&self, fold: usize) -> Option<Moments> {
-        let others = self.folds.iter().enumerate().filter(|(index, _)| *index != fold);
-        (self.folds.len() > 1).then(|| {
-            let mut moments = self.clone();
-            moments.folds.clear();
-            others.for_each(|(_, rows)| moments.add_fold(rows));
-            moments
-        })
+    pub fn without(&self, fold: usize) -> Result<Option<Moments>> {
+        if self.folds.len() < 2 {
+            return Ok(None);
+        }
+        let mut moments = self.clone();
+        moments.folds.clear();
+        self.folds.iter().enumerate().filter(|(index, _)| *index != fold).try_for_each(|(_, rows)| moments.add_fold(rows)).map_err(tensor_error)?;
+        Ok(Some(moments))
     }
 
     /// Adds the held-out rows to the other statistics.
-    pub fn merge(&mut self) {
-        std::mem::take(&mut self.folds).iter().for_each(|fold| self.add_fold(fold));
+    pub fn merge(&mut self) -> Result<()> {
+        std::mem::take(&mut self.folds).iter().try_for_each(|fold| self.add_fold(fold)).map_err(tensor_error)
     }
 
-    fn add_fold(&mut self, fold: &HeldOut) {
+    fn add_fold(&mut self, fold: &HeldOut) -> candle_core::Result<()> {
         // The rows were checked when they were added.
-        let _finite = self.add_rows(&fold.rows, true);
-        let differences: Vec<f32> = fold.original.iter().zip(&fold.rows).map(|(original, row)| original - row).collect();
-        let _finite = self.add_differences(&differences, &fold.rows);
+        let _finite = self.add_rows(&fold.rows, self.device.is_none());
+        if let Some([rows, original]) = &fold.on_device {
+            add_product(&mut self.on_device[0], rows, rows)?;
+            if fold.is_changed() {
+                add_product(&mut self.on_device[1], &(original - rows)?, rows)?;
+            }
+        } else {
+            let differences: Vec<f32> = fold.original.iter().zip(&fold.rows).map(|(original, row)| original - row).collect();
+            let _finite = self.add_differences(&differences, &fold.rows);
+        }
+        Ok(())
     }
 
     /// Adds differences `[n, size]` between rows of the original model and these rows. Returns whether all
@@ -211,6 +303,14 @@ impl Moments {
     /// Mean magnitude of each feature.
     pub fn mean_magnitudes(&self) -> Vec<f64> {
         self.magnitudes.iter().map(|sum| sum / self.count.max(1) as f64).collect()
+    }
+}
+
+/// Sums of the columns of a matrix in f32.
+pub(super) fn column_sums(rows: &Tensor) -> candle_core::Result<Tensor> {
+    match gpu::column_sums(rows)? {
+        Some(sums) => Ok(sums),
+        None => rows.sum(0),
     }
 }
 
@@ -256,7 +356,7 @@ mod tests {
 
     #[test]
     fn merged_rows_count_like_all_others() {
-        let request = MomentsRequest { products: true, rows: 0, original: true, held_out: true };
+        let request = MomentsRequest { products: true, original: true, held_out: true, ..MomentsRequest::default() };
         let tensor = |offset: f32| {
             let values: Vec<f32> = (0..24).map(|i| (i * 7 % 11) as f32 / 4.0 - 1.2 + offset).collect();
             Tensor::from_vec(values, (8, 3), &Device::Cpu).unwrap()
@@ -283,9 +383,9 @@ mod tests {
             assert!(all.chain(sums(found).into_iter().zip(sums(expected)).map(|(a, b)| (a - b).abs())).all(|error| error < 1e-4));
         };
         let mut found = moments(&[0, 2], &[4, 6]);
-        equal(&found.without(0).unwrap(), &moments(&[0, 2, 6], &[]));
-        equal(&found.without(1).unwrap(), &moments(&[0, 2, 4], &[]));
-        found.merge();
+        equal(&found.without(0).unwrap().unwrap(), &moments(&[0, 2, 6], &[]));
+        equal(&found.without(1).unwrap().unwrap(), &moments(&[0, 2, 4], &[]));
+        found.merge().unwrap();
         equal(&found, &moments(&[0, 2, 4, 6], &[]));
     }
 }

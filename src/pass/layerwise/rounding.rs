@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::autoround::{TrainedLayer, Training};
-use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution, reorder, restore};
+use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
 use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::held_out::LayerChoice;
 use super::rescale::RoundingMode;
@@ -245,9 +245,9 @@ enum Inputs {
 
 impl Inputs {
     /// The values of a weight that rounding approximates.
-    fn target(&self, layer: &Layer, values: &[f32]) -> Vec<f32> {
+    fn target(&self, layer: &Layer, values: &[f32]) -> Result<Vec<f32>> {
         match self {
-            Inputs::Nearest { .. } => values.to_vec(),
+            Inputs::Nearest { .. } => Ok(values.to_vec()),
             Inputs::Gptq(chosen) => chosen.target(layer, values),
         }
     }
@@ -315,7 +315,7 @@ impl Quantization<'_> {
 
     /// Rounds a weight `[rows, size]`.
     fn round(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<Vec<QuantizationParams>> {
-        let (Some(compensation), Solution::Compensated(propagation)) = (&prepared.compensation, solution) else {
+        let (Some(solver), Solution::Compensated(propagation)) = (&prepared.solver, solution) else {
             return self.nearest(layer, weight, values, &costs(&prepared.squares));
         };
         let order = &prepared.order;
@@ -323,20 +323,18 @@ impl Quantization<'_> {
         let zeros: Vec<bool> = values.iter().map(|value| *value == 0.0).collect();
         let is_sparse = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= SPARSE_PERCENT * values.len() as u64;
         let zeros = if is_sparse { zeros } else { Vec::new() };
-        prepared.correct(values, propagation);
-        let targets = prepared.hessian.as_ref().map(|_| values.to_vec());
+        prepared.correct(values, propagation)?;
+        let targets = solver.descends().then(|| values.to_vec());
         // Errors are weighted after compensation by later columns.
         let mut costs = vec![0f32; layer.size];
-        order.iter().zip(compensation.costs()).for_each(|(column, cost)| costs[*column] = *cost);
+        order.iter().zip(solver.costs()).for_each(|(column, cost)| costs[*column] = *cost);
         grid.fit(values, &costs, range(self.pass, self.affine(layer)?));
         let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
         choices.zeroed = zeros.chunks(layer.size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
-        reorder(values, order);
-        compensation.apply(values, BLOCK, &mut choices);
-        restore(values, order);
+        solver.apply(values, order, BLOCK, &mut choices)?;
         let Some(mut grid) = choices.grid else { return Ok(Vec::new()) };
-        if let (Some(hessian), Some(targets)) = (&prepared.hessian, targets) {
-            hessian.refine(&targets, values, &mut grid, &zeros, self.sweeps());
+        if let Some(targets) = targets {
+            solver.refine(&targets, values, &mut grid, &zeros, self.sweeps())?;
         }
         Ok(grid.steps)
     }
@@ -364,6 +362,8 @@ impl Method for Rounder<'_> {
     }
 
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
+        // The previous solver may occupy much of a GPU's memory.
+        self.inputs = Inputs::Nearest { costs: Vec::new(), products: Vec::new() };
         self.inputs = match self.quantization.gptq {
             Some(choosing) => Inputs::Gptq(choosing.run(value, moments, readers, self.quantization, &mut self.report)?),
             None => Inputs::Nearest { costs: costs(&moments.squares), products: moments.products },
@@ -374,7 +374,7 @@ impl Method for Rounder<'_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let original = self.quantization.training.map(|_| values.to_vec());
         let corrections = self.quantization.corrections.filter(|corrections| corrections.layers.contains_key(&layer.weight));
-        let target = corrections.map(|_| self.inputs.target(layer, values));
+        let target = corrections.map(|_| self.inputs.target(layer, values)).transpose()?;
         let steps = match &self.inputs {
             Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs)?,
             Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.solution(layer))?,

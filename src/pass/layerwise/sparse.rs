@@ -145,11 +145,11 @@ impl Compensating for Amounts<'_> {
 
     fn solve(&self, layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()> {
         let zeros = self.zeros(layer)?;
-        match (solution, &prepared.compensation) {
-            (Solution::Compensated(propagation), Some(compensation)) => {
+        match (solution, &prepared.solver) {
+            (Solution::Compensated(propagation), Some(solver)) => {
                 let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
-                prepared.correct(values, propagation);
-                compensation.apply(values, block, &mut ColumnSolver::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>));
+                prepared.correct(values, propagation)?;
+                solver.apply(values, &prepared.order, block, &mut ColumnSolver::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>))?;
             }
             // Magnitudes are compared over the complete weight.
             (Solution::Plain(0), _) => remove(values, &vec![1.0; values.len()], zeros),

@@ -1,0 +1,320 @@
+//! The computations of `kernel/compensation.rs` with tensors, for sums on a GPU. Squares on the diagonal are
+//! factorized in 64 bits; everything else consists of matrix products in 32 bits, or in 64 bits for small
+//! dampings.
+//!
+//! Weights are transposed, `[size, rows]`, so that consecutive columns are contiguous.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::super::moments::DeviceSums;
+use crate::exec::transfer::{self, Cause};
+use crate::gpu::{self, ColumnGrid};
+use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
+use crate::kernel::compensation::{self, Block, DAMPING_F32};
+use crate::kernel::grid::Levels;
+
+/// Number of columns eliminated at once.
+const WIDTH: usize = 256;
+/// Largest matrix that is factorized without matrix products.
+const LEAF: usize = 64;
+
+/// Error compensation between the columns of a layer's weight on a device.
+pub(in super::super) struct DeviceSolver {
+    /// Columns in processing order, and the position of each column.
+    order: [Tensor; 2],
+    /// `R[k][j] / R[j][j]` above the diagonal, as in [`Compensation`](compensation::Compensation).
+    ratios: Tensor,
+    /// Inverses of the squares of `WIDTH` columns on the diagonal of the ratios.
+    inverses: Vec<Tensor>,
+    costs: Vec<f32>,
+    /// The costs as a column.
+    divisors: Tensor,
+    /// `(X₀ - X)ᵀX`; `None` if the inputs have not changed.
+    differences: Option<Tensor>,
+    /// The damped moments, if coordinate descent follows.
+    pub(super) hessian: Option<Tensor>,
+}
+
+/// A factorization `H = P D Pᵀ` with the unit upper triangle `P`.
+struct Unit {
+    ratios: Tensor,
+    costs: Tensor,
+    inverse: Tensor,
+}
+
+/// A factorization of all columns.
+struct Factors {
+    ratios: Tensor,
+    inverses: Vec<Tensor>,
+    costs: Tensor,
+}
+
+impl DeviceSolver {
+    /// From sums of products, with `damping` times the mean of the sums of squares added to the diagonal.
+    /// `None` if the damped matrix is not positive definite.
+    pub fn new(sums: &DeviceSums, squares: &[f64], order: &[usize], damping: f64, descends: bool) -> Result<Option<DeviceSolver>> {
+        let DeviceSums { products, differences } = sums;
+        let (size, device) = (order.len(), products.device());
+        let mean = squares.iter().sum::<f64>() / size.max(1) as f64;
+        // If all features are zero in all samples, any positive value works.
+        let added = if mean > 0.0 { damping * mean } else { 1.0 };
+        let mut positions = vec![0u32; size];
+        (0..).zip(order).for_each(|(position, column)| positions[*column] = position);
+        let columns: Vec<u32> = order.iter().map(|column| *column as u32).collect();
+        let is_ordered = order.is_sorted();
+        let order = [indices(columns, device)?, indices(positions, device)?];
+        let matrix = if is_ordered { products.clone() } else { products.index_select(&order[0], 0)?.index_select(&order[0], 1)? };
+        let dtypes = if damping >= DAMPING_F32 { &[DType::F32, DType::F64][..] } else { &[DType::F64][..] };
+        for dtype in dtypes {
+            let Factors { ratios, inverses, costs } = factorize(matrix.to_dtype(*dtype)?, added)?;
+            let values = transfer::values::<f32>(&costs, Cause::Statistics)?;
+            if values.iter().all(|cost| cost.is_finite() && *cost > 0.0) {
+                drop(matrix);
+                let hessian = descends.then(|| products + (Tensor::eye(size, DType::F32, device)? * added)?).transpose()?;
+                let divisors = costs.to_dtype(DType::F32)?.reshape((size, 1))?;
+                let differences = differences.clone();
+                return Ok(Some(DeviceSolver { order, ratios, inverses, costs: values, divisors, differences, hessian }));
+            }
+        }
+        Ok(None)
+    }
+
+    pub fn costs(&self) -> &[f32] {
+        &self.costs
+    }
+
+    /// Whether the inputs have changed.
+    pub fn has_differences(&self) -> bool {
+        self.differences.is_some()
+    }
+
+    /// A tensor `[n, size]` on the device.
+    pub(super) fn upload(&self, values: &[f32]) -> Result<Tensor> {
+        let size = self.costs.len();
+        upload(values, (values.len() / size.max(1), size), self.ratios.device())
+    }
+
+    /// Moves a weight `[rows, size]` by a fraction towards the least-squares solution for the outputs of the
+    /// original model.
+    pub fn correct(&self, values: &mut [f32], fraction: f32) -> Result<()> {
+        let Some(differences) = self.differences.as_ref().filter(|_| !values.is_empty()) else { return Ok(()) };
+        let weight = self.upload(values)?;
+        let added = differences.t()?.matmul(&weight.t()?)?.index_select(&self.order[0], 0)?;
+        self.divide(&added)?;
+        let added = added.index_select(&self.order[1], 0)?.t()?.contiguous()?;
+        download(&(weight + (added * f64::from(fraction))?)?, values)
+    }
+
+    /// Replaces `B` `[size, n]`, with columns of the weight in processing order, by `H⁻¹ B`. The tensor must
+    /// not share memory with others.
+    fn divide(&self, values: &Tensor) -> Result<()> {
+        let size = self.costs.len();
+        let blocks = || (0..size).step_by(WIDTH).map(|start| (start, WIDTH.min(size - start))).zip(&self.inverses);
+        for ((start, width), inverse) in blocks().rev() {
+            let mut rows = values.narrow(0, start, width)?;
+            let end = start + width;
+            if end < size {
+                rows = (rows - part(&self.ratios, (start, width), (end, size - end))?.matmul(&values.narrow(0, end, size - end)?)?)?;
+            }
+            values.slice_set(&inverse.matmul(&rows)?, 0, start)?;
+        }
+        for ((start, width), inverse) in blocks() {
+            let mut rows = values.narrow(0, start, width)?.broadcast_div(&self.divisors.narrow(0, start, width)?)?;
+            if start > 0 {
+                rows = (rows - part(&self.ratios, (0, start), (start, width))?.t()?.matmul(&values.narrow(0, 0, start)?)?)?;
+            }
+            values.slice_set(&inverse.t()?.matmul(&rows)?, 0, start)?;
+        }
+        Ok(())
+    }
+
+    /// Replaces the columns of a weight `[rows, size]` by the values that `rule` chooses in processing order,
+    /// block by block. Blocks are rounded to integers on the device, and otherwise on the host.
+    pub fn apply<S: Fn(f64) -> f32 + Sync>(&self, values: &mut [f32], block: usize, rule: &mut ColumnSolver<S>) -> Result<()> {
+        let size = self.costs.len();
+        if values.is_empty() {
+            return Ok(());
+        }
+        let weights = self.upload(values)?.t()?.contiguous()?.index_select(&self.order[0], 0)?;
+        let (solved, errors) = (weights.zeros_like()?, weights.zeros_like()?);
+        let grid = match (rule.zeros, &rule.grid) {
+            (Zeros::None, Some(grid)) => GridTensors::new(grid, grid.order, &rule.zeroed, weights.device())?,
+            _ => None,
+        };
+        for first in (0..size).step_by(block.max(1)) {
+            let width = block.min(size - first);
+            let rows = |tensor: &Tensor| tensor.narrow(0, first, width);
+            let mut targets = rows(&weights)?;
+            if first > 0 {
+                targets = (part(&self.ratios, (0, first), (first, width))?.t()?.matmul(&errors.narrow(0, 0, first)?)? + targets)?;
+            }
+            let ratios = part(&self.ratios, (first, width), (first, width))?;
+            let columns = grid.as_ref().map(|grid| grid.columns(first, width)).transpose()?;
+            let operands = [&targets, &rows(&weights)?, &ratios];
+            let rounded = match &columns {
+                Some(columns) => gpu::round_columns(operands, columns.parameters(), &rows(&solved)?, &rows(&errors)?)?,
+                None => None,
+            };
+            if rounded.is_none() {
+                let [values, lost] = self.apply_on_host(operands, first, rule)?;
+                solved.slice_set(&values, 0, first)?;
+                errors.slice_set(&lost, 0, first)?;
+            }
+        }
+        download(&solved.index_select(&self.order[1], 0)?.t()?.contiguous()?, values)
+    }
+
+    /// The values of a block of columns that `rule` chooses, and their errors.
+    fn apply_on_host<S: Fn(f64) -> f32 + Sync>(&self, operands: [&Tensor; 3], first: usize, rule: &mut ColumnSolver<S>) -> Result<[Tensor; 2]> {
+        let [targets, weights, ratios] = operands;
+        let (width, rows) = weights.dims2()?;
+        let [mut targets, mut values] = [by_row(targets)?, by_row(weights)?];
+        let mut errors = vec![0f32; values.len()];
+        let ratios = transfer::values::<f32>(ratios, Cause::Statistics)?;
+        let block = Block { ratios: &ratios, stride: width, first, costs: &self.costs[first..first + width] };
+        block.apply(&mut values, &mut errors, (width, 0), &mut targets, rule);
+        let device = weights.device();
+        Ok([by_column(&values, (rows, width), device)?, by_column(&errors, (rows, width), device)?])
+    }
+}
+
+/// The factorization of a matrix with `added` on the diagonal. Costs are not positive or not finite if it is
+/// not positive definite.
+fn factorize(mut matrix: Tensor, added: f64) -> Result<Factors> {
+    let (size, device) = (matrix.dim(0)?, matrix.device().clone());
+    let ratios = Tensor::zeros((size, size), DType::F32, &device)?;
+    let (mut inverses, mut costs) = (Vec::new(), Vec::new());
+    for first in (0..size).step_by(WIDTH).rev() {
+        let width = WIDTH.min(size - first);
+        let square = part(&matrix, (first, width), (first, width))?.to_dtype(DType::F64)?;
+        let unit = unit_factors(&(square + (Tensor::eye(width, DType::F64, &device)? * added)?)?)?;
+        let mut columns = Vec::with_capacity(3);
+        if first > 0 {
+            let panel = panel(&part(&matrix, (0, first), (first, width))?, &unit)?;
+            matrix = (matrix.narrow(0, 0, first)?.narrow(1, 0, first)? - update(&panel, &unit)?)?;
+            columns.push(panel.to_dtype(DType::F32)?);
+        }
+        columns.push(unit.ratios.to_dtype(DType::F32)?);
+        if first + width < size {
+            columns.push(Tensor::zeros((size - first - width, width), DType::F32, &device)?);
+        }
+        ratios.slice_set(&Tensor::cat(&columns, 0)?, 1, first)?;
+        inverses.push(unit.inverse.to_dtype(DType::F32)?);
+        costs.push(unit.costs);
+    }
+    inverses.reverse();
+    costs.reverse();
+    let costs = if costs.is_empty() { Tensor::zeros(0, DType::F64, &device)? } else { Tensor::cat(&costs, 0)? };
+    Ok(Factors { ratios, inverses, costs })
+}
+
+/// The ratios of the rows above a factorized square.
+fn panel(above: &Tensor, unit: &Unit) -> Result<Tensor> {
+    above.matmul(&unit.inverse.t()?.broadcast_div(&unit.costs)?.to_dtype(above.dtype())?)
+}
+
+/// The product to subtract from the remaining matrix.
+fn update(panel: &Tensor, unit: &Unit) -> Result<Tensor> {
+    panel.broadcast_mul(&unit.costs.to_dtype(panel.dtype())?)?.matmul(&panel.t()?)
+}
+
+/// The factors of a matrix in f64, of which only the upper triangle is read.
+fn unit_factors(matrix: &Tensor) -> Result<Unit> {
+    let (size, device) = (matrix.dim(0)?, matrix.device());
+    if size > LEAF {
+        let first = size.div_ceil(2).next_multiple_of(LEAF);
+        let rest = size - first;
+        let last = unit_factors(&part(matrix, (first, rest), (first, rest))?)?;
+        let panel = panel(&part(matrix, (0, first), (first, rest))?, &last)?;
+        let front = unit_factors(&(part(matrix, (0, first), (0, first))? - update(&panel, &last)?)?)?;
+        let corner = front.inverse.matmul(&panel)?.matmul(&last.inverse)?.neg()?;
+        let zeros = Tensor::zeros((rest, first), DType::F64, device)?;
+        let join = |front: &Tensor, corner: &Tensor, last: &Tensor| Tensor::cat(&[Tensor::cat(&[front, corner], 1)?, Tensor::cat(&[&zeros, last], 1)?], 0);
+        let ratios = join(&front.ratios, &panel, &last.ratios)?;
+        return Ok(Unit { ratios, costs: Tensor::cat(&[&front.costs, &last.costs], 0)?, inverse: join(&front.inverse, &corner, &last.inverse)? });
+    }
+    if let Some([ratios, costs, inverse]) = gpu::unit_factors(matrix)? {
+        return Ok(Unit { ratios, costs, inverse });
+    }
+    let [ratios, costs, inverse] = compensation::unit_factors(&transfer::values::<f64>(matrix, Cause::Statistics)?, size);
+    let tensor = |values: Vec<f64>, shape: &[usize]| transfer::to_device(&Tensor::from_vec(values, shape, &Device::Cpu)?, device, Cause::Statistics);
+    Ok(Unit { ratios: tensor(ratios, &[size, size])?, costs: tensor(costs, &[size])?, inverse: tensor(inverse, &[size, size])? })
+}
+
+/// A contiguous copy of consecutive rows and columns of a matrix, given by the first one and the number.
+pub(super) fn part(matrix: &Tensor, (row, rows): (usize, usize), (column, columns): (usize, usize)) -> Result<Tensor> {
+    let view = matrix.narrow(0, row, rows)?.narrow(1, column, columns)?;
+    match gpu::contiguous(&view.unsqueeze(0)?.unsqueeze(0)?)? {
+        Some(copy) => copy.reshape((rows, columns)),
+        None => view.contiguous(),
+    }
+}
+
+pub(super) fn indices(indices: Vec<u32>, device: &Device) -> Result<Tensor> {
+    let count = indices.len();
+    transfer::to_device(&Tensor::from_vec(indices, count, &Device::Cpu)?, device, Cause::Statistics)
+}
+
+pub(super) fn upload(values: &[f32], shape: (usize, usize), device: &Device) -> Result<Tensor> {
+    transfer::to_device(&Tensor::from_slice(values, shape, &Device::Cpu)?, device, Cause::Statistics)
+}
+
+pub(super) fn download(tensor: &Tensor, values: &mut [f32]) -> Result<()> {
+    values.copy_from_slice(&transfer::values::<f32>(tensor, Cause::Statistics)?);
+    Ok(())
+}
+
+/// A block `[width, rows]` on the host, row by row of the weight.
+pub(super) fn by_row(block: &Tensor) -> Result<Vec<f32>> {
+    transfer::values(&block.t()?.contiguous()?, Cause::Statistics)
+}
+
+/// A block `[width, rows]` from rows of the weight, on the device.
+pub(super) fn by_column(values: &[f32], shape: (usize, usize), device: &Device) -> Result<Tensor> {
+    upload(values, shape, device)?.t()?.contiguous()
+}
+
+/// An integer grid on a device.
+pub(super) struct GridTensors {
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    zeroed: Option<Tensor>,
+    bounds: (f32, f32),
+}
+
+impl GridTensors {
+    /// The grid with columns in the given order, and a pruning mask `[rows, size]` in the same order, which
+    /// may be empty. `None` on the CPU, and for levels that are not integers.
+    pub fn new<S>(grid: &Grid<S>, order: &[usize], zeroed: &[bool], device: &Device) -> Result<Option<GridTensors>> {
+        let Levels::Integers(integers) = grid.levels else { return Ok(None) };
+        if device.is_cpu() {
+            return Ok(None);
+        }
+        let shape = (grid.steps.len() / order.len().div_ceil(grid.group.max(1)).max(1), order.len().div_ceil(grid.group.max(1)));
+        let [scales, zeros]: [Vec<f32>; 2] = [grid.steps.iter().map(|step| step.scale).collect(), grid.steps.iter().map(|step| step.zero).collect()];
+        let groups = order.iter().map(|column| (column / grid.group) as u32).collect();
+        let mask = || {
+            let mask: Vec<u8> = zeroed.iter().map(|zeroed| u8::from(*zeroed)).collect();
+            transfer::to_device(&Tensor::from_vec(mask, (shape.0, order.len()), &Device::Cpu)?, device, Cause::Statistics)?.t()?.contiguous()
+        };
+        Ok(Some(GridTensors {
+            scales: upload(&scales, shape, device)?,
+            zeros: upload(&zeros, shape, device)?,
+            groups: indices(groups, device)?,
+            zeroed: if zeroed.is_empty() { None } else { Some(mask()?) },
+            bounds: integers.bounds(),
+        }))
+    }
+
+    /// The grid of consecutive columns.
+    pub fn columns(&self, first: usize, width: usize) -> Result<GridTensors> {
+        let zeroed = self.zeroed.as_ref().map(|zeroed| zeroed.narrow(0, first, width)).transpose()?;
+        let (scales, zeros) = (self.scales.clone(), self.zeros.clone());
+        Ok(GridTensors { scales, zeros, groups: self.groups.narrow(0, first, width)?, zeroed, bounds: self.bounds })
+    }
+
+    pub fn parameters(&self) -> ColumnGrid<'_> {
+        ColumnGrid { scales: &self.scales, zeros: &self.zeros, groups: &self.groups, zeroed: self.zeroed.as_ref(), bounds: self.bounds }
+    }
+}
