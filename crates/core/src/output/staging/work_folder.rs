@@ -52,10 +52,13 @@ pub(super) fn remove(work: &Path) {
     let _ = fs::remove_dir(work);
 }
 
-/// Whether a path is a folder of this user. In folders such as that for temporary files, other users may
-/// create links and folders of any name.
+/// Whether a path is a folder of this user, or of the owner of the folder that contains it, who can replace
+/// all its files anyway: on network and container file systems, all files may have the same owner. In folders
+/// such as that for temporary files, other users may create links and folders of any name.
 pub(super) fn is_own_folder(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|about| about.is_dir() && about.uid() == rustix::process::geteuid().as_raw())
+    let owner = path.parent().and_then(|parent| fs::metadata(parent).ok()).map(|about| about.uid());
+    let is_trusted = |user: u32| user == rustix::process::geteuid().as_raw() || owner == Some(user);
+    fs::symlink_metadata(path).is_ok_and(|about| about.is_dir() && is_trusted(about.uid()))
 }
 
 /// Removes the staging folders of killed processes of this user. Returns notes on folders that may be
@@ -191,6 +194,10 @@ mod tests {
             fs::rename(&theirs, &work).unwrap();
             chown(&work, Some(1), None).unwrap();
             check();
+            // The owner of the folder that contains it can replace its files anyway.
+            chown(folder.path(), Some(1), None).unwrap();
+            assert_eq!(remove_stale(folder.path(), ".out.compress-", &folder.path().join("out.onnx")), Vec::<String>::new());
+            assert!(!work.exists());
         }
     }
 }
