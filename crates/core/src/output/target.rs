@@ -138,8 +138,16 @@ fn obstacle(folder: &Path) -> Option<&'static str> {
         return Some("is the working directory, which cannot be replaced");
     }
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let is_mounted = mounts.lines().any(|line| line.split(' ').nth(4).is_some_and(|place| Path::new(place) == folder));
-    is_mounted.then_some("is a mount point, which cannot be replaced")
+    is_mounted(&mounts, &folder).then_some("is a mount point, which cannot be replaced")
+}
+
+/// Escapes in the names of mount points. The backslash is decoded last, because the others begin with it.
+const ESCAPES: [(&str, &str); 4] = [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")];
+
+/// Whether a folder is in the text of `/proc/self/mountinfo`, whose fifth column contains the mount points.
+fn is_mounted(mounts: &str, folder: &Path) -> bool {
+    let name = |escaped: &str| ESCAPES.iter().fold(escaped.to_owned(), |name, (escape, character)| name.replace(escape, character));
+    mounts.lines().filter_map(|line| line.split(' ').nth(4)).any(|place| Path::new(&name(place)) == folder)
 }
 
 /// Fails if files would be lost.
@@ -294,6 +302,16 @@ mod tests {
         assert!(hint.contains("`force`") && hint.contains("another name"), "{hint}");
         fs::write(&file, "").unwrap();
         assert_eq!(told(), (file.clone(), "exists".to_owned(), hint));
+    }
+
+    #[test]
+    fn mount_points_are_found_by_their_escaped_names() {
+        let mounts = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n36 22 8:3 / /mnt/my\\040models\\134040 rw shared:5 - ext4 /dev/sdb1 rw\n";
+        for (folder, expected) in
+            [("/", true), ("/mnt/my models\\040", true), ("/mnt/my\\040models\\134040", false), ("/mnt/my models", false), ("/mnt", false)]
+        {
+            assert_eq!(is_mounted(mounts, Path::new(folder)), expected, "{folder}");
+        }
     }
 
     #[test]
