@@ -10,8 +10,13 @@ const SINGLE_FILE_FORMATS: [&str; 2] = ["onnx", "gguf"];
 
 /// The format of an output that is a single file, from its extension. `None` for folders.
 pub fn file_format(target: &Path) -> Option<&'static str> {
+    named_format(target).filter(|_| !target.is_dir())
+}
+
+/// The format of single files that the extension of an output names, also if a folder has that name.
+pub(super) fn named_format(target: &Path) -> Option<&'static str> {
     let end = target.extension()?;
-    SINGLE_FILE_FORMATS.into_iter().find(|format| end == *format).filter(|_| !target.is_dir())
+    SINGLE_FILE_FORMATS.into_iter().find(|format| end == *format)
 }
 
 /// Extensions of model files of other formats.

@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use super::listing::Listing;
-use super::names::{JOURNAL, file_format, file_name, report_folder, work_location};
+use super::names::{JOURNAL, file_format, file_name, named_format, report_folder, work_location};
 use crate::error::{Error, Result, redact_path};
 use crate::files;
 
@@ -93,10 +93,10 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
     let report = file_name(target).map(|_| report_folder(target));
     let mut paths: Vec<PathBuf> = report.iter().cloned().chain([target.to_owned()]).filter(|path| path.symlink_metadata().is_ok()).collect();
     let (Some(first), folder) = (paths.first(), report.as_deref().unwrap_or(target)) else { return Ok(()) };
+    if is_empty_folder(target) {
+        return obstacle(target).map_or(Ok(()), |reason| Err(refuse(target, reason, "choose a folder inside it")));
+    }
     if replace == Replace::Never {
-        if is_empty_folder(target) {
-            return obstacle(target).map_or(Ok(()), |reason| Err(refuse(target, reason, "choose a folder inside it")));
-        }
         let is_leftover = report.as_ref() == Some(first) && target.symlink_metadata().is_err();
         let reason = format!("its report exists: {}", redact_path(first).display());
         return Err(if is_leftover { refuse(target, &reason, "set `force` to replace it, or choose another name") } else { exists(target) });
@@ -125,9 +125,10 @@ pub(super) fn check_replaceable(target: &Path, replace: Replace, inputs: &Inputs
     Ok(())
 }
 
-/// Whether the output is a folder that exists and is empty. It is replaced, because nothing is lost.
+/// Whether the output is a folder that exists and is empty, and does not have the name of a file. It is
+/// replaced, because nothing is lost.
 pub(super) fn is_empty_folder(target: &Path) -> bool {
-    file_name(target).is_none() && fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_none())
+    named_format(target).is_none() && fs::read_dir(target).is_ok_and(|mut entries| entries.next().is_none())
 }
 
 /// The reason for which an empty folder cannot be replaced: a shell would remain in the removed folder, and
@@ -302,6 +303,15 @@ mod tests {
         assert!(hint.contains("`force`") && hint.contains("another name"), "{hint}");
         fs::write(&file, "").unwrap();
         assert_eq!(told(), (file.clone(), "exists".to_owned(), hint));
+    }
+
+    #[test]
+    fn folders_with_the_name_of_a_file_are_not_empty_outputs() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, expected) in [("out", true), ("small.onnx", false), ("small.gguf", false)] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+            assert_eq!(is_empty_folder(&folder.path().join(name)), expected, "{name}");
+        }
     }
 
     #[test]

@@ -218,8 +218,13 @@ fn an_empty_folder_is_a_place_for_an_output() {
     assert!(path.join("out/report.json").is_file());
     assert_eq!(names(path), ["in", "out"]);
     fs::create_dir(path.join("here")).unwrap();
-    let run = compress(&path.join("here"), "cast ../in -o . --to f16");
-    assert!(run.code == 1 && run.stderr.contains("is the working directory") && names(&path.join("here")).is_empty(), "{}", run.stderr);
+    for args in ["cast ../in -o . --to f16", "cast ../in -o . --to f16 --force"] {
+        let run = compress(&path.join("here"), args);
+        assert!(run.code == 1 && run.stderr.contains("is the working directory") && names(&path.join("here")).is_empty(), "{args}: {}", run.stderr);
+    }
+    // A folder with the name of a file is probably a mistake.
+    fs::create_dir(path.join("small.onnx")).unwrap();
+    refused(path, "cast in -o small.onnx --to f32", "exists");
 }
 
 #[test]
