@@ -89,7 +89,8 @@ pub(super) fn with_line(recipe: &Path, error: Error) -> Error {
     let text = std::fs::read_to_string(recipe).unwrap_or_default();
     let is_whole = |before: &str, after: &str| {
         let continues = |c: char| c.is_alphanumeric() || "_-.".contains(c);
-        !before.ends_with(continues) && !after.starts_with(continues)
+        let is_key = after.trim_start_matches(['"', '\'', ' ']).starts_with(':');
+        !before.ends_with(continues) && !after.starts_with(continues) && !is_key
     };
     let has_name = |line: &str, name: &str| line.match_indices(name).any(|(at, found)| is_whole(&line[..at], &line[at + found.len()..]));
     let is_named = |line: &str| name.as_deref().is_some_and(|name| has_name(line, name)) && !line.trim_start().starts_with('#');

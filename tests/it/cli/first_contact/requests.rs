@@ -235,6 +235,12 @@ fn a_missing_data_file_names_the_line_of_the_recipe() {
     for command in ["plan", "run"] {
         refused(folder.path(), &format!("{command} recipe.yaml"), "recipe.yaml: line 4: cannot open missing.safetensors: No such file");
     }
+    // A key with the name of the file is not a reference to it.
+    for key in ["calibration:", "calibration :", "\"calibration\":"] {
+        let text = format!("model: in\ndata:\n  {key}\n    arrays: calibration\npasses: [quantize: {{ method: gptq }}]\noutput: out\n");
+        fs::write(folder.path().join("recipe.yaml"), text).unwrap();
+        refused(folder.path(), "plan recipe.yaml", "recipe.yaml: line 4: cannot open calibration: No such file");
+    }
 }
 
 #[test]
