@@ -80,7 +80,7 @@ impl LoadedBy {
             (LoadedBy::Vllm | LoadedBy::LlamaCpp, Some(ModelKind::VisionTransformer)) => "does not load vision transformers",
             _ => return Ok(()),
         };
-        Err(Error::option("--for", format!("{self} {reason}, such as {}: use `--for onnxruntime`", model.path.display())))
+        Err(Error::option("--for", format!("{}: {self} {reason}: use `--for onnxruntime`", model.path.display())))
     }
 
     fn all_formats(self, model: &Model, by_time: bool) -> Result<Box<dyn Formats + '_>> {

@@ -185,11 +185,7 @@ fn a_search_for_a_vision_model_names_its_runtime() {
     let path = folder.path();
     golden_model(path, "resnet-basic", &[]);
     fs::write(path.join("pixels.safetensors"), "").unwrap();
-    refused(
-        path,
-        "auto in -o out --max-size 50% --calibration pixels.safetensors",
-        "vLLM does not load convolutional networks, such as in: use `--for onnxruntime`",
-    );
+    refused(path, "auto in -o out --max-size 50% --calibration pixels.safetensors", "in: vLLM does not load convolutional networks: use `--for onnxruntime`");
     refused(path, "auto in -o out --for llama.cpp --max-size 50% --calibration pixels.safetensors", "use `--for onnxruntime`");
 }
 
