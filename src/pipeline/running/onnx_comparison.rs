@@ -74,7 +74,7 @@ pub(super) fn has_integers(model: &Model) -> bool {
 /// Runs the ONNX file of an output on synthetic samples, if it has one and ONNX Runtime is available.
 /// The outputs are compared with those of the built-in executor, which runs the weights of the same
 /// folder, or the ONNX file itself if the folder has no others. Returns the path, the result and the finding
-/// of the check; the result is `None` if the file was not run.
+/// of the check; the result is `None` if the file was not run or not compared.
 pub(in crate::pipeline) fn check_onnx(output: &Path, folder: &Path, report: &Report, work: &Work) -> Result<Option<(String, Option<bool>, String)>> {
     let is_onnx = |file: &&OutputFile| file.path.ends_with(".onnx");
     let Some(file) = report.outputs.iter().find(is_onnx) else { return Ok(None) };
@@ -102,7 +102,7 @@ pub(super) fn fix_sizes(model: &Model, sizes: &OpenSizes) {
     drop(model.fix_sizes(sizes));
 }
 
-/// The result and the finding of the comparison; the result is `None` if the file was not run.
+/// The result and the finding of the comparison; the result is `None` if the file was not run or not compared.
 fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> Result<(Option<bool>, String)> {
     let half = half(report);
     let model = Model::open(output)?;
@@ -113,7 +113,8 @@ fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> 
         let sizes = report.recipe.get("sizes").and_then(|sizes| serde_json::from_value(sizes.clone()).ok());
         fix_sizes(&model, &sizes.unwrap_or_default());
         return Ok(match compare_onnx_model(model, file, (&[], SYNTHETIC), work)? {
-            Comparison::Agrees(found) | Comparison::Incomplete(found) => (Some(true), found),
+            Comparison::Agrees(found) => (Some(true), found),
+            Comparison::Incomplete(found) => (None, found),
             Comparison::Differs(found) => (Some(false), found),
         });
     }
