@@ -229,6 +229,16 @@ fn needs_calibration(facts: &Facts) -> bool {
     facts.kind == Some(ModelKind::Convolutional) && facts.runs && !facts.quantized
 }
 
+/// Whether the family stores linear weights transposed, which int8 folders for other libraries cannot express.
+fn has_transposed_weights(facts: &Facts) -> bool {
+    facts.model.config.has_conv1d() && facts.runs && !facts.quantized
+}
+
+/// Whether only an ONNX file is suggested, whose `precision` determines the type of floats.
+fn exports_onnx(facts: &Facts) -> bool {
+    needs_calibration(facts) || has_transposed_weights(facts)
+}
+
 fn passes(facts: &Facts, out: &mut Vec<String>) {
     if facts.has_blocks {
         out.push(format!("# The weights are blocks of {}: int8 and 16-bit floats would be larger or not much smaller. Rounding them again adds", facts.stored));
@@ -283,7 +293,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
             line(if facts.dtype == "f32" { "  - cast: { to: bf16 }" } else { "  - cast: { to: f16 }" });
         }
     }
-    if facts.dtype == "f32" {
+    if facts.dtype == "f32" && !exports_onnx(facts) {
         line("  # Halves the size of the other weights: bf16 has the range of f32 and eight bits of precision.");
         line("#  - cast: { to: bf16 }");
     }
@@ -320,7 +330,7 @@ fn export(facts: &Facts, out: &mut Vec<String>) {
         line("#  - safetensors");
         return;
     }
-    if facts.model.config.has_conv1d() && facts.runs && !facts.quantized {
+    if has_transposed_weights(facts) {
         line("  # This family stores linear weights transposed, which int8 folders for transformers and vLLM cannot express;");
         line("  # ONNX can, and so can a folder that compress reads.");
         line("  - onnx");

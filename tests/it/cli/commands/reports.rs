@@ -228,6 +228,11 @@ mod init {
         assert!(golden("torchvision-resnet18").contains("\n  - quantize-static: "));
         assert!(golden("llama-grouped-tied").contains("The output head is tied to the embedding table"));
         assert!(golden("llama").contains("task: language-modelling") && golden("vit").contains("{ images: test }"));
+        // An ONNX file does not keep the dtype of a cast.
+        for (name, suggested) in [("llama", true), ("gpt2", false), ("torchvision-resnet18", false)] {
+            let text = golden(name);
+            assert_eq!(text.contains("#  - cast: { to: bf16 }"), suggested, "{name}\n{text}");
+        }
         assert!(golden("bert-sequence-classification").contains("label_column: label"));
         model(&folder.path().join("in"));
         ok(folder.path(), "quantize-dynamic in -o int8");
