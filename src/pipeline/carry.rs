@@ -70,7 +70,7 @@ pub(super) fn damaged(model: &Model) -> Result<Vec<String>> {
 
 /// How to replace a damaged file of a model folder.
 fn remedy(model: &Model, file: &Path) -> String {
-    let (path, name) = (model.path.join(file), file.display());
+    let (path, name) = (model.path_of(file), file.display());
     if files::is_remote(&model.path) {
         return format!("the file at {} is damaged: correct it there, or use another revision", redact_path(&path).display());
     }

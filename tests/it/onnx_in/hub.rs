@@ -42,6 +42,16 @@ fn the_model_is_opened_and_its_configuration_is_copied() {
 }
 
 #[test]
+fn damaged_files_next_to_a_file_are_named_with_their_path() {
+    let (folder, other) = (hub(&["model.onnx"]), tempfile::tempdir().unwrap());
+    fs::write(folder.path().join("tokenizer.json"), "{").unwrap();
+    let opened = Model::open(folder.path().join("onnx/model.onnx")).unwrap();
+    let notes = builder().pass(QuantizeDynamic::default()).build().unwrap().run(opened, other.path().join("out")).unwrap().notes;
+    let expected = format!("replace {}, and repeat the run", folder.path().join("tokenizer.json").display());
+    assert!(notes.iter().any(|note| note.contains("tokenizer.json was copied, but it is not valid JSON") && note.contains(&expected)), "{notes:?}");
+}
+
+#[test]
 fn several_files_are_listed_and_other_weights_are_preferred() {
     let folder = hub(&["decoder_model.onnx", "encoder_model.onnx"]);
     let error = Model::open(folder.path()).err().unwrap().to_string();
