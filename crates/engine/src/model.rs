@@ -21,6 +21,7 @@ mod quantization;
 mod roles;
 mod schemes;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -194,13 +195,15 @@ impl Model {
     }
 
     /// Every file that a run reads: weights, configuration, and the files next to them, whether they are
-    /// carried over or only determine how weights are unpacked and texts are tokenized.
+    /// carried over or only determine how weights are unpacked and texts are tokenized. Each is listed once.
     pub fn inputs(&self) -> Vec<PathBuf> {
         let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter();
         let folder = self.preprocessing_folder();
         let preprocessing = PREPROCESSING.map(|name| auxiliary_path(&folder, name)).into_iter().filter(|path| path.parent() != Some(self.path.as_path()));
         let described = described.chain(preprocessing).filter(|path| names::is_file(path));
-        described.chain(self.weight_files.iter().cloned()).chain(self.auxiliary.read().map(|file| self.path_of(file))).collect()
+        let all = described.chain(self.weight_files.iter().cloned()).chain(self.auxiliary.read().map(|file| self.path_of(file)));
+        let mut listed = BTreeSet::new();
+        all.filter(|path| listed.insert(names::absolute(path))).collect()
     }
 
     /// Folder of the tokenizer and of other files that specify how samples are prepared; see

@@ -37,7 +37,15 @@ fn the_model_is_opened_and_its_configuration_is_copied() {
         // The file itself, with the same configuration.
         let file = Model::open(folder.path().join("onnx").join(files[0])).unwrap();
         assert_eq!(file.preprocessing().unwrap().1.values(), Model::open(folder.path()).unwrap().preprocessing().unwrap().1.values());
-        assert!(file.inputs().contains(&folder.path().join("tokenizer.json")), "{:?}", file.inputs());
+        // Each file is listed once.
+        let mut expected = ["config.json", "tokenizer.json", "tokenizer_config.json"].map(|name| folder.path().join(name)).to_vec();
+        expected.extend(file.weight_files.clone());
+        expected.sort();
+        for model in [file, Model::open(folder.path()).unwrap()] {
+            let mut inputs = model.inputs();
+            inputs.sort();
+            assert_eq!(inputs, expected);
+        }
     }
 }
 
