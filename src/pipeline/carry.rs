@@ -8,11 +8,13 @@ use crate::error::{Error, Result, redact_path};
 use crate::files;
 use crate::model::{Config, Model, adapter};
 use crate::report::{self, CarriedFile, OutputFile, WARNING};
+use crate::run_state::RunState;
 use crate::store::hash::hash_file;
 use crate::work::Work;
 
 /// Copies the auxiliary files of a model, and writes the configuration and the texts of `changed` files.
-/// If the output is a single file, no synthesized or changed files are written.
+/// If the output is a single file, no synthesized or changed files are written. A copied configuration is not
+/// overwritten.
 pub(super) fn carry_over(model: &Model, config: &Config, changed: &BTreeMap<PathBuf, String>, folder: &Path, single_file: bool, work: &Work) -> Result<()> {
     for empty in &model.auxiliary.empty {
         let to = folder.join(empty);
@@ -32,10 +34,28 @@ pub(super) fn carry_over(model: &Model, config: &Config, changed: &BTreeMap<Path
     for (name, text) in changed.iter().filter(|_| !single_file) {
         write_text(&folder.join(name), text)?;
     }
-    match config.render() {
-        Some(text) => write_text(&folder.join("config.json"), &text),
+    match config.render().filter(|_| !copies_config(model)) {
+        Some(text) => write_text(&folder.join(CONFIG), &text),
         None => Ok(()),
     }
+}
+
+const CONFIG: &str = "config.json";
+/// The pass that changes the sizes that a configuration describes.
+const RESIZING: &str = "prune-structured";
+
+/// Whether the configuration is a copied file, as for a model that is an ONNX file next to it. Passes do not
+/// change it. The configuration of a model folder is written.
+fn copies_config(model: &Model) -> bool {
+    model.auxiliary.files.iter().any(|file| file == Path::new(CONFIG))
+}
+
+/// A warning about a copied configuration that does not describe the result.
+pub(super) fn stale_config(model: &Model, state: &RunState) -> Option<String> {
+    let is_changed = state.history.iter().any(|applied| applied.name == RESIZING) || !model.config.values().is_empty();
+    (is_changed && copies_config(model) && state.file.is_none()).then(|| {
+        format!("{WARNING}{CONFIG} is copied from the input and describes its sizes: correct heads, widths and layers in the output before a library reads it")
+    })
 }
 
 /// Files of a model folder that runtimes read as JSON.
@@ -144,4 +164,32 @@ pub(super) fn write_adapter_config(model: &Model, folder: &Path) -> Result<()> {
 
 pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Error::io("write", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::work::{Cancel, Silent};
+
+    #[test]
+    fn a_copied_configuration_is_not_overwritten() {
+        let (input, output) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let header = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+        let weights = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 8]].concat();
+        fs::write(input.path().join("model.safetensors"), weights).unwrap();
+        fs::write(input.path().join(CONFIG), r#"{ "hidden_size": 4 }"#).unwrap();
+        let mut model = Model::open(input.path()).unwrap();
+        model.config.set("hidden_size", 2.into());
+        let written = |model: &Model| {
+            let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+            carry_over(model, &model.config, &BTreeMap::new(), output.path(), false, &work).unwrap();
+            fs::read_to_string(output.path().join(CONFIG)).unwrap()
+        };
+        assert_eq!(written(&model), "{\n  \"hidden_size\": 2\n}\n");
+        assert_eq!(stale_config(&model, &RunState::default()), None);
+        model.auxiliary.files.push(CONFIG.into());
+        assert_eq!(written(&model), r#"{ "hidden_size": 4 }"#);
+        assert!(stale_config(&model, &RunState::default()).is_some());
+        assert_eq!(stale_config(&model, &RunState { file: Some("out.onnx".into()), ..RunState::default() }), None);
+    }
 }

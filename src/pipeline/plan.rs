@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::Pipeline;
+use super::{Pipeline, carry};
 use crate::contract::Checked;
 use crate::error::Result;
 use crate::export::SizeForecast;
@@ -138,7 +138,8 @@ fn plan(pipeline: &Pipeline, model: &Model, output: Option<&Path>) -> Result<Pla
         })
         .collect();
     let from_passes = run.history.iter().flat_map(|applied| &applied.notes);
-    let mut notes: Vec<String> = sample_notes.iter().chain(&model.auxiliary.in_weight_files).chain(&run.notes).chain(from_passes).cloned().collect();
+    let noted = sample_notes.iter().chain(&model.auxiliary.in_weight_files).chain(&run.notes).chain(from_passes).cloned();
+    let mut notes: Vec<String> = noted.chain(carry::stale_config(after, run)).collect();
     notes.sort_by_key(|note| !note.starts_with(WARNING));
     Ok(Plan {
         model: model.path.to_string_lossy().into_owned(),

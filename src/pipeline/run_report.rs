@@ -53,6 +53,7 @@ impl Run<'_> {
             after.auxiliary.notes(&after.path),
             carry::damaged(after)?,
             written.graph_note.iter().chain(&self.excluded).cloned().chain(self.unchecked_note()).chain(missing_input_files(input, after)).collect(),
+            carry::stale_config(after, state).into_iter().collect(),
             staging.notes().to_vec(),
             notes(after, state, exports),
             self.sample_notes.clone(),

@@ -1,6 +1,6 @@
 //! Attention and rotary embeddings as written by exporters, and near misses of these patterns.
 
-use compress::pass::{PruneStructured, QuantizeStatic, Step};
+use compress::pass::{PruneStructured, QuantizeDynamic, QuantizeStatic, Step};
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
 use compress_graph::ir::Op;
@@ -193,6 +193,26 @@ fn heads_of_a_file_are_pruned() {
         let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
         close("pruned", &executed(again, &inputs).unwrap(), &in_runtime(&out, &inputs));
     }
+}
+
+/// Passes do not change the configuration, which belongs to other libraries.
+#[test]
+fn a_copied_configuration_of_a_pruned_file_is_a_warning() {
+    let (_, form) = forms().swap_remove(0);
+    let (folder, _) = opened(&whole(form));
+    let path = |name: &str| folder.path().join(name);
+    let config = r#"{ "num_attention_heads": 2 }"#;
+    std::fs::write(path("config.json"), config).unwrap();
+    let heads = || -> Step { serde_json::from_str::<PruneStructured>(r#"{ "amount": 0.5, "dims": ["heads"] }"#).unwrap().into() };
+    for (step, output, expected) in [(heads(), "out", true), (heads(), "out.onnx", false), (QuantizeDynamic::default().into(), "dynamic", false)] {
+        let pipeline = Pipeline::builder().pass(step).threads(2).measure(false).build().unwrap();
+        let model = Model::open(path("model.onnx")).unwrap();
+        let planned = pipeline.plan_output(&model, &path(output)).unwrap().notes;
+        for notes in [planned, pipeline.run(model, path(output)).unwrap().notes] {
+            assert_eq!(notes.iter().any(|note| note.starts_with("warning: config.json is copied")), expected, "{output}: {notes:?}");
+        }
+    }
+    assert_eq!(std::fs::read_to_string(path("out/config.json")).unwrap(), config);
 }
 
 /// The nodes with one of them changed.
