@@ -103,6 +103,12 @@ fn weight(logit: f64, max: f64, temperature: f64) -> f64 {
 const FIRST: usize = 64;
 const GROWTH: usize = 16;
 
+/// The share of the probability by which tokens are selected, if it is less than all and the number of tokens is
+/// not limited otherwise.
+fn nucleus_share(sampling: &Sampling) -> Option<f64> {
+    sampling.top_p.filter(|share| *share < 1.0 && sampling.top_k.is_none())
+}
+
 /// Relative bound on the effect of the order of summation on a sum of probabilities.
 const ROUNDING: f64 = 1e-9;
 
@@ -132,7 +138,7 @@ struct Distribution {
 impl Distribution {
     /// The distribution of the next token.
     fn new(logits: &[f32], sampling: &Sampling) -> Distribution {
-        let nucleus = sampling.top_p.filter(|_| sampling.top_k.is_none()).and_then(|share| Self::nucleus(logits, share, sampling.temperature));
+        let nucleus = nucleus_share(sampling).and_then(|share| Self::nucleus(logits, share, sampling.temperature));
         nucleus.unwrap_or_else(|| Self::sorted(logits, sampling))
     }
 
@@ -253,6 +259,10 @@ mod tests {
             }
         }
         assert!(found > 15, "{found}");
+        // All tokens are sorted once.
+        for (top_p, top_k, share) in [(Some(0.9), None, Some(0.9)), (Some(1.0), None, None), (Some(0.9), Some(2), None), (None, None, None)] {
+            assert_eq!(nucleus_share(&Sampling { top_p, top_k, ..Sampling::default() }), share, "{top_p:?} {top_k:?}");
+        }
         // The sum of the two most likely tokens is exactly half of all.
         let logits = [vec![1.0; 2], vec![f32::NEG_INFINITY; 996], vec![1.0; 2]].concat();
         assert_eq!(Distribution::nucleus(&logits, 0.5, 1.0), None);
