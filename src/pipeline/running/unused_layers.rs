@@ -20,11 +20,7 @@ pub(in crate::pipeline) fn unused_layers(model: &Model) -> Option<String> {
         return None;
     }
     let graph = model.graph().ok()?;
-    let mut counts = BTreeMap::<&str, usize>::new();
-    for (prefix, index) in graph.params().filter_map(|(_, value)| layer(&value.name)) {
-        let count = counts.entry(prefix).or_default();
-        *count = (*count).max(index + 1);
-    }
+    let counts = layer_counts(graph.params().map(|(_, value)| value.name.as_str()));
     let unused = model.unused(&graph);
     let mut extra = BTreeMap::<(&str, usize), usize>::new();
     for (prefix, index) in unused.iter().filter_map(|name| layer(name)) {
@@ -48,6 +44,17 @@ pub(in crate::pipeline) fn unused_layers(model: &Model) -> Option<String> {
     ))
 }
 
+/// The number of layers with each prefix in the names of weights.
+fn layer_counts<'n>(names: impl Iterator<Item = &'n str>) -> BTreeMap<&'n str, usize> {
+    let mut counts = BTreeMap::<&str, usize>::new();
+    for (prefix, index) in names.filter_map(layer) {
+        let count = counts.entry(prefix).or_default();
+        // The index may be any number.
+        *count = (*count).max(index.saturating_add(1));
+    }
+    counts
+}
+
 /// The prefix of a weight's name up to the index of its layer, which is its first number, and the index.
 fn layer(name: &str) -> Option<(&str, usize)> {
     let mut start = 0;
@@ -62,7 +69,13 @@ fn layer(name: &str) -> Option<(&str, usize)> {
 
 #[cfg(test)]
 mod tests {
-    use super::layer;
+    use super::{layer, layer_counts};
+
+    #[test]
+    fn layers_are_counted_by_their_largest_index() {
+        let names = ["h.3.weight", "h.1.weight", "18446744073709551615.weight", "18446744073709551616.weight"];
+        assert_eq!(layer_counts(names.into_iter()), [("h.", 4), ("", usize::MAX)].into());
+    }
 
     #[test]
     fn the_first_number_of_a_name_is_the_index_of_its_layer() {
