@@ -14,7 +14,7 @@ use super::{Needs, Planned, Target};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::model::class;
+use crate::model::{class, parse_config};
 use crate::store::{Bytes, Checkpoint, DType, Encoding, RawTensor, Role, StoredTensor, Weight};
 
 /// Prefix of the `model_type` of folders that only this program reads.
@@ -99,7 +99,7 @@ impl Folder {
 
     /// `config` is the text of `file`, if there is one.
     fn new(file: &Path, config: Option<&str>, tensors: BTreeMap<String, Tensor>, files: BTreeSet<String>) -> Result<Folder> {
-        let parse = |text: &str| serde_json::from_str::<Map<String, Value>>(text).map_err(|e| Error::malformed(file, format!("not a JSON object: {e}")));
+        let parse = |text: &str| parse_config(text).map_err(|e| Error::malformed(file, format!("not a JSON object: {e}")));
         let config = config.map(parse).transpose()?;
         let described = config.as_ref().and_then(|config| config.get("quantization_config")).and_then(Value::as_object);
         let quantization = described.map(Quantization::parse).transpose().map_err(|reason| Error::malformed(file, reason))?;

@@ -11,7 +11,7 @@ use super::run::Run;
 use crate::contract::{self, Runtime, Target};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::model::ExclusionReason;
+use crate::model::{ExclusionReason, parse_config};
 use crate::report::Report;
 use crate::report::card::{self, Card, Source};
 
@@ -45,7 +45,7 @@ impl Run<'_> {
         let config = folder.join("config.json");
         let config: Map<String, Value> = if files::is_file(&config) {
             let text = files::read_to_string(&config).map_err(Error::io("read", &config))?;
-            serde_json::from_str(&text).map_err(|e| Error::malformed(&config, e))?
+            parse_config(&text).map_err(|e| Error::malformed(&config, e))?
         } else {
             Map::new()
         };

@@ -13,6 +13,7 @@ use compress::prelude::*;
 use serde_json::{Map, Value, json};
 
 use crate::common::{DType, Desk, Output, Tensor, contents, pipeline, work, write};
+use crate::contract::check;
 use crate::low_bits::BYTE_LEVEL;
 
 const CARD: &str = "README.md";
@@ -41,7 +42,12 @@ fn model(desk: &Desk, card: &str) -> PathBuf {
 
 /// A small Llama without a tokenizer and without a card.
 fn golden(desk: &Desk) -> PathBuf {
-    let (from, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama"), desk.path().join("llama"));
+    copied(desk, "llama")
+}
+
+/// The configuration and the weights of a reference model.
+fn copied(desk: &Desk, name: &str) -> PathBuf {
+    let (from, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name), desk.path().join(name));
     fs::create_dir(&to).unwrap();
     for name in ["config.json", "model.safetensors"] {
         fs::copy(from.join(name), to.join(name)).unwrap();
@@ -148,6 +154,22 @@ fn a_card_has_code_for_runtimes_that_find_the_tokenizer() {
     fs::write(input.join("tekken.json"), "{}").unwrap();
     let with = card(&run(&desk, &input, prune()).path);
     assert!(with.contains("vllm serve") && with.contains("sglang") && with.contains("AutoTokenizer"), "{with}");
+}
+
+/// Published configurations of Mamba 2 contain infinity, which JSON does not have.
+#[test]
+fn infinity_in_a_configuration_is_read_by_cards_and_rules() {
+    let desk = Desk::new();
+    let input = copied(&desk, "mamba2");
+    let text = fs::read_to_string(input.join("config.json")).unwrap();
+    let config = text.replace("{\n      \"__float__\": \"Infinity\"\n    }", "Infinity");
+    assert_ne!(text, config);
+    fs::write(input.join("config.json"), &config).unwrap();
+    let output = run(&desk, &input, prune()).path;
+    assert_eq!(fs::read_to_string(output.join("config.json")).unwrap(), config);
+    assert!(card(&output).contains("AutoModelForCausalLM"), "{}", card(&output));
+    let violations = check(&output, "transformers").violations;
+    assert!(violations.is_empty(), "{violations:?}");
 }
 
 /// Threads, parts and the location of the folders do not change a card.

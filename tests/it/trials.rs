@@ -295,6 +295,25 @@ fn a_twin_has_the_first_layers_of_each_kind() {
     assert_eq!(stub.check(&folder, "transformers", &["--try=twin"]).1["status"], "differs");
 }
 
+/// Published configurations of Mamba 2 contain infinity, which JSON does not have.
+#[test]
+fn infinity_in_a_configuration_is_read_by_trials() {
+    let desk = Desk::new();
+    let folder = deepened(&desk, &golden("models/mamba2"), "backbone.layers.", 4, |config| config["model_type"] = json!("unheard-of"));
+    let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    let config = text.replace(r#"{"__float__":"Infinity"}"#, "Infinity");
+    assert_ne!(text, config);
+    std::fs::write(folder.join("config.json"), config).unwrap();
+    let stub = Stub::new(&desk, "python3", PYTHON);
+    stub.put("result", "{}");
+    for (option, scope) in [("--try=full", "the output"), ("--try=twin", "the first 2 of 4 layers")] {
+        let (code, trial, lines) = stub.check(&folder, "transformers", &[option]);
+        assert_eq!((code, &trial["status"], &trial["scope"]), (0, &json!("runs"), &json!(scope)), "{lines}");
+    }
+    let twin: Value = serde_json::from_slice(&std::fs::read(stub.observed("folder").join("config.json")).unwrap()).unwrap();
+    assert_eq!(twin["time_step_limit"], json!([0.0, { "__float__": "Infinity" }]));
+}
+
 #[test]
 fn models_without_a_single_stack_of_layers_have_no_twin() {
     let desk = Desk::new();

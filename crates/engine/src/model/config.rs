@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::fp8;
-use super::python_numbers;
+use super::python_numbers::parse_config;
 use super::quantization;
 pub use super::quantization::OWN_METHOD;
 use super::schemes::Schemes;
@@ -47,9 +47,7 @@ impl Config {
 
     /// Parses the text of a file; `path` names it in error messages.
     pub fn parse(path: &Path, text: String) -> Result<Config> {
-        let parsed = serde_json::from_str(&text);
-        let parsed = parsed.or_else(|e| python_numbers::replaced(&text).map_or(Err(e), |text| serde_json::from_str(&text)));
-        let values = parsed.map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
+        let values = parse_config(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
         let mut config = Config { text: Some(text), values, ..Config::default() };
         if let Some(own) = config.model_type().strip_prefix(OWN_TYPE).map(str::to_owned) {
             config.set("model_type", json!(own));

@@ -12,6 +12,7 @@ use super::{Candidate, Scope, Trial, is_full, without_twin};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::model::parse_config;
 use crate::store::checkpoint::{INDEX, SINGLE};
 use crate::store::header::Header;
 use crate::store::{Checkpoint, RawTensor};
@@ -46,7 +47,7 @@ impl Source {
     fn open(path: &Path) -> Result<Source> {
         let file = path.join("config.json");
         let text = files::read_to_string(&file).map_err(Error::io("read", &file))?;
-        let config = serde_json::from_str(&text).map_err(|e| Error::malformed(&file, format!("not a JSON object: {e}")))?;
+        let config = parse_config(&text).map_err(|e| Error::malformed(&file, format!("not a JSON object: {e}")))?;
         Ok(Source { checkpoint: Checkpoint::open(path)?, config })
     }
 

@@ -17,6 +17,7 @@ use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Outputs};
 use crate::exec::transfer::{self, Cause};
 use crate::files;
+use crate::model::parse_config;
 use crate::program;
 use crate::work::{Event, Work};
 
@@ -120,8 +121,8 @@ pub(super) fn run(runtime: &PythonRuntime, path: &Path, options: &Options, work:
 fn missing(runtime: &PythonRuntime, path: &Path, options: &Options) -> Result<Option<String>> {
     let file = path.join("config.json");
     let config = files::read_to_string(&file).map_err(Error::io("read", &file))?;
-    let config: serde_json::Value = serde_json::from_str(&config).map_err(|e| Error::malformed(&file, e))?;
-    let method = config.pointer("/quantization_config/quant_method").and_then(serde_json::Value::as_str);
+    let config = parse_config(&config).map_err(|e| Error::malformed(&file, e))?;
+    let method = config.get("quantization_config").and_then(|described| described.get("quant_method")).and_then(serde_json::Value::as_str);
     let reader = method.filter(|method| *method == "compressed-tensors").map(|_| COMPRESSED_TENSORS);
     let arguments = ["-c", PACKAGE_QUERY].into_iter().chain(runtime.packages.iter().copied()).chain(reader);
     let found = match program::finish(interpreter(options), arguments) {

@@ -8,7 +8,7 @@ use crate::data::{self, Batch, References};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Outputs, Subject};
 use crate::files;
-use crate::model::Model;
+use crate::model::{Model, parse_config};
 use crate::pipeline::running::memory_limit;
 use crate::store::{ActivationScheme, DType, Encoding};
 use crate::work::Work;
@@ -89,8 +89,9 @@ pub(super) fn outputs(model: Model, batch: &Batch, work: &Work) -> Result<Output
 fn tokens(path: &Path) -> Result<Batch> {
     let file = path.join("config.json");
     let text = files::read_to_string(&file).map_err(Error::io("read", &file))?;
-    let config: serde_json::Value = serde_json::from_str(&text).map_err(|e| Error::malformed(&file, e))?;
-    let size = [config.pointer("/text_config/vocab_size"), config.get("vocab_size")].into_iter().flatten().find_map(serde_json::Value::as_u64);
+    let config = parse_config(&text).map_err(|e| Error::malformed(&file, e))?;
+    let of_text = config.get("text_config").and_then(|text| text.get("vocab_size"));
+    let size = [of_text, config.get("vocab_size")].into_iter().flatten().find_map(serde_json::Value::as_u64);
     let size = size.unwrap_or(MOST_TOKENS).clamp(1, MOST_TOKENS);
     let (texts, length) = SHAPE;
     let ids = (0..texts.saturating_mul(length) as u64).map(|at| i64::try_from(at.saturating_mul(7919).checked_rem(size).unwrap_or(0)).unwrap_or(0));
