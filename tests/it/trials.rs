@@ -227,10 +227,14 @@ fn deepened(desk: &Desk, folder: &Path, prefix: &str, layers: usize, change: imp
     changed(desk, folder, |config, tensors| {
         let (inside, others): (Tensors, Tensors) = std::mem::take(tensors).into_iter().partition(|(name, _)| name.starts_with(prefix));
         tensors.extend(others);
-        for (name, tensor) in &inside {
+        let split = |name: &str| -> (usize, String) {
             let (number, rest) = name[prefix.len()..].split_once('.').unwrap();
-            let number: usize = number.parse().unwrap();
-            tensors.extend((number..layers).step_by(2).map(|layer| (format!("{prefix}{layer}.{rest}"), tensor.clone())));
+            (number.parse().unwrap(), rest.to_owned())
+        };
+        let period = inside.keys().map(|name| split(name).0 + 1).max().unwrap();
+        for (name, tensor) in &inside {
+            let (number, rest) = split(name);
+            tensors.extend((number..layers).step_by(period).map(|layer| (format!("{prefix}{layer}.{rest}"), tensor.clone())));
         }
         config["num_hidden_layers"] = json!(layers);
         change(config);
@@ -293,6 +297,43 @@ fn a_twin_has_the_first_layers_of_each_kind() {
     assert_eq!((code, &trial["status"]), (0, &json!("agrees")), "{lines}");
     stub.answer([("logits", outputs(&full, &inputs, Rounding::Token))]);
     assert_eq!(stub.check(&folder, "transformers", &["--try=twin"]).1["status"], "differs");
+}
+
+/// Published configurations of Nemotron-H have a letter for each layer. transformers 5 writes a list, and no
+/// number of layers.
+#[test]
+fn twins_have_the_kinds_of_their_layers() {
+    let desk = Desk::new();
+    let stub = Stub::new(&desk, "python3", PYTHON);
+    stub.put("result", r#"{ "error": "stop" }"#);
+    for is_list in [false, true] {
+        let folder = deepened(&desk, &golden("models/nemotron-h"), "backbone.layers.", 8, |config| {
+            let kinds: Vec<Value> = config["layers_block_type"].as_array().unwrap().iter().cycle().take(8).cloned().collect();
+            let config = config.as_object_mut().unwrap();
+            if is_list {
+                config.insert("layers_block_type".into(), kinds.into());
+                config.remove("num_hidden_layers");
+            } else {
+                config.insert("hybrid_override_pattern".into(), json!("M-*EM-*E"));
+                config.remove("layers_block_type");
+            }
+        });
+        let (_, trial, lines) = stub.check(&folder, "transformers", &["--try=twin"]);
+        assert_eq!(trial["scope"], "the first 4 of 8 layers", "{lines}");
+        let twin = stub.observed("folder");
+        let [before, after] = [&folder, &twin].map(|folder| -> Value { serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap() });
+        let mut expected = before.clone();
+        if is_list {
+            expected["layers_block_type"] = before["layers_block_type"].as_array().unwrap()[..4].into();
+        } else {
+            expected["hybrid_override_pattern"] = json!("M-*E");
+            expected["num_hidden_layers"] = json!(4);
+        }
+        assert_eq!(after, expected);
+        let [full, first] = [&folder, &twin].map(|folder| Model::open(folder).unwrap());
+        let inputs = stub.inputs();
+        assert_eq!(hidden(&full, 3, &inputs), hidden(&first, 3, &inputs));
+    }
 }
 
 /// Published configurations of Mamba 2 contain infinity, which JSON does not have.

@@ -89,6 +89,7 @@ mod running {
     use serde_json::Value;
 
     use crate::arch::deepseek::running::Defaults;
+    use crate::arch::layer_list::{BLOCK_TYPES, LAYER_PATTERN, LAYER_TYPES};
     use crate::arch::mamba2::running::blocks;
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, LayerNames, Norm};
@@ -169,10 +170,8 @@ mod running {
 
     /// The kinds of all layers: from a list, or from a letter for each layer.
     fn kinds(s: &Settings) -> Result<Vec<Kind>> {
-        const TYPES: [&str; 2] = ["layers_block_type", "layer_types"];
-        const PATTERN: &str = "hybrid_override_pattern";
         let wrong = |key: &str, value: &dyn std::fmt::Debug| Err(Error::graph("config.json", format!("`{key}` has a layer of unknown type {value:?}")));
-        if let Some((key, types)) = TYPES.iter().find_map(|key| Some((*key, s.get(key)?))) {
+        if let Some((key, types)) = [BLOCK_TYPES, LAYER_TYPES].into_iter().find_map(|key| Some((key, s.get(key)?))) {
             let Some(types) = types.as_array().filter(|types| !types.is_empty()) else {
                 return Err(Error::graph("config.json", format!("`{key}` is {types}, expected a list of types")));
             };
@@ -184,7 +183,7 @@ mod running {
                 _ => wrong(key, kind),
             };
             // The list takes precedence.
-            let _ = s.get(PATTERN);
+            let _ = s.get(LAYER_PATTERN);
             return types.iter().map(kind).collect();
         }
         let kind = |letter: char| match letter {
@@ -192,8 +191,8 @@ mod running {
             '*' => Ok(Kind::Attention),
             '-' => Ok(Kind::Dense),
             'E' => Ok(Kind::Experts),
-            _ => wrong(PATTERN, &letter),
+            _ => wrong(LAYER_PATTERN, &letter),
         };
-        s.text_or(PATTERN, "ME*-")?.chars().map(kind).collect()
+        s.text_or(LAYER_PATTERN, "ME*-")?.chars().map(kind).collect()
     }
 }

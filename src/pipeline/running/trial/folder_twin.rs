@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::layers::Layers;
 use super::scratch::Scratch;
 use super::{Candidate, Scope, Trial, is_full, without_twin};
-use crate::arch;
+use crate::arch::{self, LAYER_PATTERN};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::model::parse_config;
@@ -57,7 +57,7 @@ impl Source {
 
     /// The part of a configuration that describes the layers, if it is not the configuration itself.
     fn text(&self) -> Option<&Map<String, Value>> {
-        self.config.get(TEXT).and_then(Value::as_object).filter(|text| text.contains_key(COUNT))
+        self.config.get(TEXT).and_then(Value::as_object).filter(|text| text.contains_key(COUNT) || arch::listed_layers(|key| text.get(key)).is_some())
     }
 
     /// The values that describe the layers.
@@ -81,6 +81,7 @@ impl Source {
         }
         let key = self.count_key();
         let count = self.described().get(key).and_then(Value::as_u64).and_then(|count| usize::try_from(count).ok());
+        let count = count.or_else(|| arch::listed_layers(|key| self.described().get(key)));
         let count = count.ok_or_else(|| format!("config.json has no `{key}`"))?;
         Layers::find(self.checkpoint.tensors.keys().map(String::as_str), count)
     }
@@ -90,6 +91,11 @@ impl Source {
         let is_other = |key: &str| OTHER_LISTS.contains(&key) || key.ends_with("_token_id");
         let lists = self.described().iter().filter_map(|(key, value)| Some((key, value.as_array()?)));
         lists.filter(move |(key, list)| list.len() == count && !is_other(key))
+    }
+
+    /// The letters of the kinds of all layers, if `config.json` has them.
+    fn pattern(&self, count: usize) -> Option<&str> {
+        self.described().get(LAYER_PATTERN).and_then(Value::as_str).filter(|pattern| pattern.chars().count() == count)
     }
 
     /// The number of first layers that includes each kind of layer.
@@ -104,13 +110,16 @@ impl Source {
             let period = usize::try_from(self.described().get(*key)?.as_u64()?).ok()?.min(layers.count);
             Some((period.checked_sub(1)?, (*key).to_owned()))
         });
-        layers.first(tensors.chain(lists).chain(periods))
+        let letters = self.pattern(layers.count).into_iter().flat_map(|pattern| pattern.chars().map(|letter| letter.to_string()).enumerate());
+        layers.first(tensors.chain(lists).chain(periods).chain(letters))
     }
 
     /// The configuration of a model of the first layers.
     fn config(&self, layers: &Layers, first: usize) -> Map<String, Value> {
-        let mut changed: Vec<(String, Value)> = vec![(self.count_key().to_owned(), json!(first))];
+        let count = Some(self.count_key()).filter(|key| self.described().contains_key(*key));
+        let mut changed: Vec<(String, Value)> = count.map(|key| (key.to_owned(), json!(first))).into_iter().collect();
         changed.extend(self.lists(layers.count).map(|(key, list)| (key.clone(), list.iter().take(first).cloned().collect())));
+        changed.extend(self.pattern(layers.count).map(|pattern| (LAYER_PATTERN.to_owned(), pattern.chars().take(first).collect::<String>().into())));
         let mut config = self.config.clone();
         let values = if self.text().is_some() { config.get_mut(TEXT).and_then(Value::as_object_mut) } else { Some(&mut config) };
         if let Some(values) = values {

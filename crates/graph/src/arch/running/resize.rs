@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::rope::parameters;
 use super::{DenseLayers, Groups, IndirectSizes, Settings, Sizes, family};
+use crate::arch::layer_list::listed_layers;
 
 /// Looks up the shape of a tensor.
 pub type Shapes<'s> = &'s dyn Fn(&str) -> Option<Vec<usize>>;
@@ -137,8 +138,7 @@ impl Sizes {
     fn resized(&self, settings: &Settings, head_dim: Option<usize>, shapes: Shapes) -> Vec<(&'static str, Value)> {
         let shape = |name: &str| self.stored(name, shapes).map(|(_, shape)| shape);
         // Some parts do not exist in every layer.
-        let listed = || settings.get("layers_block_type").and_then(Value::as_array).map(Vec::len);
-        let layers = settings.size(self.layers).ok().or_else(listed).unwrap_or(1);
+        let layers = settings.size(self.layers).ok().or_else(|| listed_layers(|key| settings.get(key))).unwrap_or(1);
         let first = |name: &str| shape(name).or_else(|| (1..layers).find_map(|layer| shape(&name.replacen("layers.0.", &format!("layers.{layer}."), 1))));
         let size = |name: &str, axis: usize| first(name)?.get(axis).copied();
         let mut found = Vec::new();
