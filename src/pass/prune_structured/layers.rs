@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::{NAME, Ranking, cut};
 use crate::analysis::{self, Layer, Layers};
-use crate::arch;
+use crate::arch::{self, BLOCK_TYPES, LAYER_PATTERN, LAYER_TYPES};
 use crate::data::SequenceRoles;
 use crate::error::{Error, Result};
 use crate::exec::Executor;
@@ -28,10 +28,6 @@ use crate::pass::{Amount, Context};
 /// outputs of layers.
 const STEM: &str = "stem";
 const STAGE: &str = "stage";
-/// Key of the types of attention of all layers.
-const TYPES: &str = "layer_types";
-/// Key of the types of all layers in Nemotron-H.
-const BLOCK_TYPES: &str = "layers_block_type";
 
 /// Result of a removal.
 pub(super) struct Removed {
@@ -227,16 +223,20 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
         values.push((key.to_owned(), json!(all - removed.len())));
     }
     let remaining = |list: &[Value]| -> Value { list.iter().enumerate().filter(|(at, _)| !removed.contains(at)).map(|(_, value)| value.clone()).collect() };
-    if [TYPES, BLOCK_TYPES].iter().all(|key| model.config.get(key).is_none_or(Value::is_null)) {
+    if let Some(pattern) = model.config.get(LAYER_PATTERN).and_then(Value::as_str).filter(|pattern| pattern.chars().count() == all) {
+        let letters: String = pattern.chars().enumerate().filter(|(at, _)| !removed.contains(at)).map(|(_, letter)| letter).collect();
+        values.push((LAYER_PATTERN.to_owned(), letters.into()));
+    }
+    if [LAYER_TYPES, BLOCK_TYPES, LAYER_PATTERN].iter().all(|key| model.config.get(key).is_none_or(Value::is_null)) {
         // The default depends on the indices of layers.
-        values.extend(layer_types(graph, found).map(|types| (TYPES.to_owned(), remaining(&types))));
+        values.extend(layer_types(graph, found).map(|types| (LAYER_TYPES.to_owned(), remaining(&types))));
     }
     let dense = arch::dense_layers(model.config.values(), &layers_with_experts(model, found, all - removed.len()));
     values.extend(dense.into_iter().map(|(key, value)| (key.to_owned(), value)));
     for (key, value) in model.config.values() {
         let Some(list) = value.as_array() else { continue };
         match key.as_str() {
-            TYPES | BLOCK_TYPES | "attn_type_list" | "no_rope_layers" if list.len() == all => values.push((key.clone(), remaining(list))),
+            LAYER_TYPES | BLOCK_TYPES | "attn_type_list" | "no_rope_layers" if list.len() == all => values.push((key.clone(), remaining(list))),
             // The input of the first layer, and the output of each layer.
             "stage_names" if list.len() == all + 1 => values.push((key.clone(), json!(list[..=all - removed.len()]))),
             "out_features" | "_out_features" | "out_indices" | "_out_indices" => values.push((key.clone(), json!(stages(list, all, removed)))),
@@ -247,10 +247,12 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
     cut::set_graph(model, smaller, values)
 }
 
-/// The types of all layers, if they differ.
+/// The types of all layers, if they differ and each of them mixes tokens.
 fn layer_types(graph: &Graph, found: &Layers) -> Option<Vec<Value>> {
+    const FULL: &str = "full_attention";
     let kind = |node: &Node| match &node.op {
         Op::Attention(op) if op.window.is_some() => Some("sliding_attention"),
+        Op::Attention(_) => Some(FULL),
         Op::GatedDelta(_) => Some("linear_attention"),
         Op::CausalConv(_) => Some("conv"),
         _ => None,
@@ -258,9 +260,10 @@ fn layer_types(graph: &Graph, found: &Layers) -> Option<Vec<Value>> {
     let kinds: Vec<(&str, &str)> = graph.nodes().iter().filter_map(|node| Some((graph.value(node.output).name.as_str(), kind(node)?))).collect();
     let of_layer = |layer: &Layer| {
         // A gated delta network contains a convolution, and comes after it.
-        kinds.iter().rev().find(|(name, _)| layer.nodes.contains(*name)).map_or("full_attention", |(_, kind)| *kind)
+        let own = || kinds.iter().rev().filter(|(name, _)| layer.nodes.contains(*name)).map(|(_, kind)| *kind);
+        own().find(|kind| *kind != FULL).or_else(|| own().next())
     };
-    let types: Vec<&str> = found.layers.iter().map(of_layer).collect();
+    let types: Vec<&str> = found.layers.iter().map(of_layer).collect::<Option<_>>()?;
     types.iter().any(|kind| Some(kind) != types.first()).then(|| types.into_iter().map(Value::from).collect())
 }
 

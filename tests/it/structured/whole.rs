@@ -112,6 +112,25 @@ fn remaining_layers_keep_their_experts_and_windows() {
     }
 }
 
+/// Published configurations of Nemotron-H have a letter for each layer. Without data, the second and the third
+/// of four layers are removed.
+#[test]
+fn the_letters_of_layers_follow_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = Model::open(golden("nemotron-h")).unwrap();
+    let mut values = model.config.values().clone();
+    values.shift_remove("layers_block_type").unwrap();
+    values.extend([("hybrid_override_pattern".to_owned(), json!("M-*E")), ("num_hidden_layers".to_owned(), json!(4))]);
+    model.config = Config::from_values(values);
+    let out = folder.path().join("out");
+    let report = Pipeline::builder().pass(half(&[PrunedPart::Layers])).build().unwrap().run(model, &out).unwrap();
+    assert!(!out.join("graph.json").exists(), "{:?}", report.notes);
+    let pruned = Model::open(&out).unwrap();
+    let keys = ["hybrid_override_pattern", "num_hidden_layers", "layer_types"].map(|key| pruned.config.get(key));
+    assert_eq!(keys, [Some(&json!("ME")), Some(&json!(2)), None]);
+    assert!(outputs(&pruned, &Model::open(golden("nemotron-h")).unwrap()).contains_key("logits"));
+}
+
 /// The values of a tensor at these indices of its first axis.
 fn rows(weights: &BTreeMap<String, Tensor>, name: &str, numbers: &[u32]) -> Vec<f32> {
     let numbers = Tensor::new(numbers, &Device::Cpu).unwrap();
