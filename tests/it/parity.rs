@@ -10,6 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::exec::{Executor, Inputs, Parameters, Residence};
+use compress_engine::model::Config;
 use compress_graph::arch::{self, Settings};
 use compress_graph::ir::{Builder, Graph, check};
 use serde_json::{Map, Value};
@@ -148,7 +149,7 @@ fn the_bias_of_a_head_is_read_by_either_name() {
 }
 
 /// Published T5 encoders are declared as encoder-decoder models, DeBERTa configurations list attention types
-/// in one string, and those of Nemotron-H the types of layers.
+/// in one string, and those of Nemotron-H the types of layers. transformers maps a key of Granite 4 to another.
 #[test]
 fn equivalent_configurations_are_accepted() {
     let types = "\"layers_block_type\": [\n    \"linear_attention\",\n    \"mlp\",\n    \"full_attention\",\n    \"moe\"\n  ]";
@@ -156,6 +157,7 @@ fn equivalent_configurations_are_accepted() {
         ("t5-encoder", "\"is_encoder_decoder\": false", "\"is_encoder_decoder\": true"),
         ("deberta", "[\n    \"p2c\",\n    \"c2p\"\n  ]", "\"P2C | c2p\""),
         ("nemotron-h", types, "\"hybrid_override_pattern\": \"M-*E\", \"num_hidden_layers\": 4"),
+        ("granite-hybrid", "\"layer_types\"", "\"layers_block_type\""),
         ("nemotron-h", "\"conv_kernel\": 3", "\"mamba_d_conv\": 3, \"conv_kernel\": 4"),
     ] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
@@ -202,6 +204,27 @@ fn missing_sizes_have_the_defaults_of_transformers() {
         let found: BTreeSet<String> = graph.params().map(|(_, value)| without_numbers(of_tower(&value.name))).collect();
         assert_eq!(found, names, "{config:?}");
     }
+}
+
+/// Granite 4 has the types of layers under one of two keys. transformers prefers `layers_block_type` to
+/// `layer_types`.
+#[test]
+fn errors_name_the_key_with_the_types_of_layers() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/granite-hybrid");
+    let (right, wrong) = (serde_json::json!(["mamba", "attention", "mamba"]), serde_json::json!(["mamba", "window", "mamba"]));
+    let error = |types: &[(&str, &Value)]| {
+        let mut model = Model::open(&folder).unwrap();
+        let mut values = model.config.values().clone();
+        values.shift_remove("layer_types").unwrap();
+        values.extend(types.iter().map(|(key, types)| ((*key).to_owned(), (*types).clone())));
+        model.config = Config::from_values(values);
+        model.graph().err().map(|e| e.to_string()).unwrap_or_default()
+    };
+    for key in ["layer_types", "layers_block_type"] {
+        assert_eq!(error(&[(key, &right)]), "");
+        assert!(error(&[(key, &wrong)]).contains(&format!("`{key}` of layer 1")), "{}", error(&[(key, &wrong)]));
+    }
+    assert_eq!(error(&[("layer_types", &wrong), ("layers_block_type", &right)]), "");
 }
 
 /// If a folder with both towers specifies the class of one of them, the outputs are those of that tower.

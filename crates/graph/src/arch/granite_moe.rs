@@ -71,6 +71,7 @@ mod running {
     use serde_json::Value;
 
     use crate::arch::granite::running::with_multipliers;
+    use crate::arch::layer_list::{BLOCK_TYPES, LAYER_TYPES};
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, Layer, LayerNames, TokenMixer, every_layer};
     use crate::arch::running::experts::{Experts, Shared};
@@ -81,7 +82,6 @@ mod running {
     use crate::ir::{Builder, ValueId};
 
     const COUNT: &str = "num_local_experts";
-    const TYPES: &str = "layer_types";
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let decoder = decoder(s, None, true)?;
@@ -188,11 +188,13 @@ mod running {
 
     /// Whether a layer is a state space layer, as all are by default.
     fn is_state_space(s: &Settings, layer: usize) -> Result<bool> {
-        let Some(types) = s.get(TYPES) else { return Ok(true) };
+        // transformers maps the first key to the second one.
+        let found = [BLOCK_TYPES, LAYER_TYPES].map(|key| Some((key, s.get(key)?)));
+        let Some((key, types)) = found.into_iter().flatten().next() else { return Ok(true) };
         match types.get(layer).and_then(Value::as_str) {
             Some("mamba" | "linear_attention") => Ok(true),
             Some("attention" | "full_attention") => Ok(false),
-            other => Err(Error::graph("config.json", format!("`{TYPES}` of layer {layer} is {other:?}, expected mamba or attention"))),
+            other => Err(Error::graph("config.json", format!("`{key}` of layer {layer} is {other:?}, expected mamba or attention"))),
         }
     }
 }
