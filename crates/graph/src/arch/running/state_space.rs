@@ -7,7 +7,7 @@ use super::layout::LayerNames;
 use super::parts::{activate, linear_with, rms_norm, slices};
 use crate::error::{Error, Result};
 use crate::ir::ops::{
-    Add, CausalConv, Clip, Exp, GatedDelta, MergeHeads, Mul, Neg, Normalize, Reshape, RmsNorm, Scale, Silu, Softplus, SplitHeads, TargetSize,
+    Add, CausalConv, Clip, Decay, Exp, GatedDelta, MergeHeads, Mul, Neg, Normalize, Reshape, RmsNorm, Scale, Silu, Softplus, SplitHeads, TargetSize,
 };
 use crate::ir::{Builder, ValueId};
 
@@ -78,12 +78,13 @@ impl StateSpace<'_> {
         let module = |part: &str| at.module(&format!("{}.{part}", self.module));
         let bias = b.param(&module("dt_bias"), &[self.heads])?;
         let logarithms = b.param(&module("A_log"), &[self.heads])?;
-        let step = b.node(&node("step_of_token"), Add {}, &[step, bias])?;
-        let mut step = b.node(&node("step"), Softplus {}, &[step])?;
+        let shifted = b.node(&node("step_of_token"), Add {}, &[step, bias])?;
+        let rate = b.node(&node("step"), Softplus {}, &[shifted])?;
         let [min, max] = self.limits;
-        if min > 0.0 || max < f64::INFINITY {
-            step = b.node(&node("step.limited"), Clip { min, max }, &[step])?;
+        if min <= 0.0 && max == f64::INFINITY {
+            return Ok([b.node(&node("decay"), Decay {}, &[step, bias, logarithms])?, rate]);
         }
+        let step = b.node(&node("step.limited"), Clip { min, max }, &[rate])?;
         let speed = b.node(&node("speed"), Exp {}, &[logarithms])?;
         let decay = b.node(&node("decay.opposite"), Mul {}, &[step, speed])?;
         Ok([b.node(&node("decay"), Neg {}, &[decay])?, step])
