@@ -149,7 +149,8 @@ fn the_bias_of_a_head_is_read_by_either_name() {
 }
 
 /// Published T5 encoders are declared as encoder-decoder models, DeBERTa configurations list attention types
-/// in one string, and those of Nemotron-H the types of layers. transformers maps a key of Granite 4 to another.
+/// in one string, and those of Nemotron-H the types of layers. transformers maps a key of Granite 4 to
+/// another.
 #[test]
 fn equivalent_configurations_are_accepted() {
     let types = "\"layers_block_type\": [\n    \"linear_attention\",\n    \"mlp\",\n    \"full_attention\",\n    \"moe\"\n  ]";

@@ -199,8 +199,8 @@ fn only_the_command_line_prints_and_exits() {
     });
 }
 
-/// One file dispatches to instruction sets, and one launches kernels on GPUs. Another declares a function of the C
-/// library as safe to call: it contains the declaration, its attribute, and no call of unsafe code.
+/// One file dispatches to instruction sets, and one launches kernels on GPUs. Another declares a function of
+/// the C library as safe to call: it contains the declaration, its attribute, and no call of unsafe code.
 #[test]
 fn unsafe_code_is_in_three_files() {
     check(|source| match source.path.as_str() {

@@ -354,8 +354,9 @@ fn memory_is_predicted_for_the_longest_texts() {
         let report = pipeline.run(Model::open(folder.path()).unwrap(), tempfile::tempdir().unwrap().path().join("out")).unwrap();
         let memory = &report.passes[0].details["memory"];
         let phase = memory["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == "activations").unwrap();
-        let totals = [memory["predicted_bytes"].as_f64(), memory["peak_bytes"].as_f64()];
-        for [predicted, measured] in [totals, ["predicted_bytes", "measured_bytes"].map(|key| phase[key].as_f64())] {
+        // In the first step, the optimizer has no state while activations are in memory.
+        let totals = (max_steps != Some(1)).then(|| [memory["predicted_bytes"].as_f64(), memory["peak_bytes"].as_f64()]);
+        for [predicted, measured] in totals.into_iter().chain([["predicted_bytes", "measured_bytes"].map(|key| phase[key].as_f64())]) {
             let ratio = predicted.unwrap() / measured.unwrap();
             assert!((0.9..1.1).contains(&ratio), "{epochs:?}, {max_steps:?}: {ratio}: {memory}");
         }

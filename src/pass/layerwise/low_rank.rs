@@ -92,9 +92,12 @@ enum Solution {
 
 const SOLUTIONS: [Solution; 3] = [Solution::Weights, Solution::Samples, Solution::Corrected];
 
+/// A weight, and sums of products of inputs.
+type Problem<'v> = (Cow<'v, [f32]>, Option<&'v [f32]>);
+
 impl Solution {
     /// The weight to factorize, and the sums of products of inputs to use.
-    fn apply<'v>(self, values: &'v [f32], products: &'v [f32], correction: Option<&Prepared>) -> Result<(Cow<'v, [f32]>, Option<&'v [f32]>)> {
+    fn apply<'v>(self, values: &'v [f32], products: &'v [f32], correction: Option<&Prepared>) -> Result<Problem<'v>> {
         Ok(match (self, correction) {
             (Solution::Weights, _) => (Cow::Borrowed(values), None),
             (Solution::Corrected, Some(correction)) => {

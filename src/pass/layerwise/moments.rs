@@ -308,7 +308,7 @@ impl Moments {
 
 /// Sums of the columns of a matrix in f32.
 pub(super) fn column_sums(rows: &Tensor) -> candle_core::Result<Tensor> {
-    match gpu::column_sums(rows)? {
+    match gpu::column_sums(rows, rows.dim(1)?)? {
         Some(sums) => Ok(sums),
         None => rows.sum(0),
     }

@@ -1,4 +1,5 @@
-//! The remaining time of a layerwise run. Its blocks are separate stages, whose progress ends with each block.
+//! The remaining time of a layerwise run. Its blocks are separate stages, whose progress ends with each
+//! block.
 
 use std::time::{Duration, Instant};
 

@@ -17,7 +17,7 @@ pub struct KvCache(Notation);
 /// Quantization of the KV cache: a format, or a format with its scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[cfg_attr(feature = "cli", schemars(rename = "KvCache"))]
+#[cfg_attr(feature = "cli", schemars(inline))]
 #[serde(untagged, expecting = "a format, fp8 or int8, or an object like { type: fp8, scales: head }")]
 enum Notation {
     /// A format, with one scale per layer

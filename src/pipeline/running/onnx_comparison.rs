@@ -102,7 +102,8 @@ pub(super) fn fix_sizes(model: &Model, sizes: &OpenSizes) {
     drop(model.fix_sizes(sizes));
 }
 
-/// The result and the finding of the comparison; the result is `None` if the file was not run or not compared.
+/// The result and the finding of the comparison; the result is `None` if the file was not run or not
+/// compared.
 fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> Result<(Option<bool>, String)> {
     let half = half(report);
     let model = Model::open(output)?;

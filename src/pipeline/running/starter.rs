@@ -69,8 +69,8 @@ impl Facts<'_> {
         }
     }
 
-    /// The file type of fewer bits per weight that is suggested for a quantized GGUF file; `None` for files with
-    /// so few bits that rounding them again would ruin them.
+    /// The file type of fewer bits per weight that is suggested for a quantized GGUF file; `None` for files
+    /// with so few bits that rounding them again would ruin them.
     fn smaller_type(&self) -> Option<&'static str> {
         let bits = 8.0 * self.total() as f64 / self.model.weights.parameters().max(1) as f64;
         [(5.0, "Q4_K_M"), (4.0, "Q3_K_M")].into_iter().find(|(least, _)| bits > *least).map(|(_, name)| name)
@@ -229,7 +229,8 @@ fn needs_calibration(facts: &Facts) -> bool {
     facts.kind == Some(ModelKind::Convolutional) && facts.runs && !facts.quantized
 }
 
-/// Whether the family stores linear weights transposed, which int8 folders for other libraries cannot express.
+/// Whether the family stores linear weights transposed, which int8 folders for other libraries cannot
+/// express.
 fn has_transposed_weights(facts: &Facts) -> bool {
     facts.model.config.has_conv1d() && facts.runs && !facts.quantized
 }

@@ -334,5 +334,6 @@ fn the_note_on_dequantized_weights_names_a_smaller_type() {
     assert!(four.contains("has their rounding errors") && four.contains("--export 'gguf: {type: Q4_0}'"), "{four}");
     let eight = note(pass("W8A16"), FileType::BF16);
     assert!(eight.contains("--export 'gguf: {type: Q8_0}'"), "{eight}");
-    assert!(!note(pass("W4A16"), FileType::Q4_0).contains("--export"));
+    let twice = note(pass("W4A16"), FileType::Q4_0);
+    assert!(!twice.contains("not smaller") && twice.contains("quantized twice") && twice.contains("--to f32 --export 'gguf: { type: Q4_0 }'"), "{twice}");
 }

@@ -112,8 +112,8 @@ fn remaining_layers_keep_their_experts_and_windows() {
     }
 }
 
-/// Published configurations of Nemotron-H have a letter for each layer. Without data, the second and the third
-/// of four layers are removed.
+/// Published configurations of Nemotron-H have a letter for each layer. Without data, the second and the
+/// third of four layers are removed.
 #[test]
 fn the_letters_of_layers_follow_them() {
     let folder = tempfile::tempdir().unwrap();

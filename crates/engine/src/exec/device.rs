@@ -56,7 +56,7 @@ impl DeviceChoice {
     /// Opens the device for one of several processes on this machine: the processes take consecutive
     /// GPUs, wrapping around after the last.
     pub fn open_for(self, local_rank: usize) -> Result<Device> {
-        let gpu = |first| gpu(gpu_index(first, local_rank, crate::gpu::count()));
+        let gpu = |first| gpu(gpu_index(first, local_rank, crate::gpu::count().ok().flatten().unwrap_or(0)));
         match self {
             DeviceChoice::Cpu => Ok(Device::Cpu),
             DeviceChoice::Strict => {

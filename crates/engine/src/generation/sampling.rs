@@ -103,8 +103,8 @@ fn weight(logit: f64, max: f64, temperature: f64) -> f64 {
 const FIRST: usize = 64;
 const GROWTH: usize = 16;
 
-/// The share of the probability by which tokens are selected, if it is less than all and the number of tokens is
-/// not limited otherwise.
+/// The share of the probability by which tokens are selected, if it is less than all and the number of tokens
+/// is not limited otherwise.
 fn nucleus_share(sampling: &Sampling) -> Option<f64> {
     sampling.top_p.filter(|share| *share < 1.0 && sampling.top_k.is_none())
 }

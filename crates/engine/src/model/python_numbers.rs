@@ -5,8 +5,8 @@ use serde_json::{Map, Value};
 /// The numbers. The negative one contains another one, and precedes it.
 const NUMBERS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
 
-/// Parses the text of `config.json` or a similar file. A number that JSON does not have becomes the object that
-/// transformers 5 writes for it, such as `{"__float__": "Infinity"}`.
+/// Parses the text of `config.json` or a similar file. A number that JSON does not have becomes the object
+/// that transformers 5 writes for it, such as `{"__float__": "Infinity"}`.
 pub fn parse_config(text: &str) -> serde_json::Result<Map<String, Value>> {
     serde_json::from_str(text).or_else(|e| replaced(text).map_or(Err(e), |text| serde_json::from_str(&text)))
 }

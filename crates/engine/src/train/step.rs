@@ -136,7 +136,8 @@ impl<'t> Stepper<'t> {
         }
     }
 
-    /// Averages gradients over the processes, unscales and masks them. Returns their names and sums of squares.
+    /// Averages gradients over the processes, unscales and masks them. Returns their names and sums of
+    /// squares.
     fn complete(&self, accumulated: &mut Accumulated, weights: &Weights, scale: f64) -> Result<(Vec<String>, Vec<Tensor>)> {
         let mut squares = (Vec::new(), Vec::new());
         for names in accumulated.home.name_groups(accumulated.gradients.keys()) {

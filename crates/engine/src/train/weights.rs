@@ -10,15 +10,16 @@ use super::checkpoint::Stream;
 use super::frozen::Frozen;
 use super::output_norm::{OutputNorm, OutputNorms};
 use super::scales::{self, Quantizers};
-use super::weight_rounding::{self, Rounding};
+use super::selection::{selected, statistics};
+use super::weight_rounding::Rounding;
 use super::{QuantizerScales, Team, Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence, load_tensor, rounding_scheme};
+use crate::ir::Graph;
 use crate::ir::ops::ScalarOps;
-use crate::ir::{Graph, Node, Op};
 use crate::model::{Model, is_linear};
-use crate::store::{ActivationScheme, Pattern, Scales, Weight, select};
+use crate::store::{ActivationScheme, Scales, Weight, select};
 use crate::work::Work;
 
 /// Origin of the zeros of a weight.
@@ -77,31 +78,6 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
 
 fn not_part(name: &str) -> Error {
     Error::tensor(name, "is not a parameter of this training", "")
-}
-
-/// Names of the parameters that are running statistics, not weights.
-fn statistics(graph: &Graph) -> BTreeSet<&str> {
-    let first = |node: &'_ Node| match node.op {
-        Op::BatchNorm(_) => 3,
-        Op::CacheQuantize(_) => 1,
-        _ => usize::MAX,
-    };
-    let inputs = graph.nodes().iter().flat_map(|node| node.inputs.get(first(node)..).unwrap_or(&[]));
-    inputs.map(|id| graph.value(*id).name.as_str()).collect()
-}
-
-/// Rejects trained weights whose codes cannot be trained.
-pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Result<()> {
-    let selected = selected(graph, &options.targets, &options.ignore);
-    let mut names = graph.params().map(|(_, value)| &value.name).filter(|name| selected(name));
-    names.try_for_each(|name| model.weights.by_name.get(name).map_or(Ok(()), |weight| weight_rounding::require_trainable(name, weight)))
-}
-
-/// Returns a predicate for the parameters that are trained.
-pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
-    let statistics = statistics(graph);
-    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-    move |name| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name)
 }
 
 impl Weights {

@@ -66,8 +66,8 @@ fn real(value: f64) -> Argument<'static> {
     Argument::Real(value as f32)
 }
 
-pub(super) fn count() -> usize {
-    CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0))
+pub(super) fn count() -> Result<Option<usize>> {
+    Ok(CudaContext::device_count().ok().and_then(|count| usize::try_from(count).ok()))
 }
 
 pub(super) fn open(number: usize) -> Result<Option<Device>> {
@@ -194,11 +194,9 @@ fn total(chunks: Tensor, dtype: DType) -> Result<Tensor> {
     out.to_dtype(dtype)
 }
 
-pub(super) fn column_sums(rows: &Tensor) -> Result<Option<Tensor>> {
-    if !supported([rows]) {
-        return Ok(None);
-    }
-    let (count, width) = matrix(rows)?;
+pub(super) fn column_sums(tensor: &Tensor, width: usize) -> Result<Option<Tensor>> {
+    let rows = &if is_strided(tensor) { tensor.contiguous()? } else { return Ok(None) };
+    let count = rows.elem_count() / width.max(1);
     let (grid, chunks, each) = by_chunk(count, width);
     let out = undefined((chunks, width), DType::F32, rows.device())?;
     launch("column_sums", rows.dtype(), grid, &[rows.into(), (&out).into(), size(count), number(width)?, Argument::Size(each)])?;

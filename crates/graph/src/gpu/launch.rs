@@ -1,7 +1,7 @@
 //! Launches of kernels: the only module that passes pointers to a GPU.
 //!
-//! All tensors of a device are on one stream, on which allocations, kernels and copies run in the order of their
-//! launches.
+//! All tensors of a device are on one stream, on which allocations, kernels and copies run in the order of
+//! their launches.
 
 #![allow(unsafe_code)]
 
@@ -41,8 +41,8 @@ pub(super) type Grid = ((u32, u32), (u32, u32));
 pub(super) fn open(number: usize) -> Result<Device> {
     let device = Device::new_cuda_with_stream(number)?;
     if let Device::Cuda(cuda) = &device {
-        // SAFETY: tensors of this device are used on its only stream, whose order makes events unnecessary. They
-        // take half of the time of a launch.
+        // SAFETY: tensors of this device are used on its only stream, whose order makes events unnecessary.
+        // They take half of the time of a launch.
         unsafe { cuda.disable_event_tracking() };
         // Otherwise, the driver returns free memory to the system whenever the stream is synchronized.
         set(cuda, PoolAttribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX);
@@ -58,7 +58,8 @@ fn pool(cuda: &CudaDevice) -> Option<CUmemoryPool> {
 
 fn set(cuda: &CudaDevice, attribute: PoolAttribute, mut value: u64) {
     if let Some(pool) = pool(cuda) {
-        // SAFETY: the value of these attributes is a 64-bit integer. A device that does not support pools has none.
+        // SAFETY: the value of these attributes is a 64-bit integer. A device that does not support pools has
+        // none.
         let _ = unsafe { mem_pool::set_attribute(pool, attribute, (&raw mut value).cast()) };
     }
 }
@@ -122,8 +123,8 @@ fn address(storage: &Storage, start: usize) -> Result<(CudaDevice, u64)> {
     Ok((storage.device.clone(), pointer + (start * size) as u64))
 }
 
-/// Launches a kernel for a float dtype. The arguments must match the declaration in `kernels.cu`; tensors that
-/// kernels index without strides must be contiguous.
+/// Launches a kernel for a float dtype. The arguments must match the declaration in `kernels.cu`; tensors
+/// that kernels index without strides must be contiguous.
 pub(super) fn launch(kernel: &'static str, dtype: DType, (blocks, threads): Grid, arguments: &[Argument]) -> Result<()> {
     // The storages stay locked until the launch.
     let tensors: Vec<&Tensor> = arguments.iter().filter_map(|argument| if let Argument::Pointer(tensor) = argument { *tensor } else { None }).collect();
@@ -149,8 +150,8 @@ pub(super) fn launch(kernel: &'static str, dtype: DType, (blocks, threads): Grid
         };
     }
     let config = LaunchConfig { grid_dim: (blocks.0, blocks.1, 1), block_dim: (threads.0, threads.1, 1), shared_mem_bytes: 0 };
-    // SAFETY: the functions of `cuda.rs`, the only callers, pass the arguments that the kernel declares, and check
-    // that the kernel stays within the tensors.
+    // SAFETY: the functions of `cuda.rs`, the only callers, pass the arguments that the kernel declares, and
+    // check that the kernel stays within the tensors.
     match unsafe { builder.launch(config) } {
         Ok(_) => Ok(()),
         Err(e) => bail!("the kernel `{kernel}` could not be launched: {e}"),

@@ -1,5 +1,5 @@
-//! Kernels for NVIDIA GPUs, written in CUDA (`kernels.cu`). Without the feature `cuda`, no tensor is on a GPU, and
-//! every function returns `None`.
+//! Kernels for NVIDIA GPUs, written in CUDA (`kernels.cu`). Without the feature `cuda`, no tensor is on a
+//! GPU, and every function returns `None`.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -27,19 +27,11 @@ macro_rules! on_gpu {
     };
 }
 
-/// Number of GPUs.
-pub fn count() -> usize {
-    #[cfg(feature = "cuda")]
-    return cuda::count();
-    #[cfg(not(feature = "cuda"))]
-    0
-}
-
 /// Losses over logits and the factors on their gradients.
 #[derive(Debug, Clone, Copy)]
 pub struct LogitLosses<'t> {
-    /// The teacher's logits `[rows, classes]`, the temperature, and the factor on the gradient of the forward KL
-    /// divergence.
+    /// The teacher's logits `[rows, classes]`, the temperature, and the factor on the gradient of the forward
+    /// KL divergence.
     pub teacher: Option<(&'t Tensor, f64, f64)>,
     /// The class of each row, the label smoothing, and the factor on the gradient of the cross entropy.
     pub targets: Option<(&'t Tensor, f64, f64)>,
@@ -82,6 +74,9 @@ pub struct ColumnGrid<'t> {
 }
 
 on_gpu! {
+    /// Number of GPUs.
+    pub fn count() -> usize;
+
     /// Opens a GPU with one stream for all threads.
     pub fn open(number: usize) -> Device;
 
@@ -110,13 +105,13 @@ on_gpu! {
     /// A contiguous copy of a tensor with four axes, of which the last is contiguous.
     pub fn contiguous(x: &Tensor) -> Tensor;
 
-    /// Rotates pairs of elements of `[batch, heads, positions, width]` by angles with the given cosines and sines
-    /// `[positions, turned / 2]`; backwards for a negative sign.
+    /// Rotates pairs of elements of `[batch, heads, positions, width]` by angles with the given cosines and
+    /// sines `[positions, turned / 2]`; backwards for a negative sign.
     pub fn rotate(x: &Tensor, tables: (&Tensor, &Tensor), sign: f64) -> Tensor;
 
-    /// The gradient of the input of a normalization, given its epsilon, an offset that is added to the weight, and
-    /// whether it is layer normalization or root mean square normalization; and if `sums`, the gradients of weight
-    /// and bias.
+    /// The gradient of the input of a normalization, given its epsilon, an offset that is added to the
+    /// weight, and whether it is layer normalization or root mean square normalization; and if `sums`, the
+    /// gradients of weight and bias.
     pub fn norm_back(x: &Tensor, weight: &Tensor, gradient: &Tensor, kind: (f64, f64, bool), sums: bool) -> (Tensor, Option<[Tensor; 2]>);
 
     /// Replaces attention products `[…, keys]` by probabilities; keys are hidden where the integer mask
@@ -132,8 +127,8 @@ on_gpu! {
     /// The sum of squares of each tensor, in f64.
     pub fn sums_of_squares(tensors: &[&Tensor]) -> Tensor;
 
-    /// Sums of the columns of a matrix `[rows, columns]`, in its dtype.
-    pub fn column_sums(rows: &Tensor) -> Tensor;
+    /// Sums over rows of this width, in the dtype of the tensor.
+    pub fn column_sums(tensor: &Tensor, width: usize) -> Tensor;
 
     /// Returns `count` rows: the sum of the rows with each index, and zeros for other indices.
     pub fn sum_rows_by_index(rows: &Tensor, indices: &Tensor, count: usize) -> Tensor;

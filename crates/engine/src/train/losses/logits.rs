@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::divergence::{Divergence, Soft, with_gradient};
+use super::divergence::{Soft, with_gradient};
 use super::host::{LogitTargets, add_to, is_host_slice};
 use super::mask::require_rows_of_samples;
 use super::{LossOutput, divisor};
@@ -15,7 +15,6 @@ use crate::data::{Batch, References, SequenceRole};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{Parameters, Rounding};
-use crate::gpu::{self, LogitLosses};
 use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
 use crate::store::ActivationScheme;
 use crate::train::cache::Cache;
@@ -342,39 +341,6 @@ impl Logits {
     }
 }
 
-impl Logits {
-    /// As [`gradient`](Logits::gradient), by one kernel; `None` if it does not support these losses and tensors.
-    fn gradient_on_gpu(
-        &self,
-        output: &mut LossOutput,
-        logits: &Tensor,
-        teacher: Option<&Tensor>,
-        targets: &[u32],
-        (items, scale): (f64, f64),
-    ) -> candle_core::Result<Option<Tensor>> {
-        let soft = self.soft.zip(teacher);
-        if !logits.device().is_cuda() || soft.is_some_and(|(soft, _)| soft.divergence != Divergence::Forward) {
-            return Ok(None);
-        }
-        // Logits of a head are a temporary that the kernel can overwrite.
-        let is_temporary = matches!(self.student, LogitsSource::Head(_)) && teacher.is_none_or(|teacher| teacher.dtype() == logits.dtype());
-        let logits = if is_temporary { logits.contiguous()? } else { logits.to_dtype(DType::F32)?.force_contiguous()? };
-        let teacher = teacher.map(|teacher| teacher.to_dtype(logits.dtype())?.contiguous()).transpose()?;
-        let targets = self.hard.map(|_| index_tensor(targets, logits.device())).transpose()?;
-        let soft = self.soft.zip(teacher.as_ref()).map(|(soft, teacher)| (teacher, soft.temperature, soft.weight * soft.temperature / items * scale));
-        let hard = self.hard.zip(targets.as_ref()).map(|((weight, smoothing), targets)| (targets, smoothing, weight / items * scale));
-        let Some(rows) = gpu::logit_losses(&logits, LogitLosses { teacher: soft, targets: hard, classes: self.classes })? else { return Ok(None) };
-        let sums = rows.to_dtype(DType::F64)?.sum(0)?;
-        if let Some((_, temperature, _)) = soft {
-            output.add_loss("soft", &sums.get(0)?, temperature * temperature / items)?;
-        }
-        if hard.is_some() {
-            output.add_loss("hard", &sums.get(1)?, 1.0 / items)?;
-        }
-        Ok(Some(logits))
-    }
-}
-
 fn missing(name: &str) -> Error {
     Error::graph(format!("graph value `{name}`"), "is not among the outputs")
 }
@@ -384,7 +350,7 @@ fn flat(value: &Tensor) -> candle_core::Result<Tensor> {
     value.contiguous()?.flatten_to(value.rank() - 2)
 }
 
-fn index_tensor(indices: &[u32], device: &Device) -> candle_core::Result<Tensor> {
+pub(super) fn index_tensor(indices: &[u32], device: &Device) -> candle_core::Result<Tensor> {
     transfer::to_device(&Tensor::new(indices, &Device::Cpu)?, device, Cause::Batch)
 }
 
@@ -435,6 +401,7 @@ impl Head {
 
 #[cfg(test)]
 mod tests {
+    use super::super::divergence::Divergence;
     use super::*;
 
     /// A thousand gradients, each too small compared to their sum for 16-bit floats.

@@ -9,6 +9,7 @@ mod embedding;
 mod hidden;
 mod host;
 mod logits;
+mod logits_on_gpu;
 mod mask;
 mod options;
 

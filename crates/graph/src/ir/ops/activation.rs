@@ -258,8 +258,8 @@ activation!(
 pub(super) fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
     let wide = wide(x)?;
     let small = wide.abs()?.neg()?.exp()?;
-    // `ln(1 + y)`, corrected for the rounding of `1 + y` (Goldberg, *What Every Computer Scientist Should Know
-    // About Floating-Point Arithmetic*, 1991, theorem 4).
+    // `ln(1 + y)`, corrected for the rounding of `1 + y` (Goldberg, *What Every Computer Scientist Should
+    // Know About Floating-Point Arithmetic*, 1991, theorem 4).
     let sum = (&small + 1.0)?;
     let rounded = (&sum - 1.0)?;
     let rest = rounded.eq_scalar(0.0)?.where_cond(&small, &((&small * sum.log()?)? / &rounded)?)?;

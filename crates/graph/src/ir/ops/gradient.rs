@@ -2,7 +2,6 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::linear::by_row;
 use crate::gpu;
 
 /// An input or the output of a node, saved in the forward pass for its gradient.
@@ -79,9 +78,8 @@ pub(super) fn summed_to(gradient: &Tensor, dims: &[usize]) -> Result<Tensor> {
     }
     let lead = gradient.rank().saturating_sub(dims.len());
     let spread: Vec<usize> = (0..gradient.rank()).filter(|&axis| axis < lead || dims[axis - lead] != gradient.dims()[axis]).collect();
-    if gradient.device().is_cuda()
-        && spread.iter().copied().eq(0..spread.len())
-        && let Some(sums) = gpu::column_sums(&by_row(&gradient.contiguous()?, dims.iter().product())?)?
+    if spread.iter().copied().eq(0..spread.len())
+        && let Some(sums) = gpu::column_sums(gradient, dims.iter().product())?
     {
         return sums.reshape(dims);
     }

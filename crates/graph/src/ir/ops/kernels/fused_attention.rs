@@ -8,7 +8,8 @@ use super::super::{Attention, Backward};
 use super::Gradients;
 use crate::gpu::{self, Products};
 
-/// The queries of a block and their attention probabilities; `None` if the kernel does not support the attention.
+/// The queries of a block and their attention probabilities; `None` if the kernel does not support the
+/// attention.
 fn probabilities(op: &Attention, block: &Block, (q, keys): (&Tensor, &Tensor), mask: Option<&Tensor>) -> Result<Option<(Tensor, Tensor)>> {
     let (_, groups, _, _) = keys.dims4()?;
     let queries = block.of_queries(q, groups)?;

@@ -1,0 +1,34 @@
+//! Parameters that a training selects.
+
+use std::collections::BTreeSet;
+
+use super::{Training, weight_rounding};
+use crate::error::Result;
+use crate::ir::{Graph, Node, Op};
+use crate::model::Model;
+use crate::store::Pattern;
+
+/// Names of the parameters that are running statistics, not weights.
+pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
+    let first = |node: &'_ Node| match node.op {
+        Op::BatchNorm(_) => 3,
+        Op::CacheQuantize(_) => 1,
+        _ => usize::MAX,
+    };
+    let inputs = graph.nodes().iter().flat_map(|node| node.inputs.get(first(node)..).unwrap_or(&[]));
+    inputs.map(|id| graph.value(*id).name.as_str()).collect()
+}
+
+/// Rejects trained weights whose codes cannot be trained.
+pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Result<()> {
+    let selected = selected(graph, &options.targets, &options.ignore);
+    let mut names = graph.params().map(|(_, value)| &value.name).filter(|name| selected(name));
+    names.try_for_each(|name| model.weights.by_name.get(name).map_or(Ok(()), |weight| weight_rounding::require_trainable(name, weight)))
+}
+
+/// Returns a predicate for the parameters that are trained.
+pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
+    let statistics = statistics(graph);
+    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+    move |name| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name)
+}
