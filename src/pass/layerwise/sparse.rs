@@ -169,6 +169,8 @@ impl Method for Sparse<'_> {
     }
 
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
+        // The previous solver may occupy much of a GPU's memory.
+        self.inputs = Inputs::Norms(Vec::new());
         self.inputs = if self.zeros.0.importance == Importance::Sparsegpt {
             Inputs::Sparsegpt(SPARSEGPT.run(value, moments, readers, &self.zeros, &mut self.report)?)
         } else {

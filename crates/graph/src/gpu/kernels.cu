@@ -1,6 +1,6 @@
 // Kernels for NVIDIA GPUs. Each exists for f32, f16 and bf16 elements (`_f32`, `_f16`, `_bf16`) and computes in
-// f32; those of solver.cuh have one type. Results do not depend on the order in which blocks run: no kernel uses floating-point atomics. Pointers are
-// to contiguous tensors; sizes are in elements.
+// f32; those of solver.cuh have one type. Results do not depend on the order in which blocks run: no kernel uses
+// floating-point atomics. Pointers are to contiguous tensors; sizes are in elements.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
