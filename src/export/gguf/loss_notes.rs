@@ -27,7 +27,7 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
     }
     if quantized > 0 {
         let smaller = smaller_type(weights, file_type).map_or(String::new(), |smaller| {
-            format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `compress chain MODEL -o {file} --export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
+            format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `compress cast MODEL -o {file} --to f32 --export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
         });
         let once = format!("`compress cast MODEL -o {file} --to f32 --export 'gguf: {{ type: {file_type:?} }}'`");
         let twice = format!("; the weights are quantized twice, with the errors of both: quantize them only to the types of the file, as in {once}");

@@ -83,13 +83,13 @@ pub(super) fn gated_delta(op: &GatedDelta, n: &mut Lowering) -> Result<()> {
         AttributeProto::graph("body", body(op, n)),
     ];
     let inputs: Vec<&str> = [start.as_str()].into_iter().chain(inputs.iter().map(String::as_str)).collect();
-    if (op.scale - 1.0).abs() < f64::EPSILON {
-        n.finish_wide_at("Scan", 1, &inputs, attributes);
-        return Ok(());
-    }
     let [_, rows] = n.emit_many("Scan", ["last", "rows"], &inputs, attributes);
-    let scale = n.float_wide(op.scale);
-    n.finish_wide("Mul", &[&rows, &scale], vec![]);
+    if (op.scale - 1.0).abs() < f64::EPSILON {
+        n.finish_wide("Identity", &[&rows], vec![]);
+    } else {
+        let scale = n.float_wide(op.scale);
+        n.finish_wide("Mul", &[&rows, &scale], vec![]);
+    }
     Ok(())
 }
 

@@ -8,7 +8,8 @@ use super::logits::{Logits, LogitsSource, index_tensor};
 use crate::gpu::{self, LogitLosses};
 
 impl Logits {
-    /// As [`gradient`](Logits::gradient), by one kernel; `None` if it does not support these losses and tensors.
+    /// As [`gradient`](Logits::gradient), by one kernel; `None` if it does not support these losses and
+    /// tensors.
     pub(super) fn gradient_on_gpu(
         &self,
         output: &mut LossOutput,
