@@ -17,11 +17,14 @@ const BLOCKS: u64 = 8192;
 /// Threads of a warp, and columns of a block of a kernel that sums columns.
 const WARP: u64 = 32;
 
+/// Whether a tensor is on a GPU, has a float dtype of the kernels, and is not empty.
+fn is_float_on_gpu(tensor: &Tensor) -> bool {
+    tensor.device().is_cuda() && tensor.elem_count() > 0 && matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16)
+}
+
 /// Whether kernels exist for tensors: on a GPU, contiguous, with the same float dtype.
 fn supported<const N: usize>(tensors: [&Tensor; N]) -> bool {
-    let dtype = tensors[0].dtype();
-    let is_supported = |tensor: &&Tensor| tensor.device().is_cuda() && tensor.is_contiguous() && tensor.dtype() == dtype && tensor.elem_count() > 0;
-    matches!(dtype, DType::F32 | DType::F16 | DType::BF16) && tensors.iter().all(is_supported)
+    tensors.iter().all(|tensor| is_float_on_gpu(tensor) && tensor.is_contiguous() && tensor.dtype() == tensors[0].dtype())
 }
 
 fn blocks(count: u64) -> u32 {
@@ -38,11 +41,16 @@ fn by_warp(rows: usize) -> Grid {
     ((blocks((rows as u64).div_ceil(WARPS)), 1), ((WARPS * WARP) as u32, 1))
 }
 
+/// Sums of columns, over chunks of rows.
+fn by_columns(width: usize, chunks: u32) -> Grid {
+    ((blocks((width as u64).div_ceil(WARP)), chunks), (WARP as u32, 8))
+}
+
 /// Sums over chunks of rows: the grid, the number of chunks, and the rows of each.
 fn by_chunk(rows: usize, width: usize) -> (Grid, usize, u64) {
     let each = (rows as u64).div_ceil(64).max(256);
     let chunks = (rows as u64).div_ceil(each);
-    (((blocks((width as u64).div_ceil(WARP)), chunks as u32), (WARP as u32, 8)), chunks as usize, each)
+    (by_columns(width, chunks as u32), chunks as usize, each)
 }
 
 /// Number of rows and columns of a tensor whose last axis is the columns.
@@ -147,13 +155,8 @@ fn strides(x: &Tensor) -> Option<[Argument<'static>; 3]> {
     }
 }
 
-/// Whether a tensor with any strides is on a GPU and has a float dtype.
-fn is_strided(x: &Tensor) -> bool {
-    x.device().is_cuda() && x.elem_count() > 0 && matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16)
-}
-
 pub(super) fn contiguous(x: &Tensor) -> Result<Option<Tensor>> {
-    let (Some([sa, sb, sc]), [_, b, c, width]) = (strides(x).filter(|_| is_strided(x)), x.dims()) else { return Ok(None) };
+    let (Some([sa, sb, sc]), [_, b, c, width]) = (strides(x).filter(|_| is_float_on_gpu(x)), x.dims()) else { return Ok(None) };
     let (rows, out) = (x.elem_count() / width, undefined(x.shape(), x.dtype(), x.device())?);
     // Rows are copied in units of 16 bytes if they consist of them.
     let unit = 16 / x.dtype().size_in_bytes();
@@ -170,7 +173,7 @@ pub(super) fn contiguous(x: &Tensor) -> Result<Option<Tensor>> {
 }
 
 pub(super) fn rotate(x: &Tensor, (cos, sin): (&Tensor, &Tensor), sign: f64) -> Result<Option<Tensor>> {
-    let (Some([sa, sb, sc]), [_, b, positions, width]) = (strides(x).filter(|_| is_strided(x)), x.dims()) else { return Ok(None) };
+    let (Some([sa, sb, sc]), [_, b, positions, width]) = (strides(x).filter(|_| is_float_on_gpu(x)), x.dims()) else { return Ok(None) };
     let turned = 2 * cos.dim(D::Minus1)?;
     if !supported([cos, sin]) || cos.dtype() != DType::F32 || cos.dims() != [*positions, turned / 2] || sin.dims() != cos.dims() || turned > *width {
         return Ok(None);
@@ -189,13 +192,12 @@ fn total(chunks: Tensor, dtype: DType) -> Result<Tensor> {
         return chunks.flatten_all()?.to_dtype(dtype);
     }
     let out = undefined(width, DType::F32, chunks.device())?;
-    let grid = ((blocks((width as u64).div_ceil(WARP)), 1), (WARP as u32, 8));
-    launch("column_sums", DType::F32, grid, &[(&chunks).into(), (&out).into(), size(count), number(width)?, size(count)])?;
+    launch("column_sums", DType::F32, by_columns(width, 1), &[(&chunks).into(), (&out).into(), size(count), number(width)?, size(count)])?;
     out.to_dtype(dtype)
 }
 
 pub(super) fn column_sums(tensor: &Tensor, width: usize) -> Result<Option<Tensor>> {
-    let rows = &if is_strided(tensor) { tensor.contiguous()? } else { return Ok(None) };
+    let rows = &if is_float_on_gpu(tensor) { tensor.contiguous()? } else { return Ok(None) };
     let count = rows.elem_count() / width.max(1);
     let (grid, chunks, each) = by_chunk(count, width);
     let out = undefined((chunks, width), DType::F32, rows.device())?;
