@@ -61,6 +61,16 @@ pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>>
     Ok(vec![finding.for_run("copy the tokenizer files of the original model into the model's folder, from which the run reads them")])
 }
 
+/// The files of the tokenizer can be parsed.
+pub(super) fn tokenizer_files(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    Ok(folder.defects.tokenizer())
+}
+
+/// The weights have the names and shapes that the configuration requires.
+pub(super) fn shapes(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    Ok(folder.defects.shapes())
+}
+
 /// All decoder layers are stored.
 pub(super) fn layers(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let Some(count) = folder.get("num_hidden_layers").and_then(Value::as_u64) else { return Ok(Vec::new()) };

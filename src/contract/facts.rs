@@ -1,7 +1,10 @@
 //! Capabilities of runtimes, for the rules and for the notes in reports.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
+use crate::error::{Error, Result};
+use crate::files;
 use crate::store::{Codes, FloatFormat};
 
 /// Widths of packed integers that all versions of vLLM load, with or without zero points.
@@ -56,6 +59,22 @@ pub(crate) fn has_tokenizer(files: &BTreeSet<String>) -> bool {
     let is_of_tokenizer =
         |name: &String| VOCABULARIES.contains(&name.as_str()) || name.ends_with(".tiktoken") || (name.starts_with("tokenization_") && name.ends_with(".py"));
     files.iter().any(is_of_tokenizer)
+}
+
+/// The file of tokenizers that need no code of their model.
+pub(crate) const FAST_TOKENIZER: &str = "tokenizer.json";
+
+/// Whether runtimes parse a file of a model folder when they load the tokenizer. `is_fast`: whether the
+/// folder has a `tokenizer.json`, which replaces the vocabulary of other files.
+pub(crate) fn is_parsed_with_tokenizer(file: &Path, is_fast: bool) -> bool {
+    let is = |name: &str| file == Path::new(name);
+    is(FAST_TOKENIZER) || is("tokenizer_config.json") || (!is_fast && is("vocab.json"))
+}
+
+/// The reason why a file is not valid JSON.
+pub(crate) fn invalid_json(path: &Path) -> Result<Option<String>> {
+    let text = files::read(path).map_err(Error::io("read", path))?;
+    Ok(serde_json::from_slice::<serde::de::IgnoredAny>(&text).err().map(|reason| reason.to_string()))
 }
 
 #[cfg(test)]

@@ -4,13 +4,13 @@
 //! support and other runtimes may load.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 use super::scheme::{Arguments, Group, Quantization};
-use super::{Needs, Planned, Target};
+use super::{Defects, Needs, Planned, Target};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
@@ -76,6 +76,7 @@ pub(super) struct Folder {
     pub files: BTreeSet<String>,
     pub quantization: Option<Quantization>,
     pub modules: BTreeMap<String, Module>,
+    pub defects: Defects,
 }
 
 impl Folder {
@@ -94,16 +95,17 @@ impl Folder {
         let file = path.join("config.json");
         let has_config = names.contains("config.json");
         let config = has_config.then(|| files::read_to_string(&file).map_err(Error::io("read", &file))).transpose()?;
-        Folder::new(&file, config.as_deref(), tensors, names)
+        let defects = Defects::of_output(path, names.iter().map(PathBuf::from))?;
+        Folder::new(&file, config.as_deref(), tensors, names, defects)
     }
 
     /// `config` is the text of `file`, if there is one.
-    fn new(file: &Path, config: Option<&str>, tensors: BTreeMap<String, Tensor>, files: BTreeSet<String>) -> Result<Folder> {
+    fn new(file: &Path, config: Option<&str>, tensors: BTreeMap<String, Tensor>, files: BTreeSet<String>, defects: Defects) -> Result<Folder> {
         let parse = |text: &str| parse_config(text).map_err(|e| Error::malformed(file, format!("not a JSON object: {e}")));
         let config = config.map(parse).transpose()?;
         let described = config.as_ref().and_then(|config| config.get("quantization_config")).and_then(Value::as_object);
         let quantization = described.map(Quantization::parse).transpose().map_err(|reason| Error::malformed(file, reason))?;
-        let mut folder = Folder { config, tensors, files, quantization, modules: BTreeMap::new() };
+        let mut folder = Folder { config, tensors, files, quantization, modules: BTreeMap::new(), defects };
         folder.modules = folder.find_modules()?;
         Ok(folder)
     }
@@ -196,13 +198,13 @@ impl Folder {
 }
 
 impl Planned {
-    /// A folder with this text of `config.json`, these tensors, with the bytes that the plan determines, and
-    /// these files.
-    pub(crate) fn folder(config: Option<&str>, tensors: Vec<(StoredTensor, Option<Vec<u8>>)>, files: BTreeSet<String>) -> Result<Planned> {
+    /// A folder with this text of `config.json`, these tensors, with the bytes that the plan determines, these
+    /// files, and defects.
+    pub(crate) fn folder(config: Option<&str>, tensors: Vec<(StoredTensor, Option<Vec<u8>>)>, files: BTreeSet<String>, defects: Defects) -> Result<Planned> {
         let planned = |(StoredTensor { name, dtype, shape }, bytes): (StoredTensor, Option<Vec<u8>>)| {
             (name, Tensor { dtype, shape, values: bytes.map_or(Values::Unknown, Values::Known) })
         };
-        let folder = Folder::new(Path::new("config.json"), config, tensors.into_iter().map(planned).collect(), files)?;
+        let folder = Folder::new(Path::new("config.json"), config, tensors.into_iter().map(planned).collect(), files, defects)?;
         Ok(Planned { files: Box::new(folder), determined: Needs::Weights })
     }
 }

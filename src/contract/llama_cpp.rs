@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
-use super::{Finding, Needs, Planned, Rule, Target, missing_layers};
+use super::{Defects, Finding, Needs, Planned, Rule, Target, missing_layers};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{EXTENSION, Outline, Value, block_type, is_gguf, model_files};
@@ -79,6 +79,14 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         check: layers,
     },
     Rule {
+        name: "shapes",
+        sentence: "The weights have the shapes that the metadata require (of families that compress runs).",
+        source: "src/llama-model-loader.cpp: check_tensor_dims",
+        versions: &[],
+        needs: Needs::Weights,
+        check: shapes,
+    },
+    Rule {
         name: "rows",
         sentence: "Rows are multiples of the block size: 256 elements for K and I types.",
         source: "ggml/src/gguf.cpp",
@@ -116,13 +124,14 @@ pub(super) struct Contents {
     outline: Outline,
     /// Whether all tensors are in this file.
     is_complete: bool,
+    defects: Defects,
 }
 
 impl Contents {
     pub(super) fn open(path: &Path) -> Result<Contents> {
         let outline = Outline::open(path)?;
         let parts = number(outline.values.get("split.count"));
-        Ok(Contents { outline, is_complete: parts.is_none_or(|count| count < 2) })
+        Ok(Contents { outline, is_complete: parts.is_none_or(|count| count < 2), defects: Defects::of_file(path) })
     }
 
     fn text(&self, key: &str) -> Option<&str> {
@@ -155,9 +164,9 @@ impl Contents {
 }
 
 impl Planned {
-    /// A GGUF file with all tensors.
+    /// A GGUF file with all tensors, which fit its metadata.
     pub(crate) fn gguf(outline: Outline) -> Planned {
-        Planned { files: Box::new(Contents { outline, is_complete: true }), determined: Needs::Files }
+        Planned { files: Box::new(Contents { outline, is_complete: true, defects: Defects::default() }), determined: Needs::Files }
     }
 }
 
@@ -240,6 +249,10 @@ fn layers(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
     let Some(count) = number(contents.outline.values.get(&key)).filter(|_| contents.is_complete) else { return Ok(Vec::new()) };
     let names = contents.outline.tensors.iter().map(|tensor| tensor.name.as_str());
     Ok(missing_layers(names, "blk.", count, &format!("`{key}` is {count}"), "the file is incomplete: write it again"))
+}
+
+fn shapes(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
+    Ok(contents.defects.shapes())
 }
 
 fn rows(contents: &Contents, target: Target) -> Result<Vec<Finding>> {

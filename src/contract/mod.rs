@@ -8,6 +8,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod compressed_tensors;
+mod defects;
 pub(crate) mod facts;
 mod folder;
 mod fused;
@@ -30,6 +31,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+pub(crate) use self::defects::Defects;
 use self::folder::Folder;
 use crate::error::{Error, ParseError, Result};
 use crate::files;

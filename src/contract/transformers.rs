@@ -94,6 +94,22 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         check: compressed_tensors::layers,
     },
     Rule {
+        name: "shapes",
+        sentence: "The weights have the names and shapes that `config.json` requires (of families that compress runs).",
+        source: "transformers/modeling_utils.py",
+        versions: &[],
+        needs: Needs::Weights,
+        check: compressed_tensors::shapes,
+    },
+    Rule {
+        name: "tokenizer-files",
+        sentence: "`tokenizer.json` and `tokenizer_config.json` are valid JSON, and so is `vocab.json` if `tokenizer.json` is missing.",
+        source: "transformers/tokenization_utils_base.py: from_pretrained",
+        versions: &[],
+        needs: Needs::Configuration,
+        check: compressed_tensors::tokenizer_files,
+    },
+    Rule {
         name: "selected",
         sentence: "Every quantized matrix is selected by a target of `config_groups`, and `ignore` does not exclude it.",
         source: "compressed_tensors/quantization/lifecycle/apply.py",

@@ -46,6 +46,22 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         check: compressed_tensors::layers,
     },
     Rule {
+        name: "shapes",
+        sentence: "The weights have the names and shapes that `config.json` requires (of families that compress runs).",
+        source: "vllm/model_executor/model_loader/weight_utils.py: default_weight_loader",
+        versions: &[],
+        needs: Needs::Weights,
+        check: compressed_tensors::shapes,
+    },
+    Rule {
+        name: "tokenizer-files",
+        sentence: "`tokenizer.json` and `tokenizer_config.json` are valid JSON, and so is `vocab.json` if `tokenizer.json` is missing.",
+        source: "docs.vllm.ai, engine arguments: --tokenizer",
+        versions: &[],
+        needs: Needs::Configuration,
+        check: compressed_tensors::tokenizer_files,
+    },
+    Rule {
         name: "fused-ignore",
         sentence: "`ignore` names all parts of a layer that is fused, or none.",
         source: "vllm/model_executor/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::contract::facts::invalid_json;
 use crate::error::{Error, Result, redact_path};
 use crate::files;
 use crate::model::{Config, Model, adapter};
@@ -75,9 +76,7 @@ const JSON: [&str; 9] = [
 pub(super) fn damaged(model: &Model) -> Result<Vec<String>> {
     let mut warnings = Vec::new();
     for file in model.auxiliary.files.iter().filter(|file| JSON.iter().any(|name| file.as_path() == Path::new(name))) {
-        let path = model.path_of(file);
-        let text = files::read(&path).map_err(Error::io("read", &path))?;
-        if let Err(reason) = serde_json::from_slice::<serde::de::IgnoredAny>(&text) {
+        if let Some(reason) = invalid_json(&model.path_of(file))? {
             warnings.push(format!(
                 "{WARNING}{} was copied, but it is not valid JSON ({reason}): runtimes will not load the output; {}",
                 file.display(),

@@ -102,6 +102,53 @@ fn a_violation_is_an_error_before_any_work() {
     assert!(plan(&model, pipeline().loads(targets(&["transformers"]))).is_ok());
 }
 
+/// Defects of the input with which no runtime loads the output: errors with `loads`, otherwise warnings.
+#[test]
+fn weights_that_do_not_fit_and_damaged_tokenizers_are_violations() {
+    let desk = Desk::new();
+    let model = model(&desk);
+    let with_key = |key: &str, value: Value| changed(&desk, &model, |config, _| config[key] = value);
+    let with_file = |name: &str, bytes: &[u8]| {
+        let copy = changed(&desk, &model, |_, _| {});
+        std::fs::write(copy.join(name), bytes).unwrap();
+        copy
+    };
+    let bert = std::fs::read(golden("models/bert/config.json")).unwrap();
+    let embedding = "shapes: `model.embed_tokens.weight` has shape [48, 32], but the configuration requires ";
+    for (folder, reason) in [
+        (with_key("hidden_size", json!(40)), format!("{embedding}[48, 40]")),
+        (with_key("vocab_size", json!(50)), format!("{embedding}[50, 32]")),
+        (with_key("num_key_value_heads", json!(3)), "shapes: `config.json` `num_attention_heads` 4 is not a multiple of `num_key_value_heads` 3".into()),
+        (with_file("config.json", &bert), "shapes: `embeddings.".into()),
+        (with_file("tokenizer.json", b""), "tokenizer-files: `tokenizer.json` is not valid JSON (EOF".into()),
+        (with_file("tokenizer_config.json", b"{\"model_max_length\": "), "tokenizer-files: `tokenizer_config.json` is not valid JSON (EOF".into()),
+    ] {
+        for target in ["vllm", "sglang", "transformers"] {
+            let found = check(&folder, target).violations;
+            assert!(found.iter().any(|violation| violation.to_string().starts_with(&reason)), "{target}: {reason}: {found:?}");
+            let builder = || pipeline().loads(targets(&[target]));
+            let planned = plan(&folder, builder()).unwrap_err();
+            assert!(planned.to_string().contains(&reason) && planned.hint().unwrap().contains("the model's folder"), "{target}: {reason}: {planned:?}");
+            assert_eq!(desk.run(&folder, builder()).map(|output| output.path).unwrap_err().to_string(), planned.to_string());
+        }
+        let notes = desk.run(&folder, pipeline()).unwrap().report.notes;
+        assert!(notes.iter().any(|note| note.starts_with("warning: ")), "{reason}: {notes:?}");
+    }
+    // Other files of a tokenizer are read only if tokenizer.json is missing.
+    let slow = with_file("vocab.json", b"{");
+    assert_eq!(violated(&slow, "transformers"), BTreeSet::new());
+    std::fs::remove_file(slow.join("tokenizer.json")).unwrap();
+    assert_eq!(violated(&slow, "transformers"), BTreeSet::from(["tokenizer-files"]));
+    // After a key: the type, and an integer of four bytes.
+    let mut bytes = std::fs::read(golden("gguf/tokenizer-gpt-2.gguf")).unwrap();
+    let key = b"llama.feed_forward_length";
+    let at = bytes.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4;
+    bytes[at..at + 4].copy_from_slice(&96u32.to_le_bytes());
+    let file = desk.place().with_extension("gguf");
+    std::fs::write(&file, bytes).unwrap();
+    assert_eq!(violated(&file, "llama.cpp"), BTreeSet::from(["shapes"]));
+}
+
 /// Global scales are values, which the plan does not read.
 #[test]
 fn a_violation_in_the_written_files_leaves_no_output() {
@@ -151,8 +198,8 @@ fn estimates_decide_only_rules_of_the_configuration() {
     let model = model(&desk);
     let found = |builder: Builder, target: &str| planned(&plan(&model, builder.loads(targets(&[target]))).unwrap());
     let quantized = || pipeline().calibration(samples(desk.path())).pass(QuantizeStatic::default());
-    assert_eq!(found(quantized(), "vllm"), BTreeSet::from(["architectures", "tokenizer"]));
-    assert_eq!(found(quantized(), "transformers"), BTreeSet::from(["model-type"]));
+    assert_eq!(found(quantized(), "vllm"), BTreeSet::from(["architectures", "tokenizer", "tokenizer-files"]));
+    assert_eq!(found(quantized(), "transformers"), BTreeSet::from(["model-type", "tokenizer-files"]));
     assert_eq!(found(quantized().export(Onnx::default()), "onnxruntime"), BTreeSet::from(["ir-version", "opset"]));
     let sparse = || pipeline().measure(false).pass(PruneUnstructured::default()).export(Safetensors::with_layout(Layout::Sparse));
     assert_eq!(found(sparse(), "vllm"), BTreeSet::new());

@@ -1,7 +1,7 @@
 //! The planned folder as runtimes read it.
 
 use super::{Layout, Safetensors};
-use crate::contract::Planned;
+use crate::contract::{Defects, Planned};
 use crate::error::Result;
 use crate::model::Model;
 use crate::run_state::RunState;
@@ -23,5 +23,5 @@ pub(super) fn folder(format: &Safetensors, model: &Model, run: &RunState) -> Res
     let tensors = items.iter().filter(|item| model.weights.folder(&item.name).is_none()).flat_map(parts).collect();
     let files = model.auxiliary.files.iter().chain(model.auxiliary.synthesized.keys());
     let files = files.filter_map(|file| file.to_str()).map(str::to_owned).collect();
-    Planned::folder(config.as_deref(), tensors, files).map(Some)
+    Planned::folder(config.as_deref(), tensors, files, Defects::of_plan(model)?).map(Some)
 }

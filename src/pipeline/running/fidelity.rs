@@ -57,7 +57,7 @@ struct Budget {
 
 /// Whether the weights of a model match its configuration; true if the model cannot be run for other reasons.
 pub(in crate::pipeline) fn matches_config(model: &Model) -> bool {
-    !model.graph().is_err_and(|error| matches!(error, Error::Tensor { .. }) || arch::is_indivisible(&error))
+    model.require_matching_weights().is_ok()
 }
 
 /// Samples that no pass has used.

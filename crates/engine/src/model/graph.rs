@@ -155,13 +155,19 @@ impl Model {
     /// Checks that the weights fit the graph.
     ///
     /// # Errors
-    /// A weight is missing, or has another shape than the graph requires. Other reasons why the model cannot
-    /// run are not errors: other programs may support it.
+    /// A weight is missing, or has another shape than the graph requires, or sizes in `config.json` contradict
+    /// each other. Other reasons why the model cannot run are not errors: other programs may support it.
     pub fn require_matching_weights(&self) -> Result<()> {
-        match self.graph() {
-            Err(error @ Error::Tensor { .. }) => Err(error),
-            _ => Ok(()),
-        }
+        mismatch_of(self.graph())
+    }
+
+    /// Checks that the weights fit `config.json`, even if the folder has a `graph.json`, which only this program
+    /// reads.
+    ///
+    /// # Errors
+    /// As for [`require_matching_weights`](Model::require_matching_weights).
+    pub fn require_weights_of_config(&self) -> Result<()> {
+        if self.onnx.is_some() { Ok(()) } else { mismatch_of(self.family_graph()) }
     }
 
     /// Whether `config.json` describes the graph.
@@ -179,14 +185,7 @@ impl Model {
 
     /// The graph that `config.json` describes, and unrecognized keys.
     fn described(&self) -> Result<(Graph, Vec<String>)> {
-        if self.config.model_type().is_empty() {
-            return Err(Error::Unsupported {
-                what: format!("{}: running a model without graph.json and without a model_type in config.json", self.path.display()),
-                hint: "add a config.json, or describe the model in a graph.json; weight passes require neither".into(),
-            });
-        }
-        let (modules, unknown) = SentenceModule::described(&self.path)?;
-        let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &modules, Builder::new(&self.weights))?;
+        let (graph, unknown) = self.family_graph()?;
         let corrections = self.corrections();
         let graph = if corrections.is_empty() { graph } else { low_rank::insert(&graph, &self.weights, &corrections)? };
         let quantizers = self.quantizers();
@@ -195,6 +194,20 @@ impl Model {
             None => graph,
             Some(scheme) => kv_cache::insert(&graph, &self.weights, scheme)?,
         };
+        Ok((graph, unknown))
+    }
+
+    /// The graph that the model family builds from `config.json`, without quantization and corrections, and
+    /// unrecognized keys.
+    fn family_graph(&self) -> Result<(Graph, Vec<String>)> {
+        if self.config.model_type().is_empty() {
+            return Err(Error::Unsupported {
+                what: format!("{}: running a model without graph.json and without a model_type in config.json", self.path.display()),
+                hint: "add a config.json, or describe the model in a graph.json; weight passes require neither".into(),
+            });
+        }
+        let (modules, unknown) = SentenceModule::described(&self.path)?;
+        let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &modules, Builder::new(&self.weights))?;
         let keys = keys.into_iter().filter(|key| key != adapter::KEY);
         Ok((graph, keys.map(|key| format!("config.json: {key}")).chain(unknown).collect()))
     }
@@ -239,6 +252,14 @@ impl Model {
     pub fn unused(&self, graph: &Graph) -> Vec<String> {
         let used: BTreeSet<&str> = graph.params().map(|(_, v)| v.name.as_str()).collect();
         self.weights.by_name.keys().filter(|name| !used.contains(name.as_str())).cloned().collect()
+    }
+}
+
+/// The error, if the weights or the configuration contradict the graph that was to be built from them.
+fn mismatch_of<T>(graph: Result<T>) -> Result<()> {
+    match graph {
+        Err(error) if matches!(error, Error::Tensor { .. }) || arch::is_indivisible(&error) => Err(error),
+        _ => Ok(()),
     }
 }
 

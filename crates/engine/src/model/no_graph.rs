@@ -60,6 +60,12 @@ impl Model {
         Ok(())
     }
 
+    /// Returns `Ok`, like [`require_matching_weights`](Model::require_matching_weights).
+    #[allow(clippy::unnecessary_wraps)]
+    pub fn require_weights_of_config(&self) -> Result<()> {
+        Ok(())
+    }
+
     #[allow(clippy::unnecessary_wraps)]
     pub(super) fn pooled_widths(&self, _folder: &Path) -> Result<Vec<(String, usize)>> {
         Ok(Vec::new())

@@ -86,6 +86,21 @@ fn sizes_that_contradict_each_other_are_a_warning() {
 }
 
 #[test]
+fn outputs_that_no_runtime_loads_are_violations() {
+    let folder = prepared();
+    let path = folder.path();
+    with_config(path, "vocab_size", json!(50));
+    fs::write(path.join("recipe.yaml"), "model: in\npasses: [quantize-dynamic]\nloads: [transformers]\noutput: out\n").unwrap();
+    let reason = "shapes: `model.embed_tokens.weight` has shape [48, 16], but the configuration requires [50, 16]";
+    let checked = compress(path, "check in --loads transformers");
+    assert!(checked.code == 1 && checked.stdout.contains(reason), "{}{}", checked.stdout, checked.stderr);
+    for args in ["cast in -o out --to f16 --loads transformers", "plan recipe.yaml", "run recipe.yaml"] {
+        refused(path, args, reason);
+    }
+    assert_eq!(names(path), ["in", "recipe.yaml"]);
+}
+
+#[test]
 fn a_model_without_weights_is_not_written() {
     let folder = prepared();
     let path = folder.path();
