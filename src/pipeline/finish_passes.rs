@@ -14,14 +14,30 @@ impl Pipeline {
     /// results that a format does not keep, and about the sizes that the user has specified.
     ///
     /// # Errors
-    /// No format keeps the result of the last pass.
+    /// No format keeps the result of the last pass, or a format does not store all layers of the checkpoint.
     pub(super) fn finish_passes(&self, after: &mut Model, before: &Model, run: &mut RunState) -> Result<()> {
         run.notes.extend(after.settle_ties(before)?);
         run.notes.extend(fixed_sizes(after, &self.sizes));
         run.notes.extend(unchanged_experts(after, run));
-        run.notes.extend(unused_layers(before));
+        run.notes.extend(self.layers_outside_of_config(before)?);
         run.notes.extend(self.lost_results(after, run)?);
         Ok(())
+    }
+
+    /// A warning about layers that `config.json` does not contain.
+    ///
+    /// # Errors
+    /// A format does not store these layers, so that correcting `config.json` later would not add them.
+    fn layers_outside_of_config(&self, model: &Model) -> Result<Option<String>> {
+        const NEXT: &str = "correct config.json if they belong to the model, otherwise remove their tensors";
+        let Some(layers) = unused_layers(model) else { return Ok(None) };
+        let exports = self.exports(model);
+        match exports.iter().map(|export| export.format().name()).find(|format| *format != "safetensors") {
+            Some(format) => Err(Error::Unsupported { what: format!("{format}: {layers}, which the file would not contain"), hint: NEXT.into() }),
+            None => Ok(Some(format!(
+                "{WARNING}{layers}: runtimes ignore these layers, the measured figures do not include them, and safetensors still store them; {NEXT}"
+            ))),
+        }
     }
 
     /// Warnings about results of passes that a format does not keep.

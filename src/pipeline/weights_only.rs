@@ -23,7 +23,7 @@ pub(super) fn matches_config(_: &Model) -> bool {
     true
 }
 
-/// A warning about layers that the configuration does not contain, which needs the graph of the model.
+/// Describes layers that the configuration does not contain, which needs the graph of the model.
 pub(super) fn unused_layers(_: &Model) -> Option<String> {
     None
 }

@@ -18,7 +18,7 @@ pub use self::file_type::FileType;
 use self::importance::{Importance, Matrix};
 use self::loss_notes::{loss_notes, quantized_inputs};
 use self::mixture::{Mixture, fit_row, keep_packed};
-use self::tensors::{LatentSizes, Planned, fallback_note, split_fused, tensors, width};
+use self::tensors::{LatentSizes, Planned, fallback_note, require_described, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -227,6 +227,7 @@ impl Gguf {
                 counted(predicting, "tensor")
             ));
         }
+        require_described(model, layers)?;
         let (entries, note) = vocabulary(model, rows)?;
         notes.extend(note);
         values.push(("general.file_type".into(), Value::Unsigned(self.file_type.id())));
@@ -395,9 +396,7 @@ impl Format for Gguf {
         let mut by_name = weights_by_name(family, &opened, &names, &items).map_err(failure)?;
         let renamed = has_renamed_experts(family, &names);
         let with = |by_name| Weights { by_name, folders: model.weights.folders.clone(), ..Weights::default() };
-        if model.require_matching_weights().is_ok() {
-            opened.require_matching_weights().map_err(|error| failure(format!("does not describe its own weights: {error}")))?;
-        }
+        opened.require_matching_weights().map_err(|error| failure(format!("does not describe its own weights: {error}")))?;
         let difference = match renamed {
             true if model.difference_from(model).is_some() => model.with_weights(with(by_name.clone()))?.difference_from(&opened),
             true => None,

@@ -6,8 +6,23 @@ use std::sync::Arc;
 use super::types::mixed_experts;
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
+use crate::model::Model;
 use crate::store::Weight;
 use crate::store::gguf::{Kind, Outputs, expert_outputs, expert_rows, latent_parts};
+
+/// Checks that the configuration, from which the metadata are written, describes the weights: the file has no
+/// config.json that could be corrected later.
+pub(super) fn require_described(model: &Model, layers: usize) -> Result<()> {
+    let last = model.weights.by_name.keys().filter_map(|name| GgufFamily::layer(name)).max();
+    let stored = last.map_or(0, |last| last as usize + 1);
+    if stored < layers {
+        return Err(Error::Unsupported {
+            what: format!("gguf: {}: `num_hidden_layers` in config.json is {layers}, but the checkpoint has {stored}", model.path.display()),
+            hint: "correct config.json if all layers are stored, otherwise download the checkpoint again".into(),
+        });
+    }
+    model.require_matching_weights()
+}
 
 /// A tensor of a file, or one expert of a tensor that stacks all experts.
 pub(super) struct Planned {

@@ -6,15 +6,14 @@ use serde_json::Value;
 
 use crate::error::counted;
 use crate::model::Model;
-use crate::report::WARNING;
 
 /// Configuration keys of the number of layers.
 const LAYERS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "encoder_layers"];
 /// Configuration keys of the layers that predict further tokens, which follow the others in checkpoints.
 const PREDICTING: [&str; 2] = ["num_nextn_predict_layers", "num_mtp_layers"];
 
-/// A warning about layers of the checkpoint that the graph of the model does not contain, although it
-/// contains the layers before them.
+/// Describes layers of the checkpoint that the graph of the model does not contain, although it contains the
+/// layers before them.
 pub(in crate::pipeline) fn unused_layers(model: &Model) -> Option<String> {
     if model.onnx.is_some() || model.config.model_type().is_empty() {
         return None;
@@ -38,10 +37,7 @@ pub(in crate::pipeline) fn unused_layers(model: &Model) -> Option<String> {
     let key = LAYERS.into_iter().find(|key| number(key) == Some(count as u64));
     let names = if extra.len() == 1 { format!("`{first_prefix}{first}`") } else { format!("`{first_prefix}{first}` to `{last_prefix}{last}`") };
     let config = key.map_or_else(|| "config.json describes fewer layers".to_owned(), |key| format!("`{key}` in config.json is {count}"));
-    Some(format!(
-        "{WARNING}{config}, but the checkpoint also contains {names} ({}): runtimes ignore these layers, the measured figures do not include them, and safetensors still store them; correct config.json if they belong to the model, otherwise remove their tensors",
-        counted(extra.values().sum(), "tensor")
-    ))
+    Some(format!("{config}, but the checkpoint also contains {names} ({})", counted(extra.values().sum(), "tensor")))
 }
 
 /// The number of layers with each prefix in the names of weights.

@@ -180,10 +180,10 @@ fn settings_without_effect_are_accepted() {
         json["normalizer"] = serde_json::json!({ "type": "Sequence", "normalizers": [] });
     });
     export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F16).unwrap();
-    // As many tokens as the embedding has rows.
+    // A file has no config.json that could be corrected later.
     let (folder, model) = changed("llama", "config.json", |json| json["vocab_size"] = 40.into());
-    export(model, folder.path(), FileType::F32).unwrap();
-    assert_eq!(values(folder.path())["llama.vocab_size"], gguf::Value::Unsigned(48));
+    assert!(export(model, folder.path(), FileType::F32).unwrap_err().to_string().contains("has shape [48, 16], but the configuration requires [40, 16]"));
+    assert!(!folder.path().join("out").exists());
     // Added tokens can contain spaces, and special tokens of tokenizers without a post-processor are
     // configured elsewhere.
     let (folder, _) = changed("tokenizer-pieces", "tokenizer.json", |json| {
@@ -303,19 +303,23 @@ fn a_single_output_file_is_supported() {
     assert!(error.contains("is of the format gguf, but other formats are configured"), "{error}");
 }
 
-/// `verify` rejects a file whose properties do not fit its tensors, such as one of an inconsistent folder.
+/// `verify` rejects a file whose properties do not fit its tensors.
 #[test]
 fn verification_compares_shapes_with_properties() {
-    let (folder, model) = changed("llama", "config.json", |json| json["intermediate_size"] = 40.into());
-    export(model, folder.path(), FileType::F32).unwrap();
-    let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
-    let failed = checks.iter().find(|check| !check.ok).unwrap();
-    assert!(failed.path == "model.gguf" && failed.finding.contains("but the configuration requires"), "{failed:?}");
     let (_input, model) = source("llama");
     let folder = tempfile::tempdir().unwrap();
     export(model, folder.path(), FileType::F32).unwrap();
     let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
     assert!(checks.iter().all(|check| check.ok), "{checks:?}");
+    // After a key: the type, and an integer of four bytes.
+    let (path, key) = (folder.path().join("out/model.gguf"), b"llama.feed_forward_length");
+    let mut bytes = fs::read(&path).unwrap();
+    let at = bytes.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4;
+    bytes[at..at + 4].copy_from_slice(&40u32.to_le_bytes());
+    fs::write(&path, bytes).unwrap();
+    let checks = crate::common::work(|work| compress::pipeline::verify(&folder.path().join("out"), work)).unwrap();
+    let is_found = |check: &compress::pipeline::Check| check.path == "model.gguf" && !check.ok && check.finding.contains("but the configuration requires");
+    assert!(checks.iter().any(is_found), "{checks:?}");
 }
 
 /// Floats with the errors of 4 bits are rarely intended.

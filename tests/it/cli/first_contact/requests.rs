@@ -74,6 +74,34 @@ fn layers_that_the_configuration_does_not_contain_are_named() {
     assert!(!notes(folder.path(), "quantize-dynamic in -o out").contains("but the checkpoint also contains"));
 }
 
+/// A single file has no config.json that could be corrected later.
+#[test]
+fn files_are_not_written_with_another_configuration() {
+    let folder = prepared();
+    let path = folder.path();
+    let cases = [
+        ("num_hidden_layers", json!(9), "gguf: in: `num_hidden_layers` in config.json is 9, but the checkpoint has 2"),
+        (
+            "num_hidden_layers",
+            json!(1),
+            "gguf: `num_hidden_layers` in config.json is 1, but the checkpoint also contains `model.layers.1` (9 tensors), which the",
+        ),
+        ("vocab_size", json!(50), "`model.embed_tokens.weight`: has shape [48, 16], but the configuration requires [50, 16]"),
+        ("intermediate_size", json!(48), "has shape [24, 16], but the configuration requires [48, 16]"),
+    ];
+    for (key, value, reason) in cases {
+        let original = read_json(&path.join("in/config.json"))[key].clone();
+        with_config(path, key, value);
+        refused(path, "cast in -o out.gguf --to f32", reason);
+        fs::write(path.join("recipe.yaml"), "model: in\npasses: [cast: { to: f32 }]\noutput: out.gguf\n").unwrap();
+        refused(path, "plan recipe.yaml", reason);
+        with_config(path, key, original);
+    }
+    with_config(path, "num_hidden_layers", json!(1));
+    refused(path, "cast in -o out.onnx --to f32", "onnx: `num_hidden_layers` in config.json is 1, but the checkpoint also contains `model.layers.1`");
+    assert_eq!(names(path), ["in", "recipe.yaml"]);
+}
+
 #[test]
 fn sizes_that_contradict_each_other_are_a_warning() {
     let folder = prepared();
