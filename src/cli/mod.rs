@@ -108,6 +108,7 @@ pub fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     let (head, segments) = chain::split(args);
+    usage::check_output_option(&head);
     let matches = command().try_get_matches_from(head).unwrap_or_else(|e| usage::exit(e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
     global.threads.into_iter().for_each(running::set_threads);

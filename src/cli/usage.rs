@@ -1,5 +1,6 @@
 //! Messages about invalid arguments.
 
+use std::ffi::OsString;
 use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -28,6 +29,23 @@ const COMMAND_TIPS: [(&str, &str); 2] = [
     ("export", "`compress cast MODEL -o DIR --to f32 --export onnx` writes another format; `compress quantize MODEL -o DIR` quantizes"),
     ("convert", "`compress cast MODEL -o DIR --to f32 --export onnx` writes another format, and `--to bf16` converts the weights"),
 ];
+
+/// Exits with an error if the value of `-o` is attached and is probably the rest of the option's long name.
+pub(super) fn check_output_option(args: &[OsString]) {
+    let mut options = args.iter().take_while(|argument| *argument != "--").filter_map(|argument| argument.to_str());
+    if let Some(message) = options.find_map(attached_output) {
+        clap::Error::raw(ErrorKind::UnknownArgument, redact(&message)).exit();
+    }
+}
+
+/// The message about an argument like `-out=DIR` or `-output`, which would write to `ut=DIR` or `utput`.
+fn attached_output(argument: &str) -> Option<String> {
+    let rest = argument.strip_prefix("-o").filter(|rest| rest.starts_with("ut"))?;
+    let option = argument.split_once('=').map_or_else(|| "--output".to_owned(), |(_, value)| format!("--output {value}"));
+    Some(format!(
+        "unexpected argument '{argument}' found: it would write to `{rest}`\n\n  tip: did you mean `{option}`? Otherwise write `-o {rest}`\n\nFor more information, try '--help'.\n"
+    ))
+}
 
 /// Exits with the message of a clap error: invalid arguments, or the requested help.
 pub(super) fn exit(mut error: clap::Error) -> ! {

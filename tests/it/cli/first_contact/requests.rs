@@ -178,6 +178,20 @@ fn names_of_other_tools_lead_to_ours() {
     }
 }
 
+/// `-o` accepts an attached value, here `ut=out` and `utput`.
+#[test]
+fn an_output_is_not_the_rest_of_a_long_name() {
+    let folder = prepared();
+    refused(folder.path(), "cast in -out=out --to f16", "did you mean `--output out`? Otherwise write `-o ut=out`");
+    refused(folder.path(), "cast in -output out --to f16", "did you mean `--output`?");
+    refused(folder.path(), "chain in -out=out -- cast --to f16", "did you mean `--output out`?");
+    assert_eq!(names(folder.path()), ["in"]);
+    ok(folder.path(), "cast in -ofirst --to f16");
+    ok(folder.path(), "cast in -o=second --to f16");
+    ok(folder.path(), "cast in -o ut --to f16");
+    assert_eq!(names(folder.path()), ["first", "in", "second", "ut"]);
+}
+
 #[test]
 fn the_hint_about_a_delimiter_can_be_pasted() {
     let folder = tempfile::tempdir().unwrap();
