@@ -45,6 +45,7 @@ mod synthetic;
 mod target;
 mod task;
 mod text;
+mod text_format;
 mod tokens;
 mod wav;
 mod window;

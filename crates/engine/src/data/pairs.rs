@@ -74,6 +74,10 @@ impl Pairs {
 }
 
 impl SampleSource for Pairs {
+    fn notes(&self) -> Vec<String> {
+        records::header_note(&self.options, &self.path).into_iter().collect()
+    }
+
     fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
         Ok(in_batches(self.records()?, self.options.batch(self.task, None), RECORD_BYTES, order, |records| self.batch(records)))
     }

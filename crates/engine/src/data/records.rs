@@ -10,6 +10,8 @@ use super::Target;
 use super::chat::{Chat, ChatTemplate, RenderedChat};
 use super::labels::Label;
 use super::options::{Column, Data};
+use super::text_format::numeric_label;
+pub(super) use super::text_format::{TextFormat, header_note, layout};
 use crate::error::{Error, Result, counted, redact_path};
 use crate::files;
 
@@ -82,14 +84,6 @@ pub(super) fn template(mut records: impl Iterator<Item = Result<Record>>, target
 
 pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
 
-/// Format of a text file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum TextFormat {
-    Lines,
-    Columns { delimiter: u8, quoting: bool },
-    Json,
-}
-
 /// The byte order mark that some editors write at the beginning of a file.
 const BYTE_ORDER_MARK: char = '\u{feff}';
 /// A record that is appended to files with columns. If a quoted field is not closed, it is the end of that
@@ -99,25 +93,6 @@ const TEXT: [&str; 2] = ["text", "sentence"];
 /// Key of the messages of a chat, in JSON objects.
 const MESSAGES: &str = "messages";
 const LABEL: [&str; 2] = ["label", "labels"];
-
-/// The format, from the options and the file extension.
-pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
-    let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
-    let tabs = ending == "tsv";
-    if let Some(delimiter) = options.delimiter {
-        let delimiter = u8::try_from(delimiter).map_err(|_| Error::option("data", format!("`delimiter` must be an ASCII character, not `{delimiter}`")))?;
-        return Ok(TextFormat::Columns { delimiter, quoting: options.quoting.unwrap_or(delimiter != b'\t') });
-    }
-    match ending.as_str() {
-        "csv" | "tsv" => Ok(TextFormat::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
-        "jsonl" => Ok(TextFormat::Json),
-        "txt" | "raw" => Ok(TextFormat::Lines),
-        _ => Err(Error::option(
-            "data",
-            format!("{}: text files must be .txt, .raw, .csv, .tsv or .jsonl, or `delimiter` must be set", redact_path(path).display()),
-        )),
-    }
-}
 
 /// The text of a file without the byte order mark at its beginning.
 pub(super) fn without_byte_order_mark(mut file: impl Read + Send + 'static) -> std::io::Result<Box<dyn Read + Send>> {
@@ -177,6 +152,12 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     match names.last() {
         Some(name) if name == LAST_RECORD => names.clear(),
         last => require_closed(path, 1, last.map(String::as_str))?,
+    }
+    if let Some(score) = numeric_label(options, &names) {
+        let reason = format!(
+            "line 1 is taken as the header, but its label column contains the number `{score}`: set `header: false` if the line is a sample, or `header: true` if it is the header"
+        );
+        return Err(Error::malformed(path, reason));
     }
     let find = |column: &Column| match column {
         Column::Index(index) => Ok(*index),
@@ -428,6 +409,22 @@ mod tests {
         assert!(wrong("a.jsonl", "[1]\n", "{}").contains("line 1 is not a JSON object"));
         assert!(wrong("a.txt", "a\n", "{}").contains("no columns"));
         assert!(wrong("a.md", "a\n", "{}").contains(".jsonl"));
+    }
+
+    /// A number is rarely the name of a column.
+    #[test]
+    fn a_first_line_with_a_numeric_label_needs_the_option_header() {
+        let (text, options) = ("a\t3.2\nb\t1\n", "text_column: 0, label_column: 1");
+        let error = read("a.tsv", text, &format!("{{ {options} }}"), true).unwrap_err();
+        assert!(error.contains("its label column contains the number `3.2`: set `header: false` if the line is a sample"), "{error}");
+        assert_eq!(read("a.tsv", text, &format!("{{ {options}, header: false }}"), true).unwrap().len(), 2);
+        assert_eq!(read("a.tsv", text, &format!("{{ {options}, header: true }}"), true).unwrap().len(), 1);
+        assert_eq!(read("a.tsv", &text.replace("3.2", "score"), &format!("{{ {options} }}"), true).unwrap().len(), 1);
+        let note = |name: &str, options: &str| header_note(&serde_saphyr::from_str(options).unwrap(), Path::new(name));
+        assert!(note("a.tsv", "{ text_column: 0 }").unwrap().starts_with("line 1 of a.tsv was taken as the header: set `header: false`"));
+        for (name, options) in [("a.tsv", "{ text_column: 0, header: true }"), ("a.tsv", "{ text_column: text }"), ("a.txt", "{ text_column: 0 }")] {
+            assert_eq!(note(name, options), None);
+        }
     }
 
     #[test]

@@ -96,6 +96,10 @@ fn is_ignored(score: &Label) -> bool {
 }
 
 impl SampleSource for Sentences {
+    fn notes(&self) -> Vec<String> {
+        records::header_note(&self.options, &self.path).into_iter().collect()
+    }
+
     fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
         Ok(in_batches(self.records()?, self.options.batch(self.task, None), RECORD_BYTES, order, |records| self.batch(records)))
     }

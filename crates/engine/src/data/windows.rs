@@ -216,6 +216,10 @@ fn with_end(mut parts: impl Iterator<Item = Result<Vec<i64>>>, end: Option<i64>)
 }
 
 impl SampleSource for Windows {
+    fn notes(&self) -> Vec<String> {
+        records::header_note(&self.options, &self.path).into_iter().collect()
+    }
+
     fn pending_batches(&self, order: Order) -> Result<PendingBatches<'_>> {
         let (size, bytes) = (self.options.batch(Task::LanguageModelling, Some(self.cut.room)), self.cut.room.saturating_mul(size_of::<i64>()));
         Ok(in_batches(self.windows()?, size, bytes, order, |windows| to_batch(&self.tokenizer, windows)))

@@ -1,0 +1,52 @@
+//! Format of a text file, from the options and its extension, and the header of its columns.
+
+use std::path::Path;
+
+use super::options::{Column, Data};
+use crate::error::{Error, Result, redact_path};
+
+/// Format of a text file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TextFormat {
+    Lines,
+    Columns { delimiter: u8, quoting: bool },
+    Json,
+}
+
+/// The format, from the options and the file extension.
+pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
+    let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
+    let tabs = ending == "tsv";
+    if let Some(delimiter) = options.delimiter {
+        let delimiter = u8::try_from(delimiter).map_err(|_| Error::option("data", format!("`delimiter` must be an ASCII character, not `{delimiter}`")))?;
+        return Ok(TextFormat::Columns { delimiter, quoting: options.quoting.unwrap_or(delimiter != b'\t') });
+    }
+    match ending.as_str() {
+        "csv" | "tsv" => Ok(TextFormat::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
+        "jsonl" => Ok(TextFormat::Json),
+        "txt" | "raw" => Ok(TextFormat::Lines),
+        _ => Err(Error::option(
+            "data",
+            format!("{}: text files must be .txt, .raw, .csv, .tsv or .jsonl, or `delimiter` must be set", redact_path(path).display()),
+        )),
+    }
+}
+
+/// The number in the label column of a header, if `header` is not set and the column is selected by number: the
+/// line is probably a sample.
+pub(super) fn numeric_label<'n>(options: &Data, names: &'n [String]) -> Option<&'n str> {
+    let Some(Column::Index(index)) = options.label_column.as_ref().filter(|_| options.header.is_none()) else { return None };
+    names.get(*index).map(|name| name.trim()).filter(|name| name.parse().is_ok_and(f64::is_finite))
+}
+
+/// A note about the first line of a file whose columns are selected by number, which is not a sample unless
+/// `header` is set.
+pub(super) fn header_note(options: &Data, path: &Path) -> Option<String> {
+    let columns = [&options.text_column, &options.pair_column, &options.label_column];
+    let is_numbered = columns.into_iter().flatten().any(|column| matches!(column, Column::Index(_)));
+    let Ok(TextFormat::Columns { .. }) = layout(options, path) else { return None };
+    (is_numbered && options.header.is_none()).then(|| {
+        let file = redact_path(path);
+        format!("line 1 of {} was taken as the header: set `header: false` if it is a sample, or `header: true` if it is the header", file.display())
+    })
+}
