@@ -10,7 +10,7 @@ use crate::pass::targets;
 use crate::store::{Granularity, Pattern};
 
 /// Group sizes that runtimes have kernels for, in descending order.
-const USUAL_GROUPS: [usize; 3] = [128, 64, 32];
+pub(super) const USUAL_GROUPS: [usize; 3] = [128, 64, 32];
 
 /// Another scheme for some of the weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::rules::SchemeLayout;
+use super::rules::{SchemeLayout, USUAL_GROUPS};
 use super::{NAME, Quantize};
 use crate::error::{Error, Result, counted};
 use crate::model::{self, Model};
@@ -10,6 +10,9 @@ use crate::pass::layerwise;
 use crate::pass::targets::{self, SelectedWeights, is_expert};
 use crate::run_state::WARNING;
 use crate::store::{ActivationScheme, FloatFormat, Granularity, QuantizationSpec, Weight, Weights};
+
+/// Maximum number of row lengths in an error message.
+const MOST_LENGTHS: usize = 4;
 
 /// Selected weights and their encodings.
 pub(in crate::pass) struct Layers {
@@ -91,6 +94,8 @@ impl Quantize {
             }
             layers.encodings.insert(name.to_owned(), affine);
         }
+        let rows: BTreeSet<usize> = chosen.iter().filter(|(.., layout)| *layout == self.layout()).map(|(_, weight, _)| weight.row()).collect();
+        self.require_used_group_size(&rows, &layers.encodings)?;
         layers.notes.extend(other.into_iter().map(|((size, granularity), names)| {
             let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale per row".into() };
             // Rows that are shorter than a group have one scale anyway.
@@ -112,5 +117,21 @@ impl Quantize {
             return Err(Error::option(NAME, format!("{} cannot encode any of the selected weights ({})", self.scheme.name(), layers.rule)));
         }
         Ok(layers)
+    }
+
+    /// Checks that a weight has the requested group size, unless it is one of the usual ones, of which the largest
+    /// that fits is chosen. `rows`: lengths of the rows to which it applies.
+    fn require_used_group_size(&self, rows: &BTreeSet<usize>, encodings: &BTreeMap<String, QuantizationSpec>) -> Result<()> {
+        let Some(size) = self.layout().group().filter(|size| !USUAL_GROUPS.contains(size)) else { return Ok(()) };
+        if rows.is_empty() || encodings.values().any(|affine| affine.granularity == Granularity::Group(size)) {
+            return Ok(());
+        }
+        let lengths: Vec<String> = rows.iter().take(MOST_LENGTHS).map(usize::to_string).collect();
+        let more = if rows.len() > MOST_LENGTHS { ", …" } else { "" };
+        let reason = format!(
+            "the group size {size} divides no row: the rows have lengths of {}{more}; use a divisor of these, 32, 64 or 128, or -1 for one scale per row",
+            lengths.join(", ")
+        );
+        Err(Error::option(format!("{NAME}: group_size"), reason))
     }
 }

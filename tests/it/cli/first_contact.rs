@@ -70,7 +70,10 @@ fn damaged_inputs_end_in_warnings() {
 fn coarser_scales_than_requested_are_a_warning() {
     let folder = prepared();
     let notes = |args: &str| data(folder.path(), &format!("quantize in --scheme W4A16 --json --force -o out {args}"))["notes"].to_string();
-    assert!(notes("--group-size 7").contains("warning: quantize: the rows of"));
+    // Rows have 16 and 24 values.
+    assert!(notes("--group-size 16").contains("warning: quantize: the rows of"));
+    refused(folder.path(), "quantize in -o new --group-size 7", "the group size 7 divides no row: the rows have lengths of 16, 24;");
+    refused(folder.path(), "quantize in -o new --group-size 1000", "the group size 1000 divides no row");
     assert!(!notes("--group-size 8").contains("warning: quantize: the rows of"));
 }
 
