@@ -39,6 +39,8 @@ pub struct Pipeline {
     pub(super) measures: bool,
     /// Whether output folders have a model card.
     pub(super) card: bool,
+    /// Whether the settings of a recipe were added.
+    pub(super) has_recipe: bool,
     /// Recipe files whose settings were added.
     recipes: Vec<PathBuf>,
     /// The search that chose the passes and formats.
@@ -98,6 +100,7 @@ impl Pipeline {
             provenance: Provenance::default(),
             measures: true,
             card: true,
+            has_recipe: false,
             recipes: Vec::new(),
             search: None,
             enclosed: Vec::new(),
@@ -322,6 +325,7 @@ impl Builder {
     pub fn recipe(mut self, recipe: &Recipe) -> Self {
         self.0.steps.extend(recipe.passes.iter().cloned());
         self.0.export.extend(recipe.export.iter().cloned());
+        self.0.has_recipe = true;
         self.0.running.apply_recipe(recipe);
         self.0.provenance.sbom = recipe.sbom.or(self.0.provenance.sbom);
         // Sizes from the command line take precedence.

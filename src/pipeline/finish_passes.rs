@@ -1,5 +1,7 @@
 //! The end of the passes: reconciles tied weights, and checks what the formats keep of the passes' results.
 
+use std::path::PathBuf;
+
 use super::Pipeline;
 use super::running::unused_layers;
 use crate::error::{Error, Result, counted};
@@ -7,7 +9,7 @@ use crate::export::{Export, LostResult};
 use crate::model::{Model, stacked_experts};
 use crate::report::WARNING;
 use crate::run_state::RunState;
-use crate::store::{OpenSizes, Weight};
+use crate::store::{Encoding, OpenSizes, Weight};
 
 impl Pipeline {
     /// Finishes the passes: reconciles tied weights, and adds notes about weights that no pass changed, about
@@ -21,7 +23,17 @@ impl Pipeline {
         run.notes.extend(unchanged_experts(after, run));
         run.notes.extend(self.layers_outside_of_config(before)?);
         run.notes.extend(self.lost_results(after, run)?);
+        run.notes.extend(self.copy_note(before));
         Ok(())
+    }
+
+    /// A warning about a recipe that changes neither the weights nor their format, which is probably incomplete.
+    fn copy_note(&self, model: &Model) -> Option<String> {
+        let is_plain = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
+        let is_copied = model.weight_files.iter().all(is_plain) && model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense);
+        let is_same_format = self.exports(model).iter().all(|export| export.format().name() == "safetensors");
+        let is_copy = self.has_recipe && self.steps.is_empty() && is_copied && is_same_format;
+        is_copy.then(|| format!("{WARNING}`passes` is empty: the weights are only copied"))
     }
 
     /// A warning about layers that `config.json` does not contain.

@@ -147,6 +147,21 @@ fn a_model_without_weights_is_not_written() {
 }
 
 #[test]
+fn a_recipe_without_passes_is_a_warning() {
+    let folder = prepared();
+    let write = |text: &str| fs::write(folder.path().join("recipe.yaml"), format!("model: in\noutput: out\n{text}")).unwrap();
+    let warning = "warning: `passes` is empty: the weights are only copied";
+    write("passes:\n");
+    assert!(ok(folder.path(), "plan recipe.yaml").stdout.contains(warning));
+    let notes = || data(folder.path(), "run recipe.yaml --json --force")["notes"].to_string();
+    assert!(notes().contains(warning));
+    for text in ["passes: [cast: { to: bf16 }]\n", "passes: []\nexport: [onnx]\n"] {
+        write(text);
+        assert!(!notes().contains("`passes` is empty"), "{text}");
+    }
+}
+
+#[test]
 fn open_brackets_are_found_where_they_begin() {
     let folder = prepared();
     let write = |text: &str| fs::write(folder.path().join("recipe.yaml"), text).unwrap();
