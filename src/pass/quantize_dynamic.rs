@@ -169,7 +169,8 @@ impl Pass for QuantizeDynamic {
         }
         let details = json!({ "quantized": names.len() });
         let note = targets::naming_note(NAME, &model, &self.targets);
-        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).chain(note).collect();
+        let twice = targets::requantized(NAME, weights, names.iter().copied());
+        let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).chain(note).chain(twice).collect();
         let tensors = names.into_iter().map(str::to_owned).collect();
         Ok(Plan::new(model, Applied { tensors, rule, meter, details, notes, ..Applied::new(NAME, self.options()) }))
     }

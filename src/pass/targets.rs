@@ -150,6 +150,18 @@ pub fn naming_note(pass: &str, model: &Model, targets: &[Pattern]) -> Option<Str
     })
 }
 
+/// A warning about weights that a file stores in quantized blocks, which a pass quantizes again.
+pub fn requantized<'n>(pass: &str, weights: &Weights, names: impl Iterator<Item = &'n str>) -> Option<String> {
+    // Checkpoints in formats of other tools may have been published only in this form.
+    let stored = |name: &'n str| weights.by_name.get(name).filter(|weight| weight.original_format.is_none())?.stored_type;
+    let types: Vec<&str> = names.filter_map(stored).filter(|stored| *stored != Weight::INTEGERS).collect();
+    let first = types.first()?;
+    Some(format!(
+        "{WARNING}{pass}: the weights are quantized twice, with the errors of both: the file stores {} in blocks, such as {first}; start from the original checkpoint",
+        counted(types.len(), "weight")
+    ))
+}
+
 /// Checks that a weight can be processed as floats.
 ///
 /// # Errors

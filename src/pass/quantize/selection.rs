@@ -39,6 +39,7 @@ impl Quantize {
             layers.notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
             layers.encodings.retain(|name, _| names.contains(name.as_str()));
         }
+        layers.notes.extend(targets::requantized(NAME, &model.weights, layers.encodings.keys().map(String::as_str)));
         let rules = self.rules.iter().map(|rule| rule.targets.as_slice());
         layers.notes.extend(targets::unused_rules(NAME, rules, layers.encodings.keys().map(String::as_str)));
         Ok(layers)

@@ -326,6 +326,13 @@ fn weights_that_are_quantized_twice_are_a_warning() {
     assert!(twice.contains("warning: small.gguf: 7 quantized weights dequantized"), "{twice}");
     assert!(twice.contains("the weights are quantized twice") && twice.contains("compress cast MODEL -o small.gguf --to f32"), "{twice}");
     assert!(!notes(&["cast", "--to", "f32"]).contains("quantized twice"));
+    // The other direction: the last file has blocks of Q4_0.
+    for pass in ["quantize small.gguf --group-size 32", "quantize-dynamic small.gguf"] {
+        let again = data(path, &format!("{pass} -o again --force --json"))["notes"].to_string();
+        let name = pass.split(' ').next().unwrap();
+        assert!(again.contains(&format!("warning: {name}: the weights are quantized twice")) && again.contains("original checkpoint"), "{again}");
+    }
+    assert!(!data(path, "quantize wide -o again --force --json")["notes"].to_string().contains("quantized twice"));
 }
 
 /// Messages between two stages are printed too.
