@@ -23,7 +23,7 @@ use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::onnx::proto::{DataType, TensorProto};
 use crate::onnx::{Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
-use crate::run_state::RunState;
+use crate::run_state::{RunState, WARNING};
 use crate::store::writer::{self, Item, Piece, Prebuilt};
 use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weights};
 use crate::work::Work;
@@ -278,7 +278,7 @@ fn notes(model: &Model, graph: &Graph, slots: &[InitializerLayout]) -> Vec<Strin
     let floats = specs().filter(|spec| spec.codes.float().is_some()).count();
     if floats > 0 {
         notes.push(format!(
-            "{}: {} dequantized, and activations stay floats: ONNX Runtime does not multiply low-bit floats on CPUs",
+            "{WARNING}{}: {} dequantized, so that they are not smaller, and activations stay floats: ONNX Runtime does not multiply low-bit floats on CPUs; use `quantize --scheme W4A16` or `quantize-dynamic`",
             file::MODEL,
             counted(floats, "low-bit float weight")
         ));

@@ -335,6 +335,15 @@ fn weights_that_are_quantized_twice_are_a_warning() {
     assert!(!data(path, "quantize wide -o again --force --json")["notes"].to_string().contains("quantized twice"));
 }
 
+#[test]
+fn low_bit_floats_in_onnx_files_are_a_warning() {
+    let folder = prepared();
+    let found = notes(folder.path(), "quantize in -o out.onnx --scheme FP8-DYNAMIC");
+    assert!(found.contains("warning: model.onnx: 14 low-bit float weights dequantized, so that they are not smaller"), "{found}");
+    assert!(found.contains("use `quantize --scheme W4A16` or `quantize-dynamic`"), "{found}");
+    assert!(!notes(folder.path(), "quantize in -o out.onnx --scheme W8A8").contains("low-bit float"));
+}
+
 /// Messages between two stages are printed too.
 #[test]
 fn messages_outside_of_a_stage_are_printed() {
