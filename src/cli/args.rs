@@ -244,6 +244,14 @@ fn parse_export(text: &str) -> Result<Export, String> {
     if Layout::from_str(text, true).is_ok() {
         return Err(format!("`{text}` is a layout, not a format: use --layout {text}, or --export 'safetensors: {{ layout: {text} }}'"));
     }
+    let of_gguf = text.strip_prefix("gguf").map(|rest| rest.trim_start_matches([':', '=', ' ']));
+    if let Some(name) = of_gguf.or(Some(text)).filter(|name| crate::aliases::is_gguf_type(name)) {
+        return Err(format!("`{text}`: the type is an option of the format: --export 'gguf: {{ type: {} }}'", name.to_ascii_uppercase()));
+    }
+    let listed: Option<Vec<&str>> = text.split(',').map(|name| Export::from_name(name.trim()).map(|_| name.trim())).collect();
+    if let Some(names) = listed.filter(|names| names.len() > 1) {
+        return Err(format!("`{text}` is a list: repeat the option, as in --export {}", names.join(" --export ")));
+    }
     serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text, text))
 }
 

@@ -25,6 +25,7 @@ mod running;
 #[path = "weights_only.rs"]
 mod running;
 mod schema;
+mod tips;
 mod usage;
 mod verify;
 
