@@ -32,6 +32,23 @@ pub(super) fn parse_rule<T: FromStr<Err = ParseError>>(text: &str, value: &str) 
     Ok((pattern.parse()?, found.parse()?))
 }
 
+/// Classes of layers, which other tools accept as targets.
+const CLASSES: [&str; 5] = ["Linear", "Embedding", "Conv1d", "Conv1D", "Conv2d"];
+
+/// The reason why a pattern matches no tensor, if it is the name of a class or of a tied head.
+fn explain_pattern(error: Error, weights: &Weights) -> Error {
+    let Error::NoMatch { field, pattern, .. } = &error else { return error };
+    let has_embedding = || weights.by_name.keys().any(|name| name.ends_with("embed_tokens.weight") || name.ends_with("wte.weight"));
+    let reason = match pattern.as_str() {
+        name if CLASSES.contains(&name) => "is the name of a class, and patterns are names of tensors: without `targets`, linear weights are selected",
+        name if name.trim_start_matches('*').starts_with("lm_head") && has_embedding() => {
+            "is a head that is tied to the embedding table, and embeddings and heads are left unchanged by default: omit the pattern"
+        }
+        _ => return error,
+    };
+    Error::option(format!("{field}: {pattern}"), reason)
+}
+
 /// Selects the weights that match `targets`, or all `eligible` weights without `targets`, except for
 /// those that match `ignore`. `rule` describes the eligible weights.
 ///
@@ -48,7 +65,8 @@ pub fn select_weights<'a>(
     let selection = Selection { targets, ignore };
     let names = selection.resolve(weights.by_name.iter().map(|(name, weight)| (name, weight.readers.as_slice())), |name| {
         weights.by_name.get(name).is_some_and(|w| eligible(name, w))
-    })?;
+    });
+    let names = names.map_err(|error| explain_pattern(error, weights))?;
     if names.is_empty() {
         let convolutions = weights.by_name.iter().filter(|(name, weight)| is_convolution(name, weight)).count();
         let advice = match (pass, convolutions) {

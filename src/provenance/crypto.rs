@@ -130,8 +130,12 @@ impl SigningKey {
         };
         let key = decode(body).ok_or_else(|| wrong("is not valid PEM"))?;
         let found = CURVES.iter().find_map(|curve| Some((curve, curve.key_pair(&key, is_pkcs8)?)));
-        let (curve, pair) =
-            found.ok_or_else(|| wrong("is not a key of the curve P-256 or P-384, or lacks the public key, which `openssl ec -in KEY -out NEW` adds"))?;
+        let (curve, pair) = found.ok_or_else(|| {
+            wrong(match is_rsa(&key) {
+                true => "is an RSA key, and only keys of the curves P-256 and P-384 sign models: `openssl ecparam -name prime256v1 -genkey -noout -out KEY` creates one",
+                false => "is not a key of the curve P-256 or P-384, or lacks the public key, which `openssl ec -in KEY -out NEW` adds",
+            })
+        })?;
         Ok(SigningKey { path: path.to_owned(), curve, pair })
     }
 
@@ -150,6 +154,14 @@ impl SigningKey {
         let signed = self.pair.sign(&SystemRandom::new(), message);
         signed.map(|signature| signature.as_ref().to_owned()).map_err(|_| Error::run("sign", "the random number generator of the system failed", ""))
     }
+}
+
+/// The object identifier `rsaEncryption`, in DER.
+const RSA: [u8; 11] = [0x06, 0x09, 0x2A, 0x86, 0x48, 0x86, 0xF7, 0x0D, 0x01, 0x01, 0x01];
+
+/// Whether a key in DER is one of RSA.
+fn is_rsa(key: &[u8]) -> bool {
+    key.windows(RSA.len()).any(|bytes| bytes == RSA)
 }
 
 /// Advice for an encrypted key.
@@ -185,7 +197,12 @@ impl PublicKey {
         };
         let key = decode(body).ok_or_else(|| wrong("is not valid PEM"))?;
         let found = CURVES.iter().find_map(|curve| Some(PublicKey { curve, point: curve.point(&key)?.to_owned() }));
-        found.ok_or_else(|| wrong("is not an uncompressed public key of the curve P-256 or P-384"))
+        found.ok_or_else(|| {
+            wrong(match is_rsa(&key) {
+                true => "is a public RSA key: signatures are verified with keys of the curve P-256 or P-384",
+                false => "is not an uncompressed public key of the curve P-256 or P-384",
+            })
+        })
     }
 
     /// The SHA-256 of the PEM file of the key, by which signatures identify it.

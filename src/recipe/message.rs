@@ -10,6 +10,7 @@ use serde_saphyr::{Error, MessageFormatter, UserMessageFormatter, render_options
 
 use super::brackets::unclosed;
 use crate::aliases::suggestion;
+use crate::pass::PASSES;
 
 /// The message with line, column and a snippet of `text`, which is that of the source `name`. A long list of
 /// accepted names follows the snippet.
@@ -35,6 +36,9 @@ fn located(error: &Error, name: &str) -> String {
         }
         _ => (first, String::new()),
     };
+    let pass = marked_pass(text).filter(|_| start.ends_with(LISTED));
+    let listed = pass.map(|pass| start.replace(LISTED, &format!("expected a list: write `- {pass}: …`, with a dash before each pass")));
+    let start = listed.as_deref().unwrap_or(start);
     let start = match (NAMED.iter().find(|expected| start.ends_with(**expected)), marked(text)) {
         (Some(&INTEGER), Some((key, value))) if value.starts_with('-') => start.replace(INTEGER, &format!("{INTEGER} from 0 for `{key}`")),
         (Some(expected), Some((key, _))) => start.replace(expected, &format!("{expected} for `{key}`")),
@@ -60,16 +64,28 @@ fn without_label(line: &str) -> &str {
     }
 }
 
+/// The pass that is marked in the snippet of a message because it is a key, not an entry of a list.
+fn marked_pass(text: &str) -> Option<&str> {
+    let (_, value) = at_marker(text)?;
+    let (name, _) = value.trim_start_matches(['{', ' ']).split_once(':')?;
+    PASSES.contains(&name).then_some(name)
+}
+
 /// The key whose value is marked in the snippet of a message, and the text from the value on.
 fn marked(text: &str) -> Option<(&str, &str)> {
+    let (before, value) = at_marker(text)?;
+    let before = before.trim_end_matches([' ', '"', '\'']).strip_suffix(':')?;
+    let key = before.trim_end_matches(['"', '\'']).rsplit(|c: char| !c.is_alphanumeric() && c != '_' && c != '-').next().filter(|key| !key.is_empty())?;
+    Some((key, value))
+}
+
+/// The marked line in the snippet of a message, before and from the marker on.
+fn at_marker(text: &str) -> Option<(&str, &str)> {
     let is_marker = |line: &str| line.trim_start_matches([' ', '|']).starts_with('^');
     let (source, marker) = text.lines().zip(text.lines().skip(1)).find(|(_, line)| is_marker(line))?;
     let column = marker.chars().position(|c| c == '^')?;
     let (end, _) = source.char_indices().nth(column)?;
-    let (before, value) = source.split_at_checked(end)?;
-    let before = before.trim_end_matches([' ', '"', '\'']).strip_suffix(':')?;
-    let key = before.trim_end_matches(['"', '\'']).rsplit(|c: char| !c.is_alphanumeric() && c != '_' && c != '-').next().filter(|key| !key.is_empty())?;
-    Some((key, value))
+    source.split_at_checked(end)
 }
 
 const INTEGER: &str = "expected a whole number";

@@ -165,6 +165,12 @@ fn head(facts: &Facts, name: &str, file: &str, out: &mut Vec<String>) {
 }
 
 fn data(facts: &Facts, out: &mut Vec<String>) {
+    if let Err(error) = facts.model.require_matching_weights() {
+        out.push(format!("# config.json does not match the weights: {error}."));
+        out.push("# Correct it first: runtimes are likely to refuse the model, and accuracy cannot be measured.".into());
+        out.push(String::new());
+        return;
+    }
     if !facts.runs {
         out.push("# compress cannot run this model: it can transform and verify the weights, but not measure accuracy.".into());
         out.push("# `compress inspect --graph` shows the reason. You can describe the model with a graph.json next to the weights.".into());

@@ -182,6 +182,9 @@ fn names_of_other_tools_lead_to_ours() {
         refused(folder.path(), "plan recipe.yaml", message);
     };
     recipe("model: in\nsteps: [cast]\n", "unknown key `steps`, did you mean `passes`?");
+    for passes in ["\n  quantize: { scheme: W4A16 }", "\n  quantize:\n    scheme: W4A16", " { quantize: {} }"] {
+        recipe(&format!("model: in\npasses:{passes}\n"), "expected a list: write `- quantize: …`, with a dash before each pass");
+    }
     recipe("model: in\ndata: { calibration: { csv: a.csv } }\npasses: [cast]\n", "unknown key `csv`, did you mean `text`?");
     for (args, tip) in [
         ("generate in --prompt a --max-new-tokens 5", "tip: the option is `--tokens`"),
@@ -214,6 +217,24 @@ fn names_of_other_tools_lead_to_ours() {
     ] {
         refused(folder.path(), args, tip);
     }
+}
+
+#[test]
+fn patterns_of_other_tools_are_explained() {
+    let folder = prepared();
+    let path = folder.path();
+    refused(path, "quantize in -o out --targets Linear", "is the name of a class, and patterns are names of tensors");
+    let tied = tempfile::tempdir().unwrap();
+    golden_model(tied.path(), "llama-grouped-tied", &[]);
+    refused(tied.path(), "quantize in -o out --ignore lm_head", "lm_head: is a head that is tied to the embedding table");
+}
+
+#[test]
+fn a_contradiction_is_the_reason_why_a_model_does_not_run() {
+    let folder = prepared();
+    with_config(folder.path(), "num_hidden_layers", json!(9));
+    let text = ok(folder.path(), "init in").stdout;
+    assert!(text.contains("# config.json does not match the weights: tensor `model.layers.2.") && !text.contains("graph.json"), "{text}");
 }
 
 /// `-o` accepts an attached value, here `ut=out` and `utput`.
@@ -253,6 +274,16 @@ fn a_key_is_checked_before_the_signature() {
     refused(folder.path(), "verify out --key missing.pem", "missing.pem");
     let run = compress(folder.path(), "verify out --key bad.pem");
     assert!(run.code != 0 && !run.stderr.contains("not signed") && run.stderr.contains("key"), "{}", run.stderr);
+    // The algorithm of an RSA key, without the key.
+    let rsa = |kind: &str| format!("-----BEGIN {kind} KEY-----\nMA0GCSqGSIb3DQEBAQUA\n-----END {kind} KEY-----\n");
+    fs::write(folder.path().join("rsa.pem"), rsa("PRIVATE")).unwrap();
+    fs::write(folder.path().join("rsapub.pem"), rsa("PUBLIC")).unwrap();
+    refused(
+        folder.path(),
+        "cast in -o new --to f16 --sign rsa.pem",
+        "is an RSA key, and only keys of the curves P-256 and P-384 sign models: `openssl ecparam",
+    );
+    refused(folder.path(), "verify out --key rsapub.pem", "is a public RSA key");
 }
 
 /// int8 would be larger than most types of GGUF files.
