@@ -148,9 +148,9 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         let line = e.position().map_or(String::new(), |at| format!("line {}: ", at.line()));
         Error::malformed(path, format!("{line}{}", plain(&e)))
     };
-    let mut names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
+    let names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
     match names.last() {
-        Some(name) if name == LAST_RECORD => names.clear(),
+        Some(name) if name == LAST_RECORD => return Err(Error::malformed(path, "is empty: it has neither a header nor samples")),
         last => require_closed(path, 1, last.map(String::as_str))?,
     }
     if let Some(score) = numeric_label(options, &names) {
@@ -445,6 +445,9 @@ mod tests {
         assert_eq!(read("a.csv", &format!("{header}\"a,x\n"), "{ quoting: false }", true).unwrap(), [record("\"a", None, Some("x"), 2)]);
         assert_eq!(read("a.csv", &format!("{header}5\" disk,x\n"), "{}", true).unwrap(), [record("5\" disk", None, Some("x"), 2)]);
         assert_eq!(read("a.csv", header, "{}", true).unwrap(), []);
+        for empty in ["", "\n\n"] {
+            assert!(wrong("a.csv", empty, "{}").contains("a.csv: is empty: it has neither a header nor samples"));
+        }
     }
 
     #[test]
