@@ -226,7 +226,7 @@ fn patterns_of_other_tools_are_explained() {
     refused(path, "quantize in -o out --targets Linear", "is the name of a class, and patterns are names of tensors");
     let tied = tempfile::tempdir().unwrap();
     golden_model(tied.path(), "llama-grouped-tied", &[]);
-    refused(tied.path(), "quantize in -o out --ignore lm_head", "lm_head: is a head that is tied to the embedding table");
+    refused(tied.path(), "quantize in -o out --ignore lm_head", "is a head that is tied to the embedding table");
 }
 
 #[test]
