@@ -83,7 +83,7 @@ impl Budget {
         // Rounded so that the displayed limit can be met.
         match self {
             Budget::Bits(_) => Budget::Bits((point.bits * 1000.0).ceil() / 1000.0),
-            Budget::Bytes(_) => Budget::Bytes(point.bytes),
+            Budget::Bytes(_) => Budget::Bytes((rounded_up(point.bytes.max(1) as f64) as u64).max(point.bytes)),
             Budget::Ratio(_) => Budget::Ratio((point.bytes as f64 / input.max(1) as f64 * 1000.0).ceil() / 1000.0),
             Budget::Loss(_) => Budget::Loss(point.predicted),
             Budget::Drop(percent) => Budget::Drop(point.drop.map_or(percent, |drop| rounded_up(100.0 * drop))),
@@ -103,7 +103,7 @@ impl fmt::Display for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Budget::Bits(bits) => write!(f, "{bits}bits"),
-            Budget::Bytes(bytes) => write!(f, "{bytes}B"),
+            Budget::Bytes(bytes) => write!(f, "{}", ByteSize(*bytes)),
             Budget::Ratio(ratio) => write!(f, "{ratio}"),
             Budget::Loss(loss) => write!(f, "{loss} nats"),
             Budget::Drop(percent) => write!(f, "{percent}%"),
@@ -144,6 +144,8 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(budget), "{text}");
         }
+        // Sizes are written with the largest unit of which they are multiples.
+        assert_eq!([1_000_000, 40_500_000, 40_487_041].map(|bytes| Budget::Bytes(bytes).to_string()), ["1MB", "40500KB", "40487041B"]);
         for text in ["", "bits", "0bits", "-1bits", "nanbits", "2", "0", "1.5", "MB", "inf"] {
             assert!(text.parse::<Budget>().unwrap_err().to_string().contains("is not a number of bits"), "{text}");
         }
@@ -188,6 +190,7 @@ mod tests {
     fn the_nearest_limit_is_met() {
         let point =
             Point { bits: 4.123_456, bytes: 1_234_567, predicted: 0.123_456_789, drop: Some(0.012_345_6), measured_ms: Some(3.456_789), ..Point::default() };
+        assert_eq!(Budget::Bytes(1).nearest(&point, 7_654_321).to_string(), "1240KB");
         for budget in [Budget::Bits(1.0), Budget::Bytes(1), Budget::Ratio(0.01), Budget::Loss(1e-9), Budget::Drop(1.0), Budget::Latency(3.0)] {
             assert!(!budget.allows(&point, 7_654_321) && budget.nearest(&point, 7_654_321).allows(&point, 7_654_321), "{budget}");
         }
