@@ -65,8 +65,9 @@ impl DeviceSolver {
         let order = [indices(columns, device)?, indices(positions, device)?];
         let matrix = if is_ordered { products.clone() } else { products.index_select(&order[0], 0)?.index_select(&order[0], 1)? };
         let dtypes = if damping >= DAMPING_F32 { &[DType::F32, DType::F64][..] } else { &[DType::F64][..] };
+        let diagonal = (Tensor::eye(WIDTH.min(size.max(1)), DType::F64, device)? * added)?;
         for dtype in dtypes {
-            let Factors { ratios, inverses, costs } = factorize(matrix.to_dtype(*dtype)?, added)?;
+            let Factors { ratios, inverses, costs } = factorize(matrix.to_dtype(*dtype)?, &diagonal)?;
             let values = transfer::values::<f32>(&costs, Cause::Statistics)?;
             if values.iter().all(|cost| cost.is_finite() && *cost > 0.0) {
                 drop(matrix);
@@ -178,16 +179,16 @@ impl DeviceSolver {
     }
 }
 
-/// The factorization of a matrix with `added` on the diagonal. Costs are not positive or not finite if it is
-/// not positive definite.
-fn factorize(mut matrix: Tensor, added: f64) -> Result<Factors> {
+/// The factorization of a matrix after a diagonal matrix in f64 was added to each square of at most `WIDTH`
+/// columns on its diagonal. Costs are not positive or not finite if the sum is not positive definite.
+fn factorize(mut matrix: Tensor, added: &Tensor) -> Result<Factors> {
     let (size, device) = (matrix.dim(0)?, matrix.device().clone());
     let ratios = Tensor::zeros((size, size), DType::F32, &device)?;
     let (mut inverses, mut costs) = (Vec::new(), Vec::new());
     for first in (0..size).step_by(WIDTH).rev() {
         let width = WIDTH.min(size - first);
         let square = part(&matrix, (first, width), (first, width))?.to_dtype(DType::F64)?;
-        let unit = unit_factors(&(square + (Tensor::eye(width, DType::F64, &device)? * added)?)?)?;
+        let unit = unit_factors(&(square + added.narrow(0, 0, width)?.narrow(1, 0, width)?)?)?;
         let mut columns = Vec::with_capacity(3);
         if first > 0 {
             let panel = panel(&part(&matrix, (0, first), (first, width))?, &unit)?;
