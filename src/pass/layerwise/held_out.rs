@@ -180,7 +180,7 @@ impl HeldOut {
     /// Copies the rows to a device, on which outputs are then computed.
     pub fn upload(&mut self, size: usize, device: &Device) -> candle_core::Result<()> {
         if !self.rows.is_empty() {
-            let tensor = |rows: &[f32]| transfer::to_device(&Tensor::from_slice(rows, (rows.len() / size, size), &Device::Cpu)?, device, Cause::Statistics);
+            let tensor = |rows: &[f32]| transfer::from_slice(rows, (rows.len() / size, size), device, Cause::Statistics);
             let rows = tensor(&self.rows)?;
             let original = if self.is_changed() { tensor(&self.original)? } else { rows.clone() };
             self.on_device = Some([rows, original]);
@@ -206,8 +206,7 @@ impl HeldOut {
 }
 
 fn device_outputs(rows: &Tensor, weight: &[f32], size: usize) -> candle_core::Result<Vec<f32>> {
-    let weight = Tensor::from_slice(weight, (weight.len() / size.max(1), size), &Device::Cpu)?;
-    let weight = transfer::to_device(&weight, rows.device(), Cause::Statistics)?;
+    let weight = transfer::from_slice(weight, (weight.len() / size.max(1), size), rows.device(), Cause::Statistics)?;
     transfer::values(&rows.matmul(&weight.t()?)?, Cause::Statistics)
 }
 

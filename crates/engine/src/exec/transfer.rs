@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_core::{Device, Result, Tensor, WithDType, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{Device, Result, Shape, Storage, Tensor, WithDType, bail};
 use serde::Serialize;
 
 /// Purpose of a copy.
@@ -73,6 +74,12 @@ pub fn to_device(tensor: &Tensor, device: &Device, cause: Cause) -> Result<Tenso
     tensor.to_device(device)
 }
 
+/// A tensor on a device with the given elements in row-major order, which are not copied on the host.
+pub fn from_slice<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Device, cause: Cause) -> Result<Tensor> {
+    count(Direction::In, cause, !device.is_cpu());
+    Tensor::from_slice(values, shape.into(), device)
+}
+
 /// Copies a tensor from a device to the host.
 pub fn to_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
     count(Direction::Out, cause, !tensor.device().is_cpu());
@@ -90,7 +97,17 @@ pub fn move_to(tensor: &Tensor, device: &Device, cause: Cause) -> Result<Tensor>
 
 /// All elements of a tensor on a device, converted to `T`, in row-major order.
 pub fn values<T: WithDType>(tensor: &Tensor, cause: Cause) -> Result<Vec<T>> {
-    to_host(&tensor.to_dtype(T::DTYPE)?, cause)?.flatten_all()?.to_vec1()
+    let tensor = tensor.to_dtype(T::DTYPE)?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let (Storage::Cuda(on_gpu), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+        drop(storage);
+        return to_host(&tensor, cause)?.flatten_all()?.to_vec1();
+    };
+    count(Direction::Out, cause, true);
+    let mut values = T::cpu_storage_data(on_gpu.to_cpu_storage()?)?;
+    values.truncate(end);
+    values.drain(..start.min(values.len()));
+    Ok(values)
 }
 
 /// The only element of a tensor on a device.
@@ -135,6 +152,16 @@ mod tests {
         assert!(number(&tensor, Cause::Step).is_err());
         assert_eq!(copies(), Copies::new());
     }
+
+    #[test]
+    fn slices_are_uploaded_as_rows() {
+        let values = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+        let tensor = from_slice(&values[2..], (2, 2), &Device::Cpu, Cause::Statistics).unwrap();
+        assert_eq!(tensor.to_vec2::<f32>().unwrap(), [[3.0, 4.0], [5.0, 6.0]]);
+        assert!(from_slice(&values, (2, 2), &Device::Cpu, Cause::Statistics).is_err());
+        assert_eq!(super::values::<f32>(&tensor.narrow(0, 1, 1).unwrap(), Cause::Statistics).unwrap(), [5.0, 6.0]);
+    }
+
     #[test]
     fn rows_are_placed_at_their_indices() {
         let rows = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu).unwrap();

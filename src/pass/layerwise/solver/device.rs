@@ -238,8 +238,8 @@ fn unit_factors(matrix: &Tensor) -> Result<Unit> {
         return Ok(Unit { ratios, costs, inverse });
     }
     let [ratios, costs, inverse] = compensation::unit_factors(&transfer::values::<f64>(matrix, Cause::Statistics)?, size);
-    let tensor = |values: Vec<f64>, shape: &[usize]| transfer::to_device(&Tensor::from_vec(values, shape, &Device::Cpu)?, device, Cause::Statistics);
-    Ok(Unit { ratios: tensor(ratios, &[size, size])?, costs: tensor(costs, &[size])?, inverse: tensor(inverse, &[size, size])? })
+    let tensor = |values: &[f64], shape: &[usize]| transfer::from_slice(values, shape, device, Cause::Statistics);
+    Ok(Unit { ratios: tensor(&ratios, &[size, size])?, costs: tensor(&costs, &[size])?, inverse: tensor(&inverse, &[size, size])? })
 }
 
 /// A contiguous copy of consecutive rows and columns of a matrix, given by the first one and the number.
@@ -252,12 +252,11 @@ pub(super) fn part(matrix: &Tensor, (row, rows): (usize, usize), (column, column
 }
 
 pub(super) fn indices(indices: Vec<u32>, device: &Device) -> Result<Tensor> {
-    let count = indices.len();
-    transfer::to_device(&Tensor::from_vec(indices, count, &Device::Cpu)?, device, Cause::Statistics)
+    transfer::from_slice(&indices, indices.len(), device, Cause::Statistics)
 }
 
 pub(super) fn upload(values: &[f32], shape: (usize, usize), device: &Device) -> Result<Tensor> {
-    transfer::to_device(&Tensor::from_slice(values, shape, &Device::Cpu)?, device, Cause::Statistics)
+    transfer::from_slice(values, shape, device, Cause::Statistics)
 }
 
 pub(super) fn download(tensor: &Tensor, values: &mut [f32]) -> Result<()> {
@@ -297,7 +296,7 @@ impl GridTensors {
         let groups = order.iter().map(|column| (column / grid.group) as u32).collect();
         let mask = || {
             let mask: Vec<u8> = zeroed.iter().map(|zeroed| u8::from(*zeroed)).collect();
-            transfer::to_device(&Tensor::from_vec(mask, (shape.0, order.len()), &Device::Cpu)?, device, Cause::Statistics)?.t()?.contiguous()
+            transfer::from_slice(&mask, (shape.0, order.len()), device, Cause::Statistics)?.t()?.contiguous()
         };
         Ok(Some(GridTensors {
             scales: upload(&scales, shape, device)?,
