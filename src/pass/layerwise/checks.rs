@@ -1,5 +1,6 @@
 //! Checks of memory and of weights.
 
+use super::parallel::are_finite;
 use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::store::ByteSize;
@@ -17,7 +18,7 @@ pub(super) fn require_bytes(name: &str, what: &str, needed: u64, limit: u64) -> 
 
 /// Returns an error if a weight contains infinite or NaN values.
 pub(super) fn require_finite(name: &str, values: &[f32]) -> Result<()> {
-    match values.iter().all(|value| value.is_finite()) {
+    match are_finite(values) {
         true => Ok(()),
         false => Err(Error::tensor(name, "contains infinite or NaN values", "use a checkpoint without such values, or add it to `ignore`")),
     }

@@ -186,6 +186,7 @@ impl Choosing {
         if !self.keeps_products {
             return Ok((prepared, Vec::new()));
         }
+        moments.drop_differences();
         moments.download(value)?;
         Ok((prepared, moments.products))
     }

@@ -28,6 +28,8 @@ const RUN_SHIFT: usize = 7919;
 const INTERVAL: usize = 4;
 /// Maximum number of held-out samples.
 const MAX_SAMPLES: usize = 64;
+/// Number of values of a row that its hash covers.
+const HASHED: usize = 64;
 /// Minimum mean improvement of the rows, in standard errors.
 const SIGNIFICANT: f64 = 1.0;
 
@@ -136,7 +138,7 @@ pub(super) struct HeldOut {
     /// For each row, the index of its value among the different rows. Samples with a common prefix have equal
     /// rows, which are not independent observations.
     groups: Vec<usize>,
-    /// Indices of the first rows with the same hash, and of their groups.
+    /// Indices of the first rows with the same hash of some of their values, and of their groups.
     first: HashMap<u64, Vec<[usize; 2]>>,
     /// Number of different rows.
     different: usize,
@@ -162,9 +164,11 @@ impl HeldOut {
     /// Assigns the next row to the group of equal rows.
     fn group(&mut self, size: usize, row: &[f32]) {
         let mut hasher = DefaultHasher::new();
-        row.iter().for_each(|x| hasher.write_u32(x.to_bits()));
+        row.iter().step_by(size.div_ceil(HASHED).max(1)).for_each(|x| hasher.write_u32(x.to_bits()));
         let candidates = self.first.entry(hasher.finish()).or_default();
-        let equal = candidates.iter().find(|[at, _]| self.rows[at * size..][..size] == *row).map(|[_, group]| *group);
+        // Zeros of different signs are different.
+        let is_equal = |other: &[f32]| other.iter().zip(row).all(|(a, b)| a.to_bits() == b.to_bits());
+        let equal = candidates.iter().find(|[at, _]| is_equal(&self.rows[at * size..][..size])).map(|[_, group]| *group);
         self.groups.push(equal.unwrap_or(self.different));
         if equal.is_none() {
             candidates.push([self.groups.len() - 1, self.different]);
@@ -386,6 +390,22 @@ mod tests {
         let mut errors = Errors(vec![7.0]);
         errors.add_held_out(&held_out, &[1.0, 2.0, 3.0, 4.0], &[0.0; 4], 1);
         assert_eq!(errors.0, [7.0, 1.0 + 9.0 + 16.0, 4.0]);
+    }
+
+    /// The hash covers only some of the values.
+    #[test]
+    fn rows_that_differ_in_any_value_are_different() {
+        let size = 3 * HASHED;
+        let row = |changed: Option<(usize, f32)>| {
+            let mut row = vec![0.5; size];
+            changed.into_iter().for_each(|(at, value)| row[at] = value);
+            row
+        };
+        let mut held_out = HeldOut::default();
+        for changed in [None, Some((1, 0.0)), Some((1, -0.0)), Some((size - 1, 2.0)), None, Some((1, -0.0))] {
+            held_out.add(size, &row(changed), None);
+        }
+        assert_eq!((held_out.groups, held_out.different), (vec![0, 1, 2, 3, 0, 2], 4));
     }
 
     #[test]

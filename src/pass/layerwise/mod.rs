@@ -13,6 +13,7 @@ mod held_out;
 mod low_rank;
 mod moments;
 mod palettes;
+mod parallel;
 mod remaining;
 mod rescale;
 mod rounding;
@@ -88,7 +89,7 @@ trait Method {
     /// Effective values of the modified weight, in the stored shape of the original weight. `None` if the
     /// layer is not modified.
     fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
-        changed.get(&layer.weight).map(|weight| weight.floats(&layer.weight)).transpose()
+        changed.get(&layer.weight).map(|weight| parallel::floats(weight, &layer.weight)).transpose()
     }
 
     /// Improves the changed weights of a block together, after all its layers were modified. Returns the
@@ -133,7 +134,7 @@ impl Readers<'_> {
     /// The current weight of a layer, and its values `[rows, size]`.
     fn values(&self, layer: &Layer) -> Result<(Weight, Vec<f32>)> {
         let weight = self.changed.get(&layer.weight).map_or_else(|| self.model.weights.get(&layer.weight), Ok)?.clone();
-        let values = layer.output_major(weight.floats(&layer.weight)?);
+        let values = layer.output_major(parallel::floats(&weight, &layer.weight)?);
         require_finite(&layer.weight, &values)?;
         Ok((weight, values))
     }

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::held_out::{HeldOut, Split};
+use super::parallel::are_finite;
 use crate::calibration::select_rows;
 use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
@@ -183,6 +184,12 @@ impl Moments {
         Ok(Some(DeviceSums { products: products.map_or_else(zeros, Ok).map_err(tensor_error)?, differences }))
     }
 
+    /// Discards the differences between the inputs of the original model and these.
+    pub fn drop_differences(&mut self) {
+        self.differences = Vec::new();
+        self.on_device[1] = None;
+    }
+
     /// Adds the sums on a GPU to those on the host. Returns an error if a sum is not finite.
     pub fn download(&mut self, name: &str) -> Result<()> {
         let [products, differences] = std::mem::take(&mut self.on_device);
@@ -192,7 +199,7 @@ impl Moments {
         for (sums, added) in [(&mut self.products, products), (&mut self.differences, differences)] {
             let Some(added) = added else { continue };
             let added = transfer::values::<f32>(&added, Cause::Statistics).map_err(tensor_error)?;
-            if !added.iter().all(|x| x.is_finite()) {
+            if !are_finite(&added) {
                 return Err(not_finite(name));
             }
             sums.resize(added.len(), 0.0);
@@ -230,7 +237,7 @@ impl Moments {
         let host = |tensor: &Tensor| floats_on_host(tensor, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(values.to_vec())));
         let rows = host(rows).map_err(tensor_error)?;
         let original = original.map(host).transpose().map_err(tensor_error)?;
-        if !rows.iter().chain(original.iter().flatten()).all(|x| x.is_finite()) {
+        if !are_finite(&rows) || !original.as_deref().is_none_or(are_finite) {
             return Err(not_finite(name));
         }
         self.folds.resize_with(self.folds.len().max(fold + 1), HeldOut::default);
@@ -387,5 +394,9 @@ mod tests {
         equal(&found.without(1).unwrap().unwrap(), &moments(&[0, 2, 4], &[]));
         found.merge().unwrap();
         equal(&found, &moments(&[0, 2, 4, 6], &[]));
+        let products = found.products.clone();
+        found.drop_differences();
+        found.download("x").unwrap();
+        assert!(found.differences.is_empty() && found.products == products);
     }
 }

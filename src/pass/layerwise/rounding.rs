@@ -9,6 +9,7 @@ use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
 use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::held_out::LayerChoice;
+use super::parallel::{count_zeros, floats};
 use super::rescale::RoundingMode;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
@@ -320,9 +321,8 @@ impl Quantization<'_> {
         };
         let order = &prepared.order;
         let mut grid = self.grid(layer, weight, order)?;
-        let zeros: Vec<bool> = values.iter().map(|value| *value == 0.0).collect();
-        let is_sparse = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= SPARSE_PERCENT * values.len() as u64;
-        let zeros = if is_sparse { zeros } else { Vec::new() };
+        let is_sparse = 100 * count_zeros(values) as u64 >= SPARSE_PERCENT * values.len() as u64;
+        let zeros: Vec<bool> = if is_sparse { values.iter().map(|value| *value == 0.0).collect() } else { Vec::new() };
         prepared.correct(values, propagation)?;
         let targets = solver.descends().then(|| values.to_vec());
         // Errors are weighted after compensation by later columns.
@@ -401,7 +401,7 @@ impl Method for Rounder<'_> {
 
     fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
         let Some(weight) = changed.get(&layer.weight) else { return Ok(None) };
-        let mut values = weight.floats(&layer.weight)?;
+        let mut values = floats(weight, &layer.weight)?;
         if let Some(corrections) = self.quantization.corrections {
             add_term(corrections, layer, changed, &mut values)?;
         }
