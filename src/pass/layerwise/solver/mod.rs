@@ -87,7 +87,10 @@ impl Solver {
                 hessian.iter().for_each(|hessian| hessian.refine(targets, values, grid, frozen, sweeps));
                 Ok(())
             }
-            Solver::Device(solver) => refinement::refine(solver, targets, values, grid, frozen, sweeps).map_err(tensor_error),
+            Solver::Device(solver) => match &solver.hessian {
+                Some(hessian) => refinement::refine(hessian, targets, values, grid, frozen, sweeps).map_err(tensor_error),
+                None => Ok(()),
+            },
         }
     }
 }

@@ -1,40 +1,45 @@
 //! The computations of `kernel/refinement.rs` with tensors, for sums on a GPU.
 
 use candle_core::{DType, Result, Tensor};
+use rayon::prelude::*;
 
 use super::super::moments::column_sums;
-use super::device::{DeviceSolver, GridTensors, by_column, by_row, download, indices, part, upload};
+use super::device::{GridTensors, by_column, by_row, download, indices, part, upload};
 use crate::exec::transfer::{self, Cause};
 use crate::gpu;
 use crate::kernel::column_solver::Grid;
 use crate::kernel::grid::{Levels, QuantizationParams};
 use crate::kernel::refinement::{Hessian, better_scale, round_row};
 
-/// Columns whose weights are changed before the gradients of all other columns are updated.
+/// Columns whose weights are changed before the errors are updated.
 const BLOCK: usize = 128;
+/// Number of groups whose scales are chosen from one copy of their slopes to the host.
+const GROUPS: usize = 16;
 
-/// A weight in coordinate descent; matrices are `[size, rows]`.
+/// A weight in coordinate descent; matrices are `[size, rows]`. They are changed in place.
 struct Descent<'h> {
     /// The damped second moments `[size, size]`.
     hessian: &'h Tensor,
-    /// The products of the second moments and the errors.
-    gradients: Tensor,
-    /// The numbers that scales are multiplied with, changed in place.
+    /// The targets minus the values. Their products with the second moments are the gradients.
+    errors: Tensor,
+    /// The numbers that scales are multiplied with.
     levels: Tensor,
 }
 
 /// Improves grid values `[rows, size]`, in the order of the weight, and the scales of their grid as
-/// [`Hessian::refine`], which processes levels that are not integers.
+/// [`Hessian::refine`], which processes levels that are not integers. `hessian` are the damped second moments.
 pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
-    solver: &DeviceSolver,
+    hessian: &Tensor,
     targets: &[f32],
     values: &mut [f32],
     grid: &mut Grid<S>,
     frozen: &[bool],
     sweeps: usize,
 ) -> Result<()> {
-    let Some(hessian) = solver.hessian.as_ref().filter(|_| !values.is_empty()) else { return Ok(()) };
     let (size, device) = (hessian.dim(0)?, hessian.device());
+    if values.is_empty() {
+        return Ok(());
+    }
     if !matches!(grid.levels, Levels::Integers(_)) {
         let on_host = Hessian::from_damped(transfer::values(hessian, Cause::Statistics)?, size);
         on_host.refine(targets, values, grid, frozen, sweeps);
@@ -47,19 +52,18 @@ pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
         let scales: Vec<f32> = grid.steps.iter().map(|step| step.scale).collect();
         by_column(&scales, (rows, per_row), device)?.index_select(&groups, 0)
     };
-    let solved = solver.upload(values)?.t()?.contiguous()?;
-    let gradients = hessian.matmul(&(solver.upload(targets)?.t()? - &solved)?)?;
-    let mut descent = Descent { hessian, gradients, levels: (solved / scales(grid)?)?.round()? };
+    let solved = by_column(values, (rows, size), device)?;
+    let errors = (by_column(targets, (rows, size), device)? - &solved)?;
+    let descent = Descent { hessian, errors, levels: (solved / scales(grid)?)?.round()? };
     for _ in 0..sweeps {
-        for first in (0..size).step_by(grid.group.max(1)) {
-            descent.fit_scales(first, grid)?;
+        for first in (0..per_row).step_by(GROUPS) {
+            descent.fit_scales((first, GROUPS.min(per_row - first)), grid)?;
         }
         let tensors = GridTensors::new(grid, &natural, frozen, device)?;
-        let before = descent.levels.copy()?;
+        let mut moved = Tensor::zeros(rows, DType::F32, device)?;
         for first in (0..size).step_by(BLOCK) {
-            descent.round_block(first, grid, tensors.as_ref(), frozen)?;
+            moved = (moved + descent.round_block(first, grid, tensors.as_ref(), frozen)?)?;
         }
-        let moved = column_sums(&(&descent.levels - before)?.abs()?)?;
         if transfer::values::<f32>(&moved, Cause::Statistics)?.iter().all(|moved| *moved == 0.0) {
             break;
         }
@@ -68,41 +72,56 @@ pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
 }
 
 impl Descent<'_> {
-    /// The products of the second moments and a block of columns.
-    fn times(&self, first: usize, block: &Tensor) -> Result<Tensor> {
-        self.hessian.narrow(0, first, block.dim(0)?)?.t()?.matmul(block)
+    /// The gradients of consecutive columns.
+    fn gradients(&self, first: usize, width: usize) -> Result<Tensor> {
+        self.hessian.narrow(0, first, width)?.matmul(&self.errors)
     }
 
-    /// Moves the scales of the group of columns that starts at `first` to their optimum.
-    fn fit_scales<S: Fn(f64) -> f32 + Sync>(&mut self, first: usize, grid: &mut Grid<S>) -> Result<()> {
+    /// Subtracts the changes of consecutive columns from the errors.
+    fn subtract(&self, changes: &Tensor, first: usize) -> Result<()> {
+        let errors = (self.errors.narrow(0, first, changes.dim(0)?)? - changes)?;
+        self.errors.slice_set(&errors, 0, first)
+    }
+
+    /// Moves the scales of consecutive groups of columns to their optimum, one after another.
+    fn fit_scales<S: Fn(f64) -> f32 + Sync>(&self, (index, count): (usize, usize), grid: &mut Grid<S>) -> Result<()> {
         let (size, rows) = self.levels.dims2()?;
-        let width = grid.group.min(size - first);
-        let (index, per_row) = (first / grid.group, size.div_ceil(grid.group));
-        let codes = self.levels.narrow(0, first, width)?;
-        let products = self.times(first, &codes)?;
-        let dot = |other: &Tensor| column_sums(&(other.narrow(0, first, width)? * &codes)?);
-        let sums = transfer::values::<f64>(&Tensor::cat(&[dot(&self.gradients)?, dot(&products)?], 0)?, Cause::Statistics)?;
-        let (slopes, curvatures) = sums.split_at(rows);
-        let mut changes = vec![0f32; rows];
-        let steps = grid.steps.iter_mut().skip(index).step_by(per_row);
-        for (((step, change), slope), curvature) in steps.zip(&mut changes).zip(slopes).zip(curvatures) {
-            if let Some((scale, moved)) = better_scale(step.scale, *slope, *curvature, &grid.store) {
-                (step.scale, *change) = (scale, moved);
-            }
+        let (group, device) = (grid.group, self.levels.device());
+        let (first, end) = (index * group, size.min((index + count) * group));
+        let codes = self.levels.narrow(0, first, end - first)?;
+        // A matrix product with it adds up the columns of each group.
+        let is_member: Vec<f32> = (0..count).flat_map(|at| (first..end).map(move |column| if column / group == index + at { 1.0 } else { 0.0 })).collect();
+        let members = upload(&is_member, (count, end - first), device)?;
+        // The slopes, and for each group the products of its codes with its own and those of later groups.
+        let mut sums = vec![members.matmul(&(self.gradients(first, end - first)? * &codes)?)?];
+        for at in 0..count {
+            let (start, width) = (at * group, group.min(end - first - at * group));
+            let left = end - first - start;
+            let products = part(self.hessian, (first + start, left), (first + start, width))?.matmul(&codes.narrow(0, start, width)?)?;
+            let members = part(&members, (at, count - at), (start, left))?;
+            sums.push(members.matmul(&(products * codes.narrow(0, start, left)?)?)?);
         }
+        let sums = transfer::values::<f32>(&Tensor::cat(&sums, 0)?.t()?.contiguous()?, Cause::Statistics)?;
+        let mut changes = vec![0f32; rows * count];
+        let each = count + count * (count + 1) / 2;
+        let lines = grid.steps.par_chunks_mut(size.div_ceil(group)).zip(sums.par_chunks(each)).zip(changes.par_chunks_mut(count));
+        let store = &grid.store;
+        lines.for_each(|((steps, sums), changes)| fit_row(&mut steps[index..][..count], sums, changes, store));
         if changes.iter().any(|change| *change != 0.0) {
-            let changes = upload(&changes, (1, rows), self.levels.device())?;
-            self.gradients = (&self.gradients - products.broadcast_mul(&changes)?)?;
+            let groups = indices((first..end).map(|column| (column / group - index) as u32).collect(), device)?;
+            let changes = by_column(&changes, (rows, count), device)?.index_select(&groups, 0)?;
+            self.subtract(&(codes * changes)?, first)?;
         }
         Ok(())
     }
 
-    /// Rounds each weight of a block to its optimum, given all other weights.
-    fn round_block<S: Fn(f64) -> f32 + Sync>(&mut self, first: usize, grid: &Grid<S>, tensors: Option<&GridTensors>, frozen: &[bool]) -> Result<()> {
+    /// Rounds each weight of a block to its optimum, given all other weights. Returns the sum of the
+    /// magnitudes of the changes of each row.
+    fn round_block<S: Fn(f64) -> f32 + Sync>(&self, first: usize, grid: &Grid<S>, tensors: Option<&GridTensors>, frozen: &[bool]) -> Result<Tensor> {
         let (size, rows) = self.levels.dims2()?;
         let width = BLOCK.min(size - first);
         let square = part(self.hessian, (first, width), (first, width))?;
-        let (gradients, levels) = (self.gradients.narrow(0, first, width)?, self.levels.narrow(0, first, width)?);
+        let (gradients, levels) = (self.gradients(first, width)?, self.levels.narrow(0, first, width)?);
         let mut changes = Tensor::zeros((width, rows), DType::F32, levels.device())?;
         let rounded = match tensors.map(|tensors| tensors.columns(first, width)).transpose()? {
             Some(columns) => gpu::descend_columns([&gradients, &square], columns.parameters(), &levels, &changes)?,
@@ -113,8 +132,24 @@ impl Descent<'_> {
             [found, changes] = round_on_host([&gradients, &square, &levels], (first, size), grid, frozen)?;
             self.levels.slice_set(&found, 0, first)?;
         }
-        self.gradients = (&self.gradients - self.times(first, &changes)?)?;
-        Ok(())
+        self.subtract(&changes, first)?;
+        column_sums(&changes.abs()?)
+    }
+}
+
+/// Moves the scales of consecutive groups of a row to their optimum, one after another, and sets their
+/// changes. `sums` are the slopes, and for each group the products of its codes with its own codes and those
+/// of each later group.
+fn fit_row(steps: &mut [QuantizationParams], sums: &[f32], changes: &mut [f32], store: impl Fn(f64) -> f32) {
+    let (slopes, mut products) = sums.split_at(steps.len());
+    let mut slopes: Vec<f64> = slopes.iter().map(|slope| f64::from(*slope)).collect();
+    for (at, (step, change)) in steps.iter_mut().zip(changes).enumerate() {
+        let (own, rest) = products.split_at(slopes.len() - at);
+        products = rest;
+        if let Some((scale, moved)) = better_scale(step.scale, slopes[at], f64::from(own[0]), &store) {
+            (step.scale, *change) = (scale, moved);
+            slopes[at..].iter_mut().zip(own).for_each(|(slope, product)| *slope -= f64::from(moved) * f64::from(*product));
+        }
     }
 }
 
@@ -137,4 +172,55 @@ fn round_on_host<S: Fn(f64) -> f32 + Sync>(operands: [&Tensor; 3], (first, size)
     }
     let device = operands[2].device();
     Ok([by_column(&levels, (rows, width), device)?, by_column(&changes, (rows, width), device)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::kernel::column_solver::Range;
+    use crate::kernel::grid::IntegerGrid;
+
+    const ROWS: usize = 3;
+
+    fn number(i: usize) -> i32 {
+        ((i as u32).wrapping_mul(2_654_435_761) >> 24) as i32
+    }
+
+    fn multiple(scale: f64) -> f32 {
+        ((scale * 512.0).round() / 512.0) as f32
+    }
+
+    /// All values are multiples of 1/512 and all products are exact, so that results do not depend on the order
+    /// of sums.
+    #[test]
+    fn scales_and_values_equal_those_of_the_host() {
+        for (size, group, symmetric) in
+            [(5, 3), (40, 2), (130, 7), (300, 16), (300, 128), (150, 150)].into_iter().flat_map(|(size, group)| [true, false].map(|symmetric| (size, group, symmetric)))
+        {
+            let features: Vec<f32> = (0..24 * size).map(|i| (number(i * i + 7) % 3 - 1) as f32).collect();
+            let product = |a: usize, b: usize| features.chunks(size).map(|row| row[a] * row[b]).sum::<f32>() + if a == b { 8.0 } else { 0.0 };
+            let hessian: Vec<f32> = (0..size * size).map(|at| product(at / size, at % size)).collect();
+            let tensor = Tensor::from_slice(&hessian, (size, size), &Device::Cpu).unwrap();
+            let targets: Vec<f32> = (0..ROWS * size).map(|i| (number(i * 31) - 128) as f32 / 64.0).collect();
+            let frozen: Vec<bool> = (0..targets.len()).map(|at| at % 7 == 3).collect();
+            let order: Vec<usize> = (0..size).collect();
+            let [before, host, device] = [None, Some(true), Some(false)].map(|on_host| {
+                let levels = Levels::Integers(IntegerGrid { bits: 4, symmetric });
+                let mut grid = Grid { levels, group, steps: Vec::new(), order: &order, store: multiple as fn(f64) -> f32 };
+                grid.fit(&targets, &vec![1.0; size], Range::MinMax);
+                let mut values = targets.clone();
+                grid.round(&mut values);
+                match on_host {
+                    None => {}
+                    Some(true) => Hessian::from_damped(hessian.clone(), size).refine(&targets, &mut values, &mut grid, &frozen, 3),
+                    Some(false) => refine(&tensor, &targets, &mut values, &mut grid, &frozen, 3).unwrap(),
+                }
+                (values, grid.steps.iter().map(|step| step.scale).collect::<Vec<f32>>())
+            });
+            assert!(device == host, "{size} {group} {symmetric}");
+            assert!(size < 40 || (device.0 != before.0 && device.1 != before.1), "{size} {group} {symmetric}: unchanged");
+        }
+    }
 }
