@@ -5,9 +5,10 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::held_out::{Errors, HeldOut, LayerChoice};
-use super::solver::Solver;
+use super::solver::{Change, Correction, Part, Solver};
 use super::{Layer, MethodReport, Moments, MomentsRequest, Readers};
 use crate::error::{Error, Result};
+use crate::pass::calibrate::tensor_error;
 use crate::store::Weight;
 
 /// Damping that is tried first, and the limits of the search, as fractions of the mean of the diagonal.
@@ -42,13 +43,20 @@ pub(super) enum Solution {
     Compensated(f32),
 }
 
+/// A solution of a weight, with the correction that it uses.
+pub(super) enum Attempt {
+    /// A solution without compensation, by its index.
+    Plain(usize),
+    Compensated(Correction),
+}
+
 /// A method with error compensation.
 pub(super) trait Compensating {
     /// Names of the solutions without compensation. The first one needs no samples.
     fn plain(&self) -> &'static [&'static str];
 
     /// Replaces values `[n, size]` of a weight by a solution, for some or all outputs of the layer.
-    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()>;
+    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()>;
 }
 
 /// The chosen solutions of the layers that read a value.
@@ -61,8 +69,18 @@ pub(super) struct Chosen {
 
 impl Chosen {
     /// The solution of a layer.
-    pub fn solution(&self, layer: &Layer) -> Solution {
+    fn solution(&self, layer: &Layer) -> Solution {
         self.solutions.get(&layer.weight).copied().unwrap_or(Solution::Plain(0))
+    }
+
+    /// The solution of the weight of a layer.
+    pub fn attempt(&self, layer: &Layer, values: &[f32]) -> Result<Attempt> {
+        let fraction = match self.solution(layer) {
+            Solution::Plain(index) => return Ok(Attempt::Plain(index)),
+            Solution::Compensated(fraction) => fraction,
+        };
+        let change = if fraction == 0.0 { None } else { self.prepared.change(values)? };
+        Ok(Attempt::Compensated(Correction { parts: vec![Part { rows: values.len() / layer.size.max(1), fraction }], change }))
     }
 
     /// The values of a weight that its solution approximates.
@@ -125,6 +143,15 @@ impl Sampled {
     }
 }
 
+/// A solution that is tried.
+#[derive(Debug, Clone, Copy)]
+enum Tried {
+    /// A solution without compensation, by its index.
+    Plain(usize),
+    /// Compensation with this damping.
+    Damping(f64),
+}
+
 /// Errors of a layer for a damping.
 #[derive(Default)]
 struct Trial {
@@ -153,8 +180,8 @@ impl Choosing {
             return Ok(Chosen { prepared, products, solutions: readers.layers.iter().map(|layer| (layer.weight.clone(), solution)).collect() });
         }
         let sampled: Vec<Sampled> = readers.layers.iter().map(|layer| Sampled::new(readers, layer, &moments.folds)).collect::<Result<_>>()?;
-        let solutions = (0..method.plain().len()).map(Solution::Plain);
-        let plain: Vec<Vec<Trial>> = solutions.map(|solution| self.trials(value, &moments, &sampled, method, solution, None)).collect::<Result<_>>()?;
+        let tried = (0..method.plain().len()).map(Tried::Plain);
+        let plain: Vec<Vec<Trial>> = tried.map(|tried| self.trials(value, &moments, &sampled, method, tried)).collect::<Result<_>>()?;
         let (damping, trials) = self.best_damping(value, &moments, &sampled, (method, &plain[0]))?;
         drop(sampled);
         moments.merge()?;
@@ -216,7 +243,7 @@ impl Choosing {
     fn best_damping(&self, value: &str, moments: &Moments, sampled: &[Sampled], compared: (&dyn Compensating, &[Trial])) -> Result<(f64, Vec<Trial>)> {
         let (method, plain) = compared;
         let attempt = |damping: f64| {
-            let trials = self.trials(value, moments, sampled, method, Solution::Compensated(0.0), Some(damping))?;
+            let trials = self.trials(value, moments, sampled, method, Tried::Damping(damping))?;
             // A layer with a worse error than the plain solution will use that one.
             let relative = |(trial, plain): (&Trial, &Trial)| {
                 let [error, plain] = [trial, plain].map(|trial| trial.errors.total());
@@ -246,44 +273,52 @@ impl Choosing {
     }
 
     /// Errors of a solution of each layer that is fitted to the tokens outside of the fold. Compensation uses
-    /// the given damping, and the best fraction of the input correction.
-    fn trials(
-        &self,
-        value: &str,
-        moments: &Moments,
-        sampled: &[Sampled],
-        method: &dyn Compensating,
-        solution: Solution,
-        damping: Option<f64>,
-    ) -> Result<Vec<Trial>> {
+    /// the best fraction of the input correction.
+    fn trials(&self, value: &str, moments: &Moments, sampled: &[Sampled], method: &dyn Compensating, tried: Tried) -> Result<Vec<Trial>> {
         let mut trials: Vec<Trial> = sampled.iter().map(|_| Trial::default()).collect();
+        let damping = if let Tried::Damping(damping) = tried { Some(damping) } else { None };
         for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
             let fitted = moments.without(fold)?;
             let fitted = fitted.as_ref().unwrap_or(moments);
             let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
-            for (Sampled { layer, weight, values, outputs }, trial) in sampled.iter().zip(&mut trials) {
-                let [targets, current] = &outputs[fold];
-                let mut solution = solution;
-                if damping.is_some() {
-                    let mut sums = [0.0; 2];
-                    if self.propagation.is_none()
-                        && let Some(corrected) = prepared.corrected(values)?
-                    {
-                        for ((target, current), corrected) in targets.iter().zip(current).zip(held_out.outputs(&corrected, layer.size)?) {
-                            let (missing, change) = (f64::from(target - current), f64::from(corrected - current));
-                            sums[0] += missing * change;
-                            sums[1] += change * change;
-                        }
-                    }
-                    trial.propagation.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
-                    solution = Solution::Compensated(self.fraction(sums));
-                }
+            for (sampled, trial) in sampled.iter().zip(&mut trials) {
+                let Sampled { layer, weight, values, outputs } = sampled;
+                let attempt = match tried {
+                    Tried::Plain(index) => Attempt::Plain(index),
+                    Tried::Damping(_) => Attempt::Compensated(self.correction(sampled, &prepared, (held_out, &outputs[fold]), trial)?),
+                };
                 let mut solved = values.clone();
-                method.solve(layer, weight, &mut solved, &prepared, solution)?;
-                trial.errors.add_held_out(held_out, &held_out.outputs(&solved, layer.size)?, targets, solved.len() / layer.size.max(1));
+                method.solve(layer, weight, &mut solved, &prepared, attempt)?;
+                trial.errors.add_held_out(held_out, &held_out.outputs(&solved, layer.size)?, &outputs[fold][0], solved.len() / layer.size.max(1));
             }
         }
         Ok(trials)
+    }
+
+    /// The correction with the best fraction for held-out rows, for which the outputs of the original model
+    /// and of the layer are given.
+    fn correction(&self, sampled: &Sampled, prepared: &Prepared, (held_out, outputs): (&HeldOut, &[Vec<f32>; 2]), trial: &mut Trial) -> Result<Correction> {
+        let Sampled { layer, values, .. } = sampled;
+        let change = if self.propagation == Some(0.0) { None } else { prepared.change(values)? };
+        let mut sums = [0.0; 2];
+        if let (None, Some(change)) = (self.propagation, &change) {
+            let [targets, current] = outputs;
+            for ((target, current), corrected) in targets.iter().zip(current).zip(corrected_outputs(held_out, values, layer.size, change)?) {
+                let (missing, change) = (f64::from(target - current), f64::from(corrected - current));
+                sums[0] += missing * change;
+                sums[1] += change * change;
+            }
+        }
+        trial.propagation.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+        Ok(Correction { parts: vec![Part { rows: values.len() / layer.size.max(1), fraction: self.fraction(sums) }], change })
+    }
+}
+
+/// Outputs of held-out rows for a weight with its complete change.
+fn corrected_outputs(held_out: &HeldOut, values: &[f32], size: usize, change: &Change) -> Result<Vec<f32>> {
+    match change {
+        Change::Host(change) => held_out.outputs(&values.iter().zip(change).map(|(value, change)| value + change).collect::<Vec<f32>>(), size),
+        Change::Device { weight, change } => held_out.outputs_on_device(&(weight + change).map_err(tensor_error)?),
     }
 }
 
@@ -322,30 +357,23 @@ impl<'m> Prepared<'m> {
         Prepared::new(value, moments, differences, Preparation { damping: Some(damping), ..Preparation::default() }, &mut Vec::new())
     }
 
-    /// The solver, if it can correct weights for changed inputs.
-    fn corrector(&self) -> Option<&Solver> {
-        self.solver.as_ref().filter(|solver| match solver {
-            Solver::Host { .. } => !self.differences.is_empty(),
-            Solver::Device(solver) => solver.has_differences(),
-        })
+    /// The change of a weight `[rows, size]` to the least-squares solution for the outputs of the original
+    /// model. `None` if the inputs have not changed, or without a solver.
+    fn change(&self, values: &[f32]) -> Result<Option<Change>> {
+        self.solver.as_ref().map_or(Ok(None), |solver| solver.change(values, &self.order, &self.differences))
     }
 
     /// Corrects a weight `[rows, size]` for changed inputs: moves it by a fraction towards the least-squares
     /// solution for the outputs of the original model (Li et al. 2025, GPTAQ,
     /// <https://arxiv.org/abs/2504.02692>).
     pub fn correct(&self, values: &mut [f32], fraction: f32) -> Result<()> {
-        match self.corrector() {
-            Some(solver) if fraction != 0.0 => solver.correct(values, &self.order, &self.differences, fraction),
-            _ => Ok(()),
+        if fraction == 0.0 {
+            return Ok(());
         }
-    }
-
-    /// A weight with the full correction; `None` if the inputs have not changed.
-    fn corrected(&self, values: &[f32]) -> Result<Option<Vec<f32>>> {
-        let Some(solver) = self.corrector() else { return Ok(None) };
-        let mut corrected = values.to_vec();
-        solver.correct(&mut corrected, &self.order, &self.differences, 1.0)?;
-        Ok(Some(corrected))
+        match self.change(values)? {
+            Some(change) => change.add_to(values, &vec![fraction; values.len() / self.order.len().max(1)]),
+            None => Ok(()),
+        }
     }
 }
 

@@ -200,6 +200,15 @@ impl HeldOut {
         }
     }
 
+    /// As [`outputs`](HeldOut::outputs), of a weight on the device of the rows.
+    pub fn outputs_on_device(&self, weight: &Tensor) -> Result<Vec<f32>> {
+        let found = match &self.on_device {
+            Some([rows, _]) => weight.t().and_then(|weight| rows.matmul(&weight)).and_then(|outputs| transfer::values(&outputs, Cause::Statistics)),
+            None => return self.outputs(&transfer::values::<f32>(weight, Cause::Statistics).map_err(tensor_error)?, weight.dim(1).map_err(tensor_error)?),
+        };
+        found.map_err(tensor_error)
+    }
+
     /// Outputs `[n, outputs]` of a layer of the original model.
     pub fn original_outputs(&self, weight: &[f32], size: usize) -> Result<Vec<f32>> {
         match &self.on_device {

@@ -6,11 +6,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::autoround::{TrainedLayer, Training};
-use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
+use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::held_out::LayerChoice;
 use super::parallel::{count_zeros, floats};
 use super::rescale::RoundingMode;
+use super::solver::Steps;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
@@ -315,28 +316,26 @@ impl Quantization<'_> {
     }
 
     /// Rounds a weight `[rows, size]`.
-    fn round(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<Vec<QuantizationParams>> {
-        let (Some(solver), Solution::Compensated(propagation)) = (&prepared.solver, solution) else {
+    fn round(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<Vec<QuantizationParams>> {
+        let (Some(solver), Attempt::Compensated(correction)) = (&prepared.solver, attempt) else {
             return self.nearest(layer, weight, values, &costs(&prepared.squares));
         };
         let order = &prepared.order;
         let mut grid = self.grid(layer, weight, order)?;
         let is_sparse = 100 * count_zeros(values) as u64 >= SPARSE_PERCENT * values.len() as u64;
         let zeros: Vec<bool> = if is_sparse { values.iter().map(|value| *value == 0.0).collect() } else { Vec::new() };
-        prepared.correct(values, propagation)?;
-        let targets = solver.descends().then(|| values.to_vec());
         // Errors are weighted after compensation by later columns.
         let mut costs = vec![0f32; layer.size];
         order.iter().zip(solver.costs()).for_each(|(column, cost)| costs[*column] = *cost);
-        grid.fit(values, &costs, range(self.pass, self.affine(layer)?));
-        let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
-        choices.zeroed = zeros.chunks(layer.size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
-        solver.apply(values, order, BLOCK, &mut choices)?;
-        let Some(mut grid) = choices.grid else { return Ok(Vec::new()) };
-        if let Some(targets) = targets {
-            solver.refine(&targets, values, &mut grid, &zeros, self.sweeps())?;
-        }
-        Ok(grid.steps)
+        let range = range(self.pass, self.affine(layer)?);
+        let rule = |values: &[f32]| {
+            grid.fit(values, &costs, range);
+            let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
+            choices.zeroed = zeros.chunks(layer.size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
+            choices
+        };
+        let solved = solver.solve(values, order, correction, Steps { block: BLOCK, frozen: &zeros, sweeps: self.sweeps() }, rule)?;
+        Ok(solved.grid.map(|grid| grid.steps).unwrap_or_default())
     }
 }
 
@@ -345,8 +344,8 @@ impl Compensating for Quantization<'_> {
         &["rtn"]
     }
 
-    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()> {
-        self.round(layer, weight, values, prepared, solution).map(drop)
+    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
+        self.round(layer, weight, values, prepared, attempt).map(drop)
     }
 }
 
@@ -377,7 +376,7 @@ impl Method for Rounder<'_> {
         let target = corrections.map(|_| self.inputs.target(layer, values)).transpose()?;
         let steps = match &self.inputs {
             Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs)?,
-            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.solution(layer))?,
+            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?)?,
         };
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();

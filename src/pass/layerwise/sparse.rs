@@ -6,8 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::compensated::{Choosing, Chosen, Compensating, Prepared, Solution};
+use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::held_out::LayerChoice;
+use super::solver::Steps;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, Summary};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Graph, Op, ValueId};
@@ -143,16 +144,16 @@ impl Compensating for Amounts<'_> {
         &["l1", "wanda"]
     }
 
-    fn solve(&self, layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, solution: Solution) -> Result<()> {
+    fn solve(&self, layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
         let zeros = self.zeros(layer)?;
-        match (solution, &prepared.solver) {
-            (Solution::Compensated(propagation), Some(solver)) => {
+        match (attempt, &prepared.solver) {
+            (Attempt::Compensated(correction), Some(solver)) => {
                 let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
-                prepared.correct(values, propagation)?;
-                solver.apply(values, &prepared.order, block, &mut ColumnSolver::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>))?;
+                let rule = |_: &[f32]| ColumnSolver::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>);
+                solver.solve(values, &prepared.order, correction, Steps { block, frozen: &[], sweeps: 0 }, rule)?;
             }
             // Magnitudes are compared over the complete weight.
-            (Solution::Plain(0), _) => remove(values, &vec![1.0; values.len()], zeros),
+            (Attempt::Plain(0), _) => remove(values, &vec![1.0; values.len()], zeros),
             _ => remove(values, &norms(&prepared.squares), zeros),
         }
         Ok(())
@@ -182,7 +183,7 @@ impl Method for Sparse<'_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         match &self.inputs {
             Inputs::Norms(norms) => remove(values, norms, self.zeros.zeros(layer)?),
-            Inputs::Sparsegpt(chosen) => self.zeros.solve(layer, weight, values, &chosen.prepared, chosen.solution(layer))?,
+            Inputs::Sparsegpt(chosen) => self.zeros.solve(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?)?,
         }
         let new = weight.with_values(&layer.weight, &layer.stored(values.to_vec()))?;
         Ok(vec![(layer.weight.clone(), new)])

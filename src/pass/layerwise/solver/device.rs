@@ -84,26 +84,21 @@ impl DeviceSolver {
         &self.costs
     }
 
-    /// Whether the inputs have changed.
-    pub fn has_differences(&self) -> bool {
-        self.differences.is_some()
-    }
-
     /// A tensor `[n, size]` on the device.
     pub(super) fn upload(&self, values: &[f32]) -> Result<Tensor> {
         let size = self.costs.len();
         upload(values, (values.len() / size.max(1), size), self.ratios.device())
     }
 
-    /// Moves a weight `[rows, size]` by a fraction towards the least-squares solution for the outputs of the
-    /// original model.
-    pub fn correct(&self, values: &mut [f32], fraction: f32) -> Result<()> {
-        let Some(differences) = self.differences.as_ref().filter(|_| !values.is_empty()) else { return Ok(()) };
+    /// A weight `[rows, size]`, and its change to the least-squares solution for the outputs of the original
+    /// model. `None` if the inputs have not changed.
+    pub fn change(&self, values: &[f32]) -> Result<Option<[Tensor; 2]>> {
+        let Some(differences) = self.differences.as_ref().filter(|_| !values.is_empty()) else { return Ok(None) };
         let weight = self.upload(values)?;
-        let added = differences.t()?.matmul(&weight.t()?)?.index_select(&self.order[0], 0)?;
-        self.divide(&added)?;
-        let added = added.index_select(&self.order[1], 0)?.t()?.contiguous()?;
-        download(&(weight + (added * f64::from(fraction))?)?, values)
+        let change = differences.t()?.matmul(&weight.t()?)?.index_select(&self.order[0], 0)?;
+        self.divide(&change)?;
+        let change = change.index_select(&self.order[1], 0)?.t()?.contiguous()?;
+        Ok(Some([weight, change]))
     }
 
     /// Replaces `B` `[size, n]`, with columns of the weight in processing order, by `H⁻¹ B`. The tensor must
@@ -129,14 +124,11 @@ impl DeviceSolver {
         Ok(())
     }
 
-    /// Replaces the columns of a weight `[rows, size]` by the values that `rule` chooses in processing order,
-    /// block by block. Blocks are rounded to integers on the device, and otherwise on the host.
-    pub fn apply<S: Fn(f64) -> f32 + Sync>(&self, values: &mut [f32], block: usize, rule: &mut ColumnSolver<S>) -> Result<()> {
+    /// The values that `rule` chooses for the columns of a weight `[size, rows]` in processing order, block
+    /// by block. Blocks are rounded to integers on the device, and otherwise on the host.
+    pub fn apply<S: Fn(f64) -> f32 + Sync>(&self, weight: &Tensor, block: usize, rule: &mut ColumnSolver<S>) -> Result<Tensor> {
         let size = self.costs.len();
-        if values.is_empty() {
-            return Ok(());
-        }
-        let weights = self.upload(values)?.t()?.contiguous()?.index_select(&self.order[0], 0)?;
+        let weights = weight.index_select(&self.order[0], 0)?;
         let (solved, errors) = (weights.zeros_like()?, weights.zeros_like()?);
         let grid = match (rule.zeros, &rule.grid) {
             (Zeros::None, Some(grid)) => GridTensors::new(grid, grid.order, &rule.zeroed, weights.device())?,
@@ -162,7 +154,7 @@ impl DeviceSolver {
                 errors.slice_set(&lost, 0, first)?;
             }
         }
-        download(&solved.index_select(&self.order[1], 0)?.t()?.contiguous()?, values)
+        solved.index_select(&self.order[1], 0)
     }
 
     /// The values of a block of columns that `rule` chooses, and their errors.

@@ -3,11 +3,12 @@
 mod device;
 mod refinement;
 
-use device::DeviceSolver;
+use candle_core::Tensor;
+use device::{DeviceSolver, download, upload};
 
 use super::moments::{DeviceSums, Moments};
 use crate::error::Result;
-use crate::kernel::column_solver::{ColumnSolver, Grid};
+use crate::kernel::column_solver::ColumnSolver;
 use crate::kernel::compensation::Compensation;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::matmul::{Left, Rows, product};
@@ -40,58 +41,153 @@ impl Solver {
         }
     }
 
-    /// Whether coordinate descent follows.
-    pub fn descends(&self) -> bool {
-        match self {
-            Solver::Host { hessian, .. } => hessian.is_some(),
-            Solver::Device(solver) => solver.hessian.is_some(),
-        }
-    }
-
-    /// Moves a weight `[rows, size]` by a fraction towards the least-squares solution for inputs that have
-    /// changed. `differences` are those on the host.
-    pub fn correct(&self, values: &mut [f32], order: &[usize], differences: &[f32], fraction: f32) -> Result<()> {
+    /// The change of a weight `[rows, size]` to the least-squares solution for inputs that have changed.
+    /// `differences` are those on the host. `None` if the inputs have not changed.
+    pub fn change(&self, values: &[f32], order: &[usize], differences: &[f32]) -> Result<Option<Change>> {
         let compensation = match self {
+            Solver::Device(solver) => {
+                let found = solver.change(values).map_err(tensor_error)?;
+                return Ok(found.map(|[weight, change]| Change::Device { weight, change }));
+            }
+            Solver::Host { .. } if differences.is_empty() => return Ok(None),
             Solver::Host { compensation, .. } => compensation,
-            Solver::Device(solver) => return solver.correct(values, fraction).map_err(tensor_error),
         };
         let size = order.len();
         let left = Left::pack(values, values.len() / size.max(1), size, size);
-        let mut added = vec![0f32; values.len()];
-        product(&left, &Rows { values: differences, count: size, stride: size }, size, Epilogue::NONE, &mut added);
-        reorder(&mut added, order);
-        compensation.divide(&mut added);
-        restore(&mut added, order);
-        values.iter_mut().zip(added).for_each(|(value, added)| *value += fraction * added);
-        Ok(())
+        let mut change = vec![0f32; values.len()];
+        product(&left, &Rows { values: differences, count: size, stride: size }, size, Epilogue::NONE, &mut change);
+        reorder(&mut change, order);
+        compensation.divide(&mut change);
+        restore(&mut change, order);
+        Ok(Some(Change::Host(change)))
     }
 
-    /// Replaces the columns of a weight `[rows, size]` by the values that `rule` chooses in processing order.
-    pub fn apply<S: Fn(f64) -> f32 + Sync>(&self, values: &mut [f32], order: &[usize], block: usize, rule: &mut ColumnSolver<S>) -> Result<()> {
+    /// Corrects a weight `[rows, size]`, replaces its columns by the values that a rule for the corrected
+    /// weight chooses in processing order, and improves grid values and the scales of their grid by
+    /// coordinate descent, if that is enabled. Returns the rule.
+    pub fn solve<'r, S: Fn(f64) -> f32 + Sync>(
+        &self,
+        values: &mut [f32],
+        order: &[usize],
+        correction: Correction,
+        steps: Steps,
+        rule: impl FnOnce(&[f32]) -> ColumnSolver<'r, S>,
+    ) -> Result<ColumnSolver<'r, S>> {
+        let (compensation, hessian) = match self {
+            Solver::Host { compensation, hessian } => (compensation, hessian),
+            Solver::Device(solver) => return solve_on_device(solver, values, correction, steps, rule).map_err(tensor_error),
+        };
+        if let Some((change, fractions)) = correction.used() {
+            change.add_to(values, &fractions)?;
+        }
+        let mut rule = rule(values);
+        let targets = hessian.as_ref().map(|_| values.to_vec());
+        reorder(values, order);
+        compensation.apply(values, steps.block, &mut rule);
+        restore(values, order);
+        if let (Some(hessian), Some(targets), Some(grid)) = (hessian, targets, &mut rule.grid) {
+            hessian.refine(&targets, values, grid, steps.frozen, steps.sweeps);
+        }
+        Ok(rule)
+    }
+}
+
+/// Solves a weight that is copied to the device once.
+fn solve_on_device<'r, S: Fn(f64) -> f32 + Sync>(
+    solver: &DeviceSolver,
+    values: &mut [f32],
+    correction: Correction,
+    Steps { block, frozen, sweeps }: Steps,
+    rule: impl FnOnce(&[f32]) -> ColumnSolver<'r, S>,
+) -> candle_core::Result<ColumnSolver<'r, S>> {
+    if values.is_empty() {
+        return Ok(rule(values));
+    }
+    let weight = match correction.used() {
+        Some((Change::Device { weight, change }, fractions)) => {
+            let weight = added(weight, change, &fractions)?;
+            download(&weight, values)?;
+            weight
+        }
+        _ => solver.upload(values)?,
+    };
+    let targets = weight.t()?.contiguous()?;
+    drop(weight);
+    let mut rule = rule(values);
+    let mut solved = solver.apply(&targets, block, &mut rule)?;
+    if let (Some(hessian), Some(grid)) = (&solver.hessian, &mut rule.grid) {
+        solved = refinement::refine(hessian, [targets, solved], grid, frozen, sweeps)?;
+    }
+    download(&solved.t()?.contiguous()?, values)?;
+    Ok(rule)
+}
+
+/// How the columns of a weight are replaced.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Steps<'a> {
+    /// Number of columns that are replaced before their errors are propagated to later columns.
+    pub block: usize,
+    /// Marks values that coordinate descent does not change. Empty if there are none.
+    pub frozen: &'a [bool],
+    /// Number of sweeps of coordinate descent over all columns.
+    pub sweeps: usize,
+}
+
+/// The change of a weight `[rows, size]` to the least-squares solution for inputs that have changed.
+pub(super) enum Change {
+    Host(Vec<f32>),
+    /// With the weight.
+    Device {
+        weight: Tensor,
+        change: Tensor,
+    },
+}
+
+impl Change {
+    /// Adds fractions of the change to the weight, one of each row.
+    pub fn add_to(self, values: &mut [f32], fractions: &[f32]) -> Result<()> {
         match self {
-            Solver::Host { compensation, .. } => {
-                reorder(values, order);
-                compensation.apply(values, block, rule);
-                restore(values, order);
+            Change::Host(change) => {
+                let size = (values.len() / fractions.len().max(1)).max(1);
+                let rows = values.chunks_exact_mut(size).zip(change.chunks_exact(size)).zip(fractions);
+                for ((values, change), fraction) in rows.filter(|(_, fraction)| **fraction != 0.0) {
+                    values.iter_mut().zip(change).for_each(|(value, change)| *value += fraction * change);
+                }
                 Ok(())
             }
-            Solver::Device(solver) => solver.apply(values, block, rule).map_err(tensor_error),
+            Change::Device { weight, change } => added(weight, change, fractions).and_then(|weight| download(&weight, values)).map_err(tensor_error),
         }
     }
+}
 
-    /// Improves grid values `[rows, size]` and the scales of their grid by coordinate descent, if it is
-    /// enabled. Values marked in `frozen` do not change.
-    pub fn refine<S: Fn(f64) -> f32 + Sync>(&self, targets: &[f32], values: &mut [f32], grid: &mut Grid<S>, frozen: &[bool], sweeps: usize) -> Result<()> {
-        match self {
-            Solver::Host { hessian, .. } => {
-                hessian.iter().for_each(|hessian| hessian.refine(targets, values, grid, frozen, sweeps));
-                Ok(())
-            }
-            Solver::Device(solver) => match &solver.hessian {
-                Some(hessian) => refinement::refine(hessian, targets, values, grid, frozen, sweeps).map_err(tensor_error),
-                None => Ok(()),
-            },
-        }
+/// The sum of a weight `[rows, size]` and fractions of its change, one of each row.
+fn added(weight: Tensor, change: Tensor, fractions: &[f32]) -> candle_core::Result<Tensor> {
+    let fractions = upload(fractions, (fractions.len(), 1), weight.device())?;
+    weight + change.broadcast_mul(&fractions)?
+}
+
+/// Consecutive rows of a weight.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    /// Number of rows.
+    pub rows: usize,
+    /// The fraction of their change that they get.
+    pub fraction: f32,
+}
+
+/// The correction of a weight for inputs that have changed.
+pub(super) struct Correction {
+    /// All rows of the weight.
+    pub parts: Vec<Part>,
+    /// The complete change; `None` if there is none.
+    pub change: Option<Change>,
+}
+
+impl Correction {
+    /// The change and the fraction of each row, if a row changes.
+    fn used(self) -> Option<(Change, Vec<f32>)> {
+        let change = self.change.filter(|_| self.parts.iter().any(|part| part.fraction != 0.0))?;
+        Some((change, self.parts.iter().flat_map(|part| std::iter::repeat_n(part.fraction, part.rows)).collect()))
     }
 }
 
@@ -121,7 +217,7 @@ mod tests {
 
     use super::super::moments::MomentsRequest;
     use super::*;
-    use crate::kernel::column_solver::{Range, Zeros};
+    use crate::kernel::column_solver::{Grid, Range, Zeros};
     use crate::kernel::grid::{IntegerGrid, Levels};
     use crate::kernel::minifloat::Minifloat;
 
@@ -147,8 +243,12 @@ mod tests {
         (moments, DeviceSums { products: rows.t().unwrap().contiguous().unwrap().matmul(&rows).unwrap(), differences: Some(differences) })
     }
 
-    fn solvers(moments: &Moments, sums: &DeviceSums, order: &[usize], damping: f64) -> [Solver; 2] {
-        [None, Some(sums)].map(|sums| Solver::new(moments, sums, order, damping, true).unwrap().unwrap())
+    fn solvers(moments: &Moments, sums: &DeviceSums, order: &[usize], damping: f64, descends: bool) -> [Solver; 2] {
+        [None, Some(sums)].map(|sums| Solver::new(moments, sums, order, damping, descends).unwrap().unwrap())
+    }
+
+    fn uncorrected() -> Correction {
+        Correction { parts: Vec::new(), change: None }
     }
 
     fn orders(size: usize) -> [Vec<usize>; 2] {
@@ -181,12 +281,13 @@ mod tests {
             let weight: Vec<f32> = (0..ROWS * size).map(|i| number(i * 31)).collect();
             for order in orders(size) {
                 for damping in [0.1, 0.004] {
-                    let solvers = solvers(&moments, &sums, &order, damping);
+                    let solvers = solvers(&moments, &sums, &order, damping, false);
                     let [host, device] = solvers.each_ref().map(Solver::costs);
                     assert!(host.iter().zip(device).all(|(a, b)| (a - b).abs() < 1e-3 * a), "{size}, {damping}");
                     let [host, device] = solvers.map(|solver| {
                         let mut values = weight.clone();
-                        solver.correct(&mut values, &order, &moments.differences, 0.5).unwrap();
+                        let change = solver.change(&values, &order, &moments.differences).unwrap().unwrap();
+                        change.add_to(&mut values, &[0.5; ROWS]).unwrap();
                         values
                     });
                     assert!(difference(&host, &weight) > 1e-3, "{size}");
@@ -209,26 +310,60 @@ mod tests {
             let weight: Vec<f32> = (0..ROWS * size).map(|i| if mask[i] { 0.0 } else { number(i * 31) }).collect();
             let frozen = if sparse { mask.as_slice() } else { &[] };
             for order in orders(size) {
-                let solved = solvers(&moments, &sums, &order, 0.05).map(|solver| {
-                    let mut grid = Grid { levels, group: 32, steps: Vec::new(), order: &order, store: single as fn(f64) -> f32 };
-                    grid.fit(&weight, &vec![1.0; size], Range::MinMax);
-                    let mut rule = ColumnSolver::new(Zeros::None, Some(grid));
-                    rule.zeroed = frozen.chunks(size).flat_map(|row| order.iter().map(|column| row[*column])).collect();
+                let solve = |solver: &Solver| {
+                    let rule = |values: &[f32]| {
+                        let mut grid = Grid { levels, group: 32, steps: Vec::new(), order: &order, store: single as fn(f64) -> f32 };
+                        grid.fit(values, &vec![1.0; size], Range::MinMax);
+                        let mut rule = ColumnSolver::new(Zeros::None, Some(grid));
+                        rule.zeroed = frozen.chunks(size).flat_map(|row| order.iter().map(|column| row[*column])).collect();
+                        rule
+                    };
                     let mut values = weight.clone();
-                    solver.apply(&mut values, &order, 128, &mut rule).unwrap();
-                    let (mut grid, rounded) = (rule.grid.unwrap(), lost(&moments, &weight, &values));
-                    solver.refine(&weight, &mut values, &mut grid, frozen, 3).unwrap();
+                    let rule = solver.solve(&mut values, &order, uncorrected(), Steps { block: 128, frozen, sweeps: 3 }, rule).unwrap();
                     let mut again = values.clone();
-                    grid.round(&mut again);
+                    rule.grid.unwrap().round(&mut again);
                     assert_eq!(again, values, "{size}: not grid values");
                     assert!(mask.iter().zip(&values).all(|(zeroed, value)| !zeroed || *value == 0.0));
-                    [rounded, lost(&moments, &weight, &values)]
-                });
-                let [host, device] = solved;
+                    lost(&moments, &weight, &values)
+                };
+                let [rounded, refined] = [false, true].map(|descends| solvers(&moments, &sums, &order, 0.05, descends).each_ref().map(&solve));
+                let [host, device] = [0, 1].map(|at| [rounded[at], refined[at]]);
                 for (host, device) in host.into_iter().zip(device) {
                     assert!((host - device).abs() <= 0.05 * host + 1e-6, "{size} {levels:?}: {device} instead of {host}");
                 }
                 assert!(device[1] <= device[0] * 1.05 + 1e-6, "{size} {levels:?}: {} became {}", device[0], device[1]);
+            }
+        }
+    }
+
+    /// Each row gets its fraction of the change before it is rounded.
+    #[test]
+    fn rows_are_solved_with_their_own_corrections() {
+        let (size, order) = (130, orders(130)[1].clone());
+        let (moments, sums) = moments(size);
+        let weight: Vec<f32> = (0..ROWS * size).map(|i| number(i * 31)).collect();
+        let parts = [(1, 0.0), (3, 0.7), (2, 1.0)].map(|(rows, fraction)| Part { rows, fraction });
+        for solver in solvers(&moments, &sums, &order, 0.1, false) {
+            let change = |values: &[f32]| solver.change(values, &order, &moments.differences).unwrap();
+            let mut corrected = Vec::new();
+            let correction = Correction { parts: parts.to_vec(), change: change(&weight) };
+            let mut values = weight.clone();
+            let steps = Steps { block: 128, frozen: &[], sweeps: 0 };
+            let rule = |values: &[f32]| {
+                corrected = values.to_vec();
+                ColumnSolver::<fn(f64) -> f32>::new(Zeros::None, None)
+            };
+            solver.solve(&mut values, &order, correction, steps, rule).unwrap();
+            let mut first = 0;
+            for Part { rows, fraction } in parts {
+                let range = first * size..(first + rows) * size;
+                let mut expected = weight[range.clone()].to_vec();
+                change(&weight[range.clone()]).unwrap().add_to(&mut expected, &vec![fraction; rows]).unwrap();
+                assert!(difference(&corrected[range.clone()], &expected) < 1e-5, "{fraction}");
+                assert_eq!(fraction == 0.0, corrected[range.clone()] == weight[range.clone()]);
+                // Without a grid, optimal values are the weights.
+                assert!(difference(&values[range], &expected) < 1e-5, "{fraction}");
+                first += rows;
             }
         }
     }
@@ -239,9 +374,9 @@ mod tests {
         let (moments, sums) = moments(size);
         let weight: Vec<f32> = (0..ROWS * size).map(|i| number(i * 31)).collect();
         for zeros in [Zeros::Part(0.4), Zeros::AllBut { n: 2, m: 4 }] {
-            let [host, device] = solvers(&moments, &sums, &order, 0.1).map(|solver| {
-                let mut values = weight.clone();
-                solver.apply(&mut values, &order, 128, &mut ColumnSolver::<fn(f64) -> f32>::new(zeros, None)).unwrap();
+            let [host, device] = solvers(&moments, &sums, &order, 0.1, false).map(|solver| {
+                let (mut values, steps) = (weight.clone(), Steps { block: 128, frozen: &[], sweeps: 0 });
+                solver.solve(&mut values, &order, uncorrected(), steps, |_| ColumnSolver::<fn(f64) -> f32>::new(zeros, None)).unwrap();
                 values
             });
             let differing = host.iter().zip(&device).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();

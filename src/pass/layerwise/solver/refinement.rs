@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::super::moments::column_sums;
-use super::device::{GridTensors, by_column, by_row, download, indices, part, upload};
+use super::device::{GridTensors, by_column, by_row, indices, part, upload};
 use crate::exec::transfer::{self, Cause};
 use crate::gpu;
 use crate::kernel::column_solver::Grid;
@@ -26,35 +26,32 @@ struct Descent<'h> {
     levels: Tensor,
 }
 
-/// Improves grid values `[rows, size]`, in the order of the weight, and the scales of their grid as
-/// [`Hessian::refine`], which processes levels that are not integers. `hessian` are the damped second moments.
+/// Improves grid values that approximate targets, both `[size, rows]` in the order of the weight, and the
+/// scales of their grid as [`Hessian::refine`], which processes levels that are not integers. `hessian` are
+/// the damped second moments. Returns the values.
 pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
     hessian: &Tensor,
-    targets: &[f32],
-    values: &mut [f32],
+    [targets, values]: [Tensor; 2],
     grid: &mut Grid<S>,
     frozen: &[bool],
     sweeps: usize,
-) -> Result<()> {
-    let (size, device) = (hessian.dim(0)?, hessian.device());
-    if values.is_empty() {
-        return Ok(());
-    }
+) -> Result<Tensor> {
+    let ((size, rows), device) = (values.dims2()?, hessian.device());
     if !matches!(grid.levels, Levels::Integers(_)) {
         let on_host = Hessian::from_damped(transfer::values(hessian, Cause::Statistics)?, size);
-        on_host.refine(targets, values, grid, frozen, sweeps);
-        return Ok(());
+        let mut found = by_row(&values)?;
+        on_host.refine(&by_row(&targets)?, &mut found, grid, frozen, sweeps);
+        return by_column(&found, (rows, size), device);
     }
     let natural: Vec<usize> = (0..size).collect();
     let groups = indices(natural.iter().map(|column| (column / grid.group) as u32).collect(), device)?;
-    let (rows, per_row) = (values.len() / size, size.div_ceil(grid.group));
+    let per_row = size.div_ceil(grid.group);
     let scales = |grid: &Grid<S>| {
         let scales: Vec<f32> = grid.steps.iter().map(|step| step.scale).collect();
         by_column(&scales, (rows, per_row), device)?.index_select(&groups, 0)
     };
-    let solved = by_column(values, (rows, size), device)?;
-    let errors = (by_column(targets, (rows, size), device)? - &solved)?;
-    let descent = Descent { hessian, errors, levels: (solved / scales(grid)?)?.round()? };
+    let errors = (targets - &values)?;
+    let descent = Descent { hessian, errors, levels: (values / scales(grid)?)?.round()? };
     for _ in 0..sweeps {
         for first in (0..per_row).step_by(GROUPS) {
             descent.fit_scales((first, GROUPS.min(per_row - first)), grid)?;
@@ -68,7 +65,7 @@ pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
             break;
         }
     }
-    download(&(descent.levels * scales(grid)?)?.t()?.contiguous()?, values)
+    descent.levels * scales(grid)?
 }
 
 impl Descent<'_> {
@@ -192,8 +189,8 @@ mod tests {
         ((scale * 512.0).round() / 512.0) as f32
     }
 
-    /// All values are multiples of 1/512 and all products are exact, so that results do not depend on the order
-    /// of sums.
+    /// All values are multiples of 1/512 and all products are exact, so that results do not depend on the
+    /// order of sums.
     #[test]
     fn scales_and_values_equal_those_of_the_host() {
         for (size, group, symmetric) in
@@ -215,7 +212,10 @@ mod tests {
                 match on_host {
                     None => {}
                     Some(true) => Hessian::from_damped(hessian.clone(), size).refine(&targets, &mut values, &mut grid, &frozen, 3),
-                    Some(false) => refine(&tensor, &targets, &mut values, &mut grid, &frozen, 3).unwrap(),
+                    Some(false) => {
+                        let operands = [&targets, &values].map(|values| by_column(values, (ROWS, size), &Device::Cpu).unwrap());
+                        values = by_row(&refine(&tensor, operands, &mut grid, &frozen, 3).unwrap()).unwrap();
+                    }
                 }
                 (values, grid.steps.iter().map(|step| step.scale).collect::<Vec<f32>>())
             });
