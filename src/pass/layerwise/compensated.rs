@@ -5,10 +5,10 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::held_out::{Errors, HeldOut, LayerChoice};
+use super::sampled::{Sampled, stacks};
 use super::solver::{Change, Correction, Part, Solver};
 use super::{Layer, MethodReport, Moments, MomentsRequest, Readers};
 use crate::error::{Error, Result};
-use crate::pass::calibrate::tensor_error;
 use crate::store::Weight;
 
 /// Damping that is tried first, and the limits of the search, as fractions of the mean of the diagonal.
@@ -16,8 +16,6 @@ const DAMPING: f64 = 0.1;
 const DAMPING_LIMITS: [f64; 2] = [1e-3, 10.0];
 /// Ratio of dampings that are tried.
 const DAMPING_STEP: f64 = 3.0;
-/// Maximum number of outputs of a layer that are compared.
-const MAX_OUTPUTS: usize = 256;
 /// Smallest fraction of the input correction that is applied.
 const MIN_PROPAGATION: f32 = 0.02;
 
@@ -54,6 +52,11 @@ pub(super) enum Attempt {
 pub(super) trait Compensating {
     /// Names of the solutions without compensation. The first one needs no samples.
     fn plain(&self) -> &'static [&'static str];
+
+    /// Whether the outputs of two layers can be solved together, as outputs of either of them.
+    fn can_stack(&self, _layers: [&Layer; 2]) -> bool {
+        false
+    }
 
     /// Replaces values `[n, size]` of a weight by a solution, for some or all outputs of the layer.
     fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()>;
@@ -121,28 +124,6 @@ struct Preparation {
     descends: bool,
 }
 
-/// Some outputs of a layer, and their values for the held-out rows of each fold.
-struct Sampled {
-    /// The complete layer, on which amounts depend.
-    layer: Layer,
-    weight: Weight,
-    /// Values of the weight for these outputs.
-    values: Vec<f32>,
-    /// Outputs of the original model, and of this weight for the current inputs.
-    outputs: Vec<[Vec<f32>; 2]>,
-}
-
-impl Sampled {
-    fn new(readers: &Readers, layer: &Layer, folds: &[HeldOut]) -> Result<Sampled> {
-        let (weight, values) = readers.values(layer)?;
-        let rows = values.chunks_exact(layer.size.max(1)).step_by(layer.rows.div_ceil(MAX_OUTPUTS).max(1));
-        let values: Vec<f32> = rows.flatten().copied().collect();
-        let outputs = |fold: &HeldOut| Ok([fold.original_outputs(&values, layer.size)?, fold.outputs(&values, layer.size)?]);
-        let outputs = folds.iter().map(outputs).collect::<Result<_>>()?;
-        Ok(Sampled { layer: layer.clone(), weight, values, outputs })
-    }
-}
-
 /// A solution that is tried.
 #[derive(Debug, Clone, Copy)]
 enum Tried {
@@ -179,7 +160,9 @@ impl Choosing {
             let solution = Solution::Compensated(self.propagation.unwrap_or_default());
             return Ok(Chosen { prepared, products, solutions: readers.layers.iter().map(|layer| (layer.weight.clone(), solution)).collect() });
         }
-        let sampled: Vec<Sampled> = readers.layers.iter().map(|layer| Sampled::new(readers, layer, &moments.folds)).collect::<Result<_>>()?;
+        // The host solves rows one after another anyway.
+        let stacks = stacks(readers.layers, |layers| moments.is_on_device() && method.can_stack(layers));
+        let sampled: Vec<Sampled> = stacks.into_iter().map(|stack| Sampled::new(readers, stack, &moments.folds)).collect::<Result<_>>()?;
         let tried = (0..method.plain().len()).map(Tried::Plain);
         let plain: Vec<Vec<Trial>> = tried.map(|tried| self.trials(value, &moments, &sampled, method, tried)).collect::<Result<_>>()?;
         let (damping, trials) = self.best_damping(value, &moments, &sampled, (method, &plain[0]))?;
@@ -275,50 +258,54 @@ impl Choosing {
     /// Errors of a solution of each layer that is fitted to the tokens outside of the fold. Compensation uses
     /// the best fraction of the input correction.
     fn trials(&self, value: &str, moments: &Moments, sampled: &[Sampled], method: &dyn Compensating, tried: Tried) -> Result<Vec<Trial>> {
-        let mut trials: Vec<Trial> = sampled.iter().map(|_| Trial::default()).collect();
+        let mut trials: Vec<Trial> = sampled.iter().flat_map(|sampled| &sampled.layers).map(|_| Trial::default()).collect();
         let damping = if let Tried::Damping(damping) = tried { Some(damping) } else { None };
         for (fold, held_out) in moments.folds.iter().enumerate().filter(|(_, fold)| !fold.rows.is_empty()) {
             let fitted = moments.without(fold)?;
             let fitted = fitted.as_ref().unwrap_or(moments);
             let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
-            for (sampled, trial) in sampled.iter().zip(&mut trials) {
-                let Sampled { layer, weight, values, outputs } = sampled;
+            for sampled in sampled {
+                let Sampled { layer, weight, layers, values, outputs } = sampled;
                 let attempt = match tried {
                     Tried::Plain(index) => Attempt::Plain(index),
-                    Tried::Damping(_) => Attempt::Compensated(self.correction(sampled, &prepared, (held_out, &outputs[fold]), trial)?),
+                    Tried::Damping(_) => Attempt::Compensated(self.correction(sampled, &prepared, (held_out, &outputs[fold]), &mut trials)?),
                 };
                 let mut solved = values.clone();
                 method.solve(layer, weight, &mut solved, &prepared, attempt)?;
-                trial.errors.add_held_out(held_out, &held_out.outputs(&solved, layer.size)?, &outputs[fold][0], solved.len() / layer.size.max(1));
+                let solved = held_out.outputs(&solved, layer.size)?;
+                for (index, columns) in layers {
+                    trials[*index].errors.add_held_out_columns(held_out, [&solved, &outputs[fold][0]], sampled.width(), columns.clone());
+                }
             }
         }
         Ok(trials)
     }
 
-    /// The correction with the best fraction for held-out rows, for which the outputs of the original model
-    /// and of the layer are given.
-    fn correction(&self, sampled: &Sampled, prepared: &Prepared, (held_out, outputs): (&HeldOut, &[Vec<f32>; 2]), trial: &mut Trial) -> Result<Correction> {
-        let Sampled { layer, values, .. } = sampled;
+    /// The correction with the best fraction of each layer for held-out rows, for which the outputs of the
+    /// original model and of the layers are given.
+    fn correction(&self, sampled: &Sampled, prepared: &Prepared, (held_out, outputs): (&HeldOut, &[Vec<f32>; 2]), trials: &mut [Trial]) -> Result<Correction> {
+        let (Sampled { layers, values, .. }, width) = (sampled, sampled.width().max(1));
         let change = if self.propagation == Some(0.0) { None } else { prepared.change(values)? };
-        let mut sums = [0.0; 2];
+        let mut sums = vec![[0.0; 2]; layers.len()];
         if let (None, Some(change)) = (self.propagation, &change) {
-            let [targets, current] = outputs;
-            for ((target, current), corrected) in targets.iter().zip(current).zip(corrected_outputs(held_out, values, layer.size, change)?) {
-                let (missing, change) = (f64::from(target - current), f64::from(corrected - current));
-                sums[0] += missing * change;
-                sums[1] += change * change;
+            let corrected = sampled.corrected_outputs(held_out, change)?;
+            let [targets, current] = outputs.each_ref().map(|outputs| outputs.chunks_exact(width));
+            for ((targets, current), corrected) in targets.zip(current).zip(corrected.chunks_exact(width)) {
+                for ((_, columns), sums) in layers.iter().zip(&mut sums) {
+                    for at in columns.clone() {
+                        let (missing, change) = (f64::from(targets[at] - current[at]), f64::from(corrected[at] - current[at]));
+                        sums[0] += missing * change;
+                        sums[1] += change * change;
+                    }
+                }
             }
         }
-        trial.propagation.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
-        Ok(Correction { parts: vec![Part { rows: values.len() / layer.size.max(1), fraction: self.fraction(sums) }], change })
-    }
-}
-
-/// Outputs of held-out rows for a weight with its complete change.
-fn corrected_outputs(held_out: &HeldOut, values: &[f32], size: usize, change: &Change) -> Result<Vec<f32>> {
-    match change {
-        Change::Host(change) => held_out.outputs(&values.iter().zip(change).map(|(value, change)| value + change).collect::<Vec<f32>>(), size),
-        Change::Device { weight, change } => held_out.outputs_on_device(&(weight + change).map_err(tensor_error)?),
+        let mut parts = Vec::with_capacity(layers.len());
+        for ((index, columns), sums) in layers.iter().zip(sums) {
+            trials[*index].propagation.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+            parts.push(Part { rows: columns.len(), fraction: self.fraction(sums) });
+        }
+        Ok(Correction { parts, change })
     }
 }
 
@@ -379,16 +366,86 @@ impl<'m> Prepared<'m> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use candle_core::{Device, Tensor};
 
     use super::super::MomentsRequest;
+    use super::super::solver::Steps;
     use super::*;
+    use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
+    use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
+    use crate::store::{Bytes, DType, Encoding};
+
+    const SIZE: usize = 20;
+
+    fn number(i: usize) -> f32 {
+        ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0
+    }
+
+    /// Rounds to multiples of 1/2.
+    struct Halves;
+
+    impl Compensating for Halves {
+        fn plain(&self) -> &'static [&'static str] {
+            &["rtn"]
+        }
+
+        fn solve(&self, _layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
+            let steps = vec![QuantizationParams { scale: 0.5, zero: 0.0 }; values.len() / SIZE];
+            let levels = Levels::Integers(IntegerGrid { bits: 4, symmetric: true });
+            let grid = Grid { levels, group: SIZE, steps, order: &prepared.order, store: (|scale: f64| scale as f32) as fn(f64) -> f32 };
+            match (attempt, &prepared.solver) {
+                (Attempt::Compensated(correction), Some(solver)) => {
+                    let rule = |_: &[f32]| ColumnSolver::new(Zeros::None, Some(grid));
+                    solver.solve(values, &prepared.order, correction, Steps { block: 8, frozen: &[], sweeps: 0 }, rule).map(drop)
+                }
+                _ => {
+                    grid.round(values);
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    /// Layers that are solved together have the same errors and fractions as separate ones.
+    #[test]
+    fn trials_of_a_stack_equal_those_of_its_layers() {
+        let tensor = |factor: f32, rows: usize, seed: usize| {
+            let values: Vec<f32> = (0..rows * SIZE).map(|i| number(i * i + seed) + factor * number(i * 7 + 3)).collect();
+            Tensor::from_vec(values, (rows, SIZE), &Device::Cpu).unwrap()
+        };
+        let mut moments = Moments::new(SIZE, MomentsRequest { products: true, original: true, held_out: true, ..MomentsRequest::default() });
+        for fold in 0..2 {
+            moments.hold_out("x", fold, &tensor(0.4, 80, fold), Some(&tensor(0.0, 80, fold))).unwrap();
+        }
+        let layer = |rows: usize| Layer { weight: "w".into(), rows, size: SIZE, input_major: false };
+        let bytes = Bytes { dtype: DType::F32, bytes: vec![0; 4 * SIZE] };
+        let weight = Weight::new(DType::F32, vec![1, SIZE], Encoding::Dense, Arc::new(bytes));
+        let values = |rows: usize| (0..rows * SIZE).map(|i| number(i * 31 + rows)).collect::<Vec<f32>>();
+        let sampled = |parts: &[(usize, usize)]| {
+            let parts = parts.iter().map(|(index, rows)| (*index, values(*rows))).collect();
+            Sampled::with_values(&layer(9), weight.clone(), parts, &moments.folds).unwrap()
+        };
+        let choosing = Choosing { name: "gptq", ordered: true, damping: None, propagation: None, sweeps: 0, keeps_products: false };
+        for tried in [Tried::Plain(0), Tried::Damping(0.1)] {
+            let trials = |sampled: &[Sampled]| choosing.trials("x", &moments, sampled, &Halves, tried).unwrap();
+            let stacked = trials(&[sampled(&[(0, 4), (2, 1)]), sampled(&[(1, 9)])]);
+            let separate = trials(&[sampled(&[(0, 4)]), sampled(&[(1, 9)]), sampled(&[(2, 1)])]);
+            let is_near = |a: f64, b: f64| (a - b).abs() <= 0.02 * b.abs();
+            for (stacked, separate) in stacked.iter().zip(&separate) {
+                assert!(separate.errors.total() > 0.0 && is_near(stacked.errors.total(), separate.errors.total()));
+                assert!(stacked.propagation.iter().zip(separate.propagation).all(|(a, b)| is_near(*a, b)));
+                assert_eq!(separate.propagation[1] > 0.0, matches!(tried, Tried::Damping(_)));
+            }
+            assert_eq!(stacked.len(), 3);
+        }
+    }
 
     /// At the least-squares solution, the residual of the outputs is orthogonal to the inputs of the layer.
     #[test]
     fn layers_are_corrected_for_changed_inputs() {
         let (count, size, rows) = (300, 40, 7);
-        let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0;
         let original: Vec<f32> = (0..count * size).map(|i| number(i * i)).collect();
         // Each feature has an error that depends on another one.
         let read: Vec<f32> = (0..count * size).map(|i| original[i] - 0.5 * original[i / size * size + (i % size * 7 + 3) % size]).collect();

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hasher};
+use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -245,15 +246,25 @@ impl From<Vec<f64>> for Errors {
 impl Errors {
     /// Adds the errors of rows `[n, width]`.
     pub fn add(&mut self, outputs: &[f32], targets: &[f32], width: usize) {
+        self.add_columns([outputs, targets], width, 0..width);
+    }
+
+    /// Adds the errors of some columns of rows `[n, width]`.
+    fn add_columns(&mut self, [outputs, targets]: [&[f32]; 2], width: usize, columns: Range<usize>) {
         let square = |(a, b): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).powi(2);
         let rows = outputs.chunks_exact(width.max(1)).zip(targets.chunks_exact(width.max(1)));
-        self.0.extend(rows.map(|(outputs, targets)| outputs.iter().zip(targets).map(square).sum::<f64>()));
+        self.0.extend(rows.map(|(outputs, targets)| outputs[columns.clone()].iter().zip(&targets[columns.clone()]).map(square).sum::<f64>()));
     }
 
     /// Adds the errors of the outputs `[n, width]` of held-out rows. Those of equal rows are one observation.
     pub fn add_held_out(&mut self, held_out: &HeldOut, outputs: &[f32], targets: &[f32], width: usize) {
+        self.add_held_out_columns(held_out, [outputs, targets], width, 0..width);
+    }
+
+    /// As [`add_held_out`](Errors::add_held_out), of some of the outputs.
+    pub fn add_held_out_columns(&mut self, held_out: &HeldOut, compared: [&[f32]; 2], width: usize, columns: Range<usize>) {
         let first = self.0.len();
-        self.add(outputs, targets, width);
+        self.add_columns(compared, width, columns);
         let errors = self.0.split_off(first);
         self.0.resize(first + held_out.different, 0.0);
         errors.into_iter().zip(&held_out.groups).for_each(|(error, group)| self.0[first + group] += error);
@@ -399,6 +410,10 @@ mod tests {
         let mut errors = Errors(vec![7.0]);
         errors.add_held_out(&held_out, &[1.0, 2.0, 3.0, 4.0], &[0.0; 4], 1);
         assert_eq!(errors.0, [7.0, 1.0 + 9.0 + 16.0, 4.0]);
+        let mut errors = Errors(Vec::new());
+        let outputs = [[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 8.0]].concat();
+        errors.add_held_out_columns(&held_out, [&outputs, &[0.0; 8]], 2, 0..1);
+        assert_eq!(errors.0, [1.0 + 9.0 + 16.0, 4.0]);
     }
 
     /// The hash covers only some of the values.

@@ -17,6 +17,7 @@ mod parallel;
 mod remaining;
 mod rescale;
 mod rounding;
+mod sampled;
 mod scores;
 mod sites;
 mod solver;

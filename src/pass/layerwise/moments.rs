@@ -176,6 +176,11 @@ impl Moments {
         self.folds.iter_mut().try_for_each(|fold| fold.upload(self.size, device)).map_err(tensor_error)
     }
 
+    /// Whether the sums stay on a device.
+    pub fn is_on_device(&self) -> bool {
+        self.device.is_some()
+    }
+
     /// The sums on their device; `None` if they are on the host.
     pub fn device_sums(&self) -> Result<Option<DeviceSums>> {
         let Some(device) = &self.device else { return Ok(None) };

@@ -11,7 +11,7 @@ use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::held_out::LayerChoice;
 use super::parallel::{count_zeros, floats};
 use super::rescale::RoundingMode;
-use super::solver::Steps;
+use super::solver::{Part, Steps};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
@@ -202,6 +202,21 @@ pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
     squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
 }
 
+/// Marks the zeros of sparse layers in a weight `[rows, size]`, which consists of rows of one or several
+/// layers. Empty if no layer is sparse.
+fn preserved_zeros(values: &[f32], size: usize, layers: &[Part]) -> Vec<bool> {
+    let (mut rest, mut parts) = (values, Vec::with_capacity(layers.len()));
+    for Part { rows, .. } in layers {
+        let (part, later) = rest.split_at((rows * size).min(rest.len()));
+        rest = later;
+        parts.push((part, 100 * count_zeros(part) as u64 >= SPARSE_PERCENT * part.len() as u64));
+    }
+    if parts.iter().all(|(_, is_sparse)| !is_sparse) {
+        return Vec::new();
+    }
+    parts.into_iter().flat_map(|(part, is_sparse)| part.iter().map(move |value| is_sparse && *value == 0.0)).collect()
+}
+
 /// The quantization grids of a layer, with columns in the given order.
 fn grid<'o>(
     (layer, weight): (&Layer, &Weight),
@@ -322,8 +337,7 @@ impl Quantization<'_> {
         };
         let order = &prepared.order;
         let mut grid = self.grid(layer, weight, order)?;
-        let is_sparse = 100 * count_zeros(values) as u64 >= SPARSE_PERCENT * values.len() as u64;
-        let zeros: Vec<bool> = if is_sparse { values.iter().map(|value| *value == 0.0).collect() } else { Vec::new() };
+        let zeros = preserved_zeros(values, layer.size, &correction.parts);
         // Errors are weighted after compensation by later columns.
         let mut costs = vec![0f32; layer.size];
         order.iter().zip(solver.costs()).for_each(|(column, cost)| costs[*column] = *cost);
@@ -342,6 +356,13 @@ impl Quantization<'_> {
 impl Compensating for Quantization<'_> {
     fn plain(&self) -> &'static [&'static str] {
         &["rtn"]
+    }
+
+    /// Layers with the same grid, if activations are not considered.
+    fn can_stack(&self, layers: [&Layer; 2]) -> bool {
+        let [scheme, other] = layers.map(|layer| self.encodings.get(&layer.weight).map(QuantizationSpec::scheme));
+        let [scale, other_scale] = layers.map(|layer| global_scale(&self.global_scales, layer));
+        scheme.is_some() && scheme == other && scale == other_scale
     }
 
     fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
@@ -427,6 +448,18 @@ impl Method for Rounder<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn zeros_are_preserved_only_in_sparse_layers() {
+        let values = [1.0, 0.0, 2.0, 3.0, 0.0, 4.0];
+        let parts = |rows: &[usize]| rows.iter().map(|rows| Part { rows: *rows, fraction: 0.0 }).collect::<Vec<Part>>();
+        assert_eq!(preserved_zeros(&values, 2, &parts(&[1, 1, 1])), [false, true, false, false, true, false]);
+        let dense: Vec<f32> = (0..40).map(|at| if at == 3 { 0.0 } else { 1.0 }).collect();
+        assert!(preserved_zeros(&dense, 2, &parts(&[20])).is_empty());
+        let both = [&dense[..], &values].concat();
+        let found = preserved_zeros(&both, 2, &parts(&[20, 3]));
+        assert_eq!((found.len(), found.iter().position(|zero| *zero), found.iter().filter(|zero| **zero).count()), (46, Some(41), 2));
+    }
 
     #[test]
     fn costs_are_relative_to_the_mean() {

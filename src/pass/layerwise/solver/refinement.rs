@@ -193,9 +193,8 @@ mod tests {
     /// order of sums.
     #[test]
     fn scales_and_values_equal_those_of_the_host() {
-        for (size, group, symmetric) in
-            [(5, 3), (40, 2), (130, 7), (300, 16), (300, 128), (150, 150)].into_iter().flat_map(|(size, group)| [true, false].map(|symmetric| (size, group, symmetric)))
-        {
+        let sizes = [(5, 3), (40, 2), (130, 7), (300, 16), (300, 128), (150, 150)];
+        for (size, group, symmetric) in sizes.into_iter().flat_map(|(size, group)| [true, false].map(|symmetric| (size, group, symmetric))) {
             let features: Vec<f32> = (0..24 * size).map(|i| (number(i * i + 7) % 3 - 1) as f32).collect();
             let product = |a: usize, b: usize| features.chunks(size).map(|row| row[a] * row[b]).sum::<f32>() + if a == b { 8.0 } else { 0.0 };
             let hessian: Vec<f32> = (0..size * size).map(|at| product(at / size, at % size)).collect();
