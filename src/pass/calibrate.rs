@@ -157,7 +157,10 @@ pub(in crate::pass) fn rows_by_sample(value: &Tensor, op: &Op, batch: &Batch, to
 
 /// Converts an error of a tensor operation.
 pub(in crate::pass) fn tensor_error(e: candle_core::Error) -> Error {
-    Error::run("calibration", e, "")
+    match Error::candle("calibration", e) {
+        Error::OutOfMemory { what, reason } => Error::run(what, reason, "use `--device cpu`: the statistics of a layer do not fit on the GPU"),
+        other => other,
+    }
 }
 
 /// The error for a graph value that is infinite or NaN.
@@ -213,5 +216,17 @@ impl Moments {
     pub fn mean_variance(&self, at: usize) -> (f64, f64) {
         let mean = self.sums[at] / self.count;
         (mean, (self.squares[at] / self.count - mean * mean).max(0.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_gpu_has_a_hint() {
+        let hint = |reason: &str| tensor_error(candle_core::Error::Msg(reason.into())).hint();
+        assert!(hint("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")").is_some_and(|hint| hint.contains("--device cpu")));
+        assert_eq!(hint("shape mismatch"), None);
     }
 }
