@@ -11,9 +11,11 @@ use crate::store::{StorageFormat, Weight};
 const VALUES: usize = 1 << 16;
 
 /// All values of a weight, dequantized: as [`Weight::floats`], in parallel if its rows are independent.
+/// Remote files are read in order, because ranges in another order are downloaded twice.
 pub(super) fn floats(weight: &Weight, name: &str) -> Result<Vec<f32>> {
     let (rows, row) = (weight.filled_rows(), weight.row());
-    let Some(aligned) = StorageFormat::Plain.row_alignment(weight).filter(|aligned| (1..rows).contains(aligned)) else { return weight.floats(name) };
+    let aligned = StorageFormat::Plain.row_alignment(weight).filter(|aligned| weight.remote_position.is_none() && (1..rows).contains(aligned));
+    let Some(aligned) = aligned else { return weight.floats(name) };
     let part = |range: Range<usize>| weight.rows(&range, 1).map(|(part, _)| part);
     let Some(parts) = (0..rows).step_by(aligned).map(|first| part(first..rows.min(first + aligned))).collect::<Option<Vec<Weight>>>() else {
         return weight.floats(name);
