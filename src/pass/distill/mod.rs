@@ -30,11 +30,6 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
 use crate::run_state::{Applied, RunState};
-use crate::store::{ByteSize, Pattern};
-use crate::train::losses::Losses;
-use crate::train::optimizer::Kind;
-use crate::train::schedule::Schedule;
-use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
 
 training_pass! {
     /// Train a student on a teacher's outputs.
