@@ -13,6 +13,8 @@
 
 mod adapters;
 mod packing;
+mod record;
+mod scoring;
 mod student;
 mod training;
 mod vocabulary;
