@@ -92,6 +92,7 @@ const INTEGER: &str = "expected a whole number";
 const NUMBER: &str = "expected a number";
 const BOOLEAN: &str = "expected true or false";
 const PLAIN: &str = "expected a plain value";
+const CHARACTER: &str = "expected one character; a tab is \"\\t\", with double quotes";
 const LISTED: &str = "expected a list, like [a, b]";
 const KEYS: &str = "expected keys with values, like { key: value }";
 /// Messages that name the key of the value.
@@ -121,6 +122,7 @@ impl MessageFormatter for Plain {
             Error::InvalidScalar { ty: "u8" | "u16" | "u32" | "u64" | "usize" | "i8" | "i16" | "i32" | "i64" | "isize", .. } => INTEGER.into(),
             Error::InvalidScalar { ty: "f32" | "f64" | "floating point" | "float", .. } => NUMBER.into(),
             Error::InvalidScalar { ty: "bool" | "boolean", .. } => BOOLEAN.into(),
+            Error::InvalidCharNull { .. } | Error::InvalidCharNotSingleScalar { .. } => CHARACTER.into(),
             Error::SerdeUnknownField { field, expected, .. } => unknown("key", field, expected).into(),
             Error::SerdeUnknownVariant { variant, expected, .. } => unknown("name", variant, expected).into(),
             Error::SerdeMissingField { field, .. } => format!("the key `{field}` is missing").into(),

@@ -154,7 +154,7 @@ impl Idx {
             (output_height, output_width) = (h, w);
             numbers.append(&mut pixels);
         }
-        self.input.require_size(output_height, output_width, &self.images)?;
+        self.input.require_size(output_height, output_width, &self.images, &self.pixels.size_advice())?;
         let input = self.input.batch(numbers, count, output_height, output_width)?;
         let labels = || samples.iter().filter_map(|sample| Some((sample.index, i64::from(sample.label?))));
         let references = self.labels.as_ref().map_or(Ok(References::None), |path| self.classes.references(labels(), path, |index| format!("label {index}")))?;

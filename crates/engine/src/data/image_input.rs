@@ -55,15 +55,15 @@ impl ImageInput {
         Err(Error::malformed(path, format!("has images with {channels} channels, but the model's input `{}` is {}", self.port.name, self.port.sizes())))
     }
 
-    /// Checks the size of an image.
-    pub fn require_size(&self, height: usize, width: usize, path: &Path) -> Result<()> {
+    /// Checks the size of an image. `advice`: the option that changes it.
+    pub fn require_size(&self, height: usize, width: usize, path: &Path, advice: &str) -> Result<()> {
         let shape = self.shape(1, height, width);
         let fits = shape.iter().zip(&self.port.shape).skip(1).all(|(have, want)| want.is_none_or(|want| want == *have));
         if fits {
             return Ok(());
         }
         let reason = format!(
-            "is {height} x {width}, but the model's input `{}` is {}: set `resize`, or add a preprocessor_config.json to the model",
+            "is {height} x {width}, but the model's input `{}` is {}: {advice}, or add a preprocessor_config.json to the model",
             self.port.name,
             self.port.sizes()
         );
@@ -171,6 +171,6 @@ mod tests {
             let found = image_input.channel_ranges(&batch).unwrap();
             assert_eq!((found.len(), found[2]), (3, [last[0], (last[0] + last[1]) / 2.0, last[1]]), "{layout:?}");
         }
-        assert!(bytes.require_size(2, 1, Path::new("p")).is_ok() && bytes.require_size(1, 2, Path::new("p")).is_err());
+        assert!(bytes.require_size(2, 1, Path::new("p"), "").is_ok() && bytes.require_size(1, 2, Path::new("p"), "").is_err());
     }
 }

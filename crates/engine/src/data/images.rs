@@ -77,9 +77,10 @@ impl ClassFolders {
             let image = image::ImageReader::open(file).map_err(Error::io("open", file))?;
             let image = image.with_guessed_format().map_err(Error::io("read", file))?.decode().map_err(|e| unreadable(file, &e))?;
             let (mut pixels, height, width) = self.pixels.preprocess(&image, &self.input, file)?;
-            self.input.require_size(height, width, file)?;
+            self.input.require_size(height, width, file, &self.pixels.size_advice())?;
             if *first.get_or_insert((height, width)) != (height, width) {
-                return Err(Error::malformed(file, "differs in size from earlier images: set `resize`, or `batch_size: 1`"));
+                let reason = format!("differs in size from earlier images: {}, or `batch_size: 1`", self.pixels.size_advice());
+                return Err(Error::malformed(file, reason));
             }
             numbers.append(&mut pixels);
         }

@@ -299,6 +299,14 @@ impl Pixels {
         Ok((self.to_model_layout(numbers, input)?, height, width))
     }
 
+    /// The option that gives all images the same size.
+    pub fn size_advice(&self) -> String {
+        match (&self.size, self.crop) {
+            (Some((Size::Shorter(side), _)), None) => format!("only the shorter side is resized to {side}: also set `crop: {side}`"),
+            _ => "set `resize`".to_owned(),
+        }
+    }
+
     /// Whether images are resized or cropped.
     pub fn resizes(&self) -> bool {
         self.size.is_some() || self.crop.is_some()
@@ -474,6 +482,16 @@ mod tests {
         assert!(efficientnet(r#","rescale_offset":true"#).unwrap_err().to_string().contains("`rescale_offset`"));
         assert!(pixels(r#"{"size":{"longest_edge":5}}"#).unwrap_err().to_string().contains("`size`"));
         assert!(pixels(r#"{"resample":9}"#).unwrap_err().to_string().contains("`resample`"));
+    }
+
+    #[test]
+    fn a_shorter_side_without_a_crop_leads_to_different_sizes() {
+        let advice = |size, crop| {
+            let pixels = Pixels { size: Some((size, ResizeAlg::Nearest)), crop, rounded_crop: false, rescale: 1.0, mean: vec![], std: vec![], reversed: false };
+            pixels.size_advice()
+        };
+        assert_eq!(advice(Size::Shorter(8), None), "only the shorter side is resized to 8: also set `crop: 8`");
+        assert_eq!([advice(Size::Shorter(8), Some((8, 8))), advice(Size::Exactly(8, 8), None)], ["set `resize`"; 2]);
     }
 
     #[test]

@@ -235,7 +235,7 @@ fn other_delimiter(delimiter: u8, path: &Path, first: Option<&str>) -> Option<St
     let first = first?;
     let (_, name) = [(b'\t', r"\t"), (b';', ";"), (b'|', "|")].into_iter().find(|(other, _)| delimiter != *other && first.contains(char::from(*other)))?;
     let example = format!("{{ text: {}, delimiter: \"{name}\" }}", redact_path(path).display());
-    Some(format!("if its columns are separated by `{name}`, set `delimiter: \"{name}\"`, as in `--calibration '{example}'`"))
+    Some(format!("if its columns are separated by `{name}`, set `delimiter: \"{name}\"`, as in `'{example}'`"))
 }
 
 /// Checks the last field of a record.
@@ -401,7 +401,7 @@ mod tests {
             ),
             "{tabs}"
         );
-        assert!(tabs.contains("--calibration '{ text: ") && tabs.contains(r#"a.csv, delimiter: "\t" }'"#), "{tabs}");
+        assert!(tabs.contains("as in `'{ text: ") && !tabs.contains("--") && tabs.contains(r#"a.csv, delimiter: "\t" }'"#), "{tabs}");
         assert!(semicolons.contains("line 1 is one column, `text;label`: if its columns are separated by `;`, set `delimiter: \";\"`"), "{semicolons}");
         assert_eq!(read("a.csv", "text;label\na;x\n", "{ text_column: text;label }", false).unwrap(), [record("a;x", None, None, 2)]);
         assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`: specify `text_column`; its keys are `a`"));

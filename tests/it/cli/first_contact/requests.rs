@@ -258,11 +258,29 @@ fn the_hint_about_a_delimiter_can_be_pasted() {
     golden_model(path, "llama", &[("characters.json", "tokenizer.json")]);
     fs::write(path.join("table.csv"), "text;label\nabc;x\n".repeat(8)).unwrap();
     let run = compress(path, "quantize in -o out --method gptq --calibration table.csv");
-    let options = run.stderr.split("as in `--calibration '").nth(1).and_then(|rest| rest.split("'`").next()).unwrap_or_else(|| panic!("{}", run.stderr));
+    let options = run.stderr.split("as in `'").nth(1).and_then(|rest| rest.split("'`").next()).unwrap_or_else(|| panic!("{}", run.stderr));
     assert_eq!(options, "{ text: table.csv, delimiter: \";\" }");
     let run = command(path).args(["quantize", "in", "-o", "out", "--method", "gptq", "--calibration", options]).output().unwrap();
     let message = String::from_utf8_lossy(&run.stderr).into_owned();
     assert!(!message.contains("delimiter") && !message.contains("column"), "{message}");
+    fs::write(path.join("recipe.yaml"), "model: in\ndata: { evaluation: { text: table.csv, delimiter: tab } }\npasses: [cast]\n").unwrap();
+    refused(path, "plan recipe.yaml", "expected one character; a tab is \"\\t\", with double quotes");
+}
+
+#[test]
+fn images_of_different_sizes_lead_to_a_crop() {
+    let folder = tempfile::tempdir().unwrap();
+    golden_model(folder.path(), "resnet-basic", &[]);
+    let images = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/images");
+    let message = |options: &str| {
+        let data = format!("{{ images: {}{options} }}", images.display());
+        let run = command(folder.path()).args(["eval", "in", "--data", &data]).output().unwrap();
+        String::from_utf8_lossy(&run.stderr).into_owned()
+    };
+    assert!(message("").contains("differs in size from earlier images: set `resize`, or `batch_size: 1`"));
+    let cropped = message(", resize: 40");
+    assert!(cropped.contains("differs in size from earlier images: only the shorter side is resized to 40: also set `crop: 40`"), "{cropped}");
+    assert!(!message(", resize: 40, crop: 40").contains("size"));
 }
 
 #[cfg(feature = "provenance")]
