@@ -13,6 +13,7 @@ import sys
 import threading
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from workspace import InWorkspace
@@ -54,25 +55,27 @@ class Passes(InWorkspace):
             compress.start("recipe.yaml", colour="red")  # type: ignore[call-arg]
 
     def test_unknown_parameters_name_the_function_and_suggest_one(self) -> None:
-        for given, message in (
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"schme": "W4A16"}, r"quantize\(\) has no parameter `schme`; did you mean `scheme`\?"),
             ({"bits": 4}, r"quantize\(\) has no parameter `bits`; did you mean `scheme`\?"),
             ({"eval": "book.txt"}, r"no parameter `eval`; did you mean `evaluation`\?"),
             ({"overwrite": True}, r"no parameter `overwrite`; did you mean `force`\?"),
             ({"zzz": 1}, r"no parameter `zzz`; the parameters are .*`?method"),
-        ):
+        ]
+        for given, message in cases:
             with self.assertRaisesRegex(TypeError, message):
                 compress.quantize("llama", "out/x", **given)
 
     def test_types_of_parameters_are_checked(self) -> None:
-        for given, message in (
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"ignore": "lm_head"}, r"quantize\(\): `ignore`: expected a list of str, not str 'lm_head'"),
             ({"ignore": [1]}, r"`ignore`: expected a list of str, not list \[1\]"),
             ({"group_size": "many"}, r"`group_size`: expected int or None, not str 'many'"),
             ({"ordered": 3.5}, r"`ordered`: expected"),
             ({"export": "gguf"}, r"`export`: expected a list of .*, not str 'gguf'"),
             ({"seed": None}, r"`seed`: expected int, not None"),
-        ):
+        ]
+        for given, message in cases:
             with self.subTest(given=given), self.assertRaisesRegex(TypeError, message):
                 compress.quantize("llama", "out/x", **given)
         with self.assertRaisesRegex(TypeError, r"cast\(\): `model`: expected str or a path, not None"):
