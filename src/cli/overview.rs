@@ -129,7 +129,7 @@ fn examples(folder: &Path) -> Vec<String> {
 /// files, and int8 for other models.
 fn pass(path: &Path) -> &'static str {
     let Ok(model) = Model::open(path) else { return "quantize-dynamic" };
-    let is_quantized = model.weights.by_name.values().any(|weight| weight.encoding != crate::store::Encoding::Dense);
+    let is_quantized = model.weights.by_name.values().any(|weight| weight.encoding != crate::store::Encoding::Dense || weight.stored_type.is_some());
     let architectures = model.config.get("architectures").map(ToString::to_string).unwrap_or_default();
     match (is_quantized, architectures.contains("CausalLM")) {
         (true, _) => "cast",

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::files;
+use crate::model::parse_config;
 use crate::store::{Codes, FloatFormat};
 
 /// Widths of packed integers that all versions of vLLM load, with or without zero points.
@@ -71,10 +72,13 @@ pub(crate) fn is_parsed_with_tokenizer(file: &Path, is_fast: bool) -> bool {
     is(FAST_TOKENIZER) || is("tokenizer_config.json") || (!is_fast && is("vocab.json"))
 }
 
-/// The reason why a file is not valid JSON.
+/// The reason why a file is not valid JSON. Files that runtimes read in Python may have its numbers, such as
+/// `Infinity`.
 pub(crate) fn invalid_json(path: &Path) -> Result<Option<String>> {
     let text = files::read(path).map_err(Error::io("read", path))?;
-    Ok(serde_json::from_slice::<serde::de::IgnoredAny>(&text).err().map(|reason| reason.to_string()))
+    let Err(reason) = serde_json::from_slice::<serde::de::IgnoredAny>(&text) else { return Ok(None) };
+    let is_python = || std::str::from_utf8(&text).is_ok_and(|text| parse_config(text).is_ok());
+    Ok((path.ends_with(FAST_TOKENIZER) || !is_python()).then(|| reason.to_string()))
 }
 
 #[cfg(test)]

@@ -32,8 +32,8 @@ impl Pipeline {
     fn copy_note(&self, model: &Model) -> Option<String> {
         let is_plain = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
         let is_copied = model.weight_files.iter().all(is_plain) && model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense);
-        let is_same_format = self.exports(model).iter().all(|export| export.format().name() == "safetensors");
-        let is_copy = self.has_recipe && self.steps.is_empty() && is_copied && is_same_format;
+        let is_default = self.exports(model).iter().all(|export| *export == Export::default());
+        let is_copy = self.has_recipe && self.steps.is_empty() && is_copied && is_default;
         is_copy.then(|| format!("{WARNING}`passes` is empty: the weights are only copied"))
     }
 

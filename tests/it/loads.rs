@@ -134,6 +134,8 @@ fn weights_that_do_not_fit_and_damaged_tokenizers_are_violations() {
         let notes = desk.run(&folder, pipeline()).unwrap().report.notes;
         assert!(notes.iter().any(|note| note.starts_with("warning: ")), "{reason}: {notes:?}");
     }
+    assert_eq!(violated(&with_file("tokenizer_config.json", b"{\"model_max_length\": Infinity}"), "transformers"), BTreeSet::new());
+    assert_eq!(violated(&with_file("tokenizer.json", b"{\"version\": Infinity}"), "transformers"), BTreeSet::from(["tokenizer-files"]));
     // Other files of a tokenizer are read only if tokenizer.json is missing.
     let slow = with_file("vocab.json", b"{");
     assert_eq!(violated(&slow, "transformers"), BTreeSet::new());

@@ -108,6 +108,7 @@ impl Model {
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         adapter::add(&config, &mut checkpoint, path)?;
         let weight_files = checkpoint.files.clone();
+        name_tied_originals(&config, &mut checkpoint);
         store_tied_once(&config, &mut checkpoint);
         let mut notes = std::mem::take(&mut checkpoint.notes);
         notes.extend(unlisted);
@@ -351,6 +352,27 @@ fn add_modules(checkpoint: &mut Checkpoint, path: &Path) -> Result<Option<String
     match Module::try_list(path)? {
         Ok(modules) => modules.iter().filter(|module| module.has_weights()).try_for_each(|module| checkpoint.add_folder(path, &module.folder)).map(|()| None),
         Err(e) => Ok(Some(format!("{e}: it is carried over unchanged, the weights of modules are left unchanged, and the model cannot be run"))),
+    }
+}
+
+/// Renames tied tensors that are stored only under the name of an alias, such as a head without its embedding
+/// table, as transformers loads them. Adds notes.
+fn name_tied_originals(config: &Config, checkpoint: &mut Checkpoint) {
+    if config.shares_table() {
+        return;
+    }
+    let ties = config.tied_names(|_| true);
+    for (alias, original) in ties.iter().copied() {
+        // Base models have the table without a prefix.
+        let table = original.rsplit('.').nth(1).map(|module| format!("{module}.weight")).unwrap_or_default();
+        let is_ambiguous = ties.iter().filter(|(other, _)| *other == alias).count() > 1;
+        if is_ambiguous || checkpoint.tensors.keys().any(|name| name.ends_with(&table)) {
+            continue;
+        }
+        if let Some(tensor) = checkpoint.tensors.remove(alias) {
+            checkpoint.tensors.insert(original.to_owned(), tensor);
+            checkpoint.notes.push(format!("`{alias}` is stored in the input instead of `{original}`, to which config.json ties it: it is renamed"));
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::file_type::FileType;
-use super::tensors::Planned;
+use super::tensors::{Planned, is_frequency};
 use crate::error::counted;
 use crate::model::Model;
 use crate::run_state::{RunState, WARNING};
@@ -23,6 +23,13 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
     if rounded > 0 {
         notes.push(format!(
             "{file}: {rounded} BF16 matrices are converted to F16, which represents small values less precisely: use the type BF16 to keep them"
+        ));
+    }
+    let frequencies = weights.keys().filter(|name| is_frequency(name)).count();
+    if frequencies > 0 {
+        notes.push(format!(
+            "{file}: {} of rotary frequencies (`inv_freq`) not written: runtimes compute them from the metadata",
+            counted(frequencies, "tensor")
         ));
     }
     if quantized > 0 {

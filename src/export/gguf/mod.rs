@@ -18,7 +18,7 @@ pub use self::file_type::FileType;
 use self::importance::{Importance, Matrix};
 use self::loss_notes::{loss_notes, quantized_inputs};
 use self::mixture::{Mixture, fit_row, keep_packed};
-use self::tensors::{LatentSizes, Planned, fallback_note, require_described, split_fused, tensors, width};
+use self::tensors::{LatentSizes, Planned, fallback_note, is_frequency, require_described, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -148,8 +148,8 @@ impl Gguf {
                 predicting = predicting.saturating_add(1);
                 continue;
             }
-            // Runtimes choose the type of the cache when they load the file.
-            if model.is_cache_scale(name) {
+            // Runtimes choose the type of the cache when they load the file, and compute frequencies.
+            if model.is_cache_scale(name) || is_frequency(name) {
                 continue;
             }
             if model.weights.folder(name).is_some() {

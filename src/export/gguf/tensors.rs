@@ -24,6 +24,12 @@ pub(super) fn require_described(model: &Model, layers: usize) -> Result<()> {
     model.require_matching_weights()
 }
 
+/// Whether a tensor has the frequencies of rotary position embeddings, which earlier versions of transformers
+/// stored and all runtimes compute from the configuration.
+pub(super) fn is_frequency(name: &str) -> bool {
+    name.ends_with(".rotary_emb.inv_freq")
+}
+
 /// A tensor of a file, or one expert of a tensor that stacks all experts.
 pub(super) struct Planned {
     /// Name in the model.

@@ -323,6 +323,20 @@ fn verification_compares_shapes_with_properties() {
     assert!(checks.iter().any(is_found), "{checks:?}");
 }
 
+/// Earlier versions of transformers stored them.
+#[test]
+fn rotary_frequencies_are_not_written() {
+    let (folder, _) = changed("llama", "config.json", |_| {});
+    let path = folder.path().join("in/model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+    let frequencies = candle_core::Tensor::new(&[1f32, 0.01], &candle_core::Device::Cpu).unwrap();
+    tensors.insert("model.layers.0.self_attn.rotary_emb.inv_freq".to_owned(), frequencies);
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let report = export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F32).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("1 tensor of rotary frequencies (`inv_freq`) not written")), "{:?}", report.notes);
+    assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{}", report.outputs[0].verified.how);
+}
+
 /// Floats with the errors of 4 bits are rarely intended.
 #[test]
 fn the_note_on_dequantized_weights_names_a_smaller_type() {

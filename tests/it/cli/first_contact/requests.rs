@@ -155,7 +155,7 @@ fn a_recipe_without_passes_is_a_warning() {
     assert!(ok(folder.path(), "plan recipe.yaml").stdout.contains(warning));
     let notes = || data(folder.path(), "run recipe.yaml --json --force")["notes"].to_string();
     assert!(notes().contains(warning));
-    for text in ["passes: [cast: { to: bf16 }]\n", "passes: []\nexport: [onnx]\n"] {
+    for text in ["passes: [cast: { to: bf16 }]\n", "passes: []\nexport: [onnx]\n", "passes: []\nexport: [safetensors: { layout: sparse }]\n"] {
         write(text);
         assert!(!notes().contains("`passes` is empty"), "{text}");
     }
@@ -227,6 +227,28 @@ fn patterns_of_other_tools_are_explained() {
     let tied = tempfile::tempdir().unwrap();
     golden_model(tied.path(), "llama-grouped-tied", &[]);
     refused(tied.path(), "quantize in -o out --ignore lm_head", "is a head that is tied to the embedding table");
+}
+
+/// Libraries that store tensors with the same memory once choose the first name.
+#[test]
+fn a_tied_table_that_is_stored_as_a_head_is_renamed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    golden_model(path, "llama-grouped-tied", &[]);
+    let load = |name: &str| candle_core::safetensors::load(path.join(name), &Device::Cpu).unwrap();
+    let mut tensors = load("in/model.safetensors");
+    let table = tensors.remove("model.embed_tokens.weight").unwrap();
+    tensors.insert("lm_head.weight".to_owned(), table.clone());
+    candle_core::safetensors::save(&tensors, path.join("in/model.safetensors")).unwrap();
+    ok(path, "check in --loads transformers");
+    let found = notes(path, "cast in -o out --to f32");
+    assert!(found.contains("`lm_head.weight` is stored in the input instead of `model.embed_tokens.weight`"), "{found}");
+    let written = load("out/model.safetensors");
+    assert!(!written.contains_key("lm_head.weight"));
+    assert_eq!(written["model.embed_tokens.weight"].to_vec2::<f32>().unwrap(), table.to_vec2::<f32>().unwrap());
+    // An untied head does not replace a missing table.
+    with_config(path, "tie_word_embeddings", json!(false));
+    assert_eq!(compress(path, "check in --loads transformers").code, 1);
 }
 
 #[test]
@@ -405,6 +427,11 @@ fn weights_that_are_quantized_twice_are_a_warning() {
         assert!(again.contains(&format!("warning: {name}: the weights are quantized twice")) && again.contains("original checkpoint"), "{again}");
     }
     assert!(!data(path, "quantize wide -o again --force --json")["notes"].to_string().contains("quantized twice"));
+    // The examples for a folder do not quantize it again either.
+    fs::create_dir(path.join("single")).unwrap();
+    fs::copy(path.join("small.gguf"), path.join("single/small.gguf")).unwrap();
+    let examples = compress(&path.join("single"), "").stderr;
+    assert!(examples.contains("compress cast small.gguf -o out/cast"), "{examples}");
 }
 
 #[test]
