@@ -116,7 +116,7 @@ pub fn starter(model: &Model, path: &str, file: &str) -> String {
     out.push(String::new());
     out.push(format!("model: {}", scalar(path)));
     out.push(String::new());
-    data(&facts, &mut out);
+    data(&facts, path, &mut out);
     passes(&facts, &mut out);
     out.push(String::new());
     export(&facts, &mut out);
@@ -164,7 +164,7 @@ fn head(facts: &Facts, name: &str, file: &str, out: &mut Vec<String>) {
     out.push("# `compress PASS --help` explains the options of a pass; `compress schema` writes a schema of all options for editors.".into());
 }
 
-fn data(facts: &Facts, out: &mut Vec<String>) {
+fn data(facts: &Facts, path: &str, out: &mut Vec<String>) {
     if let Err(error) = facts.model.require_matching_weights() {
         out.push(format!("# config.json does not match the weights: {error}."));
         out.push("# Correct it first: runtimes are likely to refuse the model, and accuracy cannot be measured.".into());
@@ -222,6 +222,27 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
     out.push(String::new());
     out.push("# Measures the latency of one batch before and after; needs the evaluation samples above.".into());
     out.push("#evaluate: { latency: true }".into());
+    out.push(String::new());
+    search(facts, path, calibration, out);
+}
+
+/// Suggests a search for the formats of layers, which replaces the passes below.
+fn search(facts: &Facts, path: &str, calibration: &str, out: &mut Vec<String>) {
+    let is_text = match facts.kind {
+        Some(ModelKind::Encoder | ModelKind::Decoder) => true,
+        Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => false,
+        Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder) | None => return,
+    };
+    if facts.quantized || (is_text && !facts.has_file("tokenizer.json")) {
+        return;
+    }
+    let generates = ["ForCausalLM", "LMHeadModel"].iter().any(|end| facts.model.config.class().ends_with(end));
+    let is_language_model = facts.kind == Some(ModelKind::Decoder) && generates && !has_transposed_weights(facts) && facts.model.onnx.is_none();
+    let limit = if is_language_model { "vllm --max-size 5bits" } else { "onnxruntime --max-loss 0.5%" };
+    out.push("# Instead of the passes below, `compress auto` chooses the format of each layer for a limit of the size or the loss:".into());
+    out.push("#".into());
+    out.push(format!("#     compress auto {} -o out/auto \\", scalar(path)));
+    out.push(format!("#         --for {limit} --calibration '{calibration}'"));
     out.push(String::new());
 }
 

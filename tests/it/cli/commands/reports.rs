@@ -170,7 +170,7 @@ mod init {
 
     use compress::recipe::Recipe;
 
-    use crate::cli::support::{compress, model, ok};
+    use crate::cli::support::{compress, golden_model, model, ok};
 
     /// The recipe with all suggestions enabled.
     fn uncommented(recipe: &str) -> String {
@@ -234,6 +234,14 @@ mod init {
             assert_eq!(text.contains("#  - cast: { to: bf16 }"), suggested, "{name}\n{text}");
         }
         assert!(golden("bert-sequence-classification").contains("label_column: label"));
+        // A search for the formats needs samples.
+        let auto = |name: &str| golden(name).split("compress auto ").nth(1).map(|rest| rest.lines().take(2).collect::<String>());
+        assert!(auto("vit").unwrap().contains("--for onnxruntime --max-loss 0.5% --calibration '{ images: path/to/images, samples: 256 }'"));
+        assert_eq!(auto("llama"), None);
+        golden_model(folder.path(), "llama", &[("characters.json", "tokenizer.json")]);
+        let text = ok(folder.path(), "init in").stdout;
+        assert!(text.contains("#     compress auto in -o out/auto \\\n#         --for vllm --max-size 5bits --calibration '{ text: book.txt, "), "{text}");
+        fs::remove_dir_all(folder.path().join("in")).unwrap();
         model(&folder.path().join("in"));
         ok(folder.path(), "quantize-dynamic in -o int8");
         let quantized = ok(folder.path(), "init int8").stdout;
