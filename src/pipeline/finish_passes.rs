@@ -46,7 +46,7 @@ impl Pipeline {
         let Some(layers) = unused_layers(model) else { return Ok(None) };
         let exports = self.exports(model);
         match exports.iter().map(|export| export.format().name()).find(|format| *format != "safetensors") {
-            Some(format) => Err(Error::Unsupported { what: format!("{format}: {layers}, which the file would not contain"), hint: NEXT.into() }),
+            Some(format) => Err(Error::run(format, format!("{layers}, which the file would not contain"), NEXT)),
             None => Ok(Some(format!(
                 "{WARNING}{layers}: runtimes ignore these layers, the measured figures do not include them, and safetensors still store them; {NEXT}"
             ))),

@@ -108,6 +108,7 @@ impl Gguf {
     /// embedding is counted as a separate tensor.
     pub(crate) fn prepare(&self, model: &Model, run: &RunState, read_values: bool) -> Result<Prepared> {
         let unsupported = |what: &str, hint: &str| Error::Unsupported { what: format!("gguf: {}: {what}", model.path.display()), hint: hint.into() };
+        let incomplete = |reason: &str| Error::run(format!("gguf: {}", model.path.display()), reason, "the checkpoint is incomplete");
         if model.onnx.is_some() {
             return Err(unsupported("an .onnx model", "omit `export`, or export `onnx`"));
         }
@@ -125,7 +126,7 @@ impl Gguf {
             return Err(unsupported("a head that is tied to the embedding", &hint));
         }
         if !model.weights.by_name.contains_key(HEAD) && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
-            return Err(unsupported("lm_head.weight is missing, and config.json does not tie it to the embedding", "the checkpoint is incomplete"));
+            return Err(incomplete("lm_head.weight is missing, and config.json does not tie it to the embedding"));
         }
         if model.is_corrected() {
             return Err(unsupported(
@@ -189,7 +190,7 @@ impl Gguf {
             }
         }
         if rows == 0 {
-            return Err(unsupported("the token embedding is missing", "the checkpoint is incomplete"));
+            return Err(incomplete("the token embedding is missing"));
         }
         requested.check(head_stored)?;
         // The number of rows of the embedding, which may exceed the size of the vocabulary.

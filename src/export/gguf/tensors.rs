@@ -16,10 +16,9 @@ pub(super) fn require_described(model: &Model, layers: usize) -> Result<()> {
     let last = model.weights.by_name.keys().filter_map(|name| GgufFamily::layer(name)).max();
     let stored = last.map_or(0, |last| last as usize + 1);
     if stored < layers {
-        return Err(Error::Unsupported {
-            what: format!("gguf: {}: `num_hidden_layers` in config.json is {layers}, but the checkpoint has {stored}", model.path.display()),
-            hint: "correct config.json if all layers are stored, otherwise download the checkpoint again".into(),
-        });
+        let reason = format!("`num_hidden_layers` in config.json is {layers}, but the checkpoint has {stored}");
+        let hint = "correct config.json if all layers are stored, otherwise download the checkpoint again";
+        return Err(Error::run(format!("gguf: {}", model.path.display()), reason, hint));
     }
     model.require_matching_weights()
 }

@@ -80,11 +80,11 @@ fn files_are_not_written_with_another_configuration() {
     let folder = prepared();
     let path = folder.path();
     let cases = [
-        ("num_hidden_layers", json!(9), "gguf: in: `num_hidden_layers` in config.json is 9, but the checkpoint has 2"),
+        ("num_hidden_layers", json!(9), "gguf: in: `num_hidden_layers` in config.json is 9, but the checkpoint has 2\n"),
         (
             "num_hidden_layers",
             json!(1),
-            "gguf: `num_hidden_layers` in config.json is 1, but the checkpoint also contains `model.layers.1` (9 tensors), which the",
+            "gguf: `num_hidden_layers` in config.json is 1, but the checkpoint also contains `model.layers.1` (9 tensors), which the file would not contain\n",
         ),
         ("vocab_size", json!(50), "`model.embed_tokens.weight`: has shape [48, 16], but the configuration requires [50, 16]"),
         ("intermediate_size", json!(48), "has shape [24, 16], but the configuration requires [48, 16]"),
@@ -206,6 +206,7 @@ fn names_of_other_tools_lead_to_ours() {
         ("quantize in -o out --num_calibration_samples 64", "tip: the number of samples is an option of the data"),
         ("quantize --model in -o out", "tip: the model has no option"),
         ("quantize -m in -o out", "tip: the model has no option"),
+        ("quantize -i in -o out", "tip: the model has no option"),
         ("decompose in -o out --ratio 0.5", "tip: the option is `--rank`"),
         ("check in --max-perplexity 9", "tip: scores are compared with those of the original model"),
         ("train in", "'finetune'"),
