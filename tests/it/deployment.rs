@@ -176,6 +176,12 @@ fn the_image_contains_the_program_and_its_minimum_rust_version() {
     let version = manifest.lines().find_map(|line| line.strip_prefix("rust-version = \"")).unwrap().trim_end_matches('"');
     assert!(text.contains(&format!("FROM rust:{version}-slim")), "the image is not built with Rust {version}");
     assert!(text.contains("COPY --from=build /src/target/release/compress /usr/local/bin/compress\n") && text.ends_with("ENTRYPOINT [\"compress\"]\n"));
+    // The program of the empty image must not need files of a system.
+    let from = |image: &str| text.split("FROM ").find_map(|stage| stage.strip_prefix(image)).unwrap_or_else(|| panic!("no stage {image}"));
+    assert!(from(&format!("rust:{version}-alpine AS build-static\n")).contains("cargo build --release --locked --bin compress"));
+    let stage = from("scratch AS static\n");
+    assert!(stage.lines().all(|line| !line.starts_with("RUN ")) && stage.contains("/src/target/release/compress /usr/local/bin/compress\n"), "{stage}");
+    assert!(stage.contains("ENV PATH=/usr/local/bin ") && stage.contains("/etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/"), "{stage}");
     let ignored = fs::read_to_string(root().join(".dockerignore")).unwrap();
     // Cargo needs the files of all targets that the manifest lists.
     let patterns: Vec<Regex> = ignored.lines().map(ignored_paths).collect();
