@@ -24,6 +24,7 @@ impl Pipeline {
         run.notes.extend(self.layers_outside_of_config(before)?);
         run.notes.extend(self.lost_results(after, run)?);
         run.notes.extend(self.copy_note(before));
+        run.notes.extend(adapter_note(before));
         Ok(())
     }
 
@@ -68,6 +69,17 @@ impl Pipeline {
             _ => Ok(lost.iter().map(|(format, lost)| format!("{WARNING}{format}: {}: {}", lost.reason, lost.remedy)).collect()),
         }
     }
+}
+
+/// A warning about an adapter whose base model is missing.
+fn adapter_note(model: &Model) -> Option<String> {
+    let is_adapter = |path: &PathBuf| path.file_stem().is_some_and(|stem| stem == "adapter_model");
+    let is_alone = !model.weight_files.is_empty() && model.weight_files.iter().all(is_adapter);
+    is_alone.then(|| {
+        format!(
+            "{WARNING}the input is a LoRA adapter without its base model, and PEFT does not load the output: merge them first with `merge_and_unload` of PEFT, and compress the result"
+        )
+    })
 }
 
 /// A note if a pass has changed the graph of an ONNX file, whose open dimensions have specified sizes.

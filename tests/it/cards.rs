@@ -319,20 +319,46 @@ fn a_repository_is_found_in_the_configuration_or_the_path() {
     assert!(text.contains("# pico-2, compressed") && text.contains("[org/pico-2](https://huggingface.co/org/pico-2) (revision `0123`)"), "{text}");
 }
 
+/// A small encoder with a classification head.
+fn encoder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-sequence-classification")
+}
+
+fn integers(shape: &[usize], value: impl Fn(usize) -> i64) -> Tensor {
+    let values = (0..shape.iter().product()).flat_map(|at| value(at).to_le_bytes());
+    Tensor::new(DType::I64, shape, values.collect())
+}
+
+/// Six samples for the encoder.
+fn samples() -> [(&'static str, Tensor); 3] {
+    let ids = integers(&[6, 7], |at| 3 + (at * 5 % 30) as i64);
+    [("input_ids", ids), ("attention_mask", integers(&[6, 7], |_| 1)), ("token_type_ids", integers(&[6, 7], |_| 0))]
+}
+
+/// Files in the cache of `huggingface_hub` belong to a data set of the Hub.
+#[test]
+fn a_card_lists_the_data_sets_of_the_hub() {
+    let desk = Desk::new();
+    let run = |folder: PathBuf| {
+        fs::create_dir_all(&folder).unwrap();
+        let arrays = folder.join("train.safetensors");
+        write(&arrays, &samples().into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect());
+        let recipe = json!({ "model": encoder(), "passes": ["quantize-static"], "data": { "calibration": { "arrays": arrays } } }).to_string();
+        let recipe = Recipe::parse(&recipe, Path::new("recipe.yaml")).unwrap();
+        metadata(&card(&desk.run(&encoder(), pipeline().recipe(&recipe)).unwrap().path))
+    };
+    assert_eq!(run(desk.place().join("datasets--org--corpus/snapshots/0"))["datasets"], json!(["org/corpus"]));
+    assert_eq!(run(desk.place()).get("datasets"), None);
+}
+
 #[test]
 fn scores_on_a_benchmark_are_written_for_the_hub() {
     let desk = Desk::new();
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-sequence-classification");
+    let golden = encoder();
     let arrays = desk.place().with_extension("safetensors");
-    let whole = |shape: &[usize], value: &dyn Fn(usize) -> i64| {
-        let values = (0..shape.iter().product()).flat_map(|at| value(at).to_le_bytes());
-        Tensor::new(DType::I64, shape, values.collect())
-    };
-    let ids = whole(&[6, 7], &|at| 3 + (at * 5 % 30) as i64);
-    let rows = [("input_ids", ids), ("attention_mask", whole(&[6, 7], &|_| 1)), ("token_type_ids", whole(&[6, 7], &|_| 0))];
-    let labels = ("labels", whole(&[6], &|at| (at % 3) as i64));
+    let labels = ("labels", integers(&[6], |at| (at % 3) as i64));
     let run = |labelled: bool, benchmark: Value| {
-        let rows = rows.clone().into_iter().chain(labelled.then(|| labels.clone()));
+        let rows = samples().into_iter().chain(labelled.then(|| labels.clone()));
         write(&arrays, &rows.map(|(name, tensor)| (name.to_owned(), tensor)).collect());
         let evaluate = json!({ "latency": false, "runtime": ["candle"], "benchmark": benchmark });
         let recipe = json!({ "model": golden, "passes": ["cast"], "data": { "evaluation": { "arrays": arrays } }, "evaluate": evaluate }).to_string();

@@ -230,6 +230,16 @@ fn patterns_of_other_tools_are_explained() {
     refused(tied.path(), "quantize in -o out --ignore lm_head", "is a head that is tied to the embedding table");
 }
 
+#[test]
+fn adapters_without_a_base_model_are_a_warning() {
+    let folder = prepared();
+    let path = folder.path();
+    assert!(!notes(path, "cast in -o out --to f16").contains("LoRA"));
+    fs::rename(path.join("in/model.safetensors"), path.join("in/adapter_model.safetensors")).unwrap();
+    fs::rename(path.join("in/config.json"), path.join("in/adapter_config.json")).unwrap();
+    assert!(notes(path, "cast in -o out --to f16").contains("warning: the input is a LoRA adapter without its base model"));
+}
+
 /// Libraries that store tensors with the same memory once choose the first name.
 #[test]
 fn a_tied_table_that_is_stored_as_a_head_is_renamed() {
