@@ -12,8 +12,10 @@ use crate::pass::PASSES;
 
 /// Exits with an error if the value of `-o` is attached and is probably the rest of the option's long name.
 pub(super) fn check_output_option(args: &[OsString]) {
-    let mut options = args.iter().take_while(|argument| *argument != "--").filter_map(|argument| argument.to_str());
-    if let Some(message) = options.find_map(attached_output) {
+    let options: Vec<&str> = args.iter().take_while(|argument| *argument != "--").filter_map(|argument| argument.to_str()).collect();
+    // Texts may begin with a dash.
+    let is_text = |at: usize| at.checked_sub(1).and_then(|before| options.get(before)) == Some(&"--prompt");
+    if let Some(message) = options.iter().enumerate().filter(|(at, _)| !is_text(*at)).find_map(|(_, argument)| attached_output(argument)) {
         clap::Error::raw(ErrorKind::UnknownArgument, redact(&message)).exit();
     }
 }

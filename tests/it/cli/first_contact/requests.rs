@@ -277,6 +277,7 @@ fn an_output_is_not_the_rest_of_a_long_name() {
     refused(folder.path(), "cast in -out=out --to f16", "did you mean `--output out`? Otherwise write `-o ut=out`");
     refused(folder.path(), "cast in -output out --to f16", "did you mean `--output`?");
     refused(folder.path(), "chain in -out=out -- cast --to f16", "did you mean `--output out`?");
+    assert!(!compress(folder.path(), "generate in --prompt -output").stderr.contains("--output"));
     assert_eq!(names(folder.path()), ["in"]);
     ok(folder.path(), "cast in -ofirst --to f16");
     ok(folder.path(), "cast in -o=second --to f16");
