@@ -34,7 +34,7 @@ pub(super) enum Command {
     Generate(Box<generate::Args>),
     /// Make a draft model for speculative decoding: some layers, trained on the model's own continuations
     Draft(Box<draft::Args>),
-    /// Search for the best formats of a language model's weights within a size, and quantize it
+    /// Search for the best formats of a model's weights within a size, a loss or a latency, and quantize it
     Auto(Box<auto::Args>),
     /// Measure how sensitive the model is to quantizing each layer, and write a mixed recipe
     Analyze(analyze::Args),
