@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::facts::{VLLM_BITS, has_tokenizer};
 use super::folder::{Folder, Module, OWN_TYPE};
 use super::scheme::{Arguments, Group};
-use super::{Finding, Target, missing_layers};
+use super::{Finding, Runtime, Target, missing_layers};
 use crate::arch;
 use crate::error::Result;
 use crate::store::DType;
@@ -66,9 +66,19 @@ pub(super) fn tokenizer_files(folder: &Folder, _: Target) -> Result<Vec<Finding>
     Ok(folder.defects.tokenizer())
 }
 
-/// The weights have the names and shapes that the configuration requires.
-pub(super) fn shapes(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    Ok(folder.defects.shapes())
+/// The weights have the names and shapes that the configuration requires. Only transformers loads a table that
+/// is stored as the head to which it is tied.
+pub(super) fn shapes(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let unnamed = if target.runtime() == Runtime::Transformers { None } else { unnamed_table(folder) };
+    Ok(folder.defects.shapes().into_iter().chain(unnamed).collect())
+}
+
+fn unnamed_table(folder: &Folder) -> Option<Finding> {
+    let is_tied = folder.get("tie_word_embeddings").and_then(Value::as_bool) == Some(true);
+    let [(alias, original)] = arch::tied(folder.model_type()) else { return None };
+    let is_missing = is_tied && folder.tensors.contains_key(*alias) && !folder.tensors.contains_key(*original);
+    let reason = format!("is missing, and `{alias}` is stored instead");
+    is_missing.then(|| Finding::new(*original, reason, "run `compress cast MODEL -o DIR`, which renames it"))
 }
 
 /// All decoder layers are stored.
