@@ -66,19 +66,6 @@ fn save_weights(path: &Path, shapes: &[(&str, &[usize])]) {
     candle_core::safetensors::save(&tensors, path).unwrap();
 }
 
-/// All Markdown files of a folder and of its folders.
-fn pages(folder: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        match path.is_dir() {
-            true => found.extend(pages(&path)),
-            false => found.extend(path.extension().is_some_and(|extension| extension == "md").then_some(path)),
-        }
-    }
-    found
-}
-
 /// Pages begin with the task of their reader, not with an explanation.
 #[test]
 fn the_first_sentence_of_a_page_is_a_task() {
@@ -86,11 +73,12 @@ fn the_first_sentence_of_a_page_is_a_task() {
         "Add", "Change", "Check", "Choose", "Compare", "Compress", "Describe", "Estimate", "Export", "Find", "Halve", "Look", "Make", "Measure", "Prune",
         "Quantize", "Read", "Recover", "Reduce", "Shrink", "Sign", "Split", "Test", "Train", "Write",
     ];
-    let pages = pages(&Path::new(env!("CARGO_MANIFEST_DIR")).join("docs"));
+    let pages = pages();
     assert!(pages.len() > 40, "{pages:?}");
     for page in pages {
         let text = std::fs::read_to_string(&page).unwrap();
-        let [title, empty, sentence] = text.lines().take(3).collect::<Vec<&str>>().try_into().unwrap();
+        let mut lines = text.lines();
+        let [title, empty, sentence] = [(); 3].map(|()| lines.next().unwrap_or_default());
         let verb = sentence.split(' ').next().unwrap();
         assert!(title.starts_with("# ") && empty.is_empty() && VERBS.contains(&verb), "{}: {sentence}", page.display());
     }
