@@ -18,6 +18,7 @@ mod held_out;
 mod idx;
 mod image_files;
 mod image_input;
+mod image_size;
 mod images;
 mod interleaved;
 mod kind;

@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 
 use super::Target;
 use super::image_input::ImageInput;
+use super::image_size::Size;
 use super::options::{ChannelOrder, Data, ImageLayout};
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
@@ -60,34 +61,6 @@ pub(super) fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     let path = auxiliary_path(folder, FILE);
     let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path)?;
     Ok(unknown.into_iter().map(|key| format!("{FILE}: {key}")).collect())
-}
-
-/// Target size of resizing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Size {
-    /// Height and width.
-    Exactly(usize, usize),
-    /// Length of the shorter side; the aspect ratio is kept.
-    Shorter(usize),
-}
-
-impl Size {
-    /// From a recipe: a height and a width, or the shorter side.
-    fn from_sides(sides: &[usize]) -> Option<Size> {
-        match *sides {
-            [shorter] => Some(Size::Shorter(shorter)),
-            [height, width] => Some(Size::Exactly(height, width)),
-            _ => None,
-        }
-    }
-
-    /// The crop with this size.
-    fn crop(self) -> (usize, usize) {
-        match self {
-            Size::Exactly(height, width) => (height, width),
-            Size::Shorter(side) => (side, side),
-        }
-    }
 }
 
 /// Preprocessing of images: resize, crop, rescale, normalize.
@@ -301,10 +274,7 @@ impl Pixels {
 
     /// The option that gives all images the same size.
     pub fn size_advice(&self) -> String {
-        match (&self.size, self.crop) {
-            (Some((Size::Shorter(side), _)), None) => format!("only the shorter side is resized to {side}: also set `crop: {side}`"),
-            _ => "set `resize`".to_owned(),
-        }
+        Size::advice(self.size.map(|(size, _)| size), self.crop)
     }
 
     /// Whether images are resized or cropped.
@@ -482,16 +452,6 @@ mod tests {
         assert!(efficientnet(r#","rescale_offset":true"#).unwrap_err().to_string().contains("`rescale_offset`"));
         assert!(pixels(r#"{"size":{"longest_edge":5}}"#).unwrap_err().to_string().contains("`size`"));
         assert!(pixels(r#"{"resample":9}"#).unwrap_err().to_string().contains("`resample`"));
-    }
-
-    #[test]
-    fn a_shorter_side_without_a_crop_leads_to_different_sizes() {
-        let advice = |size, crop| {
-            let pixels = Pixels { size: Some((size, ResizeAlg::Nearest)), crop, rounded_crop: false, rescale: 1.0, mean: vec![], std: vec![], reversed: false };
-            pixels.size_advice()
-        };
-        assert_eq!(advice(Size::Shorter(8), None), "only the shorter side is resized to 8: also set `crop: 8`");
-        assert_eq!([advice(Size::Shorter(8), Some((8, 8))), advice(Size::Exactly(8, 8), None)], ["set `resize`"; 2]);
     }
 
     #[test]
