@@ -202,7 +202,7 @@ impl Safetensors {
     }
 
     fn notes(&self, model: &Model, run: &RunState, items: &[Item], measured: &[writer::WeightMeasurement]) -> Vec<String> {
-        let mut notes = original::notes(items);
+        let mut notes = original::notes(model, items);
         let dropped = quantization::dropped_keys(items, model, run);
         if !dropped.is_empty() {
             notes.push(format!("`{}` of the input's quantization_config is not written: it describes the original weights", dropped.join("`, `")));

@@ -164,6 +164,7 @@ impl<'a> Run<'a> {
         let peak_rss_bytes = peak.lap().rss_bytes;
         // Only safetensors are written with the adapter that the configuration of a corrected model names.
         let config = exports.iter().find_map(|(_, exported)| exported.config.clone()).unwrap_or_else(|| self.after.config_without_corrections());
+        self.after.auxiliary.exclude_stale_description(&config);
         let resized = self.after.resized_modules(&self.after.path)?;
         carry_over(&self.after, &config, &resized, staging.path(), self.state.file.is_some(), &work)?;
         let graph_note = write_graph(&self.after, staging.path())?;

@@ -116,7 +116,7 @@ fn weights_are_converted_next_to_other_quantized_weights() {
             let fp8 = groups.iter().find(|group| group["weights"]["type"] == "float").unwrap();
             let (strategy, dynamic) = if name == "tensor" { ("tensor", false) } else { ("block", true) };
             assert_eq!((&fp8["weights"]["strategy"], &fp8["input_activations"]["dynamic"]), (&json!(strategy), &json!(dynamic)), "{name}");
-            assert!(report.notes.iter().any(|note| note.contains("in FP8 stored in the format of compressed-tensors")), "{:?}", report.notes);
+            assert!(report.notes.iter().any(|note| note.contains("in FP8 or NVFP4 stored in the format of compressed-tensors")), "{:?}", report.notes);
             assert_eq!(report.notes.iter().any(|note| note.contains("2 tensors of experts in FP8 stored as floats")), name == "stacked", "{:?}", report.notes);
             // Scales determine the dtype of values in compressed-tensors.
             let (opened, source) = (Model::open(&out).unwrap(), Model::open(golden(name)).unwrap());

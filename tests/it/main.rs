@@ -45,6 +45,7 @@ mod onnx_opaque;
 mod onnx_outputs;
 mod ops;
 mod optimizers;
+mod other_tools;
 mod package;
 mod packed_experts;
 mod parity;

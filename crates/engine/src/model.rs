@@ -5,6 +5,7 @@
 
 pub mod adapter;
 mod adjacent;
+mod bits_and_bytes;
 mod config;
 mod diff;
 mod files;
@@ -15,6 +16,7 @@ mod graph;
 #[cfg(not(feature = "run"))]
 #[path = "model/no_graph.rs"]
 mod graph;
+mod modelopt;
 mod modules;
 mod python_numbers;
 mod quantization;
@@ -113,7 +115,7 @@ impl Model {
         let mut notes = std::mem::take(&mut checkpoint.notes);
         notes.extend(unlisted);
         let schemes = config.take_quantization(path)?;
-        (checkpoint.gptq, checkpoint.fp8) = (schemes.gptq, schemes.fp8);
+        (checkpoint.gptq, checkpoint.fp8, checkpoint.nvfp4) = (schemes.gptq, schemes.fp8, schemes.nvfp4);
         let class_of = |name: &str| if arch::is_embedding_table(config.model_type(), name) { "Embedding" } else { "Linear" };
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
         adapter::mark(&mut weights);

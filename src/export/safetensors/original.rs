@@ -1,5 +1,5 @@
 //! Weights in the formats of other tools, which are stored unchanged if no pass needs their values: experts
-//! in MXFP4, as published for gpt-oss, and FP8 with `quant_method: fp8`.
+//! in MXFP4, as published for gpt-oss, FP8 with `quant_method: fp8`, and the weights of ModelOpt and bitsandbytes.
 
 use serde_json::Value;
 
@@ -45,7 +45,7 @@ pub(super) fn config(model: &Model, items: &[Item]) -> Config {
 }
 
 /// Notes about weights that are stored in another format.
-pub(super) fn notes(items: &[Item]) -> Vec<String> {
+pub(super) fn notes(model: &Model, items: &[Item]) -> Vec<String> {
     let counts = |is_counted: fn(&Item, OriginalFormat) -> bool| {
         let is_counted = |item: &&Item| !is_kept(item) && item.weight.original_format.is_some_and(|format| is_counted(item, format));
         items.iter().filter(is_counted).count()
@@ -57,10 +57,10 @@ pub(super) fn notes(items: &[Item]) -> Vec<String> {
             counted(experts, "tensor")
         )
     });
-    let quantized = counts(|item, format| matches!(format, OriginalFormat::Fp8(_)) && item.weight.encoding != Encoding::Dense);
+    let quantized = counts(|item, format| matches!(format, OriginalFormat::Fp8(_) | OriginalFormat::Nvfp4(_)) && item.weight.encoding != Encoding::Dense);
     let quantized = (quantized > 0).then(|| {
         format!(
-            "{} in FP8 stored in the format of compressed-tensors (`weight_scale`): other layers are changed, or the layout requires it; codes and scales are the same",
+            "{} in FP8 or NVFP4 stored in the format of compressed-tensors (`weight_scale`): other layers are changed, or the layout requires it; codes and scales are the same",
             counted(quantized, "weight")
         )
     });
@@ -71,5 +71,20 @@ pub(super) fn notes(items: &[Item]) -> Vec<String> {
             counted(stacked, "tensor")
         )
     });
-    experts.into_iter().chain(quantized).chain(stacked).collect()
+    let bits = counts(|_, format| matches!(format, OriginalFormat::Bits(_)));
+    let bits = (bits > 0).then(|| {
+        format!("{} of bitsandbytes stored as floats: other layers are changed, or the layout requires it; the values are the same", counted(bits, "weight"))
+    });
+    let cache = model
+        .config
+        .original_quantization()
+        .filter(|described| !items.iter().any(is_kept) && has_cache(described))
+        .map(|_| "the description of the KV cache by ModelOpt is not written; scales of keys and values in the checkpoint are copied".to_owned());
+    experts.into_iter().chain(quantized).chain(stacked).chain(bits).chain(cache).collect()
+}
+
+/// Whether a description by ModelOpt quantizes the KV cache.
+fn has_cache(described: &Value) -> bool {
+    let settings = described.get("quantization").unwrap_or(described);
+    ["kv_cache_scheme", "kv_cache_quant_algo"].into_iter().any(|key| settings.get(key).is_some_and(|value| !value.is_null()))
 }

@@ -99,7 +99,12 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
         notes.push(format!("quantized embeddings: {transformers}{others}"));
     }
     notes.extend(expert_notes(items, &groups, model));
-    if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_attention_module(items, module)) {
+    if let Some(module) = items
+        .iter()
+        .filter(|item| model.is_cache_scale(&item.name))
+        .filter_map(|item| item.name.strip_suffix(".k_scale"))
+        .find(|module| !is_attention_module(items, module))
+    {
         notes.push(format!(
             "scales of the KV cache: transformers ignores those of `{module}` and caches floats, because compressed-tensors recognizes attention by layers named {}; compress and its ONNX export use them",
             KEY_LAYERS.join(", ")

@@ -7,9 +7,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::bits_and_bytes;
 use super::block::greatest_common_divisor;
 use super::fp8;
 use super::gptq;
+use super::nvfp4;
 use super::packed_experts;
 use super::quantization_spec::row;
 use super::quantized_reader::positive;
@@ -101,7 +103,15 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, stated: &dyn Fn(&str) -> Stat
         };
         insert(&mut weights, name, weight, bytes, names)?;
     }
-    for (name, weight) in [gptq::take(&mut checkpoint)?, packed_experts::take(&mut checkpoint)?, fp8::take(&mut checkpoint, floats)?].into_iter().flatten() {
+    let of_other_tools = [
+        gptq::take(&mut checkpoint)?,
+        packed_experts::take(&mut checkpoint)?,
+        bits_and_bytes::take(&mut checkpoint, floats)?,
+        // Their scales have the type of FP8 codes.
+        nvfp4::take(&mut checkpoint, floats)?,
+        fp8::take(&mut checkpoint, floats)?,
+    ];
+    for (name, weight) in of_other_tools.into_iter().flatten() {
         insert(&mut weights, name, weight, 0, Vec::new())?;
     }
     let palettized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(PALETTE)).map(str::to_owned).collect();
@@ -268,9 +278,12 @@ fn float_bits(checkpoint: &Checkpoint, name: &str, packed: &RawTensor) -> Option
     FloatFormat::ALL.iter().map(|format| format.bits()).find(has_width)
 }
 
+/// Ends of the names of scales.
+const SCALES: [&str; 6] = ["scale", "scale_inv", "scale_2", ".SCB", "absmax", "quant_map"];
+
 /// The most common float type of a checkpoint, except for scales. BF16 without any float.
 fn most_common_float(checkpoint: &Checkpoint) -> DType {
-    let floats = || checkpoint.tensors.iter().filter(|(name, _)| !name.ends_with("scale") && !name.ends_with("scale_inv")).map(|(_, tensor)| tensor.dtype);
+    let floats = || checkpoint.tensors.iter().filter(|(name, _)| !SCALES.iter().any(|end| name.ends_with(end))).map(|(_, tensor)| tensor.dtype);
     [DType::BF16, DType::F16, DType::F32].into_iter().rev().max_by_key(|of| floats().filter(|dtype| dtype == of).count()).unwrap_or(DType::BF16)
 }
 

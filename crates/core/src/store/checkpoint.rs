@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::header::Entry;
 use super::raw_tensor::{DataFile, RawTensor};
-use super::{Fp8Config, GptqConfig, Weight, pytorch, shard_name};
+use super::{Fp8Config, GptqConfig, Nvfp4Config, Weight, pytorch, shard_name};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 
@@ -41,6 +41,8 @@ pub struct Checkpoint {
     pub gptq: GptqConfig,
     /// FP8 settings of the configuration, if it specifies `quant_method: fp8`.
     pub fp8: Option<Fp8Config>,
+    /// NVFP4 settings of the configuration of ModelOpt.
+    pub nvfp4: Option<Nvfp4Config>,
     /// Subfolders with separate weight files. The names of their tensors start with the folder and a
     /// slash.
     pub folders: Vec<String>,

@@ -15,7 +15,7 @@
 use std::sync::Arc;
 
 use super::block::greatest_common_divisor;
-use super::original_format::{StoredInput, scale_shape};
+use super::original_format::{StoredScalar, scale_shape};
 use super::quantized_reader::positive;
 use super::stored_experts::StoredExperts;
 use super::{
@@ -62,7 +62,7 @@ fn weight(checkpoint: &mut Checkpoint, config: Fp8Config, floats: DType, name: &
     let parts = suffix.and_then(|suffix| Some((suffix, checkpoint.tensors.remove(name)?, checkpoint.tensors.remove(&scale_name(suffix))?)));
     let Some((suffix, codes, scales)) = parts else {
         let [expected, _] = SUFFIXES.map(scale_name);
-        return Err(Error::tensor(&expected, format!("is missing, but `{name}` contains FP8 codes, and config.json has `quant_method: fp8`"), INCOMPLETE));
+        return Err(Error::tensor(&expected, format!("is missing, but `{name}` contains FP8 codes, and config.json describes weights in FP8"), INCOMPLETE));
     };
     let shape = codes.shape.clone();
     let is_stored = |granularity: &Granularity| scale_shape(&shape, *granularity, scales.shape.len()).is_some_and(|expected| expected == scales.shape);
@@ -134,7 +134,7 @@ fn encoding(stored: StoredFp8, shape: &[usize]) -> (QuantizationSpec, usize) {
 }
 
 /// Removes the static scale of a layer's input from the checkpoint.
-fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<StoredInput>> {
+fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<StoredScalar>> {
     let module = name.strip_suffix("weight").unwrap_or(name);
     let found = INPUTS.into_iter().find_map(|input| Some((input, checkpoint.tensors.remove(&format!("{module}{input}"))?)));
     let Some((input, tensor)) = found else {
@@ -143,7 +143,7 @@ fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<StoredInput>>
         return Err(Error::tensor(&format!("{module}{expected}"), reason, INCOMPLETE));
     };
     let bits = positive(&format!("{module}{input}"), &tensor)?.to_bits();
-    Ok(Some(StoredInput { name: input, dtype: tensor.dtype, rank: tensor.shape.len(), bits }))
+    Ok(Some(StoredScalar { name: input, dtype: tensor.dtype, rank: tensor.shape.len(), bits }))
 }
 
 impl Fp8Experts {

@@ -5,7 +5,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::bits_and_bytes;
 use super::fp8;
+use super::modelopt;
 use super::python_numbers::parse_config;
 use super::quantization;
 pub use super::quantization::OWN_METHOD;
@@ -15,9 +17,6 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::kernel::cache::CacheScheme;
 use crate::store::{DType, GptqConfig, OriginalFormat};
-
-/// File in which ModelOpt describes quantized weights.
-const MODELOPT: &str = "hf_quant_config.json";
 
 /// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
 /// transformers ignores unknown quantization methods, and would silently compute something else.
@@ -196,8 +195,11 @@ impl Config {
             });
         }
         if self.get("quantization_config").is_none_or(Value::is_null) {
-            require_no_modelopt(path)?;
-            return Ok(Schemes::from_gptq(separate_description(path)?));
+            let file = path.join(quantization::MODELOPT);
+            return match modelopt_description(&file)? {
+                Some(described) => self.take_original(described, &file),
+                None => Ok(Schemes::from_gptq(separate_description(path)?)),
+            };
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
@@ -208,16 +210,27 @@ impl Config {
         if let Some(gptq) = quantization::gptq_config(&quantization).map_err(&refused)? {
             return Ok(Schemes::from_gptq(gptq));
         }
-        let fp8 = (method == OriginalFormat::FP8).then(|| fp8::parse(&quantization, self.dtype())).transpose().map_err(&refused)?;
-        if fp8.is_some() || method == OriginalFormat::MXFP4 {
-            self.original_quantization = Some(quantization);
-            return Ok(Schemes::from_fp8(fp8));
+        if [OriginalFormat::FP8, OriginalFormat::MXFP4, OriginalFormat::MODELOPT, OriginalFormat::BITSANDBYTES].contains(&method) {
+            return self.take_original(quantization, &file);
         }
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(refused((format!("quantization method `{method}`"), quantization::FORMATS)));
         }
         self.carried = quantization::carried(described).map_err(&refused)?;
         Schemes::parse(described).map_err(refused)
+    }
+
+    /// Parses the description of weights with an original format, which is written again with them.
+    fn take_original(&mut self, described: Value, file: &Path) -> Result<Schemes> {
+        let (fp8, nvfp4) = match described.get("quant_method").and_then(Value::as_str) {
+            Some(OriginalFormat::FP8) => fp8::parse(&described, self.dtype()).map(|fp8| (Some(fp8), None)),
+            Some(OriginalFormat::MODELOPT) => modelopt::parse(&described, self.dtype()),
+            Some(OriginalFormat::BITSANDBYTES) => bits_and_bytes::check(&described).map(|()| (None, None)),
+            _ => Ok((None, None)),
+        }
+        .map_err(quantization::unsupported(file))?;
+        self.original_quantization = Some(described);
+        Ok(Schemes::from_floats(fp8, nvfp4))
     }
 
     /// The text of the file: unchanged if no value was set, `None` if the configuration is empty.
@@ -230,16 +243,17 @@ impl Config {
     }
 }
 
-/// Rejects folders that only the separate file of ModelOpt describes.
-fn require_no_modelopt(folder: &Path) -> Result<()> {
-    let file = folder.join(MODELOPT);
-    if !files::is_file(&file) {
-        return Ok(());
+/// The separate description of ModelOpt, as a value of `quantization_config`.
+fn modelopt_description(file: &Path) -> Result<Option<Value>> {
+    if !files::is_file(file) {
+        return Ok(None);
     }
-    let text = files::read_to_string(&file).map_err(Error::io("read", &file))?;
-    let values: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(&file, format!("not a JSON object: {e}")))?;
-    let algorithm = values.pointer("/quantization/quant_algo").unwrap_or(&Value::Null);
-    Err(quantization::unsupported(&file)((format!("quantization by ModelOpt (`quant_algo` of {algorithm})"), quantization::FORMATS)))
+    let text = files::read_to_string(file).map_err(Error::io("read", file))?;
+    let mut values: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(file, format!("not a JSON object: {e}")))?;
+    if let Some(object) = values.as_object_mut() {
+        object.insert("quant_method".into(), OriginalFormat::MODELOPT.into());
+    }
+    Ok(Some(values))
 }
 
 /// GPTQ or AWQ settings from the separate files that older tools wrote.
@@ -328,7 +342,7 @@ mod tests {
             let mut config = Config { values: Map::from_iter([("quantization_config".to_owned(), quantization)]), ..Config::default() };
             config.take_quantization(Path::new("m")).unwrap_err().to_string()
         };
-        assert!(refused(json!({"quant_method": "bitsandbytes"})).contains("quantization method `bitsandbytes`"));
+        assert!(refused(json!({"quant_method": "hqq"})).contains("quantization method `hqq`"));
         assert!(refused(json!({"quant_method": "gptq", "checkpoint_format": "marlin"})).contains("`checkpoint_format` of \"marlin\""));
         assert!(refused(json!({"quant_method": "awq", "version": "gemv"})).contains("`version` of \"gemv\""));
         let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});

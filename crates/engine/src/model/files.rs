@@ -5,12 +5,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde_json::Value;
+
 use super::{Config, Model, adapter, quantization};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 use crate::output::{CONTINUATIONS, SBOM, SIGNATURE};
 use crate::store::checkpoint::{INDEX, SINGLE};
-use crate::store::pytorch;
+use crate::store::{OriginalFormat, pytorch};
 
 /// Auxiliary files that were synthesized from a weight file, such as a tokenizer from GGUF, by file name.
 pub type SynthesizedFiles = BTreeMap<PathBuf, Arc<String>>;
@@ -221,6 +223,15 @@ impl AuxiliaryFiles {
     pub fn read(&self) -> impl Iterator<Item = &PathBuf> {
         let described = self.left.iter().filter(|(_, reason)| *reason == ExclusionReason::Described).map(|(path, _)| path);
         self.files.iter().chain(&self.not_carried).chain(described)
+    }
+
+    /// Excludes the description of the weights by ModelOpt, unless the configuration of the output still
+    /// contains one.
+    pub fn exclude_stale_description(&mut self, written: &Config) {
+        let method = written.get("quantization_config").and_then(|described| described.get("quant_method")).and_then(Value::as_str);
+        if method != Some(OriginalFormat::MODELOPT) {
+            self.exclude(ExclusionReason::Described, |file| file == Path::new(quantization::MODELOPT));
+        }
     }
 
     /// Excludes the description of an ONNX file, because the output has a different one.

@@ -14,6 +14,8 @@ pub const OWN_METHOD: &str = "compress";
 
 /// Files that describe quantized weights, in addition to `config.json`.
 pub(super) const DESCRIPTIONS: [&str; 2] = ["quantize_config.json", "quant_config.json"];
+/// File in which ModelOpt describes quantized weights, in addition to `config.json` or instead of it.
+pub(super) const MODELOPT: &str = "hf_quant_config.json";
 
 /// Activation arguments of a config group.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -96,7 +98,7 @@ pub(super) fn cache_scheme(scheme: CacheScheme) -> Value {
 pub(super) type Refused = (String, &'static str);
 
 /// Hint for unknown formats.
-pub(super) const FORMATS: &str = "compress supports dense weights, the integers (2 to 8 bits) and floating-point formats of up to 8 bits in compressed-tensors 0.20, GPTQ, AWQ, FP8 (`fp8`) with scales of blocks, rows or matrices, and MXFP4 experts (`mxfp4`); start from the original checkpoint";
+pub(super) const FORMATS: &str = "compress supports dense weights, the integers (2 to 8 bits) and floating-point formats of up to 8 bits in compressed-tensors 0.20, GPTQ, AWQ, FP8 (`fp8`) with scales of blocks, rows or matrices, MXFP4 experts (`mxfp4`), FP8 and NVFP4 of ModelOpt (`modelopt`), and bitsandbytes; start from the original checkpoint";
 
 /// The error for an unsupported setting in a file.
 pub(super) fn unsupported(file: &Path) -> impl Fn(Refused) -> Error {

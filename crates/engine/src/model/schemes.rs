@@ -5,7 +5,9 @@ use serde_json::Value;
 
 use super::quantization::{self, ActivationArgs, FORMATS, HINT, Refused};
 use crate::error::{Error, Result};
-use crate::store::{ActivationScheme, Codes, Encoding, Fp8Config, GptqConfig, Granularity, Pattern, QuantizationSpec, StatedEncoding, Static, Weight, Weights};
+use crate::store::{
+    ActivationScheme, Codes, Encoding, Fp8Config, GptqConfig, Granularity, Nvfp4Config, Pattern, QuantizationSpec, StatedEncoding, Static, Weight, Weights,
+};
 
 /// Hint for a weight that contradicts its description.
 const CORRECT: &str = "correct `quantization_config` in config.json, or start from the original checkpoint";
@@ -64,6 +66,8 @@ pub(super) struct Schemes {
     pub(super) gptq: GptqConfig,
     /// Settings of FP8 weights.
     pub(super) fp8: Option<Fp8Config>,
+    /// Settings of NVFP4 weights of ModelOpt.
+    pub(super) nvfp4: Option<Nvfp4Config>,
 }
 
 impl Schemes {
@@ -72,9 +76,9 @@ impl Schemes {
         Schemes { gptq, ..Schemes::default() }
     }
 
-    /// The weights of a folder with `quant_method: fp8`, if there are settings.
-    pub(super) fn from_fp8(fp8: Option<Fp8Config>) -> Schemes {
-        Schemes { fp8, ..Schemes::default() }
+    /// The weights of a folder with `quant_method: fp8` or of ModelOpt, if there are settings.
+    pub(super) fn from_floats(fp8: Option<Fp8Config>, nvfp4: Option<Nvfp4Config>) -> Schemes {
+        Schemes { fp8, nvfp4, ..Schemes::default() }
     }
 
     /// Parses the groups and the ignored modules of a description.

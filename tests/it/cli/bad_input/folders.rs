@@ -201,21 +201,21 @@ fn configurations() {
         config("cut off", b"{\"model_type\":", "in/config.json: not a JSON object: EOF while parsing a value at line 1 column 14"),
         config("empty", b"", "in/config.json: not a JSON object: EOF"),
         config("not UTF-8", b"{\"model_type\":\"\xff\"}", "cannot read in/config.json: stream did not contain valid UTF-8"),
-        quantization("another method", json!({ "quant_method": "bitsandbytes" }), "in/config.json: quantization method `bitsandbytes` is not supported"),
+        quantization("another method", json!({ "quant_method": "hqq" }), "in/config.json: quantization method `hqq` is not supported"),
         quantization(
             "ModelOpt",
-            json!({ "quant_method": "modelopt", "quant_algo": "NVFP4" }),
-            "in/config.json: quantization method `modelopt` is not supported",
+            json!({ "quant_method": "modelopt", "quant_algo": "W4A8_AWQ" }),
+            "in/config.json: `quant_algo` of \"W4A8_AWQ\" in a description by ModelOpt is not supported",
         ),
         case(
             "ModelOpt in a separate file",
             |folder| {
                 model_of(&folder.join("in"), &json!({ "model_type": "bert" }), &[floats("x.weight", &[4, 4])]);
-                fs::write(folder.join("in/hf_quant_config.json"), json!({ "quantization": { "quant_algo": "FP8" } }).to_string()).unwrap();
+                fs::write(folder.join("in/hf_quant_config.json"), json!({ "quantization": { "quant_algo": "MXFP8" } }).to_string()).unwrap();
             },
             RUN,
             1,
-            "in/hf_quant_config.json: quantization by ModelOpt (`quant_algo` of \"FP8\") is not supported",
+            "in/hf_quant_config.json: `quant_algo` of \"MXFP8\" in a description by ModelOpt is not supported",
             "start from the original checkpoint",
         ),
         quantization(
