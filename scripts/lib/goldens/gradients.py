@@ -300,6 +300,8 @@ def op_cases():
         yield text("GatedDelta", scale=0.5, additive=True), state_space(0.5), [rows, rows, (2, 4, sequence, 6), numbers, numbers, *mask]
     # As in Qwen3NextGatedDeltaNet of transformers.
     yield text("Decay"), lambda x, bias, rates: -rates.exp() * torch.nn.functional.softplus(x + bias), [(2, 5, 4), (4,), (4,)]
+    limited = lambda x, bias, rates: -rates.exp() * torch.nn.functional.softplus(x + bias).clamp(0.5, 0.9)
+    yield text("Decay", min=0.5, max=0.9), limited, [(2, 5, 4), (4,), (4,)]
 
 
 def ops():

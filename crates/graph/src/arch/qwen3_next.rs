@@ -235,7 +235,7 @@ mod running {
             }
             let bias = b.param(&module("dt_bias"), &[heads])?;
             let logarithms = b.param(&module("A_log"), &[heads])?;
-            operands.push(b.node(&node("decay"), Decay {}, &[projected.decay, bias, logarithms])?);
+            operands.push(b.node(&node("decay"), Decay::default(), &[projected.decay, bias, logarithms])?);
             operands.push(b.node(&node("rate"), Sigmoid {}, &[projected.rate])?);
             let context = b.node(&node("delta"), GatedDelta { scale: 1.0 / (key as f64).sqrt(), ..GatedDelta::default() }, &operands)?;
             let context = rms_norm(b, &node("norm"), &module("norm"), context, RmsNorm { epsilon: self.epsilon, ..RmsNorm::default() })?;

@@ -3,7 +3,7 @@
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorTypeProto, TypeProto, ValueInfoProto};
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::GatedDelta;
+use crate::ir::ops::{Decay, GatedDelta};
 
 /// The body of a loop under construction.
 struct Body<'n, 'g> {
@@ -40,11 +40,16 @@ fn float_info(name: &str) -> ValueInfoProto {
 }
 
 /// The decays of a gated delta network.
-pub(super) fn decay(n: &mut Lowering) -> Result<()> {
+pub(super) fn decay(op: &Decay, n: &mut Lowering) -> Result<()> {
     let inputs: Vec<String> = (0..n.inputs()).map(|i| n.wide(&n.input(i))).collect::<Result<_>>()?;
     let [values, biases, rates] = [&inputs[0], &inputs[1], &inputs[2]];
     let shifted = n.emit("Add", "shifted", &[values, biases], vec![]);
-    let step = n.emit("Softplus", "step", &[&shifted], vec![]);
+    let mut step = n.emit("Softplus", "step", &[&shifted], vec![]);
+    if op.has_limits() {
+        let (min, max) = (n.float_wide(op.min), op.max.map(|max| n.float_wide(max)));
+        let bounds = [Some(step.as_str()), Some(min.as_str()), max.as_deref()];
+        step = n.emit("Clip", "limited", &bounds.into_iter().flatten().collect::<Vec<_>>(), vec![]);
+    }
     let speed = n.emit("Exp", "speed", &[rates], vec![]);
     let opposite = n.emit("Neg", "rate", &[&speed], vec![]);
     n.finish_wide("Mul", &[&step, &opposite], vec![]);

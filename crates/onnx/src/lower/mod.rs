@@ -90,7 +90,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Reduce(op) => arithmetic::reduce(op, n),
         Op::CumSum(op) => arithmetic::cum_sum(op, n),
         Op::Recurrent(op) => recurrent::recurrent(op, n),
-        Op::Decay(_) => delta::decay(n),
+        Op::Decay(op) => delta::decay(op, n),
         Op::GatedDelta(op) => delta::gated_delta(op, n),
         Op::ConvTranspose(op) => layer::conv_transpose(op, n),
         Op::Pad(op) => shape::pad(op, n),

@@ -6,9 +6,7 @@ use super::Settings;
 use super::layout::LayerNames;
 use super::parts::{activate, linear_with, rms_norm, slices};
 use crate::error::{Error, Result};
-use crate::ir::ops::{
-    Add, CausalConv, Clip, Decay, Exp, GatedDelta, MergeHeads, Mul, Neg, Normalize, Reshape, RmsNorm, Scale, Silu, Softplus, SplitHeads, TargetSize,
-};
+use crate::ir::ops::{Add, CausalConv, Clip, Decay, GatedDelta, MergeHeads, Mul, Normalize, Reshape, RmsNorm, Scale, Silu, Softplus, SplitHeads, TargetSize};
 use crate::ir::{Builder, ValueId};
 
 /// A state space layer: a projection to gates, values, keys, queries and step sizes, a short convolution of
@@ -81,13 +79,10 @@ impl StateSpace<'_> {
         let shifted = b.node(&node("step_of_token"), Add {}, &[step, bias])?;
         let rate = b.node(&node("step"), Softplus {}, &[shifted])?;
         let [min, max] = self.limits;
-        if min <= 0.0 && max == f64::INFINITY {
-            return Ok([b.node(&node("decay"), Decay {}, &[step, bias, logarithms])?, rate]);
-        }
-        let step = b.node(&node("step.limited"), Clip { min, max }, &[rate])?;
-        let speed = b.node(&node("speed"), Exp {}, &[logarithms])?;
-        let decay = b.node(&node("decay.opposite"), Mul {}, &[step, speed])?;
-        Ok([b.node(&node("decay"), Neg {}, &[decay])?, step])
+        let limited = Decay { min: min.max(0.0), max: Some(max).filter(|max| max.is_finite()) };
+        let decay = b.node(&node("decay"), limited, &[step, bias, logarithms])?;
+        let rate = if limited.has_limits() { b.node(&node("step.limited"), Clip { min, max }, &[rate])? } else { rate };
+        Ok([decay, rate])
     }
 
     /// Root mean square normalization of each group.

@@ -93,7 +93,7 @@ fn upper<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
 }
 
 /// 1 where both comparisons hold, else 0.
-fn between(low: Tensor, high: Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
+pub(super) fn between(low: Tensor, high: Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
     (low * high)?.to_dtype(like.dtype())
 }
 
