@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use serde::de::IgnoredAny;
+
 use crate::error::{Error, Result};
 use crate::files;
-use crate::model::parse_config;
+use crate::model::parse_json;
 use crate::store::{Codes, FloatFormat};
 
 /// Widths of packed integers that all versions of vLLM load, with or without zero points.
@@ -72,18 +74,34 @@ pub(crate) fn is_parsed_with_tokenizer(file: &Path, is_fast: bool) -> bool {
     is(FAST_TOKENIZER) || is("tokenizer_config.json") || (!is_fast && is("vocab.json"))
 }
 
-/// The reason why a file is not valid JSON. Files that runtimes read in Python may have its numbers, such as
-/// `Infinity`.
+/// The reason why runtimes cannot parse a file as JSON. Python, which reads all files except tokenizer.json, also
+/// accepts infinity and NaN.
 pub(crate) fn invalid_json(path: &Path) -> Result<Option<String>> {
     let text = files::read(path).map_err(Error::io("read", path))?;
-    let Err(reason) = serde_json::from_slice::<serde::de::IgnoredAny>(&text) else { return Ok(None) };
-    let is_python = || std::str::from_utf8(&text).is_ok_and(|text| parse_config(text).is_ok());
-    Ok((path.ends_with(FAST_TOKENIZER) || !is_python()).then(|| reason.to_string()))
+    let strict = || serde_json::from_slice::<IgnoredAny>(&text).err().map(|reason| reason.to_string());
+    let is_strict = path.file_name().is_some_and(|name| name == FAST_TOKENIZER);
+    let python = std::str::from_utf8(&text).ok().filter(|_| !is_strict);
+    Ok(python.map_or_else(strict, |text| parse_json::<IgnoredAny>(text).err().map(|reason| reason.to_string())))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_of_python_are_valid_except_in_tokenizers() {
+        let folder = tempfile::tempdir().unwrap();
+        let reason = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            invalid_json(&path).unwrap()
+        };
+        assert_eq!(reason("generation_config.json", r#"{"penalty": Infinity, "p": [NaN, -Infinity]}"#), None);
+        assert_eq!(reason("modules.json", "[{\"idx\": 0}]"), None);
+        assert!(reason("generation_config.json", r#"{"penalty": Infinite}"#).is_some());
+        assert!(reason("tokenizer.json", r#"{"score": NaN}"#).is_some());
+        assert!(reason("vocab.json", "{\"a\": \u{fffd}").is_some());
+    }
 
     #[test]
     fn experts_have_a_number() {

@@ -328,6 +328,19 @@ fn every_file_with_token_ids_is_rewritten() {
     assert!(report.carried.iter().any(|file| file.path == "tokenizer.json"));
 }
 
+/// Python writes and reads infinity as a number, and transformers defines no other form for this file.
+#[test]
+fn infinity_in_generation_settings_is_kept() {
+    let json = tokenizer("BPE");
+    let case = Case::new("llama", &json, TEXTS);
+    let text = format!("{{\"eos_token_id\": [3, {}], \"top_h\": Infinity}}", ids(&json)["to"]);
+    fs::write(case.input().join("generation_config.json"), text).unwrap();
+    let report = case.run(vec![case.pass().into()]).unwrap();
+    let written = fs::read_to_string(case.output().join("generation_config.json")).unwrap();
+    assert!(written.contains("\"top_h\": Infinity") && !written.contains("__float__"), "{written}");
+    assert!(!report.notes.iter().any(|note| note.contains("not valid JSON")), "{:?}", report.notes);
+}
+
 #[test]
 fn vocabularies_in_other_formats_are_not_copied() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);

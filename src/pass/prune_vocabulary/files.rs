@@ -14,7 +14,7 @@ use super::settings;
 use super::tokenizer::{self, TokenizerFile, pair};
 use crate::data::token_text;
 use crate::error::{Error, Result};
-use crate::model::{ExclusionReason, Model, auxiliary_path, read_auxiliary_text};
+use crate::model::{ExclusionReason, Model, auxiliary_path, parse_config, read_auxiliary_text, render_python};
 
 const TOKENIZER_SETTINGS: &str = "tokenizer_config.json";
 /// Ids by token: added tokens, and the vocabularies of byte-pair encoding.
@@ -50,7 +50,7 @@ impl Files<'_> {
 
     /// A JSON object; `None` if the file does not exist.
     fn object(&self, name: &str) -> Result<Option<Map<String, Value>>> {
-        let parse = |text: String| serde_json::from_str(&text).map_err(|e| self.malformed(name, e));
+        let parse = |text: String| parse_config(&text).map_err(|e| self.malformed(name, e));
         self.text(name)?.map(parse).transpose()
     }
 
@@ -121,7 +121,7 @@ pub(super) fn rewrite(model: &mut Model, tokenizer: &TokenizerFile, retained: &R
             *decoder = entries.collect::<Result<_>>()?;
         }
         if values != before {
-            texts.push((name, render(&Value::Object(values))));
+            texts.push((name, render_python(&Value::Object(values))));
         }
     }
     for name in ID_MAPS {

@@ -8,7 +8,7 @@ use super::describe::Keys;
 use super::pre_tokenizer::{PreTokenizer, at};
 use super::token_types::{BYTE, CONTROL, NORMAL, SPACE, TEMPLATE, TEMPLATES, UNKNOWN, UNUSED, USER_DEFINED};
 use crate::error::{Error, Result, counted};
-use crate::model::{Model, read_auxiliary_text};
+use crate::model::{Model, parse_json, read_auxiliary_text};
 use crate::store::gguf::Value;
 
 const FILE: &str = "tokenizer.json";
@@ -19,7 +19,7 @@ pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let read = |name: &str| -> Result<Json> {
         let text = read_auxiliary_text(&model.path, &model.auxiliary.synthesized, name)?;
-        text.map_or(Ok(Json::Null), |text| serde_json::from_str(&text).map_err(|e| Error::malformed(&model.path.join(name), e)))
+        text.map_or(Ok(Json::Null), |text| parse_json(&text).map_err(|e| Error::malformed(&model.path.join(name), e)))
     };
     let (file, settings, generation) = (read(FILE)?, read("tokenizer_config.json")?, read("generation_config.json")?);
     if file.is_null() {
