@@ -33,6 +33,17 @@ const DELTA: Family = Family {
     experts: Some(ExpertLayout::SEPARATE),
     ..MIXTURE
 };
+/// Decoders like Llama with a vision tower, by the names of transformers 5, and of older checkpoints.
+const MULTIMODAL: Family = Family {
+    tied: &[
+        ("lm_head.weight", "model.language_model.embed_tokens.weight"),
+        ("lm_head.weight", "model.embed_tokens.weight"),
+        ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
+    ],
+    embeddings: &["embed_tokens", "visual.pos_embed", "vision_tower.embeddings.position_embedding"],
+    sizes: None,
+    ..DECODER
+};
 const STEP3: Family = Family {
     routers: &["moe.gate"],
     exempt: &[("vision_model", Role::Vision), ("vit_downsampler", Role::Vision), ("vit_large_projector", Role::Vision)],
@@ -91,6 +102,13 @@ pub(super) const FAMILIES: &[Family] = &[
     like("hunyuan_v1_moe", MIXTURE),
     like("llama4", LLAMA4),
     like("llama4_text", LLAMA4),
+    decoder("ministral3"),
+    like("gemma3", MULTIMODAL),
+    like("mistral3", MULTIMODAL),
+    like("qwen2_vl", MULTIMODAL),
+    like("qwen2_5_vl", MULTIMODAL),
+    like("qwen3_vl", MULTIMODAL),
+    Family { routers: &["mlp.gate"], experts: Some(ExpertLayout::SEPARATE), ..like("qwen3_vl_moe", MULTIMODAL) },
     like("qwen3_5", DELTA),
     like("qwen3_5_moe", DELTA),
     Family {
