@@ -24,8 +24,8 @@ pub(crate) fn loads_float_experts(codes: Codes) -> bool {
     codes.float().is_some_and(|format| format.row().loads_float_experts)
 }
 
-/// Whether transformers dequantizes weights in a format of compressed-tensors to bfloat16, whatever the dtype
-/// of the model.
+/// Whether transformers dequantizes weights in a format of compressed-tensors to bfloat16, whatever the
+/// dtype of the model.
 pub(crate) fn is_only_bf16(format: &str) -> bool {
     FloatFormat::ALL.iter().flat_map(|float| float.row().files).any(|file| file.name == format && file.only_bf16)
 }
@@ -74,8 +74,8 @@ pub(crate) fn is_parsed_with_tokenizer(file: &Path, is_fast: bool) -> bool {
     is(FAST_TOKENIZER) || is("tokenizer_config.json") || (!is_fast && is("vocab.json"))
 }
 
-/// The reason why runtimes cannot parse a file as JSON. Python, which reads all files except tokenizer.json, also
-/// accepts infinity and NaN.
+/// The reason why runtimes cannot parse a file as JSON. Python, which reads all files except tokenizer.json,
+/// also accepts infinity and NaN.
 pub(crate) fn invalid_json(path: &Path) -> Result<Option<String>> {
     let text = files::read(path).map_err(Error::io("read", path))?;
     let strict = || serde_json::from_slice::<IgnoredAny>(&text).err().map(|reason| reason.to_string());

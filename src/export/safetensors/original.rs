@@ -1,5 +1,6 @@
 //! Weights in the formats of other tools, which are stored unchanged if no pass needs their values: experts
-//! in MXFP4, as published for gpt-oss, FP8 with `quant_method: fp8`, and the weights of ModelOpt and bitsandbytes.
+//! in MXFP4, as published for gpt-oss, FP8 with `quant_method: fp8`, and the weights of ModelOpt and
+//! bitsandbytes.
 
 use serde_json::Value;
 
@@ -9,8 +10,8 @@ use crate::model::{Config, Model, stacked_experts};
 use crate::store::writer::Item;
 use crate::store::{Encoding, OriginalFormat, StorageFormat, Weight};
 
-/// Whether all weights keep their original format, which the description of the input then describes: readers
-/// expect it in all layers, and support no other quantized weights in the same folder.
+/// Whether all weights keep their original format, which the description of the input then describes:
+/// readers expect it in all layers, and support no other quantized weights in the same folder.
 pub(super) fn are_kept(model: &Model, layout: Layout) -> bool {
     let Some(description) = model.config.original_quantization() else { return false };
     let has_packed_experts = model.weights.by_name.values().any(|weight| weight.original_format == Some(OriginalFormat::PackedExperts));

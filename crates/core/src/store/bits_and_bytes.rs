@@ -1,9 +1,9 @@
 //! Weights of bitsandbytes, with the tensors of [`StoredBits`].
 //!
-//! With 4 bits (NF4 and FP4), a block of consecutive elements of the matrix, which may span several rows, shares
-//! a scale. No [`Granularity`](super::Granularity) describes such blocks, and the 8-bit integers are multiplied
-//! with their scales in another order than here. Weights are therefore dense, and dequantized block by block to
-//! the same values as in bitsandbytes.
+//! With 4 bits (NF4 and FP4), a block of consecutive elements of the matrix, which may span several rows,
+//! shares a scale. No [`Granularity`](super::Granularity) describes such blocks, and the 8-bit integers are
+//! multiplied with their scales in another order than here. Weights are therefore dense, and dequantized
+//! block by block to the same values as in bitsandbytes.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

@@ -1,9 +1,9 @@
 //! NVFP4 weights of ModelOpt (`quant_method: modelopt`).
 //!
-//! A matrix `x` U8 `[out, in / 2]` contains two E2M1 codes per byte, and `x_scale` F8_E4M3 `[out, in / 16]` the
-//! scales of groups. A value is the product of its code, its scale and `x_scale_2`. The input of the layer is
-//! quantized relative to `input_scale` of the module, if that is stored. compressed-tensors stores the
-//! reciprocals of both numbers.
+//! A matrix `x` U8 `[out, in / 2]` contains two E2M1 codes per byte, and `x_scale` F8_E4M3 `[out, in / 16]`
+//! the scales of groups. A value is the product of its code, its scale and `x_scale_2`. The input of the
+//! layer is quantized relative to `input_scale` of the module, if that is stored. compressed-tensors stores
+//! the reciprocals of both numbers.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

@@ -13,8 +13,8 @@ pub fn parse_config(text: &str) -> serde_json::Result<Map<String, Value>> {
     parse_json(text)
 }
 
-/// Parses the text of a file that Python writes and reads. A number that JSON does not have becomes the object
-/// that transformers 5 writes for it, such as `{"__float__": "Infinity"}`.
+/// Parses the text of a file that Python writes and reads. A number that JSON does not have becomes the
+/// object that transformers 5 writes for it, such as `{"__float__": "Infinity"}`.
 pub fn parse_json<T: DeserializeOwned>(text: &str) -> serde_json::Result<T> {
     serde_json::from_str(text).or_else(|e| replaced(text).map_or(Err(e), |text| serde_json::from_str(&text)))
 }

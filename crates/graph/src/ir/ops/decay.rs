@@ -11,9 +11,10 @@ use super::gradient::wide;
 use super::{Backward, OpSpec, Saved, require_floats};
 use crate::ir::TensorType;
 
-/// Logarithmic decay of each head at each token, `-exp(l) · step` (Gu and Dao, *Mamba*, 2023; Yang et al., *Gated
-/// Delta Networks*, 2025). The step size is `ln(1 + exp(x + b))`, limited to the range from `min` to `max`. Inputs:
-/// values `x` `[batch, sequence, heads]`, biases `b` and logarithmic rates `l`, both `[heads]`.
+/// Logarithmic decay of each head at each token, `-exp(l) · step` (Gu and Dao, *Mamba*, 2023; Yang et al.,
+/// *Gated Delta Networks*, 2025). The step size is `ln(1 + exp(x + b))`, limited to the range from `min` to
+/// `max`. Inputs: values `x` `[batch, sequence, heads]`, biases `b` and logarithmic rates `l`, both
+/// `[heads]`.
 ///
 /// The result has at least 32 bits, whatever the precision of the inputs, because its errors accumulate over
 /// the tokens.
