@@ -1,0 +1,287 @@
+//! Layerwise runs of several processes: each rank runs the model on some of the batches and modifies some of
+//! the layers. Statistics are summed in the order of ranks, so that all ranks continue with the same ones.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::{fs, mem};
+
+use candle_core::{Device, Tensor};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::block_checkpoints::{BlockCheckpoints, BlockReport, StoredBlock, identity, name};
+use super::{Layer, MethodReport, Site};
+use crate::data::{DataSet, Order};
+use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::ir::Graph;
+use crate::model::Model;
+use crate::pass::calibrate::tensor_error;
+use crate::pass::{Checkpoints, Context};
+use crate::store::Weight;
+use crate::train::Team;
+use crate::train::communicator::{SingleProcess, assign_owners};
+use crate::work::Work;
+
+/// Values of one message of a sum.
+const CHUNK: usize = 4 << 20;
+/// Maximum bytes of sums of products that a rank holds until it modifies their layers, unless those of one
+/// value are larger.
+const GROUP_BYTES: usize = 512 << 20;
+/// Beginning of the keys of the weights that a rank has changed and the others read.
+const EXCHANGED: &str = "exchanged-";
+
+/// The calibration samples of a rank.
+#[derive(Debug, Default)]
+pub(super) struct Share {
+    /// Index of its first batch.
+    pub first_batch: usize,
+    /// Index of its first sample.
+    pub first_sample: usize,
+    /// Number of batches of all ranks.
+    pub batches: usize,
+    /// Number of samples of all ranks.
+    pub samples: usize,
+}
+
+/// The processes of a run, as seen by this one.
+pub(super) struct Ranks<'t> {
+    team: &'t Team,
+    checkpoints: Option<BlockCheckpoints>,
+    pub share: Share,
+}
+
+/// Connects to the other processes if they run this pass too.
+pub(super) fn connect(context: &Context) -> Result<Team> {
+    match &context.checkpoints {
+        Some(Checkpoints { is_shared: true, .. }) => Team::from_environment(&context.device),
+        _ => Ok(Team::new(Box::new(SingleProcess))),
+    }
+}
+
+impl<'t> Ranks<'t> {
+    /// Opens the checkpoints. Returns an error if the ranks have other options, samples or instruction sets.
+    pub fn open(team: &'t Team, context: &Context) -> Result<Ranks<'t>> {
+        let mut ranks = Ranks { team, checkpoints: None, share: Share::default() };
+        if let Some(found) = &context.checkpoints {
+            let identity = identity(found, &context.device, ranks.count());
+            team.agree("options, weights, samples or instruction sets", &identity)?;
+            let own = ranks.is_first().then(|| BlockCheckpoints::open(found, &identity)).transpose()?;
+            team.wait()?;
+            ranks.checkpoints = Some(own.unwrap_or_else(|| BlockCheckpoints::attach(&found.folder)));
+        }
+        Ok(ranks)
+    }
+
+    /// Number of processes.
+    pub fn count(&self) -> usize {
+        self.team.size()
+    }
+
+    /// Whether this is rank 0, which alone writes files for all.
+    pub fn is_first(&self) -> bool {
+        self.team.rank() == 0
+    }
+
+    /// The checkpoints.
+    pub fn checkpoints(&self) -> Option<&BlockCheckpoints> {
+        self.checkpoints.as_ref()
+    }
+
+    /// A folder for temporary files of this process.
+    pub fn scratch(&self) -> Result<Option<PathBuf>> {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
+        if self.is_first() {
+            return Ok(Some(checkpoints.folder().to_owned()));
+        }
+        let folder = checkpoints.folder().join(format!("rank-{}", self.team.rank()));
+        fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
+        Ok(Some(folder))
+    }
+
+    /// Indices of the batches of this rank. Those of consecutive ranks are consecutive.
+    pub fn batches(&self, data: &DataSet) -> Result<Range<usize>> {
+        if self.count() == 1 {
+            return Ok(0..usize::MAX);
+        }
+        let (rank, count) = (self.team.rank(), self.count());
+        let own = part(data.batches(Order::default())?, rank, count);
+        Ok(if rank + 1 == count { own.start..usize::MAX } else { own })
+    }
+
+    /// The value that rank 0 computes.
+    pub fn first<T: Serialize + DeserializeOwned>(&self, compute: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.count() == 1 { compute() } else { self.team.broadcast(compute) }
+    }
+
+    /// The numbers of each rank.
+    pub fn gather<const BYTES: usize, T: Copy>(&self, numbers: &[T], bytes: fn(T) -> [u8; BYTES], number: fn([u8; BYTES]) -> T) -> Result<Vec<Vec<T>>> {
+        let own: Vec<u8> = numbers.iter().flat_map(|number| bytes(*number)).collect();
+        let all = self.team.gather(&own)?;
+        Ok(all.iter().map(|bytes| bytes.as_chunks::<BYTES>().0.iter().map(|bytes| number(*bytes)).collect()).collect())
+    }
+
+    /// Replaces values by their sums over all ranks.
+    pub fn sum(&self, values: &mut [f32]) -> Result<()> {
+        for chunk in values.chunks_mut(CHUNK) {
+            let own = Tensor::from_slice(chunk, chunk.len(), &Device::Cpu).map_err(tensor_error)?;
+            chunk.copy_from_slice(&transfer::values::<f32>(&self.sum_of(&own)?, Cause::Statistics).map_err(tensor_error)?);
+        }
+        Ok(())
+    }
+
+    /// The sum of the tensors of all ranks, on their device.
+    pub fn sum_of(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.team.pool().sum(tensor)
+    }
+
+    /// Groups the sites of a block: those of a group are observed before their layers are modified, because
+    /// none depends on another. One process modifies the layers of each value before it observes the next
+    /// one.
+    pub fn groups<'s>(&self, sites: &[&'s Site], levels: &BTreeMap<String, usize>, is_whole: bool) -> Vec<Vec<&'s Site>> {
+        if is_whole {
+            return vec![sites.to_vec()];
+        }
+        if self.count() == 1 {
+            return sites.iter().map(|site| vec![*site]).collect();
+        }
+        let mut by_level: BTreeMap<usize, Vec<&Site>> = BTreeMap::new();
+        for site in sites.iter().copied() {
+            by_level.entry(levels.get(&site.value).copied().unwrap_or(0)).or_default().push(site);
+        }
+        let mut groups = Vec::new();
+        for sites in by_level.into_values() {
+            let size = sites.iter().flat_map(|site| &site.layers).map(|layer| layer.size).max().unwrap_or(0);
+            let held = (GROUP_BYTES / (8 * size * size).max(1)).max(1);
+            groups.extend(sites.chunks(held * self.count()).map(<[&Site]>::to_vec));
+        }
+        groups
+    }
+
+    /// Names of the weights of a group that this rank changes: the layers of one value, or all layers of some
+    /// of the values.
+    pub fn own_layers(&self, group: &[&Site]) -> BTreeSet<String> {
+        let cost = |layer: &Layer| (layer.rows * layer.size) as u64;
+        let names = |site: &Site| site.layers.iter().map(|layer| layer.weight.clone()).collect::<Vec<_>>();
+        let tasks: Vec<(Vec<String>, u64)> = match group {
+            [site] => site.layers.iter().map(|layer| (vec![layer.weight.clone()], cost(layer))).collect(),
+            _ => group.iter().map(|site| (names(site), site.layers.iter().map(cost).sum())).collect(),
+        };
+        let costs = tasks.iter().filter_map(|(names, cost)| Some((names.first()?.clone(), *cost))).collect();
+        let owners = assign_owners(&costs, self.count());
+        let is_own = |names: &[String]| names.first().and_then(|name| owners.get(name)) == Some(&self.team.rank());
+        tasks.into_iter().filter(|(names, _)| is_own(names)).flat_map(|(names, _)| names).collect()
+    }
+
+    /// Takes the report of a method on the values of a group that this rank has read. If all ranks read the
+    /// only value, that of rank 0 counts.
+    pub fn take_report(&self, group: &[&Site], report: &mut MethodReport) -> MethodReport {
+        let taken = mem::take(report);
+        if self.is_first() || group.len() > 1 { taken } else { MethodReport::default() }
+    }
+
+    /// Adds the weights that other ranks have changed in a group of a block, and merges the reports.
+    pub fn exchange(
+        &self,
+        [block, group]: [usize; 2],
+        model: &Model,
+        (changed, report): (BTreeMap<String, Weight>, MethodReport),
+        work: &Work,
+    ) -> Result<(BTreeMap<String, Weight>, MethodReport)> {
+        let Some(checkpoints) = self.checkpoints.as_ref().filter(|_| self.count() > 1) else { return Ok((changed, report)) };
+        let key = |rank: usize| format!("{EXCHANGED}{block:04}-{group:04}-{rank:04}");
+        let (own, is_stored) = (self.team.rank(), !changed.is_empty());
+        let mut all = match is_stored {
+            true => checkpoints.put(&key(own), model, changed, BlockReport::default(), work)?.0,
+            false => changed,
+        };
+        let failed = |e: serde_json::Error| Error::run("the report of a rank", e, "");
+        let message = serde_json::to_vec(&(is_stored, report)).map_err(failed)?;
+        let mut merged = MethodReport::default();
+        for (rank, message) in self.team.gather(&message)?.iter().enumerate() {
+            let (is_stored, report): (bool, MethodReport) = serde_json::from_slice(message).map_err(failed)?;
+            merged.extend(report);
+            if is_stored && rank != own {
+                all.extend(checkpoints.read(&key(rank), model)?.0);
+            }
+        }
+        Ok((all, merged))
+    }
+
+    /// Loads the weights and the report of a block; `None` if rank 0 finds no checkpoint, or a damaged one.
+    pub fn load(&self, block: usize, model: &Model, work: &Work) -> Result<Option<StoredBlock>> {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
+        let mut own = if self.is_first() { checkpoints.load(block, model, work)? } else { None };
+        let is_stored = self.first(|| Ok(own.is_some()))?;
+        if is_stored && own.is_none() {
+            own = Some(checkpoints.read(&name(block), model)?);
+        }
+        Ok(own)
+    }
+
+    /// Rank 0 stores a checkpoint of a block. Returns it as read back from the files.
+    pub fn store(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<StoredBlock> {
+        let Some(checkpoints) = self.checkpoints.as_ref().filter(|_| !changed.is_empty()) else { return Ok((changed, report)) };
+        if !self.is_first() {
+            drop((changed, report));
+            self.team.wait()?;
+            return checkpoints.read(&name(block), model);
+        }
+        let stored = checkpoints.store(block, model, changed, report, work)?;
+        self.team.wait()?;
+        if self.count() > 1 {
+            // All ranks have read them.
+            checkpoints.clear(EXCHANGED)?;
+        }
+        Ok(stored)
+    }
+}
+
+/// The part of a range of `count` indices that belongs to a rank. Rank 0 has the first index if there is one.
+fn part(count: usize, rank: usize, ranks: usize) -> Range<usize> {
+    let begin = |rank: usize| (count * rank).div_ceil(ranks.max(1));
+    begin(rank)..begin(rank + 1)
+}
+
+/// The largest number of modified layers on a path to each value that sites read, by the name of the value.
+/// Values with equal numbers do not depend on the layers that read each other.
+pub(super) fn levels(graph: &Graph, sites: &[Site]) -> BTreeMap<String, usize> {
+    let modified: BTreeSet<&str> = sites.iter().flat_map(|site| &site.layers).map(|layer| layer.weight.as_str()).collect();
+    let mut levels: BTreeMap<&str, usize> = BTreeMap::new();
+    for node in graph.nodes() {
+        let names = || node.inputs.iter().map(|id| graph.value(*id).name.as_str());
+        let level = names().filter_map(|name| levels.get(name)).max().copied().unwrap_or(0);
+        let output = graph.value(node.output).name.as_str();
+        levels.insert(output, level + usize::from(names().any(|name| modified.contains(name))));
+    }
+    sites.iter().map(|site| (site.value.clone(), levels.get(site.value.as_str()).copied().unwrap_or(0))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_batch_belongs_to_one_rank() {
+        for (count, ranks) in [(0, 2), (1, 3), (2, 3), (3, 3), (7, 3), (8, 2), (5, 1)] {
+            let parts: Vec<Range<usize>> = (0..ranks).map(|rank| part(count, rank, ranks)).collect();
+            assert_eq!(parts.iter().cloned().flatten().collect::<Vec<_>>(), (0..count).collect::<Vec<_>>());
+            assert!(parts.iter().all(|part| (count / ranks..=count.div_ceil(ranks)).contains(&part.len())), "{parts:?}");
+            assert!(count == 0 || parts[0].contains(&0));
+        }
+    }
+
+    #[test]
+    fn values_that_do_not_depend_on_each_other_are_modified_together() {
+        let text = "input x: float[batch, 4]\nparam a: float[4, 4]\nparam b: float[4, 4]\nparam c: float[4, 4]\nparam d: float[4, 4]\nparam e: float[4, 4]\n\
+            h = Linear(x, a) -> float[batch, 4]\np = Tanh(h) -> float[batch, 4]\nq = Sigmoid(h) -> float[batch, 4]\n\
+            s = Linear(p, b) -> float[batch, 4]\nt = Linear(s, c) -> float[batch, 4]\nu = Linear(q, d) -> float[batch, 4]\n\
+            y = Add(t, u) -> float[batch, 4]\nz = Linear(y, e) -> float[batch, 4]\noutput z = z\n";
+        let graph: Graph = text.parse().unwrap();
+        let sites = super::super::sites("quantize", &graph, &["a", "b", "c", "d", "e"].into(), false).unwrap();
+        let levels = levels(&graph, &sites);
+        let found: Vec<(&str, usize)> = levels.iter().map(|(name, level)| (name.as_str(), *level)).collect();
+        assert_eq!(found, [("p", 1), ("q", 1), ("s", 2), ("x", 0), ("y", 3)]);
+    }
+}
