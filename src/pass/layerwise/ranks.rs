@@ -260,7 +260,73 @@ pub(super) fn levels(graph: &Graph, sites: &[Site]) -> BTreeMap<String, usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::super::{Moments, MomentsRequest};
     use super::*;
+    use crate::train::communicator::{RankConfig, Sockets};
+
+    /// Runs `work` on ranks in threads of this process. Returns their results in rank order.
+    fn run_ranks<T: Send>(size: usize, work: impl Fn(&Ranks) -> T + Sync) -> Vec<T> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let run = |rank: usize| {
+            let config = RankConfig { rank, size, local_rank: 0, address: "127.0.0.1".into(), ports: vec![port], run: 7 };
+            let minute = Duration::from_secs(60);
+            let sockets = if rank == 0 { Sockets::host(&listener, &config, minute) } else { Sockets::join(&config, minute) };
+            let team = Team::new(Box::new(sockets.unwrap()));
+            work(&Ranks { team: &team, checkpoints: None, share: Share::default() })
+        };
+        thread::scope(|scope| {
+            let run = &run;
+            let threads: Vec<_> = (0..size).map(|rank| scope.spawn(move || run(rank))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// The second of three ranks has no samples, and only the third one has inputs that differ from those of
+    /// the original model.
+    #[test]
+    fn reduced_statistics_are_those_of_all_samples() {
+        let rows = |part: usize, offset: f32| {
+            let values: Vec<f32> = (0..12).map(|i| ((i + 12 * part) * 7 % 31) as f32 / 8.0 - 1.9 + offset).collect();
+            Tensor::from_vec(values, (4, 3), &Device::Cpu).unwrap()
+        };
+        let moments = |parts: Range<usize>| {
+            let request = MomentsRequest { products: true, original: true, held_out: true, rows: 2, ..MomentsRequest::default() };
+            let mut moments = Moments::new(3, request);
+            moments.batches = parts.start;
+            for part in parts {
+                let original = rows(part, if part < 2 { 0.0 } else { 0.25 });
+                moments.add("x", &rows(part, 0.0)).unwrap();
+                moments.add_original("x", &original, (0..4).collect(), &rows(part, 0.0)).unwrap();
+                moments.hold_out("x", part % 2, &rows(part + 4, 0.0), Some(&rows(part + 4, 0.5))).unwrap();
+            }
+            moments
+        };
+        let reduced = run_ranks(3, |ranks| {
+            let mut own = moments([0..2, 2..2, 2..4][ranks.team.rank()].clone());
+            own.reduce(ranks, &Device::Cpu).unwrap();
+            (ranks.first(|| Ok(ranks.team.rank())).unwrap(), own)
+        });
+        let all = moments(0..4);
+        assert!(!all.differences.is_empty() && all.folds.len() == 2);
+        for (first, found) in &reduced {
+            assert_eq!((*first, found.count, found.nonzero, found.tokens()), (0, all.count, all.nonzero, all.tokens()));
+            assert_eq!((&found.rows, &found.largest), (&all.rows, &all.largest));
+            for (found, all) in found.folds.iter().zip(&all.folds) {
+                assert_eq!((&found.rows, &found.original), (&all.rows, &all.original));
+            }
+            let is_near = |found: &[f32], all: &[f32]| found.len() == all.len() && found.iter().zip(all).all(|(a, b)| (a - b).abs() < 1e-4);
+            assert!(found.folds.len() == 2 && is_near(&found.products, &all.products) && is_near(&found.differences, &all.differences));
+            let sums = |moments: &Moments| [&moments.squares[..], &moments.magnitudes].concat();
+            assert!(sums(found).iter().zip(sums(&all)).all(|(a, b)| (a - b).abs() < 1e-9));
+            // All ranks have the same bits.
+            assert_eq!((&found.products, sums(found)), (&reduced[0].1.products, sums(&reduced[0].1)));
+        }
+    }
 
     #[test]
     fn every_batch_belongs_to_one_rank() {
