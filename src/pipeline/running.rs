@@ -52,6 +52,7 @@ use crate::pass::{Checkpoints, Context, Pass, Samples, input_importance};
 use crate::report::{Environment, Peak};
 use crate::run_state::RunState;
 use crate::store::ByteSize;
+use crate::train::Team;
 use crate::train::communicator::RankConfig;
 use crate::work::Event;
 
@@ -75,7 +76,8 @@ impl Pipeline {
         pipeline.open_samples(after.for_samples(model))?;
         model.check_contents(&pipeline.work())?;
         pipeline.running.follows = true;
-        pipeline.apply_passes(model, Some(&ResumeFolder::path_for(output.as_ref())), &mut Peak::start()).map(drop)
+        let folder = state.checkpoint_bytes().map(|_| ResumeFolder::path_for(output.as_ref()));
+        pipeline.apply_passes(model, folder.as_deref(), &mut Peak::start()).map(drop)
     }
 
     /// Whether this process writes the output: the only process, or rank 0. The other processes call
@@ -217,6 +219,10 @@ impl Pipeline {
             peak.lap();
             context.memory_tracker = (runs_model && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
             let (model, applied) = step.pass().plan(&after, &run)?.execute(&context)?;
+            if is_shared && last == Some(number) && context.checkpoints.is_some() {
+                // Rank 0 removes the checkpoints at the end, when no other process may read them.
+                Team::from_environment(&context.device)?.wait()?;
+            }
             after = model;
             run.add(applied);
             if runs_model {

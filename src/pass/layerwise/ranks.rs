@@ -223,15 +223,14 @@ impl<'t> Ranks<'t> {
     /// Rank 0 stores a checkpoint of a block. Returns it as read back from the files.
     pub fn store(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<StoredBlock> {
         let Some(checkpoints) = self.checkpoints.as_ref().filter(|_| !changed.is_empty()) else { return Ok((changed, report)) };
-        if !self.is_first() {
-            drop((changed, report));
-            self.team.wait()?;
-            return checkpoints.read(&name(block), model);
+        if self.count() == 1 {
+            return checkpoints.store(block, model, changed, report, work);
         }
-        let stored = checkpoints.store(block, model, changed, report, work)?;
+        let own = if self.is_first() { Some(checkpoints.store(block, model, changed, report, work)?) } else { None };
         self.team.wait()?;
-        if self.count() > 1 {
-            // All ranks have read them.
+        let stored = own.map_or_else(|| checkpoints.read(&name(block), model), Ok)?;
+        self.team.wait()?;
+        if self.is_first() {
             checkpoints.clear(EXCHANGED)?;
         }
         Ok(stored)
