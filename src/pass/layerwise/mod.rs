@@ -8,6 +8,7 @@ mod block_checkpoints;
 mod checks;
 mod compensated;
 mod corrections;
+mod divided_rows;
 mod guide;
 mod held_out;
 mod low_rank;
@@ -29,6 +30,7 @@ mod summary;
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::path::PathBuf;
+use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
@@ -92,6 +94,12 @@ trait Method {
     /// Approximate memory in bytes for modifying a layer, in addition to the sums of products.
     fn bytes(&self, layer: &Layer) -> usize {
         16 * layer.rows * layer.size
+    }
+
+    /// Divides the rows of the next layers among processes, if there are several and rows do not depend on
+    /// each other. Returns whether it does: then all of them call [`change`](Method::change) for each layer.
+    fn divide_rows(&mut self, _team: Option<&Rc<Team>>) -> bool {
+        false
     }
 
     /// Effective values of the modified weight, in the stored shape of the original weight. `None` if the
@@ -186,7 +194,7 @@ impl Layerwise<'_> {
     }
 
     /// Runs as one of several processes.
-    fn run_in(&self, team: &Team, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
+    fn run_in(&self, team: &Rc<Team>, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
         let graph = model.graph()?;
         let sites = sites(self.name, &graph, self.targets, self.flow.guided)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
@@ -318,7 +326,8 @@ impl Layerwise<'_> {
             report.rescaled = rescale.block(chains, block, self, model, (&mut runs.blocks, &runs.ranks), &mut changed)?;
         }
         for (number, group) in groups.iter().enumerate() {
-            let (own, mut observed) = (runs.ranks.own_layers(group), Vec::new());
+            let divides = method.divide_rows(runs.ranks.team().filter(|_| group.len() == 1));
+            let (own, mut observed) = (runs.ranks.own_layers(group, divides), Vec::new());
             for site in group {
                 let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
                 let Runs { blocks, reference, guide, ranks, .. } = &mut *runs;
@@ -342,7 +351,7 @@ impl Layerwise<'_> {
                 }
             }
             let solved = self.change(group, (observed, &own), model, &runs.ranks, method, &changed)?;
-            let (solved, added) = runs.ranks.exchange([block, number], model, solved, &self.context.work)?;
+            let (solved, added) = if divides { solved } else { runs.ranks.exchange([block, number], model, solved, &self.context.work)? };
             report.method.extend(added);
             changed.extend(solved);
             for layer in group.iter().flat_map(|site| &site.layers) {

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::{fs, mem};
 
 use candle_core::{Device, Tensor};
@@ -47,22 +48,23 @@ pub(super) struct Share {
 
 /// The processes of a run, as seen by this one.
 pub(super) struct Ranks<'t> {
-    team: &'t Team,
+    team: &'t Rc<Team>,
     checkpoints: Option<BlockCheckpoints>,
     pub share: Share,
 }
 
 /// Connects to the other processes if they run this pass too.
-pub(super) fn connect(context: &Context) -> Result<Team> {
-    match &context.checkpoints {
-        Some(Checkpoints { is_shared: true, .. }) => Team::from_environment(&context.device),
-        _ => Ok(Team::new(Box::new(SingleProcess))),
-    }
+pub(super) fn connect(context: &Context) -> Result<Rc<Team>> {
+    let team = match &context.checkpoints {
+        Some(Checkpoints { is_shared: true, .. }) => Team::from_environment(&context.device)?,
+        _ => Team::new(Box::new(SingleProcess)),
+    };
+    Ok(Rc::new(team))
 }
 
 impl<'t> Ranks<'t> {
     /// Opens the checkpoints. Returns an error if the ranks have other options, samples or instruction sets.
-    pub fn open(team: &'t Team, context: &Context) -> Result<Ranks<'t>> {
+    pub fn open(team: &'t Rc<Team>, context: &Context) -> Result<Ranks<'t>> {
         let mut ranks = Ranks { team, checkpoints: None, share: Share::default() };
         if let Some(found) = &context.checkpoints {
             let identity = identity(found, &context.device, ranks.count());
@@ -77,6 +79,11 @@ impl<'t> Ranks<'t> {
     /// Number of processes.
     pub fn count(&self) -> usize {
         self.team.size()
+    }
+
+    /// The processes, if there are several.
+    pub fn team(&self) -> Option<&'t Rc<Team>> {
+        (self.count() > 1).then_some(self.team)
     }
 
     /// Whether this is rank 0, which alone writes files for all.
@@ -159,9 +166,12 @@ impl<'t> Ranks<'t> {
         groups
     }
 
-    /// Names of the weights of a group that this rank changes: the layers of one value, or all layers of some
-    /// of the values.
-    pub fn own_layers(&self, group: &[&Site]) -> BTreeSet<String> {
+    /// Names of the weights of a group that this rank changes: all if rows are divided, otherwise some layers of
+    /// one value, or all layers of some of the values.
+    pub fn own_layers(&self, group: &[&Site], divides_rows: bool) -> BTreeSet<String> {
+        if divides_rows {
+            return group.iter().flat_map(|site| &site.layers).map(|layer| layer.weight.clone()).collect();
+        }
         let cost = |layer: &Layer| (layer.rows * layer.size) as u64;
         let names = |site: &Site| site.layers.iter().map(|layer| layer.weight.clone()).collect::<Vec<_>>();
         let tasks: Vec<(Vec<String>, u64)> = match group {
@@ -238,7 +248,7 @@ impl<'t> Ranks<'t> {
 }
 
 /// The part of a range of `count` indices that belongs to a rank. Rank 0 has the first index if there is one.
-fn part(count: usize, rank: usize, ranks: usize) -> Range<usize> {
+pub(super) fn part(count: usize, rank: usize, ranks: usize) -> Range<usize> {
     let begin = |rank: usize| (count * rank).div_ceil(ranks.max(1));
     begin(rank)..begin(rank + 1)
 }
@@ -263,8 +273,10 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
+    use super::super::divided_rows::DividedRows;
     use super::super::{Moments, MomentsRequest};
     use super::*;
+    use crate::kernel::grid::QuantizationParams;
     use crate::train::communicator::{RankConfig, Sockets};
 
     /// Runs `work` on ranks in threads of this process. Returns their results in rank order.
@@ -275,7 +287,7 @@ mod tests {
             let config = RankConfig { rank, size, local_rank: 0, address: "127.0.0.1".into(), ports: vec![port], run: 7 };
             let minute = Duration::from_secs(60);
             let sockets = if rank == 0 { Sockets::host(&listener, &config, minute) } else { Sockets::join(&config, minute) };
-            let team = Team::new(Box::new(sockets.unwrap()));
+            let team = Rc::new(Team::new(Box::new(sockets.unwrap())));
             work(&Ranks { team: &team, checkpoints: None, share: Share::default() })
         };
         thread::scope(|scope| {
@@ -283,6 +295,26 @@ mod tests {
             let threads: Vec<_> = (0..size).map(|rank| scope.spawn(move || run(rank))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
+    }
+
+    #[test]
+    fn divided_rows_are_rounded_once() {
+        for rows in [2, 3, 8] {
+            let values: Vec<f32> = (0..3 * rows).map(|i| i as f32 / 4.0 - 1.1).collect();
+            let layer = Layer { weight: "w".into(), rows, size: 3, input_major: false };
+            let all = run_ranks(3, |ranks| {
+                let mut rounded = values.clone();
+                let steps = DividedRows::new(ranks.team).round(&layer, &mut rounded, |layer, values| {
+                    assert_eq!(values.len(), 3 * layer.rows);
+                    values.iter_mut().for_each(|value| *value = value.round());
+                    Ok(values.chunks(3).map(|row| QuantizationParams { scale: row[0] + 10.0, zero: -row[2] }).collect())
+                });
+                (rounded, steps.unwrap().iter().map(|step| [step.scale, step.zero]).collect::<Vec<_>>())
+            });
+            let rounded: Vec<f32> = values.iter().map(|value| value.round()).collect();
+            let steps: Vec<[f32; 2]> = rounded.chunks(3).map(|row| [row[0] + 10.0, -row[2]]).collect();
+            assert!(all.iter().all(|found| *found == (rounded.clone(), steps.clone())), "{rows}: {all:?}");
+        }
     }
 
     /// The second of three ranks has no samples, and only the third one has inputs that differ from those of

@@ -2,12 +2,14 @@
 //! columns compensate for the error (`kernel/compensation.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use serde_json::{Map, Value, json};
 
 use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::corrections::{add_term, correction, correction_bytes, describe};
+use super::divided_rows::DividedRows;
 use super::held_out::LayerChoice;
 use super::parallel::{count_zeros, floats};
 use super::rescale::RoundingMode;
@@ -22,6 +24,7 @@ use crate::pass::weight_quantizer::stored_scale;
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
 use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
+use crate::train::Team;
 use crate::work::Meter;
 
 /// Configuration of the quantization of a model.
@@ -110,7 +113,7 @@ pub(in crate::pass) fn quantize(
     let guided = pass.guide == Guide::Loss;
     let quantization = Quantization { gptq, training, guided, strength, ignored: pass.ignore.clone(), corrections, ..rounding };
     let inputs = Inputs::Nearest { costs: Vec::new(), products: Vec::new() };
-    let mut rounder = Rounder { quantization: &quantization, inputs, trained: Vec::new(), report: MethodReport::default() };
+    let mut rounder = Rounder { quantization: &quantization, inputs, trained: Vec::new(), rows: None, report: MethodReport::default() };
     let summary = quantization.run(model, context, &mut rounder)?;
     let mut details = Map::new();
     if strength.is_some() {
@@ -202,6 +205,11 @@ pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
     squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
 }
 
+/// Whether enough values of a layer are zero for its zeros to be preserved.
+fn is_sparse(values: &[f32]) -> bool {
+    100 * count_zeros(values) as u64 >= SPARSE_PERCENT * values.len() as u64
+}
+
 /// Marks the zeros of sparse layers in a weight `[rows, size]`, which consists of rows of one or several
 /// layers. Empty if no layer is sparse.
 fn preserved_zeros(values: &[f32], size: usize, layers: &[Part]) -> Vec<bool> {
@@ -209,7 +217,7 @@ fn preserved_zeros(values: &[f32], size: usize, layers: &[Part]) -> Vec<bool> {
     for Part { rows, .. } in layers {
         let (part, later) = rest.split_at((rows * size).min(rest.len()));
         rest = later;
-        parts.push((part, 100 * count_zeros(part) as u64 >= SPARSE_PERCENT * part.len() as u64));
+        parts.push((part, is_sparse(part)));
     }
     if parts.iter().all(|(_, is_sparse)| !is_sparse) {
         return Vec::new();
@@ -284,6 +292,8 @@ struct Rounder<'a> {
     inputs: Inputs,
     /// Layers of the current block to train.
     trained: Vec<TrainedLayer>,
+    /// The ranks that round rows of each of the next layers.
+    rows: Option<DividedRows>,
     report: MethodReport,
 }
 
@@ -395,9 +405,13 @@ impl Method for Rounder<'_> {
         let original = self.quantization.training.map(|_| values.to_vec());
         let corrections = self.quantization.corrections.filter(|corrections| corrections.layers.contains_key(&layer.weight));
         let target = corrections.map(|_| self.inputs.target(layer, values)).transpose()?;
-        let steps = match &self.inputs {
-            Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs)?,
-            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?)?,
+        let round = |layer: &Layer, values: &mut [f32]| match &self.inputs {
+            Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs),
+            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?),
+        };
+        let steps = match &self.rows {
+            Some(rows) if !is_sparse(values) => rows.round(layer, values, round)?,
+            _ => round(layer, values)?,
         };
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();
@@ -426,6 +440,11 @@ impl Method for Rounder<'_> {
             add_term(corrections, layer, changed, &mut values)?;
         }
         Ok(Some(values))
+    }
+
+    fn divide_rows(&mut self, team: Option<&Rc<Team>>) -> bool {
+        self.rows = team.map(DividedRows::new);
+        self.rows.is_some()
     }
 
     fn refine(&mut self, block: &mut ModifiedBlock) -> Result<Vec<(String, Weight)>> {
