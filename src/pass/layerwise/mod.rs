@@ -15,6 +15,7 @@ mod low_rank;
 mod moments;
 mod palettes;
 mod parallel;
+mod preserved_zeros;
 mod ranks;
 mod remaining;
 mod rescale;

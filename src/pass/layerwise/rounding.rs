@@ -11,9 +11,10 @@ use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::divided_rows::DividedRows;
 use super::held_out::LayerChoice;
-use super::parallel::{count_zeros, floats};
+use super::parallel::floats;
+use super::preserved_zeros::{is_sparse, preserved_zeros};
 use super::rescale::RoundingMode;
-use super::solver::{Part, Steps};
+use super::solver::Steps;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
@@ -145,8 +146,6 @@ const GPTQ: &str = "gptq";
 const BLOCK: usize = 128;
 /// Smallest range of the scale search, in percent of minmax.
 const MIN_RANGE_PERCENT: u32 = 40;
-/// Percentage of zeros from which a weight is considered sparse. Zeros of a sparse weight are preserved.
-const SPARSE_PERCENT: u64 = 5;
 
 impl<'a> Quantization<'a> {
     /// Rounds to nearest, without the other options of the pass.
@@ -203,26 +202,6 @@ pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
     let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
     let least = if mean > 0.0 { 1e-3 } else { 1.0 };
     squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
-}
-
-/// Whether enough values of a layer are zero for its zeros to be preserved.
-fn is_sparse(values: &[f32]) -> bool {
-    100 * count_zeros(values) as u64 >= SPARSE_PERCENT * values.len() as u64
-}
-
-/// Marks the zeros of sparse layers in a weight `[rows, size]`, which consists of rows of one or several
-/// layers. Empty if no layer is sparse.
-fn preserved_zeros(values: &[f32], size: usize, layers: &[Part]) -> Vec<bool> {
-    let (mut rest, mut parts) = (values, Vec::with_capacity(layers.len()));
-    for Part { rows, .. } in layers {
-        let (part, later) = rest.split_at((rows * size).min(rest.len()));
-        rest = later;
-        parts.push((part, is_sparse(part)));
-    }
-    if parts.iter().all(|(_, is_sparse)| !is_sparse) {
-        return Vec::new();
-    }
-    parts.into_iter().flat_map(|(part, is_sparse)| part.iter().map(move |value| is_sparse && *value == 0.0)).collect()
 }
 
 /// The quantization grids of a layer, with columns in the given order.
@@ -496,18 +475,6 @@ mod tests {
         let found = ["b", "c", "d", "ignored"].map(|name| quantization.can_stack([&layer("a"), &layer(name)]));
         assert_eq!(found, [true, false, false, false]);
         assert!(!quantization.can_stack([&layer("ignored"), &layer("ignored")]));
-    }
-
-    #[test]
-    fn zeros_are_preserved_only_in_sparse_layers() {
-        let values = [1.0, 0.0, 2.0, 3.0, 0.0, 4.0];
-        let parts = |rows: &[usize]| rows.iter().map(|rows| Part { rows: *rows, fraction: 0.0 }).collect::<Vec<Part>>();
-        assert_eq!(preserved_zeros(&values, 2, &parts(&[1, 1, 1])), [false, true, false, false, true, false]);
-        let dense: Vec<f32> = (0..40).map(|at| if at == 3 { 0.0 } else { 1.0 }).collect();
-        assert!(preserved_zeros(&dense, 2, &parts(&[20])).is_empty());
-        let both = [&dense[..], &values].concat();
-        let found = preserved_zeros(&both, 2, &parts(&[20, 3]));
-        assert_eq!((found.len(), found.iter().position(|zero| *zero), found.iter().filter(|zero| **zero).count()), (46, Some(41), 2));
     }
 
     #[test]
