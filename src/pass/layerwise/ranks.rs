@@ -166,8 +166,8 @@ impl<'t> Ranks<'t> {
         groups
     }
 
-    /// Names of the weights of a group that this rank changes: all if rows are divided, otherwise some layers of
-    /// one value, or all layers of some of the values.
+    /// Names of the weights of a group that this rank changes: all if rows are divided, otherwise some layers
+    /// of one value, or all layers of some of the values.
     pub fn own_layers(&self, group: &[&Site], divides_rows: bool) -> BTreeSet<String> {
         if divides_rows {
             return group.iter().flat_map(|site| &site.layers).map(|layer| layer.weight.clone()).collect();
