@@ -143,6 +143,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether the processes of a launcher share the calibration samples and the layers of the pass.
+    fn shares_samples(&self) -> bool {
+        false
+    }
+
     /// Whether the pass reads the labels of calibration data.
     fn reads_labels(&self) -> bool {
         false
@@ -199,6 +204,8 @@ pub struct Checkpoints {
     pub key: String,
     /// Whether to resume from a checkpoint.
     pub resume: bool,
+    /// Whether all processes of the launcher run the pass, and share its samples and layers.
+    pub is_shared: bool,
 }
 
 /// Generates the enum of passes, which is both the step of a recipe and the subcommand of the binary.

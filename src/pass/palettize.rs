@@ -160,6 +160,10 @@ impl Pass for Palettize {
         (self.importance == InputImportance::Activation).then_some(Samples::Calibration)
     }
 
+    fn shares_samples(&self) -> bool {
+        self.runs_on().is_some()
+    }
+
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let (encodings, sizes, mut applied) = self.encodings(&model.weights)?;
         let group = |affine: &QuantizationSpec| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };

@@ -300,6 +300,10 @@ impl Pass for PruneUnstructured {
         (self.importance != Importance::L1).then_some(Samples::Calibration)
     }
 
+    fn shares_samples(&self) -> bool {
+        self.runs_on().is_some()
+    }
+
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let weights = &model.weights;
         let by_samples = self.importance != Importance::L1;

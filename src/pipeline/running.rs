@@ -48,10 +48,11 @@ use crate::heap;
 use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::ResumeFolder;
-use crate::pass::{Checkpoints, Context, Samples, input_importance};
+use crate::pass::{Checkpoints, Context, Pass, Samples, input_importance};
 use crate::report::{Environment, Peak};
 use crate::run_state::RunState;
 use crate::store::ByteSize;
+use crate::train::Team;
 use crate::train::communicator::RankConfig;
 use crate::work::Event;
 
@@ -59,13 +60,13 @@ use crate::work::Event;
 pub(super) const OPENS_ONNX: bool = true;
 
 impl Pipeline {
-    /// Runs the passes in a process of rank 1 or higher. It takes part in distributed training and
-    /// writes no output.
+    /// Runs the passes in a process of rank 1 or higher, up to the last one that several processes run
+    /// together. It writes no output.
     ///
     /// # Errors
     /// As [`run`](Pipeline::run).
     pub fn follow(&self, model: &Model, output: impl AsRef<Path>) -> Result<()> {
-        if !self.trains() {
+        if !self.is_distributed() {
             return Ok(());
         }
         // All processes perform the checks of rank 0, so that none waits for a process that has failed.
@@ -74,24 +75,26 @@ impl Pipeline {
         pipeline.check_planned(&after, &state, Some(output.as_ref()))?;
         pipeline.open_samples(after.for_samples(model))?;
         model.check_contents(&pipeline.work())?;
-        pipeline.apply_passes(model, Some(&ResumeFolder::path_for(output.as_ref())), &mut Peak::start()).map(drop)
+        pipeline.running.follows = true;
+        let folder = state.checkpoint_bytes().map(|_| ResumeFolder::path_for(output.as_ref()));
+        pipeline.apply_passes(model, folder.as_deref(), &mut Peak::start()).map(drop)
     }
 
     /// Whether this process writes the output: the only process, or rank 0. The other processes call
     /// [`follow`](Pipeline::follow).
     ///
     /// # Errors
-    /// A pass trains, and the environment variables of the rank contradict each other. Without such a
-    /// pass, contradictions are ignored and each process works independently.
+    /// The environment variables of the rank contradict each other, and several processes run a pass
+    /// together. Without such a pass, contradictions are ignored and each process works independently.
     pub fn is_leader(&self) -> Result<bool> {
         Ok(self.rank()?.is_none_or(|rank| rank.rank == 0))
     }
 
-    /// The rank of this process in distributed training. Contradictory environment variables are an
-    /// error only if a pass trains.
+    /// The rank of this process. Contradictory environment variables are an error only if several processes
+    /// run a pass together.
     fn rank(&self) -> Result<Option<RankConfig>> {
         let rank = RankConfig::from_environment();
-        if self.trains() { rank } else { Ok(rank.unwrap_or_default()) }
+        if self.is_distributed() { rank } else { Ok(rank.unwrap_or_default()) }
     }
 
     /// Opens the data sets that are used, by key, so that incompatible data is reported before any work
@@ -144,8 +147,9 @@ impl Pipeline {
         }))
     }
 
-    fn trains(&self) -> bool {
-        self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train))
+    /// Whether several processes run a pass together, if a launcher has started them.
+    fn is_distributed(&self) -> bool {
+        self.steps.iter().any(|step| is_distributed(step.pass()))
     }
 
     /// Starts to track the peak memory of this process and of the device that models run on.
@@ -168,7 +172,8 @@ impl Pipeline {
     }
 
     /// Applies the passes with the context for running the model. `None` if no pass or format runs the
-    /// model: then the planned state is already complete.
+    /// model: then the planned state is already complete. A process that [follows](Pipeline::follow) returns
+    /// `None` after the last pass that several processes run together.
     pub(super) fn apply_passes(&self, model: &Model, work_dir: Option<&Path>, peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
         if self.model_runs().next().is_none() {
             return Ok(None);
@@ -190,22 +195,34 @@ impl Pipeline {
         let mut cache = self.result_cache(model, &context.work)?;
         let cached = cache.as_mut().and_then(|cache| cache.found.take());
         let (done, mut after, mut run) = cached.map_or_else(|| (0, model.clone(), self.start(model)), |(number, after, run)| (number + 1, after, run));
+        let follows = running.follows;
+        let last = self.steps.iter().rposition(|step| is_distributed(step.pass()));
         let mut keys = work_dir.map(|_| self.pass_keys(model, &context.work)).transpose()?;
         for (number, step) in self.steps.iter().enumerate() {
             let key = keys.as_mut().map(|keys| keys.checkpoint(step.pass())).transpose()?;
             if number < done {
                 continue;
             }
+            if follows && last.is_none_or(|last| number > last) {
+                return Ok(None);
+            }
             let runs_model = step.pass().runs_on().is_some();
             if runs_model {
                 run.prepare(&context.work)?;
             }
             let folder = work_dir.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
-            context.checkpoints = folder.zip(key).map(|(folder, key)| Checkpoints { folder, key, resume: self.resume });
+            // Only processes that run a pass together share its folder.
+            let folder = folder.filter(|_| !follows || is_distributed(step.pass()));
+            let is_shared = step.pass().shares_samples();
+            context.checkpoints = folder.zip(key).map(|(folder, key)| Checkpoints { folder, key, resume: self.resume, is_shared });
             let start = Instant::now();
             peak.lap();
             context.memory_tracker = (runs_model && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
             let (model, applied) = step.pass().plan(&after, &run)?.execute(&context)?;
+            if is_shared && last == Some(number) && context.checkpoints.is_some() {
+                // Rank 0 removes the checkpoints at the end, when no other process may read them.
+                Team::from_environment(&context.device)?.wait()?;
+            }
             after = model;
             run.add(applied);
             if runs_model {
@@ -219,6 +236,9 @@ impl Pipeline {
             if let Some(cache) = cache.as_ref().filter(|_| runs_model) {
                 cache.put(number, start.elapsed(), &after, &mut run, &context.work);
             }
+        }
+        if follows {
+            return Ok(None);
         }
         self.finish_passes(&mut after, model, &mut run)?;
         if self.export.iter().any(|export| export.format().runs_on().is_some()) {
@@ -250,6 +270,11 @@ impl Pipeline {
         measured.draft = run.draft(&mut measured.notes)?;
         Ok(measured)
     }
+}
+
+/// Whether several processes run a pass together, if a launcher has started them.
+fn is_distributed(pass: &dyn Pass) -> bool {
+    pass.runs_on() == Some(Samples::Train) || pass.shares_samples()
 }
 
 impl Builder {

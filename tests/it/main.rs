@@ -31,6 +31,7 @@ mod imports;
 mod language;
 mod laws;
 mod layerwise;
+mod layerwise_processes;
 mod loads;
 mod low_bits;
 mod low_rank;

@@ -75,7 +75,7 @@ impl Workspace {
         self.recipe_with("train: { arrays: train.safetensors }", "finetune", options)
     }
 
-    fn recipe_with(&self, data: &str, pass: &str, options: &str) -> PathBuf {
+    pub fn recipe_with(&self, data: &str, pass: &str, options: &str) -> PathBuf {
         let path = self.folder.path().join("recipe.yaml");
         let text = format!("model: {}\ndata: {{ {data} }}\npasses:\n  - {pass}: {{ {options} }}\n", self.model.display());
         std::fs::write(&path, text).unwrap();

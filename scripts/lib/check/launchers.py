@@ -1,10 +1,11 @@
-"""Test distributed training with the launchers that are installed: torchrun, Open MPI's mpirun, and Slurm's srun.
+"""Test distributed training and calibration with the launchers that are installed: torchrun, Open MPI's mpirun, and Slurm's srun.
 
     scripts/check launchers                               # launchers on PATH, with target/debug/compress
     scripts/check launchers --torchrun PATH --binary PATH
 
 For each launcher and 2 and 3 processes on this machine: training a network with batch normalization, sharded
-optimizer state and early stopping produces the same weights as with plain environment variables, bit for bit.
+optimizer state and early stopping, and GPTQ of a language model, produce the same weights as with plain environment
+variables, bit for bit.
 If one process is killed, all of them stop, and the run that resumes from the checkpoint produces the same
 weights as an uninterrupted one. With `torchrun --max-restarts`, it resumes automatically.
 """
@@ -31,10 +32,21 @@ SAMPLES = 50
 def arrays(path):
     """Images and labels in a safetensors file."""
     pixels = [(i * 7919 % 1009) / 500 - 1 for i in range(SAMPLES * 3 * 33 * 17)]
-    data = {
+    write(path, {
         "pixel_values": ("F32", [SAMPLES, 3, 33, 17], struct.pack(f"<{len(pixels)}f", *pixels)),
         "labels": ("I64", [SAMPLES], struct.pack(f"<{SAMPLES}q", *(i % 2 for i in range(SAMPLES)))),
-    }
+    })
+
+
+def tokens(path):
+    """Texts of eight tokens in a safetensors file."""
+    ids = [i * i * 7 % 41 % 40 for i in range(SAMPLES * 8)]
+    columns = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    write(path, {name: ("I64", [SAMPLES, 8], struct.pack(f"<{len(values)}q", *values)) for name, values in columns.items()})
+
+
+def write(path, data):
+    """Writes tensors, given by dtype, shape and bytes, to a safetensors file."""
     header, body = {}, b""
     for name, (dtype, shape, values) in data.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(values)]}
@@ -48,6 +60,13 @@ def recipe(folder, name, options):
     text = f"model: {MODEL}\ndata: {data}\npasses:\n  - finetune: {{ batch_size: 4, shard_optimizer: true, {options} }}\n"
     (folder / f"{name}.yaml").write_text(text)
     return name
+
+
+def calibrated(folder):
+    """The recipe of a pass whose samples and layers the processes share."""
+    data = "{ calibration: { arrays: tokens.safetensors, batch_size: 4 } }"
+    text = f"model: {MODEL.with_name('llama')}\ndata: {data}\npasses:\n  - quantize: {{ method: gptq, group_size: 4 }}\n"
+    (folder / "calibrated.yaml").write_text(text)
 
 
 def environment(**more):
@@ -83,7 +102,7 @@ def launchers(options):
 
 
 class Run:
-    """The processes of one training run, started in a folder."""
+    """The processes of one run, started in a folder."""
 
     def __init__(self, folder, binary, launch, count, name, out, *more):
         args = [str(binary), "run", f"{name}.yaml", "-o", out, "--quiet", *more]
@@ -129,7 +148,7 @@ def killed(folder, binary, launch, count, *more):
 
 
 def check(folder, binary, name, launch, count, expected):
-    """Errors of one launcher with a number of processes; `expected` has the weights of both recipes."""
+    """Errors of one launcher with a number of processes; `expected` has the weights of all recipes."""
     def weights(out):
         return (folder / out / "model.safetensors").read_bytes()
 
@@ -139,7 +158,7 @@ def check(folder, binary, name, launch, count, expected):
             return complaint or run.said()
         return None if weights("parts") == expected["long", count] else "the restarted run has different weights"
 
-    for kind in ("short", "long"):
+    for kind in ("short", "long", "calibrated"):
         run = Run(folder, binary, launch, count, kind, kind)
         if any(run.wait()):
             return f"{kind}: {run.said()}"
@@ -179,6 +198,8 @@ def main():
             with tempfile.TemporaryDirectory() as folder:
                 folder = Path(folder)
                 arrays(folder / "train.safetensors")
+                tokens(folder / "tokens.safetensors")
+                calibrated(folder)
                 recipe(folder, "short", "max_steps: 40, learning_rate: 1e-12, evaluate_every: 1, patience: 3")
                 recipe(folder, "long", "max_steps: 50, learning_rate: 1e-3, checkpoint_every: { steps: 10 }")
                 begin = time.monotonic()

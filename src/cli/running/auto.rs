@@ -22,6 +22,7 @@ use crate::pipeline::{Builder, memory_limit};
 use crate::report::format::{bytes, figure, milliseconds};
 use crate::report::search::{FormatSearch, LatencyTable, SearchLoss};
 use crate::report::terminal::table;
+use crate::train::communicator::RankConfig;
 
 /// Extension of the file of the front.
 const FRONT: [&str; 1] = ["json"];
@@ -102,6 +103,9 @@ pub(in crate::cli) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
+        if RankConfig::from_environment()?.is_some_and(|rank| rank.size > 1) {
+            return Err(Error::option("auto", "searches in one process: run the recipe of its report in several processes"));
+        }
         let budget = self.budget()?;
         let front = TextFile { output: self.front.clone(), force: self.force };
         front.check(&FRONT)?;

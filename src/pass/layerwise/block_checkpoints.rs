@@ -49,7 +49,7 @@ struct WeightMetadata {
 }
 
 /// The changed weights of a block, and its report.
-type StoredBlock = (BTreeMap<String, Weight>, BlockReport);
+pub(super) type StoredBlock = (BTreeMap<String, Weight>, BlockReport);
 
 /// A folder of block checkpoints.
 pub(super) struct BlockCheckpoints {
@@ -57,16 +57,15 @@ pub(super) struct BlockCheckpoints {
 }
 
 impl BlockCheckpoints {
-    /// Opens the folder. When resuming, existing checkpoints are kept, and a different identity is an
+    /// Opens the folder. When resuming, existing checkpoints are kept, and a different [`identity`] is an
     /// error. Otherwise the folder is emptied.
-    pub fn open(Checkpoints { folder, key, resume }: &Checkpoints, device: &Device) -> Result<BlockCheckpoints> {
+    pub fn open(Checkpoints { folder, resume, .. }: &Checkpoints, identity: &str) -> Result<BlockCheckpoints> {
         let path = folder.join(IDENTITY);
-        let identity = format!("{key} {}", exec::hardware(device));
         let found = fs::read_to_string(&path).ok().filter(|_| *resume);
         if found.as_ref().is_some_and(|found| *found != identity) {
             return Err(Error::run(
                 folder.display(),
-                "has checkpoints of a run with other options, data or weights, or on another device or instruction set",
+                "has checkpoints of a run with other options, data or weights, on another device or instruction set, or of another number of processes",
                 "start again with `force` and without `resume`",
             ));
         }
@@ -80,6 +79,11 @@ impl BlockCheckpoints {
         Ok(BlockCheckpoints { blocks: ArtifactStore::new(folder) })
     }
 
+    /// The checkpoints in a folder that another process has opened.
+    pub fn attach(folder: &Path) -> BlockCheckpoints {
+        BlockCheckpoints { blocks: ArtifactStore::new(folder) }
+    }
+
     /// The folder.
     pub fn folder(&self) -> &Path {
         self.blocks.folder()
@@ -87,11 +91,22 @@ impl BlockCheckpoints {
 
     /// Loads the weights and the report of a block; `None` if it has no checkpoint, or a damaged one.
     pub fn load(&self, block: usize, model: &Model, work: &Work) -> Result<Option<StoredBlock>> {
-        self.read(block, model, Some(work))
+        self.get(&name(block), model, Some(work))
     }
 
-    fn read(&self, block: usize, model: &Model, work: Option<&Work>) -> Result<Option<StoredBlock>> {
-        let Some((path, BlockMetadata { weights: mut metadata, report })) = self.blocks.get(&name(block), work)? else { return Ok(None) };
+    /// Reads a checkpoint that a process of this run has stored.
+    pub fn read(&self, key: &str, model: &Model) -> Result<StoredBlock> {
+        let missing = || Error::malformed(&self.folder().join(key), "was removed by another process");
+        self.get(key, model, None)?.ok_or_else(missing)
+    }
+
+    /// Removes all checkpoints whose keys start with `prefix`.
+    pub fn clear(&self, prefix: &str) -> Result<()> {
+        self.blocks.clear(prefix).map(drop)
+    }
+
+    fn get(&self, key: &str, model: &Model, work: Option<&Work>) -> Result<Option<StoredBlock>> {
+        let Some((path, BlockMetadata { weights: mut metadata, report })) = self.blocks.get(key, work)? else { return Ok(None) };
         let stated = |name: &str| {
             let weight = metadata.get(name);
             let affine = weight.and_then(|weight| weight.affine.as_ref());
@@ -114,7 +129,12 @@ impl BlockCheckpoints {
 
     /// Stores a checkpoint of a block. Returns it as read back from the files.
     pub fn store(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<StoredBlock> {
-        let draft = self.blocks.begin(&name(block), &*model.path)?;
+        self.put(&name(block), model, changed, report, work)
+    }
+
+    /// As [`store`](BlockCheckpoints::store), with another key.
+    pub fn put(&self, key: &str, model: &Model, changed: BTreeMap<String, Weight>, report: BlockReport, work: &Work) -> Result<StoredBlock> {
+        let draft = self.blocks.begin(key, &*model.path)?;
         let weights: BTreeMap<String, WeightMetadata> = changed
             .iter()
             .map(|(name, weight)| {
@@ -126,13 +146,18 @@ impl BlockCheckpoints {
         let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX)?;
         let (written, _) = write(draft.staging().destination(), &items, &layout, None, &work.quiet())?;
         draft.publish(BlockMetadata { weights, report }, &written, work)?;
-        let missing = || Error::malformed(&self.folder().join(name(block)), "was removed by another process");
-        self.read(block, model, None)?.ok_or_else(missing)
+        self.read(key, model)
     }
 }
 
+/// Everything that determines the checkpoints of a run. The order of sums depends on the number of ranks.
+pub(super) fn identity(Checkpoints { key, .. }: &Checkpoints, device: &Device, ranks: usize) -> String {
+    let hardware = exec::hardware(device);
+    if ranks > 1 { format!("{key} {hardware} {ranks} ranks") } else { format!("{key} {hardware}") }
+}
+
 /// Key of a block; the folder is already that of a run.
-fn name(block: usize) -> String {
+pub(super) fn name(block: usize) -> String {
     format!("block-{block:04}")
 }
 

@@ -11,7 +11,8 @@ use std::path::Path;
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
 
-use super::{BlockCheckpoints, Site};
+use super::Site;
+use super::ranks::Ranks;
 use crate::analysis;
 use crate::data::{Batch, DataSet, Padding, SequenceRoles};
 use crate::error::{Error, Result};
@@ -44,19 +45,14 @@ pub(super) struct Factors<'g>(Box<dyn Iterator<Item = f32> + 'g>);
 
 impl Guide {
     /// Loads the factors from the checkpoint, or computes and stores them.
-    pub fn open(
-        sites: &[Site],
-        (graph, model): (&Graph, &Model),
-        samples: &DataSet,
-        checkpoints: Option<&BlockCheckpoints>,
-        context: &Context,
-    ) -> Result<Guide> {
-        let path = checkpoints.map(|checkpoints| checkpoints.folder().join(FILE));
-        if let Some(path) = path.as_ref().filter(|path| path.is_file()) {
+    pub fn open(sites: &[Site], (graph, model): (&Graph, &Model), samples: &DataSet, ranks: &Ranks, context: &Context) -> Result<Guide> {
+        let path = ranks.checkpoints().map(|checkpoints| checkpoints.folder().join(FILE));
+        let is_stored = ranks.first(|| Ok(path.as_ref().is_some_and(|path| path.is_file())))?;
+        if let Some(path) = path.as_ref().filter(|_| is_stored) {
             return Guide::load(path).map_err(tensor_error);
         }
-        let guide = Guide::compute(sites, (graph, model), samples, context)?;
-        if let Some(path) = path {
+        let guide = Guide::compute(sites, (graph, model), samples, ranks, context)?;
+        if let Some(path) = path.filter(|_| ranks.is_first()) {
             let unfinished = path.with_extension("unfinished");
             guide.store(&unfinished).map_err(tensor_error)?;
             fs::rename(&unfinished, &path).map_err(Error::io("write", &path))?;
@@ -84,7 +80,8 @@ impl Guide {
         candle_core::safetensors::save(&tensors.collect::<candle_core::Result<HashMap<_, _>>>()?, path)
     }
 
-    fn compute(sites: &[Site], (graph, model): (&Graph, &Model), samples: &DataSet, context: &Context) -> Result<Guide> {
+    /// Each rank differentiates its own samples.
+    fn compute(sites: &[Site], (graph, model): (&Graph, &Model), samples: &DataSet, ranks: &Ranks, context: &Context) -> Result<Guide> {
         let Some((_, logits)) = graph.outputs().iter().find(|(name, _)| name == LOGITS) else {
             return Err(Error::option("guide: loss", format!("requires a model with the output `{LOGITS}`")));
         };
@@ -108,8 +105,13 @@ impl Guide {
         let (roles, op) = (SequenceRoles::new(graph), Op::Linear(crate::ir::ops::Linear::default()));
         let mut squares: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
         let mut by_output: BTreeMap<String, Vec<f64>> = BTreeMap::new();
-        let mut window = 0;
+        let (own, mut number, mut window) = (ranks.batches(samples)?, 0, 0);
         samples.for_each_batch("Differentiating", &context.work, |batch| {
+            number += 1;
+            if !own.contains(&(number - 1)) {
+                window += batch.samples as u64;
+                return Ok(());
+            }
             for sample in 0..batch.samples {
                 let batch = batch.narrow(sample, 1)?;
                 tracker.begin_step(None);
@@ -133,6 +135,9 @@ impl Guide {
             Ok(())
         })?;
         tracker.set(MemoryCategory::Weights, 0)?;
+        if ranks.count() > 1 {
+            squares = all_squares(names.values().copied().collect(), &squares, ranks)?;
+        }
         for (name, sums) in &mut by_output {
             let tokens = squares.get(name).map_or(0, |samples| samples.iter().map(Vec::len).sum::<usize>());
             sums.iter_mut().for_each(|sum| *sum /= tokens.max(1) as f64);
@@ -140,15 +145,35 @@ impl Guide {
         Ok(Guide { by_name: squares.into_iter().map(|(name, squares)| (name, factors(&squares))).collect(), outputs: by_output })
     }
 
-    /// The factors of all rows of a layer's input, in the order of the samples.
-    pub fn factors(&self, weight: &str) -> Option<Factors<'_>> {
-        self.by_name.get(weight).map(|samples| Factors(Box::new(samples.iter().flatten().copied())))
+    /// The factors of the rows of a layer's input, in the order of the samples, from the sample `first` on.
+    pub fn factors(&self, weight: &str, first: usize) -> Option<Factors<'_>> {
+        self.by_name.get(weight).map(|samples| Factors(Box::new(samples.iter().skip(first).flatten().copied())))
     }
 
     /// The factors of the rows of a block's output for one sample.
     pub fn sample(&self, value: &str, sample: usize) -> Option<&[f32]> {
         self.by_name.get(value)?.get(sample).map(Vec::as_slice)
     }
+}
+
+/// The squares of the samples of all ranks, which are in the order of ranks.
+fn all_squares(names: BTreeSet<&str>, own: &BTreeMap<String, Vec<Vec<f64>>>, ranks: &Ranks) -> Result<BTreeMap<String, Vec<Vec<f64>>>> {
+    let mut all = BTreeMap::new();
+    for name in names {
+        let samples = own.get(name).map_or(&[][..], Vec::as_slice);
+        let sizes: Vec<u64> = samples.iter().map(|squares| squares.len() as u64).collect();
+        let sizes = ranks.gather(&sizes, u64::to_le_bytes, u64::from_le_bytes)?;
+        let squares = ranks.gather(&samples.concat(), f64::to_le_bytes, f64::from_le_bytes)?;
+        let mut samples = Vec::new();
+        for (sizes, squares) in sizes.iter().zip(&squares) {
+            let mut rest = squares.iter().copied();
+            samples.extend(sizes.iter().map(|size| rest.by_ref().take(*size as usize).collect::<Vec<f64>>()));
+        }
+        if !samples.is_empty() {
+            all.insert(name.to_owned(), samples);
+        }
+    }
+    Ok(all)
 }
 
 /// Square roots of means of squares, relative to their mean over all samples.
@@ -219,11 +244,14 @@ mod tests {
         let guide = Guide::load(&path).unwrap();
         assert_eq!(guide.by_name, by_name);
         let mut rows = Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let mut factors = guide.factors("a").unwrap();
+        let mut factors = guide.factors("a", 0).unwrap();
         factors.scale("x", [Some(&mut rows), None]).unwrap();
         assert_eq!(rows.to_vec2::<f32>().unwrap(), [[1.0; 3], [0.5; 3]]);
         factors.scale("x", [Some(&mut rows), None]).unwrap_err();
         assert_eq!(guide.sample("a", 2), Some(&[2.0][..]));
+        let mut last = Tensor::ones((1, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+        guide.factors("a", 2).unwrap().scale("x", [Some(&mut last), None]).unwrap();
+        assert_eq!(last.to_vec2::<f32>().unwrap(), [[2.0; 3]]);
     }
 
     #[test]
@@ -264,7 +292,8 @@ mod tests {
         let open = |context: &Context| {
             let subject = Subject::from_model(model.clone()).unwrap();
             let samples = context.data.open(context.data.calibration.as_ref().unwrap(), subject.target()).unwrap();
-            Guide::open(&sites, (&graph, &model), &samples, None, context).unwrap()
+            let team = super::super::ranks::connect(context).unwrap();
+            Guide::open(&sites, (&graph, &model), &samples, &Ranks::open(&team, context).unwrap(), context).unwrap()
         };
         let guide = testing::calibrated(&inputs, open).unwrap();
 

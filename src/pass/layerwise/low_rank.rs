@@ -5,11 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
+use super::block_checkpoints::{BlockCheckpoints, BlockReport, identity};
 use super::compensated::Prepared;
 use super::held_out::{Errors, HeldOut, LayerChoice};
-use super::{
-    BlockCheckpoints, BlockReport, Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite, unsupported,
-};
+use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_bytes, require_finite, unsupported};
 use crate::error::{Error, Result, counted};
 use crate::kernel::dense::{product, transposed};
 use crate::kernel::low_rank::LowRank;
@@ -203,7 +202,8 @@ impl Factorizer<'_> {
             require_bytes(pass.name(), "decomposing the largest layer needs", needed, limit)?;
         }
         let in_subfolder = |checkpoints: &Checkpoints| Checkpoints { folder: checkpoints.folder.join(pass.name()), ..checkpoints.clone() };
-        let checkpoints = context.checkpoints.as_ref().map(|found| BlockCheckpoints::open(&in_subfolder(found), &context.device)).transpose()?;
+        let checkpoints = context.checkpoints.as_ref().map(|found| BlockCheckpoints::open(&in_subfolder(found), &identity(found, &context.device, 1)));
+        let checkpoints = checkpoints.transpose()?;
         let (mut resumed, mut total) = (0, std::mem::take(&mut self.report));
         for (number, factorizations) in factorizations.chunks(LAYERS_PER_CHECKPOINT).enumerate() {
             let changed = match checkpoints.as_ref().map(|checkpoints| checkpoints.load(number, model, &context.work)).transpose()?.flatten() {

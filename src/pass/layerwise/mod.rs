@@ -8,15 +8,19 @@ mod block_checkpoints;
 mod checks;
 mod compensated;
 mod corrections;
+mod divided_rows;
 mod guide;
 mod held_out;
 mod low_rank;
 mod moments;
 mod palettes;
 mod parallel;
+mod preserved_zeros;
+mod ranks;
 mod remaining;
 mod rescale;
 mod rounding;
+mod runs;
 mod sampled;
 mod scores;
 mod sites;
@@ -25,6 +29,9 @@ mod sparse;
 mod summary;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem;
+use std::path::PathBuf;
+use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
@@ -40,8 +47,9 @@ use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::{Context, calibrate};
 use crate::store::{Weight, Weights};
+use crate::train::Team;
+use block_checkpoints::BlockReport;
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
-use block_checkpoints::{BlockCheckpoints, BlockReport};
 use checks::{require_bytes, require_finite};
 use corrections::CorrectedError;
 pub(in crate::pass) use corrections::{correct, correction_bytes, declare_corrections};
@@ -50,9 +58,11 @@ use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
+use ranks::Ranks;
 use remaining::Remaining;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::{quantize, rescale as rescale_channels};
+use runs::{ModifiedBlock, Runs};
 pub use scores::{Score, Scores, WeightFormat, scores, sizes};
 pub(in crate::pass) use sites::retain_supported;
 use sites::{Layer, Site, block_of, sites, unsupported};
@@ -85,6 +95,12 @@ trait Method {
     /// Approximate memory in bytes for modifying a layer, in addition to the sums of products.
     fn bytes(&self, layer: &Layer) -> usize {
         16 * layer.rows * layer.size
+    }
+
+    /// Divides the rows of the next layers among processes, if there are several and rows do not depend on
+    /// each other. Returns whether it does: then all of them call [`change`](Method::change) for each layer.
+    fn divide_rows(&mut self, _team: Option<&Rc<Team>>) -> bool {
+        false
     }
 
     /// Effective values of the modified weight, in the stored shape of the original weight. `None` if the
@@ -166,45 +182,6 @@ struct Flow {
     pub guided: bool,
 }
 
-/// The models of a layerwise run.
-struct Runs<'a> {
-    blocks: Blockwise<'a>,
-    /// The unmodified model.
-    reference: Option<Blockwise<'a>>,
-    roles: SequenceRoles<'a>,
-    /// Weights of tokens.
-    guide: Option<Guide>,
-}
-
-/// A block whose layers were modified.
-struct ModifiedBlock<'b, 'a> {
-    index: usize,
-    runs: &'b mut Runs<'a>,
-    context: &'b Context<'b>,
-}
-
-impl Runs<'_> {
-    /// Enters a block. Both models share the parameters of this block and of the next one, which is
-    /// prefetched, except for `changed` ones.
-    fn enter(&mut self, block: usize, changed: &BTreeSet<String>) -> Result<()> {
-        self.blocks.enter(block)?;
-        let Some(reference) = &mut self.reference else { return Ok(()) };
-        let loaded = self.blocks.blocks().iter().skip(block).take(2).flat_map(|block| &block.parameters);
-        let same = loaded.map(String::as_str).filter(|name| !changed.contains(*name)).collect();
-        reference.enter_sharing(block, Some(&self.blocks), &same)
-    }
-
-    fn leave(&mut self) -> Result<()> {
-        self.blocks.leave()?;
-        self.reference.iter_mut().try_for_each(Blockwise::leave)
-    }
-
-    fn end_at(&mut self, last: usize) {
-        self.blocks.end_at(last);
-        self.reference.iter_mut().for_each(|reference| reference.end_at(last));
-    }
-}
-
 impl Layerwise<'_> {
     /// Modifies the target weights of the model.
     ///
@@ -212,6 +189,13 @@ impl Layerwise<'_> {
     /// If there is no calibration data or it does not match the model, if a target is not the weight of
     /// exactly one linear layer, if the method fails, or if the work is cancelled.
     pub fn run(&self, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
+        let team = ranks::connect(self.context)?;
+        let summary = self.run_in(&team, model, method);
+        summary.inspect_err(|error| team.stop(error))
+    }
+
+    /// Runs as one of several processes.
+    fn run_in(&self, team: &Rc<Team>, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
         let graph = model.graph()?;
         let sites = sites(self.name, &graph, self.targets, self.flow.guided)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
@@ -223,14 +207,14 @@ impl Layerwise<'_> {
         let layers: BTreeSet<String> = self.targets.iter().map(|name| (*name).to_owned()).collect();
         let chains = self.rescale.as_ref().map(|rescale| rescale.chains(&graph, &layers, model)).transpose()?;
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).chain(chains.iter().flat_map(rescale::Chains::values)).collect();
-        let checkpoints = context.checkpoints.as_ref().map(|checkpoints| BlockCheckpoints::open(checkpoints, &context.device)).transpose()?;
-        let options = self.blockwise_options(model, checkpoints.as_ref());
+        let ranks = Ranks::open(team, context)?;
+        let options = self.blockwise_options(model, ranks.scratch()?);
         let original = model.weights.clone();
         let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
-        let guide = self.flow.guided.then(|| Guide::open(&sites, (&graph, model), &samples, checkpoints.as_ref(), context)).transpose()?;
+        let guide = self.flow.guided.then(|| Guide::open(&sites, (&graph, model), &samples, &ranks, context)).transpose()?;
         guide.iter().for_each(|guide| method.guided(guide));
         let reference = (self.runs() > 1).then(|| start(options.clone()));
-        let mut runs = Runs { reference, blocks: start(options), roles: SequenceRoles::new(&graph), guide };
+        let mut runs = Runs { reference, blocks: start(options), roles: SequenceRoles::new(&graph), guide, ranks };
         let skipped = chains.as_ref().map(|chains| chains.skipped(runs.blocks.blocks())).unwrap_or_default();
         let mut summary = Summary { samples: self.read_samples(&samples, &mut runs)?, skipped, ..Summary::default() };
         summary.report.notes.extend(rescale::note(&summary.skipped).into_iter().chain(checks::many_samples_note(&samples, summary.samples)));
@@ -238,13 +222,13 @@ impl Layerwise<'_> {
         for site in &sites {
             by_block.entry(block_of(runs.blocks.blocks(), site)?).or_default().push(site);
         }
-        let last = by_block.keys().next_back().copied().unwrap_or(0);
+        let (last, levels) = (by_block.keys().next_back().copied().unwrap_or(0), ranks::levels(&graph, &sites));
         runs.end_at(last);
         let (mut resumed, mut remaining) = (0, Remaining::new(last + 1));
         for block in 0..=last {
             runs.enter(block, &summary.changed)?;
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
-            let stored = checkpoints.as_ref().map(|checkpoints| checkpoints.load(block, model, &context.work)).transpose()?.flatten();
+            let stored = runs.ranks.load(block, model, &context.work)?;
             let is_stored = stored.is_some();
             let (changed, report) = match stored {
                 Some((changed, report)) => {
@@ -253,11 +237,9 @@ impl Layerwise<'_> {
                     (changed, report)
                 }
                 None => {
-                    let (changed, report) = self.solve(block, sites, chains.as_ref(), model, &mut runs, method)?;
-                    match &checkpoints {
-                        Some(checkpoints) if !changed.is_empty() => checkpoints.store(block, model, changed, report, &context.work)?,
-                        _ => (changed, report),
-                    }
+                    let groups = runs.ranks.groups(sites, &levels, self.flow.whole_block);
+                    let (changed, report) = self.solve(block, &groups, chains.as_ref(), model, &mut runs, method)?;
+                    runs.ranks.store(block, model, changed, report, &context.work)?
                 }
             };
             summary.add(&changed, report);
@@ -269,7 +251,7 @@ impl Layerwise<'_> {
             heap::release_freed();
             remaining.finish_block(block, is_stored, &context.work);
         }
-        summary.report.notes.extend(few_tokens_note(std::mem::take(&mut summary.few_tokens)));
+        summary.report.notes.extend(few_tokens_note(mem::take(&mut summary.few_tokens)));
         if resumed > 0 {
             summary.report.notes.push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
         }
@@ -277,31 +259,41 @@ impl Layerwise<'_> {
     }
 
     /// Options of both models. Parameters, sums of products and factorizations need most of the memory.
-    fn blockwise_options(&self, model: &Model, checkpoints: Option<&BlockCheckpoints>) -> BlockwiseOptions {
+    fn blockwise_options(&self, model: &Model, spill: Option<PathBuf>) -> BlockwiseOptions {
         let (context, [min, max]) = (self.context, CACHE_BYTES);
         let cache_bytes = model.weights.parameters().clamp(min, max);
         BlockwiseOptions {
             compute: DType::F32,
             residence: Residence::Stored,
             limit: context.memory.bytes.map_or(cache_bytes, |bytes| (bytes / 4).min(cache_bytes)) / self.runs(),
-            spill: checkpoints.map(|checkpoints| checkpoints.folder().to_owned()),
+            spill,
             tracker: context.memory_tracker.clone(),
             ..BlockwiseOptions::on(&context.device)
         }
     }
 
-    /// Reads the samples into both models. Returns their number.
+    /// Reads the samples of this rank into both models. Returns the number of all samples.
     fn read_samples(&self, data: &DataSet, runs: &mut Runs) -> Result<usize> {
-        let mut samples = 0;
+        let (own, mut number) = (runs.ranks.batches(data)?, 0);
+        runs.ranks.share.first_batch = own.start;
         data.for_each_batch("Reading samples", &self.context.work, |batch| {
-            samples += batch.samples;
             let (parts, count) = if self.flow.refined { (batch.samples, 1) } else { (1, batch.samples) };
+            let share = &mut runs.ranks.share;
+            if number < own.start {
+                share.first_sample += batch.samples;
+            }
+            (share.samples, share.batches) = (share.samples + batch.samples, share.batches + parts);
+            number += 1;
+            if !own.contains(&(number - 1)) {
+                return Ok(());
+            }
             (0..parts).try_for_each(|part| {
                 let batch = batch.narrow(part * count, count)?;
                 runs.reference.iter_mut().try_for_each(|reference| reference.push(batch.clone()))?;
                 runs.blocks.push(batch)
             })
         })?;
+        let samples = runs.ranks.share.samples;
         if samples == 0 { Err(Error::option(self.name, "the calibration data is empty")) } else { Ok(samples) }
     }
 
@@ -324,7 +316,7 @@ impl Layerwise<'_> {
     fn solve(
         &self,
         block: usize,
-        sites: &[&Site],
+        groups: &[Vec<&Site>],
         chains: Option<&rescale::Chains>,
         model: &Model,
         runs: &mut Runs,
@@ -332,37 +324,50 @@ impl Layerwise<'_> {
     ) -> Result<(BTreeMap<String, Weight>, BlockReport)> {
         let (mut changed, mut report) = (BTreeMap::new(), BlockReport::default());
         if let (Some(rescale), Some(chains)) = (&self.rescale, chains) {
-            report.rescaled = rescale.block(chains, block, self, model, &mut runs.blocks, &mut changed)?;
+            report.rescaled = rescale.block(chains, block, self, model, (&mut runs.blocks, &runs.ranks), &mut changed)?;
         }
-        let mut observed = Vec::new();
-        for site in sites {
-            let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
-            let Runs { blocks, reference, guide, .. } = &mut *runs;
-            let mut observe = |moments: &mut Moments| {
-                let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight));
-                self.observe(site, moments, blocks, reference.as_mut().filter(|_| self.requested.original), factors)?;
-                moments.finish(&site.value)
-            };
-            observe(&mut moments)?;
-            if moments.hold_out_more() {
+        for (number, group) in groups.iter().enumerate() {
+            let divides = method.divide_rows(runs.ranks.team().filter(|_| group.len() == 1));
+            let (own, mut observed) = (runs.ranks.own_layers(group, divides), Vec::new());
+            for site in group {
+                let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.requested);
+                let Runs { blocks, reference, guide, ranks, .. } = &mut *runs;
+                let mut observe = |moments: &mut Moments| {
+                    let first = ranks.share.first_sample;
+                    let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight, first));
+                    self.observe(site, moments, (&mut *blocks, &*ranks), reference.as_mut().filter(|_| self.requested.original), factors)?;
+                    moments.finish(&site.value)
+                };
                 observe(&mut moments)?;
+                if moments.hold_out_more() {
+                    observe(&mut moments)?;
+                }
+                let tokens = moments.tokens();
+                // If only magnitudes of features are used, few tokens matter only for experts.
+                if tokens < moments.size && (self.requested.products || self.rescale.is_some() || tokens < moments.count) {
+                    report.few_tokens.push((tokens, moments.size, site.value.clone()));
+                }
+                if site.layers.iter().any(|layer| own.contains(&layer.weight)) {
+                    observed.push((*site, moments));
+                }
             }
-            let tokens = moments.tokens();
-            // If only magnitudes of features are used, few tokens matter only for experts.
-            if tokens < moments.size && (self.requested.products || self.rescale.is_some() || tokens < moments.count) {
-                report.few_tokens.push((tokens, moments.size, site.value.clone()));
-            }
-            observed.push((*site, moments));
-            if !self.flow.whole_block {
-                self.change(&mut observed, model, &mut runs.blocks, method, &mut changed)?;
+            let solved = self.change(group, (observed, &own), model, &runs.ranks, method, &changed)?;
+            let (solved, added) = if divides { solved } else { runs.ranks.exchange([block, number], model, solved, &self.context.work)? };
+            report.method.extend(added);
+            changed.extend(solved);
+            for layer in group.iter().flat_map(|site| &site.layers) {
+                // Continue with the stored values, which a resumed run would read.
+                if let Some(values) = method.values(layer, &changed)? {
+                    require_finite(&layer.weight, &values)?;
+                    runs.blocks.replace(&layer.weight, tensor(&values, &model.weights.get(&layer.weight)?.shape, self.context)?);
+                }
             }
         }
-        self.change(&mut observed, model, &mut runs.blocks, method, &mut changed)?;
         for (name, weight) in method.refine(&mut ModifiedBlock { index: block, runs, context: self.context })? {
             runs.blocks.replace(&name, tensor(&weight.floats(&name)?, &weight.shape, self.context)?);
             changed.insert(name, weight);
         }
-        report.method = std::mem::take(method.report());
+        report.method.extend(mem::take(method.report()));
         Ok((changed, report))
     }
 
@@ -396,44 +401,50 @@ impl Layerwise<'_> {
         )
     }
 
-    /// Modifies the layers of observed values.
+    /// Modifies the `own` layers of observed values. Returns their new weights, and the report of one of
+    /// several ranks.
     fn change(
         &self,
-        observed: &mut Vec<(&Site, Moments)>,
+        group: &[&Site],
+        (observed, own): (Vec<(&Site, Moments)>, &BTreeSet<String>),
         model: &Model,
-        blocks: &mut Blockwise,
+        ranks: &Ranks,
         method: &mut dyn Method,
-        changed: &mut BTreeMap<String, Weight>,
-    ) -> Result<()> {
-        for (site, moments) in observed.drain(..) {
-            method.read(&site.value, moments, &Readers { layers: &site.layers, model, changed })?;
-            for layer in &site.layers {
-                let (weight, mut values) = Readers { layers: &site.layers, model, changed }.values(layer)?;
-                changed.extend(method.change(layer, &weight, &mut values)?);
-                drop(values);
-                // Continue with the stored values, which a resumed run would read.
-                if let Some(values) = method.values(layer, changed)? {
-                    require_finite(&layer.weight, &values)?;
-                    blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
-                }
+        changed: &BTreeMap<String, Weight>,
+    ) -> Result<(BTreeMap<String, Weight>, MethodReport)> {
+        let (mut solved, mut report) = (BTreeMap::new(), MethodReport::default());
+        for (site, moments) in observed {
+            let readers = Readers { layers: &site.layers, model, changed };
+            method.read(&site.value, moments, &readers)?;
+            if ranks.count() > 1 {
+                report.extend(ranks.take_report(group, method.report()));
+            }
+            for layer in site.layers.iter().filter(|layer| own.contains(&layer.weight)) {
+                let (weight, mut values) = readers.values(layer)?;
+                solved.extend(method.change(layer, &weight, &mut values)?);
             }
         }
-        Ok(())
+        if ranks.count() > 1 {
+            report.extend(mem::take(method.report()));
+        }
+        Ok((solved, report))
     }
 
-    /// Collects statistics of a value, optionally with that of the reference model, of rows multiplied by
-    /// factors.
+    /// Collects statistics of a value over the samples of all ranks, optionally with that of the reference
+    /// model, of rows multiplied by factors.
     fn observe(
         &self,
         Site { value, tokens, .. }: &Site,
         moments: &mut Moments,
-        blocks: &mut Blockwise,
+        (blocks, ranks): (&mut Blockwise, &Ranks),
         mut reference: Option<&mut Blockwise>,
         mut factors: Option<Factors>,
     ) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
-        let samples = (0..blocks.batches()).map(|index| blocks.batch(index).samples).sum();
-        let (mut index, mut sample) = (0, 0);
+        let (mut index, mut sample) = (0, ranks.share.first_sample);
+        let (samples, seed) = (ranks.share.samples, self.context.seed);
+        let new_split = |sizes: &[usize]| ranks.first(|| Ok(sizes.iter().copied().max().unwrap_or(0))).map(|longest| Split::new(samples, longest, seed));
+        moments.batches = ranks.share.first_batch;
         blocks.each(value, |batch, tensor| {
             let (mut rows, sizes) = calibrate::rows_by_sample(tensor, &op, batch, *tokens)?;
             let mut original = match &mut reference {
@@ -449,8 +460,8 @@ impl Layerwise<'_> {
                 original.iter().try_for_each(|original| moments.add_original(value, original, all(), &rows))?;
                 return moments.add(value, &rows);
             }
-            let longest = sizes.iter().copied().max().unwrap_or(0);
-            let split = moments.split.get_or_insert_with(|| Split::new(samples, longest, self.context.seed));
+            let split = moments.split.map_or_else(|| new_split(&sizes), Ok)?;
+            moments.split = Some(split);
             let (folds, others) = split.indices(sample, &sizes);
             sample += sizes.len();
             let part = |tensor: &Tensor, rows: &[u32]| select_rows(tensor, rows.to_vec()).map_err(calibrate::tensor_error);
@@ -464,7 +475,12 @@ impl Layerwise<'_> {
             let rows = part(&rows, &others)?;
             original.iter().try_for_each(|original| moments.add_original(value, original, others.clone(), &rows))?;
             moments.add(value, &rows)
-        })
+        })?;
+        if moments.request.held_out && moments.split.is_none() {
+            // A rank without samples.
+            moments.split = Some(new_split(&[])?);
+        }
+        moments.reduce(ranks, &self.context.device)
     }
 }
 

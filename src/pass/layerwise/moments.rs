@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::held_out::{HeldOut, Split};
 use super::parallel::are_finite;
+use super::ranks::Ranks;
 use crate::calibration::select_rows;
 use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
@@ -63,7 +64,8 @@ pub(super) struct Moments {
     /// Rows to hold out; by default, those of some of the samples.
     pub split: Option<Split>,
     pub request: MomentsRequest,
-    batches: usize,
+    /// Index of the next batch.
+    pub batches: usize,
     /// Products and differences of rows on a GPU, which are not part of the fields above until they are
     /// [downloaded](Moments::download).
     on_device: [Option<Tensor>; 2],
@@ -101,7 +103,7 @@ impl Moments {
     /// Adds rows `[n, size]`. Returns an error if a row is not finite.
     pub fn add(&mut self, name: &str, rows: &Tensor) -> Result<()> {
         let host = !uses_tensors(rows.device());
-        self.choose_device(rows);
+        self.choose_device(rows.device());
         if self.request.products && !host {
             add_product(&mut self.on_device[0], rows, rows).map_err(tensor_error)?;
         }
@@ -113,9 +115,9 @@ impl Moments {
     }
 
     /// Sums stay on the device of the rows if that is requested.
-    fn choose_device(&mut self, rows: &Tensor) {
-        if self.device.is_none() && self.request.on_device && self.request.products && uses_tensors(rows.device()) {
-            self.device = Some(rows.device().clone());
+    fn choose_device(&mut self, device: &Device) {
+        if self.device.is_none() && self.request.on_device && self.request.products && uses_tensors(device) {
+            self.device = Some(device.clone());
             self.products = Vec::new();
         }
     }
@@ -146,7 +148,7 @@ impl Moments {
     pub fn add_original(&mut self, name: &str, original: &Tensor, selected: Vec<u32>, rows: &Tensor) -> Result<()> {
         // A row of zeros is a token that the original model does not route to this expert, so that there
         // is no target output.
-        self.choose_device(rows);
+        self.choose_device(rows.device());
         if !uses_tensors(rows.device()) {
             let (original, rows) = (floats_on_host(original, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
             let mut add = |original: &[f32], rows: &[f32]| Ok(self.add_differences(&differences(original, &selected, rows, self.size), rows));
@@ -156,6 +158,68 @@ impl Moments {
         let original = select_rows(original, selected).map_err(tensor_error)?;
         let differences = (&original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(&original)?)).map_err(tensor_error)?;
         add_product(&mut self.on_device[1], &differences, rows).map_err(tensor_error)
+    }
+
+    /// Adds the statistics of the other ranks in the order of ranks, so that all of them have the same ones.
+    /// `device` is that of the rows.
+    pub fn reduce(&mut self, ranks: &Ranks, device: &Device) -> Result<()> {
+        if ranks.count() == 1 {
+            return Ok(());
+        }
+        self.choose_device(device);
+        let has = |is_present: bool| u64::from(is_present);
+        let own = [self.count as u64, self.nonzero as u64, self.folds.len() as u64, has(self.on_device[0].is_some())];
+        let own = [&own[..], &[has(self.on_device[1].is_some() || !self.differences.is_empty())]].concat();
+        let counts = ranks.gather(&own, u64::to_le_bytes, u64::from_le_bytes)?;
+        let column = |at: usize| counts.iter().filter_map(move |counts| counts.get(at).map(|count| *count as usize));
+        (self.count, self.nonzero) = (column(0).sum(), column(1).sum());
+        let own = [&self.magnitudes[..], &self.squares].concat();
+        let (mut sums, size) = (vec![0.0; own.len()], self.size);
+        for columns in ranks.gather(&own, f64::to_le_bytes, f64::from_le_bytes)? {
+            sums.iter_mut().zip(columns).for_each(|(sum, column)| *sum += column);
+        }
+        self.squares = sums.split_off(size);
+        self.magnitudes = sums;
+        for columns in ranks.gather(&self.largest, f32::to_le_bytes, f32::from_le_bytes)? {
+            self.largest.iter_mut().zip(columns).for_each(|(largest, column)| *largest = largest.max(column));
+        }
+        if self.request.rows > 0 {
+            self.rows = ranks.gather(&self.rows, f32::to_le_bytes, f32::from_le_bytes)?.concat();
+        }
+        self.reduce_products(ranks, device, [3, 4].map(|at| column(at).any(|present| present > 0)))?;
+        let folds = std::mem::take(&mut self.folds);
+        for fold in 0..column(2).max().unwrap_or(0) {
+            let own = folds.get(fold);
+            let all = |rows: &[f32]| ranks.gather(rows, f32::to_le_bytes, f32::from_le_bytes);
+            let rows = all(own.map_or(&[][..], |own| own.rows.as_slice()))?;
+            let original = if self.request.original { all(own.map_or(&[][..], |own| own.original.as_slice()))? } else { Vec::new() };
+            let mut merged = HeldOut::default();
+            for (rank, rows) in rows.iter().enumerate() {
+                merged.add(size, rows, original.get(rank).map(Vec::as_slice));
+            }
+            self.folds.push(merged);
+        }
+        Ok(())
+    }
+
+    /// Sums the products and the differences over all ranks, if at least one rank has them.
+    fn reduce_products(&mut self, ranks: &Ranks, device: &Device, [products, differences]: [bool; 2]) -> Result<()> {
+        if uses_tensors(device) {
+            let zeros = || Tensor::zeros((self.size, self.size), DType::F32, device);
+            for (sums, is_present) in self.on_device.iter_mut().zip([products, differences]) {
+                if is_present {
+                    let own = sums.take().map_or_else(zeros, Ok).map_err(tensor_error)?;
+                    *sums = Some(ranks.sum_of(&own)?);
+                }
+            }
+            return Ok(());
+        }
+        ranks.sum(&mut self.products)?;
+        if differences {
+            self.differences.resize(self.size * self.size, 0.0);
+            ranks.sum(&mut self.differences)?;
+        }
+        Ok(())
     }
 
     /// Completes the statistics after all rows were added: sums that do not stay on their device are added to
@@ -238,7 +302,7 @@ impl Moments {
 
     /// Holds out rows `[n, size]`, with those of the original model if they are requested.
     pub fn hold_out(&mut self, name: &str, fold: usize, rows: &Tensor, original: Option<&Tensor>) -> Result<()> {
-        self.choose_device(rows);
+        self.choose_device(rows.device());
         let host = |tensor: &Tensor| floats_on_host(tensor, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(values.to_vec())));
         let rows = host(rows).map_err(tensor_error)?;
         let original = original.map(host).transpose().map_err(tensor_error)?;

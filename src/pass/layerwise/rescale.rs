@@ -9,6 +9,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 
 use super::held_out::Errors;
+use super::ranks::Ranks;
 use super::{Layer, Layerwise, Moments, MomentsRequest, Site, tensor};
 use crate::analysis::Block;
 use crate::data::SequenceRoles;
@@ -164,7 +165,7 @@ impl Rescale {
         block: usize,
         work: &Layerwise,
         model: &Model,
-        blocks: &mut Blockwise,
+        (blocks, ranks): (&mut Blockwise, &Ranks),
         changed: &mut BTreeMap<String, Weight>,
     ) -> Result<usize> {
         let mut count = 0;
@@ -186,9 +187,9 @@ impl Rescale {
                 _ => None,
             };
             let size = chain.consumers.first().map_or(0, |layer| layer.index.len());
-            let rows = ROWS.div_ceil(blocks.batches().max(1));
+            let rows = ROWS.div_ceil(ranks.share.batches.max(1));
             let mut moments = Moments::new(size, MomentsRequest { rows, ..MomentsRequest::default() });
-            work.observe(source, &mut moments, blocks, None, None)?;
+            work.observe(source, &mut moments, (&mut *blocks, ranks), None, None)?;
             // No token is routed to this expert.
             if moments.rows.is_empty() {
                 continue;
@@ -209,7 +210,7 @@ impl Rescale {
                 None if exact => factors.iter_mut().for_each(|factor| *factor = factor.log2().round().exp2()),
                 None => {}
             };
-            let Some(factors) = self.best(chain, &readers, &moments, &rows, &representable)? else { continue };
+            let Some(factors) = ranks.first(|| self.best(chain, &readers, &moments, &rows, &representable))? else { continue };
             let mut new = Vec::new();
             chain.rescale(&factors, |name, scaled| {
                 new.push((name.to_owned(), scaled(current(name)?)));

@@ -2,16 +2,19 @@
 //! columns compensate for the error (`kernel/compensation.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use serde_json::{Map, Value, json};
 
 use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::corrections::{add_term, correction, correction_bytes, describe};
+use super::divided_rows::DividedRows;
 use super::held_out::LayerChoice;
-use super::parallel::{count_zeros, floats};
+use super::parallel::floats;
+use super::preserved_zeros::{is_sparse, preserved_zeros};
 use super::rescale::RoundingMode;
-use super::solver::{Part, Steps};
+use super::solver::Steps;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
@@ -22,6 +25,7 @@ use crate::pass::weight_quantizer::stored_scale;
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
 use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
+use crate::train::Team;
 use crate::work::Meter;
 
 /// Configuration of the quantization of a model.
@@ -110,7 +114,7 @@ pub(in crate::pass) fn quantize(
     let guided = pass.guide == Guide::Loss;
     let quantization = Quantization { gptq, training, guided, strength, ignored: pass.ignore.clone(), corrections, ..rounding };
     let inputs = Inputs::Nearest { costs: Vec::new(), products: Vec::new() };
-    let mut rounder = Rounder { quantization: &quantization, inputs, trained: Vec::new(), report: MethodReport::default() };
+    let mut rounder = Rounder { quantization: &quantization, inputs, trained: Vec::new(), rows: None, report: MethodReport::default() };
     let summary = quantization.run(model, context, &mut rounder)?;
     let mut details = Map::new();
     if strength.is_some() {
@@ -142,8 +146,6 @@ const GPTQ: &str = "gptq";
 const BLOCK: usize = 128;
 /// Smallest range of the scale search, in percent of minmax.
 const MIN_RANGE_PERCENT: u32 = 40;
-/// Percentage of zeros from which a weight is considered sparse. Zeros of a sparse weight are preserved.
-const SPARSE_PERCENT: u64 = 5;
 
 impl<'a> Quantization<'a> {
     /// Rounds to nearest, without the other options of the pass.
@@ -200,21 +202,6 @@ pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
     let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
     let least = if mean > 0.0 { 1e-3 } else { 1.0 };
     squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
-}
-
-/// Marks the zeros of sparse layers in a weight `[rows, size]`, which consists of rows of one or several
-/// layers. Empty if no layer is sparse.
-fn preserved_zeros(values: &[f32], size: usize, layers: &[Part]) -> Vec<bool> {
-    let (mut rest, mut parts) = (values, Vec::with_capacity(layers.len()));
-    for Part { rows, .. } in layers {
-        let (part, later) = rest.split_at((rows * size).min(rest.len()));
-        rest = later;
-        parts.push((part, 100 * count_zeros(part) as u64 >= SPARSE_PERCENT * part.len() as u64));
-    }
-    if parts.iter().all(|(_, is_sparse)| !is_sparse) {
-        return Vec::new();
-    }
-    parts.into_iter().flat_map(|(part, is_sparse)| part.iter().map(move |value| is_sparse && *value == 0.0)).collect()
 }
 
 /// The quantization grids of a layer, with columns in the given order.
@@ -284,6 +271,8 @@ struct Rounder<'a> {
     inputs: Inputs,
     /// Layers of the current block to train.
     trained: Vec<TrainedLayer>,
+    /// The ranks that round rows of each of the next layers.
+    rows: Option<DividedRows>,
     report: MethodReport,
 }
 
@@ -395,9 +384,13 @@ impl Method for Rounder<'_> {
         let original = self.quantization.training.map(|_| values.to_vec());
         let corrections = self.quantization.corrections.filter(|corrections| corrections.layers.contains_key(&layer.weight));
         let target = corrections.map(|_| self.inputs.target(layer, values)).transpose()?;
-        let steps = match &self.inputs {
-            Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs)?,
-            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?)?,
+        let round = |layer: &Layer, values: &mut [f32]| match &self.inputs {
+            Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs),
+            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?),
+        };
+        let steps = match &self.rows {
+            Some(rows) if !is_sparse(values) => rows.round(layer, values, round)?,
+            _ => round(layer, values)?,
         };
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();
@@ -426,6 +419,11 @@ impl Method for Rounder<'_> {
             add_term(corrections, layer, changed, &mut values)?;
         }
         Ok(Some(values))
+    }
+
+    fn divide_rows(&mut self, team: Option<&Rc<Team>>) -> bool {
+        self.rows = team.map(DividedRows::new);
+        self.rows.is_some()
     }
 
     fn refine(&mut self, block: &mut ModifiedBlock) -> Result<Vec<(String, Weight)>> {
@@ -477,18 +475,6 @@ mod tests {
         let found = ["b", "c", "d", "ignored"].map(|name| quantization.can_stack([&layer("a"), &layer(name)]));
         assert_eq!(found, [true, false, false, false]);
         assert!(!quantization.can_stack([&layer("ignored"), &layer("ignored")]));
-    }
-
-    #[test]
-    fn zeros_are_preserved_only_in_sparse_layers() {
-        let values = [1.0, 0.0, 2.0, 3.0, 0.0, 4.0];
-        let parts = |rows: &[usize]| rows.iter().map(|rows| Part { rows: *rows, fraction: 0.0 }).collect::<Vec<Part>>();
-        assert_eq!(preserved_zeros(&values, 2, &parts(&[1, 1, 1])), [false, true, false, false, true, false]);
-        let dense: Vec<f32> = (0..40).map(|at| if at == 3 { 0.0 } else { 1.0 }).collect();
-        assert!(preserved_zeros(&dense, 2, &parts(&[20])).is_empty());
-        let both = [&dense[..], &values].concat();
-        let found = preserved_zeros(&both, 2, &parts(&[20, 3]));
-        assert_eq!((found.len(), found.iter().position(|zero| *zero), found.iter().filter(|zero| **zero).count()), (46, Some(41), 2));
     }
 
     #[test]

@@ -371,6 +371,11 @@ impl Pass for Quantize {
         if calibrates { Some(Samples::Calibration) } else { self.correct.map(|_| Samples::None) }
     }
 
+    fn shares_samples(&self) -> bool {
+        // Trained rounding runs on single samples.
+        matches!(self.method, Method::Gptq | Method::Awq | Method::Smoothquant | Method::Best)
+    }
+
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
         let Layers { mut encodings, rule, notes } = self.supported_layers(model)?;
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;

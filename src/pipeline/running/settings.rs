@@ -35,6 +35,8 @@ pub struct Running {
     pub cache: Option<(ResultCache, bool)>,
     /// Whether a memory trace is written.
     pub memory_trace: bool,
+    /// Whether this process only takes part in passes that several processes run together.
+    pub follows: bool,
     /// How the output is measured as a draft of the input.
     pub draft_test: Option<Arc<DraftTest>>,
 }

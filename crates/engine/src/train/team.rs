@@ -1,4 +1,4 @@
-//! The processes of a data-parallel training.
+//! The processes of a data-parallel training, or of a pass that shares its calibration samples.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -46,7 +46,7 @@ impl Collective for Connection {
     }
 }
 
-/// The processes of a training, as seen by this one; usually there is only one.
+/// Processes that work together, as seen by this one; usually there is only one.
 pub struct Team {
     communicator: Arc<Connection>,
     /// Rank that holds the optimizer state of each parameter; empty unless the state is sharded.
@@ -95,7 +95,7 @@ impl Team {
 
     /// Barrier with a long timeout.
     pub fn wait(&self) -> Result<()> {
-        self.gather_with_long_timeout(&[]).map(drop)
+        self.gather(&[]).map(drop)
     }
 
     /// Reports to the other processes why this one stops.
@@ -103,7 +103,8 @@ impl Team {
         self.connection().stop(&error.to_string());
     }
 
-    fn gather_with_long_timeout(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    /// All-gather with a long timeout: the bytes of every process, in rank order.
+    pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut communicator = self.connection();
         communicator.set_timeout(LONG_TIMEOUT)?;
         let all = communicator.gather_bytes(bytes)?;
@@ -144,7 +145,7 @@ impl Team {
     pub fn broadcast<T: Serialize + DeserializeOwned>(&self, compute: impl FnOnce() -> Result<T>) -> Result<T> {
         let failed = |e| Error::run("the result of rank 0", e, "");
         let own = if self.rank() == 0 { serde_json::to_vec(&compute()?).map_err(failed)? } else { Vec::new() };
-        let all = self.gather_with_long_timeout(&own)?;
+        let all = self.gather(&own)?;
         serde_json::from_slice(all.first().map_or(&[], Vec::as_slice)).map_err(failed)
     }
 

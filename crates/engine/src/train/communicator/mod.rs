@@ -1,4 +1,4 @@
-//! Collective communication between the processes of a training.
+//! Collective communication between the processes of a training or of a layerwise pass.
 //!
 //! All ranks must call the same functions in the same order. Connections are neither authenticated nor
 //! encrypted: the network between the processes must be trusted.
