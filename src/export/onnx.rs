@@ -47,6 +47,9 @@ pub struct Onnx {
     pub weight_only: WeightOnly,
     /// How an output head that is tied to an int8 embedding is written
     pub tied_head: TiedHead,
+    /// Whether matrices with 16-bit floats, as after `cast`, are stored as such, and converted to 32 bits when
+    /// a runtime loads the file
+    pub float16_weights: bool,
     /// Whether a decoder has inputs and outputs for a KV cache, so that each step computes only new tokens
     pub cache: bool,
 }
@@ -115,13 +118,25 @@ impl Onnx {
             ..Style::default()
         };
         let decoder = if self.cache { Some(LanguageModel::new(model.clone())?) } else { None };
+        if self.float16_weights && self.precision == Precision::Float16 {
+            return Err(Error::option(
+                "onnx: float16_weights",
+                "has no effect with `precision: float16`, which stores all floats in 16 bits: omit one of them",
+            ));
+        }
         for (_, value) in graph.params() {
-            if let Encoding::Quantized(spec) = &model.weights.get(&value.name)?.encoding {
-                match spec.codes {
-                    Codes::Integer(_) => style.integers.insert(value.name.clone(), spec.clone()),
-                    Codes::Palette(_) => style.palettes.insert(value.name.clone(), spec.clone()),
-                    Codes::Float(_) => None,
-                };
+            let weight = model.weights.get(&value.name)?;
+            match &weight.encoding {
+                Encoding::Quantized(spec) => match spec.codes {
+                    Codes::Integer(_) => drop(style.integers.insert(value.name.clone(), spec.clone())),
+                    Codes::Palette(_) => drop(style.palettes.insert(value.name.clone(), spec.clone())),
+                    Codes::Float(_) => {}
+                },
+                Encoding::Dense => {
+                    if self.float16_weights && weight.dtype == DType::F16 && weight.shape.len() > 1 {
+                        style.halves.insert(value.name.clone());
+                    }
+                }
             }
         }
         style.opset = style.opset.max(self.opset.unwrap_or_else(|| first_opset(&graph, &style)));
@@ -153,7 +168,9 @@ impl Onnx {
     fn rewritten(&self, file: &ModelFile, model: &Model, run: &RunState) -> Result<Rewritten> {
         let options = self.options();
         let defaults = Onnx::default().options();
-        if let Some((name, _)) = options.as_object().into_iter().flatten().find(|(name, value)| defaults.get(name) != Some(value)) {
+        // The file keeps 16-bit weights anyway.
+        let is_refused = |(name, value): &(&String, &Value)| *name != "float16_weights" && defaults.get(name) != Some(value);
+        if let Some((name, _)) = options.as_object().into_iter().flatten().find(is_refused) {
             return Err(Error::option(
                 format!("onnx: {name}"),
                 format!("{} is an .onnx model, whose graph is not changed: omit the option", model.path.display()),
@@ -306,9 +323,11 @@ impl Format for Onnx {
     fn lost_result(&self, model: &Model, run: &RunState) -> Option<LostResult> {
         let cast = run.history.iter().rfind(|applied| applied.name == CAST)?;
         let to = cast.options.get("to").and_then(Value::as_str).filter(|to| ["f16", "bf16"].contains(to))?;
-        let is_kept = original_file(model).is_some() || self.precision == Precision::Float16;
+        let is_kept = original_file(model).is_some() || self.precision == Precision::Float16 || (to == "f16" && self.float16_weights);
         let remedy = match to {
-            "f16" => "set `precision: float16`, as in `--export 'onnx: { precision: float16 }'`, or convert with `to: f32`",
+            "f16" => {
+                "set `precision: float16`, as in `--export 'onnx: { precision: float16 }'`, or `float16_weights: true` for arithmetic in 32 bits, or convert with `to: f32`"
+            }
             _ => "ONNX has only float32 (`to: f32`) and float16: `to: f16` with `--export 'onnx: { precision: float16 }'`",
         };
         let reason = format!("stores weights as float32, so that values that `cast` has rounded to {to} save no bytes");

@@ -319,3 +319,34 @@ fn values_that_overflow_16_bit_floats_are_rejected_by_name() {
     assert!(error.contains("`fc.weight`") && error.contains("7e4"), "{error}");
     assert!(!folder.path().join("out").exists());
 }
+
+/// Matrices of 16-bit floats are stored as such, and converted for arithmetic in 32 bits. The run compares the
+/// file with the built-in executor.
+#[test]
+fn matrices_of_16_bits_are_converted_when_the_file_is_loaded() {
+    let cast = || Cast { to: FloatFormat::F16, ..Cast::default() };
+    let export = Onnx { float16_weights: true, ..Onnx::default() };
+    let folder = tempfile::tempdir().unwrap();
+    for (name, weight, bias) in [
+        ("bert", QUERY, "encoder.layer.0.attention.self.query.bias"),
+        ("gpt2", "h.0.mlp.c_fc.weight", "h.0.mlp.c_fc.bias"),
+        ("resnet-basic", "embedder.embedder.convolution.weight", "embedder.embedder.normalization.weight"),
+    ] {
+        let out = folder.path().join(name);
+        let model = Model::open(golden(name)).unwrap();
+        let [weight, bias] = [weight, bias].map(|wanted| model.weights.by_name.keys().find(|known| known.ends_with(wanted)).unwrap().clone());
+        let elements = model.weights.by_name[&weight].elements();
+        Pipeline::builder().pass(cast()).export(export).build().unwrap().run(model, &out).unwrap();
+        let graph = ModelProto::decode(std::fs::read(out.join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
+        let stored = tensor(&graph, &format!("{weight}_float16"));
+        assert_eq!((stored.data_type(), stored.raw_data().len()), (DataType::Float16, 2 * elements), "{name}");
+        assert!(nodes(&graph, "Cast").iter().any(|node| node.output == [weight.clone()] && node.input == [stored.name()]), "{name}");
+        assert_eq!(tensor(&graph, &bias).data_type(), DataType::Float, "{name}");
+        // The weights of the file have 16 bits.
+        let opened = Model::open(out.join(file::MODEL)).unwrap();
+        assert_eq!(opened.weights.by_name[&weight].dtype, DType::F16, "{name}");
+    }
+    let both = Onnx { precision: Precision::Float16, ..export };
+    let run = Pipeline::builder().pass(cast()).export(both).build().unwrap().run(Model::open(golden("bert")).unwrap(), folder.path().join("both"));
+    assert!(run.err().unwrap().to_string().contains("float16_weights: has no effect with `precision: float16`"));
+}

@@ -36,6 +36,8 @@ pub struct InitializerLayout {
     /// The tensors: elements, followed by scales and optional zero points of integers, or by palettes of
     /// indices.
     pub tensors: Vec<TensorSpec>,
+    /// Whether the elements are 16-bit floats that the graph converts to 32 bits.
+    pub widened: bool,
     /// How the file deviates from the encoding of the weight, as a phrase for a note.
     pub remark: Option<&'static str>,
     /// For a bias that is stored as 32-bit integers: the layer that adds it.
@@ -83,7 +85,7 @@ pub(super) fn layouts(graph: &Graph, style: &Style, names: &[String], used_names
             _ if style.palettes.contains_key(&value.name) => vec![palette(style, value, &name, &style.palettes[&value.name], usages, used_names)],
             (Some(affine), _) => vec![quantized(style, value, name, affine, usages, used_names)?],
             (None, [only]) if only.added_to(graph, style).is_some() => bias(only.added_to(graph, style), value, name, used_names),
-            (None, _) => vec![floats(style, value, name, usages, quantized_weights.contains_key(&value.name))],
+            (None, _) => vec![floats(style, value, name, usages, quantized_weights.contains_key(&value.name), used_names)],
         };
         layouts.insert(at, stored);
     }
@@ -115,25 +117,29 @@ fn bias(integer_bias: Option<IntegerBias>, value: &Value, name: String, used_nam
         integers: None,
         palette: None,
         tensors: vec![TensorSpec { name: name.to_owned(), data_type, dims: sizes(value) }],
+        widened: false,
         remark: None,
         integer_bias: integer_bias.clone().map(|integer_bias| IntegerBias { scales, ..integer_bias }),
     };
     vec![layout(&name, DataType::Int32, false), layout(&scale, DataType::Float, true)]
 }
 
-fn floats(style: &Style, value: &Value, name: String, usages: &[Usage], quantized: bool) -> InitializerLayout {
+fn floats(style: &Style, value: &Value, name: String, usages: &[Usage], quantized: bool, used_names: &mut BTreeSet<String>) -> InitializerLayout {
     let matrices = !usages.is_empty() && usages.iter().all(|usage| usage.layer() == Some(false) && usage.rank != 2);
     let wide = is_wide(style, usages);
     let mut dims = sizes(value);
     if matrices {
         dims.reverse();
     }
+    let widened = wide && style.halves.contains(&value.name);
+    let name = if widened { super::fresh(used_names, format!("{name}_float16")) } else { name };
     InitializerLayout {
         weight: value.name.clone(),
         storage_format: if matrices { StorageFormat::Transposed } else { StorageFormat::Plain },
         integers: None,
         palette: None,
-        tensors: vec![TensorSpec { name, data_type: if wide { DataType::Float } else { DataType::Float16 }, dims }],
+        tensors: vec![TensorSpec { name, data_type: if wide && !widened { DataType::Float } else { DataType::Float16 }, dims }],
+        widened,
         integer_bias: None,
         remark: quantized.then_some("written as dequantized floats, because the graph uses them outside of linear layers and embeddings"),
     }
@@ -161,6 +167,7 @@ fn palette(style: &Style, value: &Value, name: &str, affine: &QuantizationSpec, 
         integers: None,
         palette: Some(affine.clone()),
         tensors: vec![indices, values],
+        widened: false,
         remark: None,
         integer_bias: None,
     }
@@ -250,7 +257,16 @@ fn quantized(
         }
         _ => None,
     };
-    Ok(InitializerLayout { weight: value.name.clone(), storage_format, integers: Some(affine.clone()), palette: None, tensors, remark, integer_bias: None })
+    Ok(InitializerLayout {
+        weight: value.name.clone(),
+        storage_format,
+        integers: Some(affine.clone()),
+        palette: None,
+        tensors,
+        widened: false,
+        remark,
+        integer_bias: None,
+    })
 }
 
 /// Storage format of integers. Only weights that are dequantized and used by linear layers alone can

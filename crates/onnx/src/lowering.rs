@@ -268,10 +268,10 @@ impl<'g> Lowering<'g> {
         self.push(op, name.clone(), inputs, vec![name], attributes);
     }
 
-    /// The layout of a palettized parameter, whose expansion is written next; `None` for other
-    /// parameters.
-    pub fn enter_palette(&mut self, value: usize) -> Option<InitializerLayout> {
-        let slot = self.layouts.get(&value)?.iter().find(|slot| slot.palette.is_some())?.clone();
+    /// The layout of a parameter that is computed from its tensors, which are palettes or 16-bit floats, and
+    /// whose computation is written next; `None` for other parameters.
+    pub fn enter_computed(&mut self, value: usize) -> Option<InitializerLayout> {
+        let slot = self.layouts.get(&value)?.iter().find(|slot| slot.palette.is_some() || slot.widened)?.clone();
         self.scope.clone_from(&self.names[value]);
         Some(slot)
     }

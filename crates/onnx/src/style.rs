@@ -1,6 +1,6 @@
 //! Options for lowering a graph: operator set, float precision, quantized weights.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +58,9 @@ pub struct Style {
     pub integers: BTreeMap<String, QuantizationSpec>,
     /// Palettized weights, by name in the checkpoint.
     pub palettes: BTreeMap<String, QuantizationSpec>,
+    /// Float weights that are stored in 16 bits and converted to 32 bits, by name in the checkpoint. With
+    /// [`Precision::Float16`], all floats have 16 bits.
+    pub halves: BTreeSet<String>,
     /// Whether activations are quantized to int8, which integer units of ARM and GPUs require, instead
     /// of uint8.
     pub signed: bool,
@@ -73,12 +76,13 @@ pub struct Style {
 
 impl Default for Style {
     fn default() -> Self {
-        let (integers, palettes, output_types) = Default::default();
+        let (integers, palettes, halves, output_types) = Default::default();
         Self {
             opset: *OPSETS.start(),
             precision: Precision::default(),
             integers,
             palettes,
+            halves,
             signed: false,
             weight_only: WeightOnly::default(),
             tied_head: TiedHead::default(),

@@ -86,6 +86,7 @@ fn context(name: &str, option: &str) -> (Value, Value) {
         ("gguf", "importance" | "imatrix" | "write_imatrix") => set(json!({ "type": "Q4_0" })),
         ("prune-vocabulary", "text_column") => set(json!({ "keep": evaluation("labelled.csv") })),
         ("prune-vocabulary", "min_count") => set(json!({ "keep": evaluation("book.txt") })),
+        ("onnx", "float16_weights") => after(json!([{ "cast": { "to": "f16" } }])),
         ("onnx", "tied_head") => after(json!([{ "quantize-dynamic": { "embeddings": true } }])),
         _ => set(json!({})),
     }

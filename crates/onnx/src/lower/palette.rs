@@ -1,13 +1,17 @@
-//! Palettized weights: `Gather` looks up the values. It depends on no input, so runtimes evaluate it
-//! once, when they load the file.
+//! Weights that are computed from stored tensors: `Gather` looks up the values of palettized weights, and
+//! `Cast` converts 16-bit floats. Neither depends on an input, so runtimes evaluate them once, when they load
+//! the file.
 
 use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::store::Granularity;
 
-/// Expands a parameter to floats, if it is palettized.
+/// Computes a parameter in 32-bit floats, if it is palettized or stored in 16 bits.
 pub(in super::super) fn floats(value: usize, n: &mut Lowering) {
-    let Some(slot) = n.enter_palette(value) else { return };
+    let Some(slot) = n.enter_computed(value) else { return };
+    if let (true, [half]) = (slot.widened, &slot.tensors[..]) {
+        return n.compute(value, "Cast", &[&half.name], vec![AttributeProto::int("to", DataType::Float as i64)]);
+    }
     let (Some(affine), [indices, palettes]) = (&slot.palette, &slot.tensors[..]) else { return };
     let mut found = n.cast("places", &indices.name, DataType::Int32);
     if let (Granularity::Block([high, _]), [rows, rest @ ..]) = (affine.granularity, &indices.dims[..])
