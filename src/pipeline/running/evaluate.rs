@@ -188,7 +188,8 @@ impl Run<'_> {
                 (Role::Output, Runtime::Candle) => Subject::from_model(self.written()?)?.with_precision(precision),
                 (Role::OutputAsOnnx, Runtime::Candle) => Subject::from_model(self.written()?)?.with_rounding(Rounding::Tensor),
                 (Role::Input, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::open_original_file(self.before, self.work.threads)?,
-                (Role::Input, Runtime::OnnxRuntime) => self.session(&self.folder.join(INPUT_FOLDER).join(self.file))?,
+                // The input is exported under the default name.
+                (Role::Input, Runtime::OnnxRuntime) => self.session(&self.folder.join(INPUT_FOLDER).join(MODEL))?,
                 (Role::Output | Role::OutputAsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
                 (_, other) => return Err(Error::option("runtime", format!("`{other}` cannot be evaluated"))),
             };
