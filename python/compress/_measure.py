@@ -113,12 +113,12 @@ def auto(
     model: Path,
     output: Path,
     *,
-    calibration: str | Samples,
+    calibration: str | Samples | None = None,
     max_size: str | float | int | None = None,
     max_kl: float | None = None,
     max_loss: str | float | None = None,
     latency: str | None = None,
-    runtime: Literal["vllm", "transformers", "llama.cpp", "onnxruntime"] = "vllm",
+    runtime: Literal["vllm", "transformers", "llama.cpp", "onnxruntime"] | None = None,
     formats: Sequence[str] = (),
     evaluation: str | Samples | None = None,
     method: Method | None = None,
@@ -137,20 +137,22 @@ def auto(
     Args:
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write, or a .gguf file for llama.cpp or an .onnx file for ONNX Runtime.
-        calibration: samples on which the loss of each format of each layer is predicted.
+        calibration: samples on which the loss of each format of each layer is predicted. Without them, the errors of the
+            weights are compared, and only `max_size` can be limited.
         max_size: largest size: bits per quantized weight (4.5bits), the size of all weights or of the file (300MB), or a
             fraction of the size of the input (0.25, 25%).
         max_kl: largest KL divergence of the predictions from those of the original model, in nats per token.
         max_loss: largest loss of the score relative to the original model, like 0.5%.
         latency: largest latency of one calibration sample in ONNX Runtime, like 5ms, measured on this machine with
             `threads`.
-        runtime: the runtime that loads the output, which determines the formats.
+        runtime: the runtime that loads the output, which determines the formats [default: llama.cpp for .gguf files,
+            onnxruntime for .onnx files, otherwise vllm].
         formats: formats to choose from [default: all that the runtime loads].
         evaluation: data on which mixtures are measured, with labels for `max_loss` [default: calibration samples that are
             not used otherwise].
-        method: algorithm that quantizes the output, for vLLM and transformers [default: gptq].
-        time: time for better methods, like 10m, which quantize the chosen point and are kept if the divergence on
-            held-out samples falls. For vLLM and transformers [default: gptq only].
+        method: algorithm that quantizes the output, for vLLM and transformers [default: gptq; rtn without samples].
+        time: time for better methods, like 10m, which quantize the chosen point and are kept if the loss on held-out
+            samples falls. Not for llama.cpp [default: gptq only; for ONNX Runtime, the default options].
         times: file of the times that `latency` measures, which is read first if it exists: with the same times, the
             choice is the same.
         points: number of points of the front that are measured.
@@ -184,8 +186,8 @@ def auto(
         threads=threads,
         formats=",".join(formats) or None,
     )
-    arguments += [f"--for={runtime}", *(["--force"] if force else [])]
-    samples = {"calibration": calibration, **({} if evaluation is None else {"eval": evaluation})}
+    arguments += [*([] if runtime is None else [f"--for={runtime}"]), *(["--force"] if force else [])]
+    samples = {name: data for name, data in {"calibration": calibration, "eval": evaluation}.items() if data is not None}
     return Report.from_dict(execute(["auto", os.fspath(model), *arguments], samples, progress)["report"])
 
 

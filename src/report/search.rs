@@ -18,6 +18,8 @@ pub enum SearchLoss {
     KlDivergence,
     /// One minus the mean cosine similarity of the outputs to those of the original model
     CosineDistance,
+    /// Sum of the squared errors of the weights relative to their squares, without samples
+    WeightError,
 }
 
 impl SearchLoss {
@@ -26,6 +28,7 @@ impl SearchLoss {
         match self {
             SearchLoss::KlDivergence => "divergence",
             SearchLoss::CosineDistance => "distance",
+            SearchLoss::WeightError => "weight error",
         }
     }
 }
@@ -35,6 +38,7 @@ impl fmt::Display for SearchLoss {
         f.write_str(match self {
             SearchLoss::KlDivergence => "KL divergence",
             SearchLoss::CosineDistance => "cosine distance",
+            SearchLoss::WeightError => "weight error",
         })
     }
 }

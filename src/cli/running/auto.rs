@@ -30,9 +30,10 @@ const FRONT: [&str; 1] = ["json"];
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   compress auto llama -o out --max-size 4.5bits --calibration book.txt             the best mixture of 4.5 bits per weight
+  compress auto llama -o out --max-size 4.5bits                                    without samples, by the errors of the weights
   compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
   compress auto llama -o out --max-size 4.5bits --time 30m --calibration book.txt  the same size, with a slower method if it is better
-  compress auto llama -o small.gguf --for llama.cpp --max-size 80MB --calibration book.txt   a GGUF file of this size
+  compress auto llama -o small.gguf --max-size 80MB --calibration book.txt         a GGUF file of this size
   compress auto vit -o out --for onnxruntime --max-loss 0.5% --calibration train --eval val   the smallest with this accuracy
   compress auto vit -o out --for onnxruntime --latency 5ms --calibration train     the closest model that is this fast
   compress auto llama --front front.json --calibration book.txt                    only search, and write the front
@@ -40,7 +41,7 @@ const FRONT: [&str; 1] = ["json"];
 
 One backward pass over the calibration samples predicts the loss of each format of each layer; several mixtures are then
 measured on held-out samples, and the predictions are corrected. For ONNX Runtime, each layer is quantized separately
-instead. `compress run` with the recipe in the output folder writes the same weights again.")]
+instead. Without samples, the errors of the weights are compared, and nothing is measured. `compress run` with the recipe in the output folder writes the same weights again.")]
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model; for ONNX Runtime, any model that the built-in executor runs
     model: PathBuf,
@@ -48,15 +49,16 @@ pub(in crate::cli) struct Args {
     /// nothing is written
     #[arg(long, short, value_name = "DIR")]
     output: Option<PathBuf>,
-    /// The runtime that loads the output, which determines the formats
-    #[arg(long = "for", value_name = "RUNTIME", value_enum, default_value_t)]
-    target: LoadedBy,
+    /// The runtime that loads the output, which determines the formats [default: llama.cpp for `.gguf` files,
+    /// onnxruntime for `.onnx` files, otherwise vllm]
+    #[arg(long = "for", value_name = "RUNTIME", value_enum)]
+    target: Option<LoadedBy>,
     /// Formats to choose from, such as the fastest ones of your machine [default: all that the runtime loads]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
     /// or ONNX file (300MB), or a fraction of the size of the input (0.25, 25%)
-    #[arg(long, value_name = "SIZE", conflicts_with_all = ["max_kl", "max_loss"])]
+    #[arg(long, visible_alias = "size", value_name = "SIZE", conflicts_with_all = ["max_kl", "max_loss"])]
     max_size: Option<Budget>,
     /// Largest KL divergence of the predictions from those of the original model, in nats per token, measured
     /// with weights rounded to nearest
@@ -74,18 +76,19 @@ pub(in crate::cli) struct Args {
     /// the choice is the same
     #[arg(long, value_name = "FILE")]
     times: Option<PathBuf>,
-    /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe
+    /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe.
+    /// Without it, the errors of the weights are compared, and only the size can be limited
     #[arg(long, visible_alias = "data", value_name = "DATA", value_parser = parse_data)]
-    calibration: Data,
+    calibration: Option<Data>,
     /// Data on which mixtures are measured, with labels for `--max-loss` [default: calibration samples that
     /// are not used otherwise]
     #[arg(long, value_name = "DATA", value_parser = parse_data)]
     eval: Option<Data>,
-    /// Algorithm that quantizes the output, for vLLM and transformers [default: gptq]
+    /// Algorithm that quantizes the output, for vLLM and transformers [default: gptq; rtn without samples]
     #[arg(long, value_enum)]
     method: Option<Method>,
-    /// Time for better methods, which quantize the chosen point and are kept if the divergence on held-out
-    /// samples falls: 10m. For vLLM and transformers [default: gptq only]
+    /// Time for better methods, which quantize the chosen point and are kept if the loss on held-out samples
+    /// falls: 10m. Not for llama.cpp [default: gptq only; for ONNX Runtime, the default options]
     #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "output", conflicts_with = "method")]
     time: Option<Duration>,
     /// Number of points of the front that are measured, besides uniform formats and llama.cpp's own mixtures
@@ -113,13 +116,14 @@ impl Args {
         times.check(&FRONT)?;
         let mut measured = self.times.as_deref().map(read_times).transpose()?.flatten();
         let mut data = self.data();
-        let mut calibration = data.calibration.clone().unwrap_or_else(|| self.calibration.clone());
-        calibration.require_unpacked("--calibration")?;
+        let mut calibration = data.calibration.clone();
+        calibration.as_ref().map_or(Ok(()), |set| set.require_unpacked("--calibration"))?;
         self.eval.as_ref().map_or(Ok(()), |eval| eval.require_unpacked("--eval"))?;
         let model = Model::open(&self.model)?;
-        self.target.require_loads(&model)?;
-        let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Data| -> Result<_> {
-            let builder = global.builder()?.passes(writing.passes).force(self.force).calibration(calibration.clone());
+        self.target().require_loads(&model)?;
+        let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Option<Data>| -> Result<_> {
+            let builder = global.builder()?.passes(writing.passes).force(self.force);
+            let builder = calibration.iter().fold(builder, |builder, set| builder.calibration(set.clone()));
             let builder = builder.loads([self.runtime()]);
             let builder = search.into_iter().fold(builder, Builder::search);
             let builder = writing.exports.into_iter().fold(builder, Builder::export);
@@ -135,20 +139,22 @@ impl Args {
         }
         let subject = Subject::from_model(model.clone())?;
         // Without `--eval`, the part of the calibration data that is not used measures the mixtures.
-        if self.eval.is_none() && self.max_loss.is_some() {
-            calibration = calibration_part(&data, &calibration, subject.target())?;
-            data.calibration = Some(calibration.clone());
-        } else {
-            // The samples with which the output is quantized, with `--eval` too.
-            data.calibration = Some(data.reserve_held_out(&calibration, subject.target())?);
+        if let Some(set) = calibration.clone() {
+            let used = if self.eval.is_none() && self.max_loss.is_some() {
+                calibration.insert(calibration_part(&data, &set, subject.target())?).clone()
+            } else {
+                // The samples with which the output is quantized, with `--eval` too.
+                data.reserve_held_out(&set, subject.target())?
+            };
+            data.open(&used, subject.target())?;
+            data.calibration = Some(used);
         }
-        data.open(data.calibration.as_ref().unwrap_or(&calibration), subject.target())?;
         let device = global.models.device.open()?;
         let memory = memory_limit(global.models.memory, &device);
         let (found, writing) = global.work(|work| {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
-            let labelled = Some(&self.calibration);
-            let search = Search { model: &model, target: self.target, formats: &self.formats, budget, points: self.points, labelled, context: &context };
+            let labelled = self.calibration.as_ref();
+            let search = Search { model: &model, target: self.target(), formats: &self.formats, budget, points: self.points, labelled, context: &context };
             let known = measured.clone();
             let found = search.run(&mut measured);
             // Measurements of a search that fails are kept too.
@@ -165,9 +171,9 @@ impl Args {
             Ok::<_, Error>((found, writing))
         })?;
         front.write(&FRONT, || text_of("--front", &front_of(&found)))?;
-        let section = found.report(self.target, budget);
+        let section = found.report(self.target(), budget);
         if !global.json {
-            output::print(&text(&found, self.target, section.as_ref()))?;
+            output::print(&text(&found, self.target(), section.as_ref()))?;
         }
         let (Some(output), Some(writing)) = (&self.output, writing) else {
             return if global.json { output::json(&json!({ "search": front_of(&found) })) } else { Ok(()) };
@@ -179,15 +185,22 @@ impl Args {
         output::report(&report, output, global)
     }
 
+    /// The runtime that loads the output: if it is not specified, that of the format of the output file.
+    fn target(&self) -> LoadedBy {
+        let file = self.output.as_deref().and_then(crate::output::file_name).unwrap_or_default();
+        let loads_file = |other: &&LoadedBy| other.is_file() && file.ends_with(&format!(".{}", other.runtime().format()));
+        self.target.or_else(|| LoadedBy::value_variants().iter().find(loads_file).copied()).unwrap_or_default()
+    }
+
     /// The runtime whose rules the output must comply with.
     fn runtime(&self) -> Target {
-        Target::newest(self.target.runtime())
+        Target::newest(self.target().runtime())
     }
 
     /// The data sets. The search draws its targets from the predictions, and ignores labels of calibration
     /// data like other passes.
     fn data(&self) -> DataSets {
-        let mut data = DataSets { calibration: Some(self.calibration.clone()), evaluation: self.eval.clone(), ..DataSets::default() };
+        let mut data = DataSets { calibration: self.calibration.clone(), evaluation: self.eval.clone(), ..DataSets::default() };
         data.ignore_labels(false);
         data
     }
@@ -198,7 +211,7 @@ impl Args {
             (_, Some(limit)) => Some(Budget::Loss(limit)),
             (size, None) => size.or(self.max_loss).or(self.latency),
         };
-        let runtime = self.target;
+        let runtime = self.target();
         if self.times.is_some() && self.latency.is_none() {
             return Err(Error::option("--times", "contains the times that a search with `--latency` measures: specify `--latency`, or omit it"));
         }
@@ -225,12 +238,19 @@ impl Args {
             let reason = format!("is not supported for {runtime}, whose formats are compared by the cosine similarity of all outputs: use `--max-loss`");
             return Err(Error::option("--max-kl", reason));
         }
-        if let Some(option) = self.method.map(|_| "--method").or(self.time.map(|_| "--time")).filter(|_| runtime.is_file()) {
+        let time = self.time.filter(|_| runtime == LoadedBy::LlamaCpp).map(|_| "--time");
+        if let Some(option) = self.method.filter(|_| runtime.is_file()).map(|_| "--method").or(time) {
             let reason = match runtime {
                 LoadedBy::LlamaCpp => "has no effect on GGUF files, whose scales are searched by the importance of the columns",
                 _ => "has no effect on ONNX files, whose int8 weights are rounded to nearest",
             };
             return Err(Error::option(option, reason));
+        }
+        if self.calibration.is_none() {
+            let is_free = |method: Method| matches!(method, Method::Rtn | Method::Best);
+            if let Some(option) = self.time.map(|_| "--time").or(self.method.filter(|method| !is_free(*method)).map(|_| "--method")) {
+                return Err(Error::option(option, "needs `--calibration`: without samples, weights are rounded to nearest"));
+            }
         }
         match (&self.output, &self.front, budget) {
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
@@ -283,7 +303,11 @@ fn text(found: &Found, target: LoadedBy, section: Option<&FormatSearch>) -> Stri
     let points = found.points.iter().map(|point| row(point, point.reference.as_deref().unwrap_or("mixture")));
     let chosen = found.chosen.iter().map(|point| row(point, "chosen"));
     let size = if target.is_file() { "file" } else { "weights" };
-    let name = if found.loss == SearchLoss::KlDivergence { "KL" } else { "distance" };
+    let name = match found.loss {
+        SearchLoss::KlDivergence => "KL",
+        SearchLoss::CosineDistance => "distance",
+        SearchLoss::WeightError => "error",
+    };
     let titles = [format!("predicted {name}"), format!("measured {name}")];
     let metric = found.metric.iter().flat_map(|metric| [metric.name.as_str(), "loss"]);
     let titles = ["", "bits", size].into_iter().chain(titles.iter().map(String::as_str)).chain(metric);
@@ -292,6 +316,9 @@ fn text(found: &Found, target: LoadedBy, section: Option<&FormatSearch>) -> Stri
     let mut text = format!("{table}\n\n");
     if let Some(samples) = &found.measured_on {
         text += &format!("Measured with weights rounded to nearest, on {samples}; predictions are corrected by the measurements.\n");
+    }
+    if found.loss == SearchLoss::WeightError {
+        text += "Without calibration samples, losses are the squared errors of the weights relative to their squares, and nothing is measured.\n";
     }
     if let Some(metric) = &found.metric {
         text += &format!("The {} of the original model is {}, on {}.\n", metric.name, figure(metric.original), metric.measured_on);

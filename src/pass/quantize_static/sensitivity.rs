@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use half::f16;
 use serde::Serialize;
 
 use super::QuantizeStatic;
@@ -35,6 +36,10 @@ pub struct Damage {
     pub quantized: Option<f64>,
     /// Mean Kullback-Leibler divergence with static scales, for logits.
     pub kl: Option<f64>,
+    /// Signal to noise ratio of the weight in 16-bit floats in decibels, infinite without noise; `None` if a
+    /// value exceeds their range.
+    #[serde(skip)]
+    pub half_sqnr_db: Option<f64>,
     /// Mean cosine similarity with the weight in each of the requested schemes, and float activations.
     #[serde(skip)]
     pub schemes: Vec<Option<f64>>,
@@ -43,7 +48,8 @@ pub struct Damage {
 impl Damage {
     /// An effect that is not measured yet.
     fn new(name: &str) -> Damage {
-        Damage { name: name.to_owned(), weight_sqnr_db: None, weights: None, dynamic: None, quantized: None, kl: None, schemes: Vec::new() }
+        let (weight_sqnr_db, weights, dynamic, quantized, kl, half_sqnr_db) = Default::default();
+        Damage { name: name.to_owned(), weight_sqnr_db, weights, dynamic, quantized, kl, half_sqnr_db, schemes: Vec::new() }
     }
 
     /// Loss of the outputs, one minus the cosine similarity; without samples, the relative squared error
@@ -166,7 +172,9 @@ impl QuantizeStatic {
         let before = prepared.model.weights.get(name)?.floats(name)?;
         let after = self.with_weight(prepared, name, ActivationScheme::None)?.weights.get(name)?.floats(name)?;
         let weight_sqnr_db = compare::floats(&before, &after).sqnr_db();
-        Ok(Damage { weight_sqnr_db, ..Damage::new(name) })
+        let half: Vec<f32> = before.iter().map(|value| f16::from_f32(*value).to_f32()).collect();
+        let half_sqnr_db = half.iter().all(|value| value.is_finite()).then(|| compare::floats(&before, &half).sqnr_db().unwrap_or(f64::INFINITY));
+        Ok(Damage { weight_sqnr_db, half_sqnr_db, ..Damage::new(name) })
     }
 }
 

@@ -6,7 +6,7 @@ use super::chart::{Axis, Frame, dot, short};
 use super::{section, table};
 use crate::report::Report;
 use crate::report::format::{bytes, figure, milliseconds};
-use crate::report::search::{FormatSearch, SearchPoint};
+use crate::report::search::{FormatSearch, SearchLoss, SearchPoint};
 
 /// Units with the largest expected losses that are listed.
 const UNITS: usize = 24;
@@ -15,11 +15,16 @@ pub(super) fn section_of(report: &Report) -> Markup {
     let Some(search) = &report.search else { return html! {} };
     let noun = search.loss.noun();
     let lead = format!(
-        "Mixtures of formats that {} loads. The line is the predicted front: no mixture of this {} has less expected {noun} ({}). Dots are measured with weights rounded to nearest{}.{}{}",
+        "Mixtures of formats that {} loads. The line is the predicted front: no mixture of this {} has less expected {noun} ({}). {}{}{}",
         search.runtime,
         if search.times.is_some() { "latency" } else { "size" },
         search.loss,
-        search.measured_on.as_ref().map_or_else(String::new, |samples| format!(", on {samples}")),
+        if search.loss == SearchLoss::WeightError {
+            "Without calibration samples, it is the sum of the squared errors of the weights relative to their squares, and nothing is measured.".to_owned()
+        } else {
+            let samples = search.measured_on.as_ref().map_or_else(String::new, |samples| format!(", on {samples}"));
+            format!("Dots are measured with weights rounded to nearest{samples}.")
+        },
         search.metric.as_ref().map_or_else(String::new, |metric| {
             format!(" The {} of the original model is {}, on {}.", metric.name, figure(metric.original), metric.measured_on)
         }),
@@ -70,11 +75,12 @@ fn front(search: &FormatSearch) -> Markup {
         let (left, top) = position(point, value);
         html! { g.mark transform=(format!("translate({left:.1} 0)")) data-tip=(tip(point, what, value)) { path.dot.large.(class) d=(dot(0.0, top)) {} } }
     };
+    let predicted = search.loss == SearchLoss::WeightError;
     let marks = html! {
         path.front d=(path) {}
         @for point in &search.points {
-            @if let Some(measured) = point.measured {
-                (mark(point, if point.name.is_some() { "beaten" } else { "after" }, point.name.as_deref().unwrap_or("mixture"), measured))
+            @if let Some(value) = point.measured.or(predicted.then_some(point.predicted)) {
+                (mark(point, if point.name.is_some() { "beaten" } else { "after" }, point.name.as_deref().unwrap_or("mixture"), value))
             }
         }
         (mark(&search.chosen, "before", "chosen, predicted", search.chosen.predicted))
@@ -190,7 +196,7 @@ mod tests {
         assert!(page.contains("<td>chosen</td>") && page.contains("Q5_K") && page.contains("expected divergence"), "{page}");
         let metric = Some(crate::report::search::SearchMetric { name: "spearman".to_owned(), original: 0.8203, measured_on: "pairs".to_owned() });
         let chosen = SearchPoint { score: Some(0.8194), ..search.chosen.clone() };
-        let page = points(&FormatSearch { loss: crate::report::search::SearchLoss::CosineDistance, metric, chosen, ..search.clone() }).into_string();
+        let page = points(&FormatSearch { loss: SearchLoss::CosineDistance, metric, chosen, ..search.clone() }).into_string();
         assert!(page.contains("measured distance") && page.contains("spearman") && page.contains("0.8194"), "{page}");
         let timed = |point: SearchPoint| SearchPoint { predicted_ms: Some(point.bytes as f64 / 10.0), measured_ms: None, ..point };
         let chosen = SearchPoint { measured_ms: Some(4.25), ..timed(search.chosen.clone()) };

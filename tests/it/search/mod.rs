@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod onnxruntime;
+mod without_samples;
 
 use std::path::Path;
 
@@ -85,12 +86,33 @@ fn the_result_meets_the_limit_and_its_recipe_reproduces_it() {
         let weights = |name: &str| std::fs::read(folder.join(name).join("model.safetensors")).unwrap();
         assert!(weights(name) == weights(&format!("{name}-again")), "{name}");
     }
-    // Threads do not change the choice.
-    for threads in [1, 2] {
-        ok(folder, &format!("auto llama -o threads-{threads} --max-size 6bits --threads {threads} --quiet {SETS}"));
+}
+
+/// Repeated runs, with any number of threads, find the same front and write the same bytes.
+#[test]
+fn results_do_not_depend_on_threads_or_runs() {
+    let folder = prepared();
+    let folder = folder.path();
+    std::fs::write(folder.join("llama/tokenizer.json"), BYTE_LEVEL).unwrap();
+    let read = |name: String| std::fs::read(folder.join(name)).unwrap();
+    let mut first = None;
+    for (run, threads) in [1, 2, 4, 1, 2].into_iter().enumerate() {
+        let options = format!("--threads {threads} --quiet {SETS}");
+        ok(folder, &format!("auto llama -o out-{run} --size 6bits --front front-{run}.json {options}"));
+        ok(folder, &format!("auto llama -o {run}.gguf --size 80% {options}"));
+        // The recipes name their outputs.
+        let recipe = |name: String| String::from_utf8(read(name)).unwrap().replace(&format!("out-{run}"), "out").replace(&format!("{run}.gguf"), "out.gguf");
+        let found = [
+            read(format!("front-{run}.json")),
+            read(format!("out-{run}/model.safetensors")),
+            recipe(format!("out-{run}/recipe.yaml")).into_bytes(),
+            read(format!("{run}.gguf")),
+            recipe(format!("{run}.gguf.report/recipe.yaml")).into_bytes(),
+        ];
+        let expected = first.get_or_insert_with(|| found.clone());
+        let differing: Vec<usize> = (0..found.len()).filter(|at| found[*at] != expected[*at]).collect();
+        assert!(differing.is_empty(), "run {run} with {threads} threads: {differing:?}");
     }
-    assert_eq!(recipe(folder, "threads-1"), recipe(folder, "threads-2"));
-    assert_eq!(recipe(folder, "threads-1"), recipe(folder, "bits"));
 }
 
 /// The passes of the recipe of an output.
@@ -135,7 +157,7 @@ fn impossible_limits_name_the_nearest_possible_one() {
         ("auto llama --calibration ids.safetensors", "specify `-o DIR`"),
         ("auto llama -o new --calibration ids.safetensors", "specify a limit"),
         (
-            "auto llama -o new.gguf --max-size 6bits --calibration ids.safetensors",
+            "auto llama -o new.gguf --for vllm --max-size 6bits --calibration ids.safetensors",
             "vLLM loads a folder: name a folder, or specify `--for llama.cpp` for the formats of this file",
         ),
         ("auto llama -o out --max-size 6bits --calibration ids.safetensors", "exists"),

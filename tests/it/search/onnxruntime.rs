@@ -73,19 +73,20 @@ fn int8_layers_of_an_onnx_file_meet_a_limit_of_the_loss() {
     let found = data(folder, &format!("{ONNX} --front front.json"))["search"].clone();
     assert_eq!(
         (&found["formats"], &found["loss"]),
-        (&json!(["int4-weights", "int8-static", "int8-dynamic", "int8-weights", "floats"]), &json!("cosine-distance"))
+        (&json!(["int4-weights", "int8-static", "int8-dynamic", "int8-weights", "float16", "floats"]), &json!("cosine-distance"))
     );
     // Integer weights with float arithmetic are options only for the tables, which have no other one.
     for unit in found["units"].as_array().unwrap() {
-        let has: Vec<bool> = (0..5).map(|option| !unit["options"][option].is_null()).collect();
+        let has: Vec<bool> = (0..6).map(|option| !unit["options"][option].is_null()).collect();
         let is_table = unit["name"].as_str().unwrap().contains("embeddings");
-        assert_eq!(has, if is_table { [false, false, false, true, true] } else { [false, true, true, false, true] }, "{unit}");
+        assert_eq!(has, if is_table { [false, false, false, true, true, true] } else { [false, true, true, false, true, true] }, "{unit}");
     }
     let points = found["points"].as_array().unwrap();
     let reference =
         |name: &str| points.iter().find(|point| point["reference"] == name).unwrap_or_else(|| panic!("{name}: {points:?}"))["measured"].as_f64().unwrap();
     let limit = 100.0 * reference("int8-static").min(reference("int8-dynamic")) / 3.0;
-    let arguments = format!("--max-loss {limit:.9}%");
+    // Few formats, so that all choices can be enumerated.
+    let arguments = format!("--max-loss {limit:.9}% --formats int8-static,int8-dynamic");
     let found = data(folder, &format!("{ONNX} {arguments} -o out"));
     let (chosen, units) = (&found["search"]["chosen"], found["search"]["units"].as_array().unwrap());
     assert!(chosen["drop"].as_f64().unwrap() <= limit / 100.0 && chosen["drop"] == chosen["measured"], "{limit} {chosen}");
@@ -93,12 +94,17 @@ fn int8_layers_of_an_onnx_file_meet_a_limit_of_the_loss() {
     for point in found["search"]["points"].as_array().unwrap() {
         assert!(point["bytes"].as_u64() >= chosen["bytes"].as_u64() || point["drop"].as_f64().unwrap() > limit / 100.0, "{point}");
     }
-    // Of all choices of formats, none of this size has less expected loss.
-    let (loss, bytes) = totals(units, &indices(&found["search"], chosen));
-    let all = every(units);
+    // Of all choices of formats, none has less expected loss than the points of the front of its size.
+    let all: Vec<(f64, u64)> = every(units).iter().map(|formats| totals(units, formats)).collect();
     assert!(all.len() > 1000, "{}", all.len());
-    let least = all.iter().map(|formats| totals(units, formats)).filter(|(_, other)| *other <= bytes).map(|(loss, _)| loss).fold(f64::INFINITY, f64::min);
-    assert!(loss <= 1.01 * least, "{loss} instead of {least} at {bytes} bytes");
+    let (report, others) = (read_json(&folder.join("out/report.json")), found["search"]["other_bytes"].as_u64().unwrap());
+    let front = report["search"]["front"].as_array().unwrap();
+    assert!(front.len() > 10, "{front:?}");
+    for point in front {
+        let (loss, bytes) = (point["predicted"].as_f64().unwrap(), point["bytes"].as_u64().unwrap() - others);
+        let least = all.iter().filter(|(_, other)| *other <= bytes).map(|(loss, _)| *loss).fold(f64::INFINITY, f64::min);
+        assert!(loss <= 1.01 * least + 1e-12, "{loss} instead of {least} at {bytes} bytes");
+    }
     // The file has the stated size, and its recipe writes it again.
     let written = |name: &str| std::fs::read(folder.join(name).join("model.onnx")).unwrap();
     assert_eq!(chosen["bytes"].as_u64(), Some(written("out").len() as u64), "{chosen}");
@@ -109,7 +115,6 @@ fn int8_layers_of_an_onnx_file_meet_a_limit_of_the_loss() {
         data(folder, &format!("{ONNX} {arguments} -o threads-{threads} --threads {threads}"));
         assert!(written("out") == written(&format!("threads-{threads}")), "{threads} threads");
     }
-    let report = read_json(&folder.join("out/report.json"));
     assert_eq!((&report["search"]["runtime"], &report["search"]["loss"]), (&json!("ONNX Runtime"), &json!("cosine-distance")));
     assert!((report["search"]["max_loss"].as_f64().unwrap() - limit).abs() < 1e-8, "{}", report["search"]);
     assert_eq!(report["loads"][0]["runtime"], "onnxruntime");
@@ -127,6 +132,11 @@ fn an_onnx_file_meets_a_limit_of_its_size() {
     let input = std::fs::metadata(folder.join("bert/model.safetensors")).unwrap().len();
     assert_eq!(found["search"]["chosen"]["bytes"].as_u64(), Some(bytes));
     assert!(10 * bytes <= 6 * input && 10 * bytes > 5 * input, "{bytes} of {input}");
+    // The input and the output of a file are compared on evaluation data.
+    let ids = Tensor::from_vec((0..96i64).map(|i| (i * i * 7 + i * 3 + 1) % 47 + 1).collect::<Vec<_>>(), (8, 12), &Device::Cpu).unwrap();
+    let arrays = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
+    candle_core::safetensors::save(&arrays.into(), folder.join("others.safetensors")).unwrap();
+    data(folder, &format!("{ONNX} -o evaluated.onnx --max-size 60% --eval others.safetensors"));
     // The smallest file consists of int8 layers.
     let run = compress(folder, &format!("{ONNX} -o least.onnx --max-size 1%"));
     let nearest = run.stderr.split("the nearest possible limit is ").nth(1).unwrap_or_else(|| panic!("{}", run.stderr)).split_whitespace().next().unwrap();
@@ -327,4 +337,72 @@ fn matrices_of_an_onnx_file_have_4_bits() {
     ok(folder, "run plain.yaml");
     let run = compress(folder, "auto plain/model.onnx --for onnxruntime --front other.json --formats int4-weights --data texts.safetensors");
     assert!(run.code > 0 && run.stderr.contains("loads none of the formats"), "{}", run.stderr);
+}
+
+/// Weights of 16 bits have half the size and nearly no loss, and layers compute in 32 bits.
+#[test]
+fn layers_of_an_onnx_file_have_16_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    encoder(folder);
+    let found = data(folder, &format!("{ONNX} --formats int8-dynamic,float16 -o out --max-size 70%"))["search"].clone();
+    assert_eq!(found["formats"], json!(["int8-dynamic", "float16", "floats"]));
+    for unit in found["units"].as_array().unwrap() {
+        let (half, floats) = (&unit["options"][1], unit["options"][2]["bytes"].as_u64().unwrap());
+        // The nodes that convert the weight are part of its size.
+        let bytes = half["bytes"].as_u64().unwrap();
+        assert!(2 * bytes >= floats && bytes < floats / 2 + 400, "{unit}");
+        let int8 = unit["options"][0]["loss"].as_f64();
+        assert!(int8.is_none_or(|int8| half["loss"].as_f64().unwrap() < 0.01 * int8), "{unit}");
+    }
+    let point =
+        |name: &str| found["points"].as_array().unwrap().iter().find(|point| point["reference"] == name).unwrap_or_else(|| panic!("{name}: {found}")).clone();
+    let (half, int8) = (point("float16"), point("int8-dynamic"));
+    assert!(half["measured"].as_f64().unwrap() < 0.01 * int8["measured"].as_f64().unwrap() && half["bytes"].as_u64() > int8["bytes"].as_u64(), "{half} {int8}");
+    let formats = found["chosen"]["formats"].as_array().unwrap();
+    assert!(formats.contains(&json!("float16")), "{formats:?}");
+    assert_eq!(found["chosen"]["bytes"].as_u64(), Some(std::fs::metadata(folder.join("out/model.onnx")).unwrap().len()));
+    ok(folder, "verify out");
+    let report = read_json(&folder.join("out/report.json"));
+    assert_eq!(report["recipe"]["export"][0]["onnx"]["float16_weights"], true);
+    ok(folder, "run out/recipe.yaml -o again");
+    let written = |name: &str| std::fs::read(folder.join(name).join("model.onnx")).unwrap();
+    assert!(written("out") == written("again"));
+    // The weights of an ONNX file are converted in its own graph.
+    std::fs::write(folder.join("plain.yaml"), "model: bert\npasses: []\nexport: [onnx]\noutput: plain\n").unwrap();
+    ok(folder, "run plain.yaml");
+    let search = "auto plain/model.onnx --for onnxruntime --json --data texts.safetensors --formats float16";
+    let found = data(folder, &format!("{search} -o half.onnx --max-size 75%"))["search"].clone();
+    assert_eq!(found["chosen"]["bytes"].as_u64(), Some(std::fs::metadata(folder.join("half.onnx")).unwrap().len()));
+    ok(folder, "verify half.onnx");
+}
+
+/// Options of int8 layers are kept if the loss on the held-out samples falls.
+#[test]
+fn a_time_allows_better_options_of_int8_layers() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    encoder(folder);
+    let arguments = "--formats int8-static,int8-dynamic --max-size 55%";
+    let found = data(folder, &format!("{ONNX} {arguments} -o out --time 1h"));
+    let methods = found["search"]["methods"].as_array().unwrap();
+    assert_eq!(methods.iter().map(|method| &method["method"]).take(2).collect::<Vec<_>>(), ["default options", "weights: mse"]);
+    let measured: Vec<f64> = methods.iter().map(|method| method["measured"].as_f64().unwrap()).collect();
+    let chosen: Vec<usize> = (0..methods.len()).filter(|at| methods[*at]["chosen"] == true).collect();
+    let least = measured.iter().copied().fold(f64::INFINITY, f64::min);
+    assert!(measured.len() >= 2 && chosen.len() == 1 && measured[chosen[0]] == least, "{methods:?}");
+    // The first candidate is the measured mixture.
+    let expected = found["search"]["chosen"]["measured"].as_f64().unwrap();
+    assert!((measured[0] / expected - 1.0).abs() < 1e-9, "{} {expected}", measured[0]);
+    let report = read_json(&folder.join("out/report.json"));
+    assert_eq!(report["search"]["methods"], found["search"]["methods"]);
+    ok(folder, "verify out");
+    ok(folder, "run out/recipe.yaml -o again");
+    let written = |name: &str| std::fs::read(folder.join(name).join("model.onnx")).unwrap();
+    assert!(written("out") == written("again"));
+    // A time in which nothing ends leaves the default options.
+    let found = data(folder, &format!("{ONNX} {arguments} -o short --time 1us"));
+    assert_eq!(found["search"]["methods"].as_array().unwrap().iter().map(|method| &method["measured"]).collect::<Vec<_>>(), [&Value::Null]);
+    data(folder, &format!("{ONNX} {arguments} -o plain"));
+    assert!(written("short") == written("plain"));
 }

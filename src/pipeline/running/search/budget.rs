@@ -65,6 +65,21 @@ impl Budget {
         })
     }
 
+    /// Whether the limit is one of the size.
+    pub(super) fn is_size(self) -> bool {
+        matches!(self, Budget::Bits(_) | Budget::Bytes(_) | Budget::Ratio(_))
+    }
+
+    /// Its option.
+    pub(super) fn option(self) -> &'static str {
+        match self {
+            Budget::Bits(_) | Budget::Bytes(_) | Budget::Ratio(_) => "--max-size",
+            Budget::Loss(_) => "--max-kl",
+            Budget::Drop(_) => "--max-loss",
+            Budget::Latency(_) => "--latency",
+        }
+    }
+
     /// Whether a point is small enough. `input` is the size of the input.
     pub(super) fn allows(self, point: &Point, input: u64) -> bool {
         match self {

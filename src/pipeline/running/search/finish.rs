@@ -1,20 +1,21 @@
 //! Better methods for the chosen point, within a limit of time.
 //!
 //! The point is quantized by several methods, from the fastest to the slowest, and each result is measured
-//! on the held-out samples. Writing repeats the best method, so that a method may take at most half of the
-//! time that is left, and must leave the time of the best one.
+//! on the held-out samples. For int8 layers of ONNX files, the methods are options of the passes, each of which
+//! is added to the best ones before it. Writing repeats the best method, so that a method may take at most half
+//! of the time that is left, and must leave the time of the best one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::formats::Writing;
+use super::formats::{Writing, applied};
 use super::measure::Measurement;
-use super::{Found, Search};
+use super::{Budget, Found, Point, Search};
+use crate::calibration::ActivationObserver;
 use crate::error::{Error, Result};
-use crate::pass::{Context, Guide, Method, Pass, Quantize, Step};
+use crate::pass::{Context, Guide, Method, Quantize, Smooth, Step, WeightObserver};
 use crate::report::search::SearchMethod;
-use crate::run_state::RunState;
 use crate::work::{Cancel, Work};
 
 /// Methods from the fastest to the slowest: their names, weights of tokens, and numbers of steps per block.
@@ -26,12 +27,65 @@ const METHODS: [(&str, Method, Guide, Option<usize>); 5] = [
     ("autoround, guide: loss, iterations: 1000", Method::Autoround, Guide::Loss, Some(1000)),
 ];
 
+/// Changes an option of a pass; `false` if the pass does not have it.
+type Change = fn(&mut Step) -> bool;
+
+/// Options of int8 layers.
+const OPTIONS: [(&str, Change); 6] = [
+    ("weights: mse", |step| match step {
+        Step::QuantizeStatic(pass) => replace(&mut pass.weight_observer, WeightObserver::Mse),
+        Step::QuantizeDynamic(pass) => replace(&mut pass.observer, WeightObserver::Mse),
+        _ => false,
+    }),
+    ("observer: percentile", |step| if let Step::QuantizeStatic(pass) = step { replace(&mut pass.observer, ActivationObserver::Percentile) } else { false }),
+    ("observer: entropy", |step| if let Step::QuantizeStatic(pass) = step { replace(&mut pass.observer, ActivationObserver::Entropy) } else { false }),
+    ("observer: minmax", |step| if let Step::QuantizeStatic(pass) = step { replace(&mut pass.observer, ActivationObserver::Minmax) } else { false }),
+    ("smooth: 0.5", |step| if let Step::QuantizeStatic(pass) = step { replace(&mut pass.smooth, Smooth::Strength(0.5)) } else { false }),
+    ("headroom: true", |step| if let Step::QuantizeStatic(pass) = step { replace(&mut pass.headroom, true) } else { false }),
+];
+
+/// Sets an option. Returns whether it had another value.
+fn replace<T: PartialEq>(option: &mut T, value: T) -> bool {
+    std::mem::replace(option, value) != *option
+}
+
+/// A method of quantization: the names of its options, and the passes.
+#[derive(Debug, Clone)]
+struct Candidate {
+    options: Vec<&'static str>,
+    passes: Vec<Step>,
+}
+
+impl Candidate {
+    /// The candidate with this number, given the passes of the point and the best candidate. The inner option
+    /// is empty if the options have no effect on the passes, and the outer one after the last candidate.
+    fn nth(number: usize, passes: &[Step], best: Option<&Candidate>) -> Option<Option<Candidate>> {
+        if let [Step::Quantize(base)] = passes {
+            let (name, method, guide, iterations) = *METHODS.get(number)?;
+            let pass = Quantize { method, guide, iterations, ..base.clone() };
+            return Some(Some(Candidate { options: vec![name], passes: vec![pass.into()] }));
+        }
+        let mut candidate = best.cloned().unwrap_or_else(|| Candidate { options: Vec::new(), passes: passes.to_vec() });
+        let Some(option) = number.checked_sub(1) else { return Some(Some(candidate)) };
+        let (name, change) = *OPTIONS.get(option)?;
+        // Every pass is changed.
+        let changes: Vec<bool> = candidate.passes.iter_mut().map(change).collect();
+        candidate.options.push(name);
+        Some(changes.contains(&true).then_some(candidate))
+    }
+
+    fn name(&self) -> String {
+        if self.options.is_empty() { "default options".to_owned() } else { self.options.join(", ") }
+    }
+}
+
 /// Time between two looks at the clock.
 const PAUSE: Duration = Duration::from_millis(20);
 
 impl Search<'_> {
     /// Quantizes the chosen point by several methods within this time, and returns the passes of the one
-    /// with the least divergence on the held-out samples. All are added to `found`.
+    /// with the least loss on the held-out samples, of those that meet a limit of the score. All are added to
+    /// `found`.
     ///
     /// # Errors
     /// If the point leaves all weights as floats, or if a method fails.
@@ -39,38 +93,46 @@ impl Search<'_> {
         let start = Instant::now();
         let point = found.chosen.clone().unwrap_or_default();
         let writing = self.writing(found, &point, None)?;
-        let [Step::Quantize(base)] = writing.passes.as_slice() else { return Ok(writing) };
         let formats = self.formats()?;
-        let measurement = Measurement::new(self.model, self.context, &*formats)?;
-        let mut best: Option<(Quantize, f64, Duration)> = None;
-        for (name, method, guide, iterations) in METHODS {
+        let mut measurement = Measurement::new(self.model, self.context, &*formats)?;
+        let limit = self.budget.filter(|budget| matches!(budget, Budget::Drop(_)));
+        if limit.is_some() {
+            measurement = measurement.with_metric(self.labelled)?;
+        }
+        let mut best: Option<(Candidate, f64, Duration)> = None;
+        for number in 0.. {
+            let Some(candidate) = Candidate::nth(number, &writing.passes, best.as_ref().map(|(candidate, _, _)| candidate)) else { break };
+            let Some(candidate) = candidate else { continue };
             let left = time.saturating_sub(start.elapsed());
             let repeated = best.as_ref().map_or(Duration::ZERO, |(_, _, time)| *time);
             let most = (left / 2).min(left.saturating_sub(repeated));
-            let pass = Quantize { method, guide, iterations, ..base.clone() };
             let begun = Instant::now();
-            let measured = if most.is_zero() { None } else { within(most, self.context.work.cancel, |cancel| self.divergence(&pass, &measurement, cancel))? };
+            let judged =
+                if most.is_zero() { None } else { within(most, self.context.work.cancel, |cancel| self.judged(&candidate, &point, &measurement, cancel))? };
             let taken = begun.elapsed();
-            found.methods.push(SearchMethod { method: name.to_owned(), measured, seconds: taken.as_secs_f64(), ..SearchMethod::default() });
+            let measured = judged.as_ref().and_then(|judged| judged.measured);
+            found.methods.push(SearchMethod { method: candidate.name(), measured, seconds: taken.as_secs_f64(), ..SearchMethod::default() });
             // Slower methods do not end in time either.
-            let Some(measured) = measured else { break };
-            if best.as_ref().is_none_or(|(_, least, _)| measured < *least) {
-                best = Some((pass, measured, taken));
+            let Some((judged, measured)) = judged.zip(measured) else { break };
+            let is_within = limit.is_none_or(|limit| limit.allows(&judged, 0));
+            if is_within && best.as_ref().is_none_or(|(_, least, _)| measured < *least) {
+                best = Some((candidate, measured, taken));
                 let last = found.methods.len() - 1;
                 found.methods.iter_mut().enumerate().for_each(|(at, method)| method.chosen = at == last);
             }
         }
-        let pass = best.map_or_else(|| base.clone(), |(pass, _, _)| pass);
-        Ok(Writing { passes: vec![pass.into()], ..writing })
+        Ok(Writing { passes: best.map_or(writing.passes, |(candidate, _, _)| candidate.passes), exports: writing.exports })
     }
 
-    /// The divergence of the model that a pass produces.
-    fn divergence(&self, pass: &Quantize, measurement: &Measurement, cancel: &Cancel) -> Result<f64> {
+    /// The point with the loss and the score of the model that a candidate produces.
+    fn judged(&self, candidate: &Candidate, point: &Point, measurement: &Measurement, cancel: &Cancel) -> Result<Point> {
         let Context { work, seed, data, device, memory, .. } = self.context;
         let context =
             Context { work: Work { cancel, ..*work }, seed: *seed, data, device: device.clone(), memory: *memory, memory_tracker: None, checkpoints: None };
-        let (model, _) = pass.plan(self.model, &RunState::default())?.execute(&context)?;
-        measurement.distance(&model)
+        let (model, _) = applied(self.model, &candidate.passes, |plan| plan.execute(&context))?;
+        let mut judged = point.clone();
+        measurement.judge(model, &mut judged)?;
+        Ok(judged)
     }
 }
 
@@ -113,6 +175,7 @@ fn within<T>(time: Duration, cancel: &Cancel, job: impl FnOnce(&Cancel) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pass::{QuantizeDynamic, QuantizeStatic};
 
     fn endless(cancel: &Cancel) -> Result<u8> {
         loop {
@@ -131,5 +194,29 @@ mod tests {
         assert!(failed.unwrap_err().to_string().contains("failed"));
         cancel.cancel();
         assert!(matches!(within(long, &cancel, endless), Err(Error::Cancelled)));
+    }
+
+    /// The options of int8 layers are tried one after another, in addition to the best ones; those that change
+    /// nothing are left out.
+    #[test]
+    fn options_of_int8_layers_are_added_to_the_best_ones() {
+        let dynamic: Vec<Step> = vec![QuantizeDynamic::default().into()];
+        let names = |passes: &[Step]| (0..).map_while(|number| Candidate::nth(number, passes, None)).flatten().map(|found| found.name()).collect::<Vec<_>>();
+        assert_eq!(names(&dynamic), ["default options", "weights: mse"]);
+        let both = [dynamic, vec![QuantizeStatic::default().into()]].concat();
+        assert_eq!(
+            names(&both),
+            ["default options", "weights: mse", "observer: percentile", "observer: entropy", "observer: minmax", "smooth: 0.5", "headroom: true"]
+        );
+        let best = Candidate::nth(1, &both, None).unwrap().unwrap();
+        let [Step::QuantizeDynamic(first), Step::QuantizeStatic(second)] = best.passes.as_slice() else { panic!("{best:?}") };
+        assert_eq!((first.observer, second.weight_observer), (WeightObserver::Mse, WeightObserver::Mse));
+        let next = Candidate::nth(2, &both, Some(&best)).unwrap().unwrap();
+        let [_, Step::QuantizeStatic(second)] = next.passes.as_slice() else { panic!("{next:?}") };
+        assert_eq!((next.name().as_str(), second.weight_observer), ("weights: mse, observer: percentile", WeightObserver::Mse));
+        // The best one has the option.
+        assert!(Candidate::nth(1, &both, Some(&best)).unwrap().is_none());
+        let single: Vec<Step> = vec![Quantize::default().into()];
+        assert_eq!(names(&single).len(), METHODS.len());
     }
 }

@@ -7,8 +7,9 @@ use crate::error::Result;
 use crate::exec::Rounding;
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::{Context, Method, Score, Scores, Step};
+use crate::pass::{Context, Method, Plan, Score, Scores, Step};
 use crate::report::search::SearchLoss;
+use crate::run_state::{Applied, RunState};
 use crate::store::Weight;
 
 /// Weights that have the same format.
@@ -76,6 +77,18 @@ pub(super) struct Written {
     pub bytes: Option<u64>,
 }
 
+/// The model after passes whose plans `execute` executes, and the state of the run.
+pub(super) fn applied(input: &Model, passes: &[Step], mut execute: impl FnMut(Plan) -> Result<(Model, Applied)>) -> Result<(Model, RunState)> {
+    let (mut model, mut run) = (input.clone(), RunState::default());
+    for step in passes {
+        let (changed, record) = execute(step.pass().plan(&model, &run)?)?;
+        model = changed;
+        run.add(record);
+    }
+    run.notes.extend(model.settle_ties(input)?);
+    Ok((model, run))
+}
+
 /// Removes the elements for which `kept` is false; elements without an entry remain.
 pub(super) fn retain<T>(elements: &mut Vec<T>, kept: &[bool]) {
     let mut flags = kept.iter();
@@ -101,10 +114,10 @@ pub(super) trait Formats {
         Rounding::Token
     }
 
-    /// Expected losses of the formats of each weight.
+    /// Expected losses of the formats of each weight; 0 without calibration samples.
     ///
     /// # Errors
-    /// If the model cannot run, calibration samples are missing, or no weight can be quantized.
+    /// If the model cannot run, or no weight can be quantized.
     fn scores(&self, context: &Context) -> Result<Scores>;
 
     /// Sizes of the formats of each weight, with losses of 0; `None` if they are only known with the scores.

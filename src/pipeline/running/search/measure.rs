@@ -56,13 +56,14 @@ pub struct Measurement<'a> {
     context: &'a Context<'a>,
     formats: &'a dyn Formats,
     scores: Scores,
-    comparison: Comparison,
-    source: String,
+    /// The held-out samples, and their description; `None` without data.
+    comparison: Option<(Comparison, String)>,
     baseline: Option<Baseline>,
 }
 
 impl<'a> Measurement<'a> {
-    /// Reads the evaluation data, or samples of the calibration data that the search does not use.
+    /// Reads the evaluation data, or samples of the calibration data that the search does not use. Without
+    /// data, only sizes are measured.
     pub fn new(model: &'a Model, context: &'a Context<'a>, formats: &'a dyn Formats) -> Result<Measurement<'a>> {
         let data = context.data;
         let subject = Subject::from_model(model.clone())?;
@@ -76,7 +77,7 @@ impl<'a> Measurement<'a> {
         let (set, kind, used, others): (&Data, _, _, Vec<&Data>) = match (&data.evaluation, &data.calibration) {
             (Some(evaluation), calibration) => (evaluation, "evaluation data", 0, calibration.iter().collect()),
             (None, Some(calibration)) => (calibration, "held-out samples of the calibration data", calibration.samples.unwrap_or(usize::MAX), Vec::new()),
-            (None, None) => return Err(Error::option("auto", "needs `--calibration`")),
+            (None, None) => return Ok(Measurement { model, context, formats, scores: Scores::default(), comparison: None, baseline: None }),
         };
         data.for_each_held_out(set, used, &others, subject.target(), &mut take)?;
         if samples.is_empty() {
@@ -92,8 +93,8 @@ impl<'a> Measurement<'a> {
         let name = set.names().unwrap_or_default();
         let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
         let source = format!("{} {what} of {name} ({kind})", samples.len());
-        let comparison = Comparison::new(model.clone(), Samples::Batches(samples));
-        Ok(Measurement { model, context, formats, scores: Scores::default(), comparison, source, baseline: None })
+        let comparison = Some((Comparison::new(model.clone(), Samples::Batches(samples)), source));
+        Ok(Measurement { model, context, formats, scores: Scores::default(), comparison, baseline: None })
     }
 
     /// Sets the scores, which have the importance of columns for rounding.
@@ -135,8 +136,8 @@ impl<'a> Measurement<'a> {
     }
 
     /// Description of the samples.
-    pub fn description(&self) -> String {
-        self.source.clone()
+    pub fn description(&self) -> Option<String> {
+        self.comparison.as_ref().map(|(_, source)| source.clone())
     }
 
     /// The metric of the task, with the value of the original model.
@@ -159,9 +160,14 @@ impl<'a> Measurement<'a> {
     pub fn measure(&self, units: &[Unit], point: &mut Point) -> Result<()> {
         self.context.work.cancel.check()?;
         let Some(Written { model, bytes }) = self.formats.rounded(units, &point.options, &self.scores, self.context)? else { return Ok(()) };
+        point.bytes = bytes.unwrap_or(point.bytes);
+        if self.comparison.is_some() { self.judge(model, point) } else { Ok(()) }
+    }
+
+    /// Sets the loss of a point from its model, and its score if the metric is measured.
+    pub(super) fn judge(&self, model: Model, point: &mut Point) -> Result<()> {
         let loss = self.distance(&model)?;
         point.measured = Some(loss);
-        point.bytes = bytes.unwrap_or(point.bytes);
         if let Some(baseline) = &self.baseline {
             let (before, after) = (&baseline.score, baseline.score_of(model, self.resources())?);
             point.score = after.as_ref().map(|after| after.value);
@@ -174,8 +180,9 @@ impl<'a> Measurement<'a> {
 
     /// The KL divergence of a model from the original one in nats per token, or the cosine distance of its
     /// outputs.
-    pub(super) fn distance(&self, changed: &Model) -> Result<f64> {
-        let fidelity = self.comparison.fidelity(changed, self.resources())?;
+    fn distance(&self, changed: &Model) -> Result<f64> {
+        let (comparison, _) = self.comparison.as_ref().ok_or_else(|| Error::option("auto", "needs `--calibration`"))?;
+        let fidelity = comparison.fidelity(changed, self.resources())?;
         if self.formats.loss() == SearchLoss::CosineDistance {
             // Outputs that are not finite count as unrelated. Rounding of the cosine itself must not produce
             // a loss of 0, because losses are fitted relative to measurements.

@@ -3,9 +3,11 @@
 //! Weights that runtimes treat alike are one unit. One backward pass gives the expected loss of each format
 //! of each unit ([`scores`](crate::pass::scores)), and dynamic programming the assignments with the least
 //! loss for their size. Some of them are measured by the KL divergence of their predictions on held-out
-//! samples; the scores of each format are scaled to what was measured, and the front is computed again. The
+//! samples; the scores of each format are scaled to what was measured, the scores of single units are corrected
+//! (`corrections`), and the front is computed again. The
 //! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured. For a
-//! limit of the task's score, the smallest point within it is searched by bisection (`metric`).
+//! limit of the task's score, the smallest point within it is searched by bisection (`metric`). Without
+//! samples, the errors of the weights are the losses (`weight_errors`), and nothing is measured.
 //!
 //! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
 //! cosine distances of the outputs (`onnx_layers`). A limit of the latency replaces sizes by times, which are
@@ -13,6 +15,7 @@
 
 mod blocks;
 mod budget;
+mod corrections;
 mod finish;
 mod formats;
 mod latency;
@@ -27,6 +30,7 @@ mod stopwatch;
 mod summary;
 mod testing;
 mod times;
+mod weight_errors;
 
 use serde::Serialize;
 
@@ -76,7 +80,7 @@ pub struct Point {
     pub bits: f64,
     /// Size of all weights of the model, or of the file if the output is a single file.
     pub bytes: u64,
-    /// Expected KL divergence in nats per token, or cosine distance of the outputs.
+    /// Expected KL divergence in nats per token, or cosine distance of the outputs, or error of the weights.
     pub predicted: f64,
     /// The same, measured on held-out samples with weights rounded to nearest.
     pub measured: Option<f64>,
@@ -137,6 +141,7 @@ impl Search<'_> {
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self, times: &mut Option<LatencyTable>) -> Result<Found> {
         let formats = self.formats()?;
+        self.require_samples()?;
         self.require_possible_size(&*formats)?;
         let mut times = self.times(&*formats, times)?;
         let mut measurement = Measurement::new(self.model, self.context, &*formats)?;
@@ -161,7 +166,11 @@ impl Search<'_> {
             (Some(times), Some(Budget::Latency(limit))) => self.measure_times(limit, &*formats, &mut found, times)?,
             _ => drop(self.choose(&found, &found.front())?),
         }
-        measure_units(&mut found, &measurement)?;
+        if self.has_samples() {
+            measure_units(&mut found, &measurement)?
+        } else {
+            found.score_by_weights(self.model, &*formats, self.context)?
+        }
         let first = found.front();
         let expected = self.choose(&found, &first)?;
         found.points = formats.references(&found.units)?.into_iter().map(|(name, options)| found.reference(name, options)).collect();
@@ -178,9 +187,10 @@ impl Search<'_> {
             }
             found.points[at] = point;
         }
-        found.measured_on = Some(measurement.description());
+        found.measured_on = measurement.description();
         let factors = solver::factors(&rows);
         found.scale(&factors);
+        found.fit_units();
         found.fit_times(&found.points.clone());
         found.chosen = match (self.budget, &mut times) {
             (Some(Budget::Loss(limit)), _) => Some(self.choose_by_loss(limit, &mut found, &measurement)?),
@@ -192,9 +202,24 @@ impl Search<'_> {
         Ok(found)
     }
 
+    /// Whether calibration samples give the losses. Without them, the errors of the weights do.
+    fn has_samples(&self) -> bool {
+        self.context.data.calibration.is_some()
+    }
+
+    /// Rejects limits that only samples can measure, if there are none.
+    fn require_samples(&self) -> Result<()> {
+        match self.budget {
+            _ if self.has_samples() => Ok(()),
+            Some(limit) if !limit.is_size() => Err(Error::option(limit.option(), "needs `--calibration`: without samples, only the size can be limited")),
+            _ if self.context.data.evaluation.is_some() => Err(Error::option("--eval", "needs `--calibration`: without it, mixtures are not measured")),
+            _ => Ok(()),
+        }
+    }
+
     /// Rejects a limit that is below the smallest possible size, before the model runs.
     fn require_possible_size(&self, formats: &dyn Formats) -> Result<()> {
-        if !matches!(self.budget, Some(Budget::Bits(_) | Budget::Bytes(_) | Budget::Ratio(_))) {
+        if !self.budget.is_some_and(Budget::is_size) {
             return Ok(());
         }
         let Some(sizes) = formats.sizes()? else { return Ok(()) };
@@ -308,6 +333,7 @@ impl Search<'_> {
     /// # Errors
     /// If the point leaves all weights as floats, or if the runtime does not support the method.
     pub fn writing(&self, found: &Found, point: &Point, method: Option<Method>) -> Result<Writing> {
+        let method = method.or((!self.has_samples()).then_some(Method::Rtn));
         let writing = self.formats()?.writing(&found.units, &point.options, method)?;
         writing.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
@@ -373,6 +399,11 @@ impl Found {
                 option.iter_mut().for_each(|option| option.loss *= factor);
             }
         }
+        self.predict_points();
+    }
+
+    /// Sets the expected losses of the points.
+    fn predict_points(&mut self) {
         for at in 0..self.points.len() {
             self.points[at].predicted = self.point(self.points[at].options.clone()).predicted;
         }

@@ -2,18 +2,21 @@
 
 use std::collections::BTreeSet;
 
-use super::formats::{Formats, Unit, Writing, Written, retain};
+use super::formats::{Formats, Unit, Writing, Written, applied, retain};
 use crate::error::{Error, Result};
 use crate::exec::Rounding;
 use crate::export::{Format, Onnx};
 use crate::ir::Op;
 use crate::model::{Model, is_embedding, is_linear};
 use crate::onnx::WeightOnly;
-use crate::pass::{ActivationRounding, Context, Damage, Method, Plan, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Score, Scores, Step, WeightObserver};
+use crate::pass::{
+    ActivationRounding, Cast, Context, Damage, FloatFormat, Method, Plan, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Score, Scores, Step,
+    WeightObserver,
+};
 use crate::report::format::natural;
 use crate::report::search::SearchLoss;
 use crate::run_state::{Applied, RunState};
-use crate::store::{Pattern, Weight};
+use crate::store::{DType, Encoding, Pattern, Weight};
 
 /// Arithmetic of a layer, and type of its weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,22 +29,31 @@ enum Arithmetic {
     Int4,
     /// Floats: int8 weights are dequantized.
     Int8,
+    /// Floats: weights of 16 bits are converted when the file is loaded.
+    Float16,
 }
 
-const ARITHMETICS: [(Arithmetic, &str); 4] =
-    [(Arithmetic::Int4, "int4-weights"), (Arithmetic::Static, "int8-static"), (Arithmetic::Dynamic, "int8-dynamic"), (Arithmetic::Int8, "int8-weights")];
+const ARITHMETICS: [(Arithmetic, &str); 5] = [
+    (Arithmetic::Int4, "int4-weights"),
+    (Arithmetic::Static, "int8-static"),
+    (Arithmetic::Dynamic, "int8-dynamic"),
+    (Arithmetic::Int8, "int8-weights"),
+    (Arithmetic::Float16, "float16"),
+];
 /// Order of the passes of a recipe. Static layers come first, because their pass rescales channels of other
 /// layers.
-const PASSES: [Arithmetic; 4] = [Arithmetic::Static, Arithmetic::Int4, Arithmetic::Dynamic, Arithmetic::Int8];
+const PASSES: [Arithmetic; 5] = [Arithmetic::Static, Arithmetic::Int4, Arithmetic::Dynamic, Arithmetic::Int8, Arithmetic::Float16];
 /// Inputs of a row that share a scale, with int4 weights.
 const GROUP: i64 = 32;
 
 /// Which formats are options of layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arithmetics {
-    /// Integer arithmetic. Float arithmetic on dequantized weights has less loss, but may take longer than
-    /// floats.
-    Integers,
+    /// Those that are at least as fast as floats: integer arithmetic, and floats that are stored in 16 bits.
+    /// Float arithmetic on dequantized weights has less loss, but may take longer than floats.
+    Fast,
+    /// Those whose time differs from that of floats.
+    Timed,
     /// All.
     All,
 }
@@ -62,21 +74,25 @@ impl<'a> OnnxLayers<'a> {
     /// # Errors
     /// If ONNX files cannot represent the model.
     pub fn new(model: &'a Model, arithmetics: Arithmetics) -> Result<OnnxLayers<'a>> {
-        let bytes = file_bytes(&Onnx::default(), model, &RunState::default())?;
-        Ok(OnnxLayers { model, formats: ARITHMETICS.to_vec(), arithmetics, bytes })
+        let mut layers = OnnxLayers { model, formats: ARITHMETICS.to_vec(), arithmetics, bytes: 0 };
+        layers.bytes = file_bytes(&layers.export(&[]), model, &RunState::default())?;
+        Ok(layers)
     }
 
     /// Whether int4 weights are an option: `MatMulNBits` is an option of the exporter, which the graph of an
     /// ONNX file does not have.
     fn has_int4(&self) -> bool {
-        self.arithmetics == Arithmetics::All && self.model.onnx.is_none() && self.formats.iter().any(|(arithmetic, _)| *arithmetic == Arithmetic::Int4)
+        let is_int4 = |(arithmetic, _): &(Arithmetic, &str)| *arithmetic == Arithmetic::Int4;
+        self.arithmetics != Arithmetics::Fast && self.model.onnx.is_none() && self.formats.iter().any(is_int4)
     }
 
     /// The export of a choice of formats.
     fn export(&self, options: &[usize]) -> Onnx {
-        let has_int4 = options.iter().any(|option| self.formats.get(*option).is_some_and(|(arithmetic, _)| *arithmetic == Arithmetic::Int4));
-        let weight_only = if has_int4 { WeightOnly::MatmulNbits } else { WeightOnly::default() };
-        Onnx { weight_only, ..Onnx::default() }
+        let has = |other: Arithmetic| options.iter().any(|option| self.formats.get(*option).is_some_and(|(arithmetic, _)| *arithmetic == other));
+        let weight_only = if has(Arithmetic::Int4) { WeightOnly::MatmulNbits } else { WeightOnly::default() };
+        // Weights that the model stores in 16 bits keep them.
+        let float16_weights = has(Arithmetic::Float16) || self.model.weights.by_name.values().any(is_half);
+        Onnx { weight_only, float16_weights, ..Onnx::default() }
     }
 
     /// The index of floats.
@@ -95,43 +111,58 @@ impl<'a> OnnxLayers<'a> {
         Ok(graph.params().filter(|(id, _)| is_plain(*id)).map(|(_, value)| value.name.clone()).collect())
     }
 
-    /// Whether a layer may have a format, and its cosine similarity in it.
-    fn cosine(&self, arithmetic: Arithmetic, weight: &Weight, damage: &Damage) -> Option<f64> {
-        let is_matrix = is_linear(&damage.name, weight);
-        match arithmetic {
-            Arithmetic::Static => damage.quantized,
-            Arithmetic::Dynamic => damage.dynamic.filter(|_| is_matrix),
-            Arithmetic::Int4 => damage.schemes.first().copied().flatten(),
-            Arithmetic::Int8 => damage.weights.filter(|_| is_matrix && self.arithmetics == Arithmetics::All),
+    /// The loss of a layer in a format; `None` if it cannot have the format. Without samples, the losses are 0.
+    fn loss_of(&self, arithmetic: Arithmetic, weight: &Weight, damage: &Damage, has_samples: bool) -> Option<f64> {
+        let (is_matrix, is_fast) = (is_linear(&damage.name, weight), self.arithmetics == Arithmetics::Fast);
+        let exists = match arithmetic {
+            Arithmetic::Static => has_samples,
+            Arithmetic::Dynamic => is_matrix,
+            Arithmetic::Int4 => is_matrix && self.has_int4(),
+            Arithmetic::Int8 => is_matrix && !is_fast,
+            Arithmetic::Float16 => self.can_be_half(weight),
+        };
+        if !exists || !has_samples {
+            return exists.then_some(0.0);
         }
+        let cosine = match arithmetic {
+            Arithmetic::Static => damage.quantized,
+            Arithmetic::Dynamic => damage.dynamic,
+            Arithmetic::Int4 => damage.schemes.first().copied().flatten(),
+            Arithmetic::Int8 => damage.weights,
+            Arithmetic::Float16 => return half_loss(damage),
+        };
+        cosine.filter(|cosine| cosine.is_finite()).map(|cosine| (1.0 - cosine).max(0.0))
     }
 
-    /// Bytes of a float weight in the file: those of folders are stored as 32-bit floats.
+    /// Whether 16 bits are an option of a weight: it has more, and its time is not measured, which is that of
+    /// 32 bits.
+    fn can_be_half(&self, weight: &Weight) -> bool {
+        self.arithmetics != Arithmetics::Timed && weight.encoding == Encoding::Dense && weight.shape.len() > 1 && weight.dtype != DType::F16
+    }
+
+    /// Bytes of a float weight in the file: those of folders are stored as 32-bit floats, unless they have 16
+    /// bits.
     fn float_bytes(&self, weight: &Weight) -> u64 {
-        if self.model.onnx.is_some() { weight.value_bytes() } else { 4 * weight.elements() as u64 }
+        let bytes = if is_half(weight) { 2 } else { 4 };
+        if self.model.onnx.is_some() { weight.value_bytes() } else { bytes * weight.elements() as u64 }
     }
 
-    /// The format for all units that have it. Embedding tables have `int8-weights`, if that is a format.
+    /// The format for all units that have it. If it is one of integers, embedding tables have `int8-weights`,
+    /// if that is a format.
     fn uniform(&self, format: usize, units: &[Unit]) -> Vec<usize> {
         let table = self.formats.iter().position(|(arithmetic, _)| *arithmetic == Arithmetic::Int8);
+        let is_float = self.formats.get(format).is_some_and(|(arithmetic, _)| *arithmetic == Arithmetic::Float16);
         let option = |unit: &Unit| {
-            let preferred = if unit.measured { table } else { Some(format) };
+            let is_table = unit.weights.iter().any(|name| self.model.weights.by_name.get(name).is_some_and(|weight| is_embedding(name, weight)));
+            let preferred = if is_table && !is_float { table } else { Some(format) };
             preferred.filter(|option| unit.options[*option].is_some()).unwrap_or(self.floats())
         };
         units.iter().map(option).collect()
     }
 
     /// The model after the passes of a choice of formats, whose plans `execute` executes.
-    fn applied(&self, units: &[Unit], options: &[usize], mut execute: impl FnMut(Plan) -> Result<(Model, Applied)>) -> Result<Option<(Model, RunState)>> {
-        let Some(writing) = self.writing(units, options, None)? else { return Ok(None) };
-        let (mut model, mut run) = (self.model.clone(), RunState::default());
-        for step in &writing.passes {
-            let (changed, applied) = execute(step.pass().plan(&model, &run)?)?;
-            model = changed;
-            run.add(applied);
-        }
-        run.notes.extend(model.settle_ties(self.model)?);
-        Ok(Some((model, run)))
+    fn applied(&self, units: &[Unit], options: &[usize], execute: impl FnMut(Plan) -> Result<(Model, Applied)>) -> Result<Option<(Model, RunState)>> {
+        self.writing(units, options, None)?.map(|writing| applied(self.model, &writing.passes, execute)).transpose()
     }
 
     /// Distributes what files have in addition to the values (nodes, zero points, scales of activations)
@@ -150,6 +181,21 @@ impl<'a> OnnxLayers<'a> {
             }
         }
         Ok(())
+    }
+}
+
+/// Whether a matrix has 16-bit floats.
+fn is_half(weight: &Weight) -> bool {
+    weight.dtype == DType::F16 && weight.encoding == Encoding::Dense && weight.shape.len() > 1
+}
+
+/// The loss of a layer with 16-bit weights, from its loss with int8 weights: the losses are proportional to the
+/// squared errors. `None` if values exceed the range.
+fn half_loss(damage: &Damage) -> Option<f64> {
+    let int8 = (1.0 - damage.weights?).max(0.0);
+    match (damage.weight_sqnr_db, damage.half_sqnr_db?) {
+        (Some(int8_db), half_db) if half_db.is_finite() => Some(int8 * 10f64.powf((int8_db - half_db) / 10.0)),
+        _ => Some(0.0),
     }
 }
 
@@ -185,6 +231,7 @@ impl Formats for OnnxLayers<'_> {
     /// The effect of quantizing each layer separately, on the calibration samples. Losses of embedding tables
     /// are measured later.
     fn scores(&self, context: &Context) -> Result<Scores> {
+        let has_samples = context.data.calibration.is_some();
         let schemes = if self.has_int4() { vec![int4(Vec::new())] } else { Vec::new() };
         let damages = QuantizeStatic::default().analyze_with(self.rounding(), &schemes, self.model.clone(), context)?;
         let mut scores = Scores::default();
@@ -192,14 +239,19 @@ impl Formats for OnnxLayers<'_> {
         let row_major = if self.has_int4() { self.row_major()? } else { BTreeSet::new() };
         let bytes = |arithmetic: Arithmetic, weight: &Weight| {
             let (elements, rows) = (weight.elements(), weight.shape.first().copied().unwrap_or(0));
-            (if arithmetic == Arithmetic::Int4 { elements / 2 + 4 * elements / GROUP as usize } else { elements + 4 * rows }) as u64
+            let bytes = match arithmetic {
+                Arithmetic::Int4 => elements / 2 + 4 * elements / GROUP as usize,
+                Arithmetic::Float16 => 2 * elements,
+                Arithmetic::Static | Arithmetic::Dynamic | Arithmetic::Int8 => elements + 4 * rows,
+            };
+            bytes as u64
         };
         for damage in &damages {
             let Some(weight) = weights.get(&damage.name) else { continue };
             let score = |(arithmetic, _): &(Arithmetic, &str)| {
                 let is_stored = *arithmetic != Arithmetic::Int4 || row_major.contains(&damage.name);
-                let cosine = self.cosine(*arithmetic, weight, damage).filter(|cosine| is_stored && cosine.is_finite())?;
-                Some(Score { loss: (1.0 - cosine).max(0.0), bytes: bytes(*arithmetic, weight) })
+                let loss = self.loss_of(*arithmetic, weight, damage, has_samples).filter(|_| is_stored)?;
+                Some(Score { loss, bytes: bytes(*arithmetic, weight) })
             };
             scores.by_weight.insert(damage.name.clone(), self.formats.iter().map(score).collect());
         }
@@ -209,8 +261,8 @@ impl Formats for OnnxLayers<'_> {
             // An alias has the format of its original.
             let is_unit = |weight: &&Weight| is_embedding(name, weight) && !scores.by_weight.contains_key(name) && tied.iter().all(|(alias, _)| alias != name);
             let Some(weight) = weights.get(name).filter(is_unit) else { continue };
-            let score =
-                |(arithmetic, _): &(Arithmetic, &str)| (*arithmetic == Arithmetic::Int8).then(|| Score { loss: 0.0, bytes: bytes(*arithmetic, weight) });
+            let exists = |arithmetic: Arithmetic| arithmetic == Arithmetic::Int8 || arithmetic == Arithmetic::Float16 && self.can_be_half(weight);
+            let score = |(arithmetic, _): &(Arithmetic, &str)| exists(*arithmetic).then(|| Score { loss: 0.0, bytes: bytes(*arithmetic, weight) });
             scores.by_weight.insert(name.clone(), self.formats.iter().map(score).collect());
         }
         self.add_overhead(&mut scores)?;
@@ -236,7 +288,8 @@ impl Formats for OnnxLayers<'_> {
     }
 
     fn references(&self, units: &[Unit]) -> Result<Vec<(String, Vec<usize>)>> {
-        let exists = |format: &usize| units.iter().any(|unit| !unit.measured && unit.options[*format].is_some());
+        let is_layer = |unit: &Unit| unit.weights.iter().any(|name| self.model.weights.by_name.get(name).is_some_and(|weight| !is_embedding(name, weight)));
+        let exists = |format: &usize| units.iter().any(|unit| is_layer(unit) && unit.options[*format].is_some());
         let named = self.formats.iter().enumerate().filter(|(format, _)| exists(format));
         Ok(named.map(|(format, (_, name))| ((*name).to_owned(), self.uniform(format, units))).collect())
     }
@@ -262,6 +315,7 @@ impl Formats for OnnxLayers<'_> {
                 Arithmetic::Static => QuantizeStatic { targets, embeddings: false, ..QuantizeStatic::default() }.into(),
                 Arithmetic::Dynamic => QuantizeDynamic { targets, ..QuantizeDynamic::default() }.into(),
                 Arithmetic::Int4 => int4(targets).into(),
+                Arithmetic::Float16 => Cast { to: FloatFormat::F16, targets, ..Cast::default() }.into(),
                 Arithmetic::Int8 => {
                     QuantizeDynamic { targets, activations: ActivationRounding::None, observer: WeightObserver::Mse, ..QuantizeDynamic::default() }.into()
                 }

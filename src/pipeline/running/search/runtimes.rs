@@ -25,7 +25,7 @@ pub enum LoadedBy {
     /// llama.cpp: a GGUF file with a type for each matrix, including the embedding and the head
     #[cfg_attr(feature = "cli", value(name = "llama.cpp", alias = "llama-cpp"))]
     LlamaCpp,
-    /// ONNX Runtime: an ONNX file with int8, int4 and float layers, for encoders and vision models too
+    /// ONNX Runtime: an ONNX file with int8, int4, float16 and float layers, for encoders and vision models too
     #[cfg_attr(feature = "cli", value(name = "onnxruntime"))]
     OnnxRuntime,
 }
@@ -39,7 +39,8 @@ impl fmt::Display for LoadedBy {
 impl LoadedBy {
     /// The formats that the runtime loads, for the weights of a model: those with these names, or all if
     /// there are none. Formats of ONNX Runtime that may be slower than floats are options of layers if they
-    /// are named, or if times are measured (`by_time`).
+    /// are named, or if times are measured (`by_time`); 16-bit floats, which are as fast as others, are
+    /// options otherwise.
     ///
     /// # Errors
     /// If the runtime does not load the model, or not a format.
@@ -104,7 +105,7 @@ impl LoadedBy {
                 ],
             )),
             LoadedBy::LlamaCpp => Box::new(Blocks::new(model)?),
-            LoadedBy::OnnxRuntime => Box::new(OnnxLayers::new(model, if by_time { Arithmetics::All } else { Arithmetics::Integers })?),
+            LoadedBy::OnnxRuntime => Box::new(OnnxLayers::new(model, if by_time { Arithmetics::Timed } else { Arithmetics::Fast })?),
         })
     }
 
