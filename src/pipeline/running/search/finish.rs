@@ -84,7 +84,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 impl Search<'_> {
     /// Quantizes the chosen point by several methods within this time, and returns the passes of the one
-    /// with the least loss on the held-out samples, of those that meet a limit of the score. All are added to
+    /// with the least loss on the held-out samples that meets a limit of the score. All are added to
     /// `found`.
     ///
     /// # Errors
@@ -196,8 +196,8 @@ mod tests {
         assert!(matches!(within(long, &cancel, endless), Err(Error::Cancelled)));
     }
 
-    /// The options of int8 layers are tried one after another, in addition to the best ones; those that change
-    /// nothing are left out.
+    /// The options of int8 layers are tried one after another, in addition to the best ones. An option that
+    /// changes nothing is left out.
     #[test]
     fn options_of_int8_layers_are_added_to_the_best_ones() {
         let dynamic: Vec<Step> = vec![QuantizeDynamic::default().into()];
