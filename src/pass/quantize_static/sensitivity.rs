@@ -68,10 +68,7 @@ pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, statistics: &BT
     let compared = Compared::new(prepared, context, Rounding::Token)?;
     let pass = QuantizeStatic { embeddings: false, ..pass.clone() };
     measure_layers(prepared, context, |name| {
-        let layers = BTreeSet::from([name.to_owned()]);
-        let meter = Arc::new(Meter::default());
-        let quantizers = pass.quantizers(prepared, &layers, Some(statistics))?;
-        let fidelity = compared.fidelity(&pass.fit(prepared, &quantizers, &layers, Some(statistics), &meter)?)?;
+        let fidelity = compared.fidelity(&pass.with_layer(prepared, name, statistics)?)?;
         Ok(Damage { quantized: Some(fidelity.cosine), kl: fidelity.kl, ..Damage::new(name) })
     })
 }
@@ -141,10 +138,7 @@ impl QuantizeStatic {
         let (compared, compared_plain) = (Compared::new(&prepared, context, rounding)?, Compared::new(&plain, context, rounding)?);
         measure_layers(&prepared, context, |name| {
             let mut damage = pass.weight_damage(&plain, name)?;
-            let layers = BTreeSet::from([name.to_owned()]);
-            let meter = Arc::new(Meter::default());
-            let quantizers = pass.quantizers(&prepared, &layers, Some(&statistics))?;
-            let fidelity = compared.fidelity(&pass.fit(&prepared, &quantizers, &layers, Some(&statistics), &meter)?)?;
+            let fidelity = compared.fidelity(&pass.with_layer(&prepared, name, &statistics)?)?;
             (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
             damage.weights = Some(compared_plain.fidelity(&pass.with_weight(&plain, name, ActivationScheme::None)?)?.cosine);
             damage.dynamic = Some(compared_plain.fidelity(&pass.with_weight(&plain, name, ActivationScheme::DynamicToken)?)?.cosine);
@@ -154,6 +148,13 @@ impl QuantizeStatic {
             }
             Ok(damage)
         })
+    }
+
+    /// Quantizes one layer of the model, with static scales of its activations.
+    fn with_layer(&self, prepared: &Prepared, name: &str, statistics: &BTreeMap<String, ValueStatistics>) -> Result<Model> {
+        let layers = BTreeSet::from([name.to_owned()]);
+        let quantizers = self.quantizers(prepared, &layers, Some(statistics))?;
+        self.fit(prepared, &quantizers, &layers, Some(statistics), &Arc::new(Meter::default()))
     }
 
     /// Quantizes one weight of the model to int8.
