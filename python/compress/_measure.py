@@ -124,6 +124,7 @@ def auto(
     method: Method | None = None,
     time: str | None = None,
     times: Path | None = None,
+    checkpoint: Path | None = None,
     points: int = 4,
     force: bool = False,
     memory: str | int | None = None,
@@ -155,6 +156,7 @@ def auto(
             samples falls. Not for llama.cpp [default: gptq only; for ONNX Runtime, the default options].
         times: file of the times that `latency` measures, which is read first if it exists: with the same times, the
             choice is the same.
+        checkpoint: file of the scores and measurements, which is read first if it exists: an interrupted search continues.
         points: number of points of the front that are measured.
         force: replace the output of an earlier run. Files that its report does not list are never deleted.
         memory: memory limit of running models, like 8GB [default: three quarters of the free memory].
@@ -180,6 +182,7 @@ def auto(
         method=method,
         time=time,
         times=times,
+        checkpoint=checkpoint,
         points=points,
         memory=memory,
         device=device,

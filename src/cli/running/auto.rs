@@ -17,7 +17,7 @@ use crate::evaluation::Subject;
 use crate::export::Export;
 use crate::model::Model;
 use crate::pass::{Context, Method, Quantize};
-use crate::pipeline::search::{Budget, Found, LoadedBy, Point, Search, Writing, calibration_part, parse_time};
+use crate::pipeline::search::{Budget, Checkpoint, Found, LoadedBy, Point, Search, Writing, calibration_part, parse_time};
 use crate::pipeline::{Builder, memory_limit};
 use crate::report::format::{bytes, figure, milliseconds};
 use crate::report::search::{FormatSearch, LatencyTable, SearchLoss};
@@ -76,6 +76,10 @@ pub(in crate::cli) struct Args {
     /// the choice is the same
     #[arg(long, value_name = "FILE")]
     times: Option<PathBuf>,
+    /// File of the scores and measurements of the search, which is read first if it exists: an interrupted
+    /// search continues, and one with another limit measures only new mixtures
+    #[arg(long, value_name = "FILE")]
+    checkpoint: Option<PathBuf>,
     /// Calibration data: a file, or `{text: book.txt, samples: 32, max_length: 512, ...}` as in a recipe.
     /// Without it, the errors of the weights are compared, and only the size can be limited
     #[arg(long, visible_alias = "data", value_name = "DATA", value_parser = parse_data)]
@@ -114,6 +118,7 @@ impl Args {
         front.check(&FRONT)?;
         let times = TextFile { output: self.times.clone(), force: true };
         times.check(&FRONT)?;
+        TextFile { output: self.checkpoint.clone(), force: true }.check(&FRONT)?;
         let mut measured = self.times.as_deref().map(read_times).transpose()?.flatten();
         let mut data = self.data();
         let mut calibration = data.calibration.clone();
@@ -154,7 +159,10 @@ impl Args {
         let (found, writing) = global.work(|work| {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
             let labelled = self.calibration.as_ref();
-            let search = Search { model: &model, target: self.target(), formats: &self.formats, budget, points: self.points, labelled, context: &context };
+            let options = format!("{:?} {:?} {:?} {labelled:?} {:?}", self.target(), self.formats, self.latency.is_some(), context.device);
+            let checkpoint = self.checkpoint.as_deref().map(|path| Checkpoint::open(path, &model, &data, &options, work)).transpose()?;
+            let (target, checkpoint) = (self.target(), checkpoint.as_ref());
+            let search = Search { model: &model, target, formats: &self.formats, budget, points: self.points, labelled, checkpoint, context: &context };
             let known = measured.clone();
             let found = search.run(&mut measured);
             // Measurements of a search that fails are kept too.

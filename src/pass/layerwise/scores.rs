@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::guide::Guide;
 use super::rounding::{Quantization, costs};
@@ -37,7 +37,7 @@ pub enum WeightFormat {
 }
 
 /// Effect of a format on a weight.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Score {
     /// Expected KL divergence of the predictions, in nats per token.
     pub loss: f64,
@@ -46,13 +46,32 @@ pub struct Score {
 }
 
 /// Scores of weights.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Scores {
     /// Scores by the name of the weight, in the order of the formats; `None` if a format cannot store the
     /// weight.
     pub by_weight: BTreeMap<String, Vec<Option<Score>>>,
     /// Importance of the columns of each weight, proportional to the mean square of the input.
+    #[serde(with = "shared_columns")]
     pub importance: BTreeMap<String, Arc<Vec<f32>>>,
+}
+
+/// Serialization of shared vectors.
+mod shared_columns {
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(columns: &BTreeMap<String, Arc<Vec<f32>>>, serializer: S) -> Result<S::Ok, S::Error> {
+        let plain: BTreeMap<&str, &Vec<f32>> = columns.iter().map(|(name, columns)| (name.as_str(), columns.as_ref())).collect();
+        plain.serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, Arc<Vec<f32>>>, D::Error> {
+        let plain = BTreeMap::<String, Vec<f32>>::deserialize(deserializer)?;
+        Ok(plain.into_iter().map(|(name, columns)| (name, Arc::new(columns))).collect())
+    }
 }
 
 /// Scores of the weights that the formats can store. Weights that layerwise passes do not support have no

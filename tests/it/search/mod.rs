@@ -115,6 +115,49 @@ fn results_do_not_depend_on_threads_or_runs() {
     }
 }
 
+/// An interrupted search continues with its measurements, and so does one with another limit.
+#[test]
+fn a_checkpoint_replaces_measurements() {
+    let folder = prepared();
+    let folder = folder.path();
+    std::fs::write(folder.join("llama/tokenizer.json"), BYTE_LEVEL).unwrap();
+    let search = format!("auto llama --for llama.cpp --json --checkpoint state.json {SETS}");
+    let first = data(folder, &format!("{search} --front first.json"))["search"].clone();
+    let mut state = read_json(&folder.join("state.json"));
+    let mixtures = state["mixtures"].as_array().unwrap().len();
+    assert!(mixtures >= first["points"].as_array().unwrap().len() && !state["losses"].as_array().unwrap().is_empty(), "{state}");
+    assert_eq!(data(folder, &format!("{search} --front again.json"))["search"], first);
+    // The output is the same as without a checkpoint.
+    let found = data(folder, &format!("{search} -o with.gguf --size 80%"))["search"].clone();
+    ok(folder, &format!("auto llama -o without.gguf --size 80% --quiet {SETS}"));
+    let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    assert!(bytes("with.gguf") == bytes("without.gguf"));
+    let known = |found: &Value| {
+        found["points"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|point| first["points"].as_array().unwrap().iter().any(|other| other["formats"] == point["formats"]))
+            .count()
+    };
+    assert!(known(&found) >= 4, "{found}");
+    // The stored values are used.
+    let options = state["mixtures"][0]["options"].clone();
+    state["mixtures"][0]["measured"] = json!(0.012345);
+    std::fs::write(folder.join("state.json"), state.to_string()).unwrap();
+    let changed = data(folder, &format!("{search} --front changed.json"))["search"].clone();
+    let names: Vec<&Value> = options.as_array().unwrap().iter().map(|option| &changed["formats"][option.as_u64().unwrap() as usize]).collect();
+    let point = changed["points"].as_array().unwrap().iter().find(|point| point["formats"].as_array().unwrap().iter().eq(names.iter().copied()));
+    assert_eq!(point.unwrap()["measured"], json!(0.012345));
+    for (arguments, part) in [
+        ("--for llama.cpp --formats Q8_0,Q5_0", "state.json has the measurements of another model, other data, formats"),
+        ("--for transformers", "state.json has the measurements of another model"),
+    ] {
+        let run = compress(folder, &format!("auto llama {arguments} --front new.json --checkpoint state.json {SETS}"));
+        assert!(run.code > 0 && run.stderr.contains(part) && !folder.join("new.json").exists(), "{arguments}: {}", run.stderr);
+    }
+}
+
 /// The passes of the recipe of an output.
 fn recipe(folder: &Path, name: &str) -> Value {
     read_json(&folder.join(name).join("report.json"))["recipe"]["passes"].clone()

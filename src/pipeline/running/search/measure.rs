@@ -3,13 +3,14 @@
 
 use std::ops::ControlFlow;
 
-use super::Point;
+use super::checkpoint::Checkpoint;
 use super::formats::{Formats, Unit, Written};
+use super::{Found, Point};
 use crate::data::{Batch, Data, DataSet, DataSets, Order, Target, WindowSampling};
 use crate::error::{Error, Result};
 use crate::evaluation::{Baseline, Comparison, Resources, Samples, Subject};
 use crate::model::Model;
-use crate::pass::{Context, Scores};
+use crate::pass::{Context, Score, Scores};
 use crate::report::search::{SearchLoss, SearchMetric};
 
 /// Largest number of held-out samples of a text whose outputs are compared.
@@ -59,6 +60,7 @@ pub struct Measurement<'a> {
     /// The held-out samples, and their description; `None` without data.
     comparison: Option<(Comparison, String)>,
     baseline: Option<Baseline>,
+    checkpoint: Option<&'a Checkpoint>,
 }
 
 impl<'a> Measurement<'a> {
@@ -77,7 +79,7 @@ impl<'a> Measurement<'a> {
         let (set, kind, used, others): (&Data, _, _, Vec<&Data>) = match (&data.evaluation, &data.calibration) {
             (Some(evaluation), calibration) => (evaluation, "evaluation data", 0, calibration.iter().collect()),
             (None, Some(calibration)) => (calibration, "held-out samples of the calibration data", calibration.samples.unwrap_or(usize::MAX), Vec::new()),
-            (None, None) => return Ok(Measurement { model, context, formats, scores: Scores::default(), comparison: None, baseline: None }),
+            (None, None) => return Ok(Measurement { model, context, formats, scores: Scores::default(), comparison: None, baseline: None, checkpoint: None }),
         };
         data.for_each_held_out(set, used, &others, subject.target(), &mut take)?;
         if samples.is_empty() {
@@ -94,7 +96,12 @@ impl<'a> Measurement<'a> {
         let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
         let source = format!("{} {what} of {name} ({kind})", samples.len());
         let comparison = Some((Comparison::new(model.clone(), Samples::Batches(samples)), source));
-        Ok(Measurement { model, context, formats, scores: Scores::default(), comparison, baseline: None })
+        Ok(Measurement { model, context, formats, scores: Scores::default(), comparison, baseline: None, checkpoint: None })
+    }
+
+    /// Takes known measurements from a checkpoint, and adds others to it.
+    pub fn with_checkpoint(self, checkpoint: Option<&'a Checkpoint>) -> Measurement<'a> {
+        Measurement { checkpoint, ..self }
     }
 
     /// Sets the scores, which have the importance of columns for rounding.
@@ -152,13 +159,24 @@ impl<'a> Measurement<'a> {
     /// those of the original one; `None` if all units are floats.
     pub fn loss(&self, units: &[Unit], options: &[usize]) -> Result<Option<f64>> {
         self.context.work.cancel.check()?;
-        let written = self.formats.rounded(units, options, &self.scores, self.context)?;
-        written.map(|written| self.distance(&written.model)).transpose()
+        let compute = || {
+            let written = self.formats.rounded(units, options, &self.scores, self.context)?;
+            written.map(|written| self.distance(&written.model)).transpose()
+        };
+        self.checkpoint.map_or_else(compute, |checkpoint| checkpoint.loss(options, compute))
     }
 
     /// Measures a point: its loss, its score if the metric is measured, and the size of its file.
     pub fn measure(&self, units: &[Unit], point: &mut Point) -> Result<()> {
         self.context.work.cancel.check()?;
+        let compute = |point: &mut Point| self.compute(units, point);
+        match self.checkpoint.filter(|_| self.comparison.is_some()) {
+            Some(checkpoint) => checkpoint.measure(point, self.baseline.is_some(), compute),
+            None => compute(point),
+        }
+    }
+
+    fn compute(&self, units: &[Unit], point: &mut Point) -> Result<()> {
         let Some(Written { model, bytes }) = self.formats.rounded(units, &point.options, &self.scores, self.context)? else { return Ok(()) };
         point.bytes = bytes.unwrap_or(point.bytes);
         if self.comparison.is_some() { self.judge(model, point) } else { Ok(()) }
@@ -193,4 +211,20 @@ impl<'a> Measurement<'a> {
             Error::run("auto", "the KL divergence of the predictions is not defined for this model", "`auto` searches formats of models with logits")
         })
     }
+}
+
+/// Measures the losses of units that the backward pass does not give, with all others as floats.
+pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
+    let floats = found.formats.len() - 1;
+    for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
+        for option in 0..floats {
+            let Some(score) = found.units[at].options[option] else { continue };
+            let mut options = vec![floats; found.units.len()];
+            options[at] = option;
+            if let Some(loss) = measurement.loss(&found.units, &options)? {
+                found.units[at].options[option] = Some(Score { loss, ..score });
+            }
+        }
+    }
+    Ok(())
 }

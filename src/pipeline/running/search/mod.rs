@@ -15,6 +15,7 @@
 
 mod blocks;
 mod budget;
+mod checkpoint;
 mod corrections;
 mod finish;
 mod formats;
@@ -35,6 +36,7 @@ mod weight_errors;
 use serde::Serialize;
 
 pub use budget::{Budget, parse_time};
+pub use checkpoint::Checkpoint;
 use formats::Formats;
 pub use formats::{Unit, Writing};
 pub use measure::calibration_part;
@@ -43,10 +45,10 @@ pub use runtimes::LoadedBy;
 use crate::data::Data;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
-use crate::pass::{Context, Method, Score};
+use crate::pass::{Context, Method};
 use crate::report::search::{LatencyTable, SearchLoss, SearchMethod, SearchMetric};
 use budget::rounded_up;
-use measure::Measurement;
+use measure::{Measurement, measure_units};
 use solver::{Assignment, Choice, Row, front};
 
 /// Largest number of points that are measured for a limit of loss.
@@ -67,6 +69,8 @@ pub struct Search<'a> {
     /// The calibration data with its labels. Without evaluation data, the samples that do not calibrate
     /// measure the task's score.
     pub labelled: Option<&'a Data>,
+    /// Scores and measurements of an interrupted search, to which new ones are added.
+    pub checkpoint: Option<&'a Checkpoint>,
     /// Calibration data, device and progress.
     pub context: &'a Context<'a>,
 }
@@ -144,7 +148,7 @@ impl Search<'_> {
         self.require_samples()?;
         self.require_possible_size(&*formats)?;
         let mut times = self.times(&*formats, times)?;
-        let mut measurement = Measurement::new(self.model, self.context, &*formats)?;
+        let mut measurement = Measurement::new(self.model, self.context, &*formats)?.with_checkpoint(self.checkpoint);
         let mut metric = None;
         if let Some(Budget::Drop(_)) = self.budget {
             measurement = measurement.with_metric(self.labelled)?;
@@ -153,7 +157,8 @@ impl Search<'_> {
                 return Err(Error::option("--max-loss", "needs data with labels; without labels, limit the KL divergence with `--max-kl`"));
             }
         }
-        let scores = formats.scores(self.context)?;
+        let scores = || formats.scores(self.context);
+        let scores = self.checkpoint.map_or_else(scores, |checkpoint| checkpoint.scores(scores))?;
         let units = formats.units(&scores);
         measurement.set_scores(scores);
         if !units.iter().any(has_formats) {
@@ -353,22 +358,6 @@ fn measure(found: &Found, point: &mut Point, measurement: &Measurement) -> Resul
     Ok(())
 }
 
-/// Measures the losses of units that the backward pass does not give, with all others as floats.
-fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
-    let floats = found.formats.len() - 1;
-    for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
-        for option in 0..floats {
-            let Some(score) = found.units[at].options[option] else { continue };
-            let mut options = vec![floats; found.units.len()];
-            options[at] = option;
-            if let Some(loss) = measurement.loss(&found.units, &options)? {
-                found.units[at].options[option] = Some(Score { loss, ..score });
-            }
-        }
-    }
-    Ok(())
-}
-
 impl Found {
     /// The assignments that no other one beats, in loss and size, or in loss and time if times are known.
     fn front(&self) -> Vec<Assignment> {
@@ -452,6 +441,7 @@ fn by_format(units: &[Unit], options: &[usize], formats: usize, measured: bool) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pass::Score;
 
     fn found() -> Found {
         let unit = |name: &str, losses: [f64; 2]| Unit {
