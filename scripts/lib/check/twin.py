@@ -2,7 +2,7 @@
 
     scripts/check twin [--compress BINARY] [--only TEXT]
 
-Tiny models are compressed with several schemes. `compress check --loads transformers --try` runs each folder in full
+Tiny models are compressed with several schemes, and one by `compress auto` for each runtime. `compress check --loads transformers --try` runs each folder in full
 and as a twin of its first layers, with the transformers of the reference environment, and GGUF files run in
 llama-perplexity. All must compute the same as the built-in executor, and folders with defects must be reported: a
 missing norm, transposed scales, an unknown class, sizes that contradict the tensors.
@@ -141,10 +141,7 @@ def is_reported(code, _trial):
 
 
 def check_transformers(binary, name, source, folder, table, only):
-    torch.manual_seed(1)
-    ids = torch.randint(0, 48, (16, 16))
-    samples = folder / "samples.safetensors"
-    save_file({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, samples)
+    samples = samples_of(folder)
     for scheme, (verb, *options) in SCHEMES[name].items():
         if only not in f"{name} {scheme} transformers":
             continue
@@ -164,6 +161,26 @@ def check_transformers(binary, name, source, folder, table, only):
             for scope in ["full", "twin"]:
                 code, found = attempt(binary, bad, "transformers", scope)
                 table.add(name, "transformers", defect.__name__.replace("_", " "), scope, found, code, is_reported)
+
+
+def samples_of(folder):
+    torch.manual_seed(1)
+    ids = torch.randint(0, 48, (16, 16))
+    samples = folder / "samples.safetensors"
+    save_file({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, samples)
+    return samples
+
+
+def check_auto(binary, name, source, folder, table, only):
+    """The mixtures that a search chooses."""
+    for runtime, limit, file in [("transformers", "5bits", "auto"), ("llama.cpp", "25%", "auto.gguf")]:
+        if only not in f"{name} auto {runtime}":
+            continue
+        out = folder / file
+        compress(binary, "auto", source, "-o", out, "--for", runtime, "--max-size", limit, "--calibration", samples_of(folder))
+        for scope in ["full", "twin"]:
+            code, found = attempt(binary, out, runtime, scope)
+            table.add(name, runtime, f"auto, {limit}", scope, found, code, agrees)
 
 
 def check_llama_cpp(binary, name, source, folder, table, only):
@@ -200,6 +217,8 @@ def main():
             source = folder / "source"
             save(name, source)
             check_transformers(binary, name, source, folder, table, arguments.only)
+            if name == "llama":
+                check_auto(binary, name, source, folder, table, arguments.only)
             if name in ("llama", "gemma2", "qwen3"):
                 check_llama_cpp(binary, name, source, folder, table, arguments.only)
     if table.failed:
