@@ -69,7 +69,7 @@ mod running {
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
     #[doc(hidden)]
-    pub use layerwise::{Score, Scores, WeightFormat, scores, sizes};
+    pub use layerwise::{Remaining, Score, Scores, WeightFormat, scores, sizes};
     pub use prune_structured::PruneStructured;
     pub use prune_vocabulary::PruneVocabulary;
     pub use quantize_static::{ActivationTarget, Goal, QuantizeStatic, Smooth};

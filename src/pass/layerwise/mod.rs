@@ -59,7 +59,7 @@ pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
 use ranks::Ranks;
-use remaining::Remaining;
+pub use remaining::Remaining;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::{quantize, rescale as rescale_channels};
 use runs::{ModifiedBlock, Runs};
@@ -224,7 +224,7 @@ impl Layerwise<'_> {
         }
         let (last, levels) = (by_block.keys().next_back().copied().unwrap_or(0), ranks::levels(&graph, &sites));
         runs.end_at(last);
-        let (mut resumed, mut remaining) = (0, Remaining::new(last + 1));
+        let (mut resumed, mut remaining) = (0, Remaining::new("blocks", last + 1));
         for block in 0..=last {
             runs.enter(block, &summary.changed)?;
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
@@ -249,7 +249,7 @@ impl Layerwise<'_> {
             }
             // Otherwise the heap grows from block to block: sizes of solvers and activations differ.
             heap::release_freed();
-            remaining.finish_block(block, is_stored, &context.work);
+            remaining.finish(block, is_stored, &context.work);
         }
         summary.report.notes.extend(few_tokens_note(mem::take(&mut summary.few_tokens)));
         if resumed > 0 {

@@ -1,5 +1,5 @@
-//! The remaining time of a layerwise run. Its blocks are separate stages, whose progress ends with each
-//! block.
+//! The remaining time of work whose parts are separate stages: blocks of a layerwise run, mixtures of a search.
+//! Their progress ends with each part.
 
 use std::time::{Duration, Instant};
 
@@ -8,28 +8,31 @@ use crate::work::{Event, Work};
 /// Minimum time between two messages.
 const INTERVAL: Duration = Duration::from_secs(30);
 
-/// Reports the remaining time from the time of the finished blocks.
-pub(super) struct Remaining {
-    blocks: usize,
-    /// The first block that was not loaded from a checkpoint, and when it began.
+/// Reports the remaining time from the time of the finished parts.
+#[derive(Debug)]
+pub struct Remaining {
+    /// Plural of a part.
+    noun: &'static str,
+    parts: usize,
+    /// The first part that was not loaded from a checkpoint, and when it began.
     first: usize,
     start: Instant,
     reported: Instant,
 }
 
 impl Remaining {
-    /// The first of all blocks begins.
-    pub fn new(blocks: usize) -> Remaining {
+    /// The first of all parts begins.
+    pub fn new(noun: &'static str, parts: usize) -> Remaining {
         let now = Instant::now();
-        Remaining { blocks, first: 0, start: now, reported: now }
+        Remaining { noun, parts, first: 0, start: now, reported: now }
     }
 
-    /// A block is finished, or was loaded from a checkpoint, which takes little time.
-    pub fn finish_block(&mut self, block: usize, is_stored: bool, work: &Work) {
+    /// A part is finished, or was loaded from a checkpoint, which takes little time.
+    pub fn finish(&mut self, part: usize, is_stored: bool, work: &Work) {
         if is_stored {
-            (self.first, self.start) = (block + 1, Instant::now());
+            (self.first, self.start) = (part + 1, Instant::now());
         } else if self.reported.elapsed() >= INTERVAL
-            && let Some(message) = message(block + 1, self.blocks, self.first, self.start.elapsed())
+            && let Some(message) = message(self.noun, part + 1, self.parts, self.first, self.start.elapsed())
         {
             self.reported = Instant::now();
             work.progress.on(Event::Message(&message));
@@ -37,12 +40,12 @@ impl Remaining {
     }
 }
 
-/// The message after `done` of all blocks, of which those from `first` on took `elapsed`; `None` after the
+/// The message after `done` of all parts, of which those from `first` on took `elapsed`; `None` after the
 /// last one.
-fn message(done: usize, blocks: usize, first: usize, elapsed: Duration) -> Option<String> {
-    let left = blocks.checked_sub(done).filter(|left| *left > 0)?;
+fn message(noun: &str, done: usize, parts: usize, first: usize, elapsed: Duration) -> Option<String> {
+    let left = parts.checked_sub(done).filter(|left| *left > 0)?;
     let seconds = elapsed.as_secs_f64() / done.saturating_sub(first).max(1) as f64 * left as f64;
-    Some(format!("{done} of {blocks} blocks are done, about {} left", rounded(seconds)))
+    Some(format!("{done} of {parts} {noun} are done, about {} left", rounded(seconds)))
 }
 
 /// A time in seconds, minutes or hours.
@@ -59,9 +62,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_remaining_time_follows_from_the_finished_blocks() {
-        let after = |done, first, seconds| message(done, 24, first, Duration::from_secs(seconds));
+    fn the_remaining_time_follows_from_the_finished_parts() {
+        let after = |done, first, seconds| message("blocks", done, 24, first, Duration::from_secs(seconds));
         assert_eq!(after(6, 0, 60).unwrap(), "6 of 24 blocks are done, about 3 min left");
+        assert_eq!(message("mixtures", 2, 11, 0, Duration::from_secs(40)).unwrap(), "2 of 11 mixtures are done, about 3 min left");
         // Four blocks were loaded from checkpoints.
         assert_eq!(after(6, 4, 60).unwrap(), "6 of 24 blocks are done, about 9 min left");
         assert_eq!(after(23, 0, 460).unwrap(), "23 of 24 blocks are done, about 20 s left");

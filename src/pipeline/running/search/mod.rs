@@ -45,7 +45,7 @@ pub use runtimes::LoadedBy;
 use crate::data::Data;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
-use crate::pass::{Context, Method};
+use crate::pass::{Context, Method, Remaining};
 use crate::report::search::{LatencyTable, SearchLoss, SearchMethod, SearchMetric};
 use budget::rounded_up;
 use measure::{Measurement, measure_units};
@@ -181,7 +181,7 @@ impl Search<'_> {
         found.points = formats.references(&found.units)?.into_iter().map(|(name, options)| found.reference(name, options)).collect();
         found.points.extend(self.selection(&found, &first, expected));
         found.points.sort_by_key(|point| point.bytes);
-        let mut rows = Vec::new();
+        let (mut rows, mut remaining) = (Vec::new(), Remaining::new("mixtures", found.points.len()));
         for at in 0..found.points.len() {
             let mut point = found.points[at].clone();
             measurement.measure(&found.units, &mut point)?;
@@ -191,6 +191,7 @@ impl Search<'_> {
                 rows.push(Row { losses: predicted, fixed: exact.iter().sum(), measured });
             }
             found.points[at] = point;
+            remaining.finish(at, false, &self.context.work);
         }
         found.measured_on = measurement.description();
         let factors = solver::factors(&rows);
