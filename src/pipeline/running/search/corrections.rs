@@ -6,6 +6,7 @@
 //! the losses. Predictions of mixtures that resemble measured ones become accurate, and remain sums over the units.
 
 use super::formats::Unit;
+use super::solver::LEAST_LOSS;
 use super::{Found, Point};
 use crate::pass::Score;
 
@@ -18,7 +19,7 @@ impl Found {
     /// Corrects the losses of the units that the measured losses of points contradict.
     fn correct(&mut self, points: &[Point]) {
         let rows: Vec<(&[usize], f64)> =
-            points.iter().filter_map(|point| Some((point.options.as_slice(), point.measured.filter(|loss| *loss > 0.0)?))).collect();
+            points.iter().filter_map(|point| Some((point.options.as_slice(), point.measured.filter(|loss| *loss > LEAST_LOSS)?))).collect();
         let deviations = deviations(&self.units, self.formats.len());
         let covariance = |(one, loss): &(&[usize], f64), (other, other_loss): &(&[usize], f64)| {
             let shared = one.iter().zip(*other).enumerate().filter(|(_, (option, other))| option == other);

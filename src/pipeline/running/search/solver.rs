@@ -103,6 +103,9 @@ pub struct Row {
     pub measured: f64,
 }
 
+/// Smallest measured loss that predictions are fitted to: smaller ones are rounding errors of the measurement.
+pub const LEAST_LOSS: f64 = 1e-12;
+
 /// Non-negative factors of the groups so that the sums `fixed + Σ factor · loss` approximate the measured
 /// losses with the least relative error. The factors of groups that the measurements do not determine are the
 /// common factor of all groups.
@@ -110,7 +113,7 @@ pub fn factors(rows: &[Row]) -> Vec<f64> {
     let groups = rows.first().map_or(0, |row| row.losses.len());
     // In units of the measured loss of each row.
     let relative = |row: &Row| (row.losses.iter().map(|loss| loss / row.measured).collect::<Vec<f64>>(), 1.0 - row.fixed / row.measured);
-    let scaled: Vec<(Vec<f64>, f64)> = rows.iter().filter(|row| row.measured > 0.0).map(relative).collect();
+    let scaled: Vec<(Vec<f64>, f64)> = rows.iter().filter(|row| row.measured > LEAST_LOSS).map(relative).collect();
     let totals: Vec<(f64, f64)> = scaled.iter().map(|(row, target)| (row.iter().sum(), *target)).collect();
     let squares: f64 = totals.iter().map(|(total, _)| total * total).sum();
     let common = totals.iter().map(|(total, target)| total * target).sum::<f64>() / squares;
