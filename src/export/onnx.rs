@@ -47,8 +47,8 @@ pub struct Onnx {
     pub weight_only: WeightOnly,
     /// How an output head that is tied to an int8 embedding is written
     pub tied_head: TiedHead,
-    /// Whether matrices with 16-bit floats, as after `cast`, are stored as such, and converted to 32 bits when
-    /// a runtime loads the file
+    /// Whether matrices with 16-bit floats, as after `cast`, are stored as such, and converted to 32 bits
+    /// when a runtime loads the file
     pub float16_weights: bool,
     /// Whether a decoder has inputs and outputs for a KV cache, so that each step computes only new tokens
     pub cache: bool,

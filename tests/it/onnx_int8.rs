@@ -320,8 +320,8 @@ fn values_that_overflow_16_bit_floats_are_rejected_by_name() {
     assert!(!folder.path().join("out").exists());
 }
 
-/// Matrices of 16-bit floats are stored as such, and converted for arithmetic in 32 bits. The run compares the
-/// file with the built-in executor.
+/// Matrices of 16-bit floats are stored as such, and converted for arithmetic in 32 bits. The run compares
+/// the file with the built-in executor.
 #[test]
 fn matrices_of_16_bits_are_converted_when_the_file_is_loaded() {
     let cast = || Cast { to: FloatFormat::F16, ..Cast::default() };

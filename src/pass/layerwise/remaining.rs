@@ -1,5 +1,5 @@
-//! The remaining time of work whose parts are separate stages: blocks of a layerwise run, mixtures of a search.
-//! Their progress ends with each part.
+//! The remaining time of work whose parts are separate stages: blocks of a layerwise run, mixtures of a
+//! search. Their progress ends with each part.
 
 use std::time::{Duration, Instant};
 

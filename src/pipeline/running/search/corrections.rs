@@ -1,9 +1,10 @@
 //! Corrections of the expected losses of single units by measured mixtures.
 //!
 //! The factors of the formats ([`factors`](super::solver::factors)) leave residuals, for example because the
-//! rounded activations of a layer change those of others. Gaussian process regression distributes them over the
-//! units of the measured mixtures: the losses of all units have independent errors, which are about as large as
-//! the losses. Predictions of mixtures that resemble measured ones become accurate, and remain sums over the units.
+//! rounded activations of a layer change those of others. Gaussian process regression distributes them over
+//! the units of the measured mixtures: the losses of all units have independent errors, which are about as
+//! large as the losses. Predictions of mixtures that resemble measured ones become accurate, and remain sums
+//! over the units.
 
 use super::formats::Unit;
 use super::solver::LEAST_LOSS;

@@ -1,9 +1,9 @@
 //! Better methods for the chosen point, within a limit of time.
 //!
-//! The point is quantized by several methods, from the fastest to the slowest, and each result is measured
-//! on the held-out samples. For int8 layers of ONNX files, the methods are options of the passes, each of which
-//! is added to the best ones before it. Writing repeats the best method, so that a method may take at most half
-//! of the time that is left, and must leave the time of the best one.
+//! The point is quantized by several methods, from the fastest to the slowest, and each result is measured on
+//! the held-out samples. For int8 layers of ONNX files, the methods are options of the passes, each of which
+//! is added to the best ones before it. Writing repeats the best method, so that a method may take at most
+//! half of the time that is left, and must leave the time of the best one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;

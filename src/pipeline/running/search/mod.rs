@@ -3,11 +3,11 @@
 //! Weights that runtimes treat alike are one unit. One backward pass gives the expected loss of each format
 //! of each unit ([`scores`](crate::pass::scores)), and dynamic programming the assignments with the least
 //! loss for their size. Some of them are measured by the KL divergence of their predictions on held-out
-//! samples; the scores of each format are scaled to what was measured, the scores of single units are corrected
-//! (`corrections`), and the front is computed again. The
-//! point for the limit is measured too. If it exceeds a limit of loss, larger points are measured. For a
-//! limit of the task's score, the smallest point within it is searched by bisection (`metric`). Without
-//! samples, the errors of the weights are the losses (`weight_errors`), and nothing is measured.
+//! samples; the scores of each format are scaled to what was measured, the scores of single units are
+//! corrected (`corrections`), and the front is computed again. The point for the limit is measured too. If it
+//! exceeds a limit of loss, larger points are measured. For a limit of the task's score, the smallest point
+//! within it is searched by bisection (`metric`). Without samples, the errors of the weights are the losses
+//! (`weight_errors`), and nothing is measured.
 //!
 //! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
 //! cosine distances of the outputs (`onnx_layers`). A limit of the latency replaces sizes by times, which are

@@ -111,7 +111,8 @@ impl<'a> OnnxLayers<'a> {
         Ok(graph.params().filter(|(id, _)| is_plain(*id)).map(|(_, value)| value.name.clone()).collect())
     }
 
-    /// The loss of a layer in a format; `None` if it cannot have the format. Without samples, the losses are 0.
+    /// The loss of a layer in a format; `None` if it cannot have the format. Without samples, the losses are
+    /// 0.
     fn loss_of(&self, arithmetic: Arithmetic, weight: &Weight, damage: &Damage, has_samples: bool) -> Option<f64> {
         let (is_matrix, is_fast) = (is_linear(&damage.name, weight), self.arithmetics == Arithmetics::Fast);
         let exists = match arithmetic {
@@ -189,8 +190,8 @@ fn is_half(weight: &Weight) -> bool {
     weight.dtype == DType::F16 && weight.encoding == Encoding::Dense && weight.shape.len() > 1
 }
 
-/// The loss of a layer with 16-bit weights, from its loss with int8 weights: the losses are proportional to the
-/// squared errors. `None` if values exceed the range.
+/// The loss of a layer with 16-bit weights, from its loss with int8 weights: the losses are proportional to
+/// the squared errors. `None` if values exceed the range.
 fn half_loss(damage: &Damage) -> Option<f64> {
     let int8 = (1.0 - damage.weights?).max(0.0);
     match (damage.weight_sqnr_db, damage.half_sqnr_db?) {

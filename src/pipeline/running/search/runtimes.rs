@@ -25,7 +25,8 @@ pub enum LoadedBy {
     /// llama.cpp: a GGUF file with a type for each matrix, including the embedding and the head
     #[cfg_attr(feature = "cli", value(name = "llama.cpp", alias = "llama-cpp"))]
     LlamaCpp,
-    /// ONNX Runtime: an ONNX file with int8, int4, float16 and float layers, for encoders and vision models too
+    /// ONNX Runtime: an ONNX file with int8, int4, float16 and float layers, for encoders and vision models
+    /// too
     #[cfg_attr(feature = "cli", value(name = "onnxruntime"))]
     OnnxRuntime,
 }

@@ -103,7 +103,8 @@ pub struct Row {
     pub measured: f64,
 }
 
-/// Smallest measured loss that predictions are fitted to: smaller ones are rounding errors of the measurement.
+/// Smallest measured loss that predictions are fitted to: smaller ones are rounding errors of the
+/// measurement.
 pub const LEAST_LOSS: f64 = 1e-12;
 
 /// Non-negative factors of the groups so that the sums `fixed + Σ factor · loss` approximate the measured
