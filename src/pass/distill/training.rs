@@ -9,7 +9,7 @@ use candle_core::{DType, Device};
 use serde_json::{Value, json};
 
 use super::adapters::Adapters;
-use super::{packing, vocabulary};
+use super::{on_policy, packing, vocabulary};
 use crate::analysis;
 use crate::data::{DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
@@ -26,8 +26,8 @@ use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::losses::Divergence;
 use crate::train::{
-    BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
-    forecast, largest_inputs, require_trainable,
+    BatchNorm, BatchSize, LogFormat, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights,
+    ZeroKind, forecast, largest_inputs, require_trainable,
 };
 use crate::work::{Cancel, Work};
 
@@ -46,6 +46,8 @@ pub(in crate::pass) struct Job<'a> {
     pub teacher: Option<Model>,
     /// The folder of cached logits of the teacher, and their number per row.
     pub cache: Option<(&'a Path, usize)>,
+    /// Continuations of the student, if it writes samples.
+    pub on_policy: Option<OnPolicy>,
     pub training: Training,
     /// The state of the run before the pass.
     pub state: &'a RunState,
@@ -66,6 +68,7 @@ impl<'a> Job<'a> {
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
         let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
         require_trainable(&graph, model, training)?;
+        on_policy::sampler(self.on_policy, (model, &graph), &objective, None)?;
         let small = training_graph(&graph, &objective, training)?;
         let sizes = bindings(&small, batch(&graph, training), None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
@@ -263,6 +266,7 @@ impl<'a> Job<'a> {
             evaluate: Some(&score),
         };
         let (zeros, masked, rounded, unexplained) = weights.constraint_counts();
+        let sampler = on_policy::sampler(self.on_policy, (&model, &graph), &objective, Some(data))?;
         let trainer = Trainer {
             options: training,
             graph: &small,
@@ -270,6 +274,7 @@ impl<'a> Job<'a> {
             cache: cache.as_ref(),
             objective: &objective,
             data: &samples,
+            sampler: sampler.as_ref(),
             batch,
             device,
             memory_tracker: &memory_tracker,

@@ -20,6 +20,7 @@ pub mod losses;
 mod memory;
 mod memory_reservation;
 mod objective;
+mod on_policy;
 pub mod optimizer;
 mod options;
 mod output_norm;
@@ -44,6 +45,7 @@ pub use context::TrainingContext;
 pub use forecast::{MemoryForecast, forecast};
 pub use log::LogFormat;
 pub use objective::Objective;
+pub use on_policy::{OnPolicy, OnPolicySampler};
 #[cfg(feature = "cli")]
 pub use options::batch_size_schema;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training, losses_or_none};

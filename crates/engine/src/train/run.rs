@@ -11,12 +11,13 @@ use super::batches::{Batches, Samples};
 use super::checkpoint::Tensors;
 use super::memory::Timeline;
 use super::memory_reservation::MemoryReservation;
+use super::on_policy::Draw;
 use super::optimizer;
 use super::records::{Evaluation, StepRecord};
 use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
 use super::trainer::Trainer;
-use super::{Every, Offload, Weights, clip};
+use super::{Every, Offload, OnPolicySampler, Weights, clip};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
@@ -153,11 +154,20 @@ impl Trainer<'_> {
         }
         batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
             let start = Instant::now();
+            let samples = self.with_continuations(samples, state)?;
             self.step(state, stepper, &samples)?;
             state.busy += start.elapsed();
             timeline.add("training", state.train.position.step, self.memory_tracker.all());
             Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })
+    }
+
+    /// The samples of a step, some of which end with continuations of the student.
+    fn with_continuations(&self, samples: Samples, state: &State) -> Result<Samples> {
+        let Some(sampler) = self.sampler else { return Ok(samples) };
+        let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };
+        let batches = sampler.continued(samples.batches, state.train.weights, self.device, draw, &self.context.work)?;
+        Ok(Samples { batches, ..samples })
     }
 
     fn out_of_patience(&self, state: &State) -> bool {
@@ -330,6 +340,7 @@ impl Trainer<'_> {
 
     fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
         let mut notes = self.objective.notes.clone();
+        notes.extend(self.sampler.map(OnPolicySampler::note));
         notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps()?));
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
