@@ -449,7 +449,7 @@ fn cached_logits_do_not_change_training() {
         kept.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
         // Cached logits have 16 bits, and only the top-k are stored.
         let apart = furthest(&asked.weights(), &kept.weights());
-        assert!((apart < 2e-3) == (top > 3), "{name}: {apart}");
+        assert!(if top > 3 { apart < 2e-3 } else { apart > 1e-6 }, "{name}: {apart}");
         let size = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
         let before = size(&cache);
         let again = Run::new();

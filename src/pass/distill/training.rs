@@ -24,7 +24,6 @@ use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
-use crate::train::losses::Divergence;
 use crate::train::{
     BatchNorm, BatchSize, LogFormat, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights,
     ZeroKind, forecast, largest_inputs, require_trainable,
@@ -195,12 +194,9 @@ impl<'a> Job<'a> {
                 if !objective.reads_only_logits() {
                     return Err(Error::option(format!("{name}: teacher_cache"), "stores only logits: remove losses that read other values of the teacher"));
                 }
-                if objective.over_logits().and_then(|logits| logits.soft).is_some_and(|soft| soft.divergence == Divergence::Reverse) {
-                    let reason = "stores only the largest logits, and `divergence: reverse` needs all: use `jensen-shannon`, or remove the cache";
-                    return Err(Error::option(format!("{name}: teacher_cache"), reason));
-                }
                 let key = teacher_cache_key(teacher, graph, training, teacher_dtype, teacher_device, &context.work)?;
-                Some(RefCell::new(Cache::open(folder, &key, top)?))
+                let temperature = objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
+                Some(RefCell::new(Cache::open(folder, &key, top, temperature)?))
             }
             _ => None,
         };

@@ -193,8 +193,8 @@ impl Model {
         modules.map(|(module, _)| format!("{module}.weight")).map(|weight| (weight.clone(), factor_names(&weight))).collect()
     }
 
-    /// The names of the norms of each layer with DoRA, by the name of its weight: those that outputs get,
-    /// and those of its weight with the factors.
+    /// The names of the trained norms, and of the norms of the weight with its factors, of each layer with
+    /// DoRA, by the name of the weight.
     pub fn corrected_norms(&self) -> BTreeMap<String, [String; 2]> {
         let names = self.corrections().into_keys().map(|weight| (weight.clone(), [magnitude_name(&weight), norm_name(&weight)]));
         names.filter(|(_, [magnitude, _])| self.weights.by_name.contains_key(magnitude)).collect()

@@ -23,11 +23,11 @@ use crate::work::{Cancel, Work};
 pub struct OnPolicy {
     /// Fraction of the samples that the student continues
     pub fraction: f64,
-    /// Minimum number of tokens of a prompt [default: those before the first token with a loss, or 32 if all
-    /// tokens have a loss]
+    /// Minimum length of a prompt in tokens [default: up to the first token with a loss, or 32 if all tokens
+    /// have a loss]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<usize>,
-    /// Maximum number of tokens of a continuation [default: up to the length of the sample]
+    /// Maximum length of a continuation in tokens [default: up to the length of the sample]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens: Option<usize>,
     /// Sampling temperature
@@ -52,7 +52,7 @@ impl FromStr for OnPolicy {
     }
 }
 
-/// Number of tokens of the prompt of a sample whose tokens all have a loss.
+/// Length of a prompt in tokens if all tokens have a loss.
 const PROMPT_TOKENS: usize = 32;
 
 impl OnPolicy {
@@ -70,7 +70,7 @@ impl OnPolicy {
         Err(Error::option(format!("{pass}: on_policy"), reason))
     }
 
-    /// Number of tokens of the prompt of a sample with these targets.
+    /// Length of the prompt in a sample with these targets.
     fn prompt(&self, targets: &NextTokens) -> usize {
         let before = targets.first().map_or(0, |(at, _)| *at).saturating_add(1);
         match self.prompt_tokens {
@@ -99,11 +99,11 @@ impl Draw {
     }
 }
 
-/// The tokens of a sample, without padding.
+/// A sample without padding.
 #[derive(Debug, Clone, PartialEq)]
 struct Text {
     ids: Vec<i64>,
-    /// The target tokens of logits, by their position.
+    /// The target of each position with a loss.
     targets: NextTokens,
 }
 
@@ -111,13 +111,13 @@ struct Text {
 pub struct OnPolicySampler {
     options: OnPolicy,
     model: LanguageModel,
-    /// Samples of this run, those of them that the student continued, and tokens of continuations.
+    /// In this run: all samples, continued samples, and generated tokens.
     counts: Cell<[u64; 3]>,
 }
 
 impl OnPolicySampler {
-    /// A sampler for a model with the graph of its training, which writes the first `tokens` tokens of the
-    /// vocabulary. Fails if the model does not continue texts.
+    /// A sampler for a model with the graph of its training, which generates token ids below `tokens`. Fails
+    /// if the model does not continue texts.
     pub fn new(options: OnPolicy, model: Model, graph: Graph, tokens: usize) -> Result<OnPolicySampler> {
         let model = LanguageModel::with_graph(model, graph)?.without_tokens_from(tokens);
         model.require_prompts()?;

@@ -239,9 +239,8 @@ impl Logits {
                         Some(transfer::move_to(&logits, values.device(), Cause::Offload)?)
                     }
                     (_, TeacherOutputs::Cached(entries, cache), _) => {
-                        let from = number * count * cache.top();
-                        let entries = entries.get(from..from + indices.len() * cache.top()).unwrap_or(&[]);
-                        Some(cache.logits(entries, self.classes, values.device())?)
+                        let from = number * count;
+                        Some(cache.logits(entries, from..from + indices.len(), &logits.narrow(1, 0, self.classes)?)?)
                     }
                     _ => None,
                 };
