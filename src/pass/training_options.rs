@@ -26,7 +26,16 @@ macro_rules! training_pass {
             /// Momentum of sgd and muon
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().momentum))]
             pub momentum: f64,
-            /// Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }
+            /// Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999]
+            #[cfg_attr(feature = "cli", arg(long, value_name = "BETA1,BETA2"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            pub betas: Option<$crate::train::Betas>,
+            /// Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...],
+            /// learning_rate: RATE, weight_decay: DECAY}
+            #[cfg_attr(feature = "cli", arg(long, value_name = "GROUP"))]
+            #[serde(skip_serializing_if = "Vec::is_empty")]
+            pub groups: Vec<$crate::train::ParameterGroup>,
+            /// Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N }
             #[cfg_attr(feature = "cli", arg(long, value_name = "SCHEDULE", default_value = "cosine"))]
             pub schedule: Schedule,
             /// Number of steps
@@ -112,6 +121,15 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long))]
             #[serde(skip_serializing_if = "std::ops::Not::not")]
             pub keep_zeros: bool,
+            /// Change images randomly in each step: {flip: true, shift: PIXELS}
+            #[cfg_attr(feature = "cli", arg(long, value_name = "OPTIONS"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            pub augment: Option<$crate::train::Augment>,
+            /// Predict random tokens of texts, of masked language models: the fraction of the tokens, or
+            /// {fraction: 0.15, mask_token: TOKEN}
+            #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            pub masking: Option<$crate::train::Masking>,
             /// Train low-rank adapters of linear layers instead of the weights: their rank, or
             /// {rank: 16, alpha: 32, targets: [PATTERN, ...], merge: false} [default: none]
             #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]
@@ -145,6 +163,8 @@ macro_rules! training_fields {
             learning_rate: $from.learning_rate,
             weight_decay: $from.weight_decay,
             momentum: $from.momentum,
+            betas: $from.betas,
+            groups: $from.groups.clone(),
             schedule: $from.schedule.clone(),
             max_steps: $from.max_steps,
             epochs: $from.epochs,
@@ -167,6 +187,8 @@ macro_rules! training_fields {
             targets: $from.targets.clone(),
             ignore: $from.ignore.clone(),
             keep_zeros: $from.keep_zeros,
+            augment: $from.augment,
+            masking: $from.masking.clone(),
             adapter: $from.adapter.clone(),
         }
     };

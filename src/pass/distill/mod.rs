@@ -12,6 +12,7 @@
 //! ```
 
 mod adapters;
+mod masking;
 mod on_policy;
 mod packing;
 mod student;
@@ -97,6 +98,10 @@ impl Pass for Distill {
             return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache`"));
         }
         let training = self.training();
+        let changing = [("augment", training.augment.is_some()), ("masking", training.masking.is_some())];
+        if let Some((what, _)) = changing.iter().find(|(_, is_set)| *is_set && self.teacher_cache.is_some()) {
+            return Err(Error::option(format!("{NAME}: {what}"), "cannot be combined with `teacher_cache`: samples are different in each step"));
+        }
         self.on_policy.as_ref().map_or(Ok(()), |options| on_policy::check(NAME, options, &training, self.teacher_cache.is_some()))?;
         training.check(NAME)
     }

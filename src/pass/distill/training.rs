@@ -9,7 +9,7 @@ use candle_core::{DType, Device};
 use serde_json::{Value, json};
 
 use super::adapters::Adapters;
-use super::{on_policy, packing, vocabulary};
+use super::{masking, on_policy, packing, vocabulary};
 use crate::analysis;
 use crate::data::{DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
@@ -68,6 +68,7 @@ impl<'a> Job<'a> {
         let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
         require_trainable(&graph, model, training)?;
         on_policy::sampler(self.on_policy, (model, &graph), &objective, None)?;
+        masking::masker(training.masking.as_ref(), (model, &graph), &objective)?;
         let small = training_graph(&graph, &objective, training)?;
         let sizes = bindings(&small, batch(&graph, training), None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
@@ -124,7 +125,8 @@ impl<'a> Job<'a> {
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "has pairs with scores, which no loss supports: specify one text column, and `task: fidelity`"));
         }
-        let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), samples.task())?;
+        let task = masking::task(training.masking.as_ref(), samples.task());
+        let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
         packing::require_separate_texts(&objective.losses, data)?;
         let device = &context.device;
         let team = Team::from_environment(device)?;
@@ -263,6 +265,7 @@ impl<'a> Job<'a> {
         };
         let (zeros, masked, rounded, unexplained) = weights.constraint_counts();
         let sampler = on_policy::sampler(self.on_policy, (&model, &graph), &objective, Some(data))?;
+        let masker = masking::masker(training.masking.as_ref(), (&model, &graph), &objective)?;
         let trainer = Trainer {
             options: training,
             graph: &small,
@@ -271,6 +274,7 @@ impl<'a> Job<'a> {
             objective: &objective,
             data: &samples,
             sampler: sampler.as_ref(),
+            masker: masker.as_ref(),
             batch,
             device,
             memory_tracker: &memory_tracker,

@@ -32,7 +32,7 @@ use crate::exec::transfer::{self, Cause};
 /// Version of the file format.
 const FORMAT: u32 = 4;
 /// Logarithm of a probability of 0.
-const NOTHING: f32 = -1e4;
+const ZERO_PROBABILITY: f32 = -1e4;
 /// A logit without a share of the sum of exponentials.
 const MASKED: f32 = -1e30;
 /// Bytes of a column index and its value.
@@ -254,7 +254,7 @@ impl Cache {
         let shape = (count, self.top);
         let indices = on_device(Tensor::from_vec(logits.iter().map(|(column, _)| *column).collect::<Vec<u32>>(), shape, &Device::Cpu)?)?;
         let values = on_device(Tensor::from_vec(logits.iter().map(|(_, value)| value.to_f32()).collect::<Vec<f32>>(), shape, &Device::Cpu)?)?;
-        let rest = on_device(Tensor::from_vec(rest.iter().map(|rest| rest.max(NOTHING)).collect::<Vec<f32>>(), (count, 1), &Device::Cpu)?)?;
+        let rest = on_device(Tensor::from_vec(rest.iter().map(|rest| rest.max(ZERO_PROBABILITY)).collect::<Vec<f32>>(), (count, 1), &Device::Cpu)?)?;
         let masked = Tensor::full(MASKED, shape, device)?;
         let scaled = (student.to_dtype(DType::F32)?.contiguous()?.scatter(&indices, &masked, 1)? / self.temperature)?;
         let largest = scaled.max_keepdim(D::Minus1)?;
@@ -293,7 +293,7 @@ fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f3
     order.sort_unstable();
     order.resize(top, order.first().copied().unwrap_or(0));
     let entry = |column: u32| (column, f16::from_f32((row[column as usize] - offset).clamp(-65504.0, 65504.0)));
-    (order.into_iter().map(entry).collect(), (rest.ln() as f32).max(NOTHING))
+    (order.into_iter().map(entry).collect(), (rest.ln() as f32).max(ZERO_PROBABILITY))
 }
 
 /// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions of
@@ -434,7 +434,7 @@ mod tests {
             assert!(cache.logits(&kept, 0..1, &student.narrow(1, 0, 3).unwrap()).is_err() && cache.logits(&kept, 0..2, &student).is_err());
         }
         let (short, rest) = top_of_row(&[2.0, 1.0], 4, 1.0);
-        assert_eq!((short.len(), rest), (4, NOTHING));
+        assert_eq!((short.len(), rest), (4, ZERO_PROBABILITY));
         // Without other columns, the logits are those of the teacher.
         let cache = Cache::open(folder.path(), "abd", 2, 1.0).unwrap();
         let all = cache.top_logits(&Tensor::new(&[[2f32, 1.0]], &Device::Cpu).unwrap()).unwrap();

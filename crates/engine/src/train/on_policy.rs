@@ -8,6 +8,7 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::Weights;
+use super::draw::Draw;
 use crate::data::{ATTENTION_MASK, Batch, INPUT_IDS, NextTokens, References};
 use crate::error::{Error, ParseError, Result, counted};
 use crate::exec::transfer;
@@ -81,24 +82,6 @@ impl OnPolicy {
     }
 }
 
-/// A step of a training in one of its processes, which determines all random numbers.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Draw {
-    pub seed: u64,
-    pub step: u64,
-    pub rank: usize,
-}
-
-impl Draw {
-    /// The seed of the step.
-    fn seed(self) -> u64 {
-        let mut hasher = blake3::Hasher::new();
-        [self.seed, self.step, self.rank as u64].iter().for_each(|number| drop(hasher.update(&number.to_le_bytes())));
-        let (bytes, _) = hasher.finalize().as_bytes().split_at(8);
-        bytes.iter().fold(0, |seed, byte| seed << 8 | u64::from(*byte))
-    }
-}
-
 /// A sample without padding.
 #[derive(Debug, Clone, PartialEq)]
 struct Text {
@@ -128,7 +111,7 @@ impl OnPolicySampler {
     /// targets are tokens: those of the data, or of the continuations.
     pub(super) fn continued(&self, batches: Vec<Batch>, weights: &Weights, device: &Device, draw: Draw, work: &Work) -> Result<Vec<Batch>> {
         let mut texts = batches.iter().map(texts).collect::<Result<Vec<_>>>()?;
-        let mut random = fastrand::Rng::with_seed(draw.seed());
+        let mut random = draw.random();
         let (mut chosen, mut prompts) = (Vec::new(), Vec::new());
         for text in texts.iter_mut().flatten() {
             // Each sample takes one number, so that the choice of a sample does not depend on others.
@@ -249,14 +232,6 @@ mod tests {
         assert_eq!([prompt(None, 0), prompt(None, 1), prompt(None, 40)], [32, 2, 41]);
         assert_eq!([prompt(Some(4), 0), prompt(Some(4), 1), prompt(Some(4), 40)], [4, 4, 41]);
         assert_eq!(OnPolicy::default().prompt(&NextTokens::new()), 32);
-    }
-
-    #[test]
-    fn draws_depend_on_seed_step_and_process() {
-        let seed = |seed: u64, step: u64, rank: usize| Draw { seed, step, rank }.seed();
-        assert_eq!(seed(1, 2, 0), seed(1, 2, 0));
-        let all = std::collections::BTreeSet::from([seed(1, 2, 0), seed(2, 1, 0), seed(1, 2, 1), seed(1, 0, 2), seed(0, 0, 0)]);
-        assert_eq!(all.len(), 5);
     }
 
     #[test]

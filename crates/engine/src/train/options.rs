@@ -8,10 +8,13 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::adapter::Adapter;
+use super::augment::Augment;
+use super::groups::{self, Betas, ParameterGroup};
 use super::log::LogFormat;
 use super::losses::Losses;
+use super::masking::Masking;
 use super::optimizer::{Kind, Settings};
-use super::schedule::Schedule;
+use super::schedule::{Curve, Schedule};
 use crate::error::{Error, ParseError, Result};
 use crate::evaluation::Precision;
 use crate::store::{ByteSize, Pattern};
@@ -210,6 +213,8 @@ pub struct Training {
     pub learning_rate: f64,
     pub weight_decay: f64,
     pub momentum: f64,
+    pub betas: Option<Betas>,
+    pub groups: Vec<ParameterGroup>,
     pub schedule: Schedule,
     pub max_steps: Option<u64>,
     pub epochs: Option<u64>,
@@ -232,6 +237,8 @@ pub struct Training {
     pub targets: Vec<Pattern>,
     pub ignore: Vec<Pattern>,
     pub keep_zeros: bool,
+    pub augment: Option<Augment>,
+    pub masking: Option<Masking>,
     pub adapter: Option<Adapter>,
 }
 
@@ -243,6 +250,8 @@ impl Default for Training {
             learning_rate: 1e-4,
             weight_decay: 0.01,
             momentum: 0.9,
+            betas: None,
+            groups: Vec::new(),
             schedule: Schedule::default(),
             max_steps: None,
             epochs: None,
@@ -265,6 +274,8 @@ impl Default for Training {
             targets: Vec::new(),
             ignore: Vec::new(),
             keep_zeros: false,
+            augment: None,
+            masking: None,
             adapter: None,
         }
     }
@@ -281,9 +292,13 @@ impl Training {
         self.shard == Some(Shard::Parameters)
     }
 
-    /// The hyperparameters of the optimizer for these linear layers and other parameters.
-    pub fn optimizer_settings(&self, linear_weights: BTreeSet<String>) -> Settings {
-        Settings { weight_decay: self.weight_decay, momentum: self.momentum, linear_weights, ..Settings::default() }
+    /// The hyperparameters of the optimizer for these linear layers and other parameters, of which `names`
+    /// are all. Fails if a pattern of a group matches none of them.
+    pub fn optimizer_settings<'n>(&self, linear_weights: BTreeSet<String>, names: impl Iterator<Item = &'n String> + Clone) -> Result<Settings> {
+        let settings = Settings::default();
+        let [beta1, beta2] = self.betas.map_or([settings.beta1, settings.beta2], |betas| betas.0);
+        let groups = groups::rates(&self.groups, self.learning_rate, names)?;
+        Ok(Settings { beta1, beta2, weight_decay: self.weight_decay, momentum: self.momentum, linear_weights, groups, ..settings })
     }
 
     /// Whether the optimizer state is sharded across processes.
@@ -351,6 +366,13 @@ impl Training {
         }
         if self.gradient_checkpointing == Checkpointing::Every(0) {
             return wrong("gradient_checkpointing", "`every` must be at least 1 layer".into());
+        }
+        self.betas.map_or(Ok(()), |betas| betas.check(pass, self.optimizer))?;
+        self.groups.iter().try_for_each(|group| group.check(pass))?;
+        self.augment.map_or(Ok(()), |augment| augment.check(pass))?;
+        self.masking.as_ref().map_or(Ok(()), |masking| masking.check(pass))?;
+        if self.schedule.decay_steps == Some(0) || self.schedule.decay_steps.is_some() && self.schedule.kind == Curve::Constant {
+            return wrong("schedule", "`decay_steps` must be at least 1, and needs `kind: cosine` or `linear`".into());
         }
         if !(0.0..=1.0).contains(&self.schedule.min_rate) {
             return wrong("schedule", format!("`min_rate` {} is not between 0 and 1", self.schedule.min_rate));

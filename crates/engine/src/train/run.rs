@@ -9,9 +9,9 @@ use candle_core::Device;
 use super::average::Average;
 use super::batches::{Batches, Samples};
 use super::checkpoint::Tensors;
+use super::draw::Draw;
 use super::memory::Timeline;
 use super::memory_reservation::MemoryReservation;
-use super::on_policy::Draw;
 use super::optimizer;
 use super::records::{Evaluation, StepRecord};
 use super::state::{self, Position, TrainState};
@@ -82,7 +82,7 @@ impl Trainer<'_> {
     }
 
     fn train(&self, weights: &mut Weights) -> Result<Trained> {
-        let settings = self.options.optimizer_settings(weights.linear().clone());
+        let settings = self.options.optimizer_settings(weights.linear().clone(), weights.trained.keys())?;
         let home = match weights.home() {
             Placement::Memory(_) | Placement::Sharded(_) if self.options.offload.contains(&Offload::Optimizer) => Placement::Memory(Device::Cpu),
             // Each process updates the parameters that it owns.
@@ -154,7 +154,7 @@ impl Trainer<'_> {
         }
         batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
             let start = Instant::now();
-            let samples = self.with_continuations(samples, state)?;
+            let samples = self.changed(samples, state)?;
             self.step(state, stepper, &samples)?;
             state.busy += start.elapsed();
             timeline.add("training", state.train.position.step, self.memory_tracker.all());
@@ -162,11 +162,20 @@ impl Trainer<'_> {
         })
     }
 
-    /// The samples of a step, some of which end with continuations of the student.
-    fn with_continuations(&self, samples: Samples, state: &State) -> Result<Samples> {
-        let Some(sampler) = self.sampler else { return Ok(samples) };
+    /// The samples of a step with random changes: augmented images, and texts with hidden tokens or with
+    /// continuations of the student.
+    fn changed(&self, samples: Samples, state: &State) -> Result<Samples> {
         let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };
-        let batches = sampler.continued(samples.batches, state.train.weights, self.device, draw, &self.context.work)?;
+        let mut batches = samples.batches;
+        if let Some(options) = self.options.augment {
+            batches = options.augmented(batches, draw)?;
+        }
+        if let Some(masker) = self.masker {
+            batches = masker.masked(batches, draw)?;
+        }
+        if let Some(sampler) = self.sampler {
+            batches = sampler.continued(batches, state.train.weights, self.device, draw, &self.context.work)?;
+        }
         Ok(Samples { batches, ..samples })
     }
 

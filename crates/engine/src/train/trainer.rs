@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::cache::Cache;
 use super::context::TrainingContext;
-use super::{Objective, OnPolicySampler, Teacher, Team, Training};
+use super::{Masker, Objective, OnPolicySampler, Teacher, Team, Training};
 use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::exec::{ManagedTensor, MemoryTracker, Placement};
@@ -30,6 +30,8 @@ pub struct Trainer<'a> {
     pub data: &'a DataSet,
     /// Replaces ends of samples by continuations of the student, if there is one.
     pub sampler: Option<&'a OnPolicySampler>,
+    /// Hides tokens of samples, if there is one.
+    pub masker: Option<&'a Masker>,
     /// Samples per batch.
     pub batch: usize,
     /// Device of the student.
