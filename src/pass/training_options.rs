@@ -125,8 +125,8 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "OPTIONS"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub augment: Option<$crate::train::Augment>,
-            /// Predict random tokens of texts, of masked language models: the fraction of the tokens, or
-            /// {fraction: 0.15, mask_token: TOKEN}
+            /// Mask random tokens, which a masked language model predicts: the fraction of masked tokens,
+            /// or {fraction: 0.15, mask_token: TOKEN}
             #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub masking: Option<$crate::train::Masking>,

@@ -12,8 +12,9 @@ use crate::run_state::RunState;
 use crate::store::{Encoding, OpenSizes, Weight};
 
 impl Pipeline {
-    /// Finishes the passes: updates what depends on their weights, reconciles tied weights, and adds notes about weights that no pass changed, about
-    /// results that a format does not keep, and about the sizes that the user has specified.
+    /// Finishes the passes: updates the norms of adapters, reconciles tied weights, and adds notes about
+    /// weights that no pass changed, about results that a format does not keep, and about the sizes that the
+    /// user has specified.
     ///
     /// # Errors
     /// No format keeps the result of the last pass, or a format does not store all layers of the checkpoint.

@@ -169,7 +169,7 @@ fn training_starts_at_the_base() {
 #[test]
 fn merged_weights_are_the_base_with_its_adapter() {
     let lora = ["llama", "llama-grouped-tied", "phi3", "gpt2", "qwen3"].map(|name| (name, AdapterKind::Lora));
-    // Layers with biases, and weights stored as `[in, out]`.
+    // Without and with biases and weights stored as `[in, out]`.
     let dora = ["llama", "gpt2"].map(|name| (name, AdapterKind::Dora));
     for (name, kind) in lora.into_iter().chain(dora) {
         let (kept, merged, folded) = (Run::new(), Run::new(), Run::new());

@@ -61,7 +61,7 @@ fn answers_are_those_of_transformers() {
     }
 }
 
-/// Hidden tokens of texts are the labels, so that encoders learn without others.
+/// Masked tokens are the labels, so that encoders learn without others.
 #[test]
 fn masked_language_models_learn_from_texts() {
     let (folder, out) = (model("bert-masked-lm", &[WORDS]), tempfile::tempdir().unwrap());

@@ -15,7 +15,7 @@ use crate::train::{Masker, Masking, Objective};
 const SETTINGS: &str = "tokenizer_config.json";
 /// Keys of special tokens in the settings of a tokenizer.
 const NAMED: [&str; 6] = ["bos_token", "eos_token", "cls_token", "sep_token", "pad_token", "mask_token"];
-/// Mask tokens of models whose tokenizer does not name theirs.
+/// Names of the mask token if the settings of the tokenizer do not contain it.
 const USUAL: [&str; 2] = ["[MASK]", "<mask>"];
 
 /// The task of samples of which random tokens are predicted.
@@ -23,8 +23,8 @@ pub(super) fn task(options: Option<&Masking>, task: Task) -> Task {
     if options.is_some() { Task::LanguageModelling } else { task }
 }
 
-/// Selects random tokens of texts, if that is requested. Fails if the model is not a masked language model,
-/// or its tokenizer has no mask token.
+/// Masks random tokens, if that is requested. Fails if the model is not a masked language model, or its
+/// tokenizer has no mask token.
 pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Graph), objective: &Objective) -> Result<Option<Masker>> {
     let Some(options) = options else { return Ok(None) };
     let wrong = |reason: String| Error::option("masking", reason);
@@ -50,7 +50,8 @@ pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Grap
     Ok(Some(Masker { fraction: options.fraction, mask, special, tokens: logits.classes }))
 }
 
-/// Ids of the special tokens in a `tokenizer.json`: special added tokens, and the tokens that are added to texts.
+/// Ids of the special tokens in a `tokenizer.json`: special added tokens, and those that the post-processor
+/// adds to texts.
 fn special_ids(file: &Value) -> Vec<i64> {
     let list = |value: Option<&Value>| value.and_then(Value::as_array).cloned().unwrap_or_default();
     let added = list(file.get("added_tokens")).into_iter().filter(|token| token.get("special").and_then(Value::as_bool) == Some(true));

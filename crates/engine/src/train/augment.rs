@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::draw::Draw;

@@ -1,5 +1,4 @@
-//! Masked language modelling: random tokens of each text are hidden, and predicted (Devlin et al., *BERT*,
-//! 2019).
+//! Masked language modelling: predicts randomly masked tokens (Devlin et al., *BERT*, 2019).
 
 use std::collections::BTreeSet;
 use std::str::FromStr;
@@ -12,7 +11,7 @@ use crate::data::{ATTENTION_MASK, Batch, INPUT_IDS, References};
 use crate::error::{Error, ParseError, Result};
 use crate::exec::transfer;
 
-/// Random tokens of texts that a masked language model predicts, in each step anew.
+/// Randomly masked tokens, which a masked language model predicts; different ones in each step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -56,7 +55,7 @@ impl Masking {
 /// remain unchanged.
 const REPLACED: [f64; 2] = [0.8, 0.9];
 
-/// Hides tokens of texts.
+/// Masks random tokens.
 #[derive(Debug, Clone)]
 pub struct Masker {
     /// Probability of each token to be predicted.
@@ -65,12 +64,12 @@ pub struct Masker {
     pub mask: i64,
     /// Ids of special tokens, which are not predicted.
     pub special: BTreeSet<i64>,
-    /// Number of tokens of the vocabulary.
+    /// Size of the vocabulary.
     pub tokens: usize,
 }
 
 impl Masker {
-    /// The batches of a step with hidden tokens, which are the targets. Fails if the samples have other
+    /// The batches of a step with masked tokens, which are the targets. Fails if the samples have other
     /// targets.
     pub(super) fn masked(&self, batches: Vec<Batch>, draw: Draw) -> Result<Vec<Batch>> {
         let mut random = draw.random();
@@ -79,7 +78,7 @@ impl Masker {
 
     fn masked_batch(&self, mut batch: Batch, random: &mut fastrand::Rng) -> Result<Batch> {
         let wrong = |reason: &str| Error::option("masking", reason);
-        let failed = |e: candle_core::Error| Error::candle("hidden tokens", e);
+        let failed = |e: candle_core::Error| Error::candle("masked tokens", e);
         if batch.references != References::None {
             return Err(wrong("needs texts without labels, because it selects the tokens to predict: remove the labels, or `masking`"));
         }
@@ -127,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn hidden_tokens_are_the_targets() {
+    fn masked_tokens_are_the_targets() {
         let masker = Masker { fraction: 0.25, mask: 3, special: [SPECIAL].into(), tokens: 60 };
         let before = batch(100, 42);
         let draw = Draw { seed: 1, step: 2, rank: 0 };

@@ -162,7 +162,7 @@ impl Trainer<'_> {
         })
     }
 
-    /// The samples of a step with random changes: augmented images, and texts with hidden tokens or with
+    /// The samples of a step with random changes: augmented images, and texts with masked tokens or with
     /// continuations of the student.
     fn changed(&self, samples: Samples, state: &State) -> Result<Samples> {
         let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };

@@ -30,7 +30,7 @@ pub struct Trainer<'a> {
     pub data: &'a DataSet,
     /// Replaces ends of samples by continuations of the student, if there is one.
     pub sampler: Option<&'a OnPolicySampler>,
-    /// Hides tokens of samples, if there is one.
+    /// Masks random tokens, if there is one.
     pub masker: Option<&'a Masker>,
     /// Samples per batch.
     pub batch: usize,

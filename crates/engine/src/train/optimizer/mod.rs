@@ -382,8 +382,8 @@ mod tests {
     /// Largest difference between an update on the host and the same with tensor operations, of
     /// parameters and f32 state.
     fn largest_difference<A: Algorithm>(algorithm: A, dims: &[usize]) -> f64 {
-        let mut optimizer =
-            StatefulOptimizer { algorithm, weight_decay: 0.0, exempt_vectors: false, home: Placement::Memory(Device::Cpu), state: BTreeMap::new() };
+        let (groups, state) = (BTreeMap::new(), BTreeMap::new());
+        let mut optimizer = StatefulOptimizer { algorithm, weight_decay: 0.0, exempt_vectors: false, groups, home: Placement::Memory(Device::Cpu), state };
         let (host, device) = (tensor(dims, 1), tensor(dims, 1));
         let ours = optimizer.load("host", dims).unwrap();
         let theirs = optimizer.load("device", dims).unwrap();
