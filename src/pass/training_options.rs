@@ -94,6 +94,10 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "WHEN"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub checkpoint_every: Option<Every>,
+            /// Number of checkpoints to keep while training, to resume from an earlier one [default: 1]
+            #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            pub keep_checkpoints: Option<usize>,
             /// Steps between evaluations on the evaluation data; the best weights are kept, which can be the
             /// initial ones
             #[cfg_attr(feature = "cli", arg(long, value_name = "STEPS"))]
@@ -181,6 +185,7 @@ macro_rules! training_fields {
             shard_optimizer: $from.shard_optimizer,
             memory_limit: $from.memory_limit,
             checkpoint_every: $from.checkpoint_every,
+            keep_checkpoints: $from.keep_checkpoints,
             evaluate_every: $from.evaluate_every,
             patience: $from.patience,
             logs: $from.logs.clone(),

@@ -88,7 +88,7 @@ fn the_seed_determines_the_continuations() {
 
 #[test]
 fn an_interrupted_training_resumes_with_the_same_continuations() {
-    let pass = Distill { checkpoint_every: Some(Every::Steps(2)), average: Some(0.9), ..distill(0.5) };
+    let pass = Distill { checkpoint_every: Some(Every::Steps(2)), keep_checkpoints: Some(2), average: Some(0.9), ..distill(0.5) };
     let (whole, parts) = (Run::new(), Run::new());
     let data = samples(whole.folder.path());
     let builder = || -> Builder { Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3) };
@@ -105,12 +105,17 @@ fn an_interrupted_training_resumes_with_the_same_continuations() {
     };
     let model = || Model::open(golden("llama")).unwrap();
     let error = builder().resume(true).progress(watch).cancel(cancel).build().unwrap().run(model(), parts.out()).unwrap_err();
-    assert!(matches!(error, Error::Paused { .. }), "{error}");
+    let Error::Paused { path, .. } = &error else { panic!("{error}") };
+    // The checkpoints of steps 2 and 4 are kept, and the run goes back to the first one.
+    let folder = path.parent().unwrap();
+    std::fs::remove_file(path).unwrap();
+    std::fs::remove_file(folder.join("checkpoint-4.safetensors")).unwrap();
+    assert!(folder.join("checkpoint-2.safetensors").is_file());
     // Other options are another training.
     let changed = Pipeline::builder().pass(Distill { on_policy: None, ..pass.clone() }).train(data.clone()).seed(3).resume(true);
     assert!(changed.build().unwrap().run(model(), parts.out()).unwrap_err().to_string().contains("different options"));
     let rest = builder().resume(true).build().unwrap().run(model(), parts.out()).unwrap();
-    assert!(rest.notes.iter().any(|note| note.starts_with("3 steps in ")), "{:?}", rest.notes);
+    assert!(rest.notes.iter().any(|note| note.starts_with("5 steps in ")), "{:?}", rest.notes);
     let (a, b) = (whole.weights(), parts.weights());
     assert!(a.keys().eq(b.keys()));
     for (name, values) in &a {

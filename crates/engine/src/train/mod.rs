@@ -17,6 +17,7 @@ mod floats;
 mod forecast;
 mod frozen;
 mod groups;
+mod kept_checkpoints;
 mod layer_pairs;
 pub mod log;
 pub mod losses;

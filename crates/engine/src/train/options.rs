@@ -231,6 +231,7 @@ pub struct Training {
     pub shard_optimizer: bool,
     pub memory_limit: Option<ByteSize>,
     pub checkpoint_every: Option<Every>,
+    pub keep_checkpoints: Option<usize>,
     pub evaluate_every: Option<u64>,
     pub patience: Option<u64>,
     pub logs: Vec<LogFormat>,
@@ -268,6 +269,7 @@ impl Default for Training {
             shard_optimizer: false,
             memory_limit: None,
             checkpoint_every: None,
+            keep_checkpoints: None,
             evaluate_every: None,
             patience: None,
             logs: Vec::new(),
@@ -340,6 +342,9 @@ impl Training {
             if value == Some(0) {
                 return wrong(what, "must be at least 1".into());
             }
+        }
+        if self.keep_checkpoints == Some(0) {
+            return wrong("keep_checkpoints", "must be at least 1".into());
         }
         if self.patience.is_some() && self.evaluate_every.is_none() {
             return wrong("patience", "requires `evaluate_every`: it counts evaluations without improvement".into());

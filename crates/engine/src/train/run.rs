@@ -344,7 +344,7 @@ impl Trainer<'_> {
     fn save(&self, state: &mut State) -> Result<()> {
         let Some(folder) = &self.context.folder else { return Ok(()) };
         state.saved = Instant::now();
-        state.train.save(folder, self.graph, self.team)
+        state.train.save(folder, self.graph, self.team, self.options.keep_checkpoints.unwrap_or(1))
     }
 
     fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
