@@ -21,7 +21,7 @@ pub(super) fn steps(folder: &Path) -> Vec<u64> {
 
 /// Keeps the last checkpoint, a file of this step that the next one replaces, and removes the oldest ones, so
 /// that there are `count`.
-pub(super) fn keep(folder: &Path, last: &Path, step: u64, count: usize) -> Result<()> {
+pub(super) fn retain(folder: &Path, last: &Path, step: u64, count: usize) -> Result<()> {
     if count > 1 {
         let kept = path(folder, step);
         if kept.exists() {
@@ -60,7 +60,7 @@ mod tests {
             let new = folder.join("new");
             fs::write(&new, step.to_string()).unwrap();
             fs::rename(&new, &last).unwrap();
-            keep(folder, &last, step, 3).unwrap();
+            retain(folder, &last, step, 3).unwrap();
         }
         assert_eq!(steps(folder), [4, 10, 12]);
         assert_eq!([4, 10, 12].map(|step| fs::read_to_string(path(folder, step)).unwrap()), ["4", "10", "12"]);
@@ -69,7 +69,7 @@ mod tests {
         fs::remove_file(path(folder, 12)).unwrap();
         assert_eq!(latest(folder, last.clone()), path(folder, 10));
         fs::write(&last, "11").unwrap();
-        keep(folder, &last, 11, 1).unwrap();
+        retain(folder, &last, 11, 1).unwrap();
         assert!(steps(folder).is_empty() && folder.join("checkpoint-4-1.safetensors").exists());
         fs::remove_file(&last).unwrap();
         assert_eq!(latest(folder, last.clone()), last);

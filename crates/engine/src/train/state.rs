@@ -160,7 +160,7 @@ impl TrainState<'_> {
                 team.wait()?;
             }
             checkpoint::save(&path(folder), &self.position, &tensors)?;
-            kept_checkpoints::keep(folder, &path(folder), step, kept)?;
+            kept_checkpoints::retain(folder, &path(folder), step, kept)?;
         }
         team.wait()?;
         if rank > 0 && is_sharded {
