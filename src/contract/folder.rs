@@ -198,8 +198,8 @@ impl Folder {
 }
 
 impl Planned {
-    /// A folder with this text of `config.json`, these tensors, with the bytes that the plan determines, these
-    /// files, and defects.
+    /// A folder with this text of `config.json`, these tensors, with the bytes that the plan determines,
+    /// these files, and defects.
     pub(crate) fn folder(config: Option<&str>, tensors: Vec<(StoredTensor, Option<Vec<u8>>)>, files: BTreeSet<String>, defects: Defects) -> Result<Planned> {
         let planned = |(StoredTensor { name, dtype, shape }, bytes): (StoredTensor, Option<Vec<u8>>)| {
             (name, Tensor { dtype, shape, values: bytes.map_or(Values::Unknown, Values::Known) })

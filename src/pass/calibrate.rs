@@ -158,7 +158,9 @@ pub(in crate::pass) fn rows_by_sample(value: &Tensor, op: &Op, batch: &Batch, to
 /// Converts an error of a tensor operation.
 pub(in crate::pass) fn tensor_error(e: candle_core::Error) -> Error {
     match Error::candle("calibration", e) {
-        Error::OutOfMemory { what, reason } => Error::run(what, reason, "use `--device cpu`: the statistics of a layer do not fit on the GPU"),
+        Error::OutOfMemory { what, reason } => {
+            Error::run(what, reason, "the GPU has too little memory: use `--device cpu`, or fewer or shorter calibration samples")
+        }
         other => other,
     }
 }

@@ -23,11 +23,7 @@ use crate::ir::Graph;
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
 use crate::run_state::{Applied, RunState};
-use crate::store::{ByteSize, Pattern};
-use crate::train::losses::Losses;
-use crate::train::optimizer::Kind;
-use crate::train::schedule::Schedule;
-use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
+use crate::store::Pattern;
 
 training_pass! {
     /// Train the model on labels, or on the next token.

@@ -29,7 +29,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// A warning about a recipe that changes neither the weights nor their format, which is probably incomplete.
+    /// A warning about a recipe that changes neither the weights nor their format, which is probably
+    /// incomplete.
     fn copy_note(&self, model: &Model) -> Option<String> {
         let is_plain = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
         let is_copied = model.weight_files.iter().all(is_plain) && model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense);

@@ -218,6 +218,14 @@ impl Adapters {
     }
 }
 
+/// The model to write, from the trained one.
+pub(super) fn finished(adapters: Option<&Adapters>, trained: Model) -> Result<Model> {
+    match adapters {
+        Some(adapters) => adapters.finish(&trained),
+        None => Ok(trained),
+    }
+}
+
 fn pruned(name: &str) -> Error {
     let hint = "set `merge: false` in `adapter`, so that the zeros remain in the base, or train without `adapter`, which keeps zeros";
     Error::tensor(name, "has pruned weights, and the product of a merged adapter is not zero there", hint)

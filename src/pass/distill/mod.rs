@@ -15,6 +15,8 @@ mod adapters;
 mod masking;
 mod on_policy;
 mod packing;
+mod record;
+mod scoring;
 mod student;
 mod training;
 mod vocabulary;
@@ -32,11 +34,6 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
 use crate::run_state::{Applied, RunState};
-use crate::store::{ByteSize, Pattern};
-use crate::train::losses::Losses;
-use crate::train::optimizer::Kind;
-use crate::train::schedule::Schedule;
-use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
 
 training_pass! {
     /// Train a student on a teacher's outputs.

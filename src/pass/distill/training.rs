@@ -6,15 +6,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::adapters::Adapters;
+use super::adapters::{self, Adapters};
+use super::record::{self, Counts};
+use super::scoring::{ScoreData, Scoring};
 use super::{masking, on_policy, packing, vocabulary};
 use crate::analysis;
-use crate::data::{DataSet, LargestInputs, Task, fixed_batch};
+use crate::data::{Data, DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
-use crate::evaluation::{self, Candle, Fidelity, Runner, Score, Subject};
-use crate::exec::{Executor, ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, axis_sizes, rounding_scheme};
+use crate::evaluation::Subject;
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, axis_sizes, rounding_scheme};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, Port, subgraph};
 use crate::model::{Config, Model};
@@ -25,16 +27,40 @@ use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, Ze
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
-    BatchNorm, BatchSize, LogFormat, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights,
-    ZeroKind, forecast, largest_inputs, require_trainable,
+    BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
+    forecast, largest_inputs, require_trainable,
 };
-use crate::work::{Cancel, Work};
+use crate::work::Work;
 
 /// Advice if the outputs of a trained model are severely degraded.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student initialized with more layers of its teacher";
 
 /// Description of the trained tensors in reports.
 const RULE: &str = "all floats that losses depend on";
+
+/// Graphs, samples and losses of a training.
+struct Inputs<'a> {
+    graph: Graph,
+    teacher_graph: Option<Graph>,
+    /// Options of the training data.
+    data: &'a Data,
+    subject: Subject,
+    samples: Arc<DataSet>,
+    objective: Objective,
+}
+
+/// The weights to train, and the graphs that read them.
+struct Student {
+    /// The graph of the model, with trained quantizers.
+    graph: Graph,
+    /// The part that losses depend on.
+    small: Graph,
+    weights: Weights,
+    quantizers: Option<Quantizers>,
+    counts: Counts,
+    /// Whether the written weights differ from those in training.
+    is_rounded_when_written: bool,
+}
 
 /// A training pass with its models.
 pub(in crate::pass) struct Job<'a> {
@@ -86,7 +112,7 @@ impl<'a> Job<'a> {
             forecast.describe()
         ));
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
-        let planned = finished(adapters.as_ref(), model.clone())?;
+        let planned = adapters::finished(adapters.as_ref(), model.clone())?;
         Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
     }
 
@@ -105,16 +131,87 @@ impl<'a> Job<'a> {
 
     /// Trains the model, or its adapters.
     fn train(&self, context: &Context, adapters: Option<&Adapters>) -> Result<(Model, Applied)> {
-        let (mut applied, mut model, training) = (self.applied.clone(), self.student.clone(), &self.training);
-        let (name, teacher, checkpoints) = (applied.name, self.teacher.as_ref(), context.checkpoints.as_ref());
-        let teacher_model = teacher;
+        let (name, training, device) = (self.applied.name, &self.training, &context.device);
+        let inputs = self.open(context)?;
+        let team = Team::from_environment(device)?;
+        let memory_tracker = self.memory_tracker(context)?;
+        let placement = self.placement(context, &team)?;
+        let Student { graph, small, mut weights, quantizers, counts, is_rounded_when_written } =
+            self.load_student(&inputs, adapters, (context, placement), &memory_tracker)?;
+        let teacher = self.load_teacher(&inputs, context, &memory_tracker)?;
+        let cache = self.open_cache(&inputs, context)?;
+        let batch = batch(&graph, training);
+        let first = inputs.samples.first()?;
+        let largest = largest_inputs(&inputs.samples, batch, training, (context.seed, team.size()), &context.work)?;
+        let sizes = bindings(&small, batch, Some(&largest));
+        let teacher_graph = inputs.teacher_graph.as_ref().zip(self.teacher.as_ref());
+        let forecast = forecast((&small, &graph, &self.student), training, teacher_graph, &inputs.objective, (&sizes, team.size()))?;
+        let data = ScoreData::open((name, training), &inputs.subject, self.teacher.as_ref(), (context, team.rank()))?;
+        let quantizers = quantizers.as_ref();
+        let scoring = Scoring { data, model: &self.student, graph: &graph, adapters, quantizers, is_rounded_when_written, first: &first, context };
+        let score = |weights: &Weights, state: &BTreeMap<String, ManagedTensor>| scoring.score(weights, state);
+        let checkpoints = context.checkpoints.as_ref();
+        let sampler = on_policy::sampler(self.on_policy, (&self.student, &graph), &inputs.objective, Some(inputs.data))?;
+        let masker = masking::masker(training.masking.as_ref(), (&self.student, &graph), &inputs.objective)?;
+        let trainer = Trainer {
+            options: training,
+            graph: &small,
+            teacher: teacher.as_ref(),
+            cache: cache.as_ref(),
+            objective: &inputs.objective,
+            data: &inputs.samples,
+            sampler: sampler.as_ref(),
+            masker: masker.as_ref(),
+            batch,
+            device,
+            memory_tracker: &memory_tracker,
+            team: &team,
+            context: TrainingContext {
+                name,
+                work: context.work,
+                seed: context.seed,
+                folder: checkpoints.map(|checkpoints| checkpoints.folder.clone()),
+                resume: checkpoints.is_some_and(|checkpoints| checkpoints.resume),
+                identity: checkpoints.map(|checkpoints| checkpoints.key.clone()).unwrap_or_default(),
+                evaluation: context.data.evaluation.as_ref().filter(|_| team.rank() == 0).map(|data| data.content(&context.work)).transpose()?,
+                evaluate: Some(&score),
+            },
+        };
+        let mut trained = trainer.run(&mut weights)?;
+        let (mut model, mut applied) = (self.student.clone(), self.applied.clone());
+        let written = weights.write_to(&trained.state, &mut model)?;
+        let written = adapters.map_or(written, Adapters::changed);
+        if let Some(quantizers) = quantizers {
+            quantizers.write_to(&trained.state, &mut model)?;
+        }
+        let model = adapters::finished(adapters, model)?;
+        applied.tensors = if trained.unchanged { BTreeSet::new() } else { self.names_in_input(written) };
+        applied.rule = adapters.map_or_else(|| RULE.to_owned(), Adapters::rule);
+        applied.notes.append(&mut trained.notes);
+        applied.notes.extend(counts.notes(name, training, adapters, quantizers.filter(|_| !trained.unchanged)));
+        let earlier = self.state.history.iter().filter(|applied| applied.name == name).count();
+        applied.attached.extend(record::logs(name, earlier, training, checkpoints));
+        let trace = memory_tracker.trace().unwrap_or_default();
+        applied.notes.push(trace.peak().explain(&small));
+        applied.details = record::details(&trained, &inputs.objective.losses, &counts, (&memory_tracker, &trace), &forecast);
+        if let Some(adapters) = adapters {
+            applied.details["adapter"] = adapters.details();
+        }
+        context.memory_tracker.iter().for_each(|memory| memory.adopt(&memory_tracker));
+        memory_tracker.release(MemoryCategory::Weights, u64::MAX);
+        Ok((model, applied))
+    }
+
+    /// Opens the training data, and constructs the losses.
+    fn open<'c>(&self, context: &'c Context) -> Result<Inputs<'c>> {
+        let (name, model, teacher) = (self.applied.name, &self.student, self.teacher.as_ref());
         // Detect damaged models before writing checkpoints and cached logits, which later runs would
         // reuse.
-        teacher.into_iter().chain([&model]).try_for_each(|model| model.check_contents(&context.work))?;
-        let mut graph = model.graph()?;
+        teacher.into_iter().chain([model]).try_for_each(|model| model.check_contents(&context.work))?;
+        let graph = model.graph()?;
         let teacher_graph = teacher.map(Model::graph).transpose()?;
         if let Some(teacher) = teacher {
-            vocabulary::require_same(&model, teacher)?;
+            vocabulary::require_same(model, teacher)?;
         }
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs training samples: add `data: { train: ... }`"))?;
         let subject = Subject::from_model(model.clone())?;
@@ -125,27 +222,45 @@ impl<'a> Job<'a> {
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "has pairs with scores, which no loss supports: specify one text column, and `task: fidelity`"));
         }
-        let task = masking::task(training.masking.as_ref(), samples.task());
-        let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
+        let task = masking::task(self.training.masking.as_ref(), samples.task());
+        let objective = Objective::new(&self.training.losses, &graph, teacher_graph.as_ref(), task)?;
         packing::require_separate_texts(&objective.losses, data)?;
-        let device = &context.device;
-        let team = Team::from_environment(device)?;
+        Ok(Inputs { graph, teacher_graph, data, subject, samples, objective })
+    }
+
+    /// The tracker of device memory, with the limit of the options.
+    fn memory_tracker(&self, context: &Context) -> Result<Arc<MemoryTracker>> {
         let requested = context.memory.bytes.filter(|_| context.memory.explicit);
-        if training.shards_parameters() && requested.is_some() {
+        if self.training.shards_parameters() && requested.is_some() {
             return Err(Error::option("memory", "excludes `shard: parameters`, because all ranks must use the same micro-batches; lower `batch_size` instead"));
         }
-        let memory_limit = training.memory_limit.map(|size| size.0).into_iter().chain(requested).min();
-        let memory_tracker = Arc::new(MemoryTracker::with_budget(memory_limit).recorded());
-        let compute = training.precision.dtype();
-        let folder = checkpoints.map_or_else(std::env::temp_dir, |checkpoints| checkpoints.folder.clone());
-        let placement = if training.offloads_parameters() {
-            Placement::offloaded_from(device, &folder)?
+        let memory_limit = self.training.memory_limit.map(|size| size.0).into_iter().chain(requested).min();
+        Ok(Arc::new(MemoryTracker::with_budget(memory_limit).recorded()))
+    }
+
+    /// Placement of the trained parameters.
+    fn placement(&self, context: &Context, team: &Team) -> Result<Placement> {
+        let (training, device) = (&self.training, &context.device);
+        let folder = context.checkpoints.as_ref().map_or_else(std::env::temp_dir, |checkpoints| checkpoints.folder.clone());
+        if training.offloads_parameters() {
+            Placement::offloaded_from(device, &folder)
         } else if training.shards_parameters() && team.size() > 1 {
-            Placement::Sharded(Arc::new(Sharding::new(team.pool(), device, &folder)?))
+            Ok(Placement::Sharded(Arc::new(Sharding::new(team.pool(), device, &folder)?)))
         } else {
-            Placement::Memory(device.clone())
-        };
-        let is_pruned = states_pruning(&model);
+            Ok(Placement::Memory(device.clone()))
+        }
+    }
+
+    /// Loads the weights to train.
+    fn load_student(
+        &self,
+        inputs: &Inputs,
+        adapters: Option<&Adapters>,
+        (context, placement): (&Context, Placement),
+        memory_tracker: &Arc<MemoryTracker>,
+    ) -> Result<Student> {
+        let (model, training, compute) = (&self.student, &self.training, self.training.precision.dtype());
+        let is_pruned = states_pruning(model);
         let zeros = |weight: &Weight| match weight.zero_origin {
             Some(ZeroOrigin::Pruning) => ZeroKind::Pruned,
             Some(ZeroOrigin::Rounding) => ZeroKind::Codes,
@@ -159,209 +274,66 @@ impl<'a> Job<'a> {
         let filled = adapters.map_or(Ok(0), |adapters| adapters.unexplained(&zeros))?;
         // The factors of adapters have no pruned elements.
         let of_trained = |weight: &Weight| if adapters.is_some() { ZeroKind::Codes } else { zeros(weight) };
-        let mut weights = Weights::load(&graph, &model, (training, &of_trained), (placement, device, compute), &memory_tracker, &context.work)?;
-        weights.set_norms(adapters.map(Adapters::norms).unwrap_or_default(), &memory_tracker)?;
+        let placement = (placement, &context.device, compute);
+        let mut weights = Weights::load(&inputs.graph, model, (training, &of_trained), placement, memory_tracker, &context.work)?;
+        weights.set_norms(adapters.map(Adapters::norms).unwrap_or_default(), memory_tracker)?;
         let quantizers = match training.scales {
-            QuantizerScales::Learnable | QuantizerScales::Only => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
+            QuantizerScales::Learnable | QuantizerScales::Only => Some(Quantizers::new(&inputs.graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
         };
         if let Some(quantizers) = &quantizers {
             weights.learn_scales(quantizers)?;
-            graph = quantizers.graph.clone();
         }
-        let small = packing::for_samples(training_graph(&graph, &objective, training)?, data)?;
-        for (name, matrix) in objective.projections(context.seed)? {
+        let graph = quantizers.as_ref().map_or(&inputs.graph, |quantizers| &quantizers.graph).clone();
+        let small = packing::for_samples(training_graph(&graph, &inputs.objective, training)?, inputs.data)?;
+        for (name, matrix) in inputs.objective.projections(context.seed)? {
             weights.add(&name, &matrix)?;
         }
+        let count = |matches: &dyn Fn(&str, &Weight) -> bool| model.weights.by_name.iter().filter(|(name, weight)| matches(name, weight)).count();
         let is_trained = |name: &str| weights.trains(name) || adapters.is_some_and(|adapters| adapters.adapts(name));
-        let dynamic = model.weights.by_name.iter().filter(|(name, weight)| is_trained(name) && rounding_scheme(weight).is_some()).count();
         let is_static = |weight: &Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if matches!(spec.activations, ActivationScheme::Float(..)) && spec.activations.parameters().is_some());
-        let calibrated = model.weights.by_name.iter().filter(|(name, weight)| weights.trains(name) && is_static(weight)).count();
         // Training uses 32-bit weights.
-        let is_narrow = model.weights.by_name.iter().any(|(name, weight)| weights.trains(name) && weight.dtype != crate::store::DType::F32);
-        let is_rounded_when_written = adapters.is_some() || is_narrow || compute != DType::F32;
-        let teacher_values = objective.teacher_values();
-        let teacher_device = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
-        let teacher_dtype = if teacher_device.is_cpu() { DType::F32 } else { compute };
-        let teacher = match (teacher, &teacher_graph) {
-            (Some(teacher), Some(graph)) if !teacher_values.is_empty() => {
-                let placement = (teacher_device, teacher_dtype, training.offloads_parameters());
-                let graph = packing::for_samples(subgraph(graph, &teacher_values, &Op::clone)?, data)?;
-                Some(Teacher::load(teacher, &graph, (&teacher_values, &objective.heads().1), placement, &memory_tracker, &context.work)?)
-            }
-            _ => None,
-        };
-        let cache = match (self.cache, &teacher_graph, teacher_model) {
-            (Some((folder, top)), Some(graph), Some(teacher)) => {
-                if !objective.reads_only_logits() {
-                    return Err(Error::option(format!("{name}: teacher_cache"), "stores only logits: remove losses that read other values of the teacher"));
-                }
-                let key = teacher_cache_key(teacher, graph, training, teacher_dtype, teacher_device, &context.work)?;
-                let temperature = objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
-                Some(RefCell::new(Cache::open(folder, &key, top, temperature)?))
-            }
-            _ => None,
-        };
-        let batch = batch(&graph, training);
-        let first = samples.first()?;
-        let largest = largest_inputs(&samples, batch, training, (context.seed, team.size()), &context.work)?;
-        let sizes = bindings(&small, batch, Some(&largest));
-        let forecast = forecast((&small, &graph, &model), training, teacher_graph.as_ref().zip(teacher_model), &objective, (&sizes, team.size()))?;
-        let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
-        // Without labels, the score is the fidelity to the teacher. Only rank 0 evaluates; other ranks do not
-        // need evaluation data.
-        let measures_fidelity = evaluation.as_ref().is_some_and(|data| data.task() == Task::Fidelity);
-        let reference = teacher_model.filter(|_| measures_fidelity);
-        let is_scored = evaluation.is_some() && (!measures_fidelity || reference.is_some()) || team.rank() > 0;
-        if training.evaluate_every.is_some() && !is_scored {
-            let missing = if evaluation.is_some() {
-                "labels, a teacher, or `task: language-modelling`, in"
-            } else {
-                "samples with labels, or text for a language model:"
-            };
-            return Err(Error::option(
-                format!("{name}: evaluate_every"),
-                format!("needs a score to compare checkpoints: add {missing} `data: {{ evaluation: ... }}`"),
-            ));
-        }
-        let score = |weights: &Weights, state: &BTreeMap<String, ManagedTensor>| -> Result<Option<Score>> {
-            let Some(evaluation) = &evaluation else { return Ok(None) };
-            // Evaluation ignores cancellation, so that a checkpoint is written afterwards.
-            let work = Work { cancel: &Cancel::default(), ..context.work.quiet() };
-            let (mut written, mut original) = (None, None);
-            let mut runners: Vec<Box<dyn Runner>> = if is_rounded_when_written {
-                // Evaluate the model that would be written.
-                let mut model = model.clone();
-                weights.write_to(state, &mut model)?;
-                quantizers.as_ref().map_or(Ok(()), |quantizers| quantizers.write_to(state, &mut model))?;
-                let model = finished(adapters, model)?;
-                evaluation::load([written.insert(Subject::from_model(model)?)], Some(&first.inputs), device, context.memory, &work)?
-            } else {
-                vec![Box::new(Candle::new(Executor::new(&graph, weights.parameters_of(state)?, device.clone())))]
-            };
-            let pairs: &[(usize, usize)] = if reference.is_some() { &[(1, 0)] } else { &[] };
-            if let Some(reference) = reference {
-                runners.extend(evaluation::load(
-                    [original.insert(Subject::from_model(reference.clone())?)],
-                    Some(&first.inputs),
-                    device,
-                    context.memory,
-                    &work,
-                )?);
-            }
-            let outcomes = evaluation::evaluate(evaluation, &mut runners, pairs, &work)?;
-            let fidelity = outcomes.pairs.first().map(Fidelity::score);
-            Ok(fidelity.or_else(|| outcomes.models.into_iter().next().and_then(|outcome| outcome.score)))
-        };
-        let training_context = TrainingContext {
-            name,
-            work: context.work,
-            seed: context.seed,
-            folder: checkpoints.map(|checkpoints| checkpoints.folder.clone()),
-            resume: checkpoints.is_some_and(|checkpoints| checkpoints.resume),
-            identity: checkpoints.map(|checkpoints| checkpoints.key.clone()).unwrap_or_default(),
-            evaluation: context.data.evaluation.as_ref().filter(|_| team.rank() == 0).map(|data| data.content(&context.work)).transpose()?,
-            evaluate: Some(&score),
-        };
+        let narrow = count(&|name, weight| weights.trains(name) && weight.dtype != crate::store::DType::F32);
         let (zeros, masked, rounded, unexplained) = weights.constraint_counts();
-        let sampler = on_policy::sampler(self.on_policy, (&model, &graph), &objective, Some(data))?;
-        let masker = masking::masker(training.masking.as_ref(), (&model, &graph), &objective)?;
-        let trainer = Trainer {
-            options: training,
-            graph: &small,
-            teacher: teacher.as_ref(),
-            cache: cache.as_ref(),
-            objective: &objective,
-            data: &samples,
-            sampler: sampler.as_ref(),
-            masker: masker.as_ref(),
-            batch,
-            device,
-            memory_tracker: &memory_tracker,
-            team: &team,
-            context: training_context,
+        let counts = Counts {
+            zeros,
+            masked,
+            rounded,
+            unexplained,
+            filled,
+            dynamic: count(&|name, weight| is_trained(name) && rounding_scheme(weight).is_some()),
+            calibrated: count(&|name, weight| weights.trains(name) && is_static(weight)),
         };
-        let trained = trainer.run(&mut weights)?;
-        let per_step = |count: u64| count as f64 / trained.steps_of_this_run.max(1) as f64;
-        let copies: Vec<Value> =
-            trained.copies.iter().map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(*count) })).collect();
-        let written = weights.write_to(&trained.state, &mut model)?;
-        let written = adapters.map_or(written, Adapters::changed);
-        applied.tensors = if trained.unchanged { BTreeSet::new() } else { self.names_in_input(written) };
-        if let Some(quantizers) = &quantizers {
-            quantizers.write_to(&trained.state, &mut model)?;
-        }
-        applied.rule = adapters.map_or_else(|| RULE.to_owned(), Adapters::rule);
-        let model = finished(adapters, model)?;
-        applied.notes.extend(trained.notes);
-        applied.notes.extend(adapters.map(|adapters| adapters.note(name)));
-        if masked > 0 {
-            applied.notes.push(format!("{} of {} were kept at zero", counted(zeros as usize, "zero weight"), counted(masked, "tensor")));
-        }
-        if filled > 0 {
-            applied.notes.push(format!(
-                "zeros of unknown origin in {} were replaced by the merged adapters, because neither a pass, a report nor config.json states that they were pruned; with `merge: false` in `adapter`, the base keeps them",
-                counted(filled, "tensor")
-            ));
-        }
-        if unexplained > 0 {
-            applied.notes.push(format!(
-                "zeros of unknown origin in {} were trained like other weights, because neither a pass, a report nor config.json states that they were pruned; \
-                 `keep_zeros: true` keeps them zero",
-                counted(unexplained, "tensor")
-            ));
-        }
-        if rounded > 0 {
-            applied.notes.push(match training.scales {
-                QuantizerScales::Only => format!("the codes of {} did not change", counted(rounded, "quantized weight")),
-                _ => format!("trained with fake quantization to the codes that are written: {}", counted(rounded, "weight")),
-            });
-        }
-        if dynamic > 0 {
-            applied.notes.push(format!("the inputs of {} were quantized in training as at run time", counted(dynamic, "layer")));
-        }
-        if let Some(quantizers) = quantizers.as_ref().filter(|_| !trained.unchanged) {
-            applied.notes.push(format!("the scales of {} and of {} were trained", counted(rounded, "weight"), counted(quantizers.count(), "activation")));
-            if calibrated > 0 {
-                applied.notes.push(format!(
-                    "the calibrated scales of the low-bit float inputs of {} were not trained, because `scales` trains only those of integers",
-                    counted(calibrated, "layer")
-                ));
-            }
-        }
-        let peaks = memory_tracker.peaks();
-        let phases: Vec<Value> = peaks
-            .0
-            .iter()
-            .map(|(category, bytes)| json!({ "name": category.name(), "predicted_bytes": forecast.of(*category), "measured_bytes": bytes }))
-            .collect();
-        let earlier = self.state.history.iter().filter(|applied| applied.name == name).count();
-        let stem = if earlier == 0 { name.to_owned() } else { format!("{name}-{}", earlier + 1) };
-        for format in LogFormat::with_table(&training.logs) {
-            if let Some(content) = checkpoints.and_then(|checkpoints| std::fs::read(checkpoints.folder.join(format.file())).ok()) {
-                applied.attached.insert(format!("{stem}.{}", format.extension()), Arc::new(content));
-            }
-        }
-        let trace = memory_tracker.trace().unwrap_or_default();
-        applied.notes.push(trace.peak().explain(&small));
-        context.memory_tracker.iter().for_each(|memory| memory.adopt(&memory_tracker));
-        applied.details = json!({
-            "training": { "steps": trained.steps, "skipped_steps": trained.skipped_steps, "zeros_kept": zeros, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
-            "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.timeline() },
-        });
-        if let Some(adapters) = adapters {
-            applied.details["adapter"] = adapters.details();
-        }
-        memory_tracker.release(MemoryCategory::Weights, u64::MAX);
-        Ok((model, applied))
+        Ok(Student { graph, small, weights, quantizers, counts, is_rounded_when_written: adapters.is_some() || narrow > 0 || compute != DType::F32 })
     }
-}
 
-/// The model to write, from the trained one.
-fn finished(adapters: Option<&Adapters>, trained: Model) -> Result<Model> {
-    match adapters {
-        Some(adapters) => adapters.finish(&trained),
-        None => Ok(trained),
+    /// Device and dtype in which the teacher runs.
+    fn teacher_device<'c>(&self, context: &'c Context) -> (&'c Device, DType) {
+        let device = if self.training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { &context.device };
+        (device, if device.is_cpu() { DType::F32 } else { self.training.precision.dtype() })
+    }
+
+    /// Loads the teacher, if losses read its values.
+    fn load_teacher(&self, inputs: &Inputs, context: &Context, memory_tracker: &MemoryTracker) -> Result<Option<Teacher>> {
+        let values = inputs.objective.teacher_values();
+        let (Some(teacher), Some(graph), false) = (&self.teacher, &inputs.teacher_graph, values.is_empty()) else { return Ok(None) };
+        let (device, dtype) = self.teacher_device(context);
+        let graph = packing::for_samples(subgraph(graph, &values, &Op::clone)?, inputs.data)?;
+        let placement = (device, dtype, self.training.offloads_parameters());
+        Teacher::load(teacher, &graph, (&values, &inputs.objective.heads().1), placement, memory_tracker, &context.work).map(Some)
+    }
+
+    /// Opens the cache of the teacher's logits, if one is requested.
+    fn open_cache(&self, inputs: &Inputs, context: &Context) -> Result<Option<RefCell<Cache>>> {
+        let (Some((folder, top)), Some(graph), Some(teacher)) = (self.cache, &inputs.teacher_graph, &self.teacher) else { return Ok(None) };
+        if !inputs.objective.reads_only_logits() {
+            let reason = "stores only logits: remove losses that read other values of the teacher";
+            return Err(Error::option(format!("{}: teacher_cache", self.applied.name), reason));
+        }
+        let (device, dtype) = self.teacher_device(context);
+        let key = teacher_cache_key(teacher, graph, &self.training, dtype, device, &context.work)?;
+        let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
+        Ok(Some(RefCell::new(Cache::open(folder, &key, top, temperature)?)))
     }
 }
 
@@ -436,6 +408,8 @@ fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, comput
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::pass::testing;
 

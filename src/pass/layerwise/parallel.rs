@@ -11,9 +11,11 @@ use crate::store::{StorageFormat, Weight};
 const VALUES: usize = 1 << 16;
 
 /// All values of a weight, dequantized: as [`Weight::floats`], in parallel if its rows are independent.
+/// Remote files are read in order, because ranges in another order are downloaded twice.
 pub(super) fn floats(weight: &Weight, name: &str) -> Result<Vec<f32>> {
     let (rows, row) = (weight.filled_rows(), weight.row());
-    let Some(aligned) = StorageFormat::Plain.row_alignment(weight).filter(|aligned| (1..rows).contains(aligned)) else { return weight.floats(name) };
+    let aligned = StorageFormat::Plain.row_alignment(weight).filter(|aligned| weight.remote_position.is_none() && (1..rows).contains(aligned));
+    let Some(aligned) = aligned else { return weight.floats(name) };
     let part = |range: Range<usize>| weight.rows(&range, 1).map(|(part, _)| part);
     let Some(parts) = (0..rows).step_by(aligned).map(|first| part(first..rows.min(first + aligned))).collect::<Option<Vec<Weight>>>() else {
         return weight.floats(name);
@@ -65,8 +67,8 @@ mod tests {
             let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Dense, Arc::new(Numbers { values: values.clone(), row }));
             assert!(floats(&weight, "w").unwrap() == values, "{rows} {row}");
         }
-        let narrow = Weight::new(DType::F64, vec![4, 2], Encoding::Dense, Arc::new(Bytes { dtype: DType::F64, bytes: vec![0; 64] }));
-        assert_eq!(floats(&narrow, "w").unwrap_err().to_string(), narrow.floats("w").unwrap_err().to_string());
+        let integers = Weight::new(DType::I64, vec![4, 2], Encoding::Dense, Arc::new(Bytes { dtype: DType::I64, bytes: vec![0; 64] }));
+        assert_eq!(floats(&integers, "w").unwrap_err().to_string(), integers.floats("w").unwrap_err().to_string());
     }
 
     #[test]

@@ -358,7 +358,7 @@ impl Compensating for Quantization<'_> {
         &["rtn"]
     }
 
-    /// Layers with the same grid, if activations are not considered.
+    /// Layers with the same scheme and global scale, which have the same grid.
     fn can_stack(&self, layers: [&Layer; 2]) -> bool {
         let [scheme, other] = layers.map(|layer| self.encodings.get(&layer.weight).map(QuantizationSpec::scheme));
         let [scale, other_scale] = layers.map(|layer| global_scale(&self.global_scales, layer));
@@ -448,6 +448,36 @@ impl Method for Rounder<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_layers_with_the_same_grid_are_solved_together() {
+        let spec = |group: usize| QuantizationSpec {
+            codes: crate::store::Codes::Integer(4),
+            granularity: crate::store::Granularity::Group(group),
+            symmetric: true,
+            scale_dtype: crate::store::DType::F32,
+            activations: crate::store::ActivationScheme::None,
+        };
+        let encodings: BTreeMap<String, QuantizationSpec> =
+            [("a", 8), ("b", 8), ("c", 16), ("d", 8)].map(|(name, group)| (name.to_owned(), spec(group))).into();
+        let pass = Quantize::default();
+        let quantization = Quantization {
+            name: "quantize",
+            encodings: &encodings,
+            global_scales: BTreeMap::from([("d".to_owned(), 2.0)]),
+            gptq: None,
+            training: None,
+            guided: false,
+            pass: &pass,
+            strength: None,
+            ignored: Vec::new(),
+            corrections: None,
+        };
+        let layer = |name: &str| Layer { weight: name.into(), rows: 3, size: 16, input_major: false };
+        let found = ["b", "c", "d", "ignored"].map(|name| quantization.can_stack([&layer("a"), &layer(name)]));
+        assert_eq!(found, [true, false, false, false]);
+        assert!(!quantization.can_stack([&layer("ignored"), &layer("ignored")]));
+    }
 
     #[test]
     fn zeros_are_preserved_only_in_sparse_layers() {

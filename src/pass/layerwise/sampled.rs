@@ -11,6 +11,8 @@ use crate::store::Weight;
 
 /// Maximum number of outputs of a layer that are compared.
 const MAX_OUTPUTS: usize = 256;
+/// Maximum number of layers that are solved together, which limits the memory of a GPU.
+const MAX_STACKED: usize = 16;
 
 /// Some outputs of layers that are solved together, and their values for the held-out rows of each fold.
 pub(super) struct Sampled {
@@ -76,7 +78,7 @@ impl Sampled {
 pub(super) fn stacks(layers: &[Layer], can_stack: impl Fn([&Layer; 2]) -> bool) -> Vec<Vec<usize>> {
     let mut stacks: Vec<Vec<usize>> = Vec::new();
     for (index, layer) in layers.iter().enumerate() {
-        match stacks.iter_mut().find(|stack| can_stack([&layers[stack[0]], layer])) {
+        match stacks.iter_mut().find(|stack| stack.len() < MAX_STACKED && can_stack([&layers[stack[0]], layer])) {
             Some(stack) => stack.push(index),
             None => stacks.push(vec![index]),
         }
@@ -93,5 +95,7 @@ mod tests {
         let layers = [3, 5, 3, 5, 7].map(|rows| Layer { weight: "w".into(), rows, size: 4, input_major: false });
         assert_eq!(stacks(&layers, |[a, b]| a.rows == b.rows), [vec![0, 2], vec![1, 3], vec![4]]);
         assert_eq!(stacks(&layers, |_| false).len(), 5);
+        let many = vec![layers[0].clone(); MAX_STACKED + 1];
+        assert_eq!(stacks(&many, |_| true).iter().map(Vec::len).collect::<Vec<_>>(), [MAX_STACKED, 1]);
     }
 }

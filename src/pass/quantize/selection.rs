@@ -120,8 +120,8 @@ impl Quantize {
         Ok(layers)
     }
 
-    /// Checks that a weight has the requested group size, unless it is one of the usual ones, of which the largest
-    /// that fits is chosen. `rows`: lengths of the rows to which it applies.
+    /// Checks that a weight has the requested group size, unless it is one of the usual ones, of which the
+    /// largest that fits is chosen. `rows`: lengths of the rows to which it applies.
     fn require_used_group_size(&self, rows: &BTreeSet<usize>, encodings: &BTreeMap<String, QuantizationSpec>) -> Result<()> {
         let Some(size) = self.layout().group().filter(|size| !USUAL_GROUPS.contains(size)) else { return Ok(()) };
         if rows.is_empty() || encodings.values().any(|affine| affine.granularity == Granularity::Group(size)) {

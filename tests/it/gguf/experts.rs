@@ -48,7 +48,7 @@ fn experts_are_written_and_read() {
     for missing in ["1", "3"] {
         let (source, mut model) = opened(&|_| {});
         model.weights.by_name.remove(&format!("model.layers.0.mlp.experts.{missing}.up_proj.weight"));
-        refused((source, model), "4 experts");
+        refused((source, model), &format!("experts.{missing}.up_proj.weight`: is missing"));
     }
     // The specified number of experts.
     let (_folder, model) = rewritten("mixtral", |values, _| drop(values.insert("llama.expert_count".into(), gguf::Value::Unsigned(3))));

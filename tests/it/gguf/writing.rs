@@ -249,6 +249,7 @@ fn layers_that_predict_further_tokens_are_not_written() {
     let norm = model.weights.by_name["model.layers.1.input_layernorm.weight"].clone();
     model.weights.by_name.insert("model.layers.2.input_layernorm.weight".into(), norm.clone());
     model.weights.by_name.insert("model.layers.2.enorm.weight".into(), norm);
+    model.config.set("num_nextn_predict_layers", 1.into());
     let (folder, _, report) = written(model, FileType::F32);
     let tensors = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors;
     assert!(tensors.keys().all(|name| !name.starts_with("blk.2.")), "{:?}", tensors.keys());

@@ -316,3 +316,14 @@ fn unit_factors_equal_those_of_the_host() {
         }
     }
 }
+
+/// Only the elements of a tensor are copied, not the others of its memory.
+#[test]
+fn parts_of_tensors_are_copied_to_the_host() {
+    use compress_engine::exec::transfer::{self, Cause};
+    let x = numbers(5, &[6, 4], DType::F32);
+    for (first, rows) in [(0, 6), (0, 2), (2, 3), (5, 1)] {
+        let found = transfer::values::<f32>(&on_device(&x).narrow(0, first, rows).unwrap(), Cause::Statistics).unwrap();
+        assert_eq!(found, x.narrow(0, first, rows).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), "{first} {rows}");
+    }
+}

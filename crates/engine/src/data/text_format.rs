@@ -32,8 +32,8 @@ pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
     }
 }
 
-/// The number in the label column of a header, if `header` is not set and the column is selected by number: the
-/// line is probably a sample.
+/// The number in the label column of a header, if `header` is not set and the column is selected by number:
+/// the line is probably a sample.
 pub(super) fn numeric_label<'n>(options: &Data, names: &'n [String]) -> Option<&'n str> {
     let Some(Column::Index(index)) = options.label_column.as_ref().filter(|_| options.header.is_none()) else { return None };
     names.get(*index).map(|name| name.trim()).filter(|name| name.parse().is_ok_and(f64::is_finite))

@@ -156,14 +156,15 @@ impl Model {
     /// Checks that the weights fit the graph.
     ///
     /// # Errors
-    /// A weight is missing, or has another shape than the graph requires, or sizes in `config.json` contradict
-    /// each other. Other reasons why the model cannot run are not errors: other programs may support it.
+    /// A weight is missing, or has another shape than the graph requires, or sizes in `config.json`
+    /// contradict each other. Other reasons why the model cannot run are not errors: other programs may
+    /// support it.
     pub fn require_matching_weights(&self) -> Result<()> {
         mismatch_of(self.graph())
     }
 
-    /// Checks that the weights fit `config.json`, even if the folder has a `graph.json`, which only this program
-    /// reads.
+    /// Checks that the weights fit `config.json`, even if the folder has a `graph.json`, which only this
+    /// program reads.
     ///
     /// # Errors
     /// As for [`require_matching_weights`](Model::require_matching_weights).

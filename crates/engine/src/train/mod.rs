@@ -34,6 +34,7 @@ mod run;
 mod scales;
 pub mod schedule;
 mod selection;
+mod shared_options;
 mod state;
 mod step;
 mod teacher;

@@ -7,17 +7,11 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
-use super::adapter::Adapter;
-use super::augment::Augment;
-use super::groups::{self, Betas, ParameterGroup};
-use super::log::LogFormat;
+use super::groups;
 use super::losses::Losses;
-use super::masking::Masking;
-use super::optimizer::{Kind, Settings};
+use super::optimizer::Settings;
 use super::schedule::{Curve, Schedule};
 use crate::error::{Error, ParseError, Result};
-use crate::evaluation::Precision;
-use crate::store::{ByteSize, Pattern};
 
 /// Tensors that are kept out of device memory during training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -204,84 +198,25 @@ impl<'de> Deserialize<'de> for BatchSize {
     }
 }
 
-/// Training options: the keys that `distill` and `finetune` share.
-#[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs)]
-pub struct Training {
-    pub losses: Losses,
-    pub optimizer: Kind,
-    pub learning_rate: f64,
-    pub weight_decay: f64,
-    pub momentum: f64,
-    pub betas: Option<Betas>,
-    pub groups: Vec<ParameterGroup>,
-    pub schedule: Schedule,
-    pub max_steps: Option<u64>,
-    pub epochs: Option<u64>,
-    pub batch_size: BatchSize,
-    pub gradient_accumulation: usize,
-    pub clip_norm: f64,
-    pub precision: Precision,
-    pub gradient_checkpointing: Checkpointing,
-    pub batch_norm: BatchNorm,
-    pub scales: QuantizerScales,
-    pub average: Option<f64>,
-    pub offload: Vec<Offload>,
-    pub shard: Option<Shard>,
-    pub shard_optimizer: bool,
-    pub memory_limit: Option<ByteSize>,
-    pub checkpoint_every: Option<Every>,
-    pub keep_checkpoints: Option<usize>,
-    pub evaluate_every: Option<u64>,
-    pub patience: Option<u64>,
-    pub logs: Vec<LogFormat>,
-    pub targets: Vec<Pattern>,
-    pub ignore: Vec<Pattern>,
-    pub keep_zeros: bool,
-    pub augment: Option<Augment>,
-    pub masking: Option<Masking>,
-    pub adapter: Option<Adapter>,
+/// Defines the struct of the shared options.
+macro_rules! define_training {
+    ([shared] $($(#[$attribute:meta])* $field:ident: $type:ty = $default:expr,)*) => {
+        /// Training options: the keys that `distill` and `finetune` share.
+        #[derive(Debug, Clone, PartialEq)]
+        #[allow(missing_docs)]
+        pub struct Training {
+            $(pub $field: $type,)*
+        }
+
+        impl Default for Training {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+    };
 }
 
-impl Default for Training {
-    fn default() -> Self {
-        Self {
-            losses: Losses::default(),
-            optimizer: Kind::default(),
-            learning_rate: 1e-4,
-            weight_decay: 0.01,
-            momentum: 0.9,
-            betas: None,
-            groups: Vec::new(),
-            schedule: Schedule::default(),
-            max_steps: None,
-            epochs: None,
-            batch_size: BatchSize::Auto,
-            gradient_accumulation: 1,
-            clip_norm: 1.0,
-            precision: Precision::default(),
-            gradient_checkpointing: Checkpointing::default(),
-            batch_norm: BatchNorm::default(),
-            scales: QuantizerScales::default(),
-            average: None,
-            offload: Vec::new(),
-            shard: None,
-            shard_optimizer: false,
-            memory_limit: None,
-            checkpoint_every: None,
-            keep_checkpoints: None,
-            evaluate_every: None,
-            patience: None,
-            logs: Vec::new(),
-            targets: Vec::new(),
-            ignore: Vec::new(),
-            keep_zeros: false,
-            augment: None,
-            masking: None,
-            adapter: None,
-        }
-    }
-}
+crate::training_options! { [define_training] }
 
 impl Training {
     /// Whether parameters are offloaded, and in memory only while they are used.

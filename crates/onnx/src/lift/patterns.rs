@@ -8,6 +8,7 @@
 
 mod attention;
 mod mish;
+mod normalize;
 mod rotary;
 mod rows;
 mod tokens;
@@ -49,6 +50,7 @@ const PATTERNS: &[(&str, Pattern)] = &[
     ("Silu", silu),
     ("HardSwish", hard_swish),
     ("Mish", mish::mish),
+    ("Normalize", normalize::normalize),
     ("Linear with bias", with_bias),
     ("Linear of rows", rows::linear),
     ("Prepend", tokens::prepend),
@@ -207,12 +209,12 @@ impl<'g> Matcher<'g> {
         node.inputs.get(parts.inputs.iter().position(|(name, _)| name == first)?).copied()
     }
 
-    /// The input of a mean over the last axis that keeps the axis.
-    fn mean(&self, id: ValueId) -> Option<ValueId> {
+    /// The input of a reduction over the last axis that keeps the axis.
+    fn reduced(&self, id: ValueId, wanted: ReduceKind) -> Option<ValueId> {
         let node = self.producer(id)?;
-        let (Op::Reduce(Reduce { kind: ReduceKind::Mean, axes, keep_dims: true }), [x]) = (&node.op, node.inputs.as_slice()) else { return None };
+        let (Op::Reduce(Reduce { kind, axes, keep_dims: true }), [x]) = (&node.op, node.inputs.as_slice()) else { return None };
         let last = i64::try_from(self.graph.value(*x).ty.shape.len()).ok()?.saturating_sub(1);
-        (axes.as_slice() == [-1] || axes.as_slice() == [last]).then_some(*x)
+        (*kind == wanted && (axes.as_slice() == [-1] || axes.as_slice() == [last])).then_some(*x)
     }
 
     /// The value of which this is the square.
@@ -234,7 +236,7 @@ impl<'g> Matcher<'g> {
             _ => return None,
         };
         let (mean, epsilon) = self.plus_constant(sum)?;
-        Some((x, self.square(self.mean(mean)?)?, epsilon))
+        Some((x, self.square(self.reduced(mean, ReduceKind::Mean)?)?, epsilon))
     }
 
     fn root(&self, id: ValueId) -> Option<ValueId> {
@@ -310,7 +312,7 @@ fn layer_norm(matcher: &Matcher, node: &Node) -> Match {
             let difference = |id: ValueId| {
                 let producer = matcher.producer(id).filter(|producer| matches!(&producer.op, Op::Binary(binary) if binary.kind == BinaryKind::Sub))?;
                 let [x, mean] = producer.inputs.as_slice() else { return None };
-                (matcher.mean(*mean)? == *x).then_some(*x)
+                (matcher.reduced(*mean, ReduceKind::Mean)? == *x).then_some(*x)
             };
             let x = difference(centred)?;
             (centred == squared || difference(squared) == Some(x)).then(|| (LayerNorm { epsilon }.into(), vec![x.into(), vector.into()]))

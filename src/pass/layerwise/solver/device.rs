@@ -234,9 +234,13 @@ fn unit_factors(matrix: &Tensor) -> Result<Unit> {
     Ok(Unit { ratios: tensor(&ratios, &[size, size])?, costs: tensor(&costs, &[size])?, inverse: tensor(&inverse, &[size, size])? })
 }
 
-/// A contiguous copy of consecutive rows and columns of a matrix, given by the first one and the number.
+/// Consecutive rows and columns of a matrix, given by the first one and the number, contiguous: a copy unless
+/// they already are.
 pub(super) fn part(matrix: &Tensor, (row, rows): (usize, usize), (column, columns): (usize, usize)) -> Result<Tensor> {
     let view = matrix.narrow(0, row, rows)?.narrow(1, column, columns)?;
+    if view.is_contiguous() {
+        return Ok(view);
+    }
     match gpu::contiguous(&view.unsqueeze(0)?.unsqueeze(0)?)? {
         Some(copy) => copy.reshape((rows, columns)),
         None => view.contiguous(),

@@ -109,7 +109,8 @@ fn solve_on_device<'r, S: Fn(f64) -> f32 + Sync>(
             download(&weight, values)?;
             weight
         }
-        _ => solver.upload(values)?,
+        Some((Change::Host(_), _)) => candle_core::bail!("the change of a weight is not on the device of its solver"),
+        None => solver.upload(values)?,
     };
     let targets = weight.t()?.contiguous()?;
     drop(weight);
@@ -136,7 +137,7 @@ pub(super) struct Steps<'a> {
 /// The change of a weight `[rows, size]` to the least-squares solution for inputs that have changed.
 pub(super) enum Change {
     Host(Vec<f32>),
-    /// With the weight.
+    /// On the device of the solver, with the weight, which is not uploaded again.
     Device {
         weight: Tensor,
         change: Tensor,

@@ -1,0 +1,104 @@
+//! Notes and figures of a training for the report.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::adapters::Adapters;
+use crate::error::counted;
+use crate::exec::{MemoryTrace, MemoryTracker};
+use crate::pass::Checkpoints;
+use crate::train::losses::Losses;
+use crate::train::{LogFormat, MemoryForecast, QuantizerScales, Quantizers, Trained, Training};
+
+/// Numbers of weights that are treated in a special way, known before the first step.
+pub(super) struct Counts {
+    /// Elements that are kept at zero.
+    pub zeros: u64,
+    /// Tensors with such elements.
+    pub masked: usize,
+    /// Weights that are trained with fake quantization.
+    pub rounded: usize,
+    /// Tensors with zeros of unknown origin, which are trained.
+    pub unexplained: usize,
+    /// Tensors with zeros of unknown origin, which merged adapters replace.
+    pub filled: usize,
+    /// Layers whose inputs are quantized dynamically.
+    pub dynamic: usize,
+    /// Layers whose inputs have calibrated scales of low-bit floats.
+    pub calibrated: usize,
+}
+
+impl Counts {
+    /// Notes on the trained weights. `quantizers` are those whose scales have changed.
+    pub fn notes(&self, name: &str, training: &Training, adapters: Option<&Adapters>, quantizers: Option<&Quantizers>) -> Vec<String> {
+        let mut notes: Vec<String> = adapters.map(|adapters| adapters.note(name)).into_iter().collect();
+        if self.masked > 0 {
+            notes.push(format!("{} of {} were kept at zero", counted(self.zeros as usize, "zero weight"), counted(self.masked, "tensor")));
+        }
+        if self.filled > 0 {
+            notes.push(format!(
+                "zeros of unknown origin in {} were replaced by the merged adapters, because neither a pass, a report nor config.json states that they were pruned; with `merge: false` in `adapter`, the base keeps them",
+                counted(self.filled, "tensor")
+            ));
+        }
+        if self.unexplained > 0 {
+            notes.push(format!(
+                "zeros of unknown origin in {} were trained like other weights, because neither a pass, a report nor config.json states that they were pruned; \
+                 `keep_zeros: true` keeps them zero",
+                counted(self.unexplained, "tensor")
+            ));
+        }
+        if self.rounded > 0 {
+            notes.push(match training.scales {
+                QuantizerScales::Only => format!("the codes of {} did not change", counted(self.rounded, "quantized weight")),
+                _ => format!("trained with fake quantization to the codes that are written: {}", counted(self.rounded, "weight")),
+            });
+        }
+        if self.dynamic > 0 {
+            notes.push(format!("the inputs of {} were quantized in training as at run time", counted(self.dynamic, "layer")));
+        }
+        if let Some(quantizers) = quantizers {
+            notes.push(format!("the scales of {} and of {} were trained", counted(self.rounded, "weight"), counted(quantizers.count(), "activation")));
+            if self.calibrated > 0 {
+                notes.push(format!(
+                    "the calibrated scales of the low-bit float inputs of {} were not trained, because `scales` trains only those of integers",
+                    counted(self.calibrated, "layer")
+                ));
+            }
+        }
+        notes
+    }
+}
+
+/// The tables and logs of the steps, by file name in the report. `earlier` is the number of passes of the run
+/// with the same name.
+pub(super) fn logs(name: &str, earlier: usize, training: &Training, checkpoints: Option<&Checkpoints>) -> BTreeMap<String, Arc<Vec<u8>>> {
+    let stem = if earlier == 0 { name.to_owned() } else { format!("{name}-{}", earlier + 1) };
+    let read = |format: LogFormat| {
+        let content = std::fs::read(checkpoints?.folder.join(format.file())).ok()?;
+        Some((format!("{stem}.{}", format.extension()), Arc::new(content)))
+    };
+    LogFormat::with_table(&training.logs).into_iter().filter_map(read).collect()
+}
+
+/// Figures of the training, and of its memory.
+pub(super) fn details(
+    trained: &Trained,
+    losses: &Losses,
+    counts: &Counts,
+    (memory, trace): (&MemoryTracker, &MemoryTrace),
+    forecast: &MemoryForecast,
+) -> Value {
+    let per_step = |count: u64| count as f64 / trained.steps_of_this_run.max(1) as f64;
+    let copies: Vec<Value> =
+        trained.copies.iter().map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(*count) })).collect();
+    let (peaks, peak) = memory.peaks();
+    let phases: Vec<Value> =
+        peaks.iter().map(|(category, bytes)| json!({ "name": category.name(), "predicted_bytes": forecast.of(*category), "measured_bytes": bytes })).collect();
+    json!({
+        "training": { "steps": trained.steps, "skipped_steps": trained.skipped_steps, "zeros_kept": counts.zeros, "losses": losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
+        "memory": { "peak_bytes": peak, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.timeline() },
+    })
+}
