@@ -18,7 +18,8 @@ impl Draw {
         for number in [self.seed, self.step, self.rank as u64] {
             hasher.update(&number.to_le_bytes());
         }
-        let (bytes, _) = hasher.finalize().as_bytes().split_at(8);
+        let hash = hasher.finalize();
+        let (bytes, _) = hash.as_bytes().split_at(8);
         fastrand::Rng::with_seed(bytes.iter().fold(0, |seed, byte| seed << 8 | u64::from(*byte)))
     }
 }
