@@ -38,7 +38,7 @@ TESTS = {
     "crates/engine/src/exec": "blockwise parity qat tape run generation drafts",
     "crates/engine/src/generation": "generation drafts draft_command on_policy onnx_cached",
     "crates/engine/src/model": "families fp8 gguf low_bits packed_experts quantization_config run corrections adapters",
-    "crates/engine/src/train": "adapters on_policy qat train train_encoder_decoder train_processes train_reports optimizers tape",
+    "crates/engine/src/train": "adapters on_policy qat train train_encoder_decoder train_processes train_reports training_data optimizers tape",
     "src/build": "cached package",
     "src/cli": "cli python_package deployment",
     "src/cli/running/draft": "draft_command",

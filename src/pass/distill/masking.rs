@@ -50,8 +50,8 @@ pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Grap
     Ok(Some(Masker { fraction: options.fraction, mask, special, tokens: logits.classes }))
 }
 
-/// Ids of the special tokens in a `tokenizer.json`: special added tokens, and the tokens of the
-/// post-processor.
+/// Ids of the special tokens in a `tokenizer.json`: special added tokens, and tokens that the post-processor
+/// inserts.
 fn special_ids(file: &Value) -> Vec<i64> {
     let list = |value: Option<&Value>| value.and_then(Value::as_array).cloned().unwrap_or_default();
     let added = list(file.get("added_tokens")).into_iter().filter(|token| token.get("special").and_then(Value::as_bool) == Some(true));
