@@ -135,14 +135,13 @@ fn steps_are_those_of_peft() {
         };
         let merged = weights(&train(true).out());
         assert_tensors(case, &|name| merged[name].clone(), &expected["merged"]);
-        if kind == AdapterKind::Lora {
-            let run = train(false);
-            let factors = adapter(&run);
-            assert_eq!(factors.len(), expected["factors"].as_object().unwrap().len());
-            assert_tensors(case, &|name| factors[name].flatten_all().unwrap().to_vec1().unwrap(), &expected["factors"]);
-            let config: Value = serde_json::from_slice(&std::fs::read(run.out().join("adapter/adapter_config.json")).unwrap()).unwrap();
-            assert_eq!((config["r"].as_u64(), config["fan_in_fan_out"].as_bool()), (Some(4), Some(name == "gpt2")), "{case}");
-        }
+        let run = train(false);
+        let factors = adapter(&run);
+        assert_eq!(factors.len(), expected["factors"].as_object().unwrap().len());
+        assert_tensors(case, &|name| factors[name].flatten_all().unwrap().to_vec1().unwrap(), &expected["factors"]);
+        let config: Value = serde_json::from_slice(&std::fs::read(run.out().join("adapter/adapter_config.json")).unwrap()).unwrap();
+        assert_eq!((config["r"].as_u64(), config["fan_in_fan_out"].as_bool()), (Some(4), Some(name == "gpt2")), "{case}");
+        assert_eq!(config["use_dora"].as_bool(), (kind == AdapterKind::Dora).then_some(true), "{case}");
     }
 }
 
@@ -169,13 +168,23 @@ fn training_starts_at_the_base() {
 
 #[test]
 fn merged_weights_are_the_base_with_its_adapter() {
-    for name in ["llama", "llama-grouped-tied", "phi3", "gpt2", "qwen3"] {
+    let lora = ["llama", "llama-grouped-tied", "phi3", "gpt2", "qwen3"].map(|name| (name, AdapterKind::Lora));
+    // Without and with biases and weights stored as `[in, out]`.
+    let dora = ["llama", "gpt2"].map(|name| (name, AdapterKind::Dora));
+    for (name, kind) in lora.into_iter().chain(dora) {
         let (kept, merged, folded) = (Run::new(), Run::new(), Run::new());
+        let finetune = |adapter: &str| {
+            let mut pass = finetune(adapter);
+            pass.adapter = pass.adapter.map(|options| Adapter { kind, ..options });
+            pass
+        };
         let report = train(&kept, name, finetune(SEPARATE));
-        assert!(report.notes.iter().any(|note| note.contains("`--enable-lora --max-lora-rank 8 --lora-modules tuned=")), "{:?}", report.notes);
+        let loading = if kind == AdapterKind::Dora { "vLLM does not load DoRA" } else { "`--enable-lora --max-lora-rank 8 --lora-modules tuned=" };
+        assert!(report.notes.iter().any(|note| note.contains(loading)), "{:?}", report.notes);
         let same = train(&merged, name, finetune(MERGED));
         assert_eq!(curve(&report), curve(&same), "{name}");
-        assert!(report.passes[0].tensors_changed == 2 * same.passes[0].tensors_changed && same.passes[0].tensors_changed >= 8, "{name}");
+        let written = if kind == AdapterKind::Dora { 3 } else { 2 };
+        assert!(report.passes[0].tensors_changed == written * same.passes[0].tensors_changed && same.passes[0].tensors_changed >= 8, "{name}");
         let card = std::fs::read_to_string(kept.out().join("README.md")).unwrap();
         assert!(card.contains("model.load_adapter(\"path/to/model/adapter\")") && !card.contains("CompressedTensorsConfig"), "{card}");
         // The base is unchanged, bit by bit.
@@ -281,11 +290,14 @@ fn adapters_learn_from_a_teacher() {
 /// The base stays quantized, byte by byte, and is dequantized while it is used.
 #[test]
 fn quantized_bases_get_adapters() {
-    for scheme in ["W4A16", "W8A16", "FP8-DYNAMIC", "NVFP4A16"] {
+    const SEPARATE_DORA: &str = "{kind: dora, rank: 4, alpha: 6, merge: false}";
+    for (scheme, adapter_options) in
+        [("W4A16", SEPARATE), ("W8A16", SEPARATE), ("FP8-DYNAMIC", SEPARATE), ("NVFP4A16", SEPARATE), ("W4A16", SEPARATE_DORA), ("NVFP4A16", SEPARATE_DORA)]
+    {
         let (base, run) = (Run::new(), Run::new());
         let quantize: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme, "ignore": ["*down_proj*"] })).unwrap();
         base.steps(&golden("llama"), samples(), vec![quantize.clone().into()]).unwrap();
-        let long = Finetune { max_steps: Some(30), ..finetune(SEPARATE) };
+        let long = Finetune { max_steps: Some(30), ..finetune(adapter_options) };
         let report = run.steps(&base.out(), samples(), vec![long.clone().into()]).unwrap();
         let losses = curve(&report);
         assert!(losses[29] < 0.8 * losses[0], "{scheme}: {losses:?}");
@@ -366,7 +378,6 @@ fn unsuitable_options_are_refused_by_name() {
     assert!(refused("bert", with(|pass| pass.labels = Some(2))).contains("does not train a new head"));
     assert!(refused("llama", vec![finetune("{rank: 17}").into()]).contains("`model.layers.0.self_attn."));
     assert!(refused("llama", vec![finetune("{rank: 2, targets: [\"*nosuch*\"]}").into()]).contains("nosuch"));
-    assert!(refused("llama", vec![finetune("{kind: dora, merge: false}").into()]).contains("requires `merge: true`"));
     assert!(refused("llama", vec![finetune(SEPARATE).into(), PruneUnstructured::default().into()]).contains("low-rank corrections"));
     let run = Run::new();
     let gguf = Pipeline::builder().pass(finetune(SEPARATE)).train(samples()).export(Gguf::default()).build().unwrap();

@@ -37,6 +37,7 @@ mod low_bits;
 mod low_rank;
 mod mixed_schemes;
 mod mutated;
+mod on_policy;
 mod onnx;
 mod onnx_cached;
 mod onnx_in;

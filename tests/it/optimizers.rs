@@ -76,7 +76,7 @@ fn steps() {
 fn schedules() {
     let golden = golden();
     for (name, kind) in [("constant", Curve::Constant), ("linear", Curve::Linear), ("cosine", Curve::Cosine)] {
-        let schedule = Schedule { kind, warmup_steps: 10, min_rate: 0.0 };
+        let schedule = Schedule { kind, warmup_steps: 10, ..Schedule::default() };
         for (i, expected) in golden[&format!("schedule/{name}")].values().into_iter().enumerate() {
             // In transformers, the cosine schedule rises again after its end.
             let expected = if i > 50 && kind == Curve::Cosine { 0.0 } else { expected };

@@ -436,6 +436,28 @@ fn offloaded_parameters_do_not_change_steps() {
     }
 }
 
+/// Images differ from step to step, depending on the seed only.
+#[test]
+fn images_are_augmented_in_the_same_way_in_each_run() {
+    let name = "resnet-basic";
+    let trained = |augment: Option<&str>| {
+        let run = Run::new();
+        let data = samples(name, run.folder.path(), 16, classes(name));
+        let augment = augment.map(|text| text.parse().unwrap());
+        run.train(name, data, Finetune { augment, ..finetune(3) }).unwrap();
+        run.weights()
+    };
+    let (plain, flipped) = (trained(None), trained(Some("{ flip: true, shift: 1 }")));
+    assert!(furthest(&flipped, &trained(Some("{ flip: true, shift: 1 }"))) == 0.0 && furthest(&plain, &flipped) > 1e-5);
+    let run = Run::new();
+    let refused = |name: &str, pass: Step| run.train(name, samples(name, run.folder.path(), 8, 0), pass).unwrap_err().to_string();
+    let augment = Some("{ flip: true }".parse().unwrap());
+    assert!(refused("llama", Distill { augment, ..distill(1, "soft=1") }.into()).contains("augment"));
+    let cached = Distill { augment, teacher_cache: Some(run.folder.path().join("cache")), ..distill(1, "soft=1") };
+    assert!(refused("llama", cached.into()).contains("`teacher_cache`"));
+    assert!(refused("llama", Finetune { augment: Some("{}".parse().unwrap()), ..finetune(1) }.into()).contains("changes nothing"));
+}
+
 #[test]
 fn cached_logits_do_not_change_training() {
     for (name, top) in [("llama-grouped-tied", 200), ("vit-image-classification", 64), ("llama-grouped-tied", 3)] {
@@ -449,7 +471,7 @@ fn cached_logits_do_not_change_training() {
         kept.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
         // Cached logits have 16 bits, and only the top-k are stored.
         let apart = furthest(&asked.weights(), &kept.weights());
-        assert!((apart < 2e-3) == (top > 3), "{name}: {apart}");
+        assert!(if top > 3 { apart < 2e-3 } else { apart > 1e-6 }, "{name}: {apart}");
         let size = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
         let before = size(&cache);
         let again = Run::new();

@@ -61,6 +61,29 @@ fn answers_are_those_of_transformers() {
     }
 }
 
+/// Masked tokens are the labels, so that encoders learn without others.
+#[test]
+fn masked_language_models_learn_from_texts() {
+    let (folder, out) = (model("bert-masked-lm", &[WORDS]), tempfile::tempdir().unwrap());
+    let data = texts("pairs.tsv", "{ header: false, text_column: 1, max_length: 12 }");
+    let pass =
+        Finetune { masking: Some("0.5".parse().unwrap()), max_steps: Some(60), batch_size: BatchSize::Samples(5), learning_rate: 1e-2, ..Finetune::default() };
+    let run = |name: &str, input: &Path, step: Step| {
+        let pipeline = Pipeline::builder().pass(step).train(data.clone()).seed(3).force(true).build().unwrap();
+        pipeline.run(Model::open(input).unwrap(), out.path().join(name))
+    };
+    let report = run("one", folder.path(), pass.clone().into()).unwrap();
+    let curve = report.passes[0].details["training"]["curve"].as_array().unwrap();
+    let mean = |steps: &[serde_json::Value]| steps.iter().map(|step| step["loss"].as_f64().unwrap()).sum::<f64>() / steps.len() as f64;
+    assert!(curve.len() == 60 && mean(&curve[50..]) < 0.9 * mean(&curve[..5]), "{} {}", mean(&curve[..5]), mean(&curve[50..]));
+    run("two", folder.path(), pass.clone().into()).unwrap();
+    assert!(furthest(&weights(&out.path().join("one")), &weights(&out.path().join("two"))) == 0.0);
+    let error = |input: &Path, step: Step| run("three", input, step).unwrap_err().to_string();
+    assert!(error(folder.path(), Finetune { masking: None, ..pass.clone() }.into()).contains("language-modelling"));
+    assert!(error(folder.path(), Finetune { masking: Some("{ mask_token: nosuch }".parse().unwrap()), ..pass.clone() }.into()).contains("`nosuch`"));
+    assert!(error(model("llama", &[LETTERS]).path(), pass.into()).contains("needs a masked language model"));
+}
+
 /// A batch as arrays with labels of -100 except for the predicted tokens.
 fn as_arrays(batch: &Batch, path: &Path) -> Data {
     let ids = &batch.inputs["input_ids"];

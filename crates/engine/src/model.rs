@@ -118,7 +118,7 @@ impl Model {
         (checkpoint.gptq, checkpoint.fp8, checkpoint.nvfp4) = (schemes.gptq, schemes.fp8, schemes.nvfp4);
         let class_of = |name: &str| if arch::is_embedding_table(config.model_type(), name) { "Embedding" } else { "Linear" };
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
-        adapter::mark(&mut weights);
+        adapter::complete(&config, &mut weights);
         arch::mark_roles(&mut weights.by_name, config.values());
         let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
         auxiliary.in_weight_files = notes;

@@ -3,8 +3,8 @@
     scripts/check peft [--compress BINARY]
 
 Small models are quantized with `--correct`, or trained with `--adapter`, also after they were quantized. transformers
-loads the folder, and PEFT its adapter: no tensor may be missing, and the outputs must equal those of the sum of weights
-and adapter. With corrections, they must be closer to the outputs of the original model than without the adapter, and
+loads the folder, and PEFT its adapter: no tensor may be missing, and the outputs must equal those of the weights with
+their adapter. With corrections, they must be closer to the outputs of the original model than without the adapter, and
 with training, their loss must be lower.
 """
 
@@ -34,14 +34,25 @@ CASES = {
 }
 
 
-ADAPTER = ["--adapter", "{rank: 4, alpha: 6, merge: false}", "--max-steps", "20", "--learning-rate", "1e-2"]
+STEPS = ["--max-steps", "20", "--learning-rate", "1e-2"]
+LORA = ["--adapter", "{rank: 4, alpha: 6, merge: false}", *STEPS]
+DORA = ["--adapter", "{kind: dora, rank: 4, alpha: 6, merge: false}", *STEPS]
+W4A16 = ["--scheme", "W4A16", "--group-size", "8"]
 # Models, options of `quantize` before training, and the training.
 TRAINED = {
-    "llama, finetune": ("llama", [], ["finetune"]),
-    "phi3, finetune": ("phi3", [], ["finetune"]),
-    "gpt2, finetune": ("gpt2", [], ["finetune"]),
-    "llama, finetune of W4A16": ("llama", ["--scheme", "W4A16", "--group-size", "8"], ["finetune"]),
-    "llama, distill of W3A16": ("llama", ["--scheme", "W3A16", "--group-size", "8"], ["distill", "--losses", "soft=1", "--teacher", GOLDEN / "models" / "llama"]),
+    "llama, finetune": ("llama", [], ["finetune", *LORA]),
+    "phi3, finetune": ("phi3", [], ["finetune", *LORA]),
+    "gpt2, finetune": ("gpt2", [], ["finetune", *LORA]),
+    "llama, finetune of W4A16": ("llama", W4A16, ["finetune", *LORA]),
+    "llama, distill of W3A16": (
+        "llama",
+        ["--scheme", "W3A16", "--group-size", "8"],
+        ["distill", "--losses", "soft=1", "--teacher", GOLDEN / "models" / "llama", *LORA],
+    ),
+    "llama, finetune with DoRA": ("llama", [], ["finetune", *DORA]),
+    "gpt2, finetune with DoRA": ("gpt2", [], ["finetune", *DORA]),
+    "llama, finetune of W4A16 with DoRA": ("llama", W4A16, ["finetune", *DORA]),
+    "llama, finetune of FP8 with DoRA": ("llama", ["--scheme", "FP8-DYNAMIC"], ["finetune", *DORA]),
 }
 
 
@@ -68,7 +79,7 @@ def samples(folder):
 
 
 def adapted_logits(out, tokens):
-    """Logits of PEFT, and a problem if they are not those of the sum of weights and adapter."""
+    """Logits of PEFT, and a problem if they are not those of the weights with the adapter."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         adapted = PeftModel.from_pretrained(load(out), out / "adapter").eval()
@@ -78,10 +89,16 @@ def adapted_logits(out, tokens):
     modules = dict(merged.named_modules())
     for tensor in factors:
         if tensor.endswith(".lora_A.weight"):
-            module = tensor.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            module = modules[tensor.removeprefix("base_model.model.").removesuffix(".lora_A.weight")]
             term = factors[tensor.replace("lora_A", "lora_B")].float() @ factors[tensor].float()
+            norms = factors.get(tensor.replace("lora_A.weight", "lora_magnitude_vector"))
+            if norms is not None:
+                is_transposed = isinstance(module, transformers.pytorch_utils.Conv1D)
+                weight = (module.weight.T if is_transposed else module.weight).float()
+                rescaled = (weight + term) * (norms.float() / (weight + term).norm(dim=1))[:, None]
+                term = rescaled - weight
             hook = lambda _module, inputs, output, term=term: output + inputs[0] @ term.T
-            modules[module].register_forward_hook(hook)
+            module.register_forward_hook(hook)
     expected = merged(tokens).logits
     if problems:
         return found, f"warnings: {problems}"
@@ -117,7 +134,7 @@ def check_training(binary, name, quantization, training, folder):
         base = folder / "base"
         subprocess.run([binary, "quantize", source, "-o", base, *quantization, "--quiet"], check=True)
     data = f"{{arrays: {folder / 'ids.safetensors'}, task: language-modelling}}"
-    subprocess.run([binary, training[0], base, "-o", out, *training[1:], *ADAPTER, "--train", data, "--quiet"], check=True)
+    subprocess.run([binary, training[0], base, "-o", out, *training[1:], "--train", data, "--quiet"], check=True)
     before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
     if before.keys() != after.keys() or any(not torch.equal(tensor, after[tensor_name]) for tensor_name, tensor in before.items()):
         return "the weights of the base changed"

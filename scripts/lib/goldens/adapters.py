@@ -8,8 +8,8 @@ seed SEED (fastrand's WyRand); the factors B are zero. Each case is STEPS steps 
 without dropout, warm-up or clipping.
 
 adapters.json has for each case "losses" by step, and checksums (lib/checksums.py) after the last step: "factors" by
-their name in adapter_model.safetensors, where factors B are multiplied by the scale of the adapter, as `compress`
-writes them, and "merged", the weights with their adapters, by their name in model.safetensors.
+their name in adapter_model.safetensors, with the norms of DoRA, where factors B are multiplied by the scale of the
+adapter, as `compress` writes them, and "merged", the weights with their adapters, by their name in model.safetensors.
 """
 
 import json
@@ -78,7 +78,7 @@ def train(case, name, options, inputs, initial):
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=layers, fan_in_fan_out=name == "gpt2", **options)
     model = get_peft_model(base, config).eval()
     scale = ALPHA / (math.sqrt(RANK) if options.get("use_rslora") else RANK)
-    factors, vectors = {}, []
+    factors, vectors = {}, {}
     for number, layer in enumerate(layers):
         a, b = (base.get_submodule(layer).get_submodule(f"{factor}.default").weight for factor in ("lora_A", "lora_B"))
         state = (SEED * 0x9E3779B97F4A7C15 + number) & U64
@@ -90,10 +90,10 @@ def train(case, name, options, inputs, initial):
             initial[f"{case}/{key}.lora_A.weight"] = a.detach().clone()
         factors |= {f"{key}.lora_A.weight": (a, 1.0), f"{key}.lora_B.weight": (b, scale)}
         if "use_dora" in options:
-            vectors.append(base.get_submodule(layer).lora_magnitude_vector["default"].weight)
-    matrices = [factor for factor, _ in factors.values()]
-    assert {id(parameter) for parameter in model.parameters() if parameter.requires_grad} == {id(x) for x in matrices + vectors}
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+            vectors[f"{key}.lora_magnitude_vector"] = (base.get_submodule(layer).lora_magnitude_vector["default"].weight, 1.0)
+    matrices, norms = ([factor for factor, _ in tensors.values()] for tensors in (factors, vectors))
+    assert {id(parameter) for parameter in model.parameters() if parameter.requires_grad} == {id(x) for x in matrices + norms}
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE)
     losses = []
     for _ in range(STEPS):
@@ -103,7 +103,7 @@ def train(case, name, options, inputs, initial):
         losses.append(loss.item())
         optimizer.step()
     print(case, losses)
-    found = {name: checksums(scale * factor) for name, (factor, scale) in sorted(factors.items())}
+    found = {name: checksums(scale * factor) for name, (factor, scale) in sorted((factors | vectors).items())}
     merged = model.merge_and_unload().state_dict()
     stored = load_file(GOLDEN / "models" / name / "model.safetensors")
     assert all(f"{layer}.weight" in stored for layer in layers)

@@ -12,7 +12,7 @@ use crate::analysis;
 use crate::error::{Error, Result, counted};
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node, low_rank};
-use crate::model::adapter::factor_names;
+use crate::model::adapter::{factor_names, magnitude_name};
 use crate::model::{Model, is_linear};
 use crate::pass::{layerwise, peft};
 use crate::store::{
@@ -109,7 +109,9 @@ impl Adapters {
     pub fn changed(&self) -> BTreeSet<String> {
         match self.options.merge {
             true => self.layers.keys().cloned().collect(),
-            false => self.layers.values().flat_map(|layer| layer.factors.iter().cloned()).collect(),
+            false => {
+                self.layers.iter().flat_map(|(name, layer)| layer.factors.iter().cloned().chain(layer.norms.as_ref().map(|_| magnitude_name(name)))).collect()
+            }
         }
     }
 
@@ -159,6 +161,9 @@ impl Adapters {
                 model.weights.by_name.insert(name.clone(), merged.with_origin(Origin::Learned));
             } else {
                 model.weights.by_name.extend(layer.factors.iter().cloned().zip([inner, outer]));
+                if let Some([norms, _]) = &layer.norms {
+                    model.weights.by_name.insert(magnitude_name(name), trained.weights.get(norms)?.clone());
+                }
             }
         }
         if !self.options.merge {
@@ -201,15 +206,15 @@ impl Adapters {
         if self.options.merge {
             return format!("{trained}; they are added to the weights");
         }
+        let loading = if self.options.kind == AdapterKind::Dora { peft::VLLM_WITHOUT_DORA.to_owned() } else { peft::vllm_note(rank, "tuned") };
         format!(
-            "{trained}; the folder `adapter` has them as a LoRA adapter that must be loaded with the model, whose weights did not change: all figures of this report are those of both together. {}",
-            peft::vllm_note(rank, "tuned"),
+            "{trained}; the folder `adapter` has them as a {kind} adapter that must be loaded with the model, whose weights did not change: all figures of this report are those of both together. {loading}",
         )
     }
 
     /// Details for the report.
     pub fn details(&self) -> Value {
-        json!({ "rank": self.options.rank, "scale": self.options.scale(), "layers": self.layers.len(), "parameters": self.parameters(), "merged": self.options.merge })
+        json!({ "kind": self.options.kind, "rank": self.options.rank, "scale": self.options.scale(), "layers": self.layers.len(), "parameters": self.parameters(), "merged": self.options.merge })
     }
 }
 

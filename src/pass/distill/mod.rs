@@ -12,6 +12,8 @@
 //! ```
 
 mod adapters;
+mod masking;
+mod on_policy;
 mod packing;
 mod record;
 mod scoring;
@@ -54,6 +56,12 @@ training_pass! {
         #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_top: Option<usize>,
+        /// Let the student continue a fraction of the texts itself, and compare it with the teacher on its
+        /// continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
+        /// [default: only texts of the data]
+        #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        on_policy: Option<crate::train::OnPolicy>,
     }
 }
 
@@ -86,7 +94,13 @@ impl Pass for Distill {
         if self.teacher_top == Some(0) || (self.teacher_top.is_some() && self.teacher_cache.is_none()) {
             return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache`"));
         }
-        self.training().check(NAME)
+        let training = self.training();
+        let changing = [("augment", training.augment.is_some()), ("masking", training.masking.is_some())];
+        if let Some((what, _)) = changing.iter().find(|(_, is_set)| *is_set && self.teacher_cache.is_some()) {
+            return Err(Error::option(format!("{NAME}: {what}"), "cannot be combined with `teacher_cache`: samples are different in each step"));
+        }
+        self.on_policy.as_ref().map_or(Ok(()), |options| on_policy::check(NAME, options, &training, self.teacher_cache.is_some()))?;
+        training.check(NAME)
     }
 
     fn resolve(&mut self, folder: &std::path::Path) {
@@ -116,7 +130,7 @@ impl Pass for Distill {
             None => model.clone(),
         };
         let cache = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
-        Job { applied, student, teacher, cache, training: self.training(), state, renamed: BTreeMap::new() }.plan()
+        Job { applied, student, teacher, cache, on_policy: self.on_policy, training: self.training(), state, renamed: BTreeMap::new() }.plan()
     }
 
     fn remedy(&self) -> &'static str {

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::adapters::{self, Adapters};
 use super::record::{self, Counts};
 use super::scoring::{ScoreData, Scoring};
-use super::{packing, vocabulary};
+use super::{masking, on_policy, packing, vocabulary};
 use crate::analysis;
 use crate::data::{Data, DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
@@ -26,10 +26,9 @@ use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
-use crate::train::losses::Divergence;
 use crate::train::{
-    BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind, forecast,
-    largest_inputs, require_trainable,
+    BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
+    forecast, largest_inputs, require_trainable,
 };
 use crate::work::Work;
 
@@ -72,6 +71,8 @@ pub(in crate::pass) struct Job<'a> {
     pub teacher: Option<Model>,
     /// The folder of cached logits of the teacher, and their number per row.
     pub cache: Option<(&'a Path, usize)>,
+    /// Continuations of the student, if it writes samples.
+    pub on_policy: Option<OnPolicy>,
     pub training: Training,
     /// The state of the run before the pass.
     pub state: &'a RunState,
@@ -92,6 +93,8 @@ impl<'a> Job<'a> {
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
         let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
         require_trainable(&graph, model, training)?;
+        on_policy::sampler(self.on_policy, (model, &graph), &objective, None)?;
+        masking::masker(training.masking.as_ref(), (model, &graph), &objective)?;
         let small = training_graph(&graph, &objective, training)?;
         let sizes = bindings(&small, batch(&graph, training), None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
@@ -148,6 +151,8 @@ impl<'a> Job<'a> {
         let scoring = Scoring { data, model: &self.student, graph: &graph, adapters, quantizers, is_rounded_when_written, first: &first, context };
         let score = |weights: &Weights, state: &BTreeMap<String, ManagedTensor>| scoring.score(weights, state);
         let checkpoints = context.checkpoints.as_ref();
+        let sampler = on_policy::sampler(self.on_policy, (&self.student, &graph), &inputs.objective, Some(inputs.data))?;
+        let masker = masking::masker(training.masking.as_ref(), (&self.student, &graph), &inputs.objective)?;
         let trainer = Trainer {
             options: training,
             graph: &small,
@@ -155,6 +160,8 @@ impl<'a> Job<'a> {
             cache: cache.as_ref(),
             objective: &inputs.objective,
             data: &inputs.samples,
+            sampler: sampler.as_ref(),
+            masker: masker.as_ref(),
             batch,
             device,
             memory_tracker: &memory_tracker,
@@ -215,7 +222,8 @@ impl<'a> Job<'a> {
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "has pairs with scores, which no loss supports: specify one text column, and `task: fidelity`"));
         }
-        let objective = Objective::new(&self.training.losses, &graph, teacher_graph.as_ref(), samples.task())?;
+        let task = masking::task(self.training.masking.as_ref(), samples.task());
+        let objective = Objective::new(&self.training.losses, &graph, teacher_graph.as_ref(), task)?;
         packing::require_separate_texts(&objective.losses, data)?;
         Ok(Inputs { graph, teacher_graph, data, subject, samples, objective })
     }
@@ -318,16 +326,14 @@ impl<'a> Job<'a> {
     /// Opens the cache of the teacher's logits, if one is requested.
     fn open_cache(&self, inputs: &Inputs, context: &Context) -> Result<Option<RefCell<Cache>>> {
         let (Some((folder, top)), Some(graph), Some(teacher)) = (self.cache, &inputs.teacher_graph, &self.teacher) else { return Ok(None) };
-        let wrong = |reason: &str| Err(Error::option(format!("{}: teacher_cache", self.applied.name), reason));
         if !inputs.objective.reads_only_logits() {
-            return wrong("stores only logits: remove losses that read other values of the teacher");
-        }
-        if inputs.objective.over_logits().and_then(|logits| logits.soft).is_some_and(|soft| soft.divergence == Divergence::Reverse) {
-            return wrong("stores only the largest logits, and `divergence: reverse` needs all: use `jensen-shannon`, or remove the cache");
+            let reason = "stores only logits: remove losses that read other values of the teacher";
+            return Err(Error::option(format!("{}: teacher_cache", self.applied.name), reason));
         }
         let (device, dtype) = self.teacher_device(context);
         let key = teacher_cache_key(teacher, graph, &self.training, dtype, device, &context.work)?;
-        Ok(Some(RefCell::new(Cache::open(folder, &key, top)?)))
+        let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
+        Ok(Some(RefCell::new(Cache::open(folder, &key, top, temperature)?)))
     }
 }
 

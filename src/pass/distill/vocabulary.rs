@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::error::{Error, Result};
 use crate::model::{Model, read_auxiliary_text};
 
-const FILE: &str = "tokenizer.json";
+pub(super) const FILE: &str = "tokenizer.json";
 
 /// Returns an error if the vocabularies of student and teacher differ, which names the first difference.
 /// Models without a tokenizer are not compared.
@@ -33,14 +33,14 @@ pub(super) fn require_same(student: &Model, teacher: &Model) -> Result<()> {
     ))
 }
 
-type Tokens = BTreeMap<String, u64>;
+pub(super) type Tokens = BTreeMap<String, u64>;
 
 fn difference<'t>(a: &'t Tokens, b: &'t Tokens) -> Option<(&'t str, Option<&'t u64>, Option<&'t u64>)> {
     a.keys().chain(b.keys()).find(|token| a.get(*token) != b.get(*token)).map(|token| (token.as_str(), a.get(token), b.get(token)))
 }
 
 /// Token ids of the vocabulary and of added tokens.
-fn tokens(path: &Path, text: &str) -> Result<Tokens> {
+pub(super) fn tokens(path: &Path, text: &str) -> Result<Tokens> {
     let file: Value = serde_json::from_str(text).map_err(|e| Error::malformed(path, e))?;
     let mut tokens = Tokens::new();
     match file.pointer("/model/vocab") {

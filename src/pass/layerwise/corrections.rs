@@ -152,7 +152,7 @@ pub(in crate::pass) fn declare_corrections(model: &mut Model) -> Result<()> {
     let graph = if model.has_derived_graph() { None } else { Some(model.graph()?) };
     model.declare_corrections();
     if let Some(graph) = graph {
-        model.changed_graph = Some(std::sync::Arc::new(crate::ir::low_rank::insert(&graph, &model.weights, &model.corrections())?));
+        model.changed_graph = Some(std::sync::Arc::new(crate::ir::low_rank::insert(&graph, &model.weights, &model.corrections(), &model.corrected_norms())?));
     }
     Ok(())
 }

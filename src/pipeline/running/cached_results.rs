@@ -322,6 +322,7 @@ impl State {
             run.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
         }
         model.signed_activations = self.signed_activations;
+        model.update_norms();
         Ok(is_complete.then_some((model, run)))
     }
 }

@@ -47,6 +47,9 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
         // Without the adapter, the model is not that of the figures.
         Runtime::Sglang if is_corrected(card) => None,
         Runtime::Vllm if is_corrected(card) => {
+            if card.report.passes.iter().rev().any(|pass| pass.details.get("adapter").and_then(|adapter| adapter.get("kind")?.as_str()) == Some("dora")) {
+                return shell(format!("# vLLM does not load the DoRA adapter {PATH}/{FOLDER}: add it to the weights with `compress dequantize`"));
+            }
             let rank =
                 card.report.passes.iter().rev().find_map(|pass| pass.details.get("correction").or_else(|| pass.details.get("adapter"))?.get("rank")?.as_u64());
             let limit = match rank.map(vllm_max_lora_rank) {

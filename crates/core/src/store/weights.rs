@@ -14,16 +14,24 @@ pub struct Weights {
     pub metadata: BTreeMap<String, String>,
     /// Folders with separate weight files. The names of their weights start with the folder and a slash.
     pub folders: Vec<String>,
+    /// Parameters of a graph that are computed from weights and not stored.
+    pub derived: BTreeMap<String, Weight>,
 }
 
 impl Weights {
-    /// Looks up a weight by name. The error contains the most similar name.
+    /// Looks up a weight, or a parameter that is computed from weights, by name. The error contains the most
+    /// similar name.
     pub fn get(&self, name: &str) -> Result<&Weight> {
-        self.by_name.get(name).ok_or_else(|| Error::NoMatch {
+        self.find(name).ok_or_else(|| Error::NoMatch {
             field: "name",
             pattern: name.to_owned(),
             nearest: select::nearest(name, self.by_name.keys().map(String::as_str)),
         })
+    }
+
+    /// As [`get`](Weights::get), `None` for unknown names.
+    pub fn find(&self, name: &str) -> Option<&Weight> {
+        self.by_name.get(name).or_else(|| self.derived.get(name))
     }
 
     /// Records why elements of weights are zero. `Pruning` is not overwritten.

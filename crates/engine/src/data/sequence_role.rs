@@ -9,9 +9,9 @@ use crate::error::{Error, Result};
 use crate::ir::{Dim, Graph, ValueId};
 
 /// The input with token ids.
-pub(super) const INPUT_IDS: &str = "input_ids";
+pub(crate) const INPUT_IDS: &str = "input_ids";
 /// The attention mask of the input tokens.
-pub(super) const ATTENTION_MASK: &str = "attention_mask";
+pub(crate) const ATTENTION_MASK: &str = "attention_mask";
 /// The decoder's token ids of an encoder-decoder model.
 pub const DECODER_INPUT_IDS: &str = "decoder_input_ids";
 /// The attention mask of the decoder's tokens. Models with causal decoder attention do not take it.

@@ -97,7 +97,7 @@ impl<'a> Blockwise<'a> {
         }
         let needed: BTreeSet<&String> = blocks.iter().flat_map(|block| &block.parameters).collect();
         let by_name = weights.by_name.iter().filter(|(name, _)| needed.contains(name)).map(|(name, weight)| (name.clone(), weight.clone())).collect();
-        let weights = Weights { by_name, ..Weights::default() };
+        let weights = Weights { by_name, derived: weights.derived.clone(), ..Weights::default() };
         Blockwise {
             executor,
             observation,
@@ -237,7 +237,7 @@ impl<'a> Blockwise<'a> {
         let elsewhere =
             |name: &str| same.contains(name) && other.and_then(|other| other.blocks.get(block)).is_some_and(|other| other.parameters.contains(name));
         let names: Vec<String> = next.parameters.iter().filter(|name| !self.executor.parameters().has(name) && !elsewhere(name)).cloned().collect();
-        let by_name: BTreeMap<_, _> = names.iter().filter_map(|name| Some((name.clone(), self.weights.by_name.get(name)?.clone()))).collect();
+        let by_name: BTreeMap<_, _> = names.iter().filter_map(|name| Some((name.clone(), self.weights.find(name)?.clone()))).collect();
         if names.is_empty() || by_name.len() < names.len() {
             return;
         }
@@ -362,7 +362,7 @@ impl<'a> Blockwise<'a> {
     fn dropped(&self, keep: impl Fn(&str) -> bool) -> Vec<Tensor> {
         let Some(current) = self.current else { return Vec::new() };
         let mut wanted: Vec<(&[usize], DType)> = Vec::new();
-        for weight in self.blocks.get(current + 2).iter().flat_map(|block| &block.parameters).filter_map(|name| self.weights.by_name.get(name)) {
+        for weight in self.blocks.get(current + 2).iter().flat_map(|block| &block.parameters).filter_map(|name| self.weights.find(name)) {
             wanted.push((&weight.shape, self.options.residence.dtype(weight, self.options.compute)));
         }
         let free = |name: &&String| self.reusable.contains(*name) && !self.replaced.contains(*name) && !keep(name);

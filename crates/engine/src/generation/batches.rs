@@ -6,9 +6,9 @@ use rayon::prelude::*;
 use super::decoder::Decoder;
 use super::run::Prompt;
 use super::sampling::Sampler;
-use super::{Generate, LanguageModel};
+use super::{Generate, LanguageModel, Sampling};
 use crate::error::Result;
-use crate::exec::{Inputs, MemoryNeed, Schedule};
+use crate::exec::{Inputs, MemoryNeed, Parameters, Schedule};
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 
 /// Numbers of texts per batch, of which the largest that fits into memory is used: a forward pass reads all
@@ -24,6 +24,11 @@ struct Row {
 }
 
 impl Row {
+    /// A prompt, whose random numbers depend on its index.
+    fn new(prompt: &[i64], sampling: Option<Sampling>, index: usize) -> Row {
+        Row { tokens: prompt.to_vec(), sampler: Sampler::new(sampling, index), end: None }
+    }
+
     /// Appends the next token.
     fn extend(&mut self, model: &LanguageModel, mut logits: Vec<f32>, is_first: bool) -> Result<()> {
         if self.end.is_some() {
@@ -69,7 +74,8 @@ impl LanguageModel {
         let result: Result<()> = rayon::scope(|_| {
             let mut index = done;
             for prompts in rest.chunk_by(|one, other| one.len() == other.len()).flat_map(|same| same.chunks(size)) {
-                let continuations = self.generate_batch(&mut decoder, (prompts, index), options, work)?;
+                let rows = (index..).zip(prompts).map(|(index, prompt)| Row::new(prompt, options.sampling, index)).collect();
+                let continuations = self.generate_batch(&mut decoder, rows, options.tokens, work)?;
                 index = index.saturating_add(prompts.len());
                 consume(continuations)?;
                 work.advance(prompts.len() as u64)?;
@@ -78,6 +84,39 @@ impl LanguageModel {
         });
         work.progress.on(Event::End);
         result
+    }
+
+    /// Continues prompts, each by at most the given number of tokens, with other parameters than those of the
+    /// model. Prompts of the same length form batches; the random numbers of a prompt depend on its index.
+    /// Fails as [`generate`](LanguageModel::generate).
+    pub fn continue_with(
+        &self,
+        parameters: Parameters,
+        prompts: &[(Vec<i64>, usize)],
+        sampling: Option<Sampling>,
+        device: &Device,
+        work: &Work,
+    ) -> Result<Vec<Vec<i64>>> {
+        self.require_prompts()?;
+        prompts.iter().enumerate().try_for_each(|(index, (prompt, _))| self.check(index, prompt))?;
+        let mut decoder = Decoder::with_parameters(self, parameters, 0, device)?;
+        let mut order: Vec<(usize, &(Vec<i64>, usize))> = prompts.iter().enumerate().collect();
+        order.sort_by_key(|(_, (prompt, _))| prompt.len());
+        let mut found = vec![Vec::new(); prompts.len()];
+        let largest = BATCH_SIZES.first().copied().unwrap_or(1);
+        let result: Result<()> = rayon::scope(|_| {
+            for group in order.chunk_by(|(_, one), (_, other)| one.0.len() == other.0.len()).flat_map(|same| same.chunks(largest)) {
+                let rows = group.iter().map(|(index, (prompt, _))| Row::new(prompt, sampling, *index)).collect();
+                let limit = group.iter().map(|(_, (_, tokens))| *tokens).max().unwrap_or(0);
+                let continuations = self.generate_batch(&mut decoder, rows, limit, work)?;
+                for ((index, (_, tokens)), mut continuation) in group.iter().zip(continuations) {
+                    continuation.truncate(*tokens);
+                    found.get_mut(*index).into_iter().for_each(|found| *found = std::mem::take(&mut continuation));
+                }
+            }
+            Ok(())
+        });
+        result.map(|()| found)
     }
 
     /// The number of texts per batch for these prompts.
@@ -92,13 +131,10 @@ impl LanguageModel {
         Ok(BATCH_SIZES.into_iter().find(fits).unwrap_or(1))
     }
 
-    /// Continues prompts of the same length, of which the first has this index.
-    fn generate_batch(&self, decoder: &mut Decoder, (prompts, index): (&[Vec<i64>], usize), options: &Generate, work: &Work) -> Result<Vec<Vec<i64>>> {
-        let row =
-            |(at, prompt): (usize, &Vec<i64>)| Row { tokens: prompt.clone(), sampler: Sampler::new(options.sampling, index.saturating_add(at)), end: None };
-        let mut rows: Vec<Row> = prompts.iter().enumerate().map(row).collect();
-        let length = prompts.first().map_or(0, Vec::len);
-        let room = self.positions.map_or(options.tokens, |positions| positions.saturating_sub(length).min(options.tokens));
+    /// Continues prompts of the same length by at most `tokens` tokens.
+    fn generate_batch(&self, decoder: &mut Decoder, mut rows: Vec<Row>, tokens: usize, work: &Work) -> Result<Vec<Vec<i64>>> {
+        let length = rows.first().map_or(0, |row| row.tokens.len());
+        let room = self.positions.map_or(tokens, |positions| positions.saturating_sub(length).min(tokens));
         decoder.start(Inputs::new());
         for number in 0..room {
             if rows.iter().all(|row| row.end.is_some()) {

@@ -31,6 +31,11 @@ impl<'g> Decoder<'g> {
     /// the last forward pass.
     pub fn load(model: &'g LanguageModel, removable: usize, device: &Device, work: &Work) -> Result<Decoder<'g>> {
         let parameters = Parameters::load(&model.graph, &model.model.weights, device, DType::F32, Residence::Stored, work)?;
+        Decoder::with_parameters(model, parameters, removable, device)
+    }
+
+    /// As [`load`](Decoder::load), with other parameters than those of the model.
+    pub fn with_parameters(model: &'g LanguageModel, parameters: Parameters, removable: usize, device: &Device) -> Result<Decoder<'g>> {
         let executor = Executor::new(&model.graph, parameters, device.clone());
         Ok(Decoder { model, executor, cache: SequenceCache::with_removable(&model.graph, removable)?, inputs: Inputs::new() })
     }

@@ -136,13 +136,14 @@ pub struct LanguageModel {
 impl LanguageModel {
     /// Prepares a model for generation.
     pub fn new(model: Model) -> Result<LanguageModel> {
-        if model.onnx.is_some() {
-            return Err(Error::Unsupported {
-                what: format!("{}: generation with an .onnx file", model.path.display()),
-                hint: "use the model folder that it was exported from".into(),
-            });
-        }
+        require_folder(&model)?;
         let graph = model.graph()?;
+        LanguageModel::with_graph(model, graph)
+    }
+
+    /// As [`new`](LanguageModel::new), with another graph than that of the model.
+    pub fn with_graph(model: Model, graph: Graph) -> Result<LanguageModel> {
+        require_folder(&model)?;
         let has_input = |name: &str| graph.inputs().any(|(_, value)| value.name == name);
         let input_kind = match (has_input(DECODER_INPUT_IDS), has_input(FEATURES)) {
             (true, true) => InputKind::Recording,
@@ -187,6 +188,15 @@ impl LanguageModel {
             notes.push("neither generation_config.json nor config.json has an `eos_token_id`: generation ends only at the number of tokens".into());
         }
         Ok(LanguageModel { model, graph, input_kind, decoder_prompt, suppressed, ends, positions, notes, draft: None })
+    }
+
+    /// The same model, which never generates tokens from this one on.
+    #[must_use]
+    pub fn without_tokens_from(mut self, first: usize) -> LanguageModel {
+        let count = Some(self.logit_count()).filter(|count| *count < usize::MAX).unwrap_or(0);
+        let [always, _] = &mut self.suppressed;
+        always.extend((first..count).filter_map(|token| i64::try_from(token).ok()));
+        self
     }
 
     /// Input that the model generates text from.
@@ -335,6 +345,17 @@ impl LanguageModel {
         let cache = SequenceCache::with_removable(&self.graph, removable)?;
         need.activations = need.activations.saturating_add(cache.bytes_of(&self.graph, total, &sizes));
         Ok(need)
+    }
+}
+
+/// Rejects .onnx files.
+fn require_folder(model: &Model) -> Result<()> {
+    match model.onnx.is_some() {
+        false => Ok(()),
+        true => Err(Error::Unsupported {
+            what: format!("{}: generation with an .onnx file", model.path.display()),
+            hint: "use the model folder that it was exported from".into(),
+        }),
     }
 }
 

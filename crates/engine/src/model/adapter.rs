@@ -1,5 +1,5 @@
-//! Low-rank corrections of quantized layers, stored as a LoRA adapter of PEFT in a subfolder. `config.json`
-//! names the folder, so that adapters for other purposes are not applied.
+//! Low-rank corrections of quantized layers and trained adapters, stored as a LoRA or DoRA adapter of PEFT
+//! in a subfolder. `config.json` names the folder, so that adapters for other purposes are not applied.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -13,7 +13,7 @@ use super::{Config, Model};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::checkpoint::{ADAPTER, ADAPTER_PREFIX, Checkpoint};
-use crate::store::{Corrected, Role, Weights};
+use crate::store::{Computed, Corrected, DType, Normalized, Role, Weight, Weights, output_norms};
 
 /// Folder of the adapter.
 pub const FOLDER: &str = "adapter";
@@ -23,6 +23,8 @@ pub const CONFIG: &str = "adapter_config.json";
 pub const KEY: &str = "low_rank_correction";
 /// Names of the factors, in the order in which they are applied.
 const FACTORS: [&str; 2] = ["lora_A", "lora_B"];
+/// End of the names of DoRA's trained norms.
+const MAGNITUDE: &str = "lora_magnitude_vector";
 
 /// Names of the factors of the correction of a weight: `[rank, in]` and `[out, rank]`.
 pub fn factor_names(weight: &str) -> [String; 2] {
@@ -30,18 +32,43 @@ pub fn factor_names(weight: &str) -> [String; 2] {
     FACTORS.map(|factor| format!("{FOLDER}/{ADAPTER_PREFIX}{module}.{factor}.weight"))
 }
 
+/// Name of the norms that the weights of each output of a layer get with DoRA.
+pub fn magnitude_name(weight: &str) -> String {
+    format!("{FOLDER}/{ADAPTER_PREFIX}{}.{MAGNITUDE}", module(weight))
+}
+
+/// Name of the norms of a weight with its factors, a parameter that is computed from these.
+fn norm_name(weight: &str) -> String {
+    format!("{}/norm", magnitude_name(weight))
+}
+
 fn module(weight: &str) -> &str {
     weight.strip_suffix(".weight").unwrap_or(weight)
 }
 
-/// The module that a factor corrects, and whether it is the first factor; `None` for other weights.
-fn corrected(name: &str) -> Option<(&str, bool)> {
-    let name = name.strip_prefix(FOLDER)?.strip_prefix('/')?.strip_prefix(ADAPTER_PREFIX)?;
-    let (module, factor) = name.strip_suffix(".weight")?.rsplit_once('.')?;
-    FACTORS.contains(&factor).then_some((module, factor == FACTORS[0]))
+/// A tensor of an adapter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// The factor that is applied first.
+    Inner,
+    /// The factor that is applied last.
+    Outer,
+    /// The norms of DoRA.
+    Magnitude,
 }
 
-/// Adds the tensors of the adapter that `config.json` names. Fails if it is missing or is not a plain LoRA
+/// The module that a tensor of the adapter changes; `None` for other weights.
+fn part(name: &str) -> Option<(&str, Part)> {
+    let name = name.strip_prefix(FOLDER)?.strip_prefix('/')?.strip_prefix(ADAPTER_PREFIX)?;
+    if let Some(module) = name.strip_suffix(MAGNITUDE).and_then(|module| module.strip_suffix('.')) {
+        return Some((module, Part::Magnitude));
+    }
+    let (module, factor) = name.strip_suffix(".weight")?.rsplit_once('.')?;
+    let parts = FACTORS.into_iter().zip([Part::Inner, Part::Outer]);
+    parts.into_iter().find(|(name, _)| *name == factor).map(|(_, part)| (module, part))
+}
+
+/// Adds the tensors of the adapter that `config.json` names. Fails if it is missing or is not a LoRA or DoRA
 /// adapter with a factor of one.
 pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> Result<()> {
     let Some(folder) = config.get(KEY) else { return Ok(()) };
@@ -53,7 +80,7 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
         return Err(unsupported(format!("`{KEY}` of {folder} in config.json (not \"{FOLDER}\")")));
     }
     // Cached results store all weights in one file.
-    if checkpoint.tensors.keys().any(|name| corrected(name).is_some()) {
+    if checkpoint.tensors.keys().any(|name| part(name).is_some()) {
         return Ok(());
     }
     let file = path.join(FOLDER).join(CONFIG);
@@ -66,23 +93,58 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
     }
     // Weights stored as `[in, out]` have factors of the same shapes.
     let is_unsupported = |key: &&str| is_true(key) && !(*key == "fan_in_fan_out" && config.has_conv1d());
-    if let Some(key) = ["use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"].into_iter().find(is_unsupported) {
+    if let Some(key) = ["use_rslora", "fan_in_fan_out", "lora_bias"].into_iter().find(is_unsupported) {
         return Err(unsupported(format!("{CONFIG} with `{key}`")));
     }
     checkpoint.add_folder(path, FOLDER)?;
-    let is_other = |name: &&String| name.starts_with(&format!("{FOLDER}/")) && corrected(name).is_none();
+    let has_norms = is_true(&"use_dora");
+    let is_known = |name: &str| part(name).is_some_and(|(_, part)| part != Part::Magnitude || has_norms);
+    let is_other = |name: &&String| name.starts_with(&format!("{FOLDER}/")) && !is_known(name);
     if let Some(name) = checkpoint.tensors.keys().find(is_other) {
         return Err(unsupported(format!("the tensor `{name}`, which is not a factor of a layer")));
     }
-    match checkpoint.tensors.keys().any(|name| corrected(name).is_some()) {
-        true => Ok(()),
-        false => Err(Error::malformed(&path.join(FOLDER).join(ADAPTER), format!("is missing or empty, although config.json has `{KEY}`"))),
+    let malformed = |what: String| Error::malformed(&path.join(FOLDER).join(ADAPTER), what);
+    let of = |wanted: Part| checkpoint.tensors.keys().filter_map(move |name| part(name).filter(|(_, part)| *part == wanted)).map(|(module, _)| module);
+    let (layers, norms): (BTreeSet<&str>, BTreeSet<&str>) = (of(Part::Inner).collect(), of(Part::Magnitude).collect());
+    match layers.symmetric_difference(&norms).find(|_| has_norms) {
+        Some(module) => Err(malformed(format!("has {FACTORS:?} or `{MAGNITUDE}` of `{module}`, but not both, although {CONFIG} has `use_dora`"))),
+        None if layers.is_empty() => Err(malformed(format!("is missing or empty, although config.json has `{KEY}`"))),
+        None => Ok(()),
     }
 }
 
-/// Sets the role of factors, so that passes do not select them by default.
-pub(super) fn mark(weights: &mut Weights) {
-    weights.by_name.iter_mut().filter(|(name, _)| corrected(name).is_some()).for_each(|(_, weight)| weight.role = Some(Role::Other));
+/// Sets the role of the tensors of the adapter, so that passes do not select them by default, and adds the
+/// norms of DoRA, which are computed from them.
+pub(super) fn complete(config: &Config, weights: &mut Weights) {
+    weights.by_name.iter_mut().filter(|(name, _)| part(name).is_some()).for_each(|(_, weight)| weight.role = Some(Role::Other));
+    weights.derived = norms(config, weights);
+}
+
+/// The norms of the weights of each output of layers with DoRA.
+fn norms(config: &Config, weights: &Weights) -> BTreeMap<String, Weight> {
+    let magnitudes = weights.by_name.iter().filter_map(|(name, weight)| Some((part(name).filter(|(_, part)| *part == Part::Magnitude)?.0, weight)));
+    let norms = magnitudes.filter_map(|(module, magnitude)| {
+        let name = format!("{module}.weight");
+        let [inner, outer] = factor_names(&name).map(|factor| weights.by_name.get(&factor).cloned());
+        let (upstream, inner, outer) = (weights.by_name.get(&name)?.dense(&name), inner?, outer?);
+        let (shape, input_major) = (magnitude.shape.clone(), config.has_conv1d());
+        let (outputs, derived) = (magnitude.elements(), norm_name(&name));
+        let values = move || {
+            let sum = Corrected { name: name.clone(), upstream: upstream.clone(), inner: inner.clone(), outer: outer.clone() };
+            let sum = if input_major { sum.input_major() } else { sum };
+            let norms = output_norms(&name, &sum.weight_as(DType::F32)?, input_major)?;
+            if norms.len() != outputs {
+                let reason = format!("has {} outputs, but its `{MAGNITUDE}` has {outputs} elements", norms.len());
+                return Err(Error::tensor(&name, reason, "use the adapter that was written with these weights"));
+            }
+            // Outputs without weights stay zero: they are divided by the norm.
+            Ok(norms.into_iter().map(|norm| (norm as f32).max(f32::MIN_POSITIVE)).collect())
+        };
+        let mut norm = Computed { values }.weight(shape);
+        norm.role = Some(Role::Other);
+        Some((derived, norm))
+    });
+    norms.collect()
 }
 
 #[doc(hidden)]
@@ -98,7 +160,21 @@ impl Model {
             self.config.set(KEY, json!(FOLDER));
         }
         self.restore_adapter_folder();
-        mark(&mut self.weights);
+        self.update_norms();
+    }
+
+    /// Computes the norms of DoRA from the present weights.
+    pub fn update_norms(&mut self) {
+        if self.is_corrected() {
+            complete(&self.config, &mut self.weights);
+        }
+    }
+
+    /// The model with other weights, without changes of the graph.
+    pub(super) fn replace_weights(&self, weights: Weights) -> Model {
+        let mut model = Model { weights, ..self.clone() };
+        model.update_norms();
+        model
     }
 
     /// Marks the folder of the adapter as one with separate weights.
@@ -113,8 +189,15 @@ impl Model {
         if !self.is_corrected() {
             return BTreeMap::new();
         }
-        let modules = self.weights.by_name.keys().filter_map(|name| corrected(name)).filter(|(_, is_first)| *is_first);
+        let modules = self.weights.by_name.keys().filter_map(|name| part(name)).filter(|(_, part)| *part == Part::Inner);
         modules.map(|(module, _)| format!("{module}.weight")).map(|weight| (weight.clone(), factor_names(&weight))).collect()
+    }
+
+    /// The names of the trained norms, and of the norms of the weight with its factors, of each layer with
+    /// DoRA, by the name of the weight.
+    pub fn corrected_norms(&self) -> BTreeMap<String, [String; 2]> {
+        let names = self.corrections().into_keys().map(|weight| (weight.clone(), [magnitude_name(&weight), norm_name(&weight)]));
+        names.filter(|(_, [magnitude, _])| self.weights.by_name.contains_key(magnitude)).collect()
     }
 
     /// The configuration for a folder without the adapter.
@@ -124,8 +207,9 @@ impl Model {
         config
     }
 
-    /// Adds the corrections of these layers to their weights, which must be dense, and removes the factors;
-    /// with the last ones, also the adapter. A graph that passes have changed must not read the factors.
+    /// Adds the corrections of these layers to their weights, which must be dense, and removes the tensors
+    /// of the adapter; with the last ones, also the adapter. A graph that passes have changed must not read
+    /// them.
     ///
     /// # Errors
     /// A factor is missing, or the shapes of factors do not fit.
@@ -135,10 +219,16 @@ impl Model {
         for (name, factors) in &folded {
             let [inner, outer] = factors.each_ref().map(|factor| self.weights.get(factor).cloned());
             let sum = Corrected { name: (*name).clone(), upstream: self.weights.get(name)?.clone(), inner: inner?, outer: outer? };
-            let sum = if self.config.has_conv1d() { sum.input_major() } else { sum };
-            self.weights.by_name.insert((*name).clone(), sum.weight()?);
+            let (dtype, input_major) = (sum.upstream.dtype, self.config.has_conv1d());
+            let sum = if input_major { sum.input_major() } else { sum };
+            let folded = match self.weights.by_name.remove(&magnitude_name(name)) {
+                None => sum.weight()?,
+                Some(norms) => Normalized { name: (*name).clone(), upstream: sum.weight_as(DType::F32)?, norms, input_major }.weight(dtype),
+            };
+            self.weights.by_name.insert((*name).clone(), folded);
             factors.iter().for_each(|factor| drop(self.weights.by_name.remove(factor)));
         }
+        self.weights.derived = norms(&self.config, &self.weights);
         if !folded.is_empty() && folded.len() == corrections.len() {
             self.weights.folders.retain(|folder| folder != FOLDER);
             self.config.remove(KEY);
@@ -152,7 +242,7 @@ impl Model {
         let (_, [first, _]) = corrections.first_key_value()?;
         let rank = *self.weights.by_name.get(first)?.shape.first()?;
         let is_causal = ["ForCausalLM", "LMHeadModel"].iter().any(|end| self.config.class().ends_with(end));
-        let config = json!({
+        let mut config = json!({
             "base_model_name_or_path": null,
             "bias": "none",
             "fan_in_fan_out": self.config.has_conv1d(),
@@ -165,6 +255,9 @@ impl Model {
             "target_modules": corrections.keys().map(|weight| module(weight)).collect::<Vec<_>>(),
             "task_type": is_causal.then_some("CAUSAL_LM"),
         });
+        if !self.corrected_norms().is_empty() {
+            config["use_dora"] = Value::Bool(true);
+        }
         Some(format!("{config:#}\n"))
     }
 }
@@ -179,9 +272,13 @@ mod tests {
     fn factors_have_the_names_of_peft() {
         let names = factor_names("model.layers.0.mlp.up_proj.weight");
         assert_eq!(names[0], "adapter/base_model.model.model.layers.0.mlp.up_proj.lora_A.weight");
-        assert_eq!(corrected(&names[0]), Some(("model.layers.0.mlp.up_proj", true)));
-        assert_eq!(corrected(&names[1]), Some(("model.layers.0.mlp.up_proj", false)));
-        assert_eq!(corrected("model.layers.0.mlp.up_proj.weight"), None);
+        assert_eq!(part(&names[0]), Some(("model.layers.0.mlp.up_proj", Part::Inner)));
+        assert_eq!(part(&names[1]), Some(("model.layers.0.mlp.up_proj", Part::Outer)));
+        assert_eq!(part("model.layers.0.mlp.up_proj.weight"), None);
+        let magnitude = magnitude_name("model.layers.0.mlp.up_proj.weight");
+        assert_eq!(magnitude, "adapter/base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector");
+        assert_eq!(part(&magnitude), Some(("model.layers.0.mlp.up_proj", Part::Magnitude)));
+        assert_eq!(part(&norm_name("model.layers.0.mlp.up_proj.weight")), None);
     }
 
     #[test]
@@ -196,7 +293,7 @@ mod tests {
         assert!(error(json!("other"), "{}").contains("`low_rank_correction` of \"other\""));
         assert!(error(json!(FOLDER), "[").contains("not a JSON object"));
         assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 16}"#).contains("`lora_alpha` that differs"));
-        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "use_dora": true}"#).contains("`use_dora`"));
+        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "use_rslora": true}"#).contains("`use_rslora`"));
         assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8}"#).contains("is missing or empty"));
     }
 }

@@ -78,6 +78,7 @@ impl Model {
 
     /// The model with other weights. Removes the input quantizers of layers that are no longer quantized.
     pub fn with_weights(&self, weights: Weights) -> Result<Model> {
+        let weights = self.replace_weights(weights).weights;
         if self.changed_graph.is_some() && self.graph_file()?.is_none() {
             // `config.json` also describes the graph for other weight names, such as those of experts
             // fused in one tensor.
@@ -188,7 +189,7 @@ impl Model {
     fn described(&self) -> Result<(Graph, Vec<String>)> {
         let (graph, unknown) = self.family_graph()?;
         let corrections = self.corrections();
-        let graph = if corrections.is_empty() { graph } else { low_rank::insert(&graph, &self.weights, &corrections)? };
+        let graph = if corrections.is_empty() { graph } else { low_rank::insert(&graph, &self.weights, &corrections, &self.corrected_norms())? };
         let quantizers = self.quantizers();
         let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
         let graph = match self.config.cache()? {

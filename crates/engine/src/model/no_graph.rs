@@ -41,7 +41,7 @@ impl Model {
     /// The same model with these weights.
     #[allow(clippy::unnecessary_wraps)]
     pub fn with_weights(&self, weights: crate::store::Weights) -> Result<Model> {
-        Ok(Model { weights, ..self.clone() })
+        Ok(self.replace_weights(weights))
     }
 
     /// Returns `None`: without graphs, there is nothing to compare.

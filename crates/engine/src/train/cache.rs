@@ -5,17 +5,24 @@
 //! with a line that identifies the teacher, followed by records: a 128-bit key (hash of the sample and
 //! of the requested rows), the number of rows, a checksum of the entries, and for each row the column
 //! indices (u32) and values (f16) of its `top` largest logits, relative to the largest one, which f16
-//! represents most precisely. Records are never modified; an incomplete
-//! record at the end of a file is ignored.
+//! represents most precisely, and the logarithm of the probability of all other columns, relative to that
+//! of the largest logit (f32). Records are never modified; an incomplete record at the end of a file is
+//! ignored.
+//!
+//! The other columns count as one: within them, the teacher's probabilities are proportional to those of
+//! the student, so that all divergences and their gradients are those of distributions over the `top`
+//! columns and the rest.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 use half::f16;
+use rayon::prelude::*;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::data::{Batch, SequenceRole};
@@ -23,11 +30,15 @@ use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
 /// Version of the file format.
-const FORMAT: u32 = 3;
-/// Value of logits that are not cached, relative to the largest one; its probability is 0.
-const MISSING_LOGIT: f32 = -1e4;
+const FORMAT: u32 = 4;
+/// Logarithm of a probability of 0.
+const ZERO_PROBABILITY: f32 = -1e4;
+/// A logit without a share of the sum of exponentials.
+const MASKED: f32 = -1e30;
 /// Bytes of a column index and its value.
 const ENTRY_BYTES: usize = 6;
+/// Bytes of the probability of the other columns of a row.
+const REST_BYTES: usize = 4;
 /// Bytes of a record before its entries.
 const HEADER_BYTES: usize = 28;
 
@@ -52,19 +63,37 @@ pub struct Cache {
     own: Option<(usize, u64)>,
     /// Cached logits per row.
     top: usize,
+    /// Temperature of the probabilities.
+    temperature: f64,
     records: HashMap<u128, Record>,
 }
 
-/// Column index of the largest logits, and their difference from the largest one, row by row.
-pub type Entries = Vec<(u32, f16)>;
+/// The largest logits of rows.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Entries {
+    /// Column index of each logit, and its difference from the largest one, row by row.
+    pub logits: Vec<(u32, f16)>,
+    /// The logarithm of the probability of all other columns, relative to that of the largest logit, for
+    /// each row.
+    pub rest: Vec<f32>,
+}
+
+impl Entries {
+    /// Appends the rows of others.
+    pub fn append(&mut self, other: Entries) {
+        self.logits.extend(other.logits);
+        self.rest.extend(other.rest);
+    }
+}
 
 impl Cache {
-    /// Opens the cache of the teacher with this hash in a folder, which is created if necessary.
-    pub fn open(folder: &Path, teacher: &str, top: usize) -> Result<Cache> {
+    /// Opens the cache of the teacher with this hash in a folder, which is created if necessary, for
+    /// probabilities at a temperature.
+    pub fn open(folder: &Path, teacher: &str, top: usize, temperature: f64) -> Result<Cache> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let stem = format!("{}-{top}-", &teacher[..teacher.len().min(16)]);
-        let title = format!("compress teacher {teacher} top {top} format {FORMAT}\n");
-        let mut cache = Cache { folder: folder.to_owned(), stem, title, files: Vec::new(), own: None, top, records: HashMap::new() };
+        let title = format!("compress teacher {teacher} top {top} temperature {temperature} format {FORMAT}\n");
+        let mut cache = Cache { folder: folder.to_owned(), stem, title, files: Vec::new(), own: None, top, temperature, records: HashMap::new() };
         let mut paths = Vec::new();
         for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
             paths.push(entry.map_err(Error::io("read", folder))?.path());
@@ -108,7 +137,12 @@ impl Cache {
 
     /// Size of the entries of `rows` rows, in bytes.
     fn size(&self, rows: usize) -> usize {
-        rows.saturating_mul(self.top).saturating_mul(ENTRY_BYTES)
+        rows.saturating_mul(self.row_size())
+    }
+
+    /// Size of the entries of a row, in bytes.
+    fn row_size(&self) -> usize {
+        self.top.saturating_mul(ENTRY_BYTES).saturating_add(REST_BYTES)
     }
 
     /// Number of cached samples.
@@ -129,7 +163,7 @@ impl Cache {
     /// Returns the entries of the given samples, concatenated. Fails if a checksum does not match or a sample
     /// is not cached.
     pub fn get(&self, keys: &[u128]) -> Result<Entries> {
-        let mut entries = Vec::new();
+        let mut entries = Entries::default();
         for key in keys {
             let record = self.records.get(key).ok_or_else(|| Error::run("teacher_cache", "the teacher's logits of a sample are not cached", ""))?;
             let (path, file) = &self.files[record.file];
@@ -139,20 +173,27 @@ impl Cache {
                 return Err(Error::malformed(path, format!("the cached logits at byte {} are damaged: remove the file", record.offset)));
             }
             let entry = |b: &[u8; ENTRY_BYTES]| (u32::from_le_bytes([b[0], b[1], b[2], b[3]]), f16::from_le_bytes([b[4], b[5]]));
-            entries.extend(bytes.as_chunks::<ENTRY_BYTES>().0.iter().map(entry));
+            for row in bytes.chunks_exact(self.row_size()) {
+                let (logits, rest) = row.split_at(row.len() - REST_BYTES);
+                entries.logits.extend(logits.as_chunks::<ENTRY_BYTES>().0.iter().map(entry));
+                entries.rest.extend(rest.as_chunks::<REST_BYTES>().0.iter().map(|rest| f32::from_le_bytes(*rest)));
+            }
         }
         Ok(entries)
     }
 
     /// Adds samples to the cache: `rows` is the number of rows of each, `entries` the top logits of all
     /// rows. Samples that are already cached are skipped.
-    pub fn put(&mut self, keys: &[u128], rows: &[usize], entries: &[(u32, f16)]) -> Result<()> {
-        let mut entries = entries.chunks(self.top.max(1));
+    pub fn put(&mut self, keys: &[u128], rows: &[usize], entries: &Entries) -> Result<()> {
+        let mut entries = entries.logits.chunks(self.top.max(1)).zip(&entries.rest);
         for (key, rows) in keys.iter().zip(rows.iter().copied()) {
             let mut bytes = vec![0; HEADER_BYTES];
-            for (column, value) in entries.by_ref().take(rows).flatten() {
-                bytes.extend(column.to_le_bytes());
-                bytes.extend(value.to_le_bytes());
+            for (logits, rest) in entries.by_ref().take(rows) {
+                for (column, value) in logits {
+                    bytes.extend(column.to_le_bytes());
+                    bytes.extend(value.to_le_bytes());
+                }
+                bytes.extend(rest.to_le_bytes());
             }
             if self.records.contains_key(key) {
                 continue;
@@ -190,28 +231,36 @@ impl Cache {
     /// Selects the `top` largest of the logits `[rows, columns]`, row by row.
     pub fn top_logits(&self, logits: &Tensor) -> Result<Entries> {
         let values = transfer::values::<f32>(logits, Cause::Answers).map_err(|e| Error::candle("the teacher's logits", e))?;
-        Ok(values.chunks(logits.dims().last().copied().unwrap_or(0).max(1)).flat_map(|row| top_of_row(row, self.top)).collect())
+        let rows: Vec<&[f32]> = values.chunks(logits.dims().last().copied().unwrap_or(0).max(1)).collect();
+        let rows: Vec<(Vec<(u32, f16)>, f32)> = rows.into_par_iter().map(|row| top_of_row(row, self.top, self.temperature)).collect();
+        let (logits, rest): (Vec<Vec<(u32, f16)>>, Vec<f32>) = rows.into_iter().unzip();
+        Ok(Entries { logits: logits.concat(), rest })
     }
 
-    /// Expands entries to logits `[rows, columns]` on a device; logits that are not cached have
-    /// probability 0. Fails if a column index is out of range.
-    pub fn logits(&self, entries: &[(u32, f16)], columns: usize, device: &Device) -> candle_core::Result<Tensor> {
-        let rows = entries.len() / self.top.max(1);
-        let mut values = vec![MISSING_LOGIT; rows * columns];
-        for (row, entries) in values.chunks_mut(columns.max(1)).zip(entries.chunks(self.top.max(1))) {
-            for (column, value) in entries {
-                match row.get_mut(*column as usize) {
-                    Some(logit) => *logit = value.to_f32(),
-                    None => candle_core::bail!("the cached logits are from a teacher with more than {columns} columns"),
-                }
-            }
+    /// The teacher's logits for some rows of `entries`, for the student's logits `[rows, columns]`, on
+    /// their device. Logits that are not cached differ from the student's by a constant, so that they have
+    /// the cached probability together. Fails if a column index is out of range.
+    pub fn logits(&self, entries: &Entries, rows: Range<usize>, student: &Tensor) -> candle_core::Result<Tensor> {
+        let (count, columns) = student.dims2()?;
+        let logits = entries.logits.get(rows.start * self.top..rows.end * self.top);
+        let (Some(logits), Some(rest)) = (logits.filter(|_| rows.len() == count), entries.rest.get(rows)) else {
+            candle_core::bail!("{count} rows of logits are needed, but others are cached")
+        };
+        if logits.iter().any(|(column, _)| *column as usize >= columns) {
+            candle_core::bail!("the cached logits are from a teacher with more than {columns} columns");
         }
-        transfer::to_device(&Tensor::from_vec(values, (rows, columns), &Device::Cpu)?, device, Cause::Answers)
-    }
-
-    /// Number of cached logits per row.
-    pub fn top(&self) -> usize {
-        self.top
+        let device = student.device();
+        let on_device = |tensor: Tensor| transfer::to_device(&tensor, device, Cause::Answers);
+        let shape = (count, self.top);
+        let indices = on_device(Tensor::from_vec(logits.iter().map(|(column, _)| *column).collect::<Vec<u32>>(), shape, &Device::Cpu)?)?;
+        let values = on_device(Tensor::from_vec(logits.iter().map(|(_, value)| value.to_f32()).collect::<Vec<f32>>(), shape, &Device::Cpu)?)?;
+        let rest = on_device(Tensor::from_vec(rest.iter().map(|rest| rest.max(ZERO_PROBABILITY)).collect::<Vec<f32>>(), (count, 1), &Device::Cpu)?)?;
+        let masked = Tensor::full(MASKED, shape, device)?;
+        let scaled = (student.to_dtype(DType::F32)?.contiguous()?.scatter(&indices, &masked, 1)? / self.temperature)?;
+        let largest = scaled.max_keepdim(D::Minus1)?;
+        let sum = (scaled.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?.log()? + largest)?;
+        let others = (scaled.broadcast_add(&(rest - sum)?)? * self.temperature)?;
+        others.scatter(&indices, &values, 1)
     }
 }
 
@@ -226,19 +275,25 @@ fn parse_header(header: &[u8; HEADER_BYTES]) -> (u128, usize, u64) {
 }
 
 /// The `top` largest values of a row, ordered by column, minus the largest one; shorter rows are padded
-/// by repeating their first column.
-fn top_of_row(row: &[f32], top: usize) -> Entries {
+/// by repeating their first column. With the logarithm of the probability of the other values at a
+/// temperature, relative to that of the largest one.
+fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f32) {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
     let by_value = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
+    let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let offset = if highest.is_finite() { highest } else { 0.0 };
+    let mut rest = 0.0;
     if top < order.len() {
         order.select_nth_unstable_by(top, by_value);
-        order.truncate(top);
+        let mut others = order.split_off(top);
+        // The order of the sum must not depend on the selection.
+        others.sort_unstable();
+        rest = others.into_iter().map(|column| (f64::from(row[column as usize] - offset) / temperature).exp()).sum::<f64>();
     }
     order.sort_unstable();
     order.resize(top, order.first().copied().unwrap_or(0));
-    let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let offset = if highest.is_finite() { highest } else { 0.0 };
-    order.into_iter().map(|column| (column, f16::from_f32((row[column as usize] - offset).clamp(-65504.0, 65504.0)))).collect()
+    let entry = |column: u32| (column, f16::from_f32((row[column as usize] - offset).clamp(-65504.0, 65504.0)));
+    (order.into_iter().map(entry).collect(), (rest.ln() as f32).max(ZERO_PROBABILITY))
 }
 
 /// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions of
@@ -277,22 +332,31 @@ mod tests {
     use super::*;
     use crate::data::References;
 
-    fn entries(count: usize, from: usize) -> Entries {
-        (from..from + count).map(|i| ((i * 7919 % 101) as u32, f16::from_f32(i as f32 / 8.0))).collect()
+    /// Rows of `top` logits from a number on.
+    fn entries(rows: usize, top: usize, from: usize) -> Entries {
+        let logits = (from * top..(from + rows) * top).map(|i| ((i * 7919 % 101) as u32, f16::from_f32(i as f32 / 8.0))).collect();
+        Entries { logits, rest: (from..from + rows).map(|i| -(i as f32)).collect() }
+    }
+
+    fn joined(parts: impl IntoIterator<Item = Entries>) -> Entries {
+        parts.into_iter().fold(Entries::default(), |mut all, part| {
+            all.append(part);
+            all
+        })
     }
 
     #[test]
     fn records_survive_truncation_and_damage_is_detected() {
         let folder = tempfile::tempdir().unwrap();
-        let open = |teacher: &str| Cache::open(folder.path(), teacher, 5).unwrap();
+        let open = |teacher: &str| Cache::open(folder.path(), teacher, 5, 2.0).unwrap();
         let mut cache = open("abc");
-        cache.put(&[1, 2], &[2, 3], &entries(25, 0)).unwrap();
+        cache.put(&[1, 2], &[2, 3], &entries(5, 5, 0)).unwrap();
         let stored = cache.get(&[2, 1]).unwrap();
-        assert_eq!(stored, [entries(15, 10), entries(10, 0)].concat());
+        assert_eq!(stored, joined([entries(3, 5, 2), entries(2, 5, 0)]));
         let again = open("abc");
         assert_eq!((again.len(), again.get(&[2, 1]).unwrap()), (2, stored));
         assert!(again.contains(1) && !again.contains(3) && again.get(&[1, 3]).is_err());
-        assert!(open("abd").is_empty());
+        assert!(open("abd").is_empty() && Cache::open(folder.path(), "abc", 5, 1.0).unwrap().is_empty());
         // The last record is truncated, then a bit of the first is flipped.
         let path = folder.path().join("abc-5-0.logits");
         let bytes = std::fs::read(&path).unwrap();
@@ -308,15 +372,15 @@ mod tests {
     #[test]
     fn cached_samples_are_kept_and_every_process_writes_its_own_file() {
         let folder = tempfile::tempdir().unwrap();
-        let (mut first, mut second) = (Cache::open(folder.path(), "abc", 2).unwrap(), Cache::open(folder.path(), "abc", 2).unwrap());
-        first.put(&[1, 2], &[1, 1], &entries(4, 0)).unwrap();
+        let open = || Cache::open(folder.path(), "abc", 2, 1.0).unwrap();
+        let (mut first, mut second) = (open(), open());
+        first.put(&[1, 2], &[1, 1], &entries(2, 2, 0)).unwrap();
         // A cached sample, a new one, and the same one again.
-        first.put(&[2, 3, 3], &[1, 1, 1], &entries(6, 50)).unwrap();
-        assert_eq!(first.get(&[1, 2, 3]).unwrap(), [entries(4, 0), entries(2, 52)].concat());
-        second.put(&[4, 1], &[1, 1], &entries(4, 90)).unwrap();
-        assert_eq!(second.get(&[4, 1]).unwrap(), entries(4, 90));
-        let all = Cache::open(folder.path(), "abc", 2).unwrap();
-        assert_eq!(all.get(&[1, 2, 3, 4]).unwrap(), [entries(4, 0), entries(2, 52), entries(2, 90)].concat());
+        first.put(&[2, 3, 3], &[1, 1, 1], &entries(3, 2, 25)).unwrap();
+        assert_eq!(first.get(&[1, 2, 3]).unwrap(), joined([entries(2, 2, 0), entries(1, 2, 26)]));
+        second.put(&[4, 1], &[1, 1], &entries(2, 2, 45)).unwrap();
+        assert_eq!(second.get(&[4, 1]).unwrap(), entries(2, 2, 45));
+        assert_eq!(open().get(&[1, 2, 3, 4]).unwrap(), joined([entries(2, 2, 0), entries(1, 2, 26), entries(1, 2, 45)]));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
@@ -351,17 +415,30 @@ mod tests {
         assert!(whole[0] != hash(3, &[0], 9)[0] && whole[0] != hash(3, &[1, 2], 9)[0] && whole[0] != hash(3, &[0, 1], 8)[0]);
     }
 
+    /// The other columns have their probability together, distributed like that of the student.
     #[test]
     fn the_largest_logits_are_cached() {
         let folder = tempfile::tempdir().unwrap();
-        let mut cache = Cache::open(folder.path(), "abc", 4).unwrap();
-        let row = Tensor::new(&[[1f32, 5.0, -2.0, 7.5, 0.25, 3.0]], &Device::Cpu).unwrap();
-        let kept = cache.top_logits(&row).unwrap();
-        cache.put(&[9], &[1], &kept).unwrap();
-        let logits = cache.logits(&cache.get(&[9]).unwrap(), 6, &Device::Cpu).unwrap().to_vec2::<f32>().unwrap();
-        assert_eq!(logits, [[-6.5, -2.5, MISSING_LOGIT, 0.0, MISSING_LOGIT, -4.5]]);
-        assert!(cache.logits(&kept, 3, &Device::Cpu).is_err());
-        assert_eq!(top_of_row(&[2.0, 1.0], 4).len(), 4);
+        for temperature in [1.0, 2.0] {
+            let mut cache = Cache::open(folder.path(), "abc", 4, temperature).unwrap();
+            let row = [1f32, 5.0, -2.0, 7.5, 0.25, 3.0];
+            let kept = cache.top_logits(&Tensor::new(&[row], &Device::Cpu).unwrap()).unwrap();
+            cache.put(&[9], &[1], &kept).unwrap();
+            let student = Tensor::new(&[[0.5f32, -1.0, 2.0, 0.0, 0.5, 4.0]], &Device::Cpu).unwrap();
+            let stored = cache.get(&[9]).unwrap();
+            let logits = cache.logits(&stored, 0..1, &student).unwrap().to_vec2::<f32>().unwrap().remove(0);
+            assert_eq!([0, 1, 3, 5].map(|at| logits[at]), [-6.5, -2.5, 0.0, -4.5]);
+            let probability = |logit: f32| (f64::from(logit) / temperature).exp();
+            let (found, expected) = (probability(logits[2]) + probability(logits[4]), probability(row[2] - 7.5) + probability(row[4] - 7.5));
+            assert!((found / expected - 1.0).abs() < 1e-5 && (logits[2] - logits[4] - 1.5).abs() < 1e-4, "{logits:?}");
+            assert!(cache.logits(&kept, 0..1, &student.narrow(1, 0, 3).unwrap()).is_err() && cache.logits(&kept, 0..2, &student).is_err());
+        }
+        let (short, rest) = top_of_row(&[2.0, 1.0], 4, 1.0);
+        assert_eq!((short.len(), rest), (4, ZERO_PROBABILITY));
+        // Without other columns, the logits are those of the teacher.
+        let cache = Cache::open(folder.path(), "abd", 2, 1.0).unwrap();
+        let all = cache.top_logits(&Tensor::new(&[[2f32, 1.0]], &Device::Cpu).unwrap()).unwrap();
+        assert_eq!(cache.logits(&all, 0..1, &Tensor::new(&[[9f32, 3.0]], &Device::Cpu).unwrap()).unwrap().to_vec2::<f32>().unwrap(), [[0.0, -1.0]]);
     }
 
     /// The softmax of cached logits does not depend on a constant that is added to all of them.
@@ -369,7 +446,7 @@ mod tests {
     fn an_offset_of_logits_costs_no_precision() {
         let row = [1f32, 5.25, -2.0, 7.5];
         for offset in [0.0, 3000.0, -20000.0, 100_000.0] {
-            assert_eq!(top_of_row(&row.map(|logit| logit + offset), 2), top_of_row(&row, 2), "{offset}");
+            assert_eq!(top_of_row(&row.map(|logit| logit + offset), 2, 1.0), top_of_row(&row, 2, 1.0), "{offset}");
         }
     }
 
@@ -377,12 +454,13 @@ mod tests {
     #[test]
     fn files_of_another_format_are_ignored() {
         let folder = tempfile::tempdir().unwrap();
-        let mut cache = Cache::open(folder.path(), "abc", 2).unwrap();
-        cache.put(&[1], &[1], &entries(2, 0)).unwrap();
+        let open = || Cache::open(folder.path(), "abc", 2, 1.0).unwrap();
+        let mut cache = open();
+        cache.put(&[1], &[1], &entries(1, 2, 0)).unwrap();
         let path = folder.path().join("abc-2-0.logits");
         let bytes = std::fs::read(&path).unwrap();
         let title = b"compress teacher abc top 2\n";
         std::fs::write(&path, [title, &bytes[cache.title.len()..]].concat()).unwrap();
-        assert!(Cache::open(folder.path(), "abc", 2).unwrap().is_empty());
+        assert!(open().is_empty());
     }
 }

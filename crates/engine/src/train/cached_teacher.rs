@@ -91,9 +91,9 @@ impl CachedTeacher<'_> {
 
     /// Adds the teacher's logits for a batch to the cache.
     fn insert(&self, cache: &mut Cache, (keys, rows): (&[u128], &[usize]), values: &super::teacher::Values, batch: &Batch) -> Result<()> {
-        let mut entries = Entries::new();
+        let mut entries = Entries::default();
         self.losses.for_each_teacher_chunk((values, self.teacher.parameters()), batch, &mut |logits| {
-            entries.extend(cache.top_logits(logits)?);
+            entries.append(cache.top_logits(logits)?);
             Ok(())
         })?;
         cache.put(keys, rows, &entries)

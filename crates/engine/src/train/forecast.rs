@@ -71,7 +71,9 @@ pub fn forecast(
     };
     let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
     let linear = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
-    let optimizer = optimizer::build(options.optimizer, &options.optimizer_settings(linear), &Placement::Memory(Device::Cpu))?;
+    let names: Vec<&String> = whole.params().map(|(_, value)| &value.name).filter(|name| selected(name)).collect();
+    let settings = options.optimizer_settings(linear, names.iter().copied())?;
+    let optimizer = optimizer::build(options.optimizer, &settings, &Placement::Memory(Device::Cpu))?;
     let dims = |value: &Value| {
         let dims: Vec<usize> = value.ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0)).collect();
         codes(value).map_or(dims, |scales| vec![scales as usize])

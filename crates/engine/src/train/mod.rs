@@ -2,6 +2,7 @@
 //! or several processes.
 
 mod adapter;
+mod augment;
 pub mod average;
 mod batches;
 pub mod cache;
@@ -11,15 +12,20 @@ pub mod clip;
 pub mod communicator;
 mod context;
 mod cuts;
+mod draw;
 mod floats;
 mod forecast;
 mod frozen;
+mod groups;
+mod kept_checkpoints;
 mod layer_pairs;
 pub mod log;
 pub mod losses;
+mod masking;
 mod memory;
 mod memory_reservation;
 mod objective;
+mod on_policy;
 pub mod optimizer;
 mod options;
 mod output_norm;
@@ -40,11 +46,15 @@ mod weights;
 pub use crate::data::one_or_several::one_or_several;
 pub use crate::evaluation::Precision;
 pub use adapter::{Adapter, AdapterKind, norm_names};
+pub use augment::Augment;
 pub use batches::largest_inputs;
 pub use context::TrainingContext;
 pub use forecast::{MemoryForecast, forecast};
+pub use groups::{Betas, ParameterGroup};
 pub use log::LogFormat;
+pub use masking::{Masker, Masking};
 pub use objective::Objective;
+pub use on_policy::{OnPolicy, OnPolicySampler};
 #[cfg(feature = "cli")]
 pub use options::batch_size_schema;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training, losses_or_none};

@@ -7,9 +7,10 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::groups;
 use super::losses::Losses;
 use super::optimizer::Settings;
-use super::schedule::Schedule;
+use super::schedule::{Curve, Schedule};
 use crate::error::{Error, ParseError, Result};
 
 /// Tensors that are kept out of device memory during training.
@@ -228,9 +229,13 @@ impl Training {
         self.shard == Some(Shard::Parameters)
     }
 
-    /// The hyperparameters of the optimizer for these linear layers and other parameters.
-    pub fn optimizer_settings(&self, linear_weights: BTreeSet<String>) -> Settings {
-        Settings { weight_decay: self.weight_decay, momentum: self.momentum, linear_weights, ..Settings::default() }
+    /// The hyperparameters of the optimizer for these linear layers and other parameters, of which `names`
+    /// are all. Fails if a pattern of a group matches none of them.
+    pub fn optimizer_settings<'n>(&self, linear_weights: BTreeSet<String>, names: impl Iterator<Item = &'n String> + Clone) -> Result<Settings> {
+        let settings = Settings::default();
+        let [beta1, beta2] = self.betas.map_or([settings.beta1, settings.beta2], |betas| betas.0);
+        let groups = groups::rates(&self.groups, self.learning_rate, names)?;
+        Ok(Settings { beta1, beta2, weight_decay: self.weight_decay, momentum: self.momentum, linear_weights, groups, ..settings })
     }
 
     /// Whether the optimizer state is sharded across processes.
@@ -273,6 +278,9 @@ impl Training {
                 return wrong(what, "must be at least 1".into());
             }
         }
+        if self.keep_checkpoints == Some(0) {
+            return wrong("keep_checkpoints", "must be at least 1".into());
+        }
         if self.patience.is_some() && self.evaluate_every.is_none() {
             return wrong("patience", "requires `evaluate_every`: it counts evaluations without improvement".into());
         }
@@ -298,6 +306,13 @@ impl Training {
         }
         if self.gradient_checkpointing == Checkpointing::Every(0) {
             return wrong("gradient_checkpointing", "`every` must be at least 1 layer".into());
+        }
+        self.betas.map_or(Ok(()), |betas| betas.check(pass, self.optimizer))?;
+        self.groups.iter().try_for_each(|group| group.check(pass))?;
+        self.augment.map_or(Ok(()), |augment| augment.check(pass))?;
+        self.masking.as_ref().map_or(Ok(()), |masking| masking.check(pass))?;
+        if self.schedule.decay_steps == Some(0) || self.schedule.decay_steps.is_some() && self.schedule.kind == Curve::Constant {
+            return wrong("schedule", "`decay_steps` must be at least 1, and needs `kind: cosine` or `linear`".into());
         }
         if !(0.0..=1.0).contains(&self.schedule.min_rate) {
             return wrong("schedule", format!("`min_rate` {} is not between 0 and 1", self.schedule.min_rate));

@@ -9,6 +9,7 @@ use candle_core::Device;
 use super::average::Average;
 use super::batches::{Batches, Samples};
 use super::checkpoint::Tensors;
+use super::draw::Draw;
 use super::memory::Timeline;
 use super::memory_reservation::MemoryReservation;
 use super::optimizer;
@@ -16,7 +17,7 @@ use super::records::{Evaluation, StepRecord};
 use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
 use super::trainer::Trainer;
-use super::{Every, Offload, Weights, clip};
+use super::{Every, Offload, OnPolicySampler, Weights, clip};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
@@ -81,7 +82,7 @@ impl Trainer<'_> {
     }
 
     fn train(&self, weights: &mut Weights) -> Result<Trained> {
-        let settings = self.options.optimizer_settings(weights.linear().clone());
+        let settings = self.options.optimizer_settings(weights.linear().clone(), weights.trained.keys())?;
         let home = match weights.home() {
             Placement::Memory(_) | Placement::Sharded(_) if self.options.offload.contains(&Offload::Optimizer) => Placement::Memory(Device::Cpu),
             // Each process updates the parameters that it owns.
@@ -153,11 +154,29 @@ impl Trainer<'_> {
         }
         batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
             let start = Instant::now();
+            let samples = self.changed(samples, state)?;
             self.step(state, stepper, &samples)?;
             state.busy += start.elapsed();
             timeline.add("training", state.train.position.step, self.memory_tracker.all());
             Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })
+    }
+
+    /// The samples of a step with random changes: augmented images, and texts with masked tokens or with
+    /// continuations of the student.
+    fn changed(&self, samples: Samples, state: &State) -> Result<Samples> {
+        let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };
+        let mut batches = samples.batches;
+        if let Some(options) = self.options.augment {
+            batches = options.augmented(batches, draw)?;
+        }
+        if let Some(masker) = self.masker {
+            batches = masker.masked(batches, draw)?;
+        }
+        if let Some(sampler) = self.sampler {
+            batches = sampler.continued(batches, state.train.weights, self.device, draw, &self.context.work)?;
+        }
+        Ok(Samples { batches, ..samples })
     }
 
     fn out_of_patience(&self, state: &State) -> bool {
@@ -325,11 +344,12 @@ impl Trainer<'_> {
     fn save(&self, state: &mut State) -> Result<()> {
         let Some(folder) = &self.context.folder else { return Ok(()) };
         state.saved = Instant::now();
-        state.train.save(folder, self.graph, self.team)
+        state.train.save(folder, self.graph, self.team, self.options.keep_checkpoints.unwrap_or(1))
     }
 
     fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
         let mut notes = self.objective.notes.clone();
+        notes.extend(self.sampler.map(OnPolicySampler::note));
         notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps()?));
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(

@@ -17,7 +17,8 @@ pub enum Curve {
 }
 
 /// Linear warm-up followed by a decay, as in transformers' `get_cosine_schedule_with_warmup`,
-/// `get_linear_schedule_with_warmup` and `get_constant_schedule_with_warmup`.
+/// `get_linear_schedule_with_warmup`, `get_constant_schedule_with_warmup` and, with `decay_steps`,
+/// `get_wsd_schedule`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -26,6 +27,10 @@ pub struct Schedule {
     pub kind: Curve,
     /// Number of warm-up steps
     pub warmup_steps: u64,
+    /// Number of steps at the end in which the rate decays, after a constant rate [default: all steps after
+    /// the warm-up]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decay_steps: Option<u64>,
     /// Final rate, as a fraction of the peak rate
     pub min_rate: f64,
 }
@@ -37,8 +42,13 @@ impl Schedule {
         if step < self.warmup_steps {
             return base * step as f64 / self.warmup_steps as f64;
         }
-        let falling = total.saturating_sub(self.warmup_steps).max(1) as f64;
-        let progress = ((step - self.warmup_steps) as f64 / falling).min(1.0);
+        let after = total.saturating_sub(self.warmup_steps);
+        let falling = self.decay_steps.map_or(after, |steps| steps.min(after));
+        let start = total.saturating_sub(falling).max(self.warmup_steps);
+        if step < start {
+            return base;
+        }
+        let progress = ((step - start) as f64 / falling.max(1) as f64).min(1.0);
         let left = match self.kind {
             Curve::Constant => return base,
             Curve::Linear => 1.0 - progress,
@@ -55,7 +65,7 @@ mod tests {
     #[test]
     fn rates_follow_the_schedule() {
         let rates = |kind, min_rate| -> Vec<f64> {
-            let schedule = Schedule { kind, warmup_steps: 2, min_rate };
+            let schedule = Schedule { kind, warmup_steps: 2, decay_steps: None, min_rate };
             [0, 1, 2, 4, 6, 9].into_iter().map(|step| schedule.rate(step, 6, 2.0)).collect()
         };
         assert_eq!(rates(Curve::Constant, 0.5), [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]);
@@ -63,6 +73,22 @@ mod tests {
         assert_eq!(rates(Curve::Linear, 0.5), [0.0, 1.0, 2.0, 1.5, 1.0, 1.0]);
         let cosine = rates(Curve::Cosine, 0.0);
         assert!(cosine.iter().zip([0.0, 1.0, 2.0, 1.0, 0.0, 0.0]).all(|(ours, expected)| (ours - expected).abs() < 1e-12), "{cosine:?}");
+    }
+
+    /// The rates of transformers' `get_wsd_schedule` with the remaining steps between warm-up and decay.
+    #[test]
+    fn the_decay_can_follow_a_constant_rate() {
+        let rates = |kind, decay_steps, min_rate| -> Vec<f64> {
+            let schedule = Schedule { kind, warmup_steps: 2, decay_steps: Some(decay_steps), min_rate };
+            [0, 1, 2, 5, 6, 7, 8, 10].into_iter().map(|step| schedule.rate(step, 10, 2.0)).collect()
+        };
+        assert_eq!(rates(Curve::Linear, 4, 0.0), [0.0, 1.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.0]);
+        assert_eq!(rates(Curve::Linear, 4, 0.5), [0.0, 1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.0]);
+        // A decay that is longer than the run after the warm-up.
+        assert_eq!(rates(Curve::Linear, 99, 0.0), [0.0, 1.0, 2.0, 1.25, 1.0, 0.75, 0.5, 0.0]);
+        let cosine = rates(Curve::Cosine, 4, 0.0);
+        let expected = [0.0, 1.0, 2.0, 2.0, 2.0, 1.0 + 0.5f64.sqrt(), 1.0, 0.0];
+        assert!(cosine.iter().zip(expected).all(|(ours, expected)| (ours - expected).abs() < 1e-12), "{cosine:?}");
     }
 
     #[test]
@@ -75,7 +101,7 @@ mod tests {
     #[test]
     fn schedules_are_parsed() {
         let schedule: Schedule = serde_json::from_str(r#"{"kind": "linear", "warmup_steps": 3}"#).unwrap();
-        assert_eq!(schedule, Schedule { kind: Curve::Linear, warmup_steps: 3, min_rate: 0.0 });
+        assert_eq!(schedule, Schedule { kind: Curve::Linear, warmup_steps: 3, decay_steps: None, min_rate: 0.0 });
         assert!(serde_json::from_str::<Schedule>(r#"{"warmup": 3}"#).is_err());
     }
 }

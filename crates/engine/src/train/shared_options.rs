@@ -28,7 +28,16 @@ macro_rules! training_options {
             /// Momentum of sgd and muon
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().momentum))]
             momentum: f64 = 0.9,
-            /// Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }
+            /// Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999]
+            #[cfg_attr(feature = "cli", arg(long, value_name = "BETA1,BETA2"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            betas: Option<crate::train::Betas> = None,
+            /// Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...],
+            /// learning_rate: RATE, weight_decay: DECAY}
+            #[cfg_attr(feature = "cli", arg(long, value_name = "GROUP"))]
+            #[serde(skip_serializing_if = "Vec::is_empty")]
+            groups: Vec<crate::train::ParameterGroup> = Vec::new(),
+            /// Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N }
             #[cfg_attr(feature = "cli", arg(long, value_name = "SCHEDULE", default_value = "cosine"))]
             schedule: crate::train::schedule::Schedule = crate::train::schedule::Schedule::default(),
             /// Number of steps
@@ -87,6 +96,10 @@ macro_rules! training_options {
             #[cfg_attr(feature = "cli", arg(long, value_name = "WHEN"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             checkpoint_every: Option<crate::train::Every> = None,
+            /// Number of checkpoints to keep while training, to resume from an earlier one [default: 1]
+            #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            keep_checkpoints: Option<usize> = None,
             /// Steps between evaluations on the evaluation data; the best weights are kept, which can be the
             /// initial ones
             #[cfg_attr(feature = "cli", arg(long, value_name = "STEPS"))]
@@ -114,6 +127,15 @@ macro_rules! training_options {
             #[cfg_attr(feature = "cli", arg(long))]
             #[serde(skip_serializing_if = "std::ops::Not::not")]
             keep_zeros: bool = false,
+            /// Change images randomly in each step: {flip: true, shift: PIXELS}
+            #[cfg_attr(feature = "cli", arg(long, value_name = "OPTIONS"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            augment: Option<crate::train::Augment> = None,
+            /// Mask random tokens, which a masked language model predicts: the fraction of masked tokens,
+            /// or {fraction: 0.15, mask_token: TOKEN}
+            #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            masking: Option<crate::train::Masking> = None,
             /// Train low-rank adapters of linear layers instead of the weights: their rank, or
             /// {rank: 16, alpha: 32, targets: [PATTERN, ...], merge: false} [default: none]
             #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::average::Average;
 use super::batches::Cursor;
 use super::checkpoint::{self, Saved, Tensors, prefixed};
+use super::kept_checkpoints;
 use super::optimizer::Optimizer;
 use super::records::{Evaluation, StepRecord};
 use super::{Team, Weights};
@@ -137,8 +138,8 @@ impl TrainState<'_> {
         ShardInfo { identity: identity.clone(), processes: *processes, step: *step, rank }
     }
 
-    /// Writes a checkpoint; all processes call it.
-    pub fn save(&self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
+    /// Writes a checkpoint, and keeps this one and earlier ones, `kept` in all; all processes call it.
+    pub fn save(&self, folder: &Path, graph: &Graph, team: &Team, kept: usize) -> Result<()> {
         let (rank, step, is_sharded) = (team.rank(), self.position.step, self.is_sharded(team));
         let mut tensors: Tensors = prefixed(self.optimizer.state(), "optimizer/").collect();
         if rank == 0 || self.weights.home().is_sharded() {
@@ -159,6 +160,7 @@ impl TrainState<'_> {
                 team.wait()?;
             }
             checkpoint::save(&path(folder), &self.position, &tensors)?;
+            kept_checkpoints::retain(folder, &path(folder), step, kept)?;
         }
         team.wait()?;
         if rank > 0 && is_sharded {
@@ -175,7 +177,7 @@ impl TrainState<'_> {
     /// Restores the checkpoint of a folder, if there is one. Fails if the checkpoint belongs to another
     /// training or number of processes.
     pub fn restore(&mut self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
-        let path = path(folder);
+        let path = kept_checkpoints::latest(folder, path(folder));
         let Some((position, saved)) = checkpoint::open::<Position>(&path)? else { return Ok(()) };
         if position.identity != self.position.identity {
             return Err(mismatch(path, "belongs to a training with different options, data or weights".into()));
@@ -269,12 +271,14 @@ impl TrainState<'_> {
     }
 }
 
-/// Removes the shard files of a rank from other steps. Errors are ignored: leftover files are not read.
+/// Removes the shard files of a rank from other steps, except those of kept checkpoints. Errors are ignored:
+/// leftover files are not read.
 fn remove_other_steps(folder: &Path, step: u64, rank: usize) {
-    let (own, end) = (shard_path(folder, step, rank), format!("-{rank}.safetensors"));
+    let end = format!("-{rank}.safetensors");
+    let own: Vec<PathBuf> = kept_checkpoints::steps(folder).into_iter().chain([step]).map(|step| shard_path(folder, step, rank)).collect();
     for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let is_shard = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("checkpoint-") && name.ends_with(&end));
-        if is_shard && path != own {
+        if is_shard && !own.contains(&path) {
             let _ = std::fs::remove_file(path);
         }
     }

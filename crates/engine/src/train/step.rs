@@ -265,7 +265,7 @@ impl<'t> Stepper<'t> {
         let trainer = self.trainer;
         let cached = trainer
             .cache
-            .map(|cache| trainer.cached_teacher().map_or(Ok(Entries::new()), |cached| cached.entries(&mut cache.borrow_mut(), batch)))
+            .map(|cache| trainer.cached_teacher().map_or(Ok(Entries::default()), |cached| cached.entries(&mut cache.borrow_mut(), batch)))
             .transpose()?;
         let running_teacher = trainer.teacher.filter(|_| cached.is_none());
         let teacher = running_teacher.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs)?, teacher.parameters()))).transpose()?;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::cache::Cache;
 use super::context::TrainingContext;
-use super::{Objective, Teacher, Team, Training};
+use super::{Masker, Objective, OnPolicySampler, Teacher, Team, Training};
 use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::exec::{ManagedTensor, MemoryTracker, Placement};
@@ -28,6 +28,10 @@ pub struct Trainer<'a> {
     pub objective: &'a Objective,
     /// The training data.
     pub data: &'a DataSet,
+    /// Replaces ends of samples by continuations of the student, if there is one.
+    pub sampler: Option<&'a OnPolicySampler>,
+    /// Masks random tokens, if there is one.
+    pub masker: Option<&'a Masker>,
     /// Samples per batch.
     pub batch: usize,
     /// Device of the student.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::ops::{Add, Binary, BinaryKind, Linear, Mul, Op, Scale};
 use super::quantizers::layer_weight;
 use super::rebuild::{Rewrite, rebuild};
-use super::{Builder, Catalog, Graph, Node, ValueId};
+use super::{Builder, Catalog, Graph, Kind, Node, ValueId};
 use crate::error::{Error, Result};
 
 /// Low-rank terms of linear layers.
@@ -20,14 +20,14 @@ pub struct Terms<'n> {
     pub norms: &'n BTreeMap<String, [String; 2]>,
 }
 
-/// Adds low-rank terms to linear layers. `factors` has the names of `A` `[rank, in]` and `B` `[out, rank]`
-/// of each layer, by the name of its weight. Fails if a layer does not exist, or its factors have other
-/// shapes.
-pub fn insert(graph: &Graph, catalog: &dyn Catalog, factors: &BTreeMap<String, [String; 2]>) -> Result<Graph> {
-    insert_terms(graph, catalog, Terms { factors, scale: 1.0, norms: &BTreeMap::new() })
+/// Adds low-rank terms with a scale of one to linear layers. `factors` has the names of `A` `[rank, in]` and
+/// `B` `[out, rank]` of each layer, by the name of its weight, and `norms` is that of [`Terms`]. Fails if a
+/// layer does not exist, or its factors have other shapes.
+pub fn insert(graph: &Graph, catalog: &dyn Catalog, factors: &BTreeMap<String, [String; 2]>, norms: &BTreeMap<String, [String; 2]>) -> Result<Graph> {
+    insert_terms(graph, catalog, Terms { factors, scale: 1.0, norms })
 }
 
-/// As [`insert`], also for terms with a scale and for normalized layers.
+/// As [`insert`], also for terms with another scale.
 pub fn insert_terms(graph: &Graph, catalog: &dyn Catalog, terms: Terms) -> Result<Graph> {
     let Terms { factors, scale, norms } = terms;
     let is_linear = |node: &super::Node| matches!(node.op, Op::Linear(_));
@@ -72,20 +72,41 @@ fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result
     builder.param(name, &shape)
 }
 
-/// Removes the low-rank terms whose factor `B` is one of `outer`. Undoes [`insert`].
-pub fn remove(graph: &Graph, catalog: &dyn Catalog, outer: &BTreeSet<&str>) -> Result<Graph> {
-    let is_term = |id: ValueId| graph.producer(id).and_then(|node| layer_weight(graph, node)).is_some_and(|factor| outer.contains(factor));
-    let layer = |sum: &Node| match (&sum.op, sum.inputs.as_slice()) {
+/// The layer whose low-rank term ends with a node, and the bias that was added after the norms. `is_term`
+/// returns whether a value is a low-rank product.
+fn layer_before<'g>(graph: &'g Graph, last: &Node, is_term: &dyn Fn(ValueId) -> bool) -> Option<(&'g Node, Option<ValueId>)> {
+    let sum = |node: &Node| match (&node.op, node.inputs.as_slice()) {
         (Op::Add(_), [product, term]) if is_term(*term) => graph.producer(*product),
         _ => None,
     };
+    // The sum is multiplied by one vector and divided by another one.
+    let normalized = |node: &Node| match (&node.op, node.inputs.as_slice()) {
+        (Op::Binary(Binary { kind: BinaryKind::Div }), [scaled, _]) => {
+            let scaled = graph.producer(*scaled).filter(|node| matches!(node.op, Op::Mul(_)))?;
+            sum(graph.producer(*scaled.inputs.first()?)?)
+        }
+        _ => None,
+    };
+    if let Some(layer) = sum(last).or_else(|| normalized(last)) {
+        return Some((layer, None));
+    }
+    match (&last.op, last.inputs.as_slice()) {
+        (Op::Add(_), [value, bias]) if graph.value(*bias).kind == Kind::Param => Some((normalized(graph.producer(*value)?)?, Some(*bias))),
+        _ => None,
+    }
+}
+
+/// Removes the low-rank terms whose factor `B` is one of `outer`. Undoes [`insert`].
+pub fn remove(graph: &Graph, catalog: &dyn Catalog, outer: &BTreeSet<&str>) -> Result<Graph> {
+    let is_term = |id: ValueId| graph.producer(id).and_then(|node| layer_weight(graph, node)).is_some_and(|factor| outer.contains(factor));
     let mut inputs_of_layers: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
     rebuild(graph, catalog, &mut |step: Rewrite| {
-        // The layer gets its name back, which is that of the sum.
-        if let Some(layer) = layer(step.node)
+        // The layer gets its name back, which is that of the last node.
+        if let Some((layer, bias)) = layer_before(graph, step.node, &is_term)
             && let Some(inputs) = inputs_of_layers.get(&layer.output)
         {
-            return step.builder.node(step.name, layer.op.clone(), inputs);
+            let inputs: Vec<ValueId> = inputs.iter().copied().chain(bias.and_then(|_| step.inputs.last().copied())).collect();
+            return step.builder.node(step.name, layer.op.clone(), &inputs);
         }
         if matches!(step.node.op, Op::Linear(_)) {
             inputs_of_layers.insert(step.node.output, step.inputs.clone());
@@ -110,7 +131,7 @@ mod tests {
             BTreeMap::from(shapes.map(|(name, shape)| (name.to_owned(), shape)))
         };
         let factors = |weight: &str| BTreeMap::from([(weight.to_owned(), ["A", "B"].map(str::to_owned))]);
-        let changed = insert(&graph, &shapes(4), &factors("a.weight")).unwrap();
+        let changed = insert(&graph, &shapes(4), &factors("a.weight"), &BTreeMap::new()).unwrap();
         let ops: Vec<&str> = changed.nodes().iter().map(|node| node.op.name()).collect();
         assert_eq!(ops, ["Linear", "Linear", "Linear", "Add"]);
         assert_eq!(changed.value(changed.outputs()[0].1).name, "y");
@@ -124,8 +145,17 @@ mod tests {
             assert_eq!((&ops[..3], &ops[3..]), (&["Linear"; 3][..], expected));
             assert_eq!(scaled.value(scaled.outputs()[0].1).name, "y");
         }
+        // The layers with and without a bias get their inputs back.
+        let plain: Graph = TEXT.replace("param a.bias: float[4]\n", "").replace(", a.bias", "").parse().unwrap();
+        for graph in [&graph, &plain] {
+            let normalized = insert(graph, &vectors, &factors("a.weight"), &norms).unwrap();
+            assert!(is_equivalent(&remove(&normalized, &vectors, &["B"].into()).unwrap(), graph, &vectors));
+            assert!(is_equivalent(&remove(&normalized, &vectors, &["C"].into()).unwrap(), &normalized, &vectors));
+        }
         assert!(is_equivalent(&remove(&changed, &shapes(4), &["C"].into()).unwrap(), &changed, &shapes(4)));
-        let message = |shapes: BTreeMap<String, Vec<usize>>, factors: BTreeMap<String, [String; 2]>| insert(&graph, &shapes, &factors).unwrap_err().to_string();
+        let message = |shapes: BTreeMap<String, Vec<usize>>, factors: BTreeMap<String, [String; 2]>| {
+            insert(&graph, &shapes, &factors, &BTreeMap::new()).unwrap_err().to_string()
+        };
         assert!(message(shapes(4), factors("b.weight")).contains("`b.weight`, which the model does not have"));
         assert!(message(shapes(5), factors("a.weight")).contains("graph node `y`"));
     }

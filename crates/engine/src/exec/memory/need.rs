@@ -47,7 +47,7 @@ pub enum Schedule {
 impl MemoryNeed {
     /// Estimates the requirements of a graph for inputs of these sizes.
     pub fn estimate(graph: &Graph, weights: &Weights, compute: DType, residence: Residence, sizes: &Bindings) -> MemoryNeed {
-        let size = |name: &String| weights.by_name.get(name).map_or(0, |weight| residence.bytes(weight, compute));
+        let size = |name: &String| weights.find(name).map_or(0, |weight| residence.bytes(weight, compute));
         let all: BTreeSet<&String> = graph.params().map(|(_, value)| &value.name).collect();
         let blocks = analysis::blocks(graph);
         let pair = |index: usize| -> u64 {

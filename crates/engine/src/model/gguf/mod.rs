@@ -69,7 +69,7 @@ impl Model {
         if !unused.is_empty() {
             auxiliary.in_weight_files.push(format!("not carried over from {location}: {}", unused.join(", ")));
         }
-        let weights = Weights { by_name, metadata, folders: module_weights.folders };
+        let weights = Weights { by_name, metadata, folders: module_weights.folders, ..Weights::default() };
         let mut model = Model::new(path, Config::from_values(config), weights, weight_files, auxiliary);
         arch::mark_roles(&mut model.weights.by_name, model.config.values());
         model.require_widths()?;

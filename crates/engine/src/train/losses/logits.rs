@@ -17,7 +17,7 @@ use crate::exec::transfer::{self, Cause};
 use crate::exec::{Parameters, Rounding};
 use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
 use crate::store::ActivationScheme;
-use crate::train::cache::Cache;
+use crate::train::cache::{Cache, Entries};
 
 /// Number of logits per chunk on the host.
 const CHUNK: usize = 1 << 24;
@@ -110,7 +110,7 @@ pub enum TeacherOutputs<'a> {
     /// Values of its graph, and its parameters.
     Values(&'a BTreeMap<String, Tensor>, &'a Parameters),
     /// Top logits of all rows, and the cache that they were read from.
-    Cached(&'a [(u32, half::f16)], &'a Cache),
+    Cached(&'a Entries, &'a Cache),
 }
 
 /// Rows of logits that contribute to the loss, and the target class of each.
@@ -239,9 +239,8 @@ impl Logits {
                         Some(transfer::move_to(&logits, values.device(), Cause::Offload)?)
                     }
                     (_, TeacherOutputs::Cached(entries, cache), _) => {
-                        let from = number * count * cache.top();
-                        let entries = entries.get(from..from + indices.len() * cache.top()).unwrap_or(&[]);
-                        Some(cache.logits(entries, self.classes, values.device())?)
+                        let from = number * count;
+                        Some(cache.logits(entries, from..from + indices.len(), &logits.narrow(1, 0, self.classes)?)?)
                     }
                     _ => None,
                 };

@@ -74,6 +74,17 @@ pub struct Settings {
     pub square_epsilon: f64,
     /// Muon: names of the weights of linear layers, which are updated by the orthogonalized momentum.
     pub linear_weights: BTreeSet<String>,
+    /// Rates of some parameters, by name.
+    pub groups: BTreeMap<String, Rates>,
+}
+
+/// Learning rate and weight decay of a parameter that differ from those of others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    /// Factor on the learning rate.
+    pub factor: f64,
+    /// Weight decay; `None` for that of other parameters.
+    pub weight_decay: Option<f64>,
 }
 
 impl Default for Settings {
@@ -90,6 +101,7 @@ impl Default for Settings {
             clip_threshold: 1.0,
             square_epsilon: 1e-30,
             linear_weights: BTreeSet::new(),
+            groups: BTreeMap::new(),
         }
     }
 }
@@ -147,6 +159,7 @@ pub fn build(kind: Kind, settings: &Settings, home: &Placement) -> Result<Box<dy
             algorithm,
             weight_decay: settings.weight_decay,
             exempt_vectors: settings.exempt_vectors,
+            groups: settings.groups.clone(),
             home: home.clone(),
             state: BTreeMap::new(),
         })
@@ -208,6 +221,7 @@ struct StatefulOptimizer<A> {
     algorithm: A,
     weight_decay: f64,
     exempt_vectors: bool,
+    groups: BTreeMap<String, Rates>,
     home: Placement,
     /// State tensors by parameter, then by part.
     state: BTreeMap<String, BTreeMap<&'static str, ManagedTensor>>,
@@ -274,7 +288,9 @@ impl<A: Algorithm> StatefulOptimizer<A> {
 impl<A: Algorithm> Optimizer for StatefulOptimizer<A> {
     fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()> {
         let is_exempt = self.exempt_vectors && parameter.rank() <= 1;
-        let context = StepContext { rate, step: step.max(1), weight_decay: if is_exempt { 0.0 } else { self.weight_decay } };
+        let rates = self.groups.get(name).copied().unwrap_or(Rates { factor: 1.0, weight_decay: None });
+        let weight_decay = rates.weight_decay.unwrap_or(if is_exempt { 0.0 } else { self.weight_decay });
+        let context = StepContext { rate: rate * rates.factor, step: step.max(1), weight_decay };
         let state = self.load(name, parameter.dims())?;
         self.step(parameter, gradient, &state, context).map_err(|e| Error::candle(format!("the optimizer's step of `{name}`"), e))?;
         self.store(name, parameter.dims(), state)
@@ -327,6 +343,24 @@ mod tests {
 
     use super::*;
 
+    /// A group has its own rates, also for vectors.
+    #[test]
+    fn groups_have_their_own_rates() {
+        let groups =
+            BTreeMap::from([("a".to_owned(), Rates { factor: 0.5, weight_decay: Some(0.1) }), ("b".to_owned(), Rates { factor: 0.0, weight_decay: None })]);
+        let settings = Settings { weight_decay: 0.2, groups, ..Settings::default() };
+        let mut optimizer = build(Kind::AdamW, &settings, &Placement::Memory(Device::Cpu)).unwrap();
+        let mut stepped = |name: &str| {
+            let parameter = Tensor::new(&[1f32], &Device::Cpu).unwrap();
+            optimizer.update(name, &parameter, &Tensor::new(&[3f32], &Device::Cpu).unwrap(), 0.25, 1).unwrap();
+            parameter.to_vec1::<f32>().unwrap()[0]
+        };
+        // The first step of AdamW has the size of the learning rate.
+        for (name, expected) in [("a", 1.0 - 0.125 * 0.1 - 0.125), ("b", 1.0), ("c", 0.75)] {
+            assert!((stepped(name) - expected as f32).abs() < 1e-5, "{name}: {} instead of {expected}", stepped(name));
+        }
+    }
+
     /// Pseudorandom numbers in -1..1.
     pub(super) fn numbers(count: usize, seed: u64) -> Vec<f32> {
         let mut state = seed;
@@ -348,8 +382,8 @@ mod tests {
     /// Largest difference between an update on the host and the same with tensor operations, of
     /// parameters and f32 state.
     fn largest_difference<A: Algorithm>(algorithm: A, dims: &[usize]) -> f64 {
-        let mut optimizer =
-            StatefulOptimizer { algorithm, weight_decay: 0.0, exempt_vectors: false, home: Placement::Memory(Device::Cpu), state: BTreeMap::new() };
+        let (groups, state) = (BTreeMap::new(), BTreeMap::new());
+        let mut optimizer = StatefulOptimizer { algorithm, weight_decay: 0.0, exempt_vectors: false, groups, home: Placement::Memory(Device::Cpu), state };
         let (host, device) = (tensor(dims, 1), tensor(dims, 1));
         let ours = optimizer.load("host", dims).unwrap();
         let theirs = optimizer.load("device", dims).unwrap();

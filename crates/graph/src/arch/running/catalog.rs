@@ -5,7 +5,7 @@ use crate::store::{Weights, select};
 
 impl Catalog for Weights {
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        self.by_name.get(name).map(|w| w.shape.clone())
+        self.find(name).map(|w| w.shape.clone())
     }
 
     fn nearest(&self, name: &str) -> Option<String> {

@@ -1,0 +1,162 @@
+//! Masked language modelling: predicts randomly masked tokens (Devlin et al., *BERT*, 2019).
+
+use std::collections::BTreeSet;
+use std::str::FromStr;
+
+use candle_core::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::draw::Draw;
+use crate::data::{ATTENTION_MASK, Batch, INPUT_IDS, References};
+use crate::error::{Error, ParseError, Result};
+use crate::exec::transfer;
+
+/// Randomly masked tokens, which a masked language model predicts; different ones in each step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Masking {
+    /// Probability of each token to be predicted
+    pub fraction: f64,
+    /// Token that replaces predicted tokens [default: `mask_token` of the tokenizer]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mask_token: Option<String>,
+}
+
+impl Default for Masking {
+    fn default() -> Self {
+        Self { fraction: 0.15, mask_token: None }
+    }
+}
+
+impl FromStr for Masking {
+    type Err = ParseError;
+
+    /// Parses a probability, or an object like that of a recipe.
+    fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
+        match text.trim().parse() {
+            Ok(fraction) => Ok(Masking { fraction, ..Masking::default() }),
+            Err(_) => serde_saphyr::from_str(text).map_err(|e| ParseError::from(e.to_string())),
+        }
+    }
+}
+
+impl Masking {
+    /// Validates the options; `pass` is the prefix of error messages.
+    pub(super) fn check(&self, pass: &str) -> Result<()> {
+        match self.fraction > 0.0 && self.fraction <= 1.0 {
+            true => Ok(()),
+            false => Err(Error::option(format!("{pass}: masking"), "`fraction` must be greater than 0 and at most 1")),
+        }
+    }
+}
+
+/// Probability that the mask token replaces a predicted token, and that it or a random token does. Others
+/// remain unchanged.
+const REPLACED: [f64; 2] = [0.8, 0.9];
+
+/// Masks random tokens.
+#[derive(Debug, Clone)]
+pub struct Masker {
+    /// Probability of each token to be predicted.
+    pub fraction: f64,
+    /// Id of the mask token.
+    pub mask: i64,
+    /// Ids of special tokens, which are not predicted.
+    pub special: BTreeSet<i64>,
+    /// Size of the vocabulary.
+    pub tokens: usize,
+}
+
+impl Masker {
+    /// The batches of a step with masked tokens, which are the targets. Fails if the samples have other
+    /// targets.
+    pub(super) fn masked(&self, batches: Vec<Batch>, draw: Draw) -> Result<Vec<Batch>> {
+        let mut random = draw.random();
+        batches.into_iter().map(|batch| self.masked_batch(batch, &mut random)).collect()
+    }
+
+    fn masked_batch(&self, mut batch: Batch, random: &mut fastrand::Rng) -> Result<Batch> {
+        let wrong = |reason: &str| Error::option("masking", reason);
+        let failed = |e: candle_core::Error| Error::candle("masked tokens", e);
+        if batch.references != References::None {
+            return Err(wrong("needs texts without labels, because it selects the tokens to predict: remove the labels, or `masking`"));
+        }
+        let Some(before) = batch.inputs.get(INPUT_IDS).filter(|ids| ids.rank() == 2) else { return Err(wrong("needs samples with `input_ids`")) };
+        let (dims, dtype) = (before.dims().to_vec(), before.dtype());
+        let mut ids = transfer::read::<i64>(before).map_err(failed)?;
+        let real = batch.inputs.get(ATTENTION_MASK).map(transfer::read::<i64>).transpose().map_err(failed)?;
+        let real = real.unwrap_or_else(|| vec![1; ids.len()]);
+        let mut labels = vec![None; ids.len()];
+        for ((id, label), real) in ids.iter_mut().zip(&mut labels).zip(real) {
+            // Each position takes the same number of random numbers.
+            let (draw, choice, other) = (random.f64(), random.f64(), random.usize(..self.tokens.max(1)));
+            if real == 0 || self.special.contains(id) || draw >= self.fraction {
+                continue;
+            }
+            *label = Some(*id);
+            let [masked, changed] = REPLACED;
+            if choice < masked {
+                *id = self.mask;
+            } else if choice < changed {
+                *id = i64::try_from(other).unwrap_or(*id);
+            }
+        }
+        let width = dims.last().copied().unwrap_or(0).max(1);
+        let tensor = Tensor::from_vec(ids, dims, &Device::Cpu).and_then(|tensor| tensor.to_dtype(dtype)).map_err(failed)?;
+        batch.inputs.insert(INPUT_IDS.to_owned(), tensor);
+        Ok(Batch { references: References::Tokens(labels.chunks(width).map(<[Option<i64>]>::to_vec).collect()), ..batch })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPECIAL: i64 = 1;
+
+    /// Texts that begin with a special token and end with padding.
+    fn batch(rows: usize, width: usize) -> Batch {
+        let id = |at: usize| if at % width == 0 { SPECIAL } else { 10 + (at % 50) as i64 };
+        let ids: Vec<i64> = (0..rows * width).map(id).collect();
+        let real: Vec<i64> = (0..rows * width).map(|at| i64::from(at % width < width - 2)).collect();
+        let tensor = |values| Tensor::from_vec(values, (rows, width), &Device::Cpu).unwrap();
+        let inputs = [(INPUT_IDS.to_owned(), tensor(ids)), (ATTENTION_MASK.to_owned(), tensor(real))];
+        Batch { inputs: inputs.into(), references: References::None, samples: rows }
+    }
+
+    #[test]
+    fn masked_tokens_are_the_targets() {
+        let masker = Masker { fraction: 0.25, mask: 3, special: [SPECIAL].into(), tokens: 60 };
+        let before = batch(100, 42);
+        let draw = Draw { seed: 1, step: 2, rank: 0 };
+        let after = masker.masked(vec![before.clone()], draw).unwrap().remove(0);
+        let read = |batch: &Batch| transfer::read::<i64>(&batch.inputs[INPUT_IDS]).unwrap();
+        let References::Tokens(labels) = &after.references else { panic!("no targets") };
+        let (mut predicted, mut masked, mut same) = (0, 0, 0);
+        for (at, ((old, new), label)) in read(&before).into_iter().zip(read(&after)).zip(labels.concat()).enumerate() {
+            assert!(label.is_none_or(|label| label == old) && (label.is_some() || new == old), "{at}");
+            assert!(label.is_none() || old != SPECIAL && at % 42 < 40, "{at}");
+            predicted += usize::from(label.is_some());
+            masked += usize::from(label.is_some() && new == 3);
+            same += usize::from(label.is_some() && new == old);
+        }
+        // Of 3900 tokens, 975 are predicted on average, of which 80 % are masked and 10 % unchanged.
+        assert!((875..1075).contains(&predicted), "{predicted}");
+        let share = |count: usize| count as f64 / predicted as f64;
+        assert!((share(masked) - 0.8).abs() < 0.05 && (share(same) - 0.1).abs() < 0.04, "{masked} and {same} of {predicted}");
+        assert_eq!(read(&after), read(&masker.masked(vec![before.clone()], draw).unwrap()[0]));
+        assert_ne!(read(&after), read(&masker.masked(vec![before], Draw { step: 3, ..draw }).unwrap()[0]));
+    }
+
+    #[test]
+    fn unsuitable_samples_and_options_are_rejected() {
+        assert_eq!("0.3".parse::<Masking>().unwrap(), Masking { fraction: 0.3, mask_token: None });
+        assert_eq!("{ mask_token: <mask> }".parse::<Masking>().unwrap().mask_token.as_deref(), Some("<mask>"));
+        assert!("0".parse::<Masking>().unwrap().check("finetune").unwrap_err().to_string().contains("finetune: masking"));
+        let masker = Masker { fraction: 0.5, mask: 3, special: BTreeSet::new(), tokens: 60 };
+        let labelled = Batch { references: References::Tokens(vec![vec![None; 4]]), ..batch(1, 4) };
+        let draw = Draw { seed: 1, step: 2, rank: 0 };
+        assert!(masker.masked(vec![labelled], draw).unwrap_err().to_string().contains("without labels"));
+    }
+}

@@ -1,0 +1,83 @@
+//! Masked language modelling on texts without labels.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use super::vocabulary;
+use crate::data::{Task, token_text};
+use crate::error::{Error, Result};
+use crate::exec::SequenceCache;
+use crate::ir::Graph;
+use crate::model::{Model, open_auxiliary_config, read_auxiliary_text};
+use crate::train::{Masker, Masking, Objective};
+
+const SETTINGS: &str = "tokenizer_config.json";
+/// Keys of special tokens in the settings of a tokenizer.
+const NAMED: [&str; 6] = ["bos_token", "eos_token", "cls_token", "sep_token", "pad_token", "mask_token"];
+/// Names of the mask token if the settings of the tokenizer do not contain it.
+const USUAL: [&str; 2] = ["[MASK]", "<mask>"];
+
+/// The task of samples of which random tokens are predicted.
+pub(super) fn task(options: Option<&Masking>, task: Task) -> Task {
+    if options.is_some() { Task::LanguageModelling } else { task }
+}
+
+/// Masks random tokens, if that is requested. Fails if the model is not a masked language model, or its
+/// tokenizer has no mask token.
+pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Graph), objective: &Objective) -> Result<Option<Masker>> {
+    let Some(options) = options else { return Ok(None) };
+    let wrong = |reason: String| Error::option("masking", reason);
+    let Some(logits) = objective.over_logits().filter(|logits| logits.tokens.is_some()) else {
+        return Err(wrong("needs a `hard` or `soft` loss over logits of tokens".to_owned()));
+    };
+    if SequenceCache::new(graph).is_ok() {
+        return Err(wrong("needs a masked language model, but each token of this one reads only previous tokens: remove it".to_owned()));
+    }
+    let text = read_auxiliary_text(&student.path, &student.auxiliary.synthesized, vocabulary::FILE)?;
+    let text = text.ok_or_else(|| wrong(format!("{} has no {}, which determines the mask token", student.path.display(), vocabulary::FILE)))?;
+    let ids = vocabulary::tokens(&student.path.join(vocabulary::FILE), &text)?;
+    let settings = open_auxiliary_config(&student.path, &student.auxiliary.synthesized, SETTINGS)?;
+    let id = |token: &str| ids.get(token).and_then(|id| i64::try_from(*id).ok());
+    let named = |key: &str| settings.get(key).and_then(token_text).map(str::to_owned);
+    let mask =
+        options.mask_token.clone().or_else(|| named("mask_token")).or_else(|| USUAL.into_iter().find(|token| ids.contains_key(*token)).map(str::to_owned));
+    let mask = mask.ok_or_else(|| wrong(format!("{} has no `mask_token`: specify it", student.path.join(SETTINGS).display())))?;
+    let mask = id(&mask).ok_or_else(|| wrong(format!("the mask token `{mask}` is not in the vocabulary")))?;
+    let mut special: BTreeSet<i64> = NAMED.into_iter().filter_map(|key| id(&named(key)?)).collect();
+    special.extend(special_ids(&serde_json::from_str(&text).unwrap_or_default()));
+    special.insert(mask);
+    Ok(Some(Masker { fraction: options.fraction, mask, special, tokens: logits.classes }))
+}
+
+/// Ids of the special tokens in a `tokenizer.json`: special added tokens, and tokens that the post-processor
+/// inserts.
+fn special_ids(file: &Value) -> Vec<i64> {
+    let list = |value: Option<&Value>| value.and_then(Value::as_array).cloned().unwrap_or_default();
+    let added = list(file.get("added_tokens")).into_iter().filter(|token| token.get("special").and_then(Value::as_bool) == Some(true));
+    let mut ids: Vec<i64> = added.filter_map(|token| token.get("id")?.as_i64()).collect();
+    let processor = file.get("post_processor").cloned().unwrap_or_default();
+    for processor in list(processor.get("processors")).into_iter().chain([processor]) {
+        let template = processor.get("special_tokens").and_then(Value::as_object).into_iter().flat_map(|tokens| tokens.values());
+        ids.extend(template.flat_map(|token| list(token.get("ids"))).filter_map(|id| id.as_i64()));
+        ids.extend(["cls", "sep"].into_iter().filter_map(|key| processor.get(key)?.get(1)?.as_i64()));
+    }
+    ids
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn special_tokens_are_found() {
+        let template = json!({ "type": "TemplateProcessing", "special_tokens": { "[CLS]": { "ids": [2] }, "[SEP]": { "ids": [3, 4] } } });
+        let added = json!([{ "id": 7, "special": true, "content": "<s>" }, { "id": 8, "special": false, "content": "word" }]);
+        assert_eq!(special_ids(&json!({ "added_tokens": added, "post_processor": template })), [7, 2, 3, 4]);
+        let bert = json!({ "type": "BertProcessing", "sep": ["[SEP]", 5], "cls": ["[CLS]", 6] });
+        assert_eq!(special_ids(&json!({ "post_processor": { "type": "Sequence", "processors": [bert, { "type": "ByteLevel" }] } })), [6, 5]);
+        assert!(special_ids(&json!({ "post_processor": null })).is_empty());
+    }
+}
