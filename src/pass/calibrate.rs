@@ -17,6 +17,9 @@ use crate::kernel::columns;
 use crate::model::Model;
 use crate::pass::Context;
 
+/// Maximum memory of suspended runs per model, in bytes.
+const SUSPENDED_BYTES: u64 = 1 << 29;
+
 /// Calls `consume` for each batch of the calibration data.
 pub(in crate::pass) fn for_each(stage: &str, model: &Model, context: &Context, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
     open(model, context)?.for_each_batch(stage, &context.work, consume)
@@ -47,6 +50,19 @@ pub(in crate::pass) fn observe(
     let executor = Executor::new(graph, parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
     let observation = executor.observation(selected);
     data.for_each_batch("Observing", &context.work, |batch| executor.run_observed(&observation, &batch.inputs, &mut |name, value| observe(&batch, name, value)))
+}
+
+/// Options of a model that runs in f32 from value to value, block by block. Suspended runs beyond a limit of
+/// memory are stored in temporary files.
+pub(in crate::pass) fn blockwise_options(context: &Context) -> BlockwiseOptions {
+    BlockwiseOptions {
+        compute: DType::F32,
+        residence: Residence::Computed,
+        limit: SUSPENDED_BYTES,
+        spill: Some(std::env::temp_dir()),
+        tracker: context.memory_tracker.clone(),
+        ..BlockwiseOptions::on(&context.device)
+    }
 }
 
 /// A mask `[n, 1]` of the rows `[n, size]` that are not all zeros. Tokens that are not routed to an

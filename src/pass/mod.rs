@@ -44,6 +44,7 @@ pub use weight_quantizer::WeightObserver;
 mod running {
     //! Passes that run the model.
 
+    pub(crate) mod assignment;
     pub(in crate::pass) mod calibrate;
     pub(in crate::pass) mod channel_equalization;
     pub(in crate::pass) mod consumers;

@@ -13,11 +13,11 @@ use crate::model::Model;
 use crate::work::Meter;
 
 /// Indices of the remaining elements, by tensor and axis.
-pub(super) type Surviving = BTreeMap<(String, usize), Vec<usize>>;
+pub(in crate::pass) type Surviving = BTreeMap<(String, usize), Vec<usize>>;
 
 /// Computes the remaining elements of all tensors that contain removed units. `removed` holds units by
 /// the index of their group.
-pub(super) fn surviving(model: &Model, groups: &Groups, removed: &BTreeMap<usize, Vec<usize>>) -> Result<Surviving> {
+pub(in crate::pass) fn surviving(model: &Model, groups: &Groups, removed: &BTreeMap<usize, Vec<usize>>) -> Result<Surviving> {
     let mut surviving: BTreeMap<(String, usize), Vec<bool>> = BTreeMap::new();
     for (index, units) in removed {
         for member in &groups.groups[*index].members {
@@ -81,7 +81,7 @@ fn head_dim(graph: &Graph) -> Option<usize> {
 
 /// Replaces the graph of a model. Updates `config.json` (with the additional values `more`) if it can
 /// describe the graph. Returns notes on the description of the model.
-pub(super) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(String, Value)>) -> Result<Vec<String>> {
+pub(in crate::pass) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(String, Value)>) -> Result<Vec<String>> {
     let head_dim = head_dim(&graph);
     let resized = arch::resized(model.config.values(), head_dim, &|name| model.weights.shape(name)).into_iter().map(|(key, value)| (key.to_owned(), value));
     let values: Vec<(String, Value)> = resized.chain(more).collect();

@@ -78,7 +78,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, ranking: Ranking) -> Res
 }
 
 /// Tensors of a layer that nodes outside of it read. They remain if the layer is removed.
-fn outside_readers<'g>(graph: &'g Graph, found: &Layers) -> BTreeSet<&'g str> {
+pub(in crate::pass) fn outside_readers<'g>(graph: &'g Graph, found: &Layers) -> BTreeSet<&'g str> {
     let mut read = BTreeSet::new();
     for node in graph.nodes() {
         for value in node.inputs.iter().map(|id| graph.value(*id)).filter(|value| value.kind == Kind::Param) {
@@ -106,7 +106,7 @@ pub(super) fn differ(model: &Model, prefix: &str, count: usize, remain: &BTreeSe
 }
 
 /// Influence of each layer: one minus the mean cosine similarity of its input and output.
-fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) -> Result<Vec<f64>> {
+pub(in crate::pass) fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) -> Result<Vec<f64>> {
     let executor = Executor::new(graph, calibrate::parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
     let observed: BTreeSet<&str> = found.layers.iter().flat_map(|layer| [layer.input.as_str(), layer.output.as_str()]).collect();
     let observation = executor.observation(|name| observed.contains(name));
@@ -148,7 +148,7 @@ pub(super) fn renumbered(number: usize, removed: &BTreeSet<usize>) -> usize {
 }
 
 /// Replaces the index after a prefix in a name by the new index.
-pub(super) fn renamed(name: &str, prefix: &str, removed: &BTreeSet<usize>) -> String {
+pub(in crate::pass) fn renamed(name: &str, prefix: &str, removed: &BTreeSet<usize>) -> String {
     match analysis::layer_index(name, prefix) {
         Some(number) => {
             let rest = &name[prefix.len() + number.to_string().len()..];

@@ -18,18 +18,18 @@
 //!       repair: least-squares
 //! ```
 
-mod cut;
+pub(super) mod cut;
 mod experts;
 mod latency;
-mod layers;
+pub(super) mod layers;
 mod options;
-mod repair;
+pub(super) mod repair;
 mod scores;
-mod selection;
-mod sensitivity;
+pub(super) mod selection;
+pub(super) mod sensitivity;
 mod widths;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -39,6 +39,7 @@ pub(super) use layers::drop_layers;
 pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 
 use super::{Context, Pass, Plan, Samples, Scope, options_of};
+use crate::analysis::Groups;
 use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
@@ -166,6 +167,30 @@ impl Ranking<'_> {
     }
 }
 
+/// Removes units, which `removed` has by the index of their group, and repairs the layers that read them, if
+/// a context is specified. Adds the changed tensors and notes to the record of the pass.
+pub(super) fn remove_units(
+    model: &mut Model,
+    (graph, groups): (&Graph, &Groups),
+    removed: &BTreeMap<usize, Vec<usize>>,
+    (repair, context): (Repair, Option<&Context>),
+    applied: &mut Applied,
+) -> Result<()> {
+    let before = model.clone();
+    let surviving = cut::surviving(model, groups, removed)?;
+    applied.tensors.extend(cut::cut(model, &surviving, &applied.meter)?);
+    if removed.is_empty() {
+        return Ok(());
+    }
+    applied.notes.extend(cut::describe(model, graph, groups, removed)?);
+    if let Some(context) = context.filter(|_| repair != Repair::None) {
+        let repairing = repair::Repairing { before: &before, graph, after: model, surviving: &surviving, repair };
+        let (layers, normalisations) = repairing.run(context)?;
+        applied.notes.push(format!("repaired on calibration data: {}, {}", counted(layers, "layer"), counted(normalisations, "batch normalisation")));
+    }
+    Ok(())
+}
+
 impl PruneStructured {
     fn scope(&self) -> Scope {
         self.scope.unwrap_or(if self.target.is_some() { Scope::Global } else { Scope::Tensor })
@@ -230,17 +255,8 @@ impl PruneStructured {
             if self.ranks_by_weights() && is_transformer(&graph) && !removed.is_empty() {
                 applied.notes.push(WEIGHT_RANKING_NOTE.to_owned());
             }
-            let before = model.clone();
-            let surviving = cut::surviving(&model, &selection.groups, &removed)?;
-            applied.tensors.extend(cut::cut(&mut model, &surviving, &applied.meter)?);
-            if !removed.is_empty() {
-                applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &removed)?);
-            }
-            if let (Ranking::Measured(context), false, false) = (ranking, self.repair == Repair::None, removed.is_empty()) {
-                let repairing = repair::Repairing { before: &before, graph: &graph, after: &mut model, surviving: &surviving, repair: self.repair };
-                let (layers, normalisations) = repairing.run(context)?;
-                applied.notes.push(format!("repaired on calibration data: {}, {}", counted(layers, "layer"), counted(normalisations, "batch normalisation")));
-            }
+            let context = if let Ranking::Measured(context) = ranking { Some(context) } else { None };
+            remove_units(&mut model, (&graph, &selection.groups), &removed, (self.repair, context), &mut applied)?;
             details.insert("groups".to_owned(), selection.details(&widths).into());
             rules.push(selection.rule.clone());
             applied.estimated |= self.scope() == Scope::Global || matches!(self.target, Some(Target::Latency(_)));

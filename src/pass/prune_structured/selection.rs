@@ -355,7 +355,7 @@ fn stage(group: &Group) -> usize {
 }
 
 /// The units with the smallest scores in ascending order, or the first units without scores.
-fn least_important(size: usize, count: usize, scores: Option<&Vec<f64>>) -> Vec<usize> {
+pub(in crate::pass) fn least_important(size: usize, count: usize, scores: Option<&Vec<f64>>) -> Vec<usize> {
     let mut units: Vec<usize> = (0..size).collect();
     if let Some(scores) = scores {
         units.sort_by(|a, b| scores[*a].total_cmp(&scores[*b]).then(a.cmp(b)));

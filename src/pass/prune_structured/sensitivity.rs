@@ -17,7 +17,7 @@ use crate::pass::Context;
 use crate::pass::calibrate::{self, Moments, numbers, tensor_error};
 
 /// Sums a vector over the elements of each unit of a member.
-fn by_unit(member: &Member, size: usize, elements: &[f64]) -> Vec<f64> {
+pub(in crate::pass) fn by_unit(member: &Member, size: usize, elements: &[f64]) -> Vec<f64> {
     let mut units = vec![0.0; size];
     for (unit, sum) in units.iter_mut().enumerate() {
         member.layout.blocks(unit, &mut |at| *sum += elements.iter().skip(at).take(member.layout.block).sum::<f64>());
@@ -26,7 +26,7 @@ fn by_unit(member: &Member, size: usize, elements: &[f64]) -> Vec<f64> {
 }
 
 /// Sums a tensor over all but one axis.
-fn sum_except(tensor: &Tensor, axis: usize) -> Result<Vec<f64>> {
+pub(in crate::pass) fn sum_except(tensor: &Tensor, axis: usize) -> Result<Vec<f64>> {
     let summed: Vec<usize> = (0..tensor.rank()).filter(|other| *other != axis).collect();
     numbers(&tensor.sum(summed).map_err(tensor_error)?)
 }

@@ -15,7 +15,7 @@ const RIDGE: f64 = 1e-3;
 /// Weights `[n, 1]` that normalize rows to similar magnitude. Otherwise, a few tokens with massive
 /// activations would dominate, although the normalization after the layer removes their magnitude. Rows
 /// of zeros, which are tokens not routed to an expert, have the weight zero.
-pub(super) fn row_weights(rows: &Tensor) -> Result<Tensor> {
+pub(in crate::pass) fn row_weights(rows: &Tensor) -> Result<Tensor> {
     let weights = || {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
         let nonzero = nonzero_rows(rows)?;
@@ -31,7 +31,7 @@ fn add(sums: &mut [f64], values: &[f64]) {
 }
 
 /// Sums of the features `x` of the original model and `y` of the pruned model, and of their products.
-pub(super) struct ProductSums {
+pub(in crate::pass) struct ProductSums {
     /// Number of rows.
     rows: f64,
     /// Sum of the weights of rows.
@@ -114,6 +114,51 @@ impl ProductSums {
         (0..left).for_each(|j| yy[j * left + j] += ridge * scale + f64::MIN_POSITIVE);
         Factor::new(yy, left)?.solve(&mut rest);
         Some(rest)
+    }
+}
+
+/// Sums of the products of all features of the original model, from which the [`ProductSums`] of a model
+/// with a part of them follow, if earlier layers are unchanged.
+pub(in crate::pass) struct FeatureProducts {
+    rows: f64,
+    count: f64,
+    x: Vec<f64>,
+    xx: Vec<f64>,
+}
+
+impl FeatureProducts {
+    /// Creates empty sums for this number of features.
+    pub fn new(features: usize) -> FeatureProducts {
+        FeatureProducts { rows: 0.0, count: 0.0, x: vec![0.0; features], xx: vec![0.0; features * features] }
+    }
+
+    /// Adds rows with weights.
+    pub fn add(&mut self, x: &Tensor, weights: &Tensor) -> Result<()> {
+        let weighted = x.broadcast_mul(weights).map_err(tensor_error)?;
+        self.rows += x.dims()[0] as f64;
+        self.count += numbers(weights)?.iter().sum::<f64>();
+        add(&mut self.x, &column_moments(&weighted)?[0]);
+        add(&mut self.xx, &numbers(&transposed_product(x, &weighted).map_err(tensor_error)?)?);
+        Ok(())
+    }
+
+    /// Sum of the squares of a feature.
+    pub fn squares(&self, feature: usize) -> f64 {
+        self.xx[feature * (self.x.len() + 1)]
+    }
+
+    /// The sums for a model with these features.
+    pub fn surviving(&self, surviving: &[usize]) -> ProductSums {
+        let features = self.x.len();
+        let columns = |row: usize| surviving.iter().map(move |column| self.xx[row * features + column]);
+        ProductSums {
+            rows: self.rows,
+            count: self.count,
+            x: self.x.clone(),
+            y: surviving.iter().map(|feature| self.x[*feature]).collect(),
+            xy: (0..features).flat_map(columns).collect(),
+            yy: surviving.iter().flat_map(|row| columns(*row)).collect(),
+        }
     }
 }
 
@@ -205,6 +250,25 @@ mod tests {
                 assert_eq!(held_out_share(&weight, &halves, &surviving, centred).unwrap(), 0.0, "without held-out rows, nothing is corrected");
             }
         }
+    }
+
+    /// Sums of a part of the features equal those that are computed from the part.
+    #[test]
+    fn products_of_a_part_are_those_of_all_features() {
+        let mut random = fastrand::Rng::with_seed(3);
+        let x = Tensor::from_vec((0..40 * 6).map(|_| random.f32() - 0.4).collect::<Vec<_>>(), (40, 6), &Device::Cpu).unwrap();
+        let surviving = [1usize, 2, 5];
+        let y = x.index_select(&Tensor::new(&[1u32, 2, 5], &Device::Cpu).unwrap(), 1).unwrap();
+        let weights = row_weights(&x).unwrap();
+        let (mut all, mut expected) = (FeatureProducts::new(6), ProductSums::new(6, 3));
+        all.add(&x, &weights).unwrap();
+        expected.add(&x, &y, Some(&weights)).unwrap();
+        let found = all.surviving(&surviving);
+        assert_eq!([found.rows, found.count], [expected.rows, expected.count]);
+        for (found, expected) in [(&found.x, &expected.x), (&found.y, &expected.y), (&found.xy, &expected.xy), (&found.yy, &expected.yy)] {
+            assert!(found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-4), "{found:?} {expected:?}");
+        }
+        assert_eq!(all.squares(2), found.yy[4]);
     }
 
     #[test]

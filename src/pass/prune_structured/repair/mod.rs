@@ -9,7 +9,7 @@
 //! from repaired ones. The statistics of batch normalization are updated so that its output has the same
 //! mean and variance as before. Only sums of products of features are stored.
 
-mod least_squares;
+pub(in crate::pass) mod least_squares;
 mod paired_runs;
 
 use std::collections::BTreeSet;
@@ -89,9 +89,10 @@ impl Repairing<'_> {
                     let mut sums = ProductSums::new(*features, surviving.len());
                     halves.iter().for_each(|half| sums.merge(half));
                     let mut changed = Vec::new();
+                    let refit = Refit { surviving: self.surviving, repair: self.repair };
                     for node in &site.nodes {
                         let node = &smaller.nodes()[*node];
-                        changed.extend(self.layer(&smaller, node, &self.original(&smaller, node, context)?, surviving, (&sums, &halves))?);
+                        changed.extend(refit.layer(&smaller, node, &parameters_of(&smaller, node, self.before, context)?, surviving, (&sums, &halves))?);
                     }
                     changed
                 }
@@ -103,7 +104,7 @@ impl Repairing<'_> {
                         both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch, tokens)?))
                     })?;
                     let node = &smaller.nodes()[site.nodes[0]];
-                    self.statistics(&smaller, node, op, &self.original(&smaller, node, context)?, &moments, &context.device)?
+                    self.statistics(&smaller, node, op, &parameters_of(&smaller, node, self.before, context)?, &moments, &context.device)?
                 }
             };
             for (name, tensor) in changed {
@@ -112,12 +113,6 @@ impl Repairing<'_> {
             }
         }
         Ok(counts)
-    }
-
-    /// The parameters of a node in the original model.
-    fn original(&self, graph: &Graph, node: &Node, context: &Context) -> Result<Parameters> {
-        let names = node.inputs.iter().map(|id| graph.value(*id)).filter(|value| value.kind == ir::Kind::Param).map(|value| &value.name).collect();
-        calibrate::some_parameters(names, self.before, context)
     }
 
     /// All sites in the order of the graph.
@@ -151,8 +146,51 @@ impl Repairing<'_> {
         Ok(sites)
     }
 
+    /// Running mean and variance with which the output of a normalization has the same mean and variance
+    /// as in the original model.
+    fn statistics(
+        &self,
+        graph: &Graph,
+        node: &Node,
+        op: &BatchNorm,
+        original: &Parameters,
+        moments: &[Moments; 2],
+        device: &Device,
+    ) -> Result<Vec<(String, Tensor)>> {
+        let name = |at: usize| graph.value(node.inputs[at]).name.clone();
+        let (mean_name, variance_name) = (name(3), name(4));
+        let channels = moments[1].features();
+        let surviving = self.surviving.get(&(mean_name.clone(), 0)).cloned().unwrap_or_else(|| (0..channels).collect());
+        let stored = |name: &str| original.get(name).map_err(tensor_error).and_then(|tensor| numbers(&tensor));
+        let (means, variances) = (stored(&mean_name)?, stored(&variance_name)?);
+        let (mut mean, mut variance) = (Vec::with_capacity(channels), Vec::with_capacity(channels));
+        for (now, before) in surviving.into_iter().enumerate() {
+            let [(old_mean, old), (new_mean, new)] = [moments[0].mean_variance(before), moments[1].mean_variance(now)];
+            // The variance of a constant channel is not changed.
+            let ratio = if old > 0.0 && new > 0.0 { (new / old).sqrt() } else { 1.0 };
+            mean.push((new_mean - (old_mean - means[before]) * ratio) as f32);
+            variance.push(((variances[before] + op.epsilon) * ratio * ratio - op.epsilon).max(0.0) as f32);
+        }
+        let tensor = |values: Vec<f32>| Tensor::from_slice(&values, values.len(), device).map_err(tensor_error);
+        Ok(vec![(mean_name, tensor(mean)?), (variance_name, tensor(variance)?)])
+    }
+}
+
+/// The parameters of a node in a model.
+pub(in crate::pass) fn parameters_of(graph: &Graph, node: &Node, model: &Model, context: &Context) -> Result<Parameters> {
+    let names = node.inputs.iter().map(|id| graph.value(*id)).filter(|value| value.kind == ir::Kind::Param).map(|value| &value.name).collect();
+    calibrate::some_parameters(names, model, context)
+}
+
+/// Refits the layers that read removed units.
+pub(in crate::pass) struct Refit<'a> {
+    pub surviving: &'a Surviving,
+    pub repair: Repair,
+}
+
+impl Refit<'_> {
     /// New weight and bias of a layer, from sums over all rows and over both halves.
-    fn layer(
+    pub fn layer(
         &self,
         graph: &Graph,
         node: &Node,
@@ -227,38 +265,9 @@ impl Repairing<'_> {
         };
         compute().map_err(tensor_error)
     }
-
-    /// Running mean and variance with which the output of a normalization has the same mean and variance
-    /// as in the original model.
-    fn statistics(
-        &self,
-        graph: &Graph,
-        node: &Node,
-        op: &BatchNorm,
-        original: &Parameters,
-        moments: &[Moments; 2],
-        device: &Device,
-    ) -> Result<Vec<(String, Tensor)>> {
-        let name = |at: usize| graph.value(node.inputs[at]).name.clone();
-        let (mean_name, variance_name) = (name(3), name(4));
-        let channels = moments[1].features();
-        let surviving = self.surviving.get(&(mean_name.clone(), 0)).cloned().unwrap_or_else(|| (0..channels).collect());
-        let stored = |name: &str| original.get(name).map_err(tensor_error).and_then(|tensor| numbers(&tensor));
-        let (means, variances) = (stored(&mean_name)?, stored(&variance_name)?);
-        let (mut mean, mut variance) = (Vec::with_capacity(channels), Vec::with_capacity(channels));
-        for (now, before) in surviving.into_iter().enumerate() {
-            let [(old_mean, old), (new_mean, new)] = [moments[0].mean_variance(before), moments[1].mean_variance(now)];
-            // The variance of a constant channel is not changed.
-            let ratio = if old > 0.0 && new > 0.0 { (new / old).sqrt() } else { 1.0 };
-            mean.push((new_mean - (old_mean - means[before]) * ratio) as f32);
-            variance.push(((variances[before] + op.epsilon) * ratio * ratio - op.epsilon).max(0.0) as f32);
-        }
-        let tensor = |values: Vec<f32>| Tensor::from_slice(&values, values.len(), device).map_err(tensor_error);
-        Ok(vec![(mean_name, tensor(mean)?), (variance_name, tensor(variance)?)])
-    }
 }
 
-fn is_input_major(op: &Op) -> bool {
+pub(in crate::pass) fn is_input_major(op: &Op) -> bool {
     matches!(op, Op::Linear(op) if op.input_major)
 }
 
@@ -281,7 +290,7 @@ fn is_normalized(graph: &Graph, node: &Node) -> bool {
 }
 
 /// Replaces the values of a weight. Its dtype does not change.
-fn set_weight(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
+pub(in crate::pass) fn set_weight(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
     let weight = model.weights.get(name)?.clone();
     let values: Vec<f32> = transfer::values(tensor, Cause::Statistics).map_err(tensor_error)?;
     let weight = weight.with_values(name, &values)?;

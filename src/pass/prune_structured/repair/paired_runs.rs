@@ -1,19 +1,16 @@
 //! Runs calibration samples through the original and the pruned model in parallel.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use crate::data::Batch;
 use crate::error::Result;
-use crate::exec::{Blockwise, BlockwiseOptions, Residence};
+use crate::exec::Blockwise;
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::calibrate;
 use crate::store::Weights;
 use crate::work::{Event, ProgressUnit};
-
-/// Maximum memory of suspended runs per model, in bytes.
-const CACHE_BYTES: u64 = 1 << 29;
 
 /// Suspended runs of two models on the same samples, which advance from value to value. Each node runs
 /// once per sample, unless a suspended run was evicted from memory.
@@ -25,14 +22,7 @@ pub(super) struct PairedRuns<'a> {
 impl<'a> PairedRuns<'a> {
     /// Reads the samples. `observed` selects the values that [`each`](Self::each) will visit.
     pub fn new(models: [(&'a Graph, &Weights); 2], observed: impl Fn(&str) -> bool, model: &Model, context: &'a Context<'a>) -> Result<Self> {
-        let options = BlockwiseOptions {
-            compute: DType::F32,
-            residence: Residence::Computed,
-            limit: CACHE_BYTES,
-            spill: Some(std::env::temp_dir()),
-            tracker: context.memory_tracker.clone(),
-            ..BlockwiseOptions::on(&context.device)
-        };
+        let options = calibrate::blockwise_options(context);
         let mut runs = models.map(|(graph, weights)| Blockwise::new(graph, weights, &observed, options.clone(), &context.work.quiet()));
         calibrate::for_each("Reading samples", model, context, |batch| runs.iter_mut().try_for_each(|run| run.push(batch.clone())))?;
         Ok(PairedRuns { runs, context })

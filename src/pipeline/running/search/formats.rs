@@ -2,11 +2,11 @@
 
 use serde::Serialize;
 
-use super::solver::Choice;
 use crate::error::Result;
 use crate::exec::Rounding;
 use crate::export::Export;
 use crate::model::Model;
+use crate::pass::assignment::Choice;
 use crate::pass::{Context, Method, Plan, Score, Scores, Step};
 use crate::report::search::SearchLoss;
 use crate::run_state::{Applied, RunState};

@@ -45,11 +45,12 @@ pub use runtimes::LoadedBy;
 use crate::data::Data;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
+use crate::pass::assignment::{Assignment, Choice, front};
 use crate::pass::{Context, Method, Remaining};
 use crate::report::search::{LatencyTable, SearchLoss, SearchMethod, SearchMetric};
 use budget::rounded_up;
 use measure::{Measurement, measure_units};
-use solver::{Assignment, Choice, Row, front};
+use solver::Row;
 
 /// Largest number of points that are measured for a limit of loss.
 const ROUNDS: usize = 6;
