@@ -60,6 +60,7 @@ TESTS = {
     "src/pass/palettize": "low_rank",
     "src/pass/peft": "adapters corrections",
     "src/pass/prune_structured": "structured properties::pruning",
+    "src/pass/search_structure": "structured::search",
     "src/pass/prune_vocabulary": "vocabulary",
     "src/pass/quantize": "low_bits mixed_schemes quantization_config layerwise corrections",
     "src/pass/quantize_static": "static_int8 onnx_int8",

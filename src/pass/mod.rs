@@ -61,6 +61,7 @@ mod running {
     pub mod prune_structured;
     pub(crate) mod prune_vocabulary;
     mod quantize_static;
+    pub mod search_structure;
     pub(in crate::pass) mod testing;
     pub(in crate::pass) mod training_options;
 
@@ -76,6 +77,7 @@ mod running {
     pub use quantize_static::{ActivationTarget, Goal, QuantizeStatic, Smooth};
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
+    pub use search_structure::SearchStructure;
 
     use crate::evaluation::Resources;
     use crate::exec::Rounding;
@@ -263,6 +265,9 @@ crate::entry::gather! { passes []
     /// Remove heads, neurons, channels, width, layers or experts from a model: smaller tensors, less to
     /// compute
     "prune-structured" => PruneStructured if runs,
+    /// Choose the width of each layer, and the parts to remove, for a number of parameters: scores of each
+    /// option on held-out samples, and the best choice
+    "search-structure" => SearchStructure if runs,
     /// Remove tokens that a corpus does not need: smaller embeddings and output heads
     "prune-vocabulary" => PruneVocabulary if runs,
     /// Replace layers by two low-rank layers: fewer parameters, less to compute

@@ -42,8 +42,8 @@ pub(super) fn carry_over(model: &Model, config: &Config, changed: &BTreeMap<Path
 }
 
 const CONFIG: &str = "config.json";
-/// The pass that changes the sizes that a configuration describes.
-const RESIZING: &str = "prune-structured";
+/// The passes that change the sizes that a configuration describes.
+const RESIZING: [&str; 2] = ["prune-structured", "search-structure"];
 
 /// Whether the configuration is a copied file, as for a model that is an ONNX file next to it. Passes do not
 /// change it. The configuration of a model folder is written.
@@ -53,7 +53,7 @@ fn copies_config(model: &Model) -> bool {
 
 /// A warning about a copied configuration that does not describe the result.
 pub(super) fn stale_config(model: &Model, state: &RunState) -> Option<String> {
-    let is_changed = state.history.iter().any(|applied| applied.name == RESIZING) || !model.config.values().is_empty();
+    let is_changed = state.history.iter().any(|applied| RESIZING.contains(&applied.name)) || !model.config.values().is_empty();
     (is_changed && copies_config(model) && state.file.is_none()).then(|| {
         format!("{WARNING}{CONFIG} is copied from the input and describes its sizes: correct heads, widths and layers in the output before a library reads it")
     })

@@ -131,7 +131,7 @@ fn is_transformer(graph: &Graph) -> bool {
 
 /// Rejects models with layers that predict further tokens: the graph does not contain these layers, so they
 /// would keep their sizes, which `config.json` specifies only once. Whole layers can be removed.
-fn require_no_token_prediction(model: &Model) -> Result<()> {
+pub(super) fn require_no_token_prediction(pass: &str, model: &Model) -> Result<()> {
     let predicts = |(name, weight): &(&String, &Weight)| arch::role(name, weight) == Some(Role::TokenPrediction);
     let mut predicting = model.weights.by_name.iter().filter(predicts).map(|(name, _)| name.as_str()).peekable();
     if predicting.peek().is_none() {
@@ -141,9 +141,9 @@ fn require_no_token_prediction(model: &Model) -> Result<()> {
     let read: BTreeSet<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
     let Some(name) = predicting.find(|name| !read.contains(name)) else { return Ok(()) };
     Err(Error::Unsupported {
-        what: format!("{NAME}: a layer that predicts further tokens, which would keep its sizes (`{name}`),"),
+        what: format!("{pass}: a layer that predicts further tokens, which would keep its sizes (`{name}`),"),
         hint:
-            "remove the tensors of such layers from the checkpoint, and set `num_nextn_predict_layers` in config.json to 0; only `dims: [layers]` supports them"
+            "remove the tensors of such layers from the checkpoint, and set `num_nextn_predict_layers` in config.json to 0; only `prune-structured` with `dims: [layers]` supports them"
                 .into(),
     })
 }
@@ -227,7 +227,7 @@ impl PruneStructured {
     /// Prunes the model.
     fn prune(&self, mut model: Model, ranking: Ranking) -> Result<(Model, Applied)> {
         if self.selects_units() || self.selects(PrunedPart::Experts) {
-            require_no_token_prediction(&model)?;
+            require_no_token_prediction(NAME, &model)?;
         }
         let mut applied = Applied::new(NAME, self.options());
         let mut details = Map::new();

@@ -19,9 +19,10 @@ const fn sentence(pass: &'static str, text: &'static str, options: &'static [&'s
     Sentence { pass, text, options }
 }
 
-const SENTENCES: [Sentence; 12] = [
+const SENTENCES: [Sentence; 13] = [
     sentence("prune-unstructured", "Weights with the smallest absolute values were set to zero", &["amount"]),
     sentence("prune-structured", "Heads, neurons, channels, width, layers or experts were removed", &["amount"]),
+    sentence("search-structure", "The widths of layers and the parts to remove were chosen for a limit of the size", &["limit"]),
     sentence("prune-vocabulary", "Tokens were removed from the vocabulary", &[]),
     sentence("decompose", "Layers were replaced by two low-rank layers", &["rank"]),
     sentence("quantize", "Linear weights were quantized in a scheme of compressed-tensors", &["scheme", "method"]),

@@ -84,6 +84,7 @@ fn context(name: &str, option: &str) -> (Value, Value) {
         ("onnx", "activations") => after(json!([{ "quantize-static": {} }])),
         ("onnx", "weight_only") => after(json!([{ "quantize": { "scheme": "W8A16" } }])),
         ("gguf", "importance" | "imatrix" | "write_imatrix") => set(json!({ "type": "Q4_0" })),
+        ("search-structure", "learning_rate") => set(json!({ "steps": 16 })),
         ("prune-vocabulary", "text_column") => set(json!({ "keep": evaluation("labelled.csv") })),
         ("prune-vocabulary", "min_count") => set(json!({ "keep": evaluation("book.txt") })),
         ("onnx", "float16_weights") => after(json!([{ "cast": { "to": "f16" } }])),
@@ -102,6 +103,9 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
         ("decompose", "rules") => vec![json!([{ "targets": ["*mlp*"], "rank": 0.25 }])],
         ("gguf", "types") => vec![json!({ "blk.*.attn_q": "Q8_0" })],
         ("prune-structured", "target") => vec![json!({ "params": 0.7 })],
+        ("search-structure", "limit") => vec![json!({ "layers": 0.6 }), json!({ "params": 4000 })],
+        ("search-structure", "learning_rate") => vec![json!(1e-3), json!(1e-2)],
+        ("search-structure", "widths") => vec![json!([0.5]), json!([0.25])],
         ("prune-vocabulary", "keep") => vec![json!(evaluation("book.txt"))],
         ("prune-vocabulary", "text_column") => vec![json!("label")],
         ("prune-vocabulary", "vocab_size") => vec![json!(35)],
@@ -159,6 +163,8 @@ fn base(name: &str, option: &str) -> Value {
 fn required(name: &str) -> Value {
     match name {
         "prune-structured" => json!({ "amount": 0.5, "round_to": 2 }),
+        // Some neurons must be removed.
+        "search-structure" => json!({ "limit": { "layers": 0.4 }, "round_to": 2 }),
         "prune-vocabulary" => json!({ "vocab_size": 36 }),
         "quantize" => json!({ "scheme": "W8A16" }),
         "finetune" => json!({ "max_steps": 3, "batch_size": 2, "learning_rate": 0.01 }),
@@ -167,8 +173,10 @@ fn required(name: &str) -> Value {
     }
 }
 
-/// Options of the execution and logging of training, which must not change the weights.
-const HOW: [&str; 10] = [
+/// Options of the execution and logging of training, and of additional measurements, which must not change the
+/// weights.
+const HOW: [&str; 11] = [
+    "baselines",
     "checkpoint_every",
     "evaluate_every",
     "patience",

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod indirect;
+mod search;
 mod whole;
 
 use std::collections::BTreeMap;

@@ -252,7 +252,7 @@ mod tests {
         }
     }
 
-    /// Sums of a part of the features equal those that are computed from the part.
+    /// Sums for a part of the features equal the sums over rows with only these features.
     #[test]
     fn products_of_a_part_are_those_of_all_features() {
         let mut random = fastrand::Rng::with_seed(3);

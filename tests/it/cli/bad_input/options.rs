@@ -25,6 +25,10 @@ fn flags() {
         small("a rule without a unit", "prune-unstructured in -o out --rule *query.weight=30", 2, "rules): 30 needs a unit: write `0.3` or `30%`", ""),
         small("units of several kinds", "prune-structured in -o out --amount 25", 2, "amount): 25 needs a unit: write `0.25` or `25%`", ""),
         small("a cost in percent", "prune-structured in -o out --target macs=50", 2, "it is the remaining fraction; write `0.5` or `50%`", ""),
+        small("a limit in percent", "search-structure in -o out --limit layers=50", 2, "it is the remaining fraction; write `0.5` or `50%`", ""),
+        small("an unknown limit", "search-structure in -o out --limit macs=0.5", 2, "is not layers=0.5, params=12000000 or bytes=50MB", ""),
+        small("a width of zero", "search-structure in -o out --widths 0.5,0", 2, "widths): 0 is not between 0 and 1", ""),
+        small("a rate without steps", "search-structure in -o out --learning-rate 0.1", 2, "has no effect without `steps`", ""),
         small("more than everything", "prune-unstructured in -o out --amount 150%", 2, "`150%` is not a fraction", ""),
         small("NaN as an amount", "prune-unstructured in -o out --amount nan", 2, amount, ""),
         small(

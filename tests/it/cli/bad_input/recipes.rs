@@ -36,7 +36,7 @@ fn keys_and_names() {
         recipe(
             "an unknown pass",
             "model: in\npasses:\n  - prune: {}\n",
-            "line 3 column 5: unknown name `prune`, did you mean `prune-unstructured`?…Expected one of `prune-unstructured`, `prune-structured`, `prune-vocabulary`, `decompose`, `quantize`, `quantize-dynamic`",
+            "line 3 column 5: unknown name `prune`, did you mean `prune-unstructured`?…Expected one of `prune-unstructured`, `prune-structured`, `search-structure`, `prune-vocabulary`, `decompose`, `quantize`, `quantize-dynamic`",
         ),
         recipe(
             "an unknown pass by name alone",
