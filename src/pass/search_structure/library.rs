@@ -41,7 +41,7 @@ pub(super) struct Library {
     pub importance: Vec<Vec<f64>>,
     /// Loss of each option of each branch.
     pub losses: Vec<Vec<f64>>,
-    /// Loss of the removal of each layer; empty if layers are not removed as a whole.
+    /// Loss of the removal of each layer; empty if no layer can be removed as a whole.
     pub layers: Vec<f64>,
 }
 
@@ -50,7 +50,8 @@ impl Library {
     pub fn measure(structure: &Structure, fitting: Fitting, uniform: bool, measurement: &Measurement) -> Result<Library> {
         let mut runs = runs(structure, measurement)?;
         let work = measurement.context.work;
-        let removed_layers = if uniform { structure.found.layers.len() } else { 0 };
+        let layers = structure.found.layers.len();
+        let removed_layers = if uniform && layers > 1 { layers } else { 0 };
         let options = structure.options.iter().map(|options| options.len() - 1).sum::<usize>() + removed_layers;
         work.progress.on(Event::Begin { stage: "Scoring options", total: (options * measurement.held_out) as u64, unit: ProgressUnit::Samples });
         let mut all = || {

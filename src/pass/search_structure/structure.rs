@@ -53,7 +53,8 @@ impl<'a> Structure<'a> {
         // Of these families, config.json cannot specify fewer heads of the same width.
         let has_fixed_heads = uniform && model.is_described() && arch::derives_head_dim(model.config.model_type());
         let has_fixed_width = |branch: &Branch| has_fixed_heads && branch.part == Part::Attention;
-        let options = branches.iter().map(|branch| options(pass, branch, uniform, has_fixed_width(branch))).collect();
+        let is_removable = !uniform && found.layers.len() > 1;
+        let options = branches.iter().map(|branch| options(pass, branch, is_removable, has_fixed_width(branch))).collect();
         Ok(Structure { model, graph, found, groups, branches, options, limit: pass.limit })
     }
 
@@ -172,20 +173,23 @@ impl<'a> Structure<'a> {
     /// The choice with the least loss within the limit. Each branch has its own option.
     pub fn choose_mixed(&self, losses: Option<&[Vec<f64>]>) -> Result<Chosen> {
         let mut layers = self.choices(losses);
-        keep_one_branch(&mut layers);
+        // The branches of a single layer have no such option.
+        if layers.len() > 1 {
+            keep_one_branch(&mut layers);
+        }
         let others = self.cost(self.model) - self.branches.iter().map(|branch| self.option_cost(branch, Retained::Whole)).sum::<u64>();
         self.within(others, |limit| mixed(&layers, limit))
     }
 
     /// The choice with the least loss within the limit, with the same options for all layers. `removal` has
-    /// the loss of the removal of each layer, of which the layer with the largest one remains; without it,
+    /// the loss of the removal of each layer, of which the layer with the largest one remains; without them,
     /// all layers remain.
     pub fn choose_uniform(&self, losses: Option<&[Vec<f64>]>, removal: Option<&[f64]>) -> Result<Chosen> {
         let layers = self.common(&self.choices(losses));
         let whole = self.layer_costs();
         let parts = self.pairs().into_iter().map(|pair| pair.map(|index| self.option_cost(&self.branches[index], Retained::Whole)).into_iter().sum::<u64>());
         let others: Vec<u64> = whole.iter().zip(parts).map(|(whole, parts)| whole.saturating_sub(parts)).collect();
-        let removal: Vec<Option<f64>> = match removal {
+        let removal: Vec<Option<f64>> = match removal.filter(|removal| removal.len() == layers.len()) {
             Some(removal) => {
                 let largest = (0..removal.len()).max_by(|a, b| removal[*a].total_cmp(&removal[*b]).then(b.cmp(a)));
                 removal.iter().enumerate().map(|(layer, loss)| Some(*loss).filter(|_| Some(layer) != largest)).collect()
@@ -302,8 +306,8 @@ impl<'a> Structure<'a> {
     }
 }
 
-/// The options of a branch. Without `uniform`, the last one is its removal.
-fn options(pass: &SearchStructure, branch: &Branch, uniform: bool, has_fixed_width: bool) -> Vec<Retained> {
+/// The options of a branch. The last one is its removal, if it `is_removable`.
+fn options(pass: &SearchStructure, branch: &Branch, is_removable: bool, has_fixed_width: bool) -> Vec<Retained> {
     let mut counts = Vec::new();
     if let Some(units) = branch.units.as_ref().filter(|_| !has_fixed_width) {
         let step = if branch.part == Part::Network { pass.round_to } else { 1 };
@@ -313,5 +317,5 @@ fn options(pass: &SearchStructure, branch: &Branch, uniform: bool, has_fixed_wid
         counts.dedup();
     }
     let units = counts.into_iter().map(Retained::Units);
-    [Retained::Whole].into_iter().chain(units).chain((!uniform).then_some(Retained::Nothing)).collect()
+    [Retained::Whole].into_iter().chain(units).chain(is_removable.then_some(Retained::Nothing)).collect()
 }
