@@ -127,8 +127,14 @@ impl SearchStructure {
         let samples = counted(measurement.held_out, "held-out sample");
         applied.notes.push(format!("{kind} from the original model on {samples}: {measured:.4}; the sum of the scores is {:.4}", chosen.loss));
         let baselines = if self.baselines { self.baselines(&structure, &library, &measurement)? } else { Value::Null };
+        let scores = scores(&structure, &library, &chosen);
+        let score = |layer: usize| {
+            let chosen = scores.iter().filter(|row| row["layer"] == layer && row["chosen"] == true);
+            chosen.filter_map(|row| row["loss"].as_f64()).sum::<f64>()
+        };
         let layers = structure.description(&chosen).into_iter().enumerate();
-        let layers = layers.map(|(layer, [attention, network])| json!({ "layer": layer, "attention": attention, "network": network }));
+        let layers = layers.map(|(layer, [attention, network])| json!({ "layer": layer, "attention": attention, "network": network, "score": score(layer) }));
+        let layers: Vec<Value> = layers.collect();
         applied.details = json!({
             "loss": kind,
             "held_out_samples": measurement.held_out,
@@ -139,8 +145,8 @@ impl SearchStructure {
             "after": structure.cost(&found),
             "predicted": chosen.loss,
             "measured": measured,
-            "layers": layers.collect::<Vec<Value>>(),
-            "scores": scores(&structure, &library, &chosen),
+            "layers": layers,
+            "scores": scores,
             "baselines": baselines,
         });
         Ok((found, applied))

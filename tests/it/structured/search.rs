@@ -105,6 +105,8 @@ fn no_other_choice_has_less_loss() {
         let chosen: f64 = rows.iter().filter(|row| row["chosen"] == true).map(|row| row["loss"].as_f64().unwrap()).sum();
         assert!((least - chosen).abs() < 1e-9 && (details["predicted"].as_f64().unwrap() - chosen).abs() < 1e-9, "{least}, not {chosen}: {details}");
         assert_eq!(rows.iter().filter(|row| row["chosen"] == true).count(), 4);
+        let by_layer: f64 = details["layers"].as_array().unwrap().iter().map(|row| row["score"].as_f64().unwrap()).sum();
+        assert!((by_layer - chosen).abs() < 1e-9, "{by_layer}, not {chosen}");
     }
 }
 
