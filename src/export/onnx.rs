@@ -151,6 +151,10 @@ impl Onnx {
                 file::MODEL
             ));
         }
+        if self.float16_weights && draft.weights.iter().all(|slot| !slot.widened) {
+            let reason = "`float16_weights` has no effect: no matrix has 16-bit floats (add `cast: { to: f16 }` to the passes)";
+            notes.push(format!("{}: {reason}", file::MODEL));
+        }
         if let Some(decoder) = &decoder {
             match genai::config(model, decoder, &graph, &draft, file_names(run)[0])? {
                 _ if run.file.is_some() => notes.push(format!("{} is not written, because the output is a file and not a folder", genai::FILE)),

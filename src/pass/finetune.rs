@@ -96,7 +96,8 @@ impl Pass for Finetune {
         if !classes.is_empty() {
             WithHead { model: student, renamed } = add_head(&self.head_option(), student, &mut applied.notes, &classes, state.seed)?;
             let graph = student.graph()?;
-            for patterns in [&mut training.targets, &mut training.ignore] {
+            let groups = training.groups.iter_mut().map(|group| &mut group.targets);
+            for patterns in [&mut training.targets, &mut training.ignore].into_iter().chain(groups) {
                 *patterns = with_previous_names(std::mem::take(patterns), &graph, &renamed);
             }
         }

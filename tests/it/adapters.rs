@@ -186,7 +186,7 @@ fn merged_weights_are_the_base_with_its_adapter() {
         let written = if kind == AdapterKind::Dora { 3 } else { 2 };
         assert!(report.passes[0].tensors_changed == written * same.passes[0].tensors_changed && same.passes[0].tensors_changed >= 8, "{name}");
         let card = std::fs::read_to_string(kept.out().join("README.md")).unwrap();
-        assert!(card.contains("model.load_adapter(\"path/to/model/adapter\")") && !card.contains("CompressedTensorsConfig"), "{card}");
+        assert!(card.contains("model = PeftModel.from_pretrained(model, \"path/to/model/adapter\")") && !card.contains("CompressedTensorsConfig"), "{card}");
         // The base is unchanged, bit by bit.
         let (before, mut after) = (weights(&golden(name)), weights(&kept.out()));
         after.retain(|name, _| !name.starts_with("adapter/"));

@@ -447,6 +447,12 @@ fn images_are_augmented_in_the_same_way_in_each_run() {
         run.train(name, data, Finetune { augment, ..finetune(3) }).unwrap();
         run.weights()
     };
+    // The teacher sees the same images.
+    let run = Run::new();
+    let data = samples("vit-image-classification", run.folder.path(), 8, 0);
+    let augment = Some("{ flip: true, shift: 2 }".parse().unwrap());
+    let report = run.train("vit-image-classification", data, Distill { augment, ..distill(1, "hidden=1") }).unwrap();
+    assert!(ends(&report).0 < 1e-9, "{}", ends(&report).0);
     let (plain, flipped) = (trained(None), trained(Some("{ flip: true, shift: 1 }")));
     assert!(furthest(&flipped, &trained(Some("{ flip: true, shift: 1 }"))) == 0.0 && furthest(&plain, &flipped) > 1e-5);
     let run = Run::new();

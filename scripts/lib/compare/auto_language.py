@@ -81,7 +81,7 @@ def gguf(searches, arguments):
     searches.fixed(arguments.reference, fixed)
     size = fixed.stat().st_size
     _, front = searches.run("llama.cpp", "--points", "6")
-    _, seconds = searches.run("llama.cpp", "--size", f"{size}B", "-o", mixture)
+    _, seconds = searches.run("llama.cpp", "--max-size", f"{size}B", "-o", mixture)
     for name, path, taken in [("F16", plain, None), (arguments.reference, fixed, None), ("mixture", mixture, front + seconds)]:
         yield {"file": name, "bytes": path.stat().st_size, "kl": divergence(path), "perplexity": perplexity(path, searches.text, arguments.windows), "seconds": taken}
     yield {"file": "front", "seconds": front}
@@ -94,7 +94,7 @@ def folders(searches, arguments):
     for bits in arguments.bits:
         out = searches.scratch / f"{bits}"
         options = ["--time", arguments.time] if arguments.time else []
-        found, seconds = searches.run("transformers", "--size", f"{bits}bits", "-o", out, *options)
+        found, seconds = searches.run("transformers", "--max-size", f"{bits}bits", "-o", out, *options)
         uniform = [point for point in found["points"] if point["reference"] and point["bits"] <= bits]
         best = min(uniform, key=lambda point: point["measured"], default=None)
         if best:

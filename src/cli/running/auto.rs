@@ -58,7 +58,7 @@ pub(in crate::cli) struct Args {
     formats: Vec<String>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
     /// or ONNX file (300MB), or a fraction of the size of the input (0.25, 25%)
-    #[arg(long, visible_alias = "size", value_name = "SIZE", conflicts_with_all = ["max_kl", "max_loss"])]
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["max_kl", "max_loss"])]
     max_size: Option<Budget>,
     /// Largest KL divergence of the predictions from those of the original model, in nats per token, measured
     /// with weights rounded to nearest
@@ -125,6 +125,7 @@ impl Args {
         calibration.as_ref().map_or(Ok(()), |set| set.require_unpacked("--calibration"))?;
         self.eval.as_ref().map_or(Ok(()), |eval| eval.require_unpacked("--eval"))?;
         let model = Model::open(&self.model)?;
+        global.models.configure_model(&model)?;
         self.target().require_loads(&model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Option<Data>| -> Result<_> {
             let builder = global.builder()?.passes(writing.passes).force(self.force);
@@ -159,7 +160,8 @@ impl Args {
         let (found, writing) = global.work(|work| {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
             let labelled = self.calibration.as_ref();
-            let options = format!("{:?} {:?} {:?} {labelled:?} {:?}", self.target(), self.formats, self.latency.is_some(), context.device);
+            let sizes = global.models.sizes()?;
+            let options = format!("{:?} {:?} {:?} {labelled:?} {:?} {sizes:?}", self.target(), self.formats, self.latency.is_some(), context.device);
             let checkpoint = self.checkpoint.as_deref().map(|path| Checkpoint::open(path, &model, &data, &options, work)).transpose()?;
             let (target, checkpoint) = (self.target(), checkpoint.as_ref());
             let search = Search { model: &model, target, formats: &self.formats, budget, points: self.points, labelled, checkpoint, context: &context };

@@ -5,16 +5,14 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use super::vocabulary;
-use crate::data::{Task, token_text};
+use crate::data::{SequenceRole, Task, special_tokens, token_text};
 use crate::error::{Error, Result};
 use crate::exec::SequenceCache;
-use crate::ir::Graph;
+use crate::ir::{Graph, Node, Op};
 use crate::model::{Model, open_auxiliary_config, read_auxiliary_text};
 use crate::train::{Masker, Masking, Objective};
 
 const SETTINGS: &str = "tokenizer_config.json";
-/// Keys of special tokens in the settings of a tokenizer.
-const NAMED: [&str; 6] = ["bos_token", "eos_token", "cls_token", "sep_token", "pad_token", "mask_token"];
 /// Names of the mask token if the settings of the tokenizer do not contain it.
 const USUAL: [&str; 2] = ["[MASK]", "<mask>"];
 
@@ -28,10 +26,11 @@ pub(super) fn task(options: Option<&Masking>, task: Task) -> Task {
 pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Graph), objective: &Objective) -> Result<Option<Masker>> {
     let Some(options) = options else { return Ok(None) };
     let wrong = |reason: String| Error::option("masking", reason);
-    let Some(logits) = objective.over_logits().filter(|logits| logits.tokens.is_some()) else {
-        return Err(wrong("needs a `hard` or `soft` loss over logits of tokens".to_owned()));
+    let Some(logits) = objective.over_logits().filter(|logits| logits.tokens == Some(SequenceRole::Input)) else {
+        return Err(wrong("needs a `hard` or `soft` loss over logits of the tokens of `input_ids`".to_owned()));
     };
-    if SequenceCache::new(graph).is_ok() {
+    let is_causal = |node: &Node| matches!(&node.op, Op::Attention(attention) if attention.causal);
+    if SequenceCache::new(graph).is_ok() || graph.nodes().iter().any(is_causal) {
         return Err(wrong("needs a masked language model, but each token of this one reads only previous tokens: remove it".to_owned()));
     }
     let text = read_auxiliary_text(&student.path, &student.auxiliary.synthesized, vocabulary::FILE)?;
@@ -39,12 +38,17 @@ pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Grap
     let ids = vocabulary::tokens(&student.path.join(vocabulary::FILE), &text)?;
     let settings = open_auxiliary_config(&student.path, &student.auxiliary.synthesized, SETTINGS)?;
     let id = |token: &str| ids.get(token).and_then(|id| i64::try_from(*id).ok());
-    let named = |key: &str| settings.get(key).and_then(token_text).map(str::to_owned);
+    let named = special_tokens(&student.path, &student.auxiliary.synthesized, settings.values())?;
+    let text_of = |key: &str| named.get(key).and_then(token_text).map(str::to_owned);
     let mask =
-        options.mask_token.clone().or_else(|| named("mask_token")).or_else(|| USUAL.into_iter().find(|token| ids.contains_key(*token)).map(str::to_owned));
+        options.mask_token.clone().or_else(|| text_of("mask_token")).or_else(|| USUAL.into_iter().find(|token| ids.contains_key(*token)).map(str::to_owned));
     let mask = mask.ok_or_else(|| wrong(format!("{} has no `mask_token`: specify it", student.path.join(SETTINGS).display())))?;
     let mask = id(&mask).ok_or_else(|| wrong(format!("the mask token `{mask}` is not in the vocabulary")))?;
-    let mut special: BTreeSet<i64> = NAMED.into_iter().filter_map(|key| id(&named(key)?)).collect();
+    if usize::try_from(mask).is_ok_and(|mask| mask >= logits.classes) {
+        let reason = format!("needs a masked language model, but this one has logits of {} classes, and the mask token has the id {mask}", logits.classes);
+        return Err(wrong(reason));
+    }
+    let mut special: BTreeSet<i64> = named.values().filter_map(|token| id(token_text(token)?)).collect();
     special.extend(special_ids(&serde_json::from_str(&text).unwrap_or_default()));
     special.insert(mask);
     Ok(Some(Masker { fraction: options.fraction, mask, special, tokens: logits.classes }))

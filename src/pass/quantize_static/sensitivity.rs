@@ -37,7 +37,7 @@ pub struct Damage {
     /// Mean Kullback-Leibler divergence with static scales, for logits.
     pub kl: Option<f64>,
     /// Signal to noise ratio of the weight in 16-bit floats in decibels, infinite without noise; `None` if a
-    /// value exceeds their range.
+    /// value exceeds their range, or if all values become zero.
     #[serde(skip)]
     pub half_sqnr_db: Option<f64>,
     /// Mean cosine similarity with the weight in each of the requested schemes, and float activations.
@@ -174,7 +174,10 @@ impl QuantizeStatic {
         let after = self.with_weight(prepared, name, ActivationScheme::None)?.weights.get(name)?.floats(name)?;
         let weight_sqnr_db = compare::floats(&before, &after).sqnr_db();
         let half: Vec<f32> = before.iter().map(|value| f16::from_f32(*value).to_f32()).collect();
-        let half_sqnr_db = half.iter().all(|value| value.is_finite()).then(|| compare::floats(&before, &half).sqnr_db().unwrap_or(f64::INFINITY));
+        // `cast` refuses values beyond the range, and weights that become zero.
+        let is_zero = |values: &[f32]| values.iter().all(|value| *value == 0.0);
+        let can_be_cast = half.iter().all(|value| value.is_finite()) && (!is_zero(&half) || is_zero(&before));
+        let half_sqnr_db = can_be_cast.then(|| compare::floats(&before, &half).sqnr_db().unwrap_or(f64::INFINITY));
         Ok(Damage { weight_sqnr_db, half_sqnr_db, ..Damage::new(name) })
     }
 }

@@ -47,7 +47,7 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
         // Without the adapter, the model is not that of the figures.
         Runtime::Sglang if is_corrected(card) => None,
         Runtime::Vllm if is_corrected(card) => {
-            if card.report.passes.iter().rev().any(|pass| pass.details.get("adapter").and_then(|adapter| adapter.get("kind")?.as_str()) == Some("dora")) {
+            if card.has_norms {
                 return shell(format!("# vLLM does not load the DoRA adapter {PATH}/{FOLDER}: add it to the weights with `compress dequantize`"));
             }
             let rank =
@@ -105,6 +105,8 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
     let dense = if packed { format!(", quantization_config={DENSE}(run_compressed=False)") } else { String::new() };
     let lines = [Some((class, "model", dense.as_str())), preprocessor.map(|(class, name)| (class, name, ""))].into_iter().flatten();
     let lines = lines.map(|(class, name, options)| format!("\n{name} = {class}.from_pretrained(\"{PATH}\"{options})"));
-    let corrections = if corrected { format!("\nmodel.load_adapter(\"{PATH}/{FOLDER}\")  # needs the package peft") } else { String::new() };
-    format!("from transformers import {imports}\n{}{corrections}", lines.collect::<String>())
+    let import = if corrected { "from peft import PeftModel\n" } else { "" };
+    // `load_adapter` of transformers 5 ignores the norms of DoRA.
+    let corrections = if corrected { format!("\nmodel = PeftModel.from_pretrained(model, \"{PATH}/{FOLDER}\")") } else { String::new() };
+    format!("{import}from transformers import {imports}\n{}{corrections}", lines.collect::<String>())
 }

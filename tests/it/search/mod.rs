@@ -98,8 +98,8 @@ fn results_do_not_depend_on_threads_or_runs() {
     let mut first = None;
     for (run, threads) in [1, 2, 4, 1, 2].into_iter().enumerate() {
         let options = format!("--threads {threads} --quiet {SETS}");
-        ok(folder, &format!("auto llama -o out-{run} --size 6bits --front front-{run}.json {options}"));
-        ok(folder, &format!("auto llama -o {run}.gguf --size 80% {options}"));
+        ok(folder, &format!("auto llama -o out-{run} --max-size 6bits --front front-{run}.json {options}"));
+        ok(folder, &format!("auto llama -o {run}.gguf --max-size 80% {options}"));
         // The recipes name their outputs.
         let recipe = |name: String| String::from_utf8(read(name)).unwrap().replace(&format!("out-{run}"), "out").replace(&format!("{run}.gguf"), "out.gguf");
         let found = [
@@ -128,8 +128,8 @@ fn a_checkpoint_replaces_measurements() {
     assert!(mixtures >= first["points"].as_array().unwrap().len() && !state["losses"].as_array().unwrap().is_empty(), "{state}");
     assert_eq!(data(folder, &format!("{search} --front again.json"))["search"], first);
     // The output is the same as without a checkpoint.
-    let found = data(folder, &format!("{search} -o with.gguf --size 80%"))["search"].clone();
-    ok(folder, &format!("auto llama -o without.gguf --size 80% --quiet {SETS}"));
+    let found = data(folder, &format!("{search} -o with.gguf --max-size 80%"))["search"].clone();
+    ok(folder, &format!("auto llama -o without.gguf --max-size 80% --quiet {SETS}"));
     let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
     assert!(bytes("with.gguf") == bytes("without.gguf"));
     let known = |found: &Value| {

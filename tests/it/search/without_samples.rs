@@ -26,7 +26,7 @@ fn errors_of_the_weights_replace_samples() {
     }
     let points = found["points"].as_array().unwrap();
     assert!(points.len() > 4 && points.iter().all(|point| point["measured"].is_null() && point["predicted"].as_f64() > Some(0.0)), "{points:?}");
-    for (name, arguments) in [("out", "-o out --size 5bits"), ("small.gguf", "-o small.gguf --size 80%")] {
+    for (name, arguments) in [("out", "-o out --max-size 5bits"), ("small.gguf", "-o small.gguf --max-size 80%")] {
         let found = data(folder, &format!("auto llama {arguments} --json"))["search"].clone();
         assert!(found["chosen"]["predicted"].as_f64() > Some(0.0) && found["units"].as_array().unwrap().iter().all(|unit| losses(unit)[0] > 0.0), "{found}");
         ok(folder, &format!("verify {name}"));
@@ -49,7 +49,7 @@ fn errors_of_the_weights_replace_samples() {
 fn onnx_files_without_samples_have_no_static_layers() {
     let folder = prepared();
     let folder = folder.path();
-    let found = data(folder, "auto llama -o small.onnx --size 75% --json")["search"].clone();
+    let found = data(folder, "auto llama -o small.onnx --max-size 75% --json")["search"].clone();
     assert_eq!((&found["loss"], &found["formats"][1]), (&json!("weight-error"), &json!("int8-static")));
     let units = found["units"].as_array().unwrap();
     assert!(units.iter().all(|unit| unit["options"][1].is_null()), "{units:?}");
@@ -66,12 +66,29 @@ fn limits_that_samples_measure_need_them() {
         ("-o out --max-kl 0.1", "--max-kl: needs `--calibration`"),
         ("-o out --max-loss 1%", "--max-loss: needs `--calibration`"),
         ("-o out --for onnxruntime --latency 5ms", "--latency: needs `--calibration`"),
-        ("-o out --size 5bits --time 10m", "--time: needs `--calibration`"),
-        ("-o out --size 5bits --method gptq", "--method: needs `--calibration`"),
-        ("-o out --size 5bits --eval held-out.safetensors", "--eval: needs `--calibration`"),
-        ("-o out --size 1bits", "the nearest possible limit is"),
+        ("-o out --max-size 5bits --time 10m", "--time: needs `--calibration`"),
+        ("-o out --max-size 5bits --method gptq", "--method: needs `--calibration`"),
+        ("-o out --max-size 5bits --eval held-out.safetensors", "--eval: needs `--calibration`"),
+        ("-o out --max-size 1bits", "the nearest possible limit is"),
     ] {
         let run = compress(folder, &format!("auto llama {arguments}"));
         assert!(run.code > 0 && run.stderr.contains(part) && !folder.join("out").exists(), "{arguments}: {}", run.stderr);
+    }
+}
+
+/// Weights beyond the range of 16-bit floats do not have this option.
+#[test]
+fn large_weights_are_not_stored_in_16_bits() {
+    let folder = prepared();
+    let folder = folder.path();
+    let path = folder.join("llama/model.safetensors");
+    let mut weights = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let large = (weights[name].to_dtype(candle_core::DType::F32).unwrap() * 1e8).unwrap();
+    weights.insert(name.to_owned(), large);
+    candle_core::safetensors::save(&weights, &path).unwrap();
+    let found = data(folder, "auto llama --for onnxruntime --front front.json --json")["search"].clone();
+    for unit in found["units"].as_array().unwrap() {
+        assert_eq!(unit["options"][4].is_null(), unit["name"] == name, "{unit}");
     }
 }

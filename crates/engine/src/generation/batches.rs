@@ -87,12 +87,12 @@ impl LanguageModel {
     }
 
     /// Continues prompts, each by at most the given number of tokens, with other parameters than those of the
-    /// model. Prompts of the same length form batches; the random numbers of a prompt depend on its index.
+    /// model. Up to `most` prompts of the same length form a batch; the random numbers of a prompt depend on its index.
     /// Fails as [`generate`](LanguageModel::generate).
     pub fn continue_with(
         &self,
         parameters: Parameters,
-        prompts: &[(Vec<i64>, usize)],
+        (prompts, most): (&[(Vec<i64>, usize)], usize),
         sampling: Option<Sampling>,
         device: &Device,
         work: &Work,
@@ -103,7 +103,7 @@ impl LanguageModel {
         let mut order: Vec<(usize, &(Vec<i64>, usize))> = prompts.iter().enumerate().collect();
         order.sort_by_key(|(_, (prompt, _))| prompt.len());
         let mut found = vec![Vec::new(); prompts.len()];
-        let largest = BATCH_SIZES.first().copied().unwrap_or(1);
+        let largest = BATCH_SIZES.first().copied().unwrap_or(1).min(most.max(1));
         let result: Result<()> = rayon::scope(|_| {
             for group in order.chunk_by(|(_, one), (_, other)| one.0.len() == other.0.len()).flat_map(|same| same.chunks(largest)) {
                 let rows = group.iter().map(|(index, (prompt, _))| Row::new(prompt, sampling, *index)).collect();

@@ -137,8 +137,8 @@ fn norms(config: &Config, weights: &Weights) -> BTreeMap<String, Weight> {
                 let reason = format!("has {} outputs, but its `{MAGNITUDE}` has {outputs} elements", norms.len());
                 return Err(Error::tensor(&name, reason, "use the adapter that was written with these weights"));
             }
-            // Outputs without weights stay zero: they are divided by the norm.
-            Ok(norms.into_iter().map(|norm| (norm as f32).max(f32::MIN_POSITIVE)).collect())
+            // Outputs without weights stay zero: they are divided by the norm, in 16 bits too.
+            Ok(norms.into_iter().map(|norm| (norm as f32).max(2f32.powi(-14))).collect())
         };
         let mut norm = Computed { values }.weight(shape);
         norm.role = Some(Role::Other);

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::draw::Draw;
-use crate::data::Batch;
+use crate::data::{ATTENTION_MASK, Batch};
 use crate::error::{Error, ParseError, Result};
 use crate::exec::transfer;
 
@@ -94,7 +94,8 @@ impl Augment {
     }
 
     fn augmented_batch(self, mut batch: Batch, random: &mut fastrand::Rng) -> Result<Batch> {
-        let images: Vec<(String, Layout)> = batch.inputs.iter().filter_map(|(name, tensor)| Some((name.clone(), Layout::new(tensor.dims())?))).collect();
+        let image = |(name, tensor): (&String, &Tensor)| Some((name.clone(), Layout::new(tensor.dims()).filter(|_| name != ATTENTION_MASK)?));
+        let images: Vec<(String, Layout)> = batch.inputs.iter().filter_map(image).collect();
         let [(name, layout)] = &images[..] else {
             return Err(wrong(format!("needs samples with one input of images with 1 or 3 channels, but they have {}", images.len())));
         };

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::optimizer::{Kind, Rates};
+use super::scales;
 use crate::error::{Error, ParseError, Result};
 use crate::store::{Pattern, select};
 
@@ -80,14 +81,26 @@ impl ParameterGroup {
     }
 }
 
-/// The rates of the tensors in groups, by name; the first group that matches a tensor applies. `base` is the
-/// learning rate of the training. Fails if a pattern matches no tensor.
-pub(super) fn rates<'n>(groups: &[ParameterGroup], base: f64, names: impl Iterator<Item = &'n String> + Clone) -> Result<BTreeMap<String, Rates>> {
+/// The rates of the tensors in groups, by name; the first group that matches a tensor applies. The learned scale
+/// of a weight is in its group, without weight decay. `base` is the learning rate of the training. Fails if a
+/// pattern matches no tensor, or a group applies to none.
+pub(super) fn rates<'n>(groups: &[ParameterGroup], base: f64, names: impl Iterator<Item = &'n String>) -> Result<BTreeMap<String, Rates>> {
     let patterns: Vec<Pattern> = groups.iter().flat_map(|group| group.targets.iter().cloned()).collect();
-    select::check("groups", &patterns, names.clone())?;
+    let parameters: BTreeMap<&String, String> = names.map(|name| (name, scales::parameter_name(name).to_owned())).collect();
+    select::check("groups", &patterns, parameters.values())?;
     let group = |name: &String| groups.iter().find(|group| group.targets.iter().any(|pattern| pattern.matches(name)));
-    let rates = |group: &ParameterGroup| Rates { factor: group.learning_rate.map_or(1.0, |rate| rate / base), weight_decay: group.weight_decay };
-    Ok(names.filter_map(|name| Some((name.clone(), rates(group(name)?)))).collect())
+    let is_used = |own: &ParameterGroup| parameters.values().any(|name| group(name).is_some_and(|found| std::ptr::eq(found, own)));
+    if let Some(unused) = groups.iter().find(|group| !is_used(group)) {
+        let targets: Vec<&str> = unused.targets.iter().map(Pattern::as_str).collect();
+        let reason =
+            format!("the group of `{}` applies to no tensor, because earlier groups match all of its tensors: put it before them", targets.join("`, `"));
+        return Err(Error::option("groups", reason));
+    }
+    let rates = |group: &ParameterGroup, is_scale: bool| Rates {
+        factor: group.learning_rate.map_or(1.0, |rate| rate / base),
+        weight_decay: group.weight_decay.filter(|_| !is_scale),
+    };
+    Ok(parameters.iter().filter_map(|(name, parameter)| Some(((*name).clone(), rates(group(parameter)?, *name != parameter)))).collect())
 }
 
 #[cfg(test)]
@@ -110,6 +123,16 @@ mod tests {
         ];
         assert_eq!(found, expected.map(|(name, rates)| (name.to_owned(), rates)).into());
         assert!(rates(&[group("{ targets: [nosuch], weight_decay: 0 }")], 1.0, names.iter()).unwrap_err().to_string().contains("nosuch"));
+        let shadowed = [group("{ targets: [\"*\"], weight_decay: 0 }"), group("{ targets: [b], weight_decay: 1 }")];
+        assert!(rates(&shadowed, 1.0, names.iter()).unwrap_err().to_string().contains("the group of `b` applies to no tensor"));
+    }
+
+    #[test]
+    fn learned_scales_are_in_the_group_of_their_weight() {
+        let names = [scales::logarithm_name("w"), "w".to_owned()];
+        let found = rates(&[group("{ targets: [w], learning_rate: 0, weight_decay: 1 }")], 1.0, names.iter()).unwrap();
+        assert_eq!((found["w"].weight_decay, found["w/logarithm"].weight_decay), (Some(1.0), None));
+        assert!(found.values().all(|rates| rates.factor == 0.0));
     }
 
     #[test]

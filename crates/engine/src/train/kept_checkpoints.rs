@@ -22,17 +22,20 @@ pub(super) fn steps(folder: &Path) -> Vec<u64> {
 /// Keeps the last checkpoint, a file of this step that the next one replaces, and removes the oldest ones, so
 /// that there are `count`.
 pub(super) fn retain(folder: &Path, last: &Path, step: u64, count: usize) -> Result<()> {
-    if count > 1 {
-        let kept = path(folder, step);
-        if kept.exists() {
-            fs::remove_file(&kept).map_err(Error::io("replace", &kept))?;
-        }
-        // The file is never changed, only replaced. Not all file systems have links.
-        fs::hard_link(last, &kept).or_else(|_| fs::copy(last, &kept).map(drop)).map_err(Error::io("write", &kept))?;
+    // Files with such names are then copies that the user has made.
+    if count <= 1 {
+        return Ok(());
     }
-    let all = steps(folder);
-    let excess = all.len().saturating_sub(if count > 1 { count } else { 0 });
-    for step in all.into_iter().take(excess) {
+    let kept = path(folder, step);
+    if kept.exists() {
+        fs::remove_file(&kept).map_err(Error::io("replace", &kept))?;
+    }
+    // The file is never changed, only replaced. Not all file systems have links.
+    fs::hard_link(last, &kept).or_else(|_| fs::copy(last, &kept).map(drop)).map_err(Error::io("write", &kept))?;
+    // Later steps are from before the run went back to an earlier checkpoint.
+    let (earlier, later): (Vec<u64>, Vec<u64>) = steps(folder).into_iter().partition(|other| *other <= step);
+    let excess = earlier.len().saturating_sub(count);
+    for step in earlier.into_iter().take(excess).chain(later) {
         let removed = path(folder, step);
         fs::remove_file(&removed).map_err(Error::io("remove", &removed))?;
     }
@@ -70,8 +73,11 @@ mod tests {
         assert_eq!(latest(folder, last.clone()), path(folder, 10));
         fs::write(&last, "11").unwrap();
         retain(folder, &last, 11, 1).unwrap();
-        assert!(steps(folder).is_empty() && folder.join("checkpoint-4-1.safetensors").exists());
+        assert_eq!(steps(folder), [4, 10]);
+        fs::write(path(folder, 30), "left").unwrap();
+        retain(folder, &last, 11, 3).unwrap();
+        assert!(steps(folder) == [4, 10, 11] && folder.join("checkpoint-4-1.safetensors").exists());
         fs::remove_file(&last).unwrap();
-        assert_eq!(latest(folder, last.clone()), last);
+        assert_eq!(latest(folder, last.clone()), path(folder, 11));
     }
 }

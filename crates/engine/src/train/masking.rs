@@ -79,8 +79,14 @@ impl Masker {
     fn masked_batch(&self, mut batch: Batch, random: &mut fastrand::Rng) -> Result<Batch> {
         let wrong = |reason: &str| Error::option("masking", reason);
         let failed = |e: candle_core::Error| Error::candle("masked tokens", e);
-        if batch.references != References::None {
-            return Err(wrong("needs texts without labels, because it selects the tokens to predict: remove the labels, or `masking`"));
+        match &batch.references {
+            References::None => {}
+            References::Next(_) => {
+                return Err(wrong(
+                    "selects the tokens to predict, but the task of the data is language-modelling: set `task: fidelity` in `data: { train: ... }`",
+                ));
+            }
+            _ => return Err(wrong("needs texts without labels, because it selects the tokens to predict: remove the labels, or `masking`")),
         }
         let Some(before) = batch.inputs.get(INPUT_IDS).filter(|ids| ids.rank() == 2) else { return Err(wrong("needs samples with `input_ids`")) };
         let (dims, dtype) = (before.dims().to_vec(), before.dtype());

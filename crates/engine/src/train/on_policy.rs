@@ -108,8 +108,16 @@ impl OnPolicySampler {
     }
 
     /// The batches of a step, in which the student continues some of the samples with these weights. All
-    /// targets are tokens: those of the data, or of the continuations.
-    pub(super) fn continued(&self, batches: Vec<Batch>, weights: &Weights, device: &Device, draw: Draw, work: &Work) -> Result<Vec<Batch>> {
+    /// targets are tokens: those of the data, or of the continuations. `part`: the size of micro-batches.
+    pub(super) fn continued(
+        &self,
+        batches: Vec<Batch>,
+        weights: &Weights,
+        (device, part): (&Device, Option<usize>),
+        draw: Draw,
+        work: &Work,
+    ) -> Result<Vec<Batch>> {
+        let most = part.unwrap_or_else(|| batches.iter().map(|batch| batch.samples).max().unwrap_or(1));
         let mut texts = batches.iter().map(texts).collect::<Result<Vec<_>>>()?;
         let mut random = draw.random();
         let (mut chosen, mut prompts) = (Vec::new(), Vec::new());
@@ -133,7 +141,12 @@ impl OnPolicySampler {
         let sampling = Sampling { temperature: self.options.temperature, seed: random.u64(..), ..Sampling::default() };
         // A canceled step ends with a checkpoint.
         let work = Work { cancel: &Cancel::default(), ..work.quiet() };
-        let continuations = self.model.continue_with(weights.parameters()?, &prompts, Some(sampling), device, &work)?;
+        let continuations = self.model.continue_with(weights.parameters()?, (&prompts, most), Some(sampling), device, &work);
+        // The logits of the original weights are finite.
+        let continuations = continuations.map_err(|e| match e {
+            Error::Run { reason, .. } => Error::Diverged { step: 0, reason: format!("continuations of the student: {reason}") },
+            e => e,
+        })?;
         let generated: u64 = continuations.iter().map(|continuation| continuation.len() as u64).sum();
         self.counts.set([samples, continued + chosen.len() as u64, tokens + generated]);
         for (text, ((prompt, _), continuation)) in chosen.into_iter().zip(prompts.into_iter().zip(continuations)) {
@@ -146,7 +159,9 @@ impl OnPolicySampler {
     pub(super) fn note(&self) -> String {
         let [samples, continued, tokens] = self.counts.get();
         let mean = tokens as f64 / continued.max(1) as f64;
-        format!("the student continued {continued} of {} itself, with {mean:.1} tokens on average", counted(samples as usize, "sample"))
+        let reason =
+            if continued == 0 && samples > 0 { ": no drawn sample is longer than its prompt, so lower `prompt_tokens` or use longer samples" } else { "" };
+        format!("the student continued {continued} of {} itself, with {mean:.1} tokens on average{reason}", counted(samples as usize, "sample"))
     }
 }
 
@@ -160,7 +175,7 @@ impl Text {
 }
 
 fn wrong(reason: &str) -> Error {
-    Error::option("on_policy", reason)
+    Error::option("distill: on_policy", reason)
 }
 
 fn failed(e: candle_core::Error) -> Error {
@@ -178,7 +193,7 @@ fn texts(batch: &Batch) -> Result<Vec<Text>> {
     let text = |(row, (ids, mask)): (usize, (&[i64], &[i64]))| {
         let length = mask.iter().take_while(|token| **token != 0).count();
         if mask[length..].iter().any(|token| *token != 0) {
-            return Err(wrong("needs samples with padding only after their tokens"));
+            return Err(wrong("needs samples with padding only after their tokens: move the padding of the arrays to their end"));
         }
         let ids = ids[..length].to_vec();
         let next = || ids.iter().skip(1).copied().enumerate().collect();

@@ -154,8 +154,8 @@ impl Trainer<'_> {
         }
         batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
             let start = Instant::now();
-            let samples = self.changed(samples, state)?;
-            self.step(state, stepper, &samples)?;
+            let samples = self.changed(samples, state, stepper.part())?;
+            self.step(state, stepper, &samples, start)?;
             state.busy += start.elapsed();
             timeline.add("training", state.train.position.step, self.memory_tracker.all());
             Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
@@ -164,7 +164,7 @@ impl Trainer<'_> {
 
     /// The samples of a step with random changes: augmented images, and texts with masked tokens or with
     /// continuations of the student.
-    fn changed(&self, samples: Samples, state: &State) -> Result<Samples> {
+    fn changed(&self, samples: Samples, state: &State, part: Option<usize>) -> Result<Samples> {
         let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };
         let mut batches = samples.batches;
         if let Some(options) = self.options.augment {
@@ -174,7 +174,8 @@ impl Trainer<'_> {
             batches = masker.masked(batches, draw)?;
         }
         if let Some(sampler) = self.sampler {
-            batches = sampler.continued(batches, state.train.weights, self.device, draw, &self.context.work)?;
+            let continued = sampler.continued(batches, state.train.weights, (self.device, part), draw, &self.context.work);
+            batches = continued.map_err(|e| self.explain(e, state))?;
         }
         Ok(Samples { batches, ..samples })
     }
@@ -183,8 +184,8 @@ impl Trainer<'_> {
         self.options.patience.is_some_and(|patience| state.train.position.waited >= patience)
     }
 
-    fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples) -> Result<()> {
-        let (start, before) = (Instant::now(), transfer::copies());
+    fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples, start: Instant) -> Result<()> {
+        let before = transfer::copies();
         let number = state.train.position.step + 1;
         let update = number - state.train.position.idle();
         let rate = self.options.schedule.rate(update - 1, state.total, self.options.learning_rate);

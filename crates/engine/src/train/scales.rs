@@ -19,9 +19,17 @@ use crate::store::{ActivationScheme, Encoding, Static};
 /// *Learned Step Size Quantization*, 2020, section 2.2).
 const MAX_INTEGER: f64 = 127.0;
 
+/// Suffix of the names of parameters that hold the logarithm of a scale.
+const LOGARITHM: &str = "/logarithm";
+
 /// Name of the parameter that holds the logarithm of the scale of a tensor.
 pub(super) fn logarithm_name(name: &str) -> String {
-    format!("{name}/logarithm")
+    format!("{name}{LOGARITHM}")
+}
+
+/// The name of the tensor whose scale has this name, or the name itself.
+pub(super) fn parameter_name(name: &str) -> &str {
+    name.strip_suffix(LOGARITHM).unwrap_or(name)
 }
 
 /// The next step if a learned scale is invalid.

@@ -18,7 +18,7 @@ pub enum Curve {
 
 /// Linear warm-up followed by a decay, as in transformers' `get_cosine_schedule_with_warmup`,
 /// `get_linear_schedule_with_warmup`, `get_constant_schedule_with_warmup` and, with `decay_steps`,
-/// `get_wsd_schedule`.
+/// `get_wsd_schedule`. The warm-up always begins at 0.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -75,7 +75,8 @@ mod tests {
         assert!(cosine.iter().zip([0.0, 1.0, 2.0, 1.0, 0.0, 0.0]).all(|(ours, expected)| (ours - expected).abs() < 1e-12), "{cosine:?}");
     }
 
-    /// The rates of transformers' `get_wsd_schedule` with the remaining steps between warm-up and decay.
+    /// Without a minimum, the rates of transformers' `get_wsd_schedule` with the remaining steps between warm-up
+    /// and decay. With a minimum, its warm-up begins there.
     #[test]
     fn the_decay_can_follow_a_constant_rate() {
         let rates = |kind, decay_steps, min_rate| -> Vec<f64> {

@@ -68,7 +68,13 @@ impl Checkpoint {
 
     fn with_key(path: &Path, key: String) -> Result<Checkpoint> {
         let contents = match std::fs::read_to_string(path) {
-            Err(e) if e.kind() == ErrorKind::NotFound => Contents { key, ..Contents::default() },
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir());
+                if let Some(folder) = folder {
+                    return Err(Error::option(OPTION, format!("the folder {} does not exist: create it, or name another file", folder.display())));
+                }
+                Contents { key, ..Contents::default() }
+            }
             text => {
                 let text = text.map_err(Error::io("read", path))?;
                 let wrong = |reason: String| Error::option(OPTION, format!("{} {reason}: name another file, or remove this one", path.display()));
@@ -116,10 +122,20 @@ impl Checkpoint {
         Ok(loss)
     }
 
+    /// The known measurement of a point. `needs_score`: whether one without a score does not count.
+    fn known(&self, point: &Point, needs_score: bool) -> Option<Mixture> {
+        let is_known = |mixture: &&Mixture| mixture.options == point.options && (mixture.score.is_some() || !needs_score);
+        lock(&self.contents).mixtures.iter().find(is_known).cloned()
+    }
+
+    /// Whether the measurement of a point is known.
+    pub(super) fn has(&self, point: &Point, needs_score: bool) -> bool {
+        self.known(point, needs_score).is_some()
+    }
+
     /// Measures a point. `needs_score`: whether a known measurement without a score is repeated.
     pub(super) fn measure(&self, point: &mut Point, needs_score: bool, compute: impl FnOnce(&mut Point) -> Result<()>) -> Result<()> {
-        let is_known = |mixture: &&Mixture| mixture.options == point.options && (mixture.score.is_some() || !needs_score);
-        if let Some(known) = lock(&self.contents).mixtures.iter().find(is_known).cloned() {
+        if let Some(known) = self.known(point, needs_score) {
             let Mixture { bytes, measured, score, drop, .. } = known;
             (point.bytes, point.measured, point.score, point.drop) = (bytes, measured, score, drop);
             return Ok(());

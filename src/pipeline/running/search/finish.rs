@@ -14,6 +14,7 @@ use super::measure::Measurement;
 use super::{Budget, Found, Point, Search};
 use crate::calibration::ActivationObserver;
 use crate::error::{Error, Result};
+use crate::export::Export;
 use crate::pass::{Context, Guide, Method, Quantize, Smooth, Step, WeightObserver};
 use crate::report::search::SearchMethod;
 use crate::work::{Cancel, Work};
@@ -70,6 +71,9 @@ impl Candidate {
         let (name, change) = *OPTIONS.get(option)?;
         // Every pass is changed.
         let changes: Vec<bool> = candidate.passes.iter_mut().map(change).collect();
+        // Another value of the same option is replaced.
+        let option_of = |text: &'static str| text.split(':').next();
+        candidate.options.retain(|other| option_of(other) != option_of(name));
         candidate.options.push(name);
         Some(changes.contains(&true).then_some(candidate))
     }
@@ -95,8 +99,8 @@ impl Search<'_> {
         let writing = self.writing(found, &point, None)?;
         let formats = self.formats()?;
         let mut measurement = Measurement::new(self.model, self.context, &*formats)?;
-        let limit = self.budget.filter(|budget| matches!(budget, Budget::Drop(_)));
-        if limit.is_some() {
+        let limit = self.budget.filter(|budget| budget.is_size() || matches!(budget, Budget::Drop(_)));
+        if let Some(Budget::Drop(_)) = limit {
             measurement = measurement.with_metric(self.labelled)?;
         }
         let mut best: Option<(Candidate, f64, Duration)> = None;
@@ -107,15 +111,21 @@ impl Search<'_> {
             let repeated = best.as_ref().map_or(Duration::ZERO, |(_, _, time)| *time);
             let most = (left / 2).min(left.saturating_sub(repeated));
             let begun = Instant::now();
-            let judged =
-                if most.is_zero() { None } else { within(most, self.context.work.cancel, |cancel| self.judged(&candidate, &point, &measurement, cancel))? };
+            let judged = if most.is_zero() {
+                None
+            } else {
+                within(most, self.context.work.cancel, |cancel| self.judged(&candidate, &writing.exports, &point, &measurement, cancel))?
+            };
             let taken = begun.elapsed();
             let measured = judged.as_ref().and_then(|judged| judged.measured);
             found.methods.push(SearchMethod { method: candidate.name(), measured, seconds: taken.as_secs_f64(), ..SearchMethod::default() });
             // Slower methods do not end in time either.
             let Some((judged, measured)) = judged.zip(measured) else { break };
-            let is_within = limit.is_none_or(|limit| limit.allows(&judged, 0));
+            let is_within = limit.is_none_or(|limit| limit.allows(&judged, self.model.stored_bytes()));
             if is_within && best.as_ref().is_none_or(|(_, least, _)| measured < *least) {
+                if let Some(chosen) = &mut found.chosen {
+                    chosen.bytes = judged.bytes;
+                }
                 best = Some((candidate, measured, taken));
                 let last = found.methods.len() - 1;
                 found.methods.iter_mut().enumerate().for_each(|(at, method)| method.chosen = at == last);
@@ -124,13 +134,16 @@ impl Search<'_> {
         Ok(Writing { passes: best.map_or(writing.passes, |(candidate, _, _)| candidate.passes), exports: writing.exports })
     }
 
-    /// The point with the loss and the score of the model that a candidate produces.
-    fn judged(&self, candidate: &Candidate, point: &Point, measurement: &Measurement, cancel: &Cancel) -> Result<Point> {
+    /// The point with the size, the loss and the score of the model that a candidate produces.
+    fn judged(&self, candidate: &Candidate, exports: &[Export], point: &Point, measurement: &Measurement, cancel: &Cancel) -> Result<Point> {
         let Context { work, seed, data, device, memory, .. } = self.context;
         let context =
             Context { work: Work { cancel, ..*work }, seed: *seed, data, device: device.clone(), memory: *memory, memory_tracker: None, checkpoints: None };
-        let (model, _) = applied(self.model, &candidate.passes, |plan| plan.execute(&context))?;
+        let (model, run) = applied(self.model, &candidate.passes, |plan| plan.execute(&context))?;
         let mut judged = point.clone();
+        if let [export] = exports {
+            judged.bytes = export.format().forecast(&model, &run)?.bytes;
+        }
         measurement.judge(model, &mut judged)?;
         Ok(judged)
     }

@@ -166,12 +166,25 @@ impl<'a> Measurement<'a> {
         self.checkpoint.map_or_else(compute, |checkpoint| checkpoint.loss(options, compute))
     }
 
+    /// Whether a checkpoint has the measurement of a point.
+    pub fn is_known(&self, point: &Point) -> bool {
+        self.checkpoint.filter(|_| self.comparison.is_some()).is_some_and(|checkpoint| checkpoint.has(point, self.baseline.is_some()))
+    }
+
     /// Measures a point: its loss, its score if the metric is measured, and the size of its file.
     pub fn measure(&self, units: &[Unit], point: &mut Point) -> Result<()> {
         self.context.work.cancel.check()?;
         let compute = |point: &mut Point| self.compute(units, point);
         match self.checkpoint.filter(|_| self.comparison.is_some()) {
-            Some(checkpoint) => checkpoint.measure(point, self.baseline.is_some(), compute),
+            Some(checkpoint) => {
+                checkpoint.measure(point, self.baseline.is_some(), compute)?;
+                // Another search may have measured the score.
+                if self.baseline.is_none() {
+                    point.score = None;
+                    point.drop = point.measured.filter(|_| self.formats.loss() == SearchLoss::CosineDistance);
+                }
+                Ok(())
+            }
             None => compute(point),
         }
     }

@@ -163,7 +163,8 @@ impl Search<'_> {
         let units = formats.units(&scores);
         measurement.set_scores(scores);
         if !units.iter().any(has_formats) {
-            return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model", self.target)));
+            let reason = if self.has_samples() { "" } else { "; some formats, such as `int8-static`, need `--calibration`" };
+            return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model{reason}", self.target)));
         }
         let other_bytes = formats.other_bytes(&units);
         let mut found = Found { formats: formats.names(), units, other_bytes, loss: formats.loss(), metric, ..Found::default() };
@@ -185,6 +186,7 @@ impl Search<'_> {
         let (mut rows, mut remaining) = (Vec::new(), Remaining::new("mixtures", found.points.len()));
         for at in 0..found.points.len() {
             let mut point = found.points[at].clone();
+            let is_stored = times.is_none() && measurement.is_known(&point);
             measurement.measure(&found.units, &mut point)?;
             times.as_mut().map_or(Ok(()), |times| times.measure(&found.units, &mut point))?;
             if let Some(measured) = point.measured {
@@ -192,7 +194,7 @@ impl Search<'_> {
                 rows.push(Row { losses: predicted, fixed: exact.iter().sum(), measured });
             }
             found.points[at] = point;
-            remaining.finish(at, false, &self.context.work);
+            remaining.finish(at, is_stored, &self.context.work);
         }
         found.measured_on = measurement.description();
         let factors = solver::factors(&rows);

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use half::f16;
+
 use super::formats::{Formats, Unit, Writing, Written, applied, retain};
 use crate::error::{Error, Result};
 use crate::exec::Rounding;
@@ -120,7 +122,7 @@ impl<'a> OnnxLayers<'a> {
             Arithmetic::Dynamic => is_matrix,
             Arithmetic::Int4 => is_matrix && self.has_int4(),
             Arithmetic::Int8 => is_matrix && !is_fast,
-            Arithmetic::Float16 => self.can_be_half(weight),
+            Arithmetic::Float16 => self.can_be_half(weight) && damage.half_sqnr_db.is_some(),
         };
         if !exists || !has_samples {
             return exists.then_some(0.0);
@@ -262,7 +264,8 @@ impl Formats for OnnxLayers<'_> {
             // An alias has the format of its original.
             let is_unit = |weight: &&Weight| is_embedding(name, weight) && !scores.by_weight.contains_key(name) && tied.iter().all(|(alias, _)| alias != name);
             let Some(weight) = weights.get(name).filter(is_unit) else { continue };
-            let exists = |arithmetic: Arithmetic| arithmetic == Arithmetic::Int8 || arithmetic == Arithmetic::Float16 && self.can_be_half(weight);
+            let has_half = self.can_be_half(weight) && weight.floats(name)?.iter().all(|value| f16::from_f32(*value).is_finite());
+            let exists = |arithmetic: Arithmetic| arithmetic == Arithmetic::Int8 || arithmetic == Arithmetic::Float16 && has_half;
             let score = |(arithmetic, _): &(Arithmetic, &str)| exists(*arithmetic).then(|| Score { loss: 0.0, bytes: bytes(*arithmetic, weight) });
             scores.by_weight.insert(name.clone(), self.formats.iter().map(score).collect());
         }

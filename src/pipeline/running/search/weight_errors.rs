@@ -38,7 +38,7 @@ impl Found {
         for (unit, losses) in self.units.iter_mut().zip(losses) {
             unit.measured = false;
             for (option, loss) in unit.options.iter_mut().zip(losses) {
-                *option = option.map(|score| Score { loss: loss.unwrap_or(score.loss), ..score });
+                *option = option.map(|score| Score { loss: loss.unwrap_or(score.loss), ..score }).filter(|score| score.loss.is_finite());
             }
         }
         self.loss = SearchLoss::WeightError;
