@@ -80,8 +80,8 @@ pub(super) fn begin_run(name: &str, global: &Global) {
     }
 }
 
-/// Runs a pipeline, or a part of it, and shows its report. In distributed training only rank 0 writes an
-/// output.
+/// Runs a pipeline, or a part of it, and shows its report. If several processes run a pass together, only
+/// rank 0 writes an output.
 pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, part: Option<PartIndex>, global: &Global) -> Result<()> {
     if let Some(index) = part {
         return show_part(pipeline.run_part(model.clone(), folder, index)?, index, folder, global);

@@ -66,8 +66,8 @@ pub(super) fn tokenizer_files(folder: &Folder, _: Target) -> Result<Vec<Finding>
     Ok(folder.defects.tokenizer())
 }
 
-/// The weights have the names and shapes that the configuration requires. Only transformers loads a table that
-/// is stored as the head to which it is tied.
+/// The weights have the names and shapes that the configuration requires. Only transformers loads a table
+/// that is stored as the head to which it is tied.
 pub(super) fn shapes(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let unnamed = if target.runtime() == Runtime::Transformers { None } else { unnamed_table(folder) };
     Ok(folder.defects.shapes().into_iter().chain(unnamed).collect())

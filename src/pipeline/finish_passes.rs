@@ -79,7 +79,7 @@ fn adapter_note(model: &Model) -> Option<String> {
     let is_alone = !model.weight_files.is_empty() && model.weight_files.iter().all(is_adapter);
     is_alone.then(|| {
         format!(
-            "{WARNING}the input is a LoRA adapter without its base model, and PEFT does not load the output: merge them first with `merge_and_unload` of PEFT, and compress the result"
+            "{WARNING}the input is a LoRA adapter without its base model, and PEFT does not load the output: merge the adapter into its base model with `merge_and_unload` of PEFT, and compress the merged model"
         )
     })
 }

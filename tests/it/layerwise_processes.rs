@@ -138,3 +138,13 @@ fn ranks_with_other_samples_are_refused() {
     }
     assert!(!place.at("out").exists());
 }
+
+/// Each token is counted once: with two samples, `down_proj` has 16 tokens for 24 features.
+#[test]
+fn ranks_count_each_token_once() {
+    let place = workspace("llama", 2);
+    let recipe = place.recipe_with("calibration: { arrays: train.safetensors, batch_size: 1, samples: 2 }", "quantize", GPTQ);
+    start::<3>(&place, &recipe, "three", &[]).into_iter().for_each(|child| place.finish(child));
+    let notes = place.report("three")["notes"].to_string();
+    assert!(notes.contains("`layers.0.mlp.gated`: 16 for 24"), "{notes}");
+}

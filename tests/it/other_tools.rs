@@ -168,6 +168,8 @@ fn incomplete_and_contradicting_folders_are_refused() {
     assert!(found.contains(DOWN) && found.contains("does not contain the indices of 6144 elements"), "{found}");
     let found = removed("int8", DOWN);
     assert!(found.contains("is not a matrix of int8, but `model.layers.0.mlp.down_proj.SCB`"), "{found}");
+    let found = error("nvfp4", |all, _| drop(all.insert(module("pre_quant_scale"), Tensor::new(DType::F32, &[96], vec![0; 384]))));
+    assert!(found.contains("pre_quant_scale`: changes the input or output of a layer"), "{found}");
     let format = module("weight_format");
     let found = error("int8", |all, _| drop(all.insert(format, Tensor::new(DType::U8, &[], vec![1]))));
     assert!(found.contains("weight_format`: is not 0"), "{found}");

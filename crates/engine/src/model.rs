@@ -40,7 +40,7 @@ use crate::error::{Error, Result};
 use crate::files as names;
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{is_gguf, model_files};
-use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
+use crate::store::{Checkpoint, Encoding, Module, OriginalFormat, Weight, Weights, pytorch};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// A model folder, or a single safetensors, PyTorch, GGUF or ONNX file. Opening it does not read tensors.
@@ -116,8 +116,16 @@ impl Model {
         notes.extend(unlisted);
         let schemes = config.take_quantization(path)?;
         (checkpoint.gptq, checkpoint.fp8, checkpoint.nvfp4) = (schemes.gptq, schemes.fp8, schemes.nvfp4);
+        if schemes.fp8.is_some() || schemes.nvfp4.is_some() {
+            modelopt::require_plain_layers(checkpoint.tensors.keys())?;
+        }
         let class_of = |name: &str| if arch::is_embedding_table(config.model_type(), name) { "Embedding" } else { "Linear" };
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
+        let is_transposed = |(_, weight): &(&String, &Weight)| config.has_conv1d() && matches!(weight.original_format, Some(OriginalFormat::Bits(_)));
+        if let Some((name, _)) = weights.by_name.iter().find(is_transposed) {
+            let reason = "is stored as [out, in] by bitsandbytes, but layers of this family are [in, out], which is not supported";
+            return Err(Error::tensor(name, reason, "start from the original checkpoint"));
+        }
         adapter::complete(&config, &mut weights);
         arch::mark_roles(&mut weights.by_name, config.values());
         let mut auxiliary = if folder { AuxiliaryFiles::scan(path, &weight_files)? } else { AuxiliaryFiles::default() };
@@ -174,10 +182,15 @@ impl Model {
     /// Name of the file with the hash of the inputs of a cached run.
     pub const KEY: &str = "inputs.blake3";
 
+    /// Whether a tensor has the name of a scale of keys or values, whether or not config.json describes a
+    /// quantized KV cache.
+    pub fn has_cache_scale_name(name: &str) -> bool {
+        [".k_scale", ".v_scale"].iter().any(|suffix| name.ends_with(suffix))
+    }
+
     /// Whether a tensor is the scale of the keys or values of a quantized KV cache.
     pub fn is_cache_scale(&self, name: &str) -> bool {
-        let is_scale = [".k_scale", ".v_scale"].iter().any(|suffix| name.ends_with(suffix));
-        is_scale && self.config.cache().is_ok_and(|format| format.is_some())
+        Self::has_cache_scale_name(name) && self.config.cache().is_ok_and(|format| format.is_some())
     }
 
     /// Whether a pass gave this model other classes than those of the input, or a new classification head
@@ -368,7 +381,10 @@ fn name_tied_originals(config: &Config, checkpoint: &mut Checkpoint) {
         // Base models have the table without a prefix.
         let table = original.rsplit('.').nth(1).map(|module| format!("{module}.weight")).unwrap_or_default();
         let is_ambiguous = ties.iter().filter(|(other, _)| *other == alias).count() > 1;
-        if is_ambiguous || checkpoint.tensors.keys().any(|name| name.ends_with(&table)) {
+        // Codes would be separated from their scales.
+        let module = alias.strip_suffix("weight").unwrap_or(alias);
+        let is_quantized = checkpoint.tensors.keys().any(|name| name.strip_prefix(module).is_some_and(|part| !matches!(part, "weight" | "bias")));
+        if is_ambiguous || is_quantized || checkpoint.tensors.keys().any(|name| name.ends_with(&table)) {
             continue;
         }
         if let Some(tensor) = checkpoint.tensors.remove(alias) {

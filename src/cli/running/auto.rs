@@ -110,7 +110,7 @@ pub(in crate::cli) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        if RankConfig::from_environment()?.is_some_and(|rank| rank.size > 1) {
+        if RankConfig::from_environment().ok().flatten().is_some_and(|rank| rank.size > 1) {
             return Err(Error::option("auto", "searches in one process: run the recipe of its report in several processes"));
         }
         let budget = self.budget()?;

@@ -150,7 +150,7 @@ impl Gguf {
                 continue;
             }
             // Runtimes choose the type of the cache when they load the file, and compute frequencies.
-            if model.is_cache_scale(name) || is_frequency(name) {
+            if Model::has_cache_scale_name(name) || is_frequency(name) {
                 continue;
             }
             if model.weights.folder(name).is_some() {

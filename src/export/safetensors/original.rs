@@ -26,9 +26,15 @@ pub(super) fn are_kept(model: &Model, layout: Layout) -> bool {
 
 /// Whether a description names modules of numbered layers, which passes may renumber.
 fn names_layers(description: &Value) -> bool {
-    let lists = description.as_object().into_iter().flatten().filter_map(|(_, value)| value.as_array()).flatten();
+    let is_separator = |c: char| !c.is_ascii_alphanumeric() && c != '_';
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    lists.filter_map(Value::as_str).any(|name| name.split('.').any(is_number))
+    let is_of_layer = |name: &str| name.split(is_separator).any(is_number);
+    match description {
+        // Other texts, such as versions, are values of keys.
+        Value::Array(names) => names.iter().any(|name| name.as_str().is_some_and(is_of_layer) || names_layers(name)),
+        Value::Object(values) => values.iter().any(|(key, value)| is_of_layer(key) || names_layers(value)),
+        _ => false,
+    }
 }
 
 /// Whether an item keeps its original format.
@@ -88,4 +94,24 @@ pub(super) fn notes(model: &Model, items: &[Item]) -> Vec<String> {
 fn has_cache(described: &Value) -> bool {
     let settings = described.get("quantization").unwrap_or(described);
     ["kv_cache_scheme", "kv_cache_quant_algo"].into_iter().any(|key| settings.get(key).is_some_and(|value| !value.is_null()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn names_of_layers_are_found_at_every_depth() {
+        for described in [
+            json!({ "quantization": { "quantized_layers": { "model.layers.2.mlp.up_proj": {} } } }),
+            json!({ "quantization": { "exclude_modules": ["model.layers.61*"] } }),
+            json!({ "config_groups": { "group_0": { "targets": [r"re:.*layers\.3\..*"] } } }),
+        ] {
+            assert!(names_layers(&described), "{described}");
+        }
+        let groups = json!({ "group_0": { "targets": ["Linear"] } });
+        assert!(!names_layers(&json!({ "ignore": ["lm_head", "*mlp.gate*"], "config_groups": groups, "producer": { "version": "0.47.0" } })));
+    }
 }

@@ -79,9 +79,12 @@ impl BlockCheckpoints {
         Ok(BlockCheckpoints { blocks: ArtifactStore::new(folder) })
     }
 
-    /// The checkpoints in a folder that another process has opened.
-    pub fn attach(folder: &Path) -> BlockCheckpoints {
-        BlockCheckpoints { blocks: ArtifactStore::new(folder) }
+    /// The checkpoints in a folder that another process has opened with this identity.
+    pub fn attach(folder: &Path, identity: &str) -> Result<BlockCheckpoints> {
+        if fs::read_to_string(folder.join(IDENTITY)).ok().as_deref() != Some(identity) {
+            return Err(Error::run(folder.display(), "is not the folder of rank 0", "use an output folder that all processes can access"));
+        }
+        Ok(BlockCheckpoints { blocks: ArtifactStore::new(folder) })
     }
 
     /// The folder.

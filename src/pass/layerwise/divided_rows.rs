@@ -1,4 +1,5 @@
-//! Layers whose rows several ranks round: rows do not depend on each other, given the moments of the inputs.
+//! Layers whose rows several ranks round. Given the moments of the inputs, rows depend on each other only by
+//! the number of sweeps.
 
 use std::rc::Rc;
 
@@ -8,12 +9,34 @@ use crate::error::{Error, Result};
 use crate::kernel::grid::QuantizationParams;
 use crate::train::Team;
 
+/// Maximum bytes of one message; the communicator rejects those of more than 1 GiB.
+const MESSAGE: usize = 256 << 20;
+
 /// Divides the rows of layers among ranks.
 pub(super) struct DividedRows(Rc<Team>);
 
 impl DividedRows {
     pub fn new(team: &Rc<Team>) -> DividedRows {
         DividedRows(team.clone())
+    }
+
+    /// Whether `predicate` is false for the rows of every rank.
+    pub fn none(&self, layer: &Layer, values: &[f32], predicate: fn(&[f32]) -> bool) -> bool {
+        let count = self.0.size();
+        (0..count).all(|rank| {
+            let rows = part(layer.rows, rank, count);
+            !predicate(&values[rows.start * layer.size..rows.end * layer.size])
+        })
+    }
+
+    /// The bytes of every rank, of which the longest has `longest`.
+    fn gather(&self, bytes: &[u8], longest: usize) -> Result<Vec<Vec<u8>>> {
+        let mut all = vec![Vec::new(); self.0.size()];
+        for first in (0..longest).step_by(MESSAGE) {
+            let own = bytes.get(first..bytes.len().min(first + MESSAGE)).unwrap_or(&[]);
+            all.iter_mut().zip(self.0.gather(own)?).for_each(|(bytes, next)| bytes.extend(next));
+        }
+        Ok(all)
     }
 
     /// Rounds a weight `[rows, size]`, and returns the scales of all rows. `round` rounds the rows of this
@@ -36,8 +59,10 @@ impl DividedRows {
         let steps = round(&Layer { rows: part(layer.rows, rank, count).len(), ..layer.clone() }, own)?;
         let numbers = own.iter().copied().chain(steps.iter().flat_map(|step| [step.scale, step.zero]));
         let message: Vec<u8> = numbers.flat_map(f32::to_le_bytes).collect();
+        // All rows have messages of the same length.
+        let longest = message.len() / part(layer.rows, rank, count).len().max(1) * layer.rows.div_ceil(count);
         let mut all = Vec::new();
-        for (rank, message) in self.0.gather(&message)?.iter().enumerate() {
+        for (rank, message) in self.gather(&message, longest)?.iter().enumerate() {
             let numbers: Vec<f32> = message.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
             let rows = &mut values[elements(rank)];
             let too_few = || Error::run(format!("rank {rank}"), "sent too few rounded weights", "report this error");

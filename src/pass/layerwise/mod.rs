@@ -190,7 +190,9 @@ impl Layerwise<'_> {
     /// exactly one linear layer, if the method fails, or if the work is cancelled.
     pub fn run(&self, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
         let team = ranks::connect(self.context)?;
-        let summary = self.run_in(&team, model, method);
+        // If all processes are interrupted, this one may first notice that another one has stopped.
+        let interrupted = |error| if self.context.work.cancel.check().is_err() { Error::Cancelled } else { error };
+        let summary = self.run_in(&team, model, method).map_err(interrupted);
         summary.inspect_err(|error| team.stop(error))
     }
 

@@ -63,15 +63,16 @@ pub(super) fn connect(context: &Context) -> Result<Rc<Team>> {
 }
 
 impl<'t> Ranks<'t> {
-    /// Opens the checkpoints. Returns an error if the ranks have other options, samples or instruction sets.
+    /// Opens the checkpoints. Returns an error if the ranks have other options, samples, devices or
+    /// instruction sets, or no folder in common.
     pub fn open(team: &'t Rc<Team>, context: &Context) -> Result<Ranks<'t>> {
         let mut ranks = Ranks { team, checkpoints: None, share: Share::default() };
         if let Some(found) = &context.checkpoints {
             let identity = identity(found, &context.device, ranks.count());
-            team.agree("options, weights, samples or instruction sets", &identity)?;
+            team.agree("options, weights, samples, devices or instruction sets", &identity)?;
             let own = ranks.is_first().then(|| BlockCheckpoints::open(found, &identity)).transpose()?;
             team.wait()?;
-            ranks.checkpoints = Some(own.unwrap_or_else(|| BlockCheckpoints::attach(&found.folder)));
+            ranks.checkpoints = Some(own.map_or_else(|| BlockCheckpoints::attach(&found.folder, &identity), Ok)?);
         }
         Ok(ranks)
     }
@@ -236,7 +237,13 @@ impl<'t> Ranks<'t> {
         if self.count() == 1 {
             return checkpoints.store(block, model, changed, report, work);
         }
-        let own = if self.is_first() { Some(checkpoints.store(block, model, changed, report, work)?) } else { None };
+        // Rank 0 removes the exchanged files below. NFS cannot remove folders with open files.
+        let own = if self.is_first() {
+            Some(checkpoints.store(block, model, changed, report, work)?)
+        } else {
+            drop((changed, report));
+            None
+        };
         self.team.wait()?;
         let stored = own.map_or_else(|| checkpoints.read(&name(block), model), Ok)?;
         self.team.wait()?;

@@ -389,7 +389,8 @@ impl Method for Rounder<'_> {
             Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?),
         };
         let steps = match &self.rows {
-            Some(rows) if !is_sparse(values) => rows.round(layer, values, round)?,
+            // Zeros are preserved by their fraction in the complete layer.
+            Some(rows) if rows.none(layer, values, is_sparse) => rows.round(layer, values, round)?,
             _ => round(layer, values)?,
         };
         let affine = self.quantization.affine(layer)?;

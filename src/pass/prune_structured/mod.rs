@@ -167,13 +167,14 @@ impl Ranking<'_> {
     }
 }
 
-/// Removes units, which `removed` has by the index of their group, and repairs the layers that read them, if
-/// a context is specified. Adds the changed tensors and notes to the record of the pass.
+/// Removes units, which `removed` has by the index of their group, and repairs the layers that read them on
+/// samples that are not held out, if a context is specified. Adds the changed tensors and notes to the record
+/// of the pass.
 pub(super) fn remove_units(
     model: &mut Model,
     (graph, groups): (&Graph, &Groups),
     removed: &BTreeMap<usize, Vec<usize>>,
-    (repair, context): (Repair, Option<&Context>),
+    (repair, context, is_held_out): (Repair, Option<&Context>, &dyn Fn(usize) -> bool),
     applied: &mut Applied,
 ) -> Result<()> {
     let before = model.clone();
@@ -184,7 +185,7 @@ pub(super) fn remove_units(
     }
     applied.notes.extend(cut::describe(model, graph, groups, removed)?);
     if let Some(context) = context.filter(|_| repair != Repair::None) {
-        let repairing = repair::Repairing { before: &before, graph, after: model, surviving: &surviving, repair };
+        let repairing = repair::Repairing { before: &before, graph, after: model, surviving: &surviving, repair, is_held_out };
         let (layers, normalisations) = repairing.run(context)?;
         applied.notes.push(format!("repaired on calibration data: {}, {}", counted(layers, "layer"), counted(normalisations, "batch normalisation")));
     }
@@ -256,7 +257,7 @@ impl PruneStructured {
                 applied.notes.push(WEIGHT_RANKING_NOTE.to_owned());
             }
             let context = if let Ranking::Measured(context) = ranking { Some(context) } else { None };
-            remove_units(&mut model, (&graph, &selection.groups), &removed, (self.repair, context), &mut applied)?;
+            remove_units(&mut model, (&graph, &selection.groups), &removed, (self.repair, context, &|_| false), &mut applied)?;
             details.insert("groups".to_owned(), selection.details(&widths).into());
             rules.push(selection.rule.clone());
             applied.estimated |= self.scope() == Scope::Global || matches!(self.target, Some(Target::Latency(_)));

@@ -131,7 +131,8 @@ fn part(graph: &Graph, layer: &Layer, (input, output): &(String, String)) -> Opt
 
 /// The units of a branch, if all of its units are in one group and one linear layer reads them.
 fn units(graph: &Graph, groups: &Groups, part: Part, tensors: &BTreeSet<String>) -> Option<Units> {
-    let belongs = |group: &Group| group.unit == part.unit() && group.members.iter().all(|member| tensors.contains(&member.param));
+    // A normalization over the units would change with their number.
+    let belongs = |group: &Group| group.unit == part.unit() && !group.normalised && group.members.iter().all(|member| tensors.contains(&member.param));
     let mut own = groups.groups.iter().enumerate().filter(|(_, group)| belongs(group));
     let (Some((index, group)), None) = (own.next(), own.next()) else { return None };
     let mut members = group.members.iter().filter(|member| member.role == Role::Reads);

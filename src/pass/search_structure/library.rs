@@ -1,8 +1,8 @@
 //! Scores of all options of all branches.
 //!
-//! Each option is measured separately, in the otherwise unchanged model: the layer that reads removed units is
-//! refitted to calibration samples, and the outputs are compared on held-out samples. As earlier layers are
-//! unchanged, the sums of products over all units of a branch suffice to refit all of its widths.
+//! Each option is measured separately, in the otherwise unchanged model: the layer that reads removed units
+//! is refitted to calibration samples, and the outputs are compared on held-out samples. As earlier layers
+//! are unchanged, the sums of products over all units of a branch suffice to refit all of its widths.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -97,13 +97,15 @@ fn runs<'r>(structure: &'r Structure, measurement: &'r Measurement) -> Result<Bl
 
 /// The model with the adjusted weights of the branches of which a choice keeps a part. Those of removed units
 /// are zero in the layers that read them.
-pub(super) fn adjusted(structure: &Structure, chosen: &Chosen, fitting: Fitting, measurement: &Measurement) -> Result<Model> {
+pub(super) fn adjusted(structure: &Structure, chosen: &Chosen, library: &Library, fitting: Fitting, measurement: &Measurement) -> Result<Model> {
     let (mut runs, mut model) = (runs(structure, measurement)?, structure.model.clone());
     let mut kept: Vec<(usize, &Branch, Retained)> = structure.retained(chosen).collect();
     kept.sort_by_key(|(index, ..)| *index);
-    for (_, branch, kept) in kept {
+    for (index, branch, kept) in kept {
         let (Retained::Units(count), Some(units)) = (kept, &branch.units) else { continue };
-        let fitted = Fitted::new(structure, (branch, units), fitting, &mut runs, measurement)?;
+        let mut fitted = Fitted::new(structure, (branch, units), fitting, &mut runs, measurement)?;
+        // The final cut removes the units with the least importance in the library.
+        fitted.importance.clone_from(&library.importance[index]);
         for (name, tensor) in fitted.parameters(count, &runs, measurement)? {
             set_weight(&mut model, &name, &tensor)?;
         }
@@ -142,11 +144,12 @@ impl<'s, 'a> Fitted<'s, 'a> {
         runs.reach(value)?;
         runs.each(value, |batch, x| {
             let (x, sizes) = calibrate::rows_by_sample(x, &node.op, batch, tokens)?;
+            let weights = row_weights(&x)?;
             for (half, products) in products.iter_mut().enumerate() {
                 let rows = measurement.split.rows(half, first, &sizes);
                 if !rows.is_empty() {
-                    let rows = select_rows(&x, rows).map_err(tensor_error)?;
-                    products.add(&rows, &row_weights(&rows)?)?;
+                    let part = |tensor: &Tensor| select_rows(tensor, rows.clone()).map_err(tensor_error);
+                    products.add(&part(&x)?, &part(&weights)?)?;
                 }
             }
             first += sizes.len();

@@ -107,6 +107,11 @@ impl SearchStructure {
         let mut applied = Applied::new(NAME, self.options());
         applied.estimated = true;
         applied.rule = format!("attention and networks of {}", counted(structure.found.layers.len(), "layer"));
+        if structure.cost(model) <= structure.limit_cost() {
+            let (size, unit) = (structure.cost(model), self.limit.unit());
+            applied.notes.push(format!("nothing was removed: the model has {size} {unit}, and the limit is {}", structure.limit_cost()));
+            return Ok((model.clone(), applied));
+        }
         let Some(context) = context else {
             let chosen = match uniform {
                 true => structure.choose_uniform(None, Some(&vec![ASSUMED_LOSS; structure.found.layers.len()])),
@@ -127,6 +132,11 @@ impl SearchStructure {
         let samples = counted(measurement.held_out, "held-out sample");
         applied.notes.push(format!("{kind} from the original model on {samples}: {measured:.4}; the sum of the scores is {:.4}", chosen.loss));
         let baselines = if self.baselines { self.baselines(&structure, &library, &measurement)? } else { Value::Null };
+        for row in baselines.as_array().into_iter().flatten() {
+            if let (Some(choice), Some(measured)) = (row["choice"].as_str(), row["measured"].as_f64()) {
+                applied.notes.push(format!("{kind} with another choice within the limit, {choice}: {measured:.4}"));
+            }
+        }
         let scores = scores(&structure, &library, &chosen);
         let score = |layer: usize| {
             let chosen = scores.iter().filter(|row| row["layer"] == layer && row["chosen"] == true);
@@ -160,9 +170,9 @@ impl SearchStructure {
     fn build(&self, structure: &Structure, chosen: &Chosen, library: &Library, measurement: &Measurement, applied: &mut Applied) -> Result<Model> {
         let importance = Some(library.importance.as_slice());
         if self.steps == 0 {
-            return structure.build(structure.model, chosen, importance, (self.repair, Some(measurement.context)), applied);
+            return structure.build(structure.model, chosen, importance, (self.repair, Some(measurement)), applied);
         }
-        let trained = adjusted(structure, chosen, self.fitting(), measurement)?;
+        let trained = adjusted(structure, chosen, library, self.fitting(), measurement)?;
         for (_, branch, _) in structure.retained(chosen).filter(|(_, _, kept)| matches!(kept, Retained::Units(_))) {
             applied.tensors.extend(branch.tensors.iter().cloned());
         }

@@ -1,12 +1,13 @@
 //! The samples to which options are fitted, and those on which they are scored.
 
 use crate::data::Batch;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::{Comparison, Samples};
 use crate::exec::Rounding;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::calibrate;
+use crate::pass::prune_structured::repair::alternating_rows;
 
 /// One of this many samples is held out.
 const INTERVAL: usize = 4;
@@ -40,15 +41,8 @@ impl Split {
     /// Indices of the rows of a batch in a half. `first` is the index of its first sample, and `sizes` has
     /// the number of rows of each sample.
     pub fn rows(self, half: usize, first: usize, sizes: &[usize]) -> Vec<u32> {
-        let (mut rows, mut end) = (Vec::new(), 0u32);
-        for (sample, size) in (first..).zip(sizes) {
-            let begin = end;
-            end += *size as u32;
-            if sample % 2 == half && !self.is_held_out(sample) {
-                rows.extend(begin..end);
-            }
-        }
-        rows
+        let [even, odd] = alternating_rows(sizes, first, &|sample| self.is_held_out(sample));
+        if half == 0 { even } else { odd }
     }
 }
 
@@ -71,8 +65,10 @@ impl<'a> Measurement<'a> {
             Ok(())
         })?;
         let split = Split { samples: batches.iter().map(|batch| batch.samples).sum() };
-        if split.samples < 2 {
-            return Err(Error::option("data: calibration", "has one sample, but options are fitted to some samples and scored on others: use at least 2"));
+        if split.samples < 3 {
+            let reason =
+                format!("has {}, but options are fitted to two samples or more and scored on others: use at least 3", counted(split.samples, "sample"));
+            return Err(Error::option("data: calibration", reason));
         }
         let (mut held_out, mut first) = (Vec::new(), 0);
         for batch in &batches {

@@ -2,16 +2,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde_json::Value;
+
 use super::branches::{self, Branch, Part};
 use super::choice::{Chosen, LayerOptions, keep_one_branch, mixed, uniform};
 use super::options::Limit;
+use super::samples::Measurement;
 use super::{NAME, SearchStructure};
 use crate::analysis::{self, Group, GroupUnit, Groups, Layers};
 use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::ir::Graph;
 use crate::model::Model;
-use crate::pass::Context;
 use crate::pass::assignment::Choice;
 use crate::pass::prune_structured::layers::{drop_layers, outside_readers, renamed};
 use crate::pass::prune_structured::selection::least_important;
@@ -39,6 +41,7 @@ pub(super) struct Structure<'a> {
     /// The options of each branch: the whole branch, then fewer and fewer units.
     pub options: Vec<Vec<Retained>>,
     limit: Limit,
+    uniform: bool,
 }
 
 impl<'a> Structure<'a> {
@@ -55,7 +58,33 @@ impl<'a> Structure<'a> {
         let has_fixed_width = |branch: &Branch| has_fixed_heads && branch.part == Part::Attention;
         let is_removable = !uniform && found.layers.len() > 1;
         let options = branches.iter().map(|branch| options(pass, branch, is_removable, has_fixed_width(branch))).collect();
-        Ok(Structure { model, graph, found, groups, branches, options, limit: pass.limit })
+        let mut structure = Structure { model, graph, found, groups, branches, options, limit: pass.limit, uniform };
+        if uniform && model.is_described() {
+            structure.keep_described();
+        }
+        Ok(structure)
+    }
+
+    /// Removes the widths of all layers that `config.json` cannot specify, or that transformers refuses.
+    /// Errors are those of the later choice.
+    fn keep_described(&mut self) {
+        for part in [0, 1] {
+            let pairs = self.pairs();
+            let Some(first) = pairs.first().map(|pair| self.options[pair[part]].clone()) else { continue };
+            if pairs.iter().any(|pair| self.options[pair[part]] != first) {
+                continue;
+            }
+            let is_refused = |option: usize| {
+                let options = vec![if part == 0 { [option, 0] } else { [0, option] }; pairs.len()];
+                let chosen = Chosen { options, ..Chosen::default() };
+                let built = self.build(self.model, &chosen, None, (Repair::None, None), &mut Applied::new(NAME, Value::Null));
+                built.is_ok_and(|model| !model.is_described() || arch::unsupported_heads_reason(model.config.values()).is_some())
+            };
+            let refused: Vec<Retained> = first.iter().enumerate().skip(1).filter(|(at, _)| is_refused(*at)).map(|(_, kept)| *kept).collect();
+            for pair in &pairs {
+                self.options[pair[part]].retain(|kept| !refused.contains(kept));
+            }
+        }
     }
 
     /// The indices of the attention and of the network of each layer.
@@ -166,7 +195,8 @@ impl<'a> Structure<'a> {
                 Limit::Layers((1e4 * needed as f64 / layers.max(1) as f64).ceil() / 1e4)
             }
         };
-        let reason = format!("{} cannot be met: the smallest possible limit is {nearest}; list smaller `widths`, or set `uniform` to false", self.limit);
+        let otherwise = if self.uniform { ", or set `uniform` to false" } else { "" };
+        let reason = format!("{} cannot be met: the smallest possible limit is {nearest}; list smaller `widths`{otherwise}", self.limit);
         Error::option(format!("{NAME}: limit"), reason)
     }
 
@@ -231,14 +261,14 @@ impl<'a> Structure<'a> {
     }
 
     /// The model with a choice and the weights of `start`. `importance` has that of the units of each branch;
-    /// without it, the first units are removed. With a context, the layers that read removed units are
-    /// repaired.
+    /// without it, the first units are removed. With a measurement, the layers that read removed units are
+    /// repaired on its fitted samples.
     pub fn build(
         &self,
         start: &Model,
         chosen: &Chosen,
         importance: Option<&[Vec<f64>]>,
-        (repair, context): (Repair, Option<&Context>),
+        (repair, measurement): (Repair, Option<&Measurement>),
         applied: &mut Applied,
     ) -> Result<Model> {
         let mut model = start.clone();
@@ -264,7 +294,9 @@ impl<'a> Structure<'a> {
             };
             removed.insert(group, least_important(units.size, units.size - count, importance.and_then(|importance| importance.get(index))));
         }
-        remove_units(&mut model, (&graph, &groups), &removed, (repair, context), applied)?;
+        let is_held_out = |sample: usize| measurement.is_some_and(|measurement| measurement.split.is_held_out(sample));
+        let context = measurement.map(|measurement| measurement.context);
+        remove_units(&mut model, (&graph, &groups), &removed, (repair, context, &is_held_out), applied)?;
         // Both removals note which file describes the result.
         let mut seen = BTreeSet::new();
         applied.notes.retain(|note| seen.insert(note.clone()));
@@ -289,7 +321,7 @@ impl<'a> Structure<'a> {
     pub fn option_text(&self, layer: usize, part: usize, option: usize) -> String {
         let index = self.pairs()[layer][part];
         let branch = &self.branches[index];
-        let unit = if branch.part.unit() == GroupUnit::Heads { "head" } else { "neuron" };
+        let unit = if branch.part.unit() == GroupUnit::Heads { "key-value head" } else { "neuron" };
         match (self.options[index][option], &branch.units) {
             (Retained::Nothing, _) => "removed".to_owned(),
             (Retained::Units(count), Some(units)) => format!("{count} of {}", counted(units.size, unit)),

@@ -16,7 +16,7 @@ use crate::run_state::RunState;
 use crate::store::ContentKey;
 use crate::work::Work;
 
-/// Name of the data set that only rank 0 of a distributed training reads.
+/// Name of the data set that only rank 0 of several processes reads.
 const EVALUATION: &str = "evaluation";
 
 /// The keys of the passes of a run, in order.

@@ -182,8 +182,8 @@ fn required(name: &str) -> Value {
     }
 }
 
-/// Options of the execution and logging of training, and of additional measurements, which must not change the
-/// weights.
+/// Options of the execution and logging of training, and of additional measurements, which must not change
+/// the weights.
 const HOW: [&str; 12] = [
     "baselines",
     "checkpoint_every",

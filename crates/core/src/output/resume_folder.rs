@@ -72,8 +72,11 @@ impl ResumeFolder {
     /// Removes the folders of passes that have saved no work, and returns whether others remain.
     pub fn has_work(&self) -> bool {
         let Ok(left) = self.leftovers() else { return true };
-        // A later run cannot continue from logs and the identity of the run.
-        let is_record = |path: &Path| path.ends_with(IDENTITY) || LOGS.iter().any(|extension| path.extension().is_some_and(|found| found == *extension));
+        // A later run cannot continue from logs, the identity of the run, and empty folders.
+        let is_empty_folder = |path: &Path| fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+        let is_record = |path: &Path| {
+            path.ends_with(IDENTITY) || is_empty_folder(path) || LOGS.iter().any(|extension| path.extension().is_some_and(|found| found == *extension))
+        };
         let is_empty = |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut entries| entries.all(|entry| entry.is_ok_and(|entry| is_record(&entry.path()))));
         let removed = left.iter().filter(is_empty).filter(|path| remove(path).is_ok()).count();
         removed < left.len()

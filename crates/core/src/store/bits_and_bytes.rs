@@ -123,7 +123,11 @@ fn four(checkpoint: &mut Checkpoint, name: &str, (suffix, kind): (&'static str, 
         "float32" => DType::F32,
         other => return Err(broken(format!("has `dtype` of {other:?}"))),
     };
-    let elements = state.shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).filter(|count| *count > 0 && state.shape.len() == 2);
+    if state.shape.len() != 2 {
+        let reason = format!("describes a weight of shape {:?}, but only matrices are supported", state.shape);
+        return Err(Error::tensor(&state_name, reason, "start from the original checkpoint"));
+    }
+    let elements = state.shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).filter(|count| *count > 0);
     let Some(elements) = elements.filter(|_| state.quant_type == kind && state.blocksize > 0 && state.blocksize.is_multiple_of(2)) else {
         return Err(broken(format!("describes `{}` of shape {:?} in blocks of {}", state.quant_type, state.shape, state.blocksize)));
     };

@@ -61,6 +61,9 @@ fn weight(checkpoint: &mut Checkpoint, config: Fp8Config, floats: DType, name: &
     let suffix = SUFFIXES.into_iter().find(|suffix| checkpoint.tensors.contains_key(&scale_name(suffix)));
     let parts = suffix.and_then(|suffix| Some((suffix, checkpoint.tensors.remove(name)?, checkpoint.tensors.remove(&scale_name(suffix))?)));
     let Some((suffix, codes, scales)) = parts else {
+        if checkpoint.tensors.contains_key(&scale_name("_weight_scale")) {
+            return Err(Error::tensor(name, "contains experts in one tensor by ModelOpt, which is not supported", "start from the original checkpoint"));
+        }
         let [expected, _] = SUFFIXES.map(scale_name);
         return Err(Error::tensor(&expected, format!("is missing, but `{name}` contains FP8 codes, and config.json describes weights in FP8"), INCOMPLETE));
     };
@@ -138,8 +141,8 @@ fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<StoredScalar>
     let module = name.strip_suffix("weight").unwrap_or(name);
     let found = INPUTS.into_iter().find_map(|input| Some((input, checkpoint.tensors.remove(&format!("{module}{input}"))?)));
     let Some((input, tensor)) = found else {
-        let [expected, _] = INPUTS;
-        let reason = "is missing, but config.json specifies static quantization of this layer's input (`activation_scheme`)";
+        let [expected, other] = INPUTS;
+        let reason = format!("is missing, but config.json specifies static quantization of this layer's input, whose scale is this tensor or `{other}`");
         return Err(Error::tensor(&format!("{module}{expected}"), reason, INCOMPLETE));
     };
     let bits = positive(&format!("{module}{input}"), &tensor)?.to_bits();

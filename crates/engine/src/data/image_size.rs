@@ -30,7 +30,9 @@ impl Size {
     /// The option that gives all images the same size, in addition to this size and this crop.
     pub fn advice(size: Option<Size>, crop: Option<(usize, usize)>) -> String {
         match (size, crop) {
-            (Some(Size::Shorter(side)), None) => format!("only the shorter side is resized to {side}: also set `crop: {side}`"),
+            (Some(Size::Shorter(side)), None) => {
+                format!("only the shorter side is resized to {side}: also set `crop: {side}`, or the size of the model's input")
+            }
             _ => "set `resize`".to_owned(),
         }
     }
@@ -42,7 +44,7 @@ mod tests {
 
     #[test]
     fn a_shorter_side_without_a_crop_leads_to_different_sizes() {
-        assert_eq!(Size::advice(Some(Size::Shorter(8)), None), "only the shorter side is resized to 8: also set `crop: 8`");
+        assert_eq!(Size::advice(Some(Size::Shorter(8)), None), "only the shorter side is resized to 8: also set `crop: 8`, or the size of the model's input");
         let others = [(Some(Size::Shorter(8)), Some((8, 8))), (Some(Size::Exactly(8, 8)), None), (None, None)];
         assert_eq!(others.map(|(size, crop)| Size::advice(size, crop)), ["set `resize`"; 3]);
     }

@@ -87,8 +87,8 @@ impl LanguageModel {
     }
 
     /// Continues prompts, each by at most the given number of tokens, with other parameters than those of the
-    /// model. Up to `most` prompts of the same length form a batch; the random numbers of a prompt depend on its index.
-    /// Fails as [`generate`](LanguageModel::generate).
+    /// model. Up to `most` prompts of the same length form a batch; the random numbers of a prompt depend on
+    /// its index. Fails as [`generate`](LanguageModel::generate).
     pub fn continue_with(
         &self,
         parameters: Parameters,

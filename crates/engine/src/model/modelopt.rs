@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::quantization::{FORMATS, Refused};
+use crate::error::{Error, Result};
 use crate::store::{DType, Fp8Config, Nvfp4Config};
 
 /// Number of inputs that share a scale in NVFP4.
@@ -26,6 +27,20 @@ enum Algorithm {
     Nvfp4,
     /// NVFP4 weights.
     Nvfp4Weights,
+}
+
+/// Tensors that change the inputs or outputs of quantized layers.
+const UNSUPPORTED: [&str; 3] = [".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"];
+
+/// Rejects layers that ModelOpt quantizes with other steps than rounding: their outputs would be wrong.
+pub(super) fn require_plain_layers<'n>(mut names: impl Iterator<Item = &'n String>) -> Result<()> {
+    match names.find(|name| UNSUPPORTED.iter().any(|part| name.ends_with(part))) {
+        Some(name) => {
+            let reason = "changes the input or output of a layer quantized by ModelOpt, which is not supported";
+            Err(Error::tensor(name, reason, "start from the original checkpoint"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The settings; fails if a key or a value is not supported.

@@ -81,9 +81,9 @@ impl ParameterGroup {
     }
 }
 
-/// The rates of the tensors in groups, by name; the first group that matches a tensor applies. The learned scale
-/// of a weight is in its group, without weight decay. `base` is the learning rate of the training. Fails if a
-/// pattern matches no tensor, or a group applies to none.
+/// The rates of the tensors in groups, by name; the first group that matches a tensor applies. The learned
+/// scale of a weight is in its group, without weight decay. `base` is the learning rate of the training.
+/// Fails if a pattern matches no tensor, or a group applies to none.
 pub(super) fn rates<'n>(groups: &[ParameterGroup], base: f64, names: impl Iterator<Item = &'n String>) -> Result<BTreeMap<String, Rates>> {
     let patterns: Vec<Pattern> = groups.iter().flat_map(|group| group.targets.iter().cloned()).collect();
     let parameters: BTreeMap<&String, String> = names.map(|name| (name, scales::parameter_name(name).to_owned())).collect();

@@ -27,6 +27,10 @@ mod memory_reservation;
 mod objective;
 mod on_policy;
 pub mod optimizer;
+// Before `options`, which uses its macro.
+#[macro_use]
+mod shared_options;
+
 mod options;
 mod output_norm;
 mod records;
@@ -34,7 +38,6 @@ mod run;
 mod scales;
 pub mod schedule;
 mod selection;
-mod shared_options;
 mod state;
 mod step;
 mod teacher;

@@ -216,7 +216,7 @@ macro_rules! define_training {
     };
 }
 
-crate::training_options! { [define_training] }
+training_options! { [define_training] }
 
 impl Training {
     /// Whether parameters are offloaded, and in memory only while they are used.

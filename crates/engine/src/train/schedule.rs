@@ -75,8 +75,8 @@ mod tests {
         assert!(cosine.iter().zip([0.0, 1.0, 2.0, 1.0, 0.0, 0.0]).all(|(ours, expected)| (ours - expected).abs() < 1e-12), "{cosine:?}");
     }
 
-    /// Without a minimum, the rates of transformers' `get_wsd_schedule` with the remaining steps between warm-up
-    /// and decay. With a minimum, its warm-up begins there.
+    /// Without a minimum, the rates of transformers' `get_wsd_schedule` with the remaining steps between
+    /// warm-up and decay. With a minimum, its warm-up begins there.
     #[test]
     fn the_decay_can_follow_a_constant_rate() {
         let rates = |kind, decay_steps, min_rate| -> Vec<f64> {

@@ -40,7 +40,7 @@ const MULTIMODAL: Family = Family {
         ("lm_head.weight", "model.embed_tokens.weight"),
         ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
     ],
-    embeddings: &["embed_tokens", "visual.pos_embed", "vision_tower.embeddings.position_embedding"],
+    embeddings: &["embed_tokens", "visual.pos_embed", "embeddings.position_embedding"],
     sizes: None,
     ..DECODER
 };

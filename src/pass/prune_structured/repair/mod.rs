@@ -38,6 +38,8 @@ pub(super) struct Repairing<'a> {
     pub after: &'a mut Model,
     pub surviving: &'a Surviving,
     pub repair: Repair,
+    /// Whether a sample is held out, by its index, so that no layer is fitted to it.
+    pub is_held_out: &'a dyn Fn(usize) -> bool,
 }
 
 /// A value, and the nodes to repair that read it.
@@ -79,7 +81,7 @@ impl Repairing<'_> {
                         if let ([rows], 1) = (&sizes[..], batches) {
                             sizes = vec![rows / 2, rows - rows / 2];
                         }
-                        for (sums, rows) in halves.iter_mut().zip(alternating_rows(&sizes, samples)).filter(|(_, rows)| !rows.is_empty()) {
+                        for (sums, rows) in halves.iter_mut().zip(alternating_rows(&sizes, samples, self.is_held_out)).filter(|(_, rows)| !rows.is_empty()) {
                             let part = |tensor: &Tensor| select_rows(tensor, rows.clone()).map_err(tensor_error);
                             sums.add(&part(&x)?, &part(&y)?, weights.as_ref().map(part).transpose()?.as_ref())?;
                         }
@@ -271,14 +273,18 @@ pub(in crate::pass) fn is_input_major(op: &Op) -> bool {
     matches!(op, Op::Linear(op) if op.input_major)
 }
 
-/// Indices of the rows of a batch in each half of the samples: even samples and odd samples. Rows of one
-/// sample are correlated, and are in the same half. `first` is the index of the first sample of the
-/// batch, `sizes` the number of rows of each of its samples.
-fn alternating_rows(sizes: &[usize], first: usize) -> [Vec<u32>; 2] {
+/// Indices of the rows of a batch in each half of the samples: even samples and odd samples, without held-out
+/// ones. Rows of one sample are correlated, and are in the same half. `first` is the index of the first
+/// sample of the batch, `sizes` the number of rows of each of its samples.
+pub(in crate::pass) fn alternating_rows(sizes: &[usize], first: usize, is_held_out: &dyn Fn(usize) -> bool) -> [Vec<u32>; 2] {
     let mut halves = [Vec::new(), Vec::new()];
-    let mut rows = 0u32..;
+    let mut begin = 0u32;
     for (sample, size) in (first..).zip(sizes) {
-        halves[sample % 2].extend(rows.by_ref().take(*size));
+        let end = begin + *size as u32;
+        if !is_held_out(sample) {
+            halves[sample % 2].extend(begin..end);
+        }
+        begin = end;
     }
     halves
 }
@@ -353,7 +359,7 @@ mod tests {
     /// first.
     #[test]
     fn halves_consist_of_whole_samples() {
-        assert_eq!(alternating_rows(&[2, 1, 3], 0), [vec![0, 1, 3, 4, 5], vec![2]]);
-        assert_eq!((alternating_rows(&[2], 4), alternating_rows(&[2], 5)), ([vec![0, 1], vec![]], [vec![], vec![0, 1]]));
+        assert_eq!(alternating_rows(&[2, 1, 3], 0, &|_| false), [vec![0, 1, 3, 4, 5], vec![2]]);
+        assert_eq!((alternating_rows(&[2], 4, &|_| false), alternating_rows(&[2], 5, &|_| false)), ([vec![0, 1], vec![]], [vec![], vec![0, 1]]));
     }
 }
