@@ -38,12 +38,12 @@ fn values(folder: &Path) -> BTreeMap<String, Vec<f32>> {
     weights.by_name.iter().map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
 }
 
-/// The layers of the report, and how many were solved by `method`.
-fn choices(place: &Workspace, out: &str, method: &str) -> (BTreeSet<String>, usize) {
+/// The layers of the report, and the mean of their errors relative to rounding.
+fn errors(place: &Workspace, out: &str) -> (BTreeSet<String>, f64) {
     let layers = place.report(out)["passes"][0]["details"]["layers"].as_array().unwrap().clone();
     let names: BTreeSet<String> = layers.iter().map(|layer| layer["weight"].as_str().unwrap().to_owned()).collect();
     assert_eq!(names.len(), layers.len(), "{layers:?}");
-    (names, layers.iter().filter(|layer| layer["choice"] == method).count())
+    (names, layers.iter().map(|layer| layer["relative_error"].as_f64().unwrap()).sum::<f64>() / layers.len() as f64)
 }
 
 /// Statistics of features are sums in 64 bits, so that their order does not change 32-bit weights. Three
@@ -67,15 +67,20 @@ fn ranks_compute_the_weights_of_one_process() {
 }
 
 /// Sums of products are added in 32 bits in another order, which rarely changes a code. With two batches, one
-/// of three ranks has none. Experts have few tokens, which differ from rank to rank.
+/// of three ranks has none. Experts have few tokens, which differ from rank to rank. Searched dampings and
+/// coordinate descent would amplify the differences, so that only errors are compared with them.
 #[test]
 fn sums_of_products_in_the_order_of_ranks_rarely_change_codes() {
+    let fixed = format!("{GPTQ}, damping: 0.1, propagation: 0.5, sweeps: 0");
+    let (guided, corrected) = (format!("{fixed}, guide: loss"), format!("{fixed}, correct: {{ rank: 2 }}"));
     for (model, pass, options, batch) in [
-        ("llama", "quantize", GPTQ, 8),
-        ("llama", "quantize", GPTQ, 20),
-        ("llama", "quantize", "method: gptq, guide: loss, scheme: W4A16, group_size: 4", 8),
-        ("llama", "quantize", "method: gptq, scheme: W4A16, group_size: 4, correct: { rank: 2 }", 8),
+        ("llama", "quantize", fixed.as_str(), 8),
+        ("llama", "quantize", &fixed, 20),
+        ("llama", "quantize", &guided, 8),
+        ("llama", "quantize", &corrected, 8),
         ("llama", "prune-unstructured", "importance: sparsegpt, amount: 0.4", 8),
+        ("qwen3-moe", "quantize", &fixed, 8),
+        ("llama", "quantize", GPTQ, 20),
         ("qwen3-moe", "quantize", GPTQ, 8),
     ] {
         let place = workspace(model, 40);
@@ -87,9 +92,11 @@ fn sums_of_products_in_the_order_of_ranks_rarely_change_codes() {
         }
         let said = format!("{model} {pass} {options} {batch}");
         assert!(bytes(&place, "three") == bytes(&place, "again"), "{said}");
-        let method = if pass == "quantize" { "gptq" } else { "sparsegpt" };
-        let [(names, one), (others, three)] = ["one", "three"].map(|out| choices(&place, out, method));
-        assert!(names == others && one > 0 && one.abs_diff(three) <= 1, "{said}: {one} and {three}");
+        if options == GPTQ {
+            let [(names, one), (others, three)] = ["one", "three"].map(|out| errors(&place, out));
+            assert!(names == others && (one - three).abs() < 0.05 * one, "{said}: {one} and {three}");
+            continue;
+        }
         let (one, three) = (values(&place.at("one")), values(&place.at("three")));
         let apart = |name: &String, value: &Vec<f32>| value.iter().zip(&three[name]).filter(|(a, b)| (*a - *b).abs() > 1e-4).count();
         let different: usize = one.iter().map(|(name, value)| apart(name, value)).sum();
@@ -120,7 +127,7 @@ fn a_killed_rank_ends_all_and_resumed_blocks_are_the_same() {
     start::<3>(&place, &recipe, "parts", &["--resume"]).into_iter().for_each(|child| place.finish(child));
     assert!(place.report("parts").to_string().contains("loaded from the checkpoints of an interrupted run"));
     assert!(bytes(&place, "whole") == bytes(&place, "parts"));
-    assert_eq!(choices(&place, "whole", "gptq"), choices(&place, "parts", "gptq"));
+    assert_eq!(errors(&place, "whole"), errors(&place, "parts"));
     assert!(!place.at("parts.unfinished").exists());
 }
 

@@ -128,7 +128,7 @@ fn unsuitable_options_are_refused_by_name() {
     let run = Run::new();
     let refused = |name: &str, pass: Distill| run.train(name, samples(run.folder.path()), pass).unwrap_err().to_string();
     let cached = Distill { teacher_cache: Some(run.folder.path().join("cache")), ..distill(0.5) };
-    assert!(refused("llama", cached).contains("on_policy: cannot be combined with `teacher_cache`"));
+    assert!(refused("llama", cached).contains("cannot be combined with `teacher_cache`: the student writes"));
     for losses in ["soft=1,hard=1", "hard=1", "hidden=1"] {
         assert!(refused("llama", Distill { losses: losses.parse().unwrap(), ..distill(0.5) }).contains("without `hard`"), "{losses}");
     }

@@ -30,7 +30,8 @@ fn parameters(model: &Model) -> u64 {
     model.weights.by_name.values().map(|weight| weight.shape.iter().product::<usize>() as u64).sum()
 }
 
-/// The last of every four samples that calibrate, which are held out. Runs reserve three of the twelve samples.
+/// The last of every four samples that calibrate, which are held out. Runs reserve three of the twelve
+/// samples.
 fn held_out(folder: &Path) -> BTreeMap<String, Tensor> {
     tokens(folder);
     let samples = candle_core::safetensors::load(folder.join("ids.safetensors"), &Device::Cpu).unwrap();
