@@ -13,7 +13,7 @@ from ._process import Path
 from ._run import Settings, run_pass
 from .report import Report
 
-__all__ = ["prune_unstructured", "prune_structured", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize"]
+__all__ = ["prune_unstructured", "prune_structured", "search_structure", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize"]
 
 
 def prune_unstructured(
@@ -92,6 +92,43 @@ def prune_structured(
     """
     step = recipe.PruneStructured(dims=dims, amount=amount, target=target, importance=importance, scope=scope,
         round_to=round_to, minimum=minimum, uniform=uniform, repair=repair, targets=targets, ignore=ignore)
+    return run_pass(step, model, output, settings)
+
+
+def search_structure(
+    model: Path,
+    output: Path,
+    *,
+    limit: recipe.StructureLimit | None = None,
+    widths: Sequence[float] = (),
+    uniform: bool | None = None,
+    round_to: int = 8,
+    repair: recipe.Repair = "least-squares",
+    steps: int = 0,
+    learning_rate: float = 0.0003,
+    baselines: bool = False,
+    **settings: Unpack[Settings],
+) -> Report:
+    """Choose the width of each layer, and the parts to remove, for a number of parameters: scores of each option on held-out samples, and the best choice.
+
+    Args:
+        model: the model: a folder or a file, or a remote one like hf:org/name.
+        output: folder to write.
+        limit: Limit of the size: layers=0.5 (fraction of the parameters of all layers), params=12000000 or
+            bytes=50MB.
+        widths: Fractions of the neurons and of the heads of a layer that options keep.
+        uniform: Choose the same widths for all layers, and remove only whole layers [default: true if
+            config.json supports only one width].
+        round_to: Numbers of neurons are multiples of this number.
+        repair: Adjustment of the layers that read removed units: none or least-squares.
+        steps: Training steps of each option with fewer units, on the original outputs of its block.
+        learning_rate: Learning rate of the first step, which decreases linearly.
+        baselines: Also measure two usual choices of the same size: the least influential layers removed, and
+            the same widths for all layers.
+        settings: calibration, evaluation, force and more, as listed in `Settings`.
+    """
+    step = recipe.SearchStructure(limit=limit, widths=widths, uniform=uniform, round_to=round_to,
+        repair=repair, steps=steps, learning_rate=learning_rate, baselines=baselines)
     return run_pass(step, model, output, settings)
 
 
@@ -346,11 +383,14 @@ def distill(
     student: recipe.Student | None = None,
     teacher_cache: str | None = None,
     teacher_top: int | None = None,
+    on_policy: recipe.OnPolicy | None = None,
     losses: recipe.Losses | None = None,
     optimizer: recipe.OptimizerKind = "adamw",
     learning_rate: float = 0.0001,
     weight_decay: float = 0.01,
     momentum: float = 0.9,
+    betas: Sequence[float] | None = (),
+    groups: Sequence[recipe.ParameterGroup] = (),
     schedule: recipe.Schedule | None = None,
     max_steps: int | None = None,
     epochs: int | None = None,
@@ -367,12 +407,15 @@ def distill(
     shard_optimizer: bool = False,
     memory_limit: str | int | None = None,
     checkpoint_every: recipe.CheckpointInterval | None = None,
+    keep_checkpoints: int | None = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
     logs: recipe.LogFormat | Sequence[recipe.LogFormat] | None = None,
     targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
     keep_zeros: bool | None = None,
+    augment: recipe.Augment | None = None,
+    masking: recipe.Masking | None = None,
     adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
@@ -387,13 +430,20 @@ def distill(
         teacher_cache: A folder that caches the largest logits of the teacher, so that each sample is computed
             once over all epochs and runs.
         teacher_top: Number of logits per row to cache [default: 64].
+        on_policy: Let the student continue a fraction of the texts itself, and compare it with the teacher on
+            its continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
+            [default: only texts of the data].
         losses: Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on model
             and data].
         optimizer: Optimizer.
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
         momentum: Momentum of sgd and muon.
-        schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }.
+        betas: Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999].
+        groups: Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...],
+            learning_rate: RATE, weight_decay: DECAY}.
+        schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N
+            }.
         max_steps: Number of steps.
         epochs: Passes over the data, instead of a number of steps [default: 1].
         batch_size: Samples per batch: a number, or auto.
@@ -412,6 +462,8 @@ def distill(
         memory_limit: Device memory limit, such as 8GB; batches that need more are split into micro-batches.
         checkpoint_every: How often to save a checkpoint for --resume: steps=N or minutes=N [default:
             minutes=10].
+        keep_checkpoints: Number of checkpoints to keep while training, to resume from an earlier one
+            [default: 1].
         evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
             be the initial ones.
         patience: Stop after this many evaluations without improvement.
@@ -420,18 +472,23 @@ def distill(
         ignore: Tensors to leave unchanged.
         keep_zeros: Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured
             are always kept.
+        augment: Change images randomly in each step: {flip: true, shift: PIXELS}.
+        masking: Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
+            {fraction: 0.15, mask_token: TOKEN}.
         adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
             alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Distill(teacher=teacher, student=student, teacher_cache=teacher_cache,
-        teacher_top=teacher_top, losses=losses, optimizer=optimizer, learning_rate=learning_rate,
-        weight_decay=weight_decay, momentum=momentum, schedule=schedule, max_steps=max_steps, epochs=epochs,
-        batch_size=batch_size, gradient_accumulation=gradient_accumulation, clip_norm=clip_norm,
-        precision=precision, gradient_checkpointing=gradient_checkpointing, batch_norm=batch_norm,
-        scales=scales, average=average, offload=offload, shard=shard, shard_optimizer=shard_optimizer,
-        memory_limit=memory_limit, checkpoint_every=checkpoint_every, evaluate_every=evaluate_every,
-        patience=patience, logs=logs, targets=targets, ignore=ignore, keep_zeros=keep_zeros, adapter=adapter)
+        teacher_top=teacher_top, on_policy=on_policy, losses=losses, optimizer=optimizer,
+        learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, betas=betas, groups=groups,
+        schedule=schedule, max_steps=max_steps, epochs=epochs, batch_size=batch_size,
+        gradient_accumulation=gradient_accumulation, clip_norm=clip_norm, precision=precision,
+        gradient_checkpointing=gradient_checkpointing, batch_norm=batch_norm, scales=scales, average=average,
+        offload=offload, shard=shard, shard_optimizer=shard_optimizer, memory_limit=memory_limit,
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, evaluate_every=evaluate_every,
+        patience=patience, logs=logs, targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment,
+        masking=masking, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 
@@ -446,6 +503,8 @@ def finetune(
     learning_rate: float = 0.0001,
     weight_decay: float = 0.01,
     momentum: float = 0.9,
+    betas: Sequence[float] | None = (),
+    groups: Sequence[recipe.ParameterGroup] = (),
     schedule: recipe.Schedule | None = None,
     max_steps: int | None = None,
     epochs: int | None = None,
@@ -462,12 +521,15 @@ def finetune(
     shard_optimizer: bool = False,
     memory_limit: str | int | None = None,
     checkpoint_every: recipe.CheckpointInterval | None = None,
+    keep_checkpoints: int | None = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
     logs: recipe.LogFormat | Sequence[recipe.LogFormat] | None = None,
     targets: Sequence[str] = (),
     ignore: Sequence[str] = (),
     keep_zeros: bool | None = None,
+    augment: recipe.Augment | None = None,
+    masking: recipe.Masking | None = None,
     adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
@@ -484,7 +546,11 @@ def finetune(
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
         momentum: Momentum of sgd and muon.
-        schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }.
+        betas: Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999].
+        groups: Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...],
+            learning_rate: RATE, weight_decay: DECAY}.
+        schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N
+            }.
         max_steps: Number of steps.
         epochs: Passes over the data, instead of a number of steps [default: 1].
         batch_size: Samples per batch: a number, or auto.
@@ -503,6 +569,8 @@ def finetune(
         memory_limit: Device memory limit, such as 8GB; batches that need more are split into micro-batches.
         checkpoint_every: How often to save a checkpoint for --resume: steps=N or minutes=N [default:
             minutes=10].
+        keep_checkpoints: Number of checkpoints to keep while training, to resume from an earlier one
+            [default: 1].
         evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
             be the initial ones.
         patience: Stop after this many evaluations without improvement.
@@ -511,18 +579,22 @@ def finetune(
         ignore: Tensors to leave unchanged.
         keep_zeros: Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured
             are always kept.
+        augment: Change images randomly in each step: {flip: true, shift: PIXELS}.
+        masking: Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
+            {fraction: 0.15, mask_token: TOKEN}.
         adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
             alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Finetune(classes=classes, labels=labels, losses=losses, optimizer=optimizer,
-        learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, schedule=schedule,
-        max_steps=max_steps, epochs=epochs, batch_size=batch_size,
+        learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, betas=betas, groups=groups,
+        schedule=schedule, max_steps=max_steps, epochs=epochs, batch_size=batch_size,
         gradient_accumulation=gradient_accumulation, clip_norm=clip_norm, precision=precision,
         gradient_checkpointing=gradient_checkpointing, batch_norm=batch_norm, scales=scales, average=average,
         offload=offload, shard=shard, shard_optimizer=shard_optimizer, memory_limit=memory_limit,
-        checkpoint_every=checkpoint_every, evaluate_every=evaluate_every, patience=patience, logs=logs,
-        targets=targets, ignore=ignore, keep_zeros=keep_zeros, adapter=adapter)
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, evaluate_every=evaluate_every,
+        patience=patience, logs=logs, targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment,
+        masking=masking, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 

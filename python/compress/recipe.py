@@ -515,6 +515,16 @@ class AttentionLoss(TypedDict, total=False):
     largest one up to the teacher's number of heads]."""
 
 
+class Augment(TypedDict, total=False):
+    """Random changes of training images, in each step anew."""
+
+    flip: bool
+    """Flip each image horizontally with a probability of one half."""
+
+    shift: int
+    """Shift each image by up to this many pixels in each direction; pixels at the border are repeated."""
+
+
 class Benchmark(TypedDict, total=False):
     """A benchmark on the Hugging Face Hub."""
 
@@ -673,6 +683,46 @@ class Losses(TypedDict, total=False):
     """Embeddings of whole samples."""
 
 
+class Masking(TypedDict, total=False):
+    """Randomly masked tokens, which a masked language model predicts; different ones in each step."""
+
+    fraction: float
+    """Probability of each token to be predicted."""
+
+    mask_token: str | None
+    """Token that replaces predicted tokens [default: `mask_token` of the tokenizer]."""
+
+
+class OnPolicy(TypedDict, total=False):
+    """Samples that the student continues from their prompts, with its weights at the time of the step."""
+
+    fraction: float
+    """Fraction of the samples that the student continues."""
+
+    prompt_tokens: int | None
+    """Minimum length of a prompt in tokens [default: up to the first token with a loss, or 32 if all
+    tokens have a loss]."""
+
+    tokens: int | None
+    """Maximum length of a continuation in tokens [default: up to the length of the sample]."""
+
+    temperature: float
+    """Sampling temperature."""
+
+
+class ParameterGroup(TypedDict, total=False):
+    """Learning rate and weight decay for a part of the trained tensors."""
+
+    targets: Required[Sequence[str]]
+    """Tensors: names with `*`, or `re:` and a regular expression."""
+
+    learning_rate: float | None
+    """Peak learning rate of these tensors; 0 freezes them [default: that of the training]."""
+
+    weight_decay: float | None
+    """Weight decay of these tensors, also of biases and norm weights [default: that of the training]."""
+
+
 class RankRule(TypedDict, total=False):
     """Different rank for some layers."""
 
@@ -695,13 +745,18 @@ class Rule(TypedDict, total=False):
 
 class Schedule(TypedDict, total=False):
     """Linear warm-up followed by a decay, as in transformers' `get_cosine_schedule_with_warmup`,
-    `get_linear_schedule_with_warmup` and `get_constant_schedule_with_warmup`."""
+    `get_linear_schedule_with_warmup`, `get_constant_schedule_with_warmup` and, with `decay_steps`,
+    `get_wsd_schedule`. The warm-up always begins at 0."""
 
     kind: Curve
     """Decay of the rate after the warm-up."""
 
     warmup_steps: int
     """Number of warm-up steps."""
+
+    decay_steps: int | None
+    """Number of steps at the end in which the rate decays, after a constant rate [default: all steps after
+    the warm-up]."""
 
     min_rate: float
     """Final rate, as a fraction of the peak rate."""
@@ -734,6 +789,24 @@ class SoftLoss(TypedDict, total=False):
 
     mix: float | None
     """Share of the teacher in the mean distribution of `jensen-shannon`, between 0 and 1 [default: 0.5]."""
+
+
+class StructureLimitBytes(TypedDict, total=False):
+    """Size of all weights of the model."""
+
+    bytes: Required[str | int]
+
+
+class StructureLimitLayers(TypedDict, total=False):
+    """Fraction of the parameters of the layers that remain."""
+
+    layers: Required[float]
+
+
+class StructureLimitParams(TypedDict, total=False):
+    """Number of parameters of the model."""
+
+    params: Required[int]
 
 
 class StudentConfig(TypedDict, total=False):
@@ -770,6 +843,10 @@ Checkpointing: TypeAlias = Literal["none", "blocks"] | CheckpointingEvery
 
 CostTarget: TypeAlias = CostTargetMacs | CostTargetParams | CostTargetLatency
 """Remaining fraction of the cost of the model."""
+
+
+StructureLimit: TypeAlias = StructureLimitLayers | StructureLimitParams | StructureLimitBytes
+"""Limit of the size of the result."""
 
 
 Student: TypeAlias = StudentLayers | StudentEvery | StudentModel | StudentConfig
@@ -848,6 +925,40 @@ class PruneStructured:
 
     ignore: Sequence[str] = ()
     """Tensors that keep all their units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchStructure:
+    """Choose the width of each layer, and the parts to remove, for a number of parameters."""
+
+    NAME: ClassVar[Literal["search-structure"]] = "search-structure"
+
+    limit: StructureLimit | None = None
+    """Limit of the size: layers=0.5 (fraction of the parameters of all layers), params=12000000 or
+    bytes=50MB."""
+
+    widths: Sequence[float] = ()
+    """Fractions of the neurons and of the heads of a layer that options keep."""
+
+    uniform: bool | None = None
+    """Choose the same widths for all layers, and remove only whole layers [default: true if config.json
+    supports only one width]."""
+
+    round_to: int = 8
+    """Numbers of neurons are multiples of this number."""
+
+    repair: Repair = "least-squares"
+    """Adjustment of the layers that read removed units: none or least-squares."""
+
+    steps: int = 0
+    """Training steps of each option with fewer units, on the original outputs of its block."""
+
+    learning_rate: float = 0.0003
+    """Learning rate of the first step, which decreases linearly."""
+
+    baselines: bool = False
+    """Also measure two usual choices of the same size: the least influential layers removed, and the same
+    widths for all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1090,6 +1201,11 @@ class Distill:
     teacher_top: int | None = None
     """Number of logits per row to cache [default: 64]."""
 
+    on_policy: OnPolicy | None = None
+    """Let the student continue a fraction of the texts itself, and compare it with the teacher on its
+    continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
+    [default: only texts of the data]."""
+
     losses: Losses | None = None
     """Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on model and
     data]."""
@@ -1106,8 +1222,15 @@ class Distill:
     momentum: float = 0.9
     """Momentum of sgd and muon."""
 
+    betas: Sequence[float] | None = ()
+    """Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999]."""
+
+    groups: Sequence[ParameterGroup] = ()
+    """Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...], learning_rate:
+    RATE, weight_decay: DECAY}."""
+
     schedule: Schedule | None = None
-    """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }."""
+    """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N }."""
 
     max_steps: int | None = None
     """Number of steps."""
@@ -1155,6 +1278,9 @@ class Distill:
     checkpoint_every: CheckpointInterval | None = None
     """How often to save a checkpoint for --resume: steps=N or minutes=N [default: minutes=10]."""
 
+    keep_checkpoints: int | None = None
+    """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
+
     evaluate_every: int | None = None
     """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
     initial ones."""
@@ -1174,6 +1300,13 @@ class Distill:
     keep_zeros: bool | None = None
     """Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured are always
     kept."""
+
+    augment: Augment | None = None
+    """Change images randomly in each step: {flip: true, shift: PIXELS}."""
+
+    masking: Masking | None = None
+    """Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
+    {fraction: 0.15, mask_token: TOKEN}."""
 
     adapter: Adapter | None = None
     """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
@@ -1208,8 +1341,15 @@ class Finetune:
     momentum: float = 0.9
     """Momentum of sgd and muon."""
 
+    betas: Sequence[float] | None = ()
+    """Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999]."""
+
+    groups: Sequence[ParameterGroup] = ()
+    """Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...], learning_rate:
+    RATE, weight_decay: DECAY}."""
+
     schedule: Schedule | None = None
-    """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N }."""
+    """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N }."""
 
     max_steps: int | None = None
     """Number of steps."""
@@ -1257,6 +1397,9 @@ class Finetune:
     checkpoint_every: CheckpointInterval | None = None
     """How often to save a checkpoint for --resume: steps=N or minutes=N [default: minutes=10]."""
 
+    keep_checkpoints: int | None = None
+    """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
+
     evaluate_every: int | None = None
     """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
     initial ones."""
@@ -1276,6 +1419,13 @@ class Finetune:
     keep_zeros: bool | None = None
     """Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured are always
     kept."""
+
+    augment: Augment | None = None
+    """Change images randomly in each step: {flip: true, shift: PIXELS}."""
+
+    masking: Masking | None = None
+    """Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
+    {fraction: 0.15, mask_token: TOKEN}."""
 
     adapter: Adapter | None = None
     """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
@@ -1374,6 +1524,10 @@ class Onnx:
 
     tied_head: TiedHead = "float32"
     """How an output head that is tied to an int8 embedding is written."""
+
+    float16_weights: bool = False
+    """Whether matrices with 16-bit floats, as after `cast`, are stored as such, and converted to 32 bits
+    when a runtime loads the file."""
 
     cache: bool = False
     """Whether a decoder has inputs and outputs for a KV cache, so that each step computes only new tokens."""
@@ -1505,7 +1659,7 @@ class Evaluate:
     `.eval_results`, in the form that the Hub reads."""
 
 
-Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize"] | PruneUnstructured | PruneStructured | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize
+Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "search-structure", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize"] | PruneUnstructured | PruneStructured | SearchStructure | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize
 """One step of a recipe: a pass with its options, or only its name."""
 
 

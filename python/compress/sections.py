@@ -17,11 +17,12 @@ SamplesFrom: TypeAlias = Literal["evaluation", "held-out", "synthetic"]
 - synthetic: Random tokens or numbers: they reveal broken outputs, not the quality on real data
 """
 
-SearchLoss: TypeAlias = Literal["kl-divergence", "cosine-distance"]
+SearchLoss: TypeAlias = Literal["kl-divergence", "cosine-distance", "weight-error"]
 """The loss that a search over formats minimizes.
 
 - kl-divergence: KL divergence of the predictions, in nats per token
 - cosine-distance: One minus the mean cosine similarity of the outputs to those of the original model
+- weight-error: Sum of the squared errors of the weights relative to their squares, without samples
 """
 
 
