@@ -41,7 +41,8 @@ const FRONT: [&str; 1] = ["json"];
 
 One backward pass over the calibration samples predicts the loss of each format of each layer; several mixtures are then
 measured on held-out samples, and the predictions are corrected. For ONNX Runtime, each layer is quantized separately
-instead. Without samples, the errors of the weights are compared, and nothing is measured. `compress run` with the recipe in the output folder writes the same weights again.")]
+instead. Without samples, the errors of the weights are compared, and nothing is measured. `compress run` with the
+recipe in the output folder writes the same weights again.")]
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model; for ONNX Runtime, any model that the built-in executor runs
     model: PathBuf,

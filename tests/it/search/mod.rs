@@ -99,7 +99,7 @@ fn results_do_not_depend_on_threads_or_runs() {
     for (run, threads) in [1, 2, 4, 1, 2].into_iter().enumerate() {
         let options = format!("--threads {threads} --quiet {SETS}");
         ok(folder, &format!("auto llama -o out-{run} --max-size 6bits --front front-{run}.json {options}"));
-        ok(folder, &format!("auto llama -o {run}.gguf --max-size 80% {options}"));
+        ok(folder, &format!("auto llama -o {run}.gguf --max-size 6bits {options}"));
         // The recipes name their outputs.
         let recipe = |name: String| String::from_utf8(read(name)).unwrap().replace(&format!("out-{run}"), "out").replace(&format!("{run}.gguf"), "out.gguf");
         let found = [
@@ -124,12 +124,13 @@ fn a_checkpoint_replaces_measurements() {
     let search = format!("auto llama --for llama.cpp --json --checkpoint state.json {SETS}");
     let first = data(folder, &format!("{search} --front first.json"))["search"].clone();
     let mut state = read_json(&folder.join("state.json"));
-    let mixtures = state["mixtures"].as_array().unwrap().len();
-    assert!(mixtures >= first["points"].as_array().unwrap().len() && !state["losses"].as_array().unwrap().is_empty(), "{state}");
+    // Several points can have the same formats.
+    let formats: std::collections::BTreeSet<String> = first["points"].as_array().unwrap().iter().map(|point| point["formats"].to_string()).collect();
+    assert!(state["mixtures"].as_array().unwrap().len() >= formats.len() && !state["losses"].as_array().unwrap().is_empty(), "{state}");
     assert_eq!(data(folder, &format!("{search} --front again.json"))["search"], first);
     // The output is the same as without a checkpoint.
-    let found = data(folder, &format!("{search} -o with.gguf --max-size 80%"))["search"].clone();
-    ok(folder, &format!("auto llama -o without.gguf --max-size 80% --quiet {SETS}"));
+    let found = data(folder, &format!("{search} -o with.gguf --max-size 6bits"))["search"].clone();
+    ok(folder, &format!("auto llama -o without.gguf --max-size 6bits --quiet {SETS}"));
     let bytes = |name: &str| std::fs::read(folder.join(name)).unwrap();
     assert!(bytes("with.gguf") == bytes("without.gguf"));
     let known = |found: &Value| {

@@ -26,7 +26,7 @@ fn errors_of_the_weights_replace_samples() {
     }
     let points = found["points"].as_array().unwrap();
     assert!(points.len() > 4 && points.iter().all(|point| point["measured"].is_null() && point["predicted"].as_f64() > Some(0.0)), "{points:?}");
-    for (name, arguments) in [("out", "-o out --max-size 5bits"), ("small.gguf", "-o small.gguf --max-size 80%")] {
+    for (name, arguments) in [("out", "-o out --max-size 5bits"), ("small.gguf", "-o small.gguf --max-size 6bits")] {
         let found = data(folder, &format!("auto llama {arguments} --json"))["search"].clone();
         assert!(found["chosen"]["predicted"].as_f64() > Some(0.0) && found["units"].as_array().unwrap().iter().all(|unit| losses(unit)[0] > 0.0), "{found}");
         ok(folder, &format!("verify {name}"));
