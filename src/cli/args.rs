@@ -219,10 +219,13 @@ impl TextFile {
 /// Checks that a file does not exist or may be replaced: only with `force`, and only if it has one of
 /// these extensions, since other files may be models.
 fn check_replaceable(path: &Path, extensions: &[&str], force: bool) -> Result<()> {
-    if !path.exists() {
-        return Ok(());
-    }
     let error = |reason: String, hint: String| Err(Error::Output { path: path.to_owned(), reason, hint });
+    if !path.exists() {
+        // Otherwise the text would be lost after a long run.
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir());
+        let missing = |folder: &Path| error(format!("the folder {} does not exist", folder.display()), "create it, or name another file".into());
+        return folder.map_or(Ok(()), missing);
+    }
     if !force {
         return error("exists".into(), "name another file, or replace it with --force".into());
     }

@@ -8,9 +8,6 @@ use crate::pass::targets::is_expert;
 /// The requirement on a model for which PEFT loads an adapter.
 pub(super) const REQUIREMENT: &str = "requires a model that PEFT can load an adapter for: a folder of a transformers model";
 
-/// How vLLM loads adapters with norms of outputs (`vllm/lora/peft_helper.py`).
-pub(super) const VLLM_WITHOUT_DORA: &str = "vLLM does not load DoRA adapters: use `kind: lora` or `merge: true` for it";
-
 /// Whether PEFT can load adapters for layers of a model.
 pub(super) fn can_adapt(model: &Model) -> bool {
     model.onnx.is_none() && !model.config.model_type().is_empty()

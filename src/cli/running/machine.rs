@@ -65,7 +65,9 @@ impl Models {
 
 /// Parses a name and its size. Names of axes may be formulas.
 fn open_size(text: &str) -> std::result::Result<(String, OpenSize), ParseError> {
-    let (name, size) = text.rsplit_once('=').ok_or_else(|| format!("`{text}` is not of the form NAME=SIZE"))?;
+    let (name, size) = text
+        .rsplit_once('=')
+        .ok_or_else(|| format!("`{text}` is not of the form NAME=SIZE, the size of an axis of an ONNX file; `--max-size` of `auto` limits the output"))?;
     Ok((name.trim().to_owned(), size.parse()?))
 }
 

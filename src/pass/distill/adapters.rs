@@ -20,6 +20,9 @@ use crate::store::{
 };
 use crate::train::{Adapter, AdapterKind, BatchNorm, ClassifyZeros, OutputNorm, Training, ZeroKind, norm_names};
 
+/// How vLLM loads adapters with norms of outputs (`vllm/lora/peft_helper.py`).
+const VLLM_WITHOUT_DORA: &str = "vLLM does not load DoRA adapters: use `kind: lora` or `merge: true` for it";
+
 /// The adapters of a model.
 pub(super) struct Adapters {
     options: Adapter,
@@ -206,7 +209,7 @@ impl Adapters {
         if self.options.merge {
             return format!("{trained}; they are added to the weights");
         }
-        let loading = if self.options.kind == AdapterKind::Dora { peft::VLLM_WITHOUT_DORA.to_owned() } else { peft::vllm_note(rank, "tuned") };
+        let loading = if self.options.kind == AdapterKind::Dora { VLLM_WITHOUT_DORA.to_owned() } else { peft::vllm_note(rank, "tuned") };
         format!(
             "{trained}; the folder `adapter` has them as a {kind} adapter that must be loaded with the model, whose weights did not change: all figures of this report are those of both together. {loading}",
         )

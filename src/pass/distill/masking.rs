@@ -27,7 +27,7 @@ pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Grap
     let Some(options) = options else { return Ok(None) };
     let wrong = |reason: String| Error::option("masking", reason);
     let Some(logits) = objective.over_logits().filter(|logits| logits.tokens == Some(SequenceRole::Input)) else {
-        return Err(wrong("needs a `hard` or `soft` loss over logits of the tokens of `input_ids`".to_owned()));
+        return Err(wrong("needs a `hard` or `soft` loss over logits for each token in `input_ids`".to_owned()));
     };
     let is_causal = |node: &Node| matches!(&node.op, Op::Attention(attention) if attention.causal);
     if SequenceCache::new(graph).is_ok() || graph.nodes().iter().any(is_causal) {

@@ -256,7 +256,7 @@ impl Model {
             "task_type": is_causal.then_some("CAUSAL_LM"),
         });
         if !self.corrected_norms().is_empty() {
-            config["use_dora"] = Value::Bool(true);
+            config.as_object_mut().into_iter().for_each(|config| drop(config.insert("use_dora".into(), Value::Bool(true))));
         }
         Some(format!("{config:#}\n"))
     }

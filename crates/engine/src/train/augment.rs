@@ -163,7 +163,7 @@ mod tests {
         let other = options.augmented(vec![permuted], draw(1)).unwrap();
         let back = other[0].inputs["pixel_values"].permute((0, 3, 1, 2)).unwrap().contiguous().unwrap();
         assert_eq!(transfer::read::<f32>(&back).unwrap(), pixels(&changed));
-        assert_ne!(pixels(&changed), pixels(&[first.clone()]));
+        assert_ne!(pixels(&changed), pixels(std::slice::from_ref(&first)));
         assert_ne!(pixels(&changed), pixels(&options.augmented(vec![first.clone()], draw(2)).unwrap()));
         assert_eq!(pixels(&changed), pixels(&options.augmented(vec![first], draw(1)).unwrap()));
     }

@@ -123,7 +123,7 @@ mod tests {
 
     /// Texts that begin with a special token and end with padding.
     fn batch(rows: usize, width: usize) -> Batch {
-        let id = |at: usize| if at % width == 0 { SPECIAL } else { 10 + (at % 50) as i64 };
+        let id = |at: usize| if at.is_multiple_of(width) { SPECIAL } else { 10 + (at % 50) as i64 };
         let ids: Vec<i64> = (0..rows * width).map(id).collect();
         let real: Vec<i64> = (0..rows * width).map(|at| i64::from(at % width < width - 2)).collect();
         let tensor = |values| Tensor::from_vec(values, (rows, width), &Device::Cpu).unwrap();

@@ -122,20 +122,20 @@ impl Checkpoint {
         Ok(loss)
     }
 
-    /// The known measurement of a point. `needs_score`: whether one without a score does not count.
-    fn known(&self, point: &Point, needs_score: bool) -> Option<Mixture> {
+    /// The stored measurement of a point. `needs_score`: whether one without a score does not count.
+    fn stored(&self, point: &Point, needs_score: bool) -> Option<Mixture> {
         let is_known = |mixture: &&Mixture| mixture.options == point.options && (mixture.score.is_some() || !needs_score);
         lock(&self.contents).mixtures.iter().find(is_known).cloned()
     }
 
     /// Whether the measurement of a point is known.
     pub(super) fn has(&self, point: &Point, needs_score: bool) -> bool {
-        self.known(point, needs_score).is_some()
+        self.stored(point, needs_score).is_some()
     }
 
     /// Measures a point. `needs_score`: whether a known measurement without a score is repeated.
     pub(super) fn measure(&self, point: &mut Point, needs_score: bool, compute: impl FnOnce(&mut Point) -> Result<()>) -> Result<()> {
-        if let Some(known) = self.known(point, needs_score) {
+        if let Some(known) = self.stored(point, needs_score) {
             let Mixture { bytes, measured, score, drop, .. } = known;
             (point.bytes, point.measured, point.score, point.drop) = (bytes, measured, score, drop);
             return Ok(());
