@@ -75,7 +75,14 @@ fn files_that_force_must_not_overwrite() {
         report("weights of the run", "report run run -o run/model.safetensors --force", "run/model.safetensors: exists, and --force replaces only"),
         report("a configuration", "report run -o in/config.json --force", "in/config.json: exists, and --force replaces only .html files here"),
         report("weights, through a link", "report run -o page.html --force", "page.html: exists, and --force replaces only .html files here"),
-        report("a page in a missing folder", "report run -o nodir/page.html", "nodir/page.html: the folder nodir does not exist"),
+        case(
+            "a page in a missing folder",
+            with_report,
+            "report run -o nodir/page.html",
+            1,
+            "nodir/page.html: the folder nodir does not exist",
+            "create it, or name another file",
+        ),
     ]);
     #[cfg(feature = "run")]
     check([case(
