@@ -5,8 +5,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::Gguf;
@@ -14,7 +12,6 @@ use compress::pass::{Dequantize, Distill, Finetune, PruneUnstructured, Quantize,
 use compress::pipeline::{Builder, verify};
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
-use compress_core::work::{Cancel, Event};
 use compress_engine::data::Data;
 use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_engine::train::losses::Losses;
@@ -22,7 +19,7 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Adapter, AdapterKind, BatchSize, Every, Offload, Precision};
 use serde_json::Value;
 
-use crate::train::{Run, furthest, weights};
+use crate::train::{Run, cancelled_after, furthest, weights};
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -253,16 +250,7 @@ fn an_interrupted_training_of_adapters_resumes() {
         let builder = || -> Builder { Pipeline::builder().pass(pass.clone()).train(samples()).seed(3) };
         let (whole, parts) = (Run::new(), Run::new());
         builder().build().unwrap().run(Model::open(golden("llama")).unwrap(), whole.out()).unwrap();
-        let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
-        let handle = cancel.clone();
-        let watch = move |event: Event| {
-            if let Event::Message(text) = event
-                && text.contains("loss")
-                && steps.fetch_add(1, Ordering::Relaxed) == 3
-            {
-                handle.cancel();
-            }
-        };
+        let (cancel, watch) = cancelled_after(Some(3));
         let model = || Model::open(golden("llama")).unwrap();
         let error = builder().resume(true).progress(watch).cancel(cancel).build().unwrap().run(model(), parts.out()).unwrap_err();
         assert!(matches!(error, Error::Paused { .. }), "{error}");

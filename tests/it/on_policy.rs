@@ -5,20 +5,17 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
 use compress::pass::Distill;
 use compress::pipeline::Builder;
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
-use compress_core::work::{Cancel, Event};
 use compress_engine::data::{Data, Task};
 use compress_engine::train::{BatchSize, Every, Offload, OnPolicy};
 use serde_json::Value;
 
-use crate::train::{Run, furthest};
+use crate::train::{Run, cancelled_after, furthest};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -93,16 +90,7 @@ fn an_interrupted_training_resumes_with_the_same_continuations() {
     let data = samples(whole.folder.path());
     let builder = || -> Builder { Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3) };
     builder().build().unwrap().run(Model::open(golden("llama")).unwrap(), whole.out()).unwrap();
-    let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
-    let handle = cancel.clone();
-    let watch = move |event: Event| {
-        if let Event::Message(text) = event
-            && text.contains("loss")
-            && steps.fetch_add(1, Ordering::Relaxed) == 3
-        {
-            handle.cancel();
-        }
-    };
+    let (cancel, watch) = cancelled_after(Some(3));
     let model = || Model::open(golden("llama")).unwrap();
     let error = builder().resume(true).progress(watch).cancel(cancel).build().unwrap().run(model(), parts.out()).unwrap_err();
     let Error::Paused { path, .. } = &error else { panic!("{error}") };

@@ -5,7 +5,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
@@ -65,6 +64,21 @@ fn samples(name: &str, folder: &Path, count: usize, classes: usize) -> Data {
     let path = folder.join(format!("{name}-{count}-{classes}.safetensors"));
     candle_core::safetensors::save(&arrays, &path).unwrap();
     Data { arrays: Some(path), ..Data::default() }
+}
+
+/// A signal, and an observer of the progress that sends it after this number of steps and one more.
+pub fn cancelled_after(steps: Option<u64>) -> (Cancel, impl Fn(Event) + Send + Sync + 'static) {
+    let (cancel, done) = (Cancel::default(), AtomicU64::new(0));
+    let handle = cancel.clone();
+    let watch = move |event: Event| {
+        if let Event::Message(text) = event
+            && text.contains("loss")
+            && Some(done.fetch_add(1, Ordering::Relaxed)) == steps
+        {
+            handle.cancel();
+        }
+    };
+    (cancel, watch)
 }
 
 /// A folder for the output of a run.
@@ -941,16 +955,7 @@ fn a_run_resumes_only_with_the_data_of_earlier_passes() {
         serde_json::from_str(r#"{ "amount": 0.5, "dims": ["mlp"], "importance": "activation", "repair": "least-squares" }"#).unwrap();
     let train = Finetune { checkpoint_every: Some(Every::Steps(1)), ..finetune(8) };
     let start = |stop: Option<u64>| {
-        let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
-        let handle = cancel.clone();
-        let watch = move |event: Event| {
-            if let Event::Message(text) = event
-                && text.contains("loss")
-                && Some(steps.fetch_add(1, Ordering::Relaxed)) == stop
-            {
-                handle.cancel();
-            }
-        };
+        let (cancel, watch) = cancelled_after(stop);
         let calibration = Data { arrays: Some(calibration.clone()), ..Data::default() };
         let builder = Pipeline::builder().pass(prune.clone()).pass(train.clone()).train(data.clone()).calibration(calibration);
         builder.resume(true).progress(watch).cancel(cancel).build().unwrap().run(Model::open(golden(name)).unwrap(), run.out())
@@ -994,16 +999,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
         };
         let report = builder(&pass).build().unwrap().run(Model::open(golden(name)).unwrap(), whole.out()).unwrap();
         for stop in [3, 2] {
-            let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
-            let handle = cancel.clone();
-            let watch = move |event: Event| {
-                if let Event::Message(text) = event
-                    && text.contains("loss")
-                    && steps.fetch_add(1, Ordering::Relaxed) == stop
-                {
-                    handle.cancel();
-                }
-            };
+            let (cancel, watch) = cancelled_after(Some(stop));
             let error =
                 builder(&pass).resume(true).progress(watch).cancel(cancel).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
             assert!(matches!(error, Error::Paused { .. } | Error::Interrupted { .. } | Error::Cancelled), "{error}");
