@@ -115,6 +115,7 @@ fn incremental_decoding_equals_whole_texts() {
         "lfm2",
         "lfm2-biases",
         "llama",
+        "llama4",
         "mamba2",
         "mistral",
         "mixtral",

@@ -41,6 +41,7 @@ mod hunyuan;
 mod layer_list;
 mod lfm2;
 mod llama;
+mod llama4;
 mod mamba2;
 mod minimax_m2;
 mod mixtral;
@@ -96,6 +97,7 @@ const FAMILIES: &[&Family] = &[
     &llama::MISTRAL,
     &llama::QWEN2,
     &llama::QWEN3,
+    &llama4::LLAMA4_TEXT,
     &phi3::PHI3,
     &olmo2::OLMO2,
     &olmo3::OLMO3,
