@@ -57,6 +57,7 @@ TESTS = {
     "src/pass/peft": "adapters corrections",
     "src/pass/prune_structured": "structured properties::pruning",
     "src/pass/search_structure": "structured::search",
+    "src/pass/split_experts": "split_experts",
     "src/pass/prune_vocabulary": "vocabulary",
     "src/pass/quantize": "low_bits mixed_schemes quantization_config layerwise corrections",
     "src/pass/quantize_static": "static_int8 onnx_int8",

@@ -62,6 +62,7 @@ mod running {
     pub(crate) mod prune_vocabulary;
     mod quantize_static;
     pub mod search_structure;
+    mod split_experts;
     pub(in crate::pass) mod testing;
     pub(in crate::pass) mod training_options;
 
@@ -78,6 +79,7 @@ mod running {
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
     pub use search_structure::SearchStructure;
+    pub use split_experts::SplitExperts;
 
     use crate::evaluation::Resources;
     use crate::exec::Rounding;
@@ -289,6 +291,9 @@ crate::entry::gather! { passes []
     "cast" => Cast,
     /// Dequantize weights, so that later passes can process them
     "dequantize" => Dequantize if runs,
+    /// Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
+    /// runtimes can quantize
+    "split-experts" => SplitExperts if runs,
 }
 
 impl Step {

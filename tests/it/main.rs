@@ -64,6 +64,7 @@ mod report;
 mod run;
 mod runtime;
 mod search;
+mod split_experts;
 mod static_int8;
 mod structured;
 mod tape;
