@@ -77,6 +77,11 @@ def nncf() -> Path:
     return prepare("nncf", ["nncf==3.4.0", "onnx==1.22.0", "onnxruntime==1.31.1", "numpy==2.4.6"], "1 GB")
 
 
+def tiktoken() -> Path:
+    """The python with tiktoken in addition to the reference implementations."""
+    return prepare("tiktoken", ["tiktoken==0.14.0"], "2 MB", reference())
+
+
 def gguf() -> Path:
     """The python with `gguf` in addition to the reference implementations."""
     return prepare("gguf", ["gguf==0.19.0"], "1 MB", reference())
