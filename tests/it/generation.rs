@@ -117,6 +117,7 @@ fn incremental_decoding_equals_whole_texts() {
         "llama",
         "llama4",
         "mamba2",
+        "ministral3",
         "mistral",
         "mixtral",
         "nemotron-h",

@@ -71,7 +71,7 @@ mod running {
                 Some(list) if list.is_empty() => uses_rotary_by_interval(s, index)?,
                 _ => uses_rotary(s, index)?,
             };
-            let scale = || Ok::<_, Error>(PositionScale { interval: s.size_or("floor_scale", 8192)?, factor: s.number_or("attn_scale", 0.1)? });
+            let scale = || Ok::<_, Error>(PositionScale { interval: s.size_or("floor_scale", 8192)?, factor: s.number_or("attn_scale", 0.1)?, offset: 1 });
             Ok(Layer {
                 rotary: has_rotary.then(|| rotary.clone()),
                 chunk: if is_chunked(s, index, has_rotary)? { Some(chunk(s)?) } else { None },

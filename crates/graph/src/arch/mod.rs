@@ -44,6 +44,7 @@ mod llama;
 mod llama4;
 mod mamba2;
 mod minimax_m2;
+mod ministral3;
 mod mixtral;
 mod modernbert;
 mod module_names;
@@ -98,6 +99,7 @@ const FAMILIES: &[&Family] = &[
     &llama::QWEN2,
     &llama::QWEN3,
     &llama4::LLAMA4_TEXT,
+    &ministral3::MINISTRAL3,
     &phi3::PHI3,
     &olmo2::OLMO2,
     &olmo3::OLMO3,

@@ -108,7 +108,6 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     like("hunyuan_v1_moe", MIXTURE),
     like("llama4", LLAMA4),
-    decoder("ministral3"),
     like("gemma3", MULTIMODAL),
     like("mistral3", MULTIMODAL),
     like("qwen2_vl", MULTIMODAL),

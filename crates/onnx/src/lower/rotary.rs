@@ -67,8 +67,8 @@ pub(super) fn position_scale(op: &PositionScale, n: &mut Lowering) -> Result<()>
     let x = n.input(0);
     let scales = n.share(&format!("position_scale|{}|{op:?}", n.ty(0)?.shape[2]), |n| {
         let (positions, column) = positions(n)?;
-        let (one, interval) = (n.int(1), n.int(op.interval as i64));
-        let count = n.emit("Add", "count", &[&positions, &one], vec![]);
+        let (offset, interval) = (n.int(op.offset as i64), n.int(op.interval as i64));
+        let count = n.emit("Add", "count", &[&positions, &offset], vec![]);
         let intervals = n.emit("Div", "intervals", &[&count, &interval], vec![]);
         let intervals = n.cast("intervals_float", &intervals, DataType::Float);
         let (one, factor) = (n.float_wide(1.0), n.float_wide(op.factor));

@@ -11,9 +11,9 @@ use super::gradient::wide;
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::TensorType;
 
-/// Heads `[batch, heads, sequence, d]`, each token times `1 + factor · ln(1 + ⌊(position + 1) / interval⌋)`:
-/// temperature tuning of attention without position embeddings in Llama 4, after Nakanishi, *Scalable-Softmax
-/// Is Superior for Attention*, 2025. Positions are counted from the start of a row.
+/// Heads `[batch, heads, sequence, d]`, each token times `1 + factor · ln(1 + ⌊(position + offset) / interval⌋)`:
+/// temperature tuning of attention in Llama 4 and Ministral 3, after Nakanishi, *Scalable-Softmax Is Superior
+/// for Attention*, 2025. Positions are counted from the start of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PositionScale {
@@ -21,18 +21,20 @@ pub struct PositionScale {
     pub interval: usize,
     /// Factor on the logarithm.
     pub factor: f64,
+    /// Added to positions.
+    pub offset: usize,
 }
 
 impl Default for PositionScale {
     fn default() -> Self {
-        Self { interval: 8192, factor: 0.1 }
+        Self { interval: 8192, factor: 0.1, offset: 1 }
     }
 }
 
 impl PositionScale {
     /// The scales of `sequence` tokens after `past` ones, `[sequence, 1]`.
     fn scales(&self, past: usize, sequence: usize, device: &Device) -> candle_core::Result<Tensor> {
-        let scale = |position: usize| (1.0 + self.factor * (((position + 1) / self.interval.max(1)) as f64).ln_1p()) as f32;
+        let scale = |position: usize| (1.0 + self.factor * ((position.saturating_add(self.offset) / self.interval.max(1)) as f64).ln_1p()) as f32;
         let make = |device: &Device| Tensor::from_vec((past..past + sequence).map(scale).collect::<Vec<_>>(), (sequence, 1), device);
         if past == 0 { constant(format!("{self:?} {sequence}"), device, make) } else { make(device) }
     }
