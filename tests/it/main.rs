@@ -22,6 +22,7 @@ mod draft_command;
 mod drafts;
 mod evaluation;
 mod families;
+mod family_table;
 mod fp8;
 mod generation;
 mod gguf;
