@@ -56,7 +56,7 @@ impl Pass for SplitExperts {
         if !model.has_derived_graph() {
             return Err(Error::option(
                 NAME,
-                "the model has a graph of its own, which reads the experts from one tensor: use this pass before those that change the graph",
+                "the model has a graph of its own, which reads the experts from one tensor: use this pass before passes that change the graph",
             ));
         }
         let text = model.config.get("text_config").and_then(Value::as_object).unwrap_or(model.config.values());

@@ -97,7 +97,7 @@ pub(super) fn dispatch(op: &Dispatch, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// The routing weights of the tokens of an expert, as a column.
+/// The routing weights of an expert for its tokens, as a column.
 fn weight_of(expert: usize, weights: &str, tokens: &str, n: &mut Lowering) -> Result<String> {
     let (column, last) = (column(expert, weights, n)?, n.ints(&[-1]));
     let weight = n.emit("GatherND", "weight", &[&column, tokens], vec![]);

@@ -54,7 +54,7 @@ fn table(op: &Rotary, width: i64, function: &str, n: &mut Lowering) -> Result<St
     })
 }
 
-/// Positions of the tokens of heads, and the axes to add to them.
+/// Token positions along the sequence axis of heads, and the axes to add to them.
 fn positions(n: &mut Lowering) -> Result<(String, String)> {
     Ok(match n.cache {
         Some(_) => (kv_cache::positions(n), n.ints(&[1, 3])),
