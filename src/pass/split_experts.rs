@@ -21,8 +21,8 @@ use crate::run_state::{Applied, RunState};
 use crate::store::{Block, BlockSink, Encoding, View, Weight, WeightSource};
 use crate::work::Meter;
 
-/// Store the experts of each layer, which are one tensor, as separate linear layers, which passes and runtimes
-/// can quantize.
+/// Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
+/// runtimes can quantize.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]

@@ -1,4 +1,5 @@
-//! The page of model families in docs/reference, from the table of families and the reference files of the tests.
+//! The page of model families in docs/reference, from the table of families and the reference files of the
+//! tests.
 //!
 //! `COMPRESS_ACCEPT=1 cargo test --test it family_table::` writes the page.
 #![cfg(feature = "run")]

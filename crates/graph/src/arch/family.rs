@@ -176,8 +176,8 @@ pub struct ExpertLayout {
     /// Names of the gate, up and down projections of separate experts, if they are in the same module as the
     /// tensors `gate_up_proj` and `down_proj` of all experts, which have no biases.
     pub parts: Option<[&'static str; 3]>,
-    /// Whether these tensors have the axes `[experts, in, out]` instead of `[experts, out, in]`, if their shapes
-    /// do not show it.
+    /// Whether these tensors have the axes `[experts, in, out]` instead of `[experts, out, in]`, if their
+    /// shapes do not show it.
     pub is_input_major: bool,
 }
 

@@ -79,8 +79,8 @@ pub struct GgufFamily {
     pub hidden_size_scaled_layers: Option<u64>,
     /// Whether keys and values are computed from latent vectors, as in DeepSeek-V3.
     pub is_latent: bool,
-    /// Whether layers without key-value heads are short convolutions, and the number of neurons is that of the
-    /// weights.
+    /// Whether layers without key-value heads are short convolutions, and the number of neurons is that of
+    /// the weights.
     pub has_short_convolutions: bool,
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<GgufExperts>,

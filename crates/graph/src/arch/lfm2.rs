@@ -59,8 +59,8 @@ pub(super) const LFM2: Family = Family {
 };
 
 impl GgufFamily {
-    /// Whether a GGUF tensor contains the filter of a short convolution, without the axis of length one that it
-    /// has in checkpoints.
+    /// Whether a GGUF tensor contains the filter of a short convolution, without the axis of length one
+    /// that it has in checkpoints.
     pub fn is_filter(name: &str) -> bool {
         name.ends_with(".shortconv.conv.weight")
     }

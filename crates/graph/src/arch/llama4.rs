@@ -1,6 +1,6 @@
-//! Text models of Llama 4: attention within chunks and normalized queries and keys in most layers, no position
-//! embedding in the others, whose queries are scaled by their position, and experts with scaled inputs next to
-//! a shared expert.
+//! Text models of Llama 4: attention within chunks and normalized queries and keys in most layers, no
+//! position embedding in the others, whose queries are scaled by their position, and experts with scaled
+//! inputs next to a shared expert.
 
 use super::{DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, Sizes, without_graph};
 

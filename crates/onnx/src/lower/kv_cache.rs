@@ -50,8 +50,8 @@ pub(super) fn position_ranges(n: &mut Lowering) -> Result<[String; 2]> {
     })
 }
 
-/// Positions of queries `[batch, 1, sequence, 1]` and of keys `[batch, 1, 1, past_sequence + sequence]`. Padding
-/// has no positions of its own.
+/// Positions of queries `[batch, 1, sequence, 1]` and of keys `[batch, 1, 1, past_sequence + sequence]`.
+/// Padding has no positions of its own.
 pub(super) fn positions_of_pairs(n: &mut Lowering, mask: &str) -> Result<[String; 2]> {
     let queries = positions(n);
     n.share_many("positions_of_pairs", |n| {

@@ -33,8 +33,8 @@ const MAX_TOKEN: usize = 1 << 10;
 
 /// The `tokenizer.json` of a folder with a vocabulary of tiktoken; `None` without one.
 ///
-/// # Errors
-/// The vocabulary is malformed, or the folder is without the code of Kimi K2, which defines how texts are split.
+/// # Errors The vocabulary is malformed, or the folder is without the code of Kimi K2, which defines how
+/// texts are split.
 pub(super) fn tokenizer_json(target: &Target) -> Result<Option<String>> {
     let Some(text) = read_auxiliary_text(target.folder, target.synthesized, FILE)? else { return Ok(None) };
     let code = read_auxiliary_text(target.folder, target.synthesized, CODE)?.unwrap_or_default();

@@ -15,12 +15,13 @@ use crate::ir::{Bindings, Dim, Element, TensorType};
 /// `softmax(capped(scale · q kᵀ) + bias + mask) v` for each head (Vaswani et al., 2017).
 ///
 /// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`,
-/// optionally an integer mask `[batch, keys]` that is zero for padding keys, optionally a bias
-/// `[heads, sequence, keys]` (see [`RelativeBias`](super::RelativeBias)) or `[1, sequence, keys]` (see
-/// [`ChunkBias`](super::ChunkBias)) or `[batch, heads, sequence, keys]`, of which any axis may be 1, and optionally attention sinks `[heads]`: the softmax of a head
-/// includes its sink as the score of a key without a value (OpenAI, *gpt-oss-120b & gpt-oss-20b Model
-/// Card*, 2025). Query head `i` reads key head `i / (heads / groups)`. If the attention is causal and there
-/// are more keys than queries, as in incremental decoding, the last query has the position of the last key.
+/// optionally an integer mask `[batch, keys]` that is zero for padding keys, optionally a bias `[heads,
+/// sequence, keys]` (see [`RelativeBias`](super::RelativeBias)) or `[1, sequence, keys]` (see
+/// [`ChunkBias`](super::ChunkBias)) or `[batch, heads, sequence, keys]`, of which any axis may be 1, and
+/// optionally attention sinks `[heads]`: the softmax of a head includes its sink as the score of a key
+/// without a value (OpenAI, *gpt-oss-120b & gpt-oss-20b Model Card*, 2025). Query head `i` reads key head
+/// `i / (heads / groups)`. If the attention is causal and there are more keys than queries, as in
+/// incremental decoding, the last query has the position of the last key.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Attention {

@@ -10,9 +10,9 @@ use super::decoding::{DecodingState, Forward, Incremental};
 use super::{Backward, OpSpec, require, require_rank};
 use crate::ir::{Dim, Element, TensorType};
 
-/// The mask of attention within chunks (Llama 4): tokens `[batch, sequence]`, of which only the shape is read,
-/// to a bias `[1, sequence, sequence]` for [`Attention`](super::Attention): zero for keys in the chunk of the
-/// query, else the lowest number. Chunks are counted from the first position of a row.
+/// The mask of attention within chunks (Llama 4): tokens `[batch, sequence]`, of which only the shape is
+/// read, to a bias `[1, sequence, sequence]` for [`Attention`](super::Attention): zero for keys in the
+/// chunk of the query, else the lowest number. Chunks are counted from the first position of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChunkBias {

@@ -11,9 +11,9 @@ use super::gradient::wide;
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::TensorType;
 
-/// Heads `[batch, heads, sequence, d]`, each token times `1 + factor · ln(1 + ⌊(position + offset) / interval⌋)`:
-/// temperature tuning of attention in Llama 4 and Ministral 3, after Nakanishi, *Scalable-Softmax Is Superior
-/// for Attention*, 2025. Positions are counted from the start of a row.
+/// Heads `[batch, heads, sequence, d]`, each token times `1 + factor · ln(1 + ⌊(position + offset) /
+/// interval⌋)`: temperature tuning of attention in Llama 4 and Ministral 3, after Nakanishi,
+/// *Scalable-Softmax Is Superior for Attention*, 2025. Positions are counted from the start of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PositionScale {
