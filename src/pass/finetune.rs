@@ -67,6 +67,10 @@ impl Pass for Finetune {
         options_of(self)
     }
 
+    fn fixed_options(&self) -> Value {
+        self.fixed()
+    }
+
     fn check(&self) -> Result<()> {
         let count = self.labels.unwrap_or(self.classes.len());
         let names: BTreeSet<&str> = self.classes.iter().map(|name| name.trim()).collect();
@@ -84,6 +88,10 @@ impl Pass for Finetune {
         };
         reason.map_or(Ok(()), |reason| Err(Error::option(self.head_option(), reason)))?;
         self.training().check(NAME)
+    }
+
+    fn resolve(&mut self, folder: &std::path::Path) {
+        self.final_checkpoint.iter_mut().for_each(|path| *path = crate::files::resolve(folder, path));
     }
 
     fn runs_on(&self) -> Option<Samples> {

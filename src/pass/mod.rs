@@ -117,6 +117,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// The options as in a recipe, including defaults.
     fn options(&self) -> Value;
 
+    /// The options that must be equal when a run is resumed.
+    fn fixed_options(&self) -> Value {
+        self.options()
+    }
+
     /// Validates the options. Called before the model is opened.
     ///
     /// # Errors

@@ -72,6 +72,7 @@ mod tape;
 mod tidy;
 mod train;
 mod train_encoder_decoder;
+mod train_extension;
 mod train_processes;
 mod train_reports;
 mod training_data;

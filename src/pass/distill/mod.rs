@@ -90,6 +90,10 @@ impl Pass for Distill {
         options_of(self)
     }
 
+    fn fixed_options(&self) -> Value {
+        self.fixed()
+    }
+
     fn check(&self) -> Result<()> {
         if self.teacher_top == Some(0) || (self.teacher_top.is_some() && self.teacher_cache.is_none()) {
             return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache`"));
@@ -104,7 +108,12 @@ impl Pass for Distill {
     }
 
     fn resolve(&mut self, folder: &std::path::Path) {
-        let paths = self.teacher.iter_mut().chain(self.teacher_cache.iter_mut()).chain(self.student.as_mut().and_then(Student::path));
+        let paths = self
+            .teacher
+            .iter_mut()
+            .chain(self.teacher_cache.iter_mut())
+            .chain(self.final_checkpoint.iter_mut())
+            .chain(self.student.as_mut().and_then(Student::path));
         paths.for_each(|path| *path = crate::files::resolve(folder, path));
     }
 

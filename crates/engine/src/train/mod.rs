@@ -13,6 +13,7 @@ pub mod communicator;
 mod context;
 mod cuts;
 mod draw;
+mod extension;
 mod floats;
 mod forecast;
 mod frozen;

@@ -54,11 +54,11 @@ const CURVE_STEPS: usize = 400;
 const DEFAULT_INTERVAL: Every = Every::Minutes(10.0);
 
 /// State of a running training.
-struct State<'a> {
-    train: TrainState<'a>,
-    total: u64,
+pub(super) struct State<'a> {
+    pub train: TrainState<'a>,
+    pub total: u64,
     /// Steps of earlier runs, before a resume.
-    earlier: u64,
+    pub earlier: u64,
     saved: Instant,
     waited: Duration,
     busy: Duration,
@@ -100,6 +100,7 @@ impl Trainer<'_> {
             evaluation: self.context.evaluation.clone(),
             processes: self.team.size(),
             seed: self.context.seed,
+            total: batches.steps(),
             scale: (super::step::FIRST_SCALE, 0),
             ..Position::default()
         };
@@ -119,10 +120,7 @@ impl Trainer<'_> {
             log: None,
             copies: transfer::copies(),
         };
-        if let Some(folder) = self.context.folder.as_deref().filter(|_| self.context.resume) {
-            state.train.restore(folder, self.graph, self.team)?;
-            state.earlier = state.train.position.step;
-        }
+        let extension = self.restore(&mut state, &batches)?;
         if self.team.size() > 1 {
             self.team.agree("step and weights", &state.train.hash(self.graph)?)?;
         }
@@ -138,6 +136,7 @@ impl Trainer<'_> {
         self.context.work.progress.on(Event::End);
         done?;
         let mut trained = self.finish(state, stepper, timeline)?;
+        trained.notes.extend(extension);
         if precomputed > 0 {
             trained.notes.push(format!("the teacher's logits of {} were computed block by block before the first step", counted(precomputed, "sample")));
         }
@@ -232,7 +231,11 @@ impl Trainer<'_> {
             state.train.position.curve = state.train.position.curve.iter().step_by(2).cloned().chain(last).collect();
         }
         self.context.work.progress.on(Event::Advance(1));
-        if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
+        if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) {
+            self.evaluate(state)?;
+        }
+        self.save_for_extension(state)?;
+        if number == state.total && self.options.evaluate_every.is_some_and(|every| !number.is_multiple_of(every)) {
             self.evaluate(state)?;
         }
         let due = match self.options.checkpoint_every.unwrap_or(DEFAULT_INTERVAL) {
