@@ -15,6 +15,7 @@ mod cli;
 mod common;
 mod configs;
 mod contract;
+mod contrastive;
 mod corpus;
 mod corrections;
 mod deployment;

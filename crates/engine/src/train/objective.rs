@@ -133,16 +133,20 @@ impl Objective {
         if let Some(options) = &losses.embedding {
             let teacher = needs("embedding")?;
             let output = |graph: &Graph| {
-                let name = embedding(graph, options.output.as_deref())?;
+                let name = embedding(graph, "embedding", options.output.as_deref())?;
                 let width = width(graph, &name)?;
                 Ok::<_, Error>((name, width))
             };
             objective.push(options.weight, losses::Embedding { distance: options.distance, student: output(student)?, teacher: output(teacher)? });
         }
+        if let Some(options) = &losses.contrastive {
+            let value = embedding(student, "contrastive", options.output.as_deref())?;
+            objective.push(options.weight, losses::Contrastive { value, temperature: options.temperature, symmetric: options.symmetric });
+        }
         if objective.terms.is_empty() && objective.logits.is_none() {
             return Err(Error::option(
                 "losses",
-                "no loss applies to these models and this data: specify at least one of soft, hard, hidden, attention, embedding",
+                "no loss applies to these models and this data: specify at least one of soft, hard, hidden, attention, embedding, contrastive",
             ));
         }
         Ok(objective)
@@ -311,7 +315,7 @@ fn default_losses(student: &Graph, teacher: Option<&Graph>, task: Task) -> Resul
         losses.hard = labelled.then(|| 0.5.into());
         return Ok(losses);
     }
-    losses.embedding = embedding(student, None).and(embedding(teacher, None)).ok().map(|_| 1.0.into());
+    losses.embedding = embedding(student, "embedding", None).and(embedding(teacher, "embedding", None)).ok().map(|_| 1.0.into());
     losses.hidden = layer_indices("hidden", student, teacher).ok().map(|_| 1.0.into());
     Ok(losses)
 }
@@ -322,7 +326,7 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Sequence
     let Some((_, id)) = graph.outputs().iter().find(|(name, _)| name == "logits") else {
         let names = graph.outputs().iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let reason = format!("soft and hard require an output `logits`; the outputs of the model are {names}");
-        let how = "`finetune` adds a classification head to an encoder or a CNN with `classes`, such as `[ham, spam]`; in an .onnx file or graph.json, rename the output with the logits to `logits`";
+        let how = "`finetune` adds a classification head to an encoder or a CNN with `classes`, such as `[ham, spam]`; `losses: contrastive=1` trains embeddings on pairs of texts; in an .onnx file or graph.json, rename the output with the logits to `logits`";
         return Err(Error::option("losses", format!("{reason}; {how}")));
     };
     let value = graph.value(*id);
@@ -342,7 +346,7 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Sequence
 }
 
 /// The value of an output with one vector per sample.
-fn embedding(graph: &Graph, requested: Option<&str>) -> Result<String> {
+fn embedding(graph: &Graph, loss: &str, requested: Option<&str>) -> Result<String> {
     let vector = |id: &ValueId| graph.value(*id).ty.shape.len() == 2 && graph.value(*id).ty.element == Element::Float;
     let vectors: Vec<&(String, ValueId)> = graph.outputs().iter().filter(|(name, id)| vector(id) && name != "logits").collect();
     let names = || vectors.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
@@ -357,5 +361,5 @@ fn embedding(graph: &Graph, requested: Option<&str>) -> Result<String> {
         (Some(requested), _) => format!("`{requested}` is not an output with one vector per sample; these are {}", names()),
         (None, _) => format!("specify one of {} as `output`", names()),
     };
-    found.map(|(_, id)| graph.value(*id).name.clone()).ok_or_else(|| Error::option("losses: embedding", reason()))
+    found.map(|(_, id)| graph.value(*id).name.clone()).ok_or_else(|| Error::option(format!("losses: {loss}"), reason()))
 }

@@ -10,7 +10,7 @@ use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
 use super::trainer::{Trainer, accumulate};
 use super::{Precision, Weights};
-use crate::data::Batch;
+use crate::data::{Batch, References};
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, MemoryCategory, Parameters, Placement, Tape, bytes_of};
@@ -79,6 +79,14 @@ impl<'t> Stepper<'t> {
         Some(&self.trainer.graph.value(node.output).name)
     }
 
+    /// Why batches cannot be split, with advice; `None` if they can.
+    fn indivisible(&self, batches: &[Batch]) -> Option<String> {
+        let name = self.batch_statistics_node();
+        let has_matches = batches.iter().any(|batch| matches!(batch.references, References::Matches(_)));
+        let matches = || has_matches.then(|| "`contrastive` compares all its texts: lower `batch_size`".to_owned());
+        name.map(|name| format!("`{name}` normalizes over the whole batch: lower `batch_size`, or set `batch_norm: fixed`")).or_else(matches)
+    }
+
     /// A note for the report, if batches were split.
     pub fn notes(&self, batch: usize) -> Option<String> {
         let part = self.part?;
@@ -121,12 +129,9 @@ impl<'t> Stepper<'t> {
                     if part <= 1 || weights.home().is_sharded() {
                         return Err(e);
                     }
-                    if let Some(name) = self.batch_statistics_node() {
+                    if let Some(why) = self.indivisible(batches) {
                         let Error::OutOfMemory { what, reason } = e else { return Err(e) };
-                        let reason = format!(
-                            "{reason}; the batch cannot be split, because `{name}` normalizes over the whole batch: lower `batch_size`, or set `batch_norm: fixed`"
-                        );
-                        return Err(Error::OutOfMemory { what, reason });
+                        return Err(Error::OutOfMemory { what, reason: format!("{reason}; the batch cannot be split, because {why}") });
                     }
                     self.part = Some(part.div_ceil(2));
                     self.retries += 1;
@@ -401,7 +406,6 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::data::References;
 
     #[test]
     fn micro_batches_contain_each_sample_once() {

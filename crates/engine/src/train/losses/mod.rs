@@ -4,6 +4,7 @@
 //! the whole step. The result therefore does not depend on how a step is split into micro-batches.
 
 mod attention;
+mod contrastive;
 mod divergence;
 mod embedding;
 mod hidden;
@@ -18,11 +19,12 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor};
 
 pub use attention::{Attention, Heads};
+pub use contrastive::Contrastive;
 pub use divergence::{Divergence, Soft};
 pub use embedding::Embedding;
 pub use hidden::{Hidden, Pair};
 pub use logits::{Head, Logits, LogitsSource, ModelValues, TeacherOutputs};
-pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftDivergence, SoftLoss};
+pub use options::{AttentionLoss, AttentionTarget, ContrastiveLoss, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftDivergence, SoftLoss};
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -252,6 +254,52 @@ mod tests {
             let factor = (weight * scale) as f32;
             assert!(other.iter().zip(&gradient).all(|(a, b)| (a - factor * b).abs() < 1e-5), "{weight}, {scale}, {size}");
         }
+    }
+
+    /// Divergences are those of trl's GKD, times the square of the temperature, and the hard loss is that of
+    /// transformers over trl's labels of a completion (`scripts/goldens losses`).
+    #[test]
+    fn losses_over_logits_equal_those_of_trl() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/training/losses.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let number = |name: &str| f64::from(golden[name].to_vec1::<f32>().unwrap()[0]);
+        // The labels of the logits at each position.
+        let labels = |name: &str| -> Vec<Vec<Option<i64>>> {
+            let rows = golden[name].to_vec2::<i64>().unwrap();
+            rows.into_iter().map(|row| row.into_iter().map(|label| (label != -100).then_some(label)).collect()).collect()
+        };
+        let require = |case: &str, (soft, hard): (Option<Soft>, Option<(f64, f64)>), logits: &str, labels: Vec<Vec<Option<i64>>>, factor: f64| {
+            let (values, parameters) = (BTreeMap::from([("x".to_owned(), golden[logits].clone())]), Parameters::from_tensors(BTreeMap::new(), DType::F32));
+            let (samples, sequence, classes) = golden[logits].dims3().unwrap();
+            let inputs = [("input_ids".to_owned(), Tensor::ones((samples, sequence), DType::I64, &Device::Cpu).unwrap())];
+            let batch = Batch { inputs: inputs.into(), references: References::Tokens(labels), samples };
+            let source = LogitsSource::Value("x".into());
+            let losses = Logits { soft, hard, student: source.clone(), teacher: Some(source), classes, tokens: Some(SequenceRole::Input) };
+            let teacher = BTreeMap::from([("x".to_owned(), golden.get(&format!("{case}/teacher")).unwrap_or(&golden[logits]).clone())]);
+            let mut output = LossOutput::default();
+            let items = losses.items(&batch).unwrap();
+            let outputs = if soft.is_some() { TeacherOutputs::Values(&teacher, &parameters) } else { TeacherOutputs::None };
+            losses.add(&mut output, (&values, &parameters), outputs, &batch, &|_| true, (items, 1.0)).unwrap();
+            let (found, expected) = (output.losses.values().next().unwrap().to_scalar::<f64>().unwrap(), factor * number(&format!("{case}/loss")));
+            assert!((found - expected).abs() < 1e-5, "{case}: {found} instead of {expected}");
+            let gradient = (&golden[&format!("{case}/gradient")] * factor).unwrap();
+            let apart = (&output.values["x"] - gradient).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+            assert!(apart < 1e-5, "{case}: {apart}");
+        };
+        for (name, divergence) in [
+            ("forward", Divergence::Forward),
+            ("reverse", Divergence::Reverse),
+            ("half", Divergence::JensenShannon(0.5)),
+            ("quarter", Divergence::JensenShannon(0.25)),
+        ] {
+            let case = format!("divergence/{name}");
+            let temperature = number(&format!("{case}/temperature"));
+            let soft = Soft { weight: 1.0, temperature, divergence };
+            require(&case, (Some(soft), None), &format!("{case}/student"), labels(&format!("{case}/labels")), temperature * temperature);
+        }
+        // Logits predict the next token.
+        let next = labels("completion/labels").into_iter().map(|row| row.into_iter().skip(1).chain([None]).collect()).collect();
+        require("completion", (None, Some((1.0, 0.0))), "completion/logits", next, 1.0);
     }
 
     #[test]
