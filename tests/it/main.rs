@@ -70,6 +70,7 @@ mod split_experts;
 mod static_int8;
 mod structured;
 mod tape;
+mod teacher_files;
 mod tidy;
 mod train;
 mod train_encoder_decoder;

@@ -18,6 +18,7 @@ mod packing;
 mod record;
 mod scoring;
 mod student;
+mod teacher_files;
 mod training;
 mod vocabulary;
 
@@ -56,6 +57,12 @@ training_pass! {
         #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_top: Option<usize>,
+        /// Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl with the responses
+        /// of vLLM
+        #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<PathBuf>"))]
+        #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
+        teacher_logits: Vec<PathBuf>,
         /// Let the student continue a fraction of the texts itself, and compare it with the teacher on its
         /// continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
         /// [default: only texts of the data]
@@ -95,8 +102,11 @@ impl Pass for Distill {
     }
 
     fn check(&self) -> Result<()> {
-        if self.teacher_top == Some(0) || (self.teacher_top.is_some() && self.teacher_cache.is_none()) {
-            return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache`"));
+        if self.teacher_top == Some(0) || (self.teacher_top.is_some() && self.teacher_cache.is_none() && self.teacher_logits.is_empty()) {
+            return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache` or `teacher_logits`"));
+        }
+        if !self.teacher_logits.is_empty() {
+            teacher_files::check(self)?;
         }
         let training = self.training();
         let changing = [("augment", training.augment.is_some()), ("masking", training.masking.is_some())];
@@ -112,6 +122,7 @@ impl Pass for Distill {
             .teacher
             .iter_mut()
             .chain(self.teacher_cache.iter_mut())
+            .chain(self.teacher_logits.iter_mut())
             .chain(self.final_checkpoint.iter_mut())
             .chain(self.student.as_mut().and_then(Student::path));
         paths.for_each(|path| *path = crate::files::resolve(folder, path));
@@ -119,7 +130,7 @@ impl Pass for Distill {
 
     fn reads(&self) -> Vec<std::path::PathBuf> {
         let mut student = self.student.clone();
-        self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
+        self.teacher.iter().chain(&self.teacher_logits).cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
     }
 
     fn reads_models(&self) -> Vec<std::path::PathBuf> {
@@ -139,7 +150,8 @@ impl Pass for Distill {
             None => model.clone(),
         };
         let cache = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
-        Job { applied, student, teacher, cache, on_policy: self.on_policy, training: self.training(), state, renamed: BTreeMap::new() }.plan()
+        let logits = (!self.teacher_logits.is_empty()).then(|| (self.teacher_logits.as_slice(), self.teacher_top.unwrap_or(TOP)));
+        Job { applied, student, teacher, cache, logits, on_policy: self.on_policy, training: self.training(), state, renamed: BTreeMap::new() }.plan()
     }
 
     fn remedy(&self) -> &'static str {

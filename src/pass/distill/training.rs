@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::adapters::{self, Adapters};
 use super::record::{self, Counts};
 use super::scoring::{ScoreData, Scoring};
-use super::{masking, on_policy, packing, vocabulary};
+use super::{masking, on_policy, packing, teacher_files, vocabulary};
 use crate::analysis;
 use crate::data::{Data, DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
@@ -39,14 +39,14 @@ pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learn
 const RULE: &str = "all floats that losses depend on";
 
 /// Graphs, samples and losses of a training.
-struct Inputs<'a> {
+pub(super) struct Inputs<'a> {
     graph: Graph,
     teacher_graph: Option<Graph>,
     /// Options of the training data.
-    data: &'a Data,
+    pub data: &'a Data,
     subject: Subject,
-    samples: Arc<DataSet>,
-    objective: Objective,
+    pub samples: Arc<DataSet>,
+    pub objective: Objective,
 }
 
 /// The weights to train, and the graphs that read them.
@@ -71,6 +71,8 @@ pub(in crate::pass) struct Job<'a> {
     pub teacher: Option<Model>,
     /// The folder of cached logits of the teacher, and their number per row.
     pub cache: Option<(&'a Path, usize)>,
+    /// Files with the logits of the teacher, which does not run then, and their number per row.
+    pub logits: Option<(&'a [PathBuf], usize)>,
     /// Continuations of the student, if it writes samples.
     pub on_policy: Option<OnPolicy>,
     pub training: Training,
@@ -139,14 +141,21 @@ impl<'a> Job<'a> {
         let Student { graph, small, mut weights, quantizers, counts, is_rounded_when_written } =
             self.load_student(&inputs, adapters, (context, placement), &memory_tracker)?;
         let teacher = self.load_teacher(&inputs, context, &memory_tracker)?;
-        let cache = self.open_cache(&inputs, context)?;
+        let (cache, cache_note) = match self.logits {
+            Some((files, top)) => {
+                let folder = self.cache.map(|(folder, _)| folder.to_owned());
+                teacher_files::cache(files, (folder, top), &inputs, context).map(|(cache, note)| (Some(cache), Some(note)))?
+            }
+            None => (self.open_cache(&inputs, context)?, None),
+        };
         let batch = batch(&graph, training);
         let first = inputs.samples.first()?;
         let largest = largest_inputs(&inputs.samples, batch, training, (context.seed, team.size()), &context.work)?;
         let sizes = bindings(&small, batch, Some(&largest));
         let teacher_graph = inputs.teacher_graph.as_ref().zip(self.teacher.as_ref());
         let forecast = forecast((&small, &graph, &self.student), training, teacher_graph, &inputs.objective, (&sizes, team.size()))?;
-        let data = ScoreData::open((name, training), &inputs.subject, self.teacher.as_ref(), (context, team.rank()))?;
+        let reference = self.teacher.as_ref().filter(|_| self.logits.is_none());
+        let data = ScoreData::open((name, training), &inputs.subject, reference, (context, team.rank()))?;
         let quantizers = quantizers.as_ref();
         let scoring = Scoring { data, model: &self.student, graph: &graph, adapters, quantizers, is_rounded_when_written, first: &first, context };
         let score = |weights: &Weights, state: &BTreeMap<String, ManagedTensor>| scoring.score(weights, state);
@@ -188,6 +197,7 @@ impl<'a> Job<'a> {
         applied.tensors = if trained.unchanged { BTreeSet::new() } else { self.names_in_input(written) };
         applied.rule = adapters.map_or_else(|| RULE.to_owned(), Adapters::rule);
         applied.notes.append(&mut trained.notes);
+        applied.notes.extend(cache_note);
         applied.notes.extend(counts.notes(name, training, adapters, quantizers.filter(|_| !trained.unchanged)));
         let earlier = self.state.history.iter().filter(|applied| applied.name == name).count();
         applied.attached.extend(record::logs(name, earlier, training, checkpoints));
@@ -221,6 +231,10 @@ impl<'a> Job<'a> {
         }
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "has pairs with scores, which no loss supports: specify one text column, and `task: fidelity`"));
+        }
+        if self.training.losses.contrastive.is_some() && samples.task() != Task::Contrastive {
+            let reason = format!("needs pairs of matching texts, but the task of the data is {}: set `task: contrastive` and `pair_column`", samples.task());
+            return Err(Error::option("losses: contrastive", reason));
         }
         let task = masking::task(self.training.masking.as_ref(), samples.task());
         let objective = Objective::new(&self.training.losses, &graph, teacher_graph.as_ref(), task)?;
@@ -316,7 +330,9 @@ impl<'a> Job<'a> {
     /// Loads the teacher, if losses read its values.
     fn load_teacher(&self, inputs: &Inputs, context: &Context, memory_tracker: &MemoryTracker) -> Result<Option<Teacher>> {
         let values = inputs.objective.teacher_values();
-        let (Some(teacher), Some(graph), false) = (&self.teacher, &inputs.teacher_graph, values.is_empty()) else { return Ok(None) };
+        let (Some(teacher), Some(graph), false) = (&self.teacher, &inputs.teacher_graph, values.is_empty() || self.logits.is_some()) else {
+            return Ok(None);
+        };
         let (device, dtype) = self.teacher_device(context);
         let graph = packing::for_samples(subgraph(graph, &values, &Op::clone)?, inputs.data)?;
         let placement = (device, dtype, self.training.offloads_parameters());

@@ -33,6 +33,8 @@ use crate::exec::transfer::{self, Cause};
 const FORMAT: u32 = 5;
 /// Logarithm of a probability of 0.
 const ZERO_PROBABILITY: f16 = f16::from_f32_const(-1e4);
+/// Largest sum of the listed probabilities of a token, which have been rounded.
+const LARGEST_SUM: f64 = 1.01;
 /// A logit without a share of the sum of exponentials.
 const MASKED: f32 = -1e30;
 /// Bytes of a column index and its value.
@@ -235,6 +237,28 @@ impl Cache {
         let rows: Vec<(Vec<(u32, f16)>, f16)> = rows.into_par_iter().map(|row| top_of_row(row, self.top, self.temperature)).collect();
         let (logits, rest): (Vec<Vec<(u32, f16)>>, Vec<f16>) = rows.into_iter().unzip();
         Ok(Entries { logits: logits.concat(), rest })
+    }
+
+    /// Appends a row of log-probabilities at temperature 1, of which the largest are cached. Returns a reason if
+    /// they are not a distribution.
+    pub fn add_row(&self, entries: &mut Entries, row: &[(u32, f32)]) -> std::result::Result<(), String> {
+        let mut row = row.to_vec();
+        row.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        let sum = |row: &[(u32, f32)]| row.iter().map(|(_, value)| f64::from(*value).exp()).sum::<f64>();
+        let total = sum(&row);
+        let Some((_, highest)) = row.first().copied().filter(|(_, highest)| highest.is_finite() && total <= LARGEST_SUM) else {
+            return Err(format!("sum to {total:.2}"));
+        };
+        row.truncate(self.top);
+        let rest = (1.0 - sum(&row)).max(0.0).ln() - f64::from(highest);
+        row.sort_unstable_by_key(|(column, _)| *column);
+        if let Some(pair) = row.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return Err(format!("have the token {} twice", pair[0].0));
+        }
+        row.resize(self.top, row.first().copied().unwrap_or_default());
+        entries.logits.extend(row.into_iter().map(|(column, value)| (column, f16::from_f32((value - highest).max(f16::MIN.to_f32())))));
+        entries.rest.push(f16::from_f64(rest).max(ZERO_PROBABILITY));
+        Ok(())
     }
 
     /// The teacher's logits for some rows of `entries`, for the student's logits `[rows, columns]`, on
