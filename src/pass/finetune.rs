@@ -109,7 +109,7 @@ impl Pass for Finetune {
                 *patterns = with_previous_names(std::mem::take(patterns), &graph, &renamed);
             }
         }
-        Job { applied, student, teacher: None, cache: None, logits: None, on_policy: None, training, state, renamed }.plan()
+        Job { renamed, ..Job::new(applied, student, training, state) }.plan()
     }
 
     fn remedy(&self) -> &'static str {

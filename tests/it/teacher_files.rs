@@ -1,4 +1,4 @@
-//! Distillation from files with the logits of a teacher.
+//! Distillation from files with the logits of a teacher, and from several teachers.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -6,14 +6,14 @@ use std::path::PathBuf;
 
 use candle_core::{D, DType, Device, Tensor};
 use compress::Model;
-use compress::pass::{Distill, Student};
+use compress::pass::{Distill, Finetune, MoreTeacher, Student};
 use compress_engine::data::{Data, Task};
 use compress_engine::exec::Rounding;
 use compress_engine::train::optimizer::Kind;
 use serde_json::{Map, Value, json};
 
 use crate::low_bits::outputs;
-use crate::train::{Run, distill, furthest, golden, losses, samples};
+use crate::train::{Run, distill, finetune, furthest, golden, losses, samples};
 
 const MODEL: &str = "llama-grouped-tied";
 
@@ -83,7 +83,7 @@ fn other_samples_and_options_are_refused() {
     let responses = Responses::new();
     let with = |lines: &[Value]| Distill { teacher_logits: vec![responses.file("a.jsonl", lines)], ..pass() };
     let error = responses.error(with(&responses.lines[..15]));
-    assert!(error.contains("no record has the tokens of sample 16"), "{error}");
+    assert!(error.contains("no record has the token ids of sample 16"), "{error}");
     let mut changed = responses.lines.clone();
     changed[3]["prompt_token_ids"][2] = json!(1);
     let error = responses.error(with(&changed));
@@ -93,6 +93,46 @@ fn other_samples_and_options_are_refused() {
         (Distill { teacher: Some(golden(MODEL)), ..all.clone() }, "cannot be combined with `teacher`"),
         (Distill { losses: losses("soft=1"), ..all.clone() }, "needs `soft: { temperature: 1 }`"),
         (Distill { losses: losses("{ soft: { temperature: 1 }, hidden: 1 }"), ..all.clone() }, "contain only logits"),
+    ] {
+        let error = responses.error(pass);
+        assert!(error.contains(reason), "{error}");
+    }
+}
+
+/// Probabilities of a teacher and of its copy are those of the teacher, and the order of two teachers has no
+/// effect.
+#[test]
+fn probabilities_of_teachers_are_averaged() {
+    let responses = Responses::new();
+    let other = Run::new();
+    other.train(MODEL, responses.data.clone(), Finetune { learning_rate: 1e-2, ..finetune(10) }).unwrap();
+    let train = |teacher: PathBuf, more: Vec<MoreTeacher>| {
+        let run = Run::new();
+        run.train(MODEL, responses.data.clone(), Distill { teacher: Some(teacher), more_teachers: more, ..pass() }).unwrap();
+        run.weights()
+    };
+    let more = |model: PathBuf, weight: f64| vec![MoreTeacher { model, weight, cache: None }];
+    let (first, second) = (golden(MODEL), other.out());
+    let one = train(first.clone(), Vec::new());
+    assert!(furthest(&one, &train(first.clone(), more(first.clone(), 2.0))) < 1e-5);
+    let mixed = train(first.clone(), more(second.clone(), 0.5));
+    assert!(furthest(&one, &mixed) > 1e-4);
+    assert!(furthest(&mixed, &train(second.clone(), more(first.clone(), 2.0))) < 1e-5);
+    // Cached logits have 16 bits.
+    let cached = MoreTeacher { cache: Some(responses.run.folder.path().join("cache")), ..more(second, 0.5).remove(0) };
+    let apart = furthest(&mixed, &train(first, vec![cached]));
+    assert!(apart > 0.0 && apart < 2e-3, "{apart}");
+}
+
+#[test]
+fn teachers_with_other_vocabularies_and_losses_are_refused() {
+    let responses = Responses::new();
+    let more = |model: &str, weight: f64| vec![MoreTeacher { model: golden(model), weight, cache: None }];
+    for (pass, reason) in [
+        (Distill { more_teachers: more("bert", 1.0), ..pass() }, "logits"),
+        (Distill { more_teachers: more(MODEL, 0.0), ..pass() }, "`weight` must be a finite number greater than 0"),
+        (Distill { more_teachers: more(MODEL, 1.0), losses: losses("soft=1,hidden=1"), ..pass() }, "only probabilities are averaged"),
+        (Distill { more_teachers: more(MODEL, 1.0), teacher_top: Some(4), ..pass() }, "which `teacher_top` requires"),
     ] {
         let error = responses.error(pass);
         assert!(error.contains(reason), "{error}");

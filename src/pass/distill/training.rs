@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::adapters::{self, Adapters};
 use super::record::{self, Counts};
 use super::scoring::{ScoreData, Scoring};
-use super::{masking, on_policy, packing, teacher_files, vocabulary};
+use super::{MoreTeacher, masking, more_teachers, on_policy, packing, teacher_files, vocabulary};
 use crate::analysis;
 use crate::data::{Data, DataSet, LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
@@ -69,10 +69,14 @@ pub(in crate::pass) struct Job<'a> {
     /// The model to train.
     pub student: Model,
     pub teacher: Option<Model>,
-    /// The folder of cached logits of the teacher, and their number per row.
-    pub cache: Option<(&'a Path, usize)>,
-    /// Files with the logits of the teacher, which does not run then, and their number per row.
-    pub logits: Option<(&'a [PathBuf], usize)>,
+    /// The folder of cached logits of the teacher.
+    pub cache: Option<&'a Path>,
+    /// Number of cached logits per row.
+    pub top: usize,
+    /// Files with the logits of the teacher, which does not run then.
+    pub logits: Option<&'a [PathBuf]>,
+    /// Further teachers, and their options.
+    pub more_teachers: Vec<(Model, MoreTeacher)>,
     /// Continuations of the student, if it writes samples.
     pub on_policy: Option<OnPolicy>,
     pub training: Training,
@@ -83,6 +87,12 @@ pub(in crate::pass) struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
+    /// A training without a teacher.
+    pub fn new(applied: Applied, student: Model, training: Training, state: &'a RunState) -> Job<'a> {
+        let (more_teachers, renamed) = (Vec::new(), BTreeMap::new());
+        Job { applied, student, teacher: None, cache: None, top: 1, logits: None, more_teachers, on_policy: None, training, state, renamed }
+    }
+
     /// Validates the losses and predicts the memory.
     pub fn plan(mut self) -> Result<Plan<'a>> {
         let adapters = self.attach_adapters()?;
@@ -95,10 +105,13 @@ impl<'a> Job<'a> {
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
         let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
         require_trainable(&graph, model, training)?;
+        more_teachers::require_same_logits(&self.more_teachers, &objective)?;
         on_policy::sampler(self.on_policy, (model, &graph), &objective, None)?;
         masking::masker(training.masking.as_ref(), (model, &graph), &objective)?;
         let small = training_graph(&graph, &objective, training)?;
-        let sizes = bindings(&small, batch(&graph, training), None);
+        // A sample of a contrastive loss has at least two texts.
+        let rows = batch(&graph, training).saturating_mul(if training.losses.contrastive.is_some() { 2 } else { 1 });
+        let sizes = bindings(&small, rows, None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
         let forecast = forecast((&small, &graph, model), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
         let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
@@ -142,12 +155,13 @@ impl<'a> Job<'a> {
             self.load_student(&inputs, adapters, (context, placement), &memory_tracker)?;
         let teacher = self.load_teacher(&inputs, context, &memory_tracker)?;
         let (cache, cache_note) = match self.logits {
-            Some((files, top)) => {
-                let folder = self.cache.map(|(folder, _)| folder.to_owned());
-                teacher_files::cache(files, (folder, top), &inputs, context).map(|(cache, note)| (Some(cache), Some(note)))?
+            Some(files) => {
+                let folder = self.cache.map(Path::to_owned);
+                teacher_files::cache(files, (folder, self.top), &inputs, context).map(|(cache, note)| (Some(cache), Some(note)))?
             }
             None => (self.open_cache(&inputs, context)?, None),
         };
+        let further_teachers = more_teachers::load(self, &inputs, context, teacher.as_ref(), &memory_tracker)?;
         let batch = batch(&graph, training);
         let first = inputs.samples.first()?;
         let largest = largest_inputs(&inputs.samples, batch, training, (context.seed, team.size()), &context.work)?;
@@ -167,6 +181,7 @@ impl<'a> Job<'a> {
             graph: &small,
             teacher: teacher.as_ref(),
             cache: cache.as_ref(),
+            further_teachers: &further_teachers,
             objective: &inputs.objective,
             data: &inputs.samples,
             sampler: sampler.as_ref(),
@@ -322,7 +337,7 @@ impl<'a> Job<'a> {
     }
 
     /// Device and dtype in which the teacher runs.
-    fn teacher_device<'c>(&self, context: &'c Context) -> (&'c Device, DType) {
+    pub(super) fn teacher_device<'c>(&self, context: &'c Context) -> (&'c Device, DType) {
         let device = if self.training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { &context.device };
         (device, if device.is_cpu() { DType::F32 } else { self.training.precision.dtype() })
     }
@@ -341,7 +356,7 @@ impl<'a> Job<'a> {
 
     /// Opens the cache of the teacher's logits, if one is requested.
     fn open_cache(&self, inputs: &Inputs, context: &Context) -> Result<Option<RefCell<Cache>>> {
-        let (Some((folder, top)), Some(graph), Some(teacher)) = (self.cache, &inputs.teacher_graph, &self.teacher) else { return Ok(None) };
+        let (Some(folder), Some(graph), Some(teacher)) = (self.cache, &inputs.teacher_graph, &self.teacher) else { return Ok(None) };
         if !inputs.objective.reads_only_logits() {
             let reason = "stores only logits: remove losses that read other values of the teacher";
             return Err(Error::option(format!("{}: teacher_cache", self.applied.name), reason));
@@ -349,13 +364,13 @@ impl<'a> Job<'a> {
         let (device, dtype) = self.teacher_device(context);
         let key = teacher_cache_key(teacher, graph, &self.training, dtype, device, &context.work)?;
         let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
-        Ok(Some(RefCell::new(Cache::open(folder, &key, top, temperature)?)))
+        Ok(Some(RefCell::new(Cache::open(folder, &key, self.top, temperature)?)))
     }
 }
 
 /// Returns an error if the training images of student and teacher are preprocessed differently: both run
 /// on the same samples.
-fn require_same_preprocessing(student: &DataSet, teacher: &DataSet) -> Result<()> {
+pub(super) fn require_same_preprocessing(student: &DataSet, teacher: &DataSet) -> Result<()> {
     let (Some(ours), Some(theirs)) = (student.preprocessing(), teacher.preprocessing()) else { return Ok(()) };
     if ours == theirs {
         return Ok(());
@@ -414,7 +429,7 @@ fn bindings(graph: &Graph, batch: usize, largest: Option<&LargestInputs>) -> Bin
 
 /// Cache key of a teacher's logits: its weights, its graph, the precision, the device, and whether the
 /// logits of hard labels are cached.
-fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, device: &Device, work: &Work) -> Result<String> {
+pub(super) fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, device: &Device, work: &Work) -> Result<String> {
     let mut key = ContentKey::new(work);
     // Ranks on equal GPUs share the cache.
     key.line(&format!("{} {} {compute:?} {} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some(), crate::exec::hardware(device)));

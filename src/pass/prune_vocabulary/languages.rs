@@ -1,4 +1,4 @@
-//! Languages whose tokens remain, by the Unicode scripts in which they are written.
+//! Selection by language: tokens in its Unicode scripts remain.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use super::Teacher;
 use super::batches::{Batches, Cursor};
 use super::cache::{self, Cache, Entries};
-use super::losses::Logits;
+use super::losses::{Logits, LogitsSource};
 use super::state::Position;
 use super::trainer::Trainer;
 use crate::data::Batch;
@@ -51,12 +51,15 @@ pub(super) struct CachedTeacher<'a> {
     /// `None` if the cache has all samples.
     pub teacher: Option<&'a Teacher>,
     pub losses: &'a Logits,
+    /// Source of its logits.
+    pub source: &'a LogitsSource,
 }
 
 impl Trainer<'_> {
     /// The teacher, if there is one, and the loss over its logits; `None` without such a loss.
     pub(super) fn cached_teacher(&self) -> Option<CachedTeacher<'_>> {
-        Some(CachedTeacher { teacher: self.teacher, losses: self.objective.over_logits()? })
+        let losses = self.objective.over_logits()?;
+        Some(CachedTeacher { teacher: self.teacher, losses, source: losses.teacher.as_ref()? })
     }
 
     /// Fills the cache for a whole epoch if the teacher is streamed from disk, so that its weights are
@@ -97,7 +100,7 @@ impl CachedTeacher<'_> {
     /// Adds the teacher's logits for a batch to the cache.
     fn insert(&self, cache: &mut Cache, teacher: &Teacher, (keys, rows): (&[u128], &[usize]), values: &super::teacher::Values, batch: &Batch) -> Result<()> {
         let mut entries = Entries::default();
-        self.losses.for_each_teacher_chunk((values, teacher.parameters()), batch, &mut |logits| {
+        self.losses.for_each_teacher_chunk((self.source, (values, teacher.parameters())), batch, &mut |logits| {
             entries.append(cache.top_logits(logits)?);
             Ok(())
         })?;

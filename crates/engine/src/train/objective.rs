@@ -221,6 +221,19 @@ impl Objective {
         self.logits.as_ref()
     }
 
+    /// The source of the logits of a further teacher, and the parameters of its head. Fails if its logits have
+    /// other tokens or fewer columns than those of the first one.
+    pub fn further_source(&self, teacher: &Graph) -> Result<(losses::LogitsSource, Vec<String>)> {
+        let (source, columns, tokens) = logits(teacher)?;
+        let ours = self.logits.as_ref().map_or((0, None), |logits| (logits.classes, logits.tokens));
+        if tokens != ours.1 || columns < ours.0 || tokens.is_none() && columns != ours.0 {
+            let reason = format!("its logits have {columns} columns, those of the first teacher {}, or they belong to other tokens", ours.0);
+            return Err(Error::option("distill: more_teachers", reason));
+        }
+        let head = if let losses::LogitsSource::Head(head) = &source { head.parameters.clone() } else { Vec::new() };
+        Ok((source, head))
+    }
+
     /// Names of the head parameters that the losses read, in addition to the graph: those of the
     /// student, and of the teacher.
     pub fn heads(&self) -> (Vec<String>, Vec<String>) {

@@ -304,7 +304,7 @@ impl Trainer<'_> {
                 (Direction::Out, Cause::Step) => 1,
                 // Offloaded and sharded tensors are copied in both directions.
                 (_, Cause::Offload) if !self.options.offload.is_empty() || self.options.shards_parameters() => u64::MAX,
-                (_, Cause::Answers) if self.cache.is_some() => u64::MAX,
+                (_, Cause::Answers) if self.cache.is_some() || self.further_teachers.iter().any(|further| further.cache.is_some()) => u64::MAX,
                 _ => 0,
             };
             (copies > allowed).then(|| format!("{copies} copies ({direction:?}) for {cause:?}, but only {allowed} are allowed"))

@@ -6,6 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::cache::Entries;
 use super::clip;
+use super::losses::WeightedTeacher;
 use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
 use super::trainer::{Trainer, accumulate};
@@ -274,6 +275,9 @@ impl<'t> Stepper<'t> {
             .transpose()?;
         let running_teacher = trainer.teacher.filter(|_| cached.is_none());
         let teacher = running_teacher.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs)?, teacher.parameters()))).transpose()?;
+        let losses = trainer.objective.over_logits().filter(|_| !trainer.further_teachers.is_empty());
+        let further =
+            losses.map_or(Ok(Vec::new()), |losses| trainer.further_teachers.iter().map(|teacher| teacher.run(losses, batch)).collect::<Result<_>>())?;
         let statistics = &mut accumulated.statistics;
         let forward = self.tape.forward(
             parameters,
@@ -296,15 +300,27 @@ impl<'t> Stepper<'t> {
             (Some((values, parameters)), ..) => TeacherOutputs::Values(values, parameters),
             _ => TeacherOutputs::None,
         };
+        let teacher_outputs = match losses.and_then(|losses| losses.teacher.as_ref()) {
+            Some(source) => {
+                let first = WeightedTeacher { weight: 1.0, source, outputs: teacher_outputs };
+                let others = trainer.further_teachers.iter().zip(&further).map(|(teacher, outputs)| teacher.weighted(outputs));
+                TeacherOutputs::Several(std::iter::once(first).chain(others).collect())
+            }
+            None => teacher_outputs,
+        };
         trainer.memory_tracker.work_on("losses", "");
         let (student_heads, teacher_heads) = trainer.objective.heads();
         parameters.enter(&student_heads.into_iter().collect(), Some(trainer.memory_tracker))?;
         let teacher_heads = teacher_heads.into_iter().collect();
         let projections = weights.load_trained(&trainer.objective.projection_names())?;
         running_teacher.map_or(Ok(()), |teacher| teacher.parameters().enter(&teacher_heads, None))?;
+        for further in trainer.further_teachers {
+            further.teacher.parameters().enter(&further.head.iter().cloned().collect(), None)?;
+        }
         let output = trainer.objective.evaluate((&values, parameters), teacher_outputs, &projections, batch, &trained, (items, scale))?;
         running_teacher.map_or(Ok(()), |teacher| teacher.parameters().enter(&BTreeSet::new(), None))?;
-        drop((values, teacher, cache, projections));
+        trainer.further_teachers.iter().try_for_each(|further| further.teacher.parameters().enter(&BTreeSet::new(), None))?;
+        drop((values, teacher, cache, further, projections));
         for (name, loss) in output.losses {
             let sum = accumulated.losses.remove(name).map_or(Ok(loss.clone()), |other| other + &loss);
             accumulated.losses.insert(name, sum.map_err(|e| Error::candle(format!("loss `{name}`"), e))?);

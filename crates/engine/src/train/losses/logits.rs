@@ -111,6 +111,18 @@ pub enum TeacherOutputs<'a> {
     Values(&'a BTreeMap<String, Tensor>, &'a Parameters),
     /// Top logits of all rows, and the cache that they were read from.
     Cached(&'a Entries, &'a Cache),
+    /// Outputs of several teachers, whose probabilities are averaged.
+    Several(Vec<WeightedTeacher<'a>>),
+}
+
+/// Outputs of one of several teachers.
+pub struct WeightedTeacher<'a> {
+    /// Weight of its probabilities, relative to those of the others.
+    pub weight: f64,
+    /// Source of its logits.
+    pub source: &'a LogitsSource,
+    /// Its outputs.
+    pub outputs: TeacherOutputs<'a>,
 }
 
 /// Rows of logits that contribute to the loss, and the target class of each.
@@ -136,9 +148,13 @@ impl Logits {
         Ok(positions)
     }
 
-    /// Calls `each` with the teacher's logits of all rows that contribute to the loss, in chunks of rows.
-    pub fn for_each_teacher_chunk(&self, teacher: ModelValues, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
-        let Some(source) = &self.teacher else { return Ok(()) };
+    /// Calls `each` with a teacher's logits of all rows that contribute to the loss, in chunks of rows.
+    pub fn for_each_teacher_chunk(
+        &self,
+        (source, teacher): (&LogitsSource, ModelValues),
+        batch: &Batch,
+        each: &mut dyn FnMut(&Tensor) -> Result<()>,
+    ) -> Result<()> {
         let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
         let failed = |e| Error::candle("the teacher's logits", e);
         let value = flat(value).map_err(failed)?;
@@ -158,6 +174,42 @@ impl Logits {
     /// The teacher's logits of rows, without columns that the student lacks.
     fn teacher_logits(&self, source: &LogitsSource, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         source.logits(rows, parameters)?.narrow(1, 0, self.classes)
+    }
+
+    /// The teacher's logits of rows, of which the first is row `from` of those that contribute to the loss, for
+    /// the student's logits of the same rows. `None` without a teacher.
+    fn soft_targets(
+        &self,
+        (source, teacher): (&LogitsSource, &TeacherOutputs),
+        (indices, from): (&[u32], usize),
+        student: &Tensor,
+    ) -> candle_core::Result<Option<Tensor>> {
+        Ok(match teacher {
+            TeacherOutputs::None => None,
+            TeacherOutputs::Values(values, parameters) => {
+                let Some(value) = values.get(source.value()) else {
+                    candle_core::bail!("the value `{}` of the teacher is not among its outputs", source.value())
+                };
+                let logits = self.teacher_logits(source, &select_rows(&flat(value)?, indices)?, parameters)?;
+                // The teacher may be on another device.
+                Some(transfer::move_to(&logits, student.device(), Cause::Offload)?)
+            }
+            TeacherOutputs::Cached(entries, cache) => Some(cache.logits(entries, from..from + indices.len(), student)?),
+            TeacherOutputs::Several(teachers) => {
+                let temperature = self.soft.map_or(1.0, |soft| soft.temperature);
+                let total: f64 = teachers.iter().map(|teacher| teacher.weight).sum();
+                let mut logarithms = Vec::new();
+                for teacher in teachers {
+                    let logits = self.soft_targets((teacher.source, &teacher.outputs), (indices, from), student)?;
+                    let Some(logits) = logits else { candle_core::bail!("one of several teachers has no outputs") };
+                    logarithms.push((log_softmax(&(logits.to_dtype(DType::F32)? / temperature)?)? + (teacher.weight / total).ln())?);
+                }
+                let all = Tensor::stack(&logarithms, 0)?;
+                let largest = all.max_keepdim(0)?;
+                let sum = all.broadcast_sub(&largest)?.exp()?.sum_keepdim(0)?.log()?;
+                Some(((sum + largest)?.squeeze(0)? * temperature)?)
+            }
+        })
     }
 
     fn rows(&self, batch: &Batch) -> Result<Rows> {
@@ -214,14 +266,8 @@ impl Logits {
     ) -> Result<()> {
         let rows = self.rows(batch)?;
         let ours = student.0.get(self.student.value()).ok_or_else(|| missing(self.student.value()))?;
-        let theirs = match (&self.teacher, &teacher) {
-            (Some(source), TeacherOutputs::Values(values, ..)) if self.soft.is_some() => {
-                Some(values.get(source.value()).ok_or_else(|| missing(source.value()))?)
-            }
-            _ => None,
-        };
         let mut compute = || {
-            let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
+            let values = flat(ours)?;
             if self.tokens.is_none() {
                 require_rows_of_samples(&format!("value `{}`", self.student.value()), &values, batch)?;
             }
@@ -232,15 +278,10 @@ impl Logits {
                 let targets = rows.targets.chunks(count).nth(number).unwrap_or(&[]);
                 let hidden = select_rows(&values, indices)?;
                 let logits = self.student.logits(&hidden, student.1)?;
-                let soft = match (&self.teacher, &teacher, &theirs) {
-                    (Some(source), TeacherOutputs::Values(_, parameters), Some(value)) => {
-                        let logits = self.teacher_logits(source, &select_rows(value, indices)?, parameters)?;
-                        // The teacher may be on another device.
-                        Some(transfer::move_to(&logits, values.device(), Cause::Offload)?)
-                    }
-                    (_, TeacherOutputs::Cached(entries, cache), _) => {
+                let soft = match &self.teacher {
+                    Some(source) if self.soft.is_some() => {
                         let from = number * count;
-                        Some(cache.logits(entries, from..from + indices.len(), &logits.narrow(1, 0, self.classes)?)?)
+                        self.soft_targets((source, &teacher), (indices, from), &logits.narrow(1, 0, self.classes)?)?
                     }
                     _ => None,
                 };

@@ -23,7 +23,7 @@ pub use contrastive::Contrastive;
 pub use divergence::{Divergence, Soft};
 pub use embedding::Embedding;
 pub use hidden::{Hidden, Pair};
-pub use logits::{Head, Logits, LogitsSource, ModelValues, TeacherOutputs};
+pub use logits::{Head, Logits, LogitsSource, ModelValues, TeacherOutputs, WeightedTeacher};
 pub use options::{AttentionLoss, AttentionTarget, ContrastiveLoss, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftDivergence, SoftLoss};
 
 use crate::data::Batch;
@@ -300,6 +300,45 @@ mod tests {
         // Logits predict the next token.
         let next = labels("completion/labels").into_iter().map(|row| row.into_iter().skip(1).chain([None]).collect()).collect();
         require("completion", (None, Some((1.0, 0.0))), "completion/logits", next, 1.0);
+    }
+
+    /// The teacher's probabilities are the weighted mean of those of several, at the temperature of the loss.
+    #[test]
+    fn probabilities_of_several_teachers_are_averaged() {
+        let (batch, parameters) = (token_batch(), Parameters::from_tensors(BTreeMap::new(), DType::F32));
+        let source = LogitsSource::Value("x".into());
+        let named = |seed: usize| BTreeMap::from([("x".to_owned(), (tensor(seed, &[2, 3, 5]) * 3.0).unwrap())]);
+        let (student, teachers) = (named(1), [named(2), named(3)]);
+        let temperature = 2.0;
+        let soft = Some(Soft { weight: 1.0, temperature, divergence: Divergence::Forward });
+        let logits = Logits { soft, hard: None, student: source.clone(), teacher: Some(source.clone()), classes: 5, tokens: Some(SequenceRole::Input) };
+        let loss = |outputs: TeacherOutputs| {
+            let mut output = LossOutput::default();
+            logits.add(&mut output, (&student, &parameters), outputs, &batch, &|_| true, (3.0, 1.0)).unwrap();
+            let gradient = output.values["x"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            (output.losses["soft"].to_scalar::<f64>().unwrap(), gradient)
+        };
+        let several = |weights: [f64; 2], teachers: [usize; 2], values: &[BTreeMap<String, Tensor>; 2]| {
+            let of = |at: usize| WeightedTeacher { weight: weights[at], source: &source, outputs: TeacherOutputs::Values(&values[teachers[at]], &parameters) };
+            loss(TeacherOutputs::Several(vec![of(0), of(1)]))
+        };
+        let require_equal = |a: (f64, Vec<f32>), b: (f64, Vec<f32>)| {
+            assert!((a.0 - b.0).abs() < 1e-5 && a.1.iter().zip(&b.1).all(|(a, b)| (a - b).abs() < 1e-5), "{a:?} {b:?}");
+        };
+        let one = loss(TeacherOutputs::Values(&teachers[0], &parameters));
+        require_equal(several([0.3, 0.9], [0, 0], &teachers), one.clone());
+        let softmax = |values: &Tensor| losses_softmax(&(values / temperature).unwrap());
+        let mean = ((softmax(&teachers[0]["x"]) * 0.75).unwrap() + (softmax(&teachers[1]["x"]) * 0.25).unwrap()).unwrap();
+        let averaged = BTreeMap::from([("x".to_owned(), (mean.log().unwrap() * temperature).unwrap())]);
+        let expected = loss(TeacherOutputs::Values(&averaged, &parameters));
+        assert!((expected.0 - one.0).abs() > 1e-3);
+        require_equal(several([3.0, 1.0], [0, 1], &teachers), expected.clone());
+        require_equal(several([0.5, 1.5], [1, 0], &teachers), expected);
+    }
+
+    fn losses_softmax(values: &Tensor) -> Tensor {
+        let exponentials = values.exp().unwrap();
+        exponentials.broadcast_div(&exponentials.sum_keepdim(candle_core::D::Minus1).unwrap()).unwrap()
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Records in a safetensors file: the tokens of all texts one after another, and the largest log-probabilities of
-//! each token.
+//! Records in a safetensors file: the token ids, with all texts concatenated, and the largest log-probabilities
+//! of each token.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use super::{Record, Source};
 use crate::error::{Error, Result};
 use crate::store::{self, RawTensor};
 
-/// Maximum number of tokens of a text.
+/// Maximum length of a text in tokens.
 const LONGEST: u64 = 1 << 24;
 
 pub(super) struct Arrays {

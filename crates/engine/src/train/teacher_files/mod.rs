@@ -1,5 +1,5 @@
-//! Logits of a teacher from files that other programs have written: the largest log-probabilities of each token,
-//! by the tokens of the text. They are copied into the cache of teacher logits before the first step.
+//! Logits of a teacher from files that other programs have written: token ids of texts, and the largest
+//! log-probabilities of each token. They are copied into the cache of teacher logits before the first step.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -21,7 +21,7 @@ use crate::work::Work;
 
 /// Number of records that are compared with a sample for an error message.
 const COMPARED: usize = 10_000;
-/// Number of tokens of a sample in an error message.
+/// Number of token ids in an error message.
 const SHOWN: usize = 8;
 
 /// Tokens and their log-probabilities.
@@ -37,7 +37,7 @@ struct Record {
 
 /// A file with records.
 trait Source {
-    /// Calls `each` with the location and the tokens of each record.
+    /// Calls `each` with the location and the token ids of each record.
     fn for_each(&self, each: &mut dyn FnMut(u64, &[i64]) -> Result<()>) -> Result<()>;
     /// Reads a record.
     fn read(&self, location: u64) -> Result<Record>;
@@ -63,7 +63,7 @@ fn wrong(reason: String) -> Error {
 }
 
 impl TeacherFiles {
-    /// Opens files and reads the tokens of all records.
+    /// Opens files and reads the token ids of all records.
     pub fn open(paths: &[PathBuf]) -> Result<TeacherFiles> {
         let (mut files, mut records): (Vec<Box<dyn Source>>, _) = (Vec::new(), HashMap::new());
         for path in paths {
@@ -135,11 +135,11 @@ impl TeacherFiles {
         let describe = |token: Option<&i64>| token.map_or("the end".to_owned(), |token| format!("the token {token}"));
         Ok(wrong(match best {
             Some((at, record, name)) => format!(
-                "no record has the tokens of {sample}: the most similar one, {name}, has {} at position {at}, the sample {}; the files must contain all samples, with the same tokenizer and `max_length`",
+                "no record has the token ids of {sample}: the most similar one, {name}, has {} at position {at}, the sample {}; the files must contain all samples, with the same tokenizer and `max_length`",
                 describe(record.tokens.get(at)),
                 describe(tokens.get(at))
             ),
-            None => format!("the files contain no records, so that there is none for {sample}"),
+            None => format!("the files contain no records, but {sample} needs one"),
         }))
     }
 }
@@ -152,7 +152,7 @@ fn open(path: &Path) -> Result<Box<dyn Source>> {
     }
 }
 
-/// The tokens of each sample without padding, and their positions. Fails if the samples are not texts of which
+/// The token ids of each sample without padding, and their positions. Fails if the samples are not texts of which
 /// each token is predicted from the previous ones.
 fn texts(batch: &Batch) -> Result<Vec<(Vec<i64>, Vec<u32>)>> {
     if !matches!(batch.references, References::Next(_) | References::Tokens(_)) || batch.output_role() != SequenceRole::Input {
