@@ -12,6 +12,7 @@
 //! ```
 
 mod adapters;
+mod inputs;
 mod masking;
 mod more_teachers;
 mod on_policy;

@@ -4,9 +4,10 @@ use std::cell::RefCell;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 
-use super::training::{Inputs, Job, require_same_preprocessing, teacher_cache_key};
+use super::inputs::{Inputs, require_same_preprocessing, teacher_cache_key};
 use super::{Distill, packing, vocabulary};
 use crate::error::{Error, ParseError, Result};
 use crate::evaluation::Subject;
@@ -15,7 +16,7 @@ use crate::ir::{Graph, Op, subgraph};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::train::cache::Cache;
-use crate::train::{FurtherTeacher, Objective, Teacher};
+use crate::train::{FurtherTeacher, Objective, Teacher, Training};
 
 const OPTION: &str = "distill: more_teachers";
 
@@ -86,29 +87,34 @@ pub(super) fn require_same_logits(teachers: &[(Model, MoreTeacher)], objective: 
 }
 
 /// Loads further teachers, with their caches. The tracker has the bytes of all teachers then.
-pub(super) fn load(job: &Job, inputs: &Inputs, context: &Context, first: Option<&Teacher>, tracker: &MemoryTracker) -> Result<Vec<FurtherTeacher>> {
+pub(super) fn load(
+    teachers: &[(Model, MoreTeacher)],
+    inputs: &Inputs,
+    (context, training, (device, dtype), top): (&Context, &Training, (&Device, DType), usize),
+    first: Option<&Teacher>,
+    tracker: &MemoryTracker,
+) -> Result<Vec<FurtherTeacher>> {
     let mut loaded = Vec::new();
-    for (model, options) in &job.more_teachers {
+    for (model, options) in teachers {
         model.check_contents(&context.work)?;
         require_same_preprocessing(&inputs.samples, &*context.data.open(inputs.data, Subject::from_model(model.clone())?.target())?)?;
         let whole: Graph = model.graph()?;
         let (source, head) = inputs.objective.further_source(&whole)?;
         let values = [source.value().clone()];
         let graph = packing::for_samples(subgraph(&whole, &values, &Op::clone)?, inputs.data)?;
-        let (device, dtype) = job.teacher_device(context);
-        let placement = (device, dtype, job.training.offloads_parameters());
+        let placement = (device, dtype, training.offloads_parameters());
         let teacher = Teacher::load(model, &graph, (&values, &head), placement, tracker, &context.work)?;
         let cache = match &options.cache {
             Some(folder) => {
-                let key = teacher_cache_key(model, &whole, &job.training, dtype, device, &context.work)?;
+                let key = teacher_cache_key(model, &whole, training, dtype, device, &context.work)?;
                 let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
-                Some(RefCell::new(Cache::open(folder, &key, job.top, temperature)?))
+                Some(RefCell::new(Cache::open(folder, &key, top, temperature)?))
             }
             None => None,
         };
         loaded.push(FurtherTeacher { weight: options.weight, source, head, teacher, cache });
     }
-    if !loaded.is_empty() && !job.training.offloads_parameters() {
+    if !loaded.is_empty() && !training.offloads_parameters() {
         let bytes = loaded.iter().map(|further| &further.teacher).chain(first).map(|teacher| teacher.parameters().bytes()).sum();
         tracker.set(MemoryCategory::Teacher, bytes)?;
     }

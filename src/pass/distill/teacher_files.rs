@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::path::PathBuf;
 
 use super::Distill;
-use super::training::Inputs;
+use super::inputs::Inputs;
 use crate::error::{Error, Result, counted};
 use crate::pass::Context;
 use crate::store::ContentKey;

@@ -9,11 +9,12 @@ use candle_core::{DType, Device};
 use serde_json::Value;
 
 use super::adapters::{self, Adapters};
+use super::inputs::{Inputs, require_same_preprocessing, teacher_cache_key};
 use super::record::{self, Counts};
 use super::scoring::{ScoreData, Scoring};
 use super::{MoreTeacher, masking, more_teachers, on_policy, packing, teacher_files, vocabulary};
 use crate::analysis;
-use crate::data::{Data, DataSet, LargestInputs, Task, fixed_batch};
+use crate::data::{LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::Subject;
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, axis_sizes, rounding_scheme};
@@ -23,31 +24,19 @@ use crate::model::{Config, Model};
 use crate::output::REPORT_FILES;
 use crate::pass::{Context, Plan};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, ZeroOrigin};
+use crate::store::{ActivationScheme, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
     BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
     forecast, largest_inputs, require_trainable,
 };
-use crate::work::Work;
 
 /// Advice if the outputs of a trained model are severely degraded.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student initialized with more layers of its teacher";
 
 /// Description of the trained tensors in reports.
 const RULE: &str = "all floats that losses depend on";
-
-/// Graphs, samples and losses of a training.
-pub(super) struct Inputs<'a> {
-    graph: Graph,
-    teacher_graph: Option<Graph>,
-    /// Options of the training data.
-    pub data: &'a Data,
-    subject: Subject,
-    pub samples: Arc<DataSet>,
-    pub objective: Objective,
-}
 
 /// The weights to train, and the graphs that read them.
 struct Student {
@@ -161,7 +150,8 @@ impl<'a> Job<'a> {
             }
             None => (self.open_cache(&inputs, context)?, None),
         };
-        let further_teachers = more_teachers::load(self, &inputs, context, teacher.as_ref(), &memory_tracker)?;
+        let further_teachers =
+            more_teachers::load(&self.more_teachers, &inputs, (context, training, self.teacher_device(context), self.top), teacher.as_ref(), &memory_tracker)?;
         let batch = batch(&graph, training);
         let first = inputs.samples.first()?;
         let largest = largest_inputs(&inputs.samples, batch, training, (context.seed, team.size()), &context.work)?;
@@ -337,7 +327,7 @@ impl<'a> Job<'a> {
     }
 
     /// Device and dtype in which the teacher runs.
-    pub(super) fn teacher_device<'c>(&self, context: &'c Context) -> (&'c Device, DType) {
+    fn teacher_device<'c>(&self, context: &'c Context) -> (&'c Device, DType) {
         let device = if self.training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { &context.device };
         (device, if device.is_cpu() { DType::F32 } else { self.training.precision.dtype() })
     }
@@ -366,19 +356,6 @@ impl<'a> Job<'a> {
         let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
         Ok(Some(RefCell::new(Cache::open(folder, &key, self.top, temperature)?)))
     }
-}
-
-/// Returns an error if the training images of student and teacher are preprocessed differently: both run
-/// on the same samples.
-pub(super) fn require_same_preprocessing(student: &DataSet, teacher: &DataSet) -> Result<()> {
-    let (Some(ours), Some(theirs)) = (student.preprocessing(), teacher.preprocessing()) else { return Ok(()) };
-    if ours == theirs {
-        return Ok(());
-    }
-    let reason = format!(
-        "preprocesses images differently from the student (teacher: {theirs}; student: {ours}): set the same `resize`, `crop`, `mean` and `std` for both in `data: {{ train: ... }}`"
-    );
-    Err(Error::option("distill: teacher", reason))
 }
 
 /// Whether a report of an earlier run, or `config.json`, states that weights of the model were pruned.
@@ -425,16 +402,6 @@ fn bindings(graph: &Graph, batch: usize, largest: Option<&LargestInputs>) -> Bin
         sizes.extend(axis_sizes(graph, |name| inputs.shapes.get(name).map(Vec::as_slice)));
     }
     sizes
-}
-
-/// Cache key of a teacher's logits: its weights, its graph, the precision, the device, and whether the
-/// logits of hard labels are cached.
-pub(super) fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, device: &Device, work: &Work) -> Result<String> {
-    let mut key = ContentKey::new(work);
-    // Ranks on equal GPUs share the cache.
-    key.line(&format!("{} {} {compute:?} {} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some(), crate::exec::hardware(device)));
-    key.files(&teacher.weight_files, &teacher.path)?;
-    Ok(key.name())
 }
 
 #[cfg(test)]

@@ -7,8 +7,6 @@ use super::Teacher;
 use super::batches::{Batches, Cursor};
 use super::cache::{self, Cache, Entries};
 use super::losses::{Logits, LogitsSource};
-use super::state::Position;
-use super::trainer::Trainer;
 use crate::data::Batch;
 use crate::error::Result;
 use crate::exec::BlockwiseOptions;
@@ -53,24 +51,6 @@ pub(super) struct CachedTeacher<'a> {
     pub losses: &'a Logits,
     /// Source of its logits.
     pub source: &'a LogitsSource,
-}
-
-impl Trainer<'_> {
-    /// The teacher, if there is one, and the loss over its logits; `None` without such a loss.
-    pub(super) fn cached_teacher(&self) -> Option<CachedTeacher<'_>> {
-        let losses = self.objective.over_logits()?;
-        Some(CachedTeacher { teacher: self.teacher, losses, source: losses.teacher.as_ref()? })
-    }
-
-    /// Fills the cache for a whole epoch if the teacher is streamed from disk, so that its weights are
-    /// read once per epoch. Returns the number of samples added.
-    pub(super) fn fill_teacher_cache(&self, batches: &Batches, position: &Position) -> Result<usize> {
-        let (Some(cached), Some(cache)) = (self.cached_teacher().filter(|cached| cached.teacher.is_some_and(Teacher::is_streamed)), self.cache) else {
-            return Ok(0);
-        };
-        let options = BlockwiseOptions { spill: self.context.folder.clone(), ..BlockwiseOptions::on(self.device) };
-        cached.fill(&mut cache.borrow_mut(), batches, (position.data, position.step), &options, &self.context.work)
-    }
 }
 
 impl CachedTeacher<'_> {

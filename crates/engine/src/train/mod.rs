@@ -43,6 +43,7 @@ mod selection;
 mod state;
 mod step;
 mod teacher;
+mod teacher_cache;
 mod teacher_files;
 mod team;
 mod trainer;

@@ -7,12 +7,14 @@ mod attention;
 mod contrastive;
 mod divergence;
 mod embedding;
+mod head;
 mod hidden;
 mod host;
 mod logits;
 mod logits_on_gpu;
 mod mask;
 mod options;
+mod teacher_outputs;
 
 use std::collections::BTreeMap;
 
@@ -22,9 +24,11 @@ pub use attention::{Attention, Heads};
 pub use contrastive::Contrastive;
 pub use divergence::{Divergence, Soft};
 pub use embedding::Embedding;
+pub use head::{Head, LogitsSource};
 pub use hidden::{Hidden, Pair};
-pub use logits::{Head, Logits, LogitsSource, ModelValues, TeacherOutputs, WeightedTeacher};
+pub use logits::{Logits, ModelValues};
 pub use options::{AttentionLoss, AttentionTarget, ContrastiveLoss, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftDivergence, SoftLoss};
+pub use teacher_outputs::{TeacherOutputs, WeightedTeacher};
 
 use crate::data::Batch;
 use crate::error::{Error, Result};

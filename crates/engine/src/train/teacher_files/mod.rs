@@ -122,19 +122,20 @@ impl TeacherFiles {
     fn mismatch(&self, number: usize, tokens: &[i64]) -> Result<Error> {
         let mut places: Vec<(usize, u64)> = self.records.values().copied().collect();
         places.sort_unstable();
-        let mut best: Option<(usize, Record, String)> = None;
+        let mut best: Option<((usize, bool), Record, String)> = None;
         for place in places.into_iter().take(COMPARED) {
             let Some((record, name)) = self.read(place)? else { continue };
             let common = tokens.iter().zip(&record.tokens).take_while(|(a, b)| a == b).count();
-            if best.as_ref().is_none_or(|(most, ..)| common > *most) {
-                best = Some((common, record, name));
+            let likeness = (common, record.tokens.len() == tokens.len());
+            if best.as_ref().is_none_or(|(most, ..)| likeness > *most) {
+                best = Some((likeness, record, name));
             }
         }
         let shown: Vec<String> = tokens.iter().take(SHOWN).map(i64::to_string).collect();
         let sample = format!("sample {number} (tokens {}{})", shown.join(" "), if tokens.len() > SHOWN { " …" } else { "" });
         let describe = |token: Option<&i64>| token.map_or("the end".to_owned(), |token| format!("the token {token}"));
         Ok(wrong(match best {
-            Some((at, record, name)) => format!(
+            Some(((at, _), record, name)) => format!(
                 "no record has the token ids of {sample}: the most similar one, {name}, has {} at position {at}, the sample {}; the files must contain all samples, with the same tokenizer and `max_length`",
                 describe(record.tokens.get(at)),
                 describe(tokens.get(at))
