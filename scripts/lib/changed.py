@@ -40,7 +40,7 @@ TESTS = {
     "crates/engine/src/train/communicator": "layerwise_processes",
     "crates/engine/src/train/team": "layerwise_processes",
     "crates/engine/src/generation": "generation drafts draft_command on_policy onnx_cached",
-    "crates/engine/src/train": "adapters contrastive on_policy qat teacher_files train train_encoder_decoder train_extension train_processes train_reports training_data optimizers tape",
+    "crates/engine/src/train": "adapters contrastive dropout on_policy qat teacher_files train train_encoder_decoder train_extension train_processes train_reports training_data optimizers tape",
     "src/build": "cached package",
     "src/cli": "cli python_package deployment",
     "src/cli/running/draft": "draft_command",

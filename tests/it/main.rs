@@ -21,6 +21,7 @@ mod corrections;
 mod deployment;
 mod draft_command;
 mod drafts;
+mod dropout;
 mod evaluation;
 mod families;
 mod family_table;

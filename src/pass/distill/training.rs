@@ -29,7 +29,7 @@ use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
     BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
-    forecast, largest_inputs, require_trainable,
+    dropout, forecast, largest_inputs, require_trainable,
 };
 
 /// Advice if the outputs of a trained model are severely degraded.
@@ -98,6 +98,7 @@ impl<'a> Job<'a> {
         on_policy::sampler(self.on_policy, (model, &graph), &objective, None)?;
         masking::masker(training.masking.as_ref(), (model, &graph), &objective)?;
         let small = training_graph(&graph, &objective, training)?;
+        dropout(&small, training)?;
         // A sample of a contrastive loss has at least two texts.
         let rows = batch(&graph, training).saturating_mul(if training.losses.contrastive.is_some() { 2 } else { 1 });
         let sizes = bindings(&small, rows, None);

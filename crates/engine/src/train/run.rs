@@ -128,7 +128,7 @@ impl Trainer<'_> {
             state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.context.name, &self.objective.losses, state.train.position.step)?);
         }
         let mut timeline = Timeline::new();
-        let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part);
+        let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part)?;
         let precomputed = self.fill_teacher_cache(&batches, &state.train.position)?;
         self.context.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
         self.context.work.advance(state.train.position.step)?;
@@ -189,8 +189,9 @@ impl Trainer<'_> {
         let update = number - state.train.position.idle();
         let rate = self.options.schedule.rate(update - 1, state.total, self.options.learning_rate);
         self.memory_tracker.begin_step(Some(number));
-        let StepResult { losses, gradients, statistics, norm, is_empty } =
-            stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
+        let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };
+        let result = stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale, draw.random().u64(..));
+        let StepResult { losses, gradients, statistics, norm, is_empty } = result.map_err(|e| self.explain(e, state))?;
         if let Some(norm) = norm.filter(|_| !is_empty) {
             self.update(state, gradients, norm, (rate, update))?;
             for (name, statistic) in &statistics {

@@ -141,6 +141,11 @@ macro_rules! training_options {
             #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             masking: Option<crate::train::Masking> = None,
+            /// Set hidden states to zero with this probability: embeddings, and the results of attention and
+            /// feed-forward networks [default: none]
+            #[cfg_attr(feature = "cli", arg(long, value_name = "RATE"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            dropout: Option<f64> = None,
             /// Train low-rank adapters of linear layers instead of the weights: their rank, or
             /// {rank: 16, alpha: 32, targets: [PATTERN, ...], merge: false} [default: none]
             #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]

@@ -14,7 +14,7 @@ use super::{Precision, Weights};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{ManagedTensor, MemoryCategory, Parameters, Placement, Tape, bytes_of};
+use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Placement, Tape, bytes_of};
 use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
@@ -61,11 +61,12 @@ pub(super) struct Stepper<'t> {
 }
 
 impl<'t> Stepper<'t> {
-    pub fn new(trainer: &'t Trainer<'t>, weights: &Weights, part: Option<usize>) -> Stepper<'t> {
+    pub fn new(trainer: &'t Trainer<'t>, weights: &Weights, part: Option<usize>) -> Result<Stepper<'t>> {
         let taps: BTreeMap<String, ValueId> = trainer.graph.outputs().iter().cloned().collect();
         let cuts = super::cuts::cuts(trainer.graph, trainer.options);
         let tape = Tape::new(trainer.graph, trainer.device.clone(), taps.values().copied().collect(), &|name| weights.trains(name), &cuts);
-        Stepper { trainer, taps, tape, part, retries: 0 }
+        let tape = tape.with_dropout(super::dropout::dropout(trainer.graph, trainer.options)?);
+        Ok(Stepper { trainer, taps, tape, part, retries: 0 })
     }
 
     /// Micro-batch size, if a whole batch does not fit into memory.
@@ -99,7 +100,9 @@ impl<'t> Stepper<'t> {
 
     /// Computes losses and gradients. If memory runs out, retries with half the micro-batch size. Fails if a
     /// single sample does not fit into memory, or a loss is not finite.
-    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<StepResult> {
+    ///
+    /// `seed` is that of the random numbers of the step.
+    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64), seed: u64) -> Result<StepResult> {
         let largest_batch = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
         let mut items = Items::new();
         for batch in batches {
@@ -110,7 +113,7 @@ impl<'t> Stepper<'t> {
         // A collective: it must run once per step, independent of the number of attempts.
         let items = self.trainer.team.means(items)?;
         loop {
-            match self.attempt(weights, batches, &items, scale.0) {
+            match self.attempt(weights, batches, &items, (scale.0, seed)) {
                 Ok(mut accumulated) => {
                     let squares = self.complete(&mut accumulated, weights, scale.0)?;
                     let mut step = StepResult { is_empty: items.values().all(|count| *count == 0.0), ..self.fetch(accumulated, squares, weights, batches)? };
@@ -237,7 +240,7 @@ impl<'t> Stepper<'t> {
         if all.is_finite() { Ok(all.sqrt()) } else { own.and_then(|_| Err(remote_error())) }
     }
 
-    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Accumulated> {
+    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, (scale, seed): (f64, u64)) -> Result<Accumulated> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
         // All batches of a step are in memory together, but the tape counts only the batch in progress.
@@ -245,10 +248,13 @@ impl<'t> Stepper<'t> {
         let waiting = bytes.clone().sum::<u64>() - bytes.max().unwrap_or(0);
         self.trainer.memory_tracker.allocate_named(MemoryCategory::Data, "gradient_accumulation", waiting)?;
         let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients: BTreeMap::new(), home: weights.home().sibling()?, statistics: Vec::new() };
+        let mut dropout = DropoutSeed { seed, first: 0 };
         let mut parts = || {
             for batch in batches {
                 for part in micro_batches(batch, self.part) {
-                    self.micro_batch(weights, &parameters, &part?, (items, scale), &mut accumulated)?;
+                    let part = part?;
+                    self.micro_batch(weights, &parameters, (&part, dropout), (items, scale), &mut accumulated)?;
+                    dropout.first += part.rows();
                 }
             }
             Ok(())
@@ -264,7 +270,7 @@ impl<'t> Stepper<'t> {
         &self,
         weights: &Weights,
         parameters: &Parameters,
-        batch: &Batch,
+        (batch, dropout): (&Batch, DropoutSeed),
         (items, scale): (&Items, f64),
         accumulated: &mut Accumulated,
     ) -> Result<()> {
@@ -279,7 +285,8 @@ impl<'t> Stepper<'t> {
         let further =
             losses.map_or(Ok(Vec::new()), |losses| trainer.further_teachers.iter().map(|teacher| teacher.run(losses, batch)).collect::<Result<_>>())?;
         let statistics = &mut accumulated.statistics;
-        let forward = self.tape.forward(
+        let forward = self.tape.forward_with(
+            Some(dropout),
             parameters,
             &batch.inputs,
             trainer.memory_tracker,
