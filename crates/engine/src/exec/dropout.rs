@@ -122,7 +122,7 @@ mod tests {
         let zeros = all.iter().filter(|factor| **factor == 0.0).count();
         assert!((900..1100).contains(&zeros), "{zeros} of 4000");
         assert!(all.iter().all(|factor| *factor == 0.0 || (*factor - 4.0 / 3.0).abs() < 1e-6));
-        // The last samples alone, and in a narrower batch, of which each row has fewer tokens.
+        // Only the last samples, and in a narrower batch, of which each row has fewer tokens.
         assert_eq!(dropout.factors(seed(7, 2), 3, &[2, 50, 20]), all[2000..]);
         assert_eq!(dropout.factors(seed(7, 3), 3, &[1, 10, 20]), all[3000..3200]);
         assert_ne!(dropout.factors(seed(8, 0), 3, &[4, 50, 20]), all);
