@@ -59,8 +59,8 @@ training_pass! {
         #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_top: Option<usize>,
-        /// Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl with the responses
-        /// of vLLM
+        /// Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl with the
+        /// responses of vLLM
         #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
         #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<PathBuf>"))]
         #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]

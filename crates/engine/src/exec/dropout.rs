@@ -1,5 +1,6 @@
-//! Dropout of values in a forward pass (Srivastava et al., *Dropout: A Simple Way to Prevent Neural Networks from
-//! Overfitting*, 2014), with masks that are computed again in the backward pass and in recomputed segments.
+//! Dropout of values in a forward pass (Srivastava et al., *Dropout: A Simple Way to Prevent Neural Networks
+//! from Overfitting*, 2014), with masks that are computed again in the backward pass and in recomputed
+//! segments.
 
 use std::collections::BTreeSet;
 
@@ -35,7 +36,8 @@ fn mix(state: u64) -> u64 {
 }
 
 impl Dropout {
-    /// The factor of each element of a value `[batch, ...]`: 0, or the reciprocal of the probability to remain.
+    /// The factor of each element of a value `[batch, ...]`: 0, or the reciprocal of the probability to
+    /// remain.
     fn factors(&self, DropoutSeed { seed, first }: DropoutSeed, node: usize, dims: &[usize]) -> Vec<f32> {
         let width = dims.iter().skip(1).product::<usize>().max(1);
         let remaining = (1.0 / (1.0 - self.rate)) as f32;

@@ -197,8 +197,8 @@ impl<'g> Tape<'g> {
         self.graph
     }
 
-    /// Applies dropout in forward passes that have a seed. The nodes must not read their output in the backward
-    /// pass.
+    /// Applies dropout in forward passes that have a seed. The nodes must not read their output in the
+    /// backward pass.
     #[must_use]
     pub fn with_dropout(mut self, dropout: Option<Dropout>) -> Tape<'g> {
         self.dropout = dropout;

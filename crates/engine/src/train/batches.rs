@@ -63,8 +63,8 @@ impl<'d> Batches<'d> {
         self.steps
     }
 
-    /// Whether fewer than `gradient_accumulation` batches belonged to the last of `step` steps, which ended at
-    /// the cursor.
+    /// Whether fewer than `gradient_accumulation` batches belonged to the last of `step` steps, which ended
+    /// at the cursor.
     pub fn ends_within_a_step(&self, at: Cursor, step: u64) -> Result<bool> {
         if self.batches_per_step <= 1 {
             return Ok(false);

@@ -239,8 +239,8 @@ impl Cache {
         Ok(Entries { logits: logits.concat(), rest })
     }
 
-    /// Appends a row of log-probabilities at temperature 1, of which the largest are cached. Returns a reason if
-    /// they are not a distribution.
+    /// Appends a row of log-probabilities at temperature 1, of which the largest are cached. Returns a reason
+    /// if they are not a distribution.
     pub fn add_row(&self, entries: &mut Entries, row: &[(u32, f32)]) -> std::result::Result<(), String> {
         let mut row = row.to_vec();
         row.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));

@@ -11,9 +11,9 @@ use crate::ir::{Graph, Kind, Node, Op, ValueId};
 /// Attention and feed-forward network of a layer.
 const BRANCHES: usize = 2;
 
-/// The values of a graph to which the requested dropout applies: the embeddings that the first layer reads, and
-/// the results of attention and feed-forward network before they are added to the residual stream. Fails if they
-/// are not recognized.
+/// The values of a graph to which the requested dropout applies: the embeddings that the first layer reads,
+/// and the results of attention and feed-forward network before they are added to the residual stream. Fails
+/// if they are not recognized.
 pub fn dropout(graph: &Graph, training: &Training) -> Result<Option<Dropout>> {
     let Some(rate) = training.dropout else { return Ok(None) };
     let wrong = |reason: String| Error::option("dropout", reason);

@@ -221,8 +221,8 @@ impl Objective {
         self.logits.as_ref()
     }
 
-    /// The source of the logits of a further teacher, and the parameters of its head. Fails if its logits have
-    /// other tokens or fewer columns than those of the first one.
+    /// The source of the logits of a further teacher, and the parameters of its head. Fails if its logits
+    /// have other tokens or fewer columns than those of the first one.
     pub fn further_source(&self, teacher: &Graph) -> Result<(losses::LogitsSource, Vec<String>)> {
         let (source, columns, tokens) = logits(teacher)?;
         let ours = self.logits.as_ref().map_or((0, None), |logits| (logits.classes, logits.tokens));

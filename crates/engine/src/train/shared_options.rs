@@ -11,8 +11,8 @@ macro_rules! training_options {
         $($callback)+! {
             $($context)*
             [shared]
-            /// Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default: depends
-            /// on model and data]
+            /// Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default:
+            /// depends on model and data]
             #[cfg_attr(feature = "cli", arg(long, value_name = "LOSS=WEIGHT,...", default_value = "", hide_default_value = true, value_parser = crate::train::losses_or_none))]
             #[serde(skip_serializing_if = "crate::train::losses::Losses::is_empty")]
             losses: crate::train::losses::Losses = crate::train::losses::Losses::default(),
@@ -100,7 +100,8 @@ macro_rules! training_options {
             #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             keep_checkpoints: Option<usize> = None,
-            /// Folder for a checkpoint of the last step, or of the last one before the decay of `decay_steps`:
+            /// Folder for a checkpoint of the last step, or of the last one before the decay of
+            /// `decay_steps`:
             /// --resume with a larger max_steps or epochs continues from it
             #[cfg_attr(feature = "cli", arg(long, value_name = "FOLDER"))]
             #[serde(skip_serializing_if = "Option::is_none")]

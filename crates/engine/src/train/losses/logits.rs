@@ -95,8 +95,8 @@ impl Logits {
         source.logits(rows, parameters)?.narrow(1, 0, self.classes)
     }
 
-    /// The teacher's logits of rows, for the student's logits of the same rows; `from` counts the previous rows
-    /// with a loss. `None` without a teacher.
+    /// The teacher's logits of rows, for the student's logits of the same rows; `from` counts the previous
+    /// rows with a loss. `None` without a teacher.
     fn soft_targets(
         &self,
         (source, teacher): (&LogitsSource, &TeacherOutputs),

@@ -1,5 +1,5 @@
-//! Records in a safetensors file: the token ids, with all texts concatenated, and the largest log-probabilities
-//! of each token.
+//! Records in a safetensors file: the token ids, with all texts concatenated, and the largest
+//! log-probabilities of each token.
 
 use std::path::Path;
 

@@ -128,8 +128,8 @@ fn distributions(value: &Value, name: &str) -> Result<Vec<Option<Distribution>>,
     value.as_array().ok_or_else(|| format!("`{name}` is not a list"))?.iter().map(distribution).collect()
 }
 
-/// The log-probabilities of tokens: an object by token ids, or a list of objects. `None` for null and if it is
-/// empty.
+/// The log-probabilities of tokens: an object by token ids, or a list of objects. `None` for null and if it
+/// is empty.
 fn distribution(value: &Value) -> Result<Option<Distribution>, String> {
     let number = |value: &Value| value.as_f64().or_else(|| value.get("logprob")?.as_f64()).map(|number| number as f32);
     let entry = |id: &str, value: &Value| {

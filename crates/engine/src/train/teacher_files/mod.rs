@@ -85,8 +85,8 @@ impl TeacherFiles {
     /// Adds the logits of all samples to a cache. Returns the number of samples that it did not contain.
     ///
     /// # Errors
-    /// A sample has no record, or its record lacks the distribution of a token; the error names the sample and
-    /// the position.
+    /// A sample has no record, or its record lacks the distribution of a token; the error names the sample
+    /// and the position.
     pub fn fill(&self, cache: &mut Cache, losses: &Logits, data: &DataSet, work: &Work) -> Result<usize> {
         let (mut number, mut added) = (0usize, 0usize);
         data.for_each_batch("Reading logits", work, |batch| {
@@ -153,8 +153,8 @@ fn open(path: &Path) -> Result<Box<dyn Source>> {
     }
 }
 
-/// The token ids of each sample without padding, and their positions. Fails if the samples are not texts of which
-/// each token is predicted from the previous ones.
+/// The token ids of each sample without padding, and their positions. Fails if the samples are not texts of
+/// which each token is predicted from the previous ones.
 fn texts(batch: &Batch) -> Result<Vec<(Vec<i64>, Vec<u32>)>> {
     if !matches!(batch.references, References::Next(_) | References::Tokens(_)) || batch.output_role() != SequenceRole::Input {
         return Err(wrong("needs texts for a model that predicts the next token, with `task: language-modelling`".into()));
