@@ -75,7 +75,7 @@ pub use source_registry::{Array, DataSource, Sample, Values, register_source};
 pub use speech::Speech;
 pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
 pub use target::{Target, fixed_batch};
-pub use tokens::{Tokenizer, special_tokens, token_text};
+pub use tokens::{Tokenizer, special_tokens, token_text, unreadable_tokenizer};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
