@@ -123,6 +123,11 @@ impl ModelFile {
         Ok(decode(path, &file)?.1)
     }
 
+    /// Why the graph of a model is invalid, as runtimes read it.
+    pub fn structural_defect(model: &ModelProto) -> Option<String> {
+        check::check(model).err()
+    }
+
     /// Opens a file without reading its weights.
     pub fn open(path: &Path) -> Result<ModelFile> {
         let file = File::open(path).map_err(Error::io("open", path))?;
