@@ -16,6 +16,7 @@ mod common;
 mod configs;
 mod contract;
 mod contrastive;
+mod contract_files;
 mod corpus;
 mod corrections;
 mod deployment;
