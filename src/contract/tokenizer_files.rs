@@ -20,7 +20,7 @@ const SETTINGS: &str = "tokenizer_config.json";
 const TOKEN_FILES: [&str; 2] = ["special_tokens_map.json", "added_tokens.json"];
 /// Key of the settings with these tokens.
 const ADDED: &str = "added_tokens_decoder";
-/// Special tokens of the settings.
+/// Keys of special tokens in the settings.
 const SPECIAL: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// A file that a runtime does not read, with the reason.
