@@ -27,8 +27,14 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
     if let Some(accuracy) = accuracy
         && let (Some(metric), Some(before), Some(after)) = (&accuracy.metric, first(&accuracy.before), first(&accuracy.after))
     {
-        let is_within = if lower_is_better(metric) { after <= PERPLEXITY * before } else { after >= before.min(SCORE * before) };
-        return (!is_within).then(|| format!("the {metric} went from {before:.4} to {after:.4}"));
+        let (is_within, limit) = if lower_is_better(metric) {
+            (after <= PERPLEXITY * before, format!("above the limit {:.4}, {PERPLEXITY} times the original", PERPLEXITY * before))
+        } else {
+            let limit = before.min(SCORE * before);
+            let text = if limit < before { format!("the limit {limit:.4}, {:.0} % of the original", 100.0 * SCORE) } else { "the original".to_owned() };
+            (after >= limit, format!("below {text}"))
+        };
+        return (!is_within).then(|| format!("the {metric} went from {before:.4} to {after:.4}, {limit}"));
     }
     let found = [
         (fidelity.cosine < COSINE).then(|| format!("the mean cosine of `{}` is {:.2}, below {COSINE}", fidelity.output, fidelity.cosine)),
@@ -127,7 +133,10 @@ fn quality_warning(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, pip
             causes.push(cause);
         }
     }
-    let remedies = if causes.is_empty() { String::new() } else { format!(". Remedies: after {}", causes.join("; after ")) };
+    let remedies = match causes.is_empty() {
+        true => ". No pass has changed a weight, so the format of the output is the cause: choose one with more bits, or compare it with `compress eval OUTPUT --data FILE --against MODEL`".to_owned(),
+        false => format!(". Remedies: after {}", causes.join("; after ")),
+    };
     Some(format!("the outputs differ strongly from the original model's: on {}, {reason}{synthetic}{remedies}", measured.describe()))
 }
 
@@ -189,11 +198,11 @@ mod tests {
             violations(&fidelity(0.1, Some(4.0), Some(0.1)), Some(&accuracy))
         };
         assert_eq!((found(Some("accuracy"), 0.52, 0.81), found(Some("perplexity"), 20.0, 25.0)), (None, None));
-        assert_eq!(found(Some("accuracy"), 0.9, 0.3).unwrap(), "the accuracy went from 0.9000 to 0.3000");
+        assert_eq!(found(Some("accuracy"), 0.9, 0.3).unwrap(), "the accuracy went from 0.9000 to 0.3000, below the limit 0.4500, 50 % of the original");
         assert!(found(Some("perplexity"), 20.0, 142.0).is_some());
         // Half of a negative score is better than the score.
         assert_eq!((found(Some("spearman"), -0.4, -0.3), found(Some("spearman"), -0.4, -0.4), found(Some("spearman"), 0.0, 0.0)), (None, None, None));
-        assert_eq!(found(Some("spearman"), -0.4, -0.5).unwrap(), "the spearman went from -0.4000 to -0.5000");
+        assert_eq!(found(Some("spearman"), -0.4, -0.5).unwrap(), "the spearman went from -0.4000 to -0.5000, below the original");
         assert!(found(None, 0.0, 0.0).unwrap().contains("cosine"), "evaluation data without labels");
     }
 

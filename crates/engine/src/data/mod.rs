@@ -260,7 +260,7 @@ impl DataSet {
         let malformed = |reason: String| Error::malformed(Path::new(&self.description), reason);
         let (count, fixed) = match (self.count_all(), self.fixed_batch) {
             (Err(e), _) => return e,
-            (Ok(0), _) | (_, None) => return malformed("contains no samples".to_owned()),
+            (Ok(0), _) | (_, None) => return malformed("contains no samples: name data with at least one sample".to_owned()),
             (Ok(count), Some(fixed)) => (crate::error::counted(count, "sample"), fixed),
         };
         match (order.batch.filter(|batch| *batch != fixed), self.limit) {

@@ -10,7 +10,7 @@ use super::Target;
 use super::chat::{Chat, ChatTemplate, RenderedChat};
 use super::labels::Label;
 use super::options::{Column, Data};
-use super::text_format::numeric_label;
+use super::text_format::{NOT_UTF8, numeric_label};
 pub(super) use super::text_format::{TextFormat, header_note, layout};
 use crate::error::{Error, Result, counted, redact_path};
 use crate::files;
@@ -132,7 +132,7 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
     (1..).zip(BufReader::new(file).lines()).map(move |(number, line)| {
         let without_mark = |text: String| if number == 1 { text.trim_start_matches(BYTE_ORDER_MARK).to_owned() } else { text };
         line.map(|text| (number, without_mark(text))).map_err(|e| match e.kind() {
-            std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is not UTF-8")),
+            std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is {NOT_UTF8}")),
             _ => Error::io("read", &path)(e),
         })
     })
@@ -152,7 +152,12 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     };
     let names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
     match names.last() {
-        Some(name) if name == LAST_RECORD => return Err(Error::malformed(path, "is empty: it has neither a header nor samples")),
+        Some(name) if name == LAST_RECORD => {
+            return Err(Error::malformed(
+                path,
+                "is empty: it has neither a header nor samples; the first line names the columns, and each other line is a sample",
+            ));
+        }
         last => require_closed(path, 1, last.map(String::as_str))?,
     }
     if let Some(score) = numeric_label(options, &names) {
@@ -261,7 +266,7 @@ fn has_crlf(path: &Path) -> bool {
 /// The message without the position, which the caller adds.
 fn plain(error: &csv::Error) -> String {
     match error.kind() {
-        csv::ErrorKind::Utf8 { .. } => "is not UTF-8".into(),
+        csv::ErrorKind::Utf8 { .. } => format!("is {NOT_UTF8}"),
         csv::ErrorKind::Io(e) => e.to_string(),
         _ => error.to_string(),
     }
@@ -308,8 +313,9 @@ struct Names {
 
 impl Names {
     fn record(&self, line: u64, text: &str) -> Result<Record> {
-        let object: Map<String, Value> =
-            serde_json::from_str(text).map_err(|e| Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}")))?;
+        let object: Map<String, Value> = serde_json::from_str(text).map_err(|e| {
+            Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}; each line is an object such as {{\"text\": \"...\"}}"))
+        })?;
         let find = |name: &Option<String>, defaults: &[&str], option: &str| match name {
             Some(name) => object.get(name).ok_or_else(|| format!("`{name}`")),
             None => defaults

@@ -62,7 +62,7 @@ pub use forecast::{MemoryForecast, forecast};
 pub use further_teacher::FurtherTeacher;
 pub use groups::{Betas, ParameterGroup};
 pub use log::LogFormat;
-pub use masking::{Masker, Masking};
+pub use masking::{MaskToken, Masker, Masking};
 pub use objective::Objective;
 pub use on_policy::{OnPolicy, OnPolicySampler};
 #[cfg(feature = "cli")]

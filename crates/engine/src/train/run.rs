@@ -92,6 +92,11 @@ impl Trainer<'_> {
         let average_home = if weights.home().is_sharded() { weights.home().clone() } else { home.clone() };
         self.team.agree("model, data or options", &self.context.identity)?;
         let batches = Batches::new(self.data, self.batch, self.options, self.context.seed, (self.team.rank(), self.team.size()))?;
+        // Without samples, there is one step, whose error names the cause.
+        let epochs = self.options.max_steps.is_none() && batches.steps() > 1;
+        if let Some(reason) = self.options.schedule.require_steps(batches.steps(), "`epochs`").filter(|_| epochs) {
+            return Err(Error::option("schedule", reason));
+        }
         if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_sharded() {
             self.team.shard_optimizer(&weights.trained);
         }

@@ -184,8 +184,7 @@ impl TrainState<'_> {
     /// Restores the checkpoint of a folder, if there is one. Fails if the checkpoint belongs to another
     /// training or number of processes.
     pub fn restore(&mut self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
-        let path = kept_checkpoints::latest(folder, path(folder));
-        let Some((position, saved)) = checkpoint::open::<Position>(&path)? else { return Ok(()) };
+        let Some((path, position, saved)) = kept_checkpoints::open_latest::<Position>(folder, path(folder))? else { return Ok(()) };
         if position.identity != self.position.identity {
             return Err(mismatch(path, "belongs to a training with different options, data or weights".into()));
         }

@@ -223,7 +223,7 @@ impl FromStr for Losses {
     /// Parses the recipe syntax `{ soft: 0.5, hard: 0.5 }`, or `soft=0.5,hard=0.5`.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ {} }}", text.replace('=', ": ")) };
-        serde_saphyr::from_str(&yaml).map_err(|e| e.to_string().into())
+        crate::yaml_text::parse_option("losses", &yaml)
     }
 }
 
