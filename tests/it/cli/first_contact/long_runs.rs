@@ -1,4 +1,5 @@
-//! Long commands check where their results are written before the work, and say what an interruption keeps.
+//! Long commands check the locations of their results before the work, and an interruption names the results
+//! that it keeps.
 
 use std::fs;
 use std::path::Path;
