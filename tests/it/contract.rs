@@ -3,7 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use compress::contract::{self, Checked, Runtime, Target};
@@ -336,37 +336,62 @@ fn the_next_step_for_zero_points_depends_on_the_folder() {
     assert!(reason(&several).contains("another group size or scheme"));
 }
 
-/// The table of docs/runtimes.md has a row for each rule.
+/// The first test that names a rule and its runtime.
+fn test_of(runtime: &str, rule: &str) -> Option<&'static str> {
+    let names = [format!("\"{runtime}\""), format!("{runtime}@")];
+    let is_for = |text: &str| text.contains(&format!("\"{rule}\"")) && names.iter().any(|name| text.contains(name));
+    let tests = [include_str!("contract.rs"), include_str!("contract_files.rs"), include_str!("adapters.rs"), include_str!("loads.rs")]
+        .into_iter()
+        .flat_map(|text| text.split("#[test]").skip(1));
+    tests.filter(|text| is_for(text)).find_map(|text| Some(text.split_once("fn ")?.1.split_once('(')?.0))
+}
+
+/// The table of docs/runtimes.md has a row for each rule, with the test that holds it. `COMPRESS_ACCEPT=1 cargo
+/// test --test it contract::documentation` writes it.
 #[test]
 fn documentation_lists_every_rule() {
     let desk = Desk::new();
     let folder = model(&desk);
-    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/runtimes.md")).unwrap();
-    let is_row = |line: &&str| Runtime::ALL.iter().any(|runtime| line.starts_with(&format!("| {} | `", runtime.name())));
-    let listed: BTreeSet<&str> = page.lines().filter(is_row).collect();
-    let mut count = 0;
+    let mut table = vec!["| runtime | rule | requirement | source | versions | test |".to_owned(), "| --- | --- | --- | --- | --- | --- |".to_owned()];
     for runtime in Runtime::ALL {
         let output = match runtime {
             Runtime::LlamaCpp => golden("gguf/tokenizer-gpt-2.gguf"),
             Runtime::OnnxRuntime => onnx(&desk, ("", "Relu"), TensorProto::default(), [17, 8]),
             _ => folder.clone(),
         };
-        let mut versions: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        // Rules in the order of the code, with the versions that they apply to.
+        let mut rows: Vec<(String, &str, Vec<&str>)> = Vec::new();
         for &version in runtime.versions() {
             let target: Target = format!("{}@{version}", runtime.name()).parse().unwrap();
+            let mut next = 0;
             for rule in contract::check(&output, target).unwrap().rules {
                 let row = format!("| {} | `{}` | {} | `{}` |", runtime.name(), rule.name, rule.sentence, rule.source);
-                versions.entry(row).or_default().push(version);
+                let known = rows.iter().position(|(known, ..)| *known == row);
+                let at = known.unwrap_or(next);
+                if known.is_none() {
+                    rows.insert(at, (row, rule.name, Vec::new()));
+                }
+                rows[at].2.push(version);
+                next = at + 1;
             }
         }
-        count += versions.len();
-        for (row, found) in versions {
-            let is_listed = |versions: &str| listed.contains(format!("{row} {versions} |").as_str());
-            let is_in_all = found.len() == runtime.versions().len();
-            assert!(is_listed(&found.join(", ")) || (is_in_all && is_listed("all")), "docs/runtimes.md has no row {row} for {found:?}");
+        for (row, rule, versions) in rows {
+            let versions = if versions.len() == runtime.versions().len() { "all".to_owned() } else { versions.join(", ") };
+            let test = test_of(runtime.name(), rule).unwrap_or_else(|| panic!("no test names the rule `{rule}` of {}", runtime.name()));
+            table.push(format!("{row} {versions} | `{test}` |"));
         }
     }
-    assert!(listed.len() == count && count > 60, "docs/runtimes.md has {} rows of {count} rules", listed.len());
+    assert!(table.len() > 70, "{} rows", table.len());
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/runtimes.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let begin = page.find("| runtime | rule |").unwrap();
+    let end = begin + page[begin..].find("\n\n").unwrap();
+    if std::env::var_os("COMPRESS_ACCEPT").is_some() {
+        std::fs::write(path, format!("{}{}{}", &page[..begin], table.join("\n"), &page[end..])).unwrap();
+        return;
+    }
+    let listed: Vec<&str> = page[begin..end].lines().collect();
+    assert_eq!(listed, table, "run the command above");
 }
 
 #[test]
