@@ -33,10 +33,10 @@ use crate::work::Work;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Onnx {
-    /// Opset version, 17 to 21; higher versions need newer runtimes. By default 17, or 21 for weights with
+    /// Opset version, 17 to 24; higher versions need newer runtimes. By default 17, or 21 for weights with
     /// a scale per group
     #[serde(deserialize_with = "opset", skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "cli", schemars(range(min = 17, max = 21)))]
+    #[cfg_attr(feature = "cli", schemars(range(min = 17, max = 24)))]
     pub opset: Option<u32>,
     /// Floating-point precision of weights and arithmetic; int8 weights stay int8, and their layers
     /// compute in float32

@@ -8,7 +8,7 @@ use super::proto::DataType;
 use crate::store::QuantizationSpec;
 
 /// The supported operator sets for writing.
-pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=21;
+pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=24;
 
 /// Precision of weights and arithmetic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -125,7 +125,9 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         ir_version: Some(match opset {
             ..=18 => 8,
             19 | 20 => 9,
-            _ => 10,
+            21 | 22 => 10,
+            23 => 11,
+            _ => 12,
         }),
         producer_name: Some(compress_core::NAME.into()),
         producer_version: Some(env!("CARGO_PKG_VERSION").into()),
