@@ -24,6 +24,7 @@ mod model_file;
 mod numbers;
 mod opaque_subgraph;
 mod open_session;
+mod precision;
 pub mod proto;
 mod renaming;
 mod replacement;
@@ -37,6 +38,8 @@ mod style;
 mod subgraph_parts;
 mod upgrade;
 mod value_info;
+mod wide_values;
+mod widened;
 mod wire;
 mod write;
 

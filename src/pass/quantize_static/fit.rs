@@ -125,7 +125,8 @@ impl QuantizeStatic {
     }
 
     pub(super) fn affine(&self, weight: &Weight, granularity: Granularity, activations: ActivationScheme) -> QuantizationSpec {
-        let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
+        // Scales of small weights would be subnormal 16-bit floats.
+        let scale_dtype = if matches!(weight.dtype, DType::F64 | DType::F16) { DType::F32 } else { weight.dtype };
         QuantizationSpec { codes: Codes::INT8, granularity, symmetric: true, scale_dtype, activations }
     }
 

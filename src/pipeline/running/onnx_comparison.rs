@@ -176,8 +176,9 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
         return Ok(Comparison::Incomplete("ONNX Runtime runs it; not compared, because the built-in executor cannot run it".into()));
     }
     let samples = if samples.is_empty() { std::slice::from_ref(&batch) } else { samples };
+    let half = model.onnx.as_ref().is_some_and(|file| file.is_half());
     // Fails for files of other tools, which name quantized values differently.
-    match compare_quantized_values(&model, path, samples, false, work) {
+    match compare_quantized_values(&model, path, samples, half, work) {
         Ok(Some((true, found))) => return Ok(Comparison::Agrees(found)),
         Ok(Some((false, found))) => return Ok(Comparison::Differs(found)),
         Err(Error::Cancelled) => return Err(Error::Cancelled),
@@ -193,7 +194,7 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
         Err(Error::Cancelled) => return Err(Error::Cancelled),
         Err(e) => Comparison::Incomplete(format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
         Ok(fidelity) => {
-            let (ok, difference) = judge(&fidelity, has_integers);
+            let (ok, difference) = judge(&fidelity, has_integers || half);
             let found = format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, description));
             if ok || amplifies { Comparison::Agrees(found) } else { Comparison::Differs(found) }
         }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::check;
 use super::super::opaque_subgraph::OpaqueSubgraph;
+use super::super::proto::{AttributeProto, DataType};
 use super::super::renaming::{NameMap, rename, rename_node};
 use super::super::upgrade::upgrade;
 use super::Lowering;
@@ -14,9 +15,6 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     let Some(subgraph) = op.function.as_ref().and_then(|function| function.as_any().downcast_ref::<OpaqueSubgraph>()) else {
         return Err(n.node_error(format!("{} can only be written from the .onnx file that defines it", op.label)));
     };
-    if n.half {
-        return Err(n.node_error(format!("{} computes with the float type of the input file: export with `precision: float32`", op.label)));
-    }
     let parts = subgraph.parts();
     let from = parts.opsets.iter().find(|import| check::is_own(import.domain())).map_or(1, |import| import.version());
     for import in parts.opsets.iter().filter(|import| !check::is_own(import.domain())) {
@@ -25,8 +23,15 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     for body in parts.nodes.iter().flat_map(check::bodies) {
         n.reserve(body);
     }
-    let mut names: NameMap = parts.inputs.iter().enumerate().map(|(at, (name, _))| (name.clone(), n.input(at))).collect();
-    names.insert(subgraph.output.clone(), n.output());
+    // The nodes compute with 32-bit floats.
+    let mut names = NameMap::new();
+    for (at, (name, number)) in parts.inputs.iter().enumerate() {
+        let input = n.input(at);
+        names.insert(name.clone(), if *number == DataType::Float as i32 { n.wide(&input)? } else { input });
+    }
+    let is_cast = n.half && subgraph.element == DataType::Float as i32;
+    let output = if is_cast { n.fresh(format!("{}/wide", n.output())) } else { n.output() };
+    names.insert(subgraph.output.clone(), output.clone());
     let computed = parts.nodes.iter().flat_map(|node| &node.output).filter(|name| !name.is_empty());
     for name in parts.constants.iter().map(|tensor| tensor.name().to_owned()).chain(computed.cloned()) {
         names.entry(name).or_insert_with_key(|name| n.fresh(name.clone()));
@@ -52,6 +57,9 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
             node.name = Some(n.fresh(node.name.filter(|name| !name.is_empty()).or_else(|| node.output.first().cloned()).unwrap_or_default()));
             n.nodes.push(node);
         }
+    }
+    if is_cast {
+        n.finish("Cast", &[&output], vec![AttributeProto::int("to", DataType::Float16 as i64)]);
     }
     Ok(())
 }
