@@ -1,8 +1,10 @@
 //! Reading and writing of ONNX files: protobuf messages, conversion between graphs and ONNX operators,
 //! and the layout of weights.
 
+mod body_layers;
 mod check;
 mod constant_sizes;
+pub mod control_flow;
 mod converted;
 mod densified;
 mod dequantized;

@@ -32,7 +32,7 @@ impl Cause {
     fn text(&self) -> String {
         match self {
             Cause::Floats(dtype) => format!("computes with {dtype}, but static quantization requires float32 or float16"),
-            Cause::Body => "is in a body of a control flow operator, which is run unchanged".into(),
+            Cause::Body => "is in a body of a control flow operator, in which only products and convolutions with a weight of their own are quantized".into(),
         }
     }
 
