@@ -289,7 +289,7 @@ mod tests {
         (folder, file, graph)
     }
 
-    /// The value of a node that reads `x` and weights.
+    /// The value of a node that reads `x`, numbers and weights.
     fn computed(file: &ModelFile, graph: &Graph, name: &str) -> Tensor {
         let node = graph.nodes().iter().find(|node| graph.value(node.output).name == name).unwrap();
         let weights = file.all_weights();
@@ -297,6 +297,7 @@ mod tests {
             let value = graph.value(*id);
             match weights.by_name.get(&value.name) {
                 Some(weight) => Tensor::from_vec(weight.floats(&value.name).unwrap(), weight.shape.as_slice(), &Device::Cpu).unwrap(),
+                None if value.ty.shape.is_empty() => Tensor::new(1f32, &Device::Cpu).unwrap(),
                 None => Tensor::from_vec((0..12).map(|at| (at as f32 * 0.7).cos()).collect(), (3, 4), &Device::Cpu).unwrap(),
             }
         };
