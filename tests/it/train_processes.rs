@@ -259,6 +259,38 @@ fn two_processes_compute_the_steps_of_one() {
     }
 }
 
+/// States that are sharded within tensors do not change a bit: sums over processes have one order, and
+/// parts are updated like the whole. Clipping is off, since the norm of parts is summed in another order.
+#[test]
+fn sharded_states_do_not_change_steps() {
+    let cases = [
+        ("adamw", "", ""),
+        ("adamw8bit", ", average: 0.9", ""),
+        ("muon", ", gradient_accumulation: 2", ""),
+        ("adafactor", "", ""),
+        ("sgd", "", "  - prune-unstructured: {}\n"),
+        ("adamw", ", scales: learnable", "  - quantize-dynamic: {}\n"),
+    ];
+    for (optimizer, options, before) in cases {
+        // The embedding of the language model is also its head, so that its gradient has two summands.
+        for place in [Workspace::new(48), Workspace::tokens(48)] {
+            let run = |out: &str, more: &str| {
+                let options = format!("max_steps: 3, batch_size: 4, learning_rate: 1e-3, clip_norm: 0, optimizer: {optimizer}{options}{more}");
+                let path = place.recipe(&options);
+                let text = std::fs::read_to_string(&path).unwrap().replace("passes:\n", &format!("passes:\n{before}"));
+                std::fs::write(&path, text).unwrap();
+                ranks::<3>().map(|rank| place.start(&path, out, &[], &rank)).into_iter().for_each(|child| place.finish(child));
+                place.weights(out)
+            };
+            let (whole, sharded) = (run("whole", ""), run("sharded", ", shard: optimizer"));
+            assert!(whole.keys().eq(sharded.keys()));
+            for (name, values) in whole {
+                assert!(values.iter().zip(&sharded[&name]).all(|(a, b)| a.to_bits() == b.to_bits()), "{optimizer}{options}: {name} differs");
+            }
+        }
+    }
+}
+
 /// Only one of two processes has labels in its batch.
 #[test]
 fn ranks_without_labels_do_not_change_steps() {
@@ -283,6 +315,7 @@ fn ranks_without_labels_do_not_change_steps() {
 #[test]
 fn a_training_of_three_resumes_after_one_was_killed() {
     check_resume_after_kill("shard_optimizer: true");
+    check_resume_after_kill("shard: optimizer, optimizer: adamw8bit, average: 0.9");
     check_resume_after_kill("shard: parameters, average: 0.9, evaluate_every: 4");
 }
 

@@ -31,6 +31,7 @@ fn the_memory_of_sharded_parameters_is_predicted() {
         ("sharded", ", shard: parameters", 2, 8.0),
         ("with an average", ", shard: parameters, average: 0.9", 2, 12.0),
         ("with one state", ", shard: parameters, optimizer: sgd", 2, 4.0),
+        ("sharded states", ", shard: optimizer", 2, 8.0),
     ] {
         let recipe = place.recipe(&format!("max_steps: 3, batch_size: 8, learning_rate: 1e-3{options}"));
         let children: Vec<_> = match processes {
@@ -45,11 +46,14 @@ fn the_memory_of_sharded_parameters_is_predicted() {
             // The shards of the two processes are not equally large.
             assert!((predicted - bytes).abs() <= 0.1 * bytes, "{case}, {category}: {predicted} and {bytes}");
         }
-        let is_sharded = options.contains("shard") && processes == 2;
+        let is_sharded = options.contains("shard: parameters") && processes == 2;
         // A process also has the complete gradient of the parameter that is updated.
         let (shards, gradient) = if is_sharded { (2.0, 4.0 * largest) } else { (1.0, 0.0) };
         assert_eq!(predicted["gradients"], (4.0 * elements / shards).floor() + gradient, "{case}");
-        assert_eq!(predicted["optimizer"], (states * elements / shards).floor(), "{case}");
+        // States are balanced up to an element.
+        let shards = if options.contains("shard") && processes == 2 { 2.0 } else { 1.0 };
+        assert!((predicted["optimizer"] - states * elements / shards).abs() <= 8.0, "{case}");
+        assert!(measured["optimizer"] <= (states * elements / shards).ceil() + 8.0, "{case}: {}", measured["optimizer"]);
     }
 }
 

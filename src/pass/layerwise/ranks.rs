@@ -57,7 +57,7 @@ pub(super) struct Ranks<'t> {
 pub(super) fn connect(context: &Context) -> Result<Rc<Team>> {
     let team = match &context.checkpoints {
         Some(Checkpoints { is_shared: true, .. }) => Team::from_environment(&context.device)?,
-        _ => Team::new(Box::new(SingleProcess)),
+        _ => Team::new(Box::new(SingleProcess))?,
     };
     Ok(Rc::new(team))
 }
@@ -294,7 +294,7 @@ mod tests {
             let config = RankConfig { rank, size, local_rank: 0, address: "127.0.0.1".into(), ports: vec![port], run: 7 };
             let minute = Duration::from_secs(60);
             let sockets = if rank == 0 { Sockets::host(&listener, &config, minute) } else { Sockets::join(&config, minute) };
-            let team = Rc::new(Team::new(Box::new(sockets.unwrap())));
+            let team = Rc::new(Team::new(Box::new(sockets.unwrap())).unwrap());
             work(&Ranks { team: &team, checkpoints: None, share: Share::default() })
         };
         thread::scope(|scope| {

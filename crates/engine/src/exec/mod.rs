@@ -30,8 +30,8 @@ pub use inputs::Inputs;
 pub(crate) use load::tensor as load_tensor;
 pub use load::{Parameters, Residence, rounding_scheme};
 pub use memory::{
-    Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Placement, Schedule, Sharding, axis_sizes, sizes_of,
-    state_bytes,
+    Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Pending, Placement, Schedule, Segment, Sharding,
+    axis_sizes, segments_of, sizes_of, split_evenly, state_bytes,
 };
 pub use rounding::Rounding;
 pub use run::{Executor, Observation, PartialRun};

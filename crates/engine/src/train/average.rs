@@ -54,8 +54,8 @@ impl Average {
             let Some(managed) = self.averages.get_mut(name) else {
                 return Err(Error::tensor(name, "is not one of the averaged parameters", ""));
             };
-            if managed.dims() != parameter.dims() {
-                return Err(Error::tensor(name, format!("its shape is {:?}, that of its average {:?}", parameter.dims(), managed.dims()), ""));
+            if managed.local_dims() != parameter.dims() {
+                return Err(Error::tensor(name, format!("its shape is {:?}, that of its average {:?}", parameter.dims(), managed.local_dims()), ""));
             }
             let average = managed.open()?;
             approach(&average, parameter, rate).map_err(failed(name))?;
@@ -89,8 +89,8 @@ impl Average {
             }
             let average = part.strip_prefix(PART).and_then(|name| self.averages.get_mut(name));
             let average = average.ok_or_else(|| Error::tensor(&part, "does not belong to a parameter of this training", ""))?;
-            if restored.dims() != average.dims() {
-                return Err(Error::tensor(&part, format!("its shape is {:?}, that of the parameter {:?}", restored.dims(), average.dims()), ""));
+            if restored.dims() != average.local_dims() {
+                return Err(Error::tensor(&part, format!("its shape is {:?}, that of the parameter {:?}", restored.dims(), average.local_dims()), ""));
             }
             average.put(restored.to_dtype(DType::F32).map_err(failed(&part))?)?;
             found.insert(part);

@@ -32,7 +32,7 @@ pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String,
 /// Writes a checkpoint: tensors, and `about` as JSON in its metadata.
 pub fn save(path: &Path, about: &impl Serialize, tensors: &Tensors) -> Result<()> {
     let text = serde_json::to_string(about).map_err(|e| Error::malformed(path, e))?;
-    let entries = tensors.iter().map(|(name, tensor)| (name.clone(), store::DType::from(tensor.dtype()), tensor.dims().to_vec()));
+    let entries = tensors.iter().map(|(name, tensor)| (name.clone(), store::DType::from(tensor.dtype()), tensor.local_dims().to_vec()));
     let header = Header::layout(entries, BTreeMap::from([(KEY.to_owned(), text)])).map_err(|name| Error::tensor(&name, "is too large for a file", ""))?;
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;

@@ -83,6 +83,15 @@ pub fn forecast(
         let average = if options.average.is_some() { 4 * trained(value) } else { 0 };
         if selected(&value.name) { optimizer.state_bytes(&value.name, &dims(value)) + average } else { 0 }
     };
+    // All processes have the average, and some elements of the other states.
+    let shards_state = options.shards_optimizer() && !paged && processes > 1;
+    let largest_state = || {
+        let named: Vec<(&str, Vec<usize>)> =
+            whole.params().filter(|(_, value)| selected(&value.name)).map(|(_, value)| (value.name.as_str(), dims(value))).collect();
+        let (_, loads) = optimizer::shard(&*optimizer, named.iter().map(|(name, dims)| (*name, dims.as_slice())), processes);
+        let averages = if options.average.is_some() { sum(&|value| 4 * trained(value)) } else { 0 };
+        loads.into_iter().max().unwrap_or(0) + averages
+    };
     let is_rounded = |value: &Value| {
         let weight = model.weights.by_name.get(&value.name);
         weight.is_some_and(|weight| matches!(&weight.encoding, Encoding::Quantized(_)))
@@ -139,8 +148,15 @@ pub fn forecast(
         }
         // During the update of a parameter, its gradient and optimizer state are in memory.
         let update = |value: &Value| if selected(&value.name) { 8 * trained(value) + state(value) + workspace(value) } else { 0 };
-        // With sharding, each process also holds its shard, which is at least the largest tensor.
-        let shard = |bytes: &dyn Fn(&Value) -> u64| if sharded { (sum(bytes) / processes as u64).max(max(bytes)) } else { 0 };
+        // With sharding, each process also holds its shard, which is at least what the optimizer updates together.
+        let unit = |value: &Value, bytes: u64| {
+            let (unit, all) =
+                if selected(&value.name) { (optimizer.unit(&value.name, &dims(value)) as u64, elements(&value.ty)) } else { (1, elements(&value.ty)) };
+            (bytes * unit.min(all)).div_ceil(all.max(1))
+        };
+        let shard = |bytes: &dyn Fn(&Value) -> u64| {
+            if sharded { sum(bytes).div_ceil(processes as u64).max(max(&|value| unit(value, bytes(value)))) } else { 0 }
+        };
         let masters = |value: &Value| if selected(&value.name) && codes(value).is_none() { 4 * elements(&value.ty) } else { width * elements(&value.ty) };
         let (weights, gradients, states) = (shard(&masters), shard(&|value| 4 * trained(value)), shard(&state));
         let workspace_of_norms = max(&norm_workspace);
@@ -153,7 +169,7 @@ pub fn forecast(
         let gradients = sum(&|value| 4 * trained(value));
         set(MemoryCategory::Weights, sum(&weight_bytes) + max(&|value| frozen(value)[1].max(norm_workspace(value))));
         set(MemoryCategory::Gradients, gradients);
-        let (states, workspace) = (sum(&state), max(&workspace));
+        let (states, workspace) = (if shards_state { largest_state() } else { sum(&state) }, max(&workspace));
         set(MemoryCategory::Optimizer, states + workspace);
         // Accumulated gradients are in memory together with the activations of the next micro-batch.
         let peak = if options.gradient_accumulation > 1 { walk.activations + gradients } else { walk.total };

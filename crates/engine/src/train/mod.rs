@@ -14,6 +14,7 @@ mod context;
 mod cuts;
 mod draw;
 mod dropout;
+mod exchange;
 mod extension;
 mod floats;
 mod forecast;

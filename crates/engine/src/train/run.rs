@@ -1,7 +1,7 @@
 //! The training loop: steps, evaluations and checkpoints.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::time::{Duration, Instant};
 
 use candle_core::Device;
@@ -97,8 +97,9 @@ impl Trainer<'_> {
         if let Some(reason) = self.options.schedule.require_steps(batches.steps(), "`epochs`").filter(|_| epochs) {
             return Err(Error::option("schedule", reason));
         }
+        let optimizer = optimizer::build(self.options.optimizer, &settings, &home)?;
         if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_sharded() {
-            self.team.shard_optimizer(&weights.trained);
+            self.team.shard_optimizer(&weights.trained, &*optimizer);
         }
         let position = Position {
             identity: self.context.identity.clone(),
@@ -112,7 +113,7 @@ impl Trainer<'_> {
         let mut state = State {
             train: TrainState {
                 position,
-                optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
+                optimizer,
                 average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &average_home)).transpose()?,
                 weights,
                 best: None,
@@ -279,19 +280,23 @@ impl Trainer<'_> {
                 let Some(kept) = weights.trained.get(&name).filter(|kept| kept.is_local()) else { continue };
                 reservation.add(MemoryCategory::Weights, &name, kept)?;
                 let parameter = kept.open()?;
-                if let Some(gradient) = own.remove(&name).filter(|_| self.team.owns(&name)) {
+                if let Some(gradient) = own.remove(&name) {
                     if weights.home().is_offloaded() {
                         let average_bytes = average.as_ref().map_or(0, |_| kept.size());
                         reservation.add_bytes(MemoryCategory::Optimizer, &name, optimizer.state_bytes(&name, parameter.dims()) + average_bytes)?;
                     }
                     let mut workspace = MemoryReservation::new(self.memory_tracker);
                     workspace.add_bytes(MemoryCategory::Optimizer, &name, optimizer.workspace_bytes(&name, parameter.dims()))?;
-                    optimizer.update(&name, &parameter, &gradient, rate, number)?;
-                    weights.keep_zeros(&name, &parameter)?;
+                    // The part that this process updates, in the memory of the parameter.
+                    let part = self.team.own_part(&name).filter(|part| part.len() < parameter.elem_count());
+                    let narrow = |part: &Range<usize>| parameter.flatten_all()?.narrow(0, part.start, part.len());
+                    let elements = part.as_ref().map_or(Ok(parameter.clone()), narrow).map_err(|e| Error::candle(format!("parameter `{name}`"), e))?;
+                    optimizer.update_part(&name, kept.dims(), &elements, &gradient, rate, number)?;
+                    weights.keep_zeros(&name, part.as_ref(), &elements)?;
                 }
                 changed.insert(name, parameter);
             }
-            self.team.broadcast_parameters(&changed)?;
+            self.team.gather_parameters(&changed)?;
             average.as_mut().map_or(Ok(()), |average| average.update(&changed))?;
             for (name, parameter) in changed {
                 weights.trained.get_mut(&name).map_or(Ok(()), |kept| kept.put(parameter))?;

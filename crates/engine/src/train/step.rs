@@ -1,20 +1,22 @@
 //! Losses and gradients of one step, in micro-batches that fit into memory.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
 
 use super::cache::Entries;
 use super::clip;
+use super::exchange::{Buckets, Exchange};
 use super::losses::WeightedTeacher;
 use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
-use super::trainer::{Trainer, accumulate};
+use super::trainer::{MASTER, Trainer, accumulate};
 use super::{Precision, Weights};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Placement, Tape, bytes_of};
+use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Pending, Placement, Tape, bytes_of};
 use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
@@ -45,7 +47,41 @@ struct Accumulated {
     gradients: BTreeMap<String, ManagedTensor>,
     /// Placement of the gradients until the optimizer step.
     home: Placement,
+    /// The last gradient of a sharded parameter, which is being summed over the processes, and its bytes.
+    reducing: Option<(String, u64, Pending<Tensor>)>,
     statistics: Vec<(String, Tensor)>,
+}
+
+impl Accumulated {
+    /// Adds the gradient of a trained parameter. If it is sharded, the sum over processes runs in the background
+    /// until the next gradient.
+    fn add(&mut self, tracker: &MemoryTracker, weights: &Weights, name: String, gradient: &Tensor) -> Result<()> {
+        let gradient = gradient.to_dtype(MASTER).map_err(|e| Error::candle(format!("gradient of `{name}`"), e))?;
+        let pending = weights.trained.get(&name).map(|parameter| parameter.start_sum(&gradient)).transpose()?.flatten();
+        let Some(pending) = pending else { return self.add_own(tracker, weights, &name, gradient) };
+        self.settle(tracker, weights)?;
+        let bytes = bytes_of(&gradient);
+        tracker.allocate_named(MemoryCategory::Gradients, &name, bytes)?;
+        self.reducing = Some((name, bytes, pending));
+        Ok(())
+    }
+
+    /// Waits for the sum over processes that runs in the background.
+    fn settle(&mut self, tracker: &MemoryTracker, weights: &Weights) -> Result<()> {
+        let Some((name, bytes, pending)) = self.reducing.take() else { return Ok(()) };
+        let dims = weights.trained.get(&name).map_or(&[][..], ManagedTensor::local_dims);
+        let own = pending.wait()?.reshape(dims).map_err(|e| Error::candle(format!("gradient of `{name}`"), e))?;
+        tracker.release_named(MemoryCategory::Gradients, &name, bytes);
+        self.add_own(tracker, weights, &name, own)
+    }
+
+    /// Adds the part of a gradient that this process stores.
+    fn add_own(&mut self, tracker: &MemoryTracker, weights: &Weights, name: &str, gradient: Tensor) -> Result<()> {
+        let (bytes, retained) = accumulate(&mut self.gradients, &self.home, weights.trained.get(name), name, gradient)?;
+        tracker.allocate_named(MemoryCategory::Gradients, name, bytes)?;
+        tracker.release_named(MemoryCategory::Gradients, name, bytes - retained);
+        Ok(())
+    }
 }
 
 /// Computes losses and gradients step by step.
@@ -58,6 +94,8 @@ pub(super) struct Stepper<'t> {
     part: Option<usize>,
     /// Number of attempts that ran out of memory.
     retries: usize,
+    /// Gradients that several processes exchange together, unless they are offloaded or sharded.
+    buckets: Option<Rc<Buckets>>,
 }
 
 impl<'t> Stepper<'t> {
@@ -66,7 +104,10 @@ impl<'t> Stepper<'t> {
         let cuts = super::cuts::cuts(trainer.graph, trainer.options);
         let tape = Tape::new(trainer.graph, trainer.device.clone(), taps.values().copied().collect(), &|name| weights.trains(name), &cuts);
         let tape = tape.with_dropout(super::dropout::dropout(trainer.graph, trainer.options)?);
-        Ok(Stepper { trainer, taps, tape, part, retries: 0 })
+        let before = || trainer.objective.heads().0.into_iter().chain(trainer.objective.projection_names()).collect();
+        let exchanges = trainer.team.size() > 1 && weights.home().is_memory();
+        let buckets = exchanges.then(|| Rc::new(Buckets::new(trainer.graph, &weights.trained, &before())));
+        Ok(Stepper { trainer, taps, tape, part, retries: 0, buckets })
     }
 
     /// Micro-batch size, if a whole batch does not fit into memory.
@@ -112,10 +153,12 @@ impl<'t> Stepper<'t> {
         }
         // A collective: it must run once per step, independent of the number of attempts.
         let items = self.trainer.team.means(items)?;
+        let buckets = self.buckets.clone();
+        let mut exchange = buckets.as_deref().map(|buckets| Exchange::new(buckets, self.trainer.team));
         loop {
-            match self.attempt(weights, batches, &items, (scale.0, seed)) {
+            match self.attempt(weights, batches, &items, (scale.0, seed), exchange.as_mut()) {
                 Ok(mut accumulated) => {
-                    let squares = self.complete(&mut accumulated, weights, scale.0)?;
+                    let squares = self.complete(&mut accumulated, weights, scale.0, exchange)?;
                     let mut step = StepResult { is_empty: items.values().all(|count| *count == 0.0), ..self.fetch(accumulated, squares, weights, batches)? };
                     // The losses on logits have common items.
                     let items_of = |loss: &str| items.get(if matches!(loss, "soft" | "hard") { "logits" } else { loss });
@@ -147,7 +190,16 @@ impl<'t> Stepper<'t> {
 
     /// Averages gradients over the processes, unscales and masks them. Returns their names and sums of
     /// squares.
-    fn complete(&self, accumulated: &mut Accumulated, weights: &Weights, scale: f64) -> Result<(Vec<String>, Vec<Tensor>)> {
+    fn complete(&self, accumulated: &mut Accumulated, weights: &Weights, scale: f64, exchange: Option<Exchange>) -> Result<(Vec<String>, Vec<Tensor>)> {
+        if let Some(exchange) = exchange {
+            let mut means = exchange.finish()?;
+            if self.trainer.options.precision == Precision::F16 {
+                multiply(&mut means, 1.0 / scale)?;
+            }
+            let squares = (means.keys().cloned().collect(), clip::squares(&means)?.into_iter().collect());
+            accumulated.gradients = means.into_iter().map(|(name, mean)| (name, mean.into())).collect();
+            return Ok(squares);
+        }
         let mut squares = (Vec::new(), Vec::new());
         for names in accumulated.home.name_groups(accumulated.gradients.keys()) {
             self.trainer.memory_tracker.work_on("gradients", "");
@@ -202,6 +254,9 @@ impl<'t> Stepper<'t> {
     fn fetch(&self, accumulated: Accumulated, (names, squares): (Vec<String>, Vec<Tensor>), weights: &Weights, batches: &[Batch]) -> Result<StepResult> {
         let Accumulated { losses, gradients, statistics, .. } = accumulated;
         let fetch = || {
+            if losses.is_empty() && squares.is_empty() {
+                return Ok(Vec::new());
+            }
             let losses = losses.values().map(|loss| loss.reshape(1)).collect::<candle_core::Result<Vec<_>>>()?;
             transfer::values::<f64>(&Tensor::cat(&[losses, squares].concat(), 0)?, Cause::Step)
         };
@@ -227,37 +282,38 @@ impl<'t> Stepper<'t> {
         Ok(StepResult { losses: self.trainer.team.means(losses)?, gradients, statistics, norm, is_empty: false })
     }
 
-    /// The gradient norm over all processes; with sharded weights, each process has only the norm of its
+    /// The gradient norm over all processes; with a sharded state, each process has only the norm of its
     /// shard.
     fn global_norm(&self, own: Result<f64>, weights: &Weights) -> Result<f64> {
-        if !weights.home().is_sharded() {
+        let team = self.trainer.team;
+        if !weights.home().is_sharded() && !team.is_optimizer_sharded() {
             return own;
         }
-        let team = self.trainer.team;
         let square = own.as_ref().map_or(f64::NAN, |norm| norm * norm);
         let all = team.means(Items::from([("gradients", square)]))?.values().sum::<f64>() * team.size() as f64;
         let remote_error = || Error::Diverged { step: 0, reason: "a gradient of another process contains NaN or infinite values".into() };
         if all.is_finite() { Ok(all.sqrt()) } else { own.and_then(|_| Err(remote_error())) }
     }
 
-    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, (scale, seed): (f64, u64)) -> Result<Accumulated> {
+    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, (scale, seed): (f64, u64), mut exchange: Option<&mut Exchange>) -> Result<Accumulated> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
         // All batches of a step are in memory together, but the tape counts only the batch in progress.
         let bytes = batches.iter().map(|batch| batch.inputs.values().map(bytes_of).sum::<u64>());
         let waiting = bytes.clone().sum::<u64>() - bytes.max().unwrap_or(0);
         self.trainer.memory_tracker.allocate_named(MemoryCategory::Data, "gradient_accumulation", waiting)?;
-        let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients: BTreeMap::new(), home: weights.home().sibling()?, statistics: Vec::new() };
+        let (gradients, statistics, reducing) = (BTreeMap::new(), Vec::new(), None);
+        let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients, home: weights.home().sibling()?, reducing, statistics };
         let mut dropout = DropoutSeed { seed, first: 0 };
         let mut parts = || {
-            for batch in batches {
-                for part in micro_batches(batch, self.part) {
-                    let part = part?;
-                    self.micro_batch(weights, &parameters, (&part, dropout), (items, scale), &mut accumulated)?;
-                    dropout.first += part.rows();
-                }
+            let mut parts = batches.iter().flat_map(|batch| micro_batches(batch, self.part)).peekable();
+            while let Some(part) = parts.next() {
+                let exchange = exchange.as_deref_mut().map(|exchange| (exchange, parts.peek().is_none()));
+                let part = part?;
+                self.micro_batch(weights, &parameters, (&part, dropout), (items, scale), &mut accumulated, exchange)?;
+                dropout.first += part.rows();
             }
-            Ok(())
+            exchange.as_deref_mut().map_or(Ok(()), |exchange| exchange.start_rest(weights, &mut accumulated.gradients))
         };
         let done = parts();
         self.trainer.memory_tracker.release_named(MemoryCategory::Data, "gradient_accumulation", waiting);
@@ -265,7 +321,8 @@ impl<'t> Stepper<'t> {
         done.map(|()| accumulated)
     }
 
-    /// Forward and backward pass of one micro-batch.
+    /// Forward and backward pass of one micro-batch. In the last one of a step, gradients are exchanged as soon
+    /// as they are complete.
     fn micro_batch(
         &self,
         weights: &Weights,
@@ -273,6 +330,7 @@ impl<'t> Stepper<'t> {
         (batch, dropout): (&Batch, DropoutSeed),
         (items, scale): (&Items, f64),
         accumulated: &mut Accumulated,
+        mut exchange: Option<(&mut Exchange, bool)>,
     ) -> Result<()> {
         let trainer = self.trainer;
         let cached = trainer
@@ -335,21 +393,23 @@ impl<'t> Stepper<'t> {
         let seeds = output.values.into_iter().filter_map(|(name, gradient)| Some((*self.taps.get(&name)?, gradient)));
         let seeds = seeds.map(|(id, gradient)| Ok((id, gradient.to_dtype(parameters.compute())?))).collect::<candle_core::Result<_>>();
         let seeds = seeds.map_err(|e| Error::candle("the losses", e))?;
-        let (gradients, home) = (&mut accumulated.gradients, &accumulated.home);
-        let mut sink = |name: &str, gradient: Tensor| {
+        let mut sink = |name: &str, gradient: Tensor, is_backward: bool| {
             let transient = if weights.has_fixed_codes(name) { gradient.elem_count() * gradient.dtype().size_in_bytes() } else { 0 } as u64;
             trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, name, transient)?;
             trainer.memory_tracker.release_named(MemoryCategory::Gradients, name, transient);
-            let (name, gradient) = weights.trained_gradient(name, gradient)?;
-            let (bytes, retained) = accumulate(gradients, home, weights.trained.get(&name), &name, gradient)?;
-            trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, &name, bytes)?;
-            trainer.memory_tracker.release_named(MemoryCategory::Gradients, &name, bytes - retained);
-            Ok(())
+            let (trained, gradient) = weights.trained_gradient(name, gradient)?;
+            if exchange.as_ref().is_some_and(|(exchange, _)| exchange.has_started(&trained)) {
+                return Ok(());
+            }
+            accumulated.add(trainer.memory_tracker, weights, trained, &gradient)?;
+            let last = exchange.as_mut().filter(|(_, is_last)| *is_last && is_backward);
+            last.map_or(Ok(()), |(exchange, _)| exchange.advance(name, weights, &mut accumulated.gradients))
         };
         for (name, gradient) in output.parameters {
-            sink(&name, gradient)?;
+            sink(&name, gradient, false)?;
         }
-        self.tape.backward(forward, seeds, parameters, trainer.memory_tracker, &mut sink)
+        self.tape.backward(forward, seeds, parameters, trainer.memory_tracker, &mut |name, gradient| sink(name, gradient, true))?;
+        accumulated.settle(trainer.memory_tracker, weights)
     }
 
     /// Runs the forward pass again to find the first value that is not finite.

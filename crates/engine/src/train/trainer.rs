@@ -50,7 +50,7 @@ pub struct Trainer<'a> {
 pub(super) const MASTER: DType = DType::F32;
 
 /// Accumulates a gradient in f32. Returns the bytes that the addition allocates, and how many of them
-/// stay allocated. Gradients of a sharded parameter are reduced over all processes, on the owner.
+/// stay allocated. The gradient of a sharded parameter is the sum over all processes of its own part.
 pub(super) fn accumulate(
     sums: &mut BTreeMap<String, ManagedTensor>,
     home: &Placement,
@@ -60,7 +60,6 @@ pub(super) fn accumulate(
 ) -> Result<(u64, u64)> {
     let failed = |e: candle_core::Error| Error::candle(format!("gradient of `{name}`"), e);
     let gradient = gradient.to_dtype(MASTER).map_err(failed)?;
-    let gradient = parameter.map_or(Ok(gradient.clone()), |parameter| parameter.all_reduce(gradient))?;
     let (kept, bytes) = match sums.remove(name) {
         None => {
             let kept = parameter.map_or_else(|| home.store(&gradient), |parameter| home.store_with(&gradient, parameter))?;

@@ -2,12 +2,14 @@
 //! conversion back to the weights of a model.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Tensor};
 
 use super::checkpoint::Stream;
 use super::frozen::Frozen;
+use super::optimizer::{self, Optimizer, Settings};
 use super::output_norm::{OutputNorm, OutputNorms};
 use super::scales::{self, Quantizers};
 use super::selection::{selected, statistics};
@@ -15,7 +17,7 @@ use super::weight_rounding::Rounding;
 use super::{QuantizerScales, Team, Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Placement, Residence, load_tensor, rounding_scheme};
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Pending, Placement, Residence, load_tensor, rounding_scheme};
 use crate::ir::Graph;
 use crate::ir::ops::ScalarOps;
 use crate::model::{Model, is_linear};
@@ -67,6 +69,8 @@ pub struct Weights {
     /// Whether the frozen weights are those of the model, next to which adapters are trained.
     keeps_base: bool,
     home: Placement,
+    /// Elements that the optimizer updates together, and that one process stores.
+    layout: Box<dyn Optimizer>,
     device: Device,
     compute: DType,
 }
@@ -105,6 +109,9 @@ impl Weights {
             }
         }
         let mut rounded = BTreeMap::new();
+        let linear_weights = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
+        let settings = Settings { linear_weights, ..Settings::default() };
+        let layout = optimizer::build(options.optimizer, &settings, &Placement::Memory(Device::Cpu))?;
         let mut weights = Weights {
             trained: BTreeMap::new(),
             fixed: BTreeMap::new(),
@@ -119,6 +126,7 @@ impl Weights {
             linear: BTreeSet::new(),
             keeps_base: options.adapter.is_some(),
             home,
+            layout,
             device: device.clone(),
             compute,
         };
@@ -148,7 +156,7 @@ impl Weights {
                         continue;
                     }
                 }
-                let kept = weights.home.store(&tensor)?;
+                let kept = weights.home.store_in_units(&tensor, weights.layout.unit(name, tensor.dims()))?;
                 let kind = zeros(model.weights.get(name)?);
                 if let Some((mask, zeros)) = mask(&tensor).map_err(failed(name))?.filter(|_| kind != ZeroKind::Codes) {
                     let has_nonzeros = zeros < tensor.elem_count() as u64;
@@ -186,7 +194,8 @@ impl Weights {
     /// Adds a trained matrix that is not part of the model.
     pub fn add(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         let tensor = transfer::to_device(tensor, &self.device, Cause::Weights).map_err(failed(name))?;
-        self.trained.insert(name.to_owned(), self.home.store(&tensor)?);
+        let unit = self.layout.unit(name, tensor.dims());
+        self.trained.insert(name.to_owned(), self.home.store_in_units(&tensor, unit)?);
         Ok(())
     }
 
@@ -330,11 +339,14 @@ impl Weights {
         Ok(())
     }
 
-    /// Sets the pruned weights of a parameter to zero, after an update that does not act on each element
-    /// separately.
-    pub fn keep_zeros(&self, name: &str, parameter: &Tensor) -> Result<()> {
+    /// Sets the pruned weights of a parameter, or of a part of its elements, to zero after an update that does
+    /// not act on each element separately.
+    pub fn keep_zeros(&self, name: &str, part: Option<&Range<usize>>, elements: &Tensor) -> Result<()> {
         let mask = self.masks.get(name).map(|mask| mask.load_own(&self.device)).transpose()?.flatten();
-        let kept = mask.map(|mask| floats::assign(parameter, &(parameter * mask.to_dtype(parameter.dtype())?)?));
+        let kept = mask.map(|mask| {
+            let mask = part.map_or(Ok(mask.clone()), |part| mask.flatten_all()?.narrow(0, part.start, part.len()))?.reshape(elements.dims())?;
+            floats::assign(elements, &(elements * mask.to_dtype(elements.dtype())?)?)
+        });
         kept.transpose().map(drop).map_err(failed(name))
     }
 
@@ -343,8 +355,10 @@ impl Weights {
         if let Some(stored) = self.fixed.get_mut(name) {
             // With sharded weights, the batch statistics are summed over the processes: use their mean.
             let factor = if let Placement::Sharded(shares) = &self.home { MOMENTUM / shares.processes() as f64 } else { MOMENTUM };
-            let batch = stored.all_reduce(batch.to_dtype(stored.dtype()).map_err(failed(name))?)?;
+            let batch = batch.to_dtype(stored.dtype()).map_err(failed(name))?;
+            let batch = stored.start_sum(&batch)?.map_or(Ok(batch), Pending::wait)?;
             let Some(before) = stored.load_own(&self.device)? else { return Ok(()) };
+            let batch = batch.reshape(before.dims()).map_err(failed(name))?;
             let moved = || (before.affine(1.0 - MOMENTUM, 0.0)? + batch.affine(factor, 0.0)?)?.contiguous();
             stored.put(moved().map_err(failed(name))?)?;
         }
@@ -376,7 +390,8 @@ impl Weights {
         for tensor in state {
             let (name, tensor) = tensor?;
             let target = self.trained.get_mut(&name).or_else(|| self.fixed.get_mut(&name));
-            let target = target.filter(|target| target.dims() == tensor.dims()).ok_or_else(|| Error::tensor(&name, "is not part of this training", ""))?;
+            let target =
+                target.filter(|target| target.local_dims() == tensor.dims()).ok_or_else(|| Error::tensor(&name, "is not part of this training", ""))?;
             let restore = || transfer::to_device(&tensor, &self.device, Cause::State)?.to_dtype(target.dtype())?.force_contiguous();
             target.put(restore().map_err(failed(&name))?)?;
         }

@@ -17,6 +17,7 @@
 //! A [`MemoryTrace`] records the counted allocations, and explains the peak.
 
 mod category;
+mod collective;
 mod need;
 mod paging;
 mod placement;
@@ -26,11 +27,12 @@ mod trace;
 mod tracker;
 
 pub use category::MemoryCategory;
+pub use collective::{Collective, Pending, Segment, segments_of, split_evenly};
 pub use need::{MemoryNeed, Schedule, axis_sizes, sizes_of, state_bytes};
 pub use paging::Fetch;
 pub(super) use paging::PagedParameters;
 pub use placement::{ManagedTensor, Placement};
-pub use sharding::{Collective, Sharding};
+pub use sharding::Sharding;
 pub use spill::SpillFile;
 pub(super) use spill::SpilledTensor;
 pub(super) use trace::GRADIENT;

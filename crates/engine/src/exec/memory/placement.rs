@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::collective::Pending;
 use super::sharding::{Shard, Sharding};
 use super::spill::{SpillFile, SpilledTensor};
 use crate::error::{Error, Result};
@@ -21,8 +22,8 @@ pub enum Placement {
     Host,
     /// In an anonymous temporary file. Each load reads it.
     File(Arc<SpillFile>),
-    /// Sharded across processes, each tensor in the memory of one rank. Loading is a collective
-    /// operation.
+    /// Sharded across processes, each rank with a part of the elements in its memory. Loading is a
+    /// collective operation.
     Sharded(Arc<Sharding>),
 }
 
@@ -87,17 +88,23 @@ impl Placement {
 
     /// Stores a tensor; not copied if it already is in the memory of the device.
     pub fn store(&self, tensor: &Tensor) -> Result<ManagedTensor> {
+        self.store_in_units(tensor, 1)
+    }
+
+    /// As [`store`](Placement::store); parts of a sharded tensor consist of whole units of this many elements.
+    pub fn store_in_units(&self, tensor: &Tensor, unit: usize) -> Result<ManagedTensor> {
         Ok(ManagedTensor(match self {
             Placement::Memory(device) => Storage::Memory(transfer::move_to(tensor, device, Cause::Offload).map_err(failed)?),
             Placement::Host => Storage::Host(own_on_host(tensor).map_err(failed)?),
             Placement::File(file) => Storage::File(file.write(tensor)?),
-            Placement::Sharded(sharding) => Storage::Shard(sharding.store(tensor)?),
+            Placement::Sharded(sharding) => Storage::Shard(sharding.store(tensor, unit)?),
         }))
     }
 
-    /// Stores a tensor that belongs to another one; sharded tensors are stored on the same rank.
+    /// Stores a tensor that belongs to another one; sharded tensors are split in the same way. The tensor may
+    /// be the own part of a sharded one.
     pub fn store_with(&self, tensor: &Tensor, other: &ManagedTensor) -> Result<ManagedTensor> {
-        if let Storage::Shard(share) = &other.0 { share.with_same_owner(tensor).map(|share| ManagedTensor(Storage::Shard(share))) } else { self.store(tensor) }
+        if let Storage::Shard(share) = &other.0 { share.with_same_parts(tensor).map(|share| ManagedTensor(Storage::Shard(share))) } else { self.store(tensor) }
     }
 
     /// Groups of names to process together: a single group if tensors are in device memory, else one
@@ -130,6 +137,12 @@ impl ManagedTensor {
         }
     }
 
+    /// Shape of the part that this process stores, which [`open`](ManagedTensor::open) returns: flat for a part
+    /// of a sharded tensor, otherwise the shape of the tensor.
+    pub fn local_dims(&self) -> &[usize] {
+        if let Storage::Shard(share) = &self.0 { &share.own_shape } else { self.dims() }
+    }
+
     /// Element type of the tensor.
     pub fn dtype(&self) -> DType {
         match &self.0 {
@@ -153,7 +166,7 @@ impl ManagedTensor {
         }
     }
 
-    /// Whether this process stores the tensor; true for tensors that are not sharded.
+    /// Whether this process stores elements of the tensor; true for tensors that are not sharded.
     pub fn is_local(&self) -> bool {
         !matches!(&self.0, Storage::Shard(share) if share.own().is_none())
     }
@@ -163,17 +176,17 @@ impl ManagedTensor {
         matches!(self.0, Storage::File(_))
     }
 
-    /// The tensor at its placement: itself, or read into host memory. Changes take effect with
-    /// [`put`](ManagedTensor::put). Fails if another rank owns the tensor.
+    /// The tensor at its placement: itself, the own part of a sharded one, or read into host memory. Changes
+    /// take effect with [`put`](ManagedTensor::put). Fails if only other ranks have elements.
     pub fn open(&self) -> Result<Tensor> {
         match &self.0 {
             Storage::Memory(tensor) | Storage::Host(tensor) => Ok(tensor.clone()),
             Storage::File(spilled) => spilled.read(&Device::Cpu),
-            Storage::Shard(share) => share.own().cloned().ok_or_else(|| failed(candle_core::Error::Msg("another rank owns it".into()))),
+            Storage::Shard(share) => share.own().cloned().ok_or_else(|| failed(candle_core::Error::Msg("only other ranks have elements of it".into()))),
         }
     }
 
-    /// As [`load`](ManagedTensor::load) on the rank that owns the tensor, `None` on others; not a
+    /// As [`load`](ManagedTensor::load), but of a sharded tensor only the own part, if it has elements; not a
     /// collective operation.
     pub fn load_own(&self, device: &Device) -> Result<Option<Tensor>> {
         match &self.0 {
@@ -182,9 +195,10 @@ impl ManagedTensor {
         }
     }
 
-    /// The sum over all ranks for a sharded tensor (all-reduce); else the tensor itself.
-    pub fn all_reduce(&self, tensor: Tensor) -> Result<Tensor> {
-        if let Storage::Shard(share) = &self.0 { share.sum(&tensor) } else { Ok(tensor) }
+    /// Starts the sum over all ranks of a tensor with the shape of a sharded one, of which this rank
+    /// receives its part (reduce-scatter); `None` if this one is not sharded.
+    pub fn start_sum(&self, tensor: &Tensor) -> Result<Option<Pending<Tensor>>> {
+        if let Storage::Shard(share) = &self.0 { share.start_sum(tensor).map(Some) } else { Ok(None) }
     }
 
     /// Loads the tensor onto a device; not copied if it is in the memory of that device. A collective
@@ -201,8 +215,8 @@ impl ManagedTensor {
         }
     }
 
-    /// Replaces the tensor by one of the same shape and type. Does nothing for a tensor that was changed
-    /// in place. Fails if the shape or type differs.
+    /// Replaces the tensor by one of the same shape and type; that of a sharded one may be its own part. Does
+    /// nothing for a tensor that was changed in place. Fails if the shape or type differs.
     pub fn put(&mut self, tensor: Tensor) -> Result<()> {
         match &mut self.0 {
             Storage::Memory(own) | Storage::Host(own) if own.id() == tensor.id() => Ok(()),
@@ -219,7 +233,7 @@ impl ManagedTensor {
         }
     }
 
-    /// Copies the tensor to a placement. A sharded tensor is copied on its rank if the placement is
+    /// Copies the tensor to a placement. A sharded tensor is copied part by part if the placement is
     /// sharded.
     pub fn copied_to(&self, home: &Placement) -> Result<ManagedTensor> {
         let tensor = match (&self.0, home) {

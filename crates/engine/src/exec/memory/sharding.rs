@@ -1,31 +1,17 @@
-//! Tensors sharded across processes: each is stored by one rank and broadcast when all ranks use it.
+//! Tensors sharded across processes: each rank stores a part of the elements, which are gathered when all
+//! ranks use the tensor.
 
-use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::collective::{Collective, Pending, Segment, split_evenly};
 use super::spill::SpillFile;
 use crate::error::{Error, Result};
-use crate::exec::host::bytes_of;
 use crate::exec::transfer::{self, Cause};
 use crate::work::lock;
-
-/// Collective operations of processes, which all ranks call in the same order.
-pub trait Collective: Send + Sync + fmt::Debug {
-    /// The rank of this process.
-    fn rank(&self) -> usize;
-
-    /// The number of processes.
-    fn size(&self) -> usize;
-
-    /// Broadcasts the f32 tensor of rank `from`; on other ranks only the shape of `tensor` is read.
-    fn broadcast(&self, tensor: &Tensor, from: usize) -> Result<Tensor>;
-
-    /// The sum of the f32 tensors of all ranks (all-reduce).
-    fn sum(&self, tensor: &Tensor) -> Result<Tensor>;
-}
 
 /// A group of processes across which tensors are sharded.
 #[derive(Debug)]
@@ -34,7 +20,7 @@ pub struct Sharding {
     device: Device,
     /// Entire tensors that only one process uses.
     unsharded: Arc<SpillFile>,
-    /// Bytes stored by each rank; equal on all ranks.
+    /// Bytes of the elements of each rank; equal on all ranks.
     loads: Mutex<Vec<u64>>,
 }
 
@@ -61,25 +47,27 @@ impl Sharding {
         &self.device
     }
 
-    /// Stores a tensor that all ranks have on the rank with the fewest bytes so far.
-    pub(super) fn store(self: &Arc<Sharding>, tensor: &Tensor) -> Result<Shard> {
-        let owner = {
-            let mut loads = lock(&self.loads);
-            let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
-            loads[owner] += bytes_of(tensor);
-            owner
-        };
-        Shard { sharding: self.clone(), owner, own: None, shape: tensor.dims().to_vec(), dtype: tensor.dtype() }.with_same_owner(tensor)
+    /// Stores a tensor that all ranks have: each rank stores whole units of its elements, such that all ranks
+    /// store about the same number of bytes.
+    pub(super) fn store(self: &Arc<Sharding>, tensor: &Tensor, unit: usize) -> Result<Shard> {
+        let unit = unit.clamp(1, tensor.elem_count().max(1));
+        let unit_bytes = (unit * tensor.dtype().size_in_bytes()) as u64;
+        let ranges = split_evenly(&mut lock(&self.loads), tensor.elem_count(), unit, unit_bytes);
+        let shape = tensor.dims().to_vec();
+        Shard { sharding: self.clone(), ranges: ranges.into(), own: None, own_shape: Vec::new(), shape, dtype: tensor.dtype() }.with_same_parts(tensor)
     }
 }
 
-/// A tensor that is stored on one rank.
+/// A tensor of which each rank stores a range of the elements.
 #[derive(Debug, Clone)]
 pub(super) struct Shard {
     sharding: Arc<Sharding>,
-    owner: usize,
-    /// The tensor, on the rank that owns it.
+    /// Elements of each rank.
+    ranges: Arc<[Range<usize>]>,
+    /// Elements of this rank, unless there are none: the tensor itself if these are all, otherwise flat.
     own: Option<Tensor>,
+    /// Shape of `own`, or of an empty part.
+    pub own_shape: Vec<usize>,
     pub shape: Vec<usize>,
     pub dtype: DType,
 }
@@ -89,46 +77,65 @@ fn failed(e: candle_core::Error) -> Error {
 }
 
 impl Shard {
-    /// The tensor, on the rank that owns it.
+    /// Elements of this rank, unless there are none.
     pub fn own(&self) -> Option<&Tensor> {
         self.own.as_ref()
     }
 
-    /// Stores another tensor on the same rank.
-    pub fn with_same_owner(&self, tensor: &Tensor) -> Result<Shard> {
-        let is_owner = self.sharding.collective.rank() == self.owner;
-        let own = is_owner.then(|| transfer::move_to(tensor, &self.sharding.device, Cause::Offload)).transpose().map_err(failed)?;
-        Ok(Shard { own, shape: tensor.dims().to_vec(), dtype: tensor.dtype(), ..self.clone() })
+    fn own_range(&self) -> Range<usize> {
+        self.ranges[self.sharding.collective.rank()].clone()
     }
 
-    /// Copies the tensor on the same rank.
+    fn segments(&self) -> Vec<Segment> {
+        self.ranges.iter().cloned().enumerate().filter(|(_, range)| !range.is_empty()).collect()
+    }
+
+    /// Stores the same elements of another tensor, which has the shape of this one or of its own part.
+    pub fn with_same_parts(&self, tensor: &Tensor) -> Result<Shard> {
+        let (own, count) = (self.own_range(), self.shape.iter().product::<usize>());
+        let own_shape = if own.len() == count { self.shape.clone() } else { vec![own.len()] };
+        let part = || {
+            let part = if tensor.dims() == own_shape {
+                tensor.clone()
+            } else {
+                tensor.flatten_all()?.narrow(0, own.start, own.len())?.copy()?.reshape(own_shape.as_slice())?
+            };
+            transfer::move_to(&part, &self.sharding.device, Cause::Offload)
+        };
+        let own = (!own.is_empty()).then(part).transpose().map_err(failed)?;
+        Ok(Shard { own, own_shape, dtype: tensor.dtype(), ..self.clone() })
+    }
+
+    /// Copies the tensor with the same parts.
     pub fn copied(&self) -> Result<Shard> {
         Ok(Shard { own: self.own.as_ref().map(Tensor::copy).transpose().map_err(failed)?, ..self.clone() })
     }
 
-    /// Broadcasts the tensor; a collective operation.
+    /// Gathers the tensor from all ranks; a collective operation.
     pub fn load(&self) -> Result<Tensor> {
-        let sent = match &self.own {
-            Some(own) => own.to_dtype(DType::F32),
-            None => Tensor::zeros(self.shape.as_slice(), DType::F32, &self.sharding.device),
+        let sent = || {
+            let sent = Tensor::zeros(self.shape.iter().product::<usize>(), DType::F32, &self.sharding.device)?;
+            let own = self.own.as_ref().map(|own| own.to_dtype(DType::F32)?.flatten_all()?.contiguous());
+            own.transpose()?.map_or(Ok(()), |own| sent.slice_set(&own, 0, self.own_range().start))?;
+            Ok(sent)
         };
-        let all = self.sharding.collective.broadcast(&sent.map_err(failed)?, self.owner)?;
-        // The owner returns its own tensor instead of a copy.
-        self.own.clone().map_or_else(|| all.to_dtype(self.dtype).map_err(failed), Ok)
+        let all = self.sharding.collective.start_all_gather(&sent().map_err(failed)?, self.segments()).wait()?;
+        all.to_dtype(self.dtype).and_then(|all| all.reshape(self.shape.as_slice())).map_err(failed)
     }
 
-    /// The sum over all ranks of a tensor of this shape; a collective operation.
-    pub fn sum(&self, tensor: &Tensor) -> Result<Tensor> {
-        self.sharding.collective.sum(tensor)
+    /// Starts the sum over all ranks of a tensor of this shape, of which this rank receives its part; a
+    /// collective operation.
+    pub fn start_sum(&self, tensor: &Tensor) -> Result<Pending<Tensor>> {
+        Ok(self.sharding.collective.start_reduce_scatter(&tensor.flatten_all().map_err(failed)?, self.segments()))
     }
 
-    /// Replaces the tensor, on the rank that owns it.
+    /// Replaces the elements of this rank. The tensor has the shape of this one or of its own part.
     pub fn put(&mut self, tensor: &Tensor) -> Result<()> {
-        if tensor.dims() != self.shape || tensor.dtype() != self.dtype {
+        if ![&self.shape, &self.own_shape].contains(&&tensor.dims().to_vec()) || tensor.dtype() != self.dtype {
             return Err(failed(candle_core::Error::Msg(format!("{:?} cannot replace {:?}", tensor.dims(), self.shape))));
         }
         if self.own.as_ref().is_some_and(|own| own.id() != tensor.id()) {
-            *self = self.with_same_owner(tensor)?;
+            *self = self.with_same_parts(tensor)?;
         }
         Ok(())
     }

@@ -6,6 +6,7 @@
 mod collectives;
 #[cfg(feature = "nccl")]
 mod nccl;
+mod queue;
 mod rank_config;
 mod rendezvous;
 mod single_process;
@@ -15,14 +16,16 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 
-pub use collectives::{assign_owners, average_gradients, broadcast_parameters};
+pub use collectives::{assign_owners, average_gradients, buckets, flat};
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
+pub use queue::Queue;
 pub use rank_config::RankConfig;
 pub use single_process::SingleProcess;
 pub use sockets::Sockets;
 
 use crate::error::{Error, Result};
+use crate::exec::{Segment, segments_of};
 
 /// Default timeout of a collective; long, because other ranks may evaluate or save in the meantime.
 pub const TIMEOUT: Duration = Duration::from_secs(600);
@@ -43,6 +46,24 @@ pub trait Communicator: Send {
     /// Broadcasts the f32 tensor of rank `from` to all ranks; the other ranks pass a tensor of the same
     /// shape.
     fn broadcast(&mut self, tensor: &Tensor, from: usize) -> Result<Tensor>;
+
+    /// Reduce-scatter: the [`sum`](Communicator::sum) of flat tensors, of which this rank receives its own
+    /// segments, concatenated.
+    fn reduce_scatter(&mut self, tensor: &Tensor, segments: &[Segment]) -> Result<Tensor> {
+        let sum = self.sum(tensor)?;
+        segments_of(self.rank(), &sum, segments).map_err(|e| Error::candle("a sum over processes", e))
+    }
+
+    /// All-gather: a flat f32 tensor with the segments of every rank, which cover it in order. Of `tensor`,
+    /// only the own segments are read.
+    fn all_gather(&mut self, tensor: &Tensor, segments: &[Segment]) -> Result<Tensor> {
+        let failed = |e| Error::candle("the parts of a tensor of several processes", e);
+        let mut parts = Vec::with_capacity(segments.len());
+        for (owner, range) in segments {
+            parts.push(self.broadcast(&tensor.narrow(0, range.start, range.len()).map_err(failed)?, *owner)?);
+        }
+        if parts.is_empty() { Ok(tensor.clone()) } else { Tensor::cat(&parts, 0).map_err(failed) }
+    }
 
     /// All-gather: the bytes of every rank, in rank order.
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;

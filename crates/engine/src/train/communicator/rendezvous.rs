@@ -57,7 +57,7 @@ impl Sockets {
                 }
             }
         }
-        let mut host = Sockets { rank: 0, size, peers: found.into_iter().flatten().collect() };
+        let mut host = Sockets { rank: 0, size, peers: found.into_iter().flatten().collect(), failure: None };
         host.barrier()?;
         Ok(host)
     }
@@ -74,7 +74,7 @@ impl Sockets {
                 });
                 match found.map(|stream| introduce(stream, config, timeout)) {
                     Ok(Ok(host)) => {
-                        let mut joined = Sockets { rank: config.rank, size: config.size, peers: vec![host] };
+                        let mut joined = Sockets { rank: config.rank, size: config.size, peers: vec![host], failure: None };
                         joined.barrier()?;
                         return Ok(joined);
                     }

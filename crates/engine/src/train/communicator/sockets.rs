@@ -6,6 +6,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::ops::Range;
 use std::time::Duration;
 
 use candle_core::{Device, Tensor};
@@ -13,6 +14,7 @@ use candle_core::{Device, Tensor};
 use super::super::floats;
 use super::Communicator;
 use crate::error::{Error, Result};
+use crate::exec::Segment;
 use crate::exec::transfer::{self, Cause};
 
 /// Bytes that are read or written at once.
@@ -24,6 +26,8 @@ const BROADCAST: u8 = 2;
 const GATHER: u8 = 3;
 const FAILURE: u8 = 4;
 pub(super) const WELCOME: u8 = 5;
+const REDUCE_SCATTER: u8 = 6;
+const ALL_GATHER: u8 = 7;
 /// Timeout of the introduction of a connection. Connections are accepted one at a time, so it is short.
 pub(super) const INTRODUCTION: Duration = Duration::from_secs(5);
 
@@ -130,12 +134,23 @@ impl Peer {
     }
 }
 
+fn ranges_of(segments: &[Segment], rank: usize) -> impl Iterator<Item = Range<usize>> + '_ {
+    segments.iter().filter(move |(owner, _)| *owner == rank).map(|(_, range)| range.clone())
+}
+
+/// Bytes of the floats of a rank.
+fn bytes_of(segments: &[Segment], rank: usize) -> u64 {
+    4 * ranges_of(segments, rank).map(|range| range.len() as u64).sum::<u64>()
+}
+
 fn name(kind: u8) -> &'static str {
     match kind {
         SUM => "a sum",
         BROADCAST => "a broadcast",
         GATHER => "a gather",
         WELCOME => "a welcome",
+        REDUCE_SCATTER => "a reduce-scatter",
+        ALL_GATHER => "an all-gather",
         _ => "an unknown message",
     }
 }
@@ -146,6 +161,8 @@ pub struct Sockets {
     pub(super) size: usize,
     /// On rank 0, all other ranks in order; on the others, rank 0.
     pub(super) peers: Vec<Peer>,
+    /// Why the connections were closed.
+    pub(super) failure: Option<String>,
 }
 
 /// Sets the read and write timeout of a connection, and disables Nagle's algorithm.
@@ -165,34 +182,75 @@ impl Sockets {
     /// Disconnects after an error and sends the reason, so that no other rank waits.
     fn or_stop<T>(&mut self, done: Result<T>) -> Result<T> {
         if let Err(error) = &done {
-            self.stop(&error.to_string());
+            let reason = error.to_string();
+            self.stop(&reason);
+            // Collectives that were started already fail for the same reason.
+            self.failure.get_or_insert(reason);
         }
         done
     }
 
     fn check(&self) -> Result<()> {
         match self.peers.is_empty() && self.size > 1 {
-            true => Err(Error::run(format!("rank {}", self.rank), "lost its connection to the other ranks earlier", "")),
+            true => {
+                let reason = self.failure.as_deref().map_or_else(String::new, |reason| format!(": {reason}"));
+                Err(Error::run(format!("rank {}", self.rank), format!("lost its connection to the other ranks earlier{reason}"), ""))
+            }
             false => Ok(()),
         }
     }
 
-    fn all_reduce(&mut self, floats: &mut [f32]) -> Result<()> {
+    /// Adds the floats of all ranks in rank order on rank 0, and sends each rank its segments of the sum.
+    fn reduce(&mut self, kind: u8, floats: &mut Vec<f32>, segments: &[Segment]) -> Result<()> {
         self.check()?;
         let length = 4 * floats.len() as u64;
         if self.rank == 0 {
             for peer in &mut self.peers {
-                peer.expect_header(SUM, Some(length))?;
+                peer.expect_header(kind, Some(length))?;
                 peer.for_each_float(floats, |own, other| *own += other)?;
             }
+            for peer in &mut self.peers {
+                peer.send_header(kind, bytes_of(segments, peer.rank))?;
+                for range in ranges_of(segments, peer.rank) {
+                    peer.send_floats(floats.get(range).unwrap_or_default())?;
+                }
+            }
+            if bytes_of(segments, 0) != length {
+                *floats = ranges_of(segments, 0).flat_map(|range| floats.get(range).unwrap_or_default()).copied().collect();
+            }
+        } else {
+            let (rank, host) = (self.rank, &mut self.peers[0]);
+            host.send_header(kind, length)?;
+            host.send_floats(floats)?;
+            floats.truncate(bytes_of(segments, rank) as usize / 4);
+            host.expect_header(kind, Some(4 * floats.len() as u64))?;
+            host.for_each_float(floats, |own, other| *own = other)?;
         }
-        for peer in &mut self.peers {
-            peer.send_header(SUM, length)?;
-            peer.send_floats(floats)?;
-        }
-        if self.rank > 0 {
-            let host = &mut self.peers[0];
-            host.expect_header(SUM, Some(length))?;
+        Ok(())
+    }
+
+    /// Replaces the floats of each segment by those of its rank.
+    fn gather_segments(&mut self, floats: &mut [f32], segments: &[Segment]) -> Result<()> {
+        self.check()?;
+        let length = 4 * floats.len() as u64;
+        if self.rank == 0 {
+            for peer in &mut self.peers {
+                peer.expect_header(ALL_GATHER, Some(bytes_of(segments, peer.rank)))?;
+                for range in ranges_of(segments, peer.rank) {
+                    peer.for_each_float(floats.get_mut(range).unwrap_or_default(), |own, other| *own = other)?;
+                }
+            }
+            for peer in &mut self.peers {
+                peer.send_header(ALL_GATHER, length)?;
+                peer.send_floats(floats)?;
+            }
+        } else {
+            let (rank, host) = (self.rank, &mut self.peers[0]);
+            host.send_header(ALL_GATHER, bytes_of(segments, rank))?;
+            for range in ranges_of(segments, rank) {
+                host.send_floats(floats.get(range).unwrap_or_default())?;
+            }
+            host.expect_header(ALL_GATHER, Some(length))?;
             host.for_each_float(floats, |own, other| *own = other)?;
         }
         Ok(())
@@ -243,15 +301,17 @@ impl Sockets {
         Ok(all)
     }
 
-    /// Runs a collective in place on a host copy of a tensor, and returns the result on the tensor's device.
-    fn on_host_copy(&mut self, tensor: &Tensor, function: impl FnOnce(&mut Sockets, &mut [f32]) -> Result<()>) -> Result<Tensor> {
+    /// Runs a collective in place on a host copy of a tensor, and returns the result on the tensor's device:
+    /// with its shape, or flat if the number of elements changes.
+    fn on_host_copy(&mut self, tensor: &Tensor, function: impl FnOnce(&mut Sockets, &mut Vec<f32>) -> Result<()>) -> Result<Tensor> {
         let failed = |e: candle_core::Error| Error::run("a tensor between ranks", e, "");
         let mut floats = floats::on_host(tensor).and_then(|host| floats::read(&host, |floats| Ok(floats.to_vec()))).map_err(failed)?;
         let done = function(self, &mut floats);
         self.or_stop(done)?;
-        let sum = || Tensor::from_vec(floats, tensor.dims(), &Device::Cpu)?.to_dtype(tensor.dtype());
-        let result = || transfer::move_to(&sum()?, tensor.device(), Cause::Step);
-        result().map_err(failed)
+        let flat = [floats.len()];
+        let dims = if floats.len() == tensor.elem_count() { tensor.dims() } else { &flat };
+        let result = Tensor::from_vec(floats, dims, &Device::Cpu).and_then(|result| result.to_dtype(tensor.dtype()));
+        result.and_then(|result| transfer::move_to(&result, tensor.device(), Cause::Step)).map_err(failed)
     }
 }
 
@@ -265,7 +325,18 @@ impl Communicator for Sockets {
     }
 
     fn sum(&mut self, tensor: &Tensor) -> Result<Tensor> {
-        self.on_host_copy(tensor, Sockets::all_reduce)
+        self.on_host_copy(tensor, |sockets, floats| {
+            let everything: Vec<Segment> = (0..sockets.size).map(|rank| (rank, 0..floats.len())).collect();
+            sockets.reduce(SUM, floats, &everything)
+        })
+    }
+
+    fn reduce_scatter(&mut self, tensor: &Tensor, segments: &[Segment]) -> Result<Tensor> {
+        self.on_host_copy(tensor, |sockets, floats| sockets.reduce(REDUCE_SCATTER, floats, segments))
+    }
+
+    fn all_gather(&mut self, tensor: &Tensor, segments: &[Segment]) -> Result<Tensor> {
+        self.on_host_copy(tensor, |sockets, floats| sockets.gather_segments(floats, segments))
     }
 
     fn broadcast(&mut self, tensor: &Tensor, from: usize) -> Result<Tensor> {
@@ -315,6 +386,49 @@ mod tests {
             (1..size).for_each(|rank| expected = (&expected + numbers(rank)).unwrap());
             for sum in all {
                 assert_eq!(sum.unwrap().to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap());
+            }
+        }
+    }
+
+    /// Parts of a sum have the bits of the whole sum, and gathered parts those of their ranks, also by the
+    /// collectives of communicators without own ones.
+    #[test]
+    fn segments_are_reduced_and_gathered() {
+        struct Plain(Sockets);
+        impl Communicator for Plain {
+            fn rank(&self) -> usize {
+                self.0.rank
+            }
+            fn size(&self) -> usize {
+                self.0.size
+            }
+            fn sum(&mut self, tensor: &Tensor) -> Result<Tensor> {
+                self.0.sum(tensor)
+            }
+            fn broadcast(&mut self, tensor: &Tensor, from: usize) -> Result<Tensor> {
+                self.0.broadcast(tensor, from)
+            }
+            fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+                self.0.gather_bytes(bytes)
+            }
+        }
+        let segments = [(2, 0..70_000), (0, 70_000..70_001), (1, 70_001..70_001), (2, 70_001..150_000), (0, 150_000..200_000)];
+        for plain in [false, true] {
+            let all = run_ranks(3, |mut sockets| {
+                let own = numbers(sockets.rank()).flatten_all().unwrap();
+                let sum = sockets.sum(&own)?.to_vec1::<f32>().unwrap();
+                let mut communicator: Box<dyn Communicator> = if plain { Box::new(Plain(sockets)) } else { Box::new(sockets) };
+                let reduced = communicator.reduce_scatter(&own, &segments)?.to_vec1::<f32>().unwrap();
+                Ok((sum, reduced, communicator.all_gather(&own, &segments)?.to_vec1::<f32>().unwrap()))
+            });
+            for (rank, result) in all.into_iter().enumerate() {
+                let (sum, reduced, gathered) = result.unwrap();
+                let expected: Vec<f32> = ranges_of(&segments, rank).flat_map(|range| sum[range].to_vec()).collect();
+                assert!(reduced == expected, "rank {rank}, {plain}");
+                for (owner, range) in &segments {
+                    let own = numbers(*owner).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    assert!(gathered[range.clone()] == own[range.clone()], "rank {rank}, {plain}");
+                }
             }
         }
     }

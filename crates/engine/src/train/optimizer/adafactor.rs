@@ -94,11 +94,16 @@ impl Adafactor {
 impl Algorithm for Adafactor {
     const PARTS: &'static [&'static str] = &["row", "column", "square"];
 
-    fn parts(&self, _: &str, dims: &[usize]) -> Vec<StateTensor> {
+    fn parts(&self, _: &str, dims: &[usize], _: &[usize]) -> Vec<StateTensor> {
         match matrix(dims) {
             Some((rows, columns)) => vec![("row", vec![rows], DType::F32), ("column", vec![columns], DType::F32)],
             None => vec![("square", dims.to_vec(), DType::F32)],
         }
+    }
+
+    /// An update is clipped by its root mean square.
+    fn unit(&self, _: &str, dims: &[usize]) -> usize {
+        dims.iter().product()
     }
 
     fn on_host(&self, context: StepContext, dims: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {

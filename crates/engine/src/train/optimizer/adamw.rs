@@ -49,8 +49,8 @@ impl AdamW {
 impl Algorithm for AdamW {
     const PARTS: &'static [&'static str] = &["mean", "square"];
 
-    fn parts(&self, _: &str, dims: &[usize]) -> Vec<StateTensor> {
-        Self::PARTS.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
+    fn parts(&self, _: &str, _: &[usize], own: &[usize]) -> Vec<StateTensor> {
+        Self::PARTS.iter().map(|part| (*part, own.to_vec(), DType::F32)).collect()
     }
 
     fn on_host(&self, context: StepContext, _: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {

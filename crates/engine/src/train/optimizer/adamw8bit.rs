@@ -139,13 +139,17 @@ fn in_blocks(tensor: &Tensor) -> Result<Tensor> {
 impl Algorithm for AdamW8bit {
     const PARTS: &'static [&'static str] = &["mean", "mean_scale", "square", "square_scale"];
 
-    fn parts(&self, name: &str, dims: &[usize]) -> Vec<StateTensor> {
+    fn parts(&self, name: &str, dims: &[usize], own: &[usize]) -> Vec<StateTensor> {
         if is_small(dims) {
-            return self.exact.parts(name, dims);
+            return self.exact.parts(name, dims, own);
         }
-        let blocks = dims.iter().product::<usize>().div_ceil(BLOCK);
+        let blocks = own.iter().product::<usize>().div_ceil(BLOCK);
         let part = |part: &'static str| if part.ends_with("scale") { (part, vec![blocks], DType::F32) } else { (part, vec![blocks, BLOCK], DType::U8) };
         Self::PARTS.iter().copied().map(part).collect()
+    }
+
+    fn unit(&self, _: &str, dims: &[usize]) -> usize {
+        if is_small(dims) { 1 } else { BLOCK }
     }
 
     fn on_host(&self, context: StepContext, dims: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {

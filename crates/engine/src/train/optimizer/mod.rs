@@ -5,12 +5,17 @@ mod adafactor;
 mod adamw;
 mod adamw8bit;
 mod muon;
+mod parts;
+mod settings;
 mod sgd;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
+
+pub use parts::{Parts, shard};
+pub use settings::{Rates, Settings};
 
 use super::checkpoint::Stream;
 use super::floats;
@@ -48,91 +53,19 @@ impl Kind {
     pub const ALL: [Kind; 5] = [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Muon, Kind::Sgd];
 }
 
-/// Hyperparameters. The defaults are those of PyTorch, and of transformers for Adafactor.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Settings {
-    /// AdamW and Muon: decay of the first moment.
-    pub beta1: f64,
-    /// AdamW and Muon: decay of the second moment.
-    pub beta2: f64,
-    /// AdamW and Muon: added to the square root of the second moment.
-    pub epsilon: f64,
-    /// Decoupled weight decay, multiplied by the learning rate; with SGD, L2 regularization that is
-    /// added to the gradient.
-    pub weight_decay: f64,
-    /// Exempts parameters with at most one axis (biases, norm weights) from weight decay.
-    pub exempt_vectors: bool,
-    /// SGD and Muon: momentum.
-    pub momentum: f64,
-    /// SGD: Nesterov momentum.
-    pub nesterov: bool,
-    /// Adafactor: the decay of the second moment in step `t` is `1 - t^(-decay_power)`.
-    pub decay_power: f64,
-    /// Adafactor: maximum root mean square of an update, before the learning rate is applied.
-    pub clip_threshold: f64,
-    /// Adafactor: added to the squared gradient.
-    pub square_epsilon: f64,
-    /// Muon: names of the weights of linear layers, which are updated by the orthogonalized momentum.
-    pub linear_weights: BTreeSet<String>,
-    /// Rates of some parameters, by name.
-    pub groups: BTreeMap<String, Rates>,
-}
-
-/// Learning rate and weight decay of a parameter that differ from those of others.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rates {
-    /// Factor on the learning rate.
-    pub factor: f64,
-    /// Weight decay; `None` for that of other parameters.
-    pub weight_decay: Option<f64>,
-}
-
-impl Default for Settings {
-    fn default() -> Settings {
-        Settings {
-            beta1: 0.9,
-            beta2: 0.999,
-            epsilon: 1e-8,
-            weight_decay: 0.01,
-            exempt_vectors: true,
-            momentum: 0.0,
-            nesterov: false,
-            decay_power: 0.8,
-            clip_threshold: 1.0,
-            square_epsilon: 1e-30,
-            linear_weights: BTreeSet::new(),
-            groups: BTreeMap::new(),
-        }
-    }
-}
-
-impl Settings {
-    /// Validates the hyperparameters.
-    pub fn check(&self) -> Result<()> {
-        let decays = [("beta1", self.beta1), ("beta2", self.beta2), ("momentum", self.momentum)];
-        if let Some((name, value)) = decays.into_iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
-            return Err(Error::option(name, format!("{value} is not at least 0 and less than 1")));
-        }
-        let amounts = [("epsilon", self.epsilon), ("weight_decay", self.weight_decay), ("square_epsilon", self.square_epsilon)];
-        if let Some((name, value)) = amounts.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
-            return Err(Error::option(name, format!("{value} is not a finite number of at least 0")));
-        }
-        let positive = [("decay_power", self.decay_power), ("clip_threshold", self.clip_threshold)];
-        if let Some((name, value)) = positive.into_iter().find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
-            return Err(Error::option(name, format!("{value} is not a finite number greater than 0")));
-        }
-        match self.nesterov && self.momentum == 0.0 {
-            true => Err(Error::option("nesterov", "requires a `momentum` greater than 0")),
-            false => Ok(()),
-        }
-    }
-}
-
 /// An optimizer with its state.
 pub trait Optimizer: Send {
-    /// Updates one parameter in place. `step` counts from 1. The parameter is contiguous f32; the
-    /// gradient has its shape.
-    fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()>;
+    /// Updates a parameter of this shape in place, or a part of its elements, which is flat and consists of
+    /// whole units. `step` counts from 1. Elements are contiguous f32; the gradient has their shape.
+    fn update_part(&mut self, name: &str, dims: &[usize], elements: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()>;
+
+    /// Updates a whole parameter in place.
+    fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()> {
+        self.update_part(name, parameter.dims(), parameter, gradient, rate, step)
+    }
+
+    /// Number of consecutive elements of a parameter that must be updated together.
+    fn unit(&self, name: &str, dims: &[usize]) -> usize;
 
     /// The state, by `part/parameter`. The tensors are not copied: the next step modifies them.
     fn state(&self) -> BTreeMap<String, ManagedTensor>;
@@ -144,8 +77,13 @@ pub trait Optimizer: Send {
     /// Bytes of the state that stay in memory between steps.
     fn bytes(&self) -> u64;
 
+    /// Bytes of the state of this many elements of a parameter with this name and shape.
+    fn part_bytes(&self, name: &str, dims: &[usize], elements: usize) -> u64;
+
     /// Bytes of the state of a parameter with this name and shape.
-    fn state_bytes(&self, name: &str, dims: &[usize]) -> u64;
+    fn state_bytes(&self, name: &str, dims: &[usize]) -> u64 {
+        self.part_bytes(name, dims, dims.iter().product())
+    }
 
     /// Bytes of matrices that the update of a parameter with this name and shape creates temporarily.
     fn workspace_bytes(&self, name: &str, dims: &[usize]) -> u64;
@@ -196,8 +134,13 @@ trait Algorithm: Send {
     /// All possible names of state tensors.
     const PARTS: &'static [&'static str];
 
-    /// State tensors of a parameter with this name and shape.
-    fn parts(&self, name: &str, dims: &[usize]) -> Vec<StateTensor>;
+    /// State tensors of a parameter with this name and shape, or of a part of it with the shape `own`.
+    fn parts(&self, name: &str, dims: &[usize], own: &[usize]) -> Vec<StateTensor>;
+
+    /// Number of consecutive elements of a parameter that must be updated together.
+    fn unit(&self, _name: &str, _dims: &[usize]) -> usize {
+        1
+    }
 
     /// Bytes of matrices that an update creates temporarily. Elementwise temporaries are not counted.
     fn workspace_bytes(&self, _: &str, _: &[usize]) -> u64 {
@@ -229,14 +172,14 @@ struct StatefulOptimizer<A> {
 
 impl<A: Algorithm> StatefulOptimizer<A> {
     /// Loads the state of a parameter, creating it if necessary.
-    fn load(&mut self, name: &str, dims: &[usize]) -> Result<Vec<Tensor>> {
+    fn load(&mut self, name: &str, dims: &[usize], own: &[usize]) -> Result<Vec<Tensor>> {
         let failed = |e: candle_core::Error| Error::candle(format!("the optimizer's step of `{name}`"), e);
         if !self.state.contains_key(name) {
             self.state.insert(name.to_owned(), BTreeMap::new());
         }
         let parts = self.state.entry(name.to_owned()).or_default();
         let mut tensors = Vec::new();
-        for (part, dims, dtype) in self.algorithm.parts(name, dims) {
+        for (part, dims, dtype) in self.algorithm.parts(name, dims, own) {
             let tensor = match parts.get(part) {
                 Some(kept) if kept.dims() != dims || kept.dtype() != dtype => {
                     let reason = format!("its restored state `{part}` is {:?} {:?} instead of {dtype:?} {dims:?}", kept.dtype(), kept.dims());
@@ -254,9 +197,9 @@ impl<A: Algorithm> StatefulOptimizer<A> {
     }
 
     /// Stores the state of a parameter after it was modified in place.
-    fn store(&mut self, name: &str, dims: &[usize], state: Vec<Tensor>) -> Result<()> {
+    fn store(&mut self, name: &str, dims: &[usize], own: &[usize], state: Vec<Tensor>) -> Result<()> {
         let Some(stored) = self.state.get_mut(name) else { return Ok(()) };
-        let parts = self.algorithm.parts(name, dims).into_iter().zip(state);
+        let parts = self.algorithm.parts(name, dims, own).into_iter().zip(state);
         parts.into_iter().try_for_each(|((part, ..), tensor)| stored.get_mut(part).map_or(Ok(()), |kept| kept.put(tensor)))
     }
 
@@ -286,14 +229,18 @@ impl<A: Algorithm> StatefulOptimizer<A> {
 }
 
 impl<A: Algorithm> Optimizer for StatefulOptimizer<A> {
-    fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()> {
-        let is_exempt = self.exempt_vectors && parameter.rank() <= 1;
+    fn update_part(&mut self, name: &str, dims: &[usize], elements: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()> {
+        let is_exempt = self.exempt_vectors && dims.len() <= 1;
         let rates = self.groups.get(name).copied().unwrap_or(Rates { factor: 1.0, weight_decay: None });
         let weight_decay = rates.weight_decay.unwrap_or(if is_exempt { 0.0 } else { self.weight_decay });
         let context = StepContext { rate: rate * rates.factor, step: step.max(1), weight_decay };
-        let state = self.load(name, parameter.dims())?;
-        self.step(parameter, gradient, &state, context).map_err(|e| Error::candle(format!("the optimizer's step of `{name}`"), e))?;
-        self.store(name, parameter.dims(), state)
+        let state = self.load(name, dims, elements.dims())?;
+        self.step(elements, gradient, &state, context).map_err(|e| Error::candle(format!("the optimizer's step of `{name}`"), e))?;
+        self.store(name, dims, elements.dims(), state)
+    }
+
+    fn unit(&self, name: &str, dims: &[usize]) -> usize {
+        self.algorithm.unit(name, dims)
     }
 
     fn state(&self) -> BTreeMap<String, ManagedTensor> {
@@ -332,8 +279,10 @@ impl<A: Algorithm> Optimizer for StatefulOptimizer<A> {
         self.algorithm.workspace_bytes(name, dims)
     }
 
-    fn state_bytes(&self, name: &str, dims: &[usize]) -> u64 {
-        self.algorithm.parts(name, dims).iter().map(|(_, dims, dtype)| (dims.iter().product::<usize>() * dtype.size_in_bytes()) as u64).sum()
+    fn part_bytes(&self, name: &str, dims: &[usize], elements: usize) -> u64 {
+        let flat = [elements];
+        let own = if elements == dims.iter().product::<usize>() { dims } else { &flat };
+        self.algorithm.parts(name, dims, own).iter().map(|(_, dims, dtype)| (dims.iter().product::<usize>() * dtype.size_in_bytes()) as u64).sum()
     }
 }
 
@@ -371,11 +320,11 @@ mod tests {
         (0..count).map(next).collect()
     }
 
-    fn tensor(dims: &[usize], seed: u64) -> Tensor {
+    pub(super) fn tensor(dims: &[usize], seed: u64) -> Tensor {
         Tensor::from_vec(numbers(dims.iter().product(), seed), dims, &Device::Cpu).unwrap()
     }
 
-    fn settings() -> Settings {
+    pub(super) fn settings() -> Settings {
         Settings { momentum: 0.9, weight_decay: 0.1, linear_weights: ["host", "device", "w"].map(str::to_owned).into(), ..Settings::default() }
     }
 
@@ -385,8 +334,8 @@ mod tests {
         let (groups, state) = (BTreeMap::new(), BTreeMap::new());
         let mut optimizer = StatefulOptimizer { algorithm, weight_decay: 0.0, exempt_vectors: false, groups, home: Placement::Memory(Device::Cpu), state };
         let (host, device) = (tensor(dims, 1), tensor(dims, 1));
-        let ours = optimizer.load("host", dims).unwrap();
-        let theirs = optimizer.load("device", dims).unwrap();
+        let ours = optimizer.load("host", dims, dims).unwrap();
+        let theirs = optimizer.load("device", dims, dims).unwrap();
         for step in 1..=5 {
             let gradient = tensor(dims, 10 + step);
             let context = StepContext { rate: 0.01, step, weight_decay: 0.1 };
@@ -474,20 +423,5 @@ mod tests {
         assert!(error.contains("`mean`"), "{error}");
         let error = optimizer.restore(&mut std::iter::once(Ok(("velocity/a".into(), small)))).unwrap_err().to_string();
         assert!(error.contains("velocity/a"), "{error}");
-    }
-
-    #[test]
-    fn invalid_settings_are_rejected() {
-        let wrong = [
-            Settings { beta1: 1.0, ..Settings::default() },
-            Settings { epsilon: f64::NAN, ..Settings::default() },
-            Settings { clip_threshold: 0.0, ..Settings::default() },
-            Settings { nesterov: true, ..Settings::default() },
-        ];
-        for settings in wrong {
-            assert!(build(Kind::Sgd, &settings, &Placement::Memory(Device::Cpu)).err().unwrap().is_misuse(), "{settings:?}");
-        }
-        assert_eq!(serde_json::to_value(Kind::AdamW8bit).unwrap(), "adamw8bit");
-        assert_eq!(serde_json::from_str::<Kind>("\"adamw\"").unwrap(), Kind::default());
     }
 }

@@ -70,8 +70,12 @@ fn orthogonalized(matrix: Tensor) -> Result<Tensor> {
 impl Algorithm for Muon {
     const PARTS: &'static [&'static str] = &["momentum", "mean", "square"];
 
-    fn parts(&self, name: &str, dims: &[usize]) -> Vec<StateTensor> {
-        if self.is_orthogonalized(name, dims) { vec![("momentum", dims.to_vec(), DType::F32)] } else { self.adamw.parts(name, dims) }
+    fn parts(&self, name: &str, dims: &[usize], own: &[usize]) -> Vec<StateTensor> {
+        if self.is_orthogonalized(name, dims) { vec![("momentum", dims.to_vec(), DType::F32)] } else { self.adamw.parts(name, dims, own) }
+    }
+
+    fn unit(&self, name: &str, dims: &[usize]) -> usize {
+        if self.is_orthogonalized(name, dims) { dims.iter().product() } else { 1 }
     }
 
     /// The matrix, two terms of its next value, and the products of Gram matrices.

@@ -22,9 +22,9 @@ impl Sgd {
 impl Algorithm for Sgd {
     const PARTS: &'static [&'static str] = &["velocity"];
 
-    fn parts(&self, _: &str, dims: &[usize]) -> Vec<StateTensor> {
+    fn parts(&self, _: &str, _: &[usize], own: &[usize]) -> Vec<StateTensor> {
         let parts: &[&str] = if self.momentum > 0.0 { Self::PARTS } else { &[] };
-        parts.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
+        parts.iter().map(|part| (*part, own.to_vec(), DType::F32)).collect()
     }
 
     fn on_host(&self, context: StepContext, _: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> Result<()> {
