@@ -100,6 +100,48 @@ fn losses_in_training_are_those_of_the_written_model() {
     }
 }
 
+/// An adapter that codes absorb is trained through their rounding: the loss in training is that of the written
+/// model, which has the scales of the base.
+#[test]
+fn codes_absorb_adapters() {
+    let desk = Desk::new();
+    let data = ids(desk.folder.path(), 12, 1, Task::LanguageModelling);
+    let both = (&data, &data);
+    let adapter = |steps| {
+        let options = "{ rank: 4, alpha: 8, absorb: true }".parse().unwrap();
+        Finetune { adapter: Some(options), ..finetune(steps, 0.05, QuantizerScales::Fixed) }
+    };
+    for scheme in ["W4A16", "W8A16", "W8A8", "W4A16-ASYM", "FP8-DYNAMIC", "NVFP4", "MXFP4"] {
+        let [base, absorbed, longer] = ["base", "absorbed", "longer"].map(|out| format!("{scheme}-{out}"));
+        desk.run((&desk.model, &base), vec![quantize(json!({ "scheme": scheme })).into()], both).unwrap();
+        let report = desk.run((&desk.at(&base), &absorbed), vec![adapter(6).into()], both).unwrap();
+        let written = score(&report).ln();
+        // The same steps and one more: its loss is that after the others.
+        let report = desk.run((&desk.at(&base), &longer), vec![adapter(7).into()], both).unwrap();
+        let loss = report.passes[0].details["training"]["curve"][6]["loss"].as_f64().unwrap();
+        let room = if scheme == "W8A8" { 2e-4 } else { 1e-5 };
+        assert!((loss - written).abs() <= room * loss, "{scheme}: the loss is {loss} in training and {written} written");
+        let [before, after] = [&base, &absorbed].map(|out| Model::open(desk.at(out)).unwrap().weights);
+        assert!(before.by_name.keys().eq(after.by_name.keys()), "{scheme}");
+        let (mut count, mut changed) = (0, 0);
+        for (name, weight) in &before.by_name {
+            let other = after.get(name).unwrap();
+            let [values, others] = [weight, other].map(|weight| weight.floats(name).unwrap());
+            let Encoding::Quantized(_) = &weight.encoding else {
+                assert!(values == others, "{scheme}: {name}");
+                continue;
+            };
+            let [scales, kept] = [weight, other].map(|weight| weight.scales().unwrap().unwrap());
+            assert!(scales.scales == kept.scales && scales.zero_points == kept.zero_points, "{scheme}: {name}");
+            assert_eq!((weight.encoding.clone(), scales.global_scale), (other.encoding.clone(), kept.global_scale), "{scheme}: {name}");
+            (count, changed) = (count + 1, changed + usize::from(values != others));
+        }
+        assert_eq!((count, changed), (14, 14), "{scheme}");
+    }
+    let error = desk.run((&desk.model, "float"), vec![adapter(1).into()], both).unwrap_err().to_string();
+    assert!(error.contains("layers.0.") && error.contains("quantize it before"), "{error}");
+}
+
 /// Written codes and scales are numbers of their formats.
 #[test]
 fn trained_codes_are_numbers_of_their_formats() {

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 
 use crate::analysis;
@@ -18,7 +19,7 @@ use crate::pass::{layerwise, peft};
 use crate::store::{
     ActivationScheme, Computed, Corrected, DType, Encoding, Normalized, Origin, Pattern, Role, Scaled, Weight, ZeroOrigin, output_norms, select,
 };
-use crate::train::{Adapter, AdapterKind, BatchNorm, ClassifyZeros, OutputNorm, Training, ZeroKind, norm_names};
+use crate::train::{Absorbed, Adapter, AdapterKind, BatchNorm, ClassifyZeros, OutputNorm, Training, ZeroKind, norm_names};
 
 /// How vLLM loads adapters with norms of outputs (`vllm/lora/peft_helper.py`).
 const VLLM_WITHOUT_DORA: &str = "vLLM does not load DoRA adapters: use `kind: lora` or `merge: true` for it";
@@ -61,11 +62,13 @@ impl Adapters {
             return refused("finds no linear layers in repeated layers: list weights in its `targets`");
         }
         let mut model = base.clone();
+        if options.absorb {
+            return Ok((Adapters { options: options.clone(), base: base.clone(), layers }, model));
+        }
         for (number, (name, layer)) in layers.iter().enumerate() {
             let [outputs, inputs] = layer.sizes;
-            let (count, bound) = (options.rank * inputs, 1.0 / (inputs as f64).sqrt());
-            let state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(number as u64);
-            let inner = Computed { values: move || Ok(uniform(count, bound, state)) }.weight(vec![options.rank, inputs]);
+            let inner = initial_inner(options.rank, inputs, seed, number);
+            let inner = Computed { values: move || Ok(inner()) }.weight(vec![options.rank, inputs]);
             let count = outputs * options.rank;
             let outer = Computed { values: move || Ok(vec![0.0; count]) }.weight(vec![outputs, options.rank]);
             let mut added = vec![(&layer.factors[0], inner), (&layer.factors[1], outer)];
@@ -87,9 +90,11 @@ impl Adapters {
         Ok((Adapters { options: options.clone(), base: base.clone(), layers }, model))
     }
 
-    /// Patterns of the names of all trained parameters.
+    /// Patterns of the names of all trained parameters of the graph, or of the weights that absorb the adapters.
     pub fn patterns(&self) -> Result<Vec<Pattern>> {
-        let names = self.layers.values().flat_map(|layer| layer.factors.iter().chain(layer.norms.iter().map(|[trained, _]| trained)));
+        let trained = self.layers.values().flat_map(|layer| layer.factors.iter().chain(layer.norms.iter().map(|[trained, _]| trained)));
+        let names: Vec<&String> = if self.options.absorb { self.layers.keys().collect() } else { trained.collect() };
+        let names = names.into_iter();
         names.map(|name| name.parse::<Pattern>().map_err(|e| Error::tensor(name, e, "rename the tensor of the base"))).collect()
     }
 
@@ -101,6 +106,22 @@ impl Adapters {
             Some((name, norm))
         };
         self.layers.iter().filter_map(norm).collect()
+    }
+
+    /// The weights that absorb adapters, and the initial factors.
+    pub fn absorbed(&self, seed: u64) -> Result<(BTreeMap<String, Absorbed>, BTreeMap<String, Tensor>)> {
+        let (mut absorbed, mut values) = (BTreeMap::new(), BTreeMap::new());
+        for (number, (name, layer)) in self.layers.iter().enumerate().filter(|_| self.options.absorb) {
+            let ([outputs, inputs], rank) = (layer.sizes, self.options.rank);
+            let inner = Tensor::from_vec(initial_inner(rank, inputs, seed, number)(), (rank, inputs), &Device::Cpu);
+            let outer = Tensor::zeros((outputs, rank), candle_core::DType::F32, &Device::Cpu);
+            for (name, tensor) in layer.factors.iter().zip([inner, outer]) {
+                values.insert(name.clone(), tensor.map_err(|e| Error::candle(format!("tensor `{name}`"), e))?);
+            }
+            let (factors, scale, input_major) = (layer.factors.clone(), self.options.scale(), layer.input_major);
+            absorbed.insert(name.clone(), Absorbed { factors, scale, input_major });
+        }
+        Ok((absorbed, values))
     }
 
     /// Whether a weight has an adapter.
@@ -146,6 +167,9 @@ impl Adapters {
 
     /// The model to write, from the model with trained adapters.
     pub fn finish(&self, trained: &Model) -> Result<Model> {
+        if self.options.absorb {
+            return Ok(trained.clone());
+        }
         let mut model = self.base.clone();
         for (name, layer) in &self.layers {
             let [inner, outer] = layer.factors.each_ref().map(|factor| trained.weights.get(factor).cloned());
@@ -206,6 +230,9 @@ impl Adapters {
         let kind = if self.options.kind == AdapterKind::Dora { "DoRA" } else { "LoRA" };
         let trained =
             format!("{pass}: {kind} adapters of rank {rank} were trained for {layers}, {parameters} parameters of {}", self.base.weights.parameters());
+        if self.options.absorb {
+            return format!("{trained}; the codes of the weights absorbed them, with unchanged scales");
+        }
         if self.options.merge {
             return format!("{trained}; they are added to the weights");
         }
@@ -217,7 +244,7 @@ impl Adapters {
 
     /// Details for the report.
     pub fn details(&self) -> Value {
-        json!({ "kind": self.options.kind, "rank": self.options.rank, "scale": self.options.scale(), "layers": self.layers.len(), "parameters": self.parameters(), "merged": self.options.merge })
+        json!({ "kind": self.options.kind, "rank": self.options.rank, "scale": self.options.scale(), "layers": self.layers.len(), "parameters": self.parameters(), "merged": self.options.merge, "absorbed": self.options.absorb })
     }
 }
 
@@ -232,6 +259,13 @@ pub(super) fn finished(adapters: Option<&Adapters>, trained: Model) -> Result<Mo
 fn pruned(name: &str) -> Error {
     let hint = "set `merge: false` in `adapter`, so that the zeros remain in the base, or train without `adapter`, which keeps zeros";
     Error::tensor(name, "has pruned weights, and the product of a merged adapter is not zero there", hint)
+}
+
+/// Computes the initial factor `[rank, in]` of the layer with this number.
+fn initial_inner(rank: usize, inputs: usize, seed: u64, number: usize) -> impl Fn() -> Vec<f32> + Clone + Send + Sync + 'static {
+    let (count, bound) = (rank * inputs, 1.0 / (inputs as f64).sqrt());
+    let state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(number as u64);
+    move || uniform(count, bound, state)
 }
 
 /// Values between -`bound` and `bound`, as Kaiming's initialization with a = √5 draws them for a bound of the
@@ -288,9 +322,14 @@ fn require_supported(options: &Adapter, base: &Model, graph: &Graph, (name, weig
     if readers > 1 {
         return Err(Error::tensor(name, format!("is read by {readers} operators, so that an adapter of one of them would not fit the others"), other));
     }
+    if options.absorb {
+        let has_codes = matches!(&weight.encoding, Encoding::Quantized(spec) if !spec.codes.is_palette());
+        let reason = || format!("is {}, and has no codes that absorb an adapter", weight.describe());
+        return if has_codes { Ok(()) } else { Err(Error::tensor(name, reason(), format!("quantize it before, or {other}"))) };
+    }
     if options.merge {
         if weight.encoding != Encoding::Dense {
-            let hint = "set `merge: false` in `adapter`, or run `dequantize` before and `quantize` after training";
+            let hint = "set `absorb: true` or `merge: false` in `adapter`, or run `dequantize` before and `quantize` after training";
             return Err(Error::tensor(name, format!("is {}, whose codes a merged adapter would change", weight.describe()), hint));
         }
         if !matches!(weight.dtype, DType::F32 | DType::F16 | DType::BF16) {

@@ -296,6 +296,9 @@ impl<'a> Job<'a> {
         let of_trained = |weight: &Weight| if adapters.is_some() { ZeroKind::Codes } else { zeros(weight) };
         let placement = (placement, &context.device, compute);
         let mut weights = Weights::load(&inputs.graph, model, (training, &of_trained), placement, memory_tracker, &context.work)?;
+        if let Some(adapters) = adapters {
+            weights.absorb(adapters.absorbed(self.state.seed)?, training.optimizer, memory_tracker)?;
+        }
         weights.set_norms(adapters.map(Adapters::norms).unwrap_or_default(), memory_tracker)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable | QuantizerScales::Only => Some(Quantizers::new(&inputs.graph, &|name| weights.trains(name))?),

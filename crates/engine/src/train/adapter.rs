@@ -41,6 +41,10 @@ pub struct Adapter {
     /// Add the adapters to the weights; otherwise the weights do not change, and the adapters are written in
     /// the format of PEFT to the folder `adapter`
     pub merge: bool,
+    /// With merge: train the product through the rounding of the quantized weights, whose codes absorb it; their
+    /// scales do not change
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub absorb: bool,
 }
 
 /// Names of the parameters of DoRA for a weight: the trained norms `[out]`, and those of the weight with its
@@ -51,7 +55,7 @@ pub fn norm_names(weight: &str) -> [String; 2] {
 
 impl Default for Adapter {
     fn default() -> Self {
-        Self { kind: AdapterKind::default(), rank: 16, alpha: 32.0, rslora: false, targets: Vec::new(), merge: true }
+        Self { kind: AdapterKind::default(), rank: 16, alpha: 32.0, rslora: false, targets: Vec::new(), merge: true, absorb: false }
     }
 }
 
@@ -80,6 +84,10 @@ impl Adapter {
             "`rank` must be at least 1"
         } else if !(self.alpha.is_finite() && self.alpha > 0.0) {
             "`alpha` must be a finite number greater than 0"
+        } else if self.absorb && !self.merge {
+            "`absorb` adds the adapter to the codes of the weights: remove `merge: false`"
+        } else if self.absorb && self.kind == AdapterKind::Dora {
+            "`absorb` requires `kind: lora`: norms of outputs would change the scales"
         } else {
             return Ok(());
         };
@@ -104,5 +112,7 @@ mod tests {
         let wrong = |text: &str| parse(text).unwrap().check("finetune").unwrap_err().to_string();
         assert!(parse("{kind: dora, merge: false}").unwrap().check("finetune").is_ok());
         assert!(wrong("0").contains("finetune: adapter") && wrong("{alpha: -1}").contains("`alpha`"));
+        assert!(parse("{absorb: true}").unwrap().check("finetune").is_ok());
+        assert!(wrong("{absorb: true, merge: false}").contains("`merge: false`") && wrong("{absorb: true, kind: dora}").contains("`kind: lora`"));
     }
 }

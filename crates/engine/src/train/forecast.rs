@@ -63,10 +63,14 @@ pub fn forecast(
     let elements = |ty: &TensorType| elements(ty, sizes);
     let sum = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).sum::<u64>();
     let max = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).max().unwrap_or(0);
-    // With fixed codes, the trained elements of a quantized weight are its scales.
+    // With fixed codes, the trained elements of a quantized weight are its scales; with an adapter that its codes
+    // absorb, the factors.
     let codes = |value: &Value| {
-        let weight = model.weights.by_name.get(&value.name).filter(|_| options.scales == QuantizerScales::Only && selected(&value.name))?;
-        let Encoding::Quantized(spec) = &weight.encoding else { return None };
+        let weight = model.weights.by_name.get(&value.name).filter(|_| selected(&value.name))?;
+        if let Some(adapter) = options.adapter.as_ref().filter(|adapter| adapter.absorb) {
+            return Some((adapter.rank * weight.shape.iter().sum::<usize>()) as u64);
+        }
+        let (Encoding::Quantized(spec), QuantizerScales::Only) = (&weight.encoding, options.scales) else { return None };
         Some(spec.scale_shape(&weight.shape).iter().product::<usize>() as u64)
     };
     let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
@@ -110,8 +114,8 @@ pub fn forecast(
     };
     // Trained weights need f32 master weights, and a copy if the forward pass rounds or converts them.
     let weight_bytes = |value: &Value| match trained(value) {
-        // BF16 codes and the dequantized weight.
-        scales if codes(value).is_some() => 4 * scales + (2 + width) * elements(&value.ty),
+        // BF16 codes, or the floats that absorb an adapter, and the dequantized weight.
+        count if codes(value).is_some() => 4 * count + (if options.adapter.is_some() { 4 } else { 2 } + width) * elements(&value.ty),
         0 => frozen(value)[0] + computed_norm(value),
         count if width == 4 && !is_rounded(value) => 4 * count,
         count => (4 + width) * count,

@@ -1,6 +1,7 @@
 //! Distillation and fine-tuning: a student trains on a teacher's outputs, on labels, or on both, in one
 //! or several processes.
 
+mod absorbed;
 mod adapter;
 mod augment;
 pub mod average;
@@ -18,6 +19,7 @@ mod exchange;
 mod extension;
 mod floats;
 mod forecast;
+mod forward_weights;
 mod frozen;
 mod further_teacher;
 mod groups;
@@ -54,6 +56,7 @@ mod weights;
 
 pub use crate::data::one_or_several::one_or_several;
 pub use crate::evaluation::Precision;
+pub use absorbed::Absorbed;
 pub use adapter::{Adapter, AdapterKind, norm_names};
 pub use augment::Augment;
 pub use batches::largest_inputs;

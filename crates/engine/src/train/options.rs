@@ -321,6 +321,9 @@ impl Training {
         self.schedule.check(self.max_steps).map_or(Ok(()), |reason| wrong("schedule", reason))?;
         if let Some(adapter) = &self.adapter {
             adapter.check(pass)?;
+            if adapter.absorb && self.shards_parameters() {
+                return wrong("adapter", "`absorb` cannot be combined with `shard: parameters`: use `shard: optimizer`".into());
+            }
             if !(self.targets.is_empty() && self.ignore.is_empty()) {
                 return wrong("targets", "`targets` and `ignore` cannot be combined with `adapter`, which selects its layers by its own `targets`".into());
             }

@@ -394,14 +394,14 @@ impl<'t> Stepper<'t> {
         let seeds = seeds.map(|(id, gradient)| Ok((id, gradient.to_dtype(parameters.compute())?))).collect::<candle_core::Result<_>>();
         let seeds = seeds.map_err(|e| Error::candle("the losses", e))?;
         let mut sink = |name: &str, gradient: Tensor, is_backward: bool| {
-            let transient = if weights.has_fixed_codes(name) { gradient.elem_count() * gradient.dtype().size_in_bytes() } else { 0 } as u64;
+            let transient = if weights.is_computed(name) { gradient.elem_count() * gradient.dtype().size_in_bytes() } else { 0 } as u64;
             trainer.memory_tracker.allocate_named(MemoryCategory::Gradients, name, transient)?;
             trainer.memory_tracker.release_named(MemoryCategory::Gradients, name, transient);
-            let (trained, gradient) = weights.trained_gradient(name, gradient)?;
-            if exchange.as_ref().is_some_and(|(exchange, _)| exchange.has_started(&trained)) {
-                return Ok(());
+            for (trained, gradient) in weights.trained_gradients(name, gradient)? {
+                if !exchange.as_ref().is_some_and(|(exchange, _)| exchange.has_started(&trained)) {
+                    accumulated.add(trainer.memory_tracker, weights, trained, &gradient)?;
+                }
             }
-            accumulated.add(trainer.memory_tracker, weights, trained, &gradient)?;
             let last = exchange.as_mut().filter(|(_, is_last)| *is_last && is_backward);
             last.map_or(Ok(()), |(exchange, _)| exchange.advance(name, weights, &mut accumulated.gradients))
         };

@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Tensor};
 
+use super::absorbed::Absorbed;
 use super::checkpoint::Stream;
+use super::forward_weights::{ForwardWeights, factors, failed, learned, not_part};
 use super::frozen::Frozen;
 use super::optimizer::{self, Optimizer, Settings};
 use super::output_norm::{OutputNorm, OutputNorms};
@@ -17,7 +19,7 @@ use super::weight_rounding::Rounding;
 use super::{QuantizerScales, Team, Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Pending, Placement, Residence, load_tensor, rounding_scheme};
+use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Pending, Placement, Residence, rounding_scheme};
 use crate::ir::Graph;
 use crate::ir::ops::ScalarOps;
 use crate::model::{Model, is_linear};
@@ -60,6 +62,8 @@ pub struct Weights {
     unexplained: usize,
     /// Fake quantization of weights that are written as codes.
     rounded: Arc<BTreeMap<String, Rounding>>,
+    /// Weights that absorb adapters, of which the factors are trained.
+    absorbed: Arc<BTreeMap<String, Absorbed>>,
     /// Rounding of the inputs of layers at run time, by the names of their weights.
     input_schemes: BTreeMap<String, ActivationScheme>,
     /// Names of the logarithms of learned activation scales, and the factors on their gradients.
@@ -75,15 +79,6 @@ pub struct Weights {
     compute: DType,
 }
 
-fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    let what = format!("tensor `{name}`");
-    move |e| Error::candle(what, e)
-}
-
-fn not_part(name: &str) -> Error {
-    Error::tensor(name, "is not a parameter of this training", "")
-}
-
 impl Weights {
     /// Loads the weights of a graph, stored at `home` and used on `device` in the dtype `compute`. Fails if a
     /// pattern matches nothing or nothing is left to train.
@@ -96,6 +91,7 @@ impl Weights {
         work: &Work,
     ) -> Result<Weights> {
         let statistics = statistics(graph);
+        let absorbs = options.adapter.as_ref().is_some_and(|adapter| adapter.absorb);
         let (targets, ignore, has_fixed_codes) = (&*options.targets, &*options.ignore, options.scales == QuantizerScales::Only);
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
         select::check("targets", targets, names.iter().copied())?;
@@ -110,8 +106,7 @@ impl Weights {
         }
         let mut rounded = BTreeMap::new();
         let linear_weights = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
-        let settings = Settings { linear_weights, ..Settings::default() };
-        let layout = optimizer::build(options.optimizer, &settings, &Placement::Memory(Device::Cpu))?;
+        let layout = layout(options.optimizer, linear_weights)?;
         let mut weights = Weights {
             trained: BTreeMap::new(),
             fixed: BTreeMap::new(),
@@ -121,6 +116,7 @@ impl Weights {
             zeros: 0,
             unexplained: 0,
             rounded: Arc::default(),
+            absorbed: Arc::default(),
             input_schemes: model.weights.by_name.iter().filter_map(|(name, weight)| Some((name.clone(), rounding_scheme(weight)?))).collect(),
             activation_scales: BTreeMap::new(),
             linear: BTreeSet::new(),
@@ -151,8 +147,8 @@ impl Weights {
                 if let Some(rounding) = Rounding::from_weight(name, model.weights.get(name)?, device)? {
                     let codes = has_fixed_codes.then(|| rounding.codes(&tensor)).transpose().map_err(failed(name))?;
                     rounded.insert(name.clone(), rounding);
-                    if let Some(codes) = codes {
-                        weights.fixed.insert(name.clone(), weights.home.store(&codes)?);
+                    if let Some(fixed) = codes.or_else(|| absorbs.then(|| tensor.clone())) {
+                        weights.fixed.insert(name.clone(), weights.home.store(&fixed)?);
                         continue;
                     }
                 }
@@ -210,6 +206,27 @@ impl Weights {
         Ok(())
     }
 
+    /// Adds the factors of adapters that quantized weights absorb, with their initial values.
+    pub fn absorb(
+        &mut self,
+        (absorbed, factors): (BTreeMap<String, Absorbed>, BTreeMap<String, Tensor>),
+        optimizer: optimizer::Kind,
+        memory_tracker: &MemoryTracker,
+    ) -> Result<()> {
+        if let Some(name) = absorbed.keys().find(|name| !self.rounded.contains_key(*name)) {
+            return Err(Error::tensor(name, "has no scales with which its codes could absorb an adapter", "select other layers in `targets` of `adapter`"));
+        }
+        // Optimizers treat factors like the matrices of linear layers.
+        self.linear.extend(factors.keys().cloned());
+        self.layout = layout(optimizer, self.linear.clone())?;
+        for (name, values) in &factors {
+            self.add(name, values)?;
+            memory_tracker.allocate_named(MemoryCategory::Weights, name, self.trained.get(name).map_or(0, ManagedTensor::bytes))?;
+        }
+        self.absorbed = Arc::new(absorbed);
+        Ok(())
+    }
+
     /// Names of the trained weights of linear layers.
     pub fn linear(&self) -> &BTreeSet<String> {
         &self.linear
@@ -239,24 +256,34 @@ impl Weights {
         Ok(())
     }
 
-    /// Whether a parameter is trained, itself or by its scales.
+    /// Whether a parameter is trained: itself, by its scales, or by the factors of an adapter.
     pub fn trains(&self, name: &str) -> bool {
-        self.trained.contains_key(name) || self.has_fixed_codes(name)
+        self.trained.contains_key(name) || self.is_computed(name)
+    }
+
+    /// Whether a parameter is computed from trained ones: its scales, or the factors of an adapter.
+    pub fn is_computed(&self, name: &str) -> bool {
+        self.rounded.contains_key(name) && !self.trained.contains_key(name)
     }
 
     /// Whether only the scales of a parameter are trained.
     pub fn has_fixed_codes(&self, name: &str) -> bool {
-        self.rounded.contains_key(name) && !self.trained.contains_key(name)
+        self.is_computed(name) && !self.absorbed.contains_key(name)
     }
 
-    /// The trained parameter that a gradient belongs to, and its gradient: the scales of a weight with
-    /// fixed codes, or the parameter itself.
-    pub fn trained_gradient(&self, name: &str, gradient: Tensor) -> Result<(String, Tensor)> {
-        let Some(rounding) = self.rounded.get(name).filter(|_| self.has_fixed_codes(name)) else { return Ok((name.to_owned(), gradient)) };
+    /// The trained parameters that a gradient belongs to, and their gradients: the scales of a weight with
+    /// fixed codes, the factors of an adapter, or the parameter itself.
+    pub fn trained_gradients(&self, name: &str, gradient: Tensor) -> Result<Vec<(String, Tensor)>> {
+        if let Some(absorbed) = self.absorbed.get(name) {
+            let [inner, outer] = factors(&self.trained, absorbed, &self.device)?;
+            let gradients = absorbed.gradients(&gradient, [&inner, &outer]).map_err(failed(name))?;
+            return Ok(absorbed.factors.iter().cloned().zip(gradients).collect());
+        }
+        let Some(rounding) = self.rounded.get(name).filter(|_| self.has_fixed_codes(name)) else { return Ok(vec![(name.to_owned(), gradient)]) };
         let codes = self.fixed_value(name)?;
         let learned = learned(&self.trained, name, &self.device)?;
         let gradient = rounding.code_scale_gradient(&codes, learned.as_ref(), &gradient).map_err(failed(name))?;
-        Ok((scales::logarithm_name(name), gradient))
+        Ok(vec![(scales::logarithm_name(name), gradient)])
     }
 
     fn fixed_value(&self, name: &str) -> Result<Tensor> {
@@ -299,6 +326,7 @@ impl Weights {
             packed: self.packed.clone(),
             norms: self.norms.clone(),
             rounded: self.rounded.clone(),
+            absorbed: self.absorbed.clone(),
             device: self.device.clone(),
             compute: self.compute,
         };
@@ -403,7 +431,7 @@ impl Weights {
     /// format.
     pub fn write_to(&self, state: &BTreeMap<String, ManagedTensor>, model: &mut Model) -> Result<BTreeSet<String>> {
         let mut changed = BTreeSet::new();
-        for name in state.keys().chain(self.rounded.keys().filter(|name| self.has_fixed_codes(name))) {
+        for name in state.keys().chain(self.rounded.keys().filter(|name| self.is_computed(name))) {
             let Some(weight) = model.weights.by_name.get(name) else { continue };
             let new = self.weight(name, state, weight)?;
             model.weights.by_name.insert(name.clone(), new);
@@ -417,8 +445,12 @@ impl Weights {
         let master = state.get(name);
         if let Some(rounding) = self.rounded.get(name) {
             let learned = learned(state, name, &self.device)?;
-            let tensor = master.map_or_else(|| self.fixed_value(name), |master| master.load(&self.device))?;
-            let (codes, scales) = rounding.encode(&tensor, master.is_none(), learned.as_ref()).map_err(failed(name))?;
+            let mut tensor = master.map_or_else(|| self.fixed_value(name), |master| master.load(&self.device))?;
+            if let Some(absorbed) = self.absorbed.get(name) {
+                let [inner, outer] = factors(state, absorbed, &self.device)?;
+                tensor = absorbed.sum(&tensor, [&inner, &outer]).map_err(failed(name))?;
+            }
+            let (codes, scales) = rounding.encode(&tensor, self.has_fixed_codes(name), learned.as_ref()).map_err(failed(name))?;
             rounding.require_scales(name, &scales, scales::LEARNED)?;
             return weight.with_integers(name, codes, &Scales { scales, ..rounding.scales.clone() });
         }
@@ -431,48 +463,9 @@ impl Weights {
     }
 }
 
-/// Computes the parameters of the forward pass from master weights.
-struct ForwardWeights {
-    masters: BTreeMap<String, ManagedTensor>,
-    fixed: BTreeMap<String, ManagedTensor>,
-    packed: Arc<BTreeMap<String, Weight>>,
-    norms: Arc<OutputNorms>,
-    rounded: Arc<BTreeMap<String, Rounding>>,
-    device: Device,
-    compute: DType,
-}
-
-impl ForwardWeights {
-    fn get(&self, name: &str) -> Result<Tensor> {
-        if let Some(weight) = self.packed.get(name) {
-            // The executor keeps dequantized weights of 16-bit models in 16 bits.
-            let stored = load_tensor(name, weight, &self.device, Residence::Stored.dtype(weight, self.compute))?;
-            return stored.to_dtype(self.compute).map_err(failed(name));
-        }
-        if let Some(norm) = self.norms.get(name) {
-            let copied = match (self.fixed.get(&norm.weight), self.packed.get(&norm.weight)) {
-                (Some(kept), _) => kept.size() - kept.bytes(),
-                (None, Some(weight)) => Residence::Computed.bytes(weight, self.compute),
-                (None, None) => 0,
-            };
-            return self.norms.compute(name, norm, &|name| self.get(name), copied);
-        }
-        let rounding = self.rounded.get(name);
-        let learned = if rounding.is_some() { learned(&self.masters, name, &self.device)? } else { None };
-        let Some(master) = self.masters.get(name) else {
-            let fixed = self.fixed.get(name).ok_or_else(|| not_part(name))?.load(&self.device)?;
-            let Some(rounding) = rounding else { return Ok(fixed) };
-            return rounding.dequantize(&fixed, learned.as_ref()).and_then(|weight| weight.to_dtype(self.compute)).map_err(failed(name));
-        };
-        let master = master.load(&self.device)?;
-        let weight = rounding.map_or_else(|| Ok(master.clone()), |rounding| rounding.apply(&master, learned.as_ref()));
-        weight.and_then(|weight| weight.to_dtype(self.compute)).map_err(failed(name))
-    }
-}
-
-/// The logarithms on a weight's scales, if they are trained.
-fn learned(state: &BTreeMap<String, ManagedTensor>, name: &str, device: &Device) -> Result<Option<Tensor>> {
-    state.get(&scales::logarithm_name(name)).map(|logarithms| logarithms.load(device)).transpose()
+/// An optimizer that defines which elements of parameters are updated together.
+fn layout(kind: optimizer::Kind, linear_weights: BTreeSet<String>) -> Result<Box<dyn Optimizer>> {
+    optimizer::build(kind, &Settings { linear_weights, ..Settings::default() }, &Placement::Memory(Device::Cpu))
 }
 
 /// Momentum of the running statistics, as in PyTorch.
