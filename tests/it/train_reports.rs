@@ -43,17 +43,17 @@ fn the_memory_of_sharded_parameters_is_predicted() {
         let (predicted, measured) = (memory(&report, "predicted_bytes", "predicted_bytes"), memory(&report, "measured_bytes", "peak_bytes"));
         for (category, bytes) in &measured {
             let predicted = predicted[category];
-            // The shards of the two processes are not equally large.
+            // The last gradient may not be the largest one.
             assert!((predicted - bytes).abs() <= 0.1 * bytes, "{case}, {category}: {predicted} and {bytes}");
         }
         let is_sharded = options.contains("shard: parameters") && processes == 2;
-        // A process also has the complete gradient of the parameter that is updated.
-        let (shards, gradient) = if is_sharded { (2.0, 4.0 * largest) } else { (1.0, 0.0) };
+        // A process also has the part of the other one, of the gradient that is summed over both.
+        let (shards, gradient) = if is_sharded { (2.0, 4.0 * largest / 2.0) } else { (1.0, 0.0) };
         assert_eq!(predicted["gradients"], (4.0 * elements / shards).floor() + gradient, "{case}");
         // States are balanced up to an element.
         let shards = if options.contains("shard") && processes == 2 { 2.0 } else { 1.0 };
         assert!((predicted["optimizer"] - states * elements / shards).abs() <= 8.0, "{case}");
-        assert!(measured["optimizer"] <= (states * elements / shards).ceil() + 8.0, "{case}: {}", measured["optimizer"]);
+        assert!(measured["optimizer"] <= (states * elements / shards).ceil() + 16.0, "{case}: {}", measured["optimizer"]);
     }
 }
 

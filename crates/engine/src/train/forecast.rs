@@ -165,7 +165,13 @@ pub fn forecast(
         let (weights, gradients, states) = (shard(&masters), shard(&|value| 4 * trained(value)), shard(&state));
         let workspace_of_norms = max(&norm_workspace);
         set(MemoryCategory::Weights, weights + (walk.parameters + workspace_of_norms).max(max(&|value| 4 * trained(value))));
-        set(MemoryCategory::Gradients, gradients + max(&|value| 4 * trained(value)));
+        // While the gradient of a parameter is summed, the other processes' part of it is in memory, too.
+        let foreign = |value: &Value| {
+            let bytes = 4 * trained(value);
+            let has_part = sharded && options.gradient_accumulation <= 1 && unit(value, bytes) < bytes;
+            if has_part { bytes - bytes / processes as u64 } else { bytes }
+        };
+        set(MemoryCategory::Gradients, gradients + max(&foreign));
         let largest = max(&|value| workspace(value) + if sharded { 0 } else { state(value) });
         set(MemoryCategory::Optimizer, states + largest);
         weights + gradients + states + (walk.total + workspace_of_norms).max(max(&update))
