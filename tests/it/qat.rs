@@ -100,8 +100,8 @@ fn losses_in_training_are_those_of_the_written_model() {
     }
 }
 
-/// An adapter that codes absorb is trained through their rounding: the loss in training is that of the written
-/// model, which has the scales of the base.
+/// An adapter that codes absorb is trained through their rounding: the loss in training is that of the
+/// written model, which has the scales of the base.
 #[test]
 fn codes_absorb_adapters() {
     let desk = Desk::new();

@@ -90,7 +90,8 @@ impl Adapters {
         Ok((Adapters { options: options.clone(), base: base.clone(), layers }, model))
     }
 
-    /// Patterns of the names of all trained parameters of the graph, or of the weights that absorb the adapters.
+    /// Patterns of the names of all trained parameters of the graph, or of the weights that absorb the
+    /// adapters.
     pub fn patterns(&self) -> Result<Vec<Pattern>> {
         let trained = self.layers.values().flat_map(|layer| layer.factors.iter().chain(layer.norms.iter().map(|[trained, _]| trained)));
         let names: Vec<&String> = if self.options.absorb { self.layers.keys().collect() } else { trained.collect() };

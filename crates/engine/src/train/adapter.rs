@@ -41,8 +41,8 @@ pub struct Adapter {
     /// Add the adapters to the weights; otherwise the weights do not change, and the adapters are written in
     /// the format of PEFT to the folder `adapter`
     pub merge: bool,
-    /// With merge: train the product through the rounding of the quantized weights, whose codes absorb it; their
-    /// scales do not change
+    /// With merge: train the product through the rounding of the quantized weights, whose codes absorb it;
+    /// their scales do not change
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub absorb: bool,
 }

@@ -115,8 +115,8 @@ impl<'t> Exchange<'t> {
         Ok(())
     }
 
-    /// Waits for all buckets. Returns the mean gradients: whole tensors or, if the optimizer state is sharded,
-    /// the elements that this process updates.
+    /// Waits for all buckets. Returns the mean gradients: whole tensors or, if the optimizer state is
+    /// sharded, the elements that this process updates.
     pub fn finish(self) -> Result<BTreeMap<String, Tensor>> {
         let factor = 1.0 / self.team.size() as f64;
         let mut means = BTreeMap::new();

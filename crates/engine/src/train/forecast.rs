@@ -63,8 +63,8 @@ pub fn forecast(
     let elements = |ty: &TensorType| elements(ty, sizes);
     let sum = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).sum::<u64>();
     let max = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).max().unwrap_or(0);
-    // With fixed codes, the trained elements of a quantized weight are its scales; with an adapter that its codes
-    // absorb, the factors.
+    // With fixed codes, the trained elements of a quantized weight are its scales; with an adapter that its
+    // codes absorb, the factors.
     let codes = |value: &Value| {
         let weight = model.weights.by_name.get(&value.name).filter(|_| selected(&value.name))?;
         if let Some(adapter) = options.adapter.as_ref().filter(|adapter| adapter.absorb) {
@@ -152,7 +152,8 @@ pub fn forecast(
         }
         // During the update of a parameter, its gradient and optimizer state are in memory.
         let update = |value: &Value| if selected(&value.name) { 8 * trained(value) + state(value) + workspace(value) } else { 0 };
-        // With sharding, each process also holds its shard, which is at least what the optimizer updates together.
+        // With sharding, each process also holds its shard, which is at least what the optimizer updates
+        // together.
         let unit = |value: &Value, bytes: u64| {
             let (unit, all) =
                 if selected(&value.name) { (optimizer.unit(&value.name, &dims(value)) as u64, elements(&value.ty)) } else { (1, elements(&value.ty)) };

@@ -26,8 +26,8 @@ impl<'t> MemoryReservation<'t> {
         Ok(reservation)
     }
 
-    /// Adds the elements of a tensor that this process stores, unless they are in memory permanently. Fails if
-    /// the memory limit is exceeded.
+    /// Adds the elements of a tensor that this process stores, unless they are in memory permanently. Fails
+    /// if the memory limit is exceeded.
     pub fn add(&mut self, category: MemoryCategory, name: &str, kept: &ManagedTensor) -> Result<()> {
         let elements = kept.local_dims().iter().product::<usize>();
         self.add_bytes(category, name, (elements * kept.dtype().size_in_bytes()) as u64 - kept.bytes())

@@ -53,8 +53,8 @@ struct Accumulated {
 }
 
 impl Accumulated {
-    /// Adds the gradient of a trained parameter. If it is sharded, the sum over processes runs in the background
-    /// until the next gradient.
+    /// Adds the gradient of a trained parameter. If it is sharded, the sum over processes runs in the
+    /// background until the next gradient.
     fn add(&mut self, tracker: &MemoryTracker, weights: &Weights, name: String, gradient: &Tensor) -> Result<()> {
         let gradient = gradient.to_dtype(MASTER).map_err(|e| Error::candle(format!("gradient of `{name}`"), e))?;
         let pending = weights.trained.get(&name).map(|parameter| parameter.start_sum(&gradient)).transpose()?.flatten();
@@ -321,8 +321,8 @@ impl<'t> Stepper<'t> {
         done.map(|()| accumulated)
     }
 
-    /// Forward and backward pass of one micro-batch. In the last one of a step, gradients are exchanged as soon
-    /// as they are complete.
+    /// Forward and backward pass of one micro-batch. In the last one of a step, gradients are exchanged once
+    /// they are complete.
     fn micro_batch(
         &self,
         weights: &Weights,

@@ -144,8 +144,8 @@ impl Team {
         !self.parts.borrow().is_empty()
     }
 
-    /// The elements of a parameter that this process updates, as a part of the flat tensor; `None` if it updates
-    /// all.
+    /// The elements of a parameter that this process updates, as a part of the flat tensor; `None` if it
+    /// updates all.
     pub fn own_part(&self, name: &str) -> Option<Range<usize>> {
         self.parts.borrow().get(name)?.get(self.rank()).cloned()
     }

@@ -367,8 +367,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Sets the pruned weights of a parameter, or of a part of its elements, to zero after an update that does
-    /// not act on each element separately.
+    /// Sets the pruned weights of a parameter, or of a part of its elements, to zero after an update that
+    /// does not act on each element separately.
     pub fn keep_zeros(&self, name: &str, part: Option<&Range<usize>>, elements: &Tensor) -> Result<()> {
         let mask = self.masks.get(name).map(|mask| mask.load_own(&self.device)).transpose()?.flatten();
         let kept = mask.map(|mask| {

@@ -91,7 +91,8 @@ impl Placement {
         self.store_in_units(tensor, 1)
     }
 
-    /// As [`store`](Placement::store); parts of a sharded tensor consist of whole units of this many elements.
+    /// As [`store`](Placement::store); parts of a sharded tensor consist of whole units of this many
+    /// elements.
     pub fn store_in_units(&self, tensor: &Tensor, unit: usize) -> Result<ManagedTensor> {
         Ok(ManagedTensor(match self {
             Placement::Memory(device) => Storage::Memory(transfer::move_to(tensor, device, Cause::Offload).map_err(failed)?),
@@ -137,8 +138,8 @@ impl ManagedTensor {
         }
     }
 
-    /// Shape of the part that this process stores, which [`open`](ManagedTensor::open) returns: flat for a part
-    /// of a sharded tensor, otherwise the shape of the tensor.
+    /// Shape of the part that this process stores, which [`open`](ManagedTensor::open) returns: flat for a
+    /// part of a sharded tensor, otherwise the shape of the tensor.
     pub fn local_dims(&self) -> &[usize] {
         if let Storage::Shard(share) = &self.0 { &share.own_shape } else { self.dims() }
     }

@@ -50,7 +50,7 @@ impl Queue {
         Ok(Queue { rank, size, worker: Worker::Thread(jobs) })
     }
 
-    /// Starts a collective, which runs after those that were started before.
+    /// Starts a collective, which runs after the previous ones.
     pub fn start<T: Send + 'static>(&self, collective: impl FnOnce(&mut dyn Communicator) -> Result<T> + Send + 'static) -> Pending<T> {
         let (sender, result) = channel();
         match &self.worker {

@@ -138,7 +138,7 @@ fn ranges_of(segments: &[Segment], rank: usize) -> impl Iterator<Item = Range<us
     segments.iter().filter(move |(owner, _)| *owner == rank).map(|(_, range)| range.clone())
 }
 
-/// Bytes of the floats of a rank.
+/// Number of bytes in the segments of a rank.
 fn bytes_of(segments: &[Segment], rank: usize) -> u64 {
     4 * ranges_of(segments, rank).map(|range| range.len() as u64).sum::<u64>()
 }
@@ -200,7 +200,7 @@ impl Sockets {
         }
     }
 
-    /// Adds the floats of all ranks in rank order on rank 0, and sends each rank its segments of the sum.
+    /// Sums on rank 0, in rank order, and sends each rank its segments of the sum.
     fn reduce(&mut self, kind: u8, floats: &mut Vec<f32>, segments: &[Segment]) -> Result<()> {
         self.check()?;
         let length = 4 * floats.len() as u64;
@@ -229,7 +229,7 @@ impl Sockets {
         Ok(())
     }
 
-    /// Replaces the floats of each segment by those of its rank.
+    /// Exchanges segments, so that each one has the values of its rank.
     fn gather_segments(&mut self, floats: &mut [f32], segments: &[Segment]) -> Result<()> {
         self.check()?;
         let length = 4 * floats.len() as u64;
