@@ -18,6 +18,7 @@ use candle_core::{DType, Device, Tensor};
 use super::memory::GRADIENT;
 use super::sizes::InputCheck;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, Rounding, bytes_of, run};
+use crate::analysis;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -256,6 +257,7 @@ impl<'g> Tape<'g> {
             let compute = parameters.compute();
             let result = self.prepared(index, compute).forward(&operands);
             let result = result.and_then(|result| run::in_precision(&node.op, result, compute)).map_err(run::failed(self.name(node)))?;
+            memory_tracker.count_macs(|| run::macs(self.graph, node, &operands, &result));
             observe(node, &operands, &result)?;
             drop(operands);
             memory_tracker.allocate_named(MemoryCategory::Activations, self.name(node), bytes_of(&result))?;
@@ -320,6 +322,8 @@ impl<'g> Tape<'g> {
                     if self.observed.contains(&node.output) {
                         sink(self.name(node), gradient.clone())?;
                     }
+                    let sizes = |id: ValueId| dims.get(id.index()).map_or(&[] as &[usize], Vec::as_slice);
+                    memory_tracker.count_macs(|| 2 * analysis::macs_of_node(self.graph, node, sizes));
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
                 gradients.take(node.output);
