@@ -38,8 +38,8 @@ pub struct Measured {
 /// met.
 const ESTIMATES: usize = 2;
 
-/// The assignment of a front to measure next, to find the cheapest one within a limit; `None` if no cheaper one
-/// can be within it. The `front` has costs in ascending order and expected losses in descending order.
+/// The assignment of a front to measure next, to find the cheapest one within a limit; `None` if no cheaper
+/// one can be within it. The `front` has costs in ascending order and expected losses in descending order.
 /// Measured quantities are not additive, and expected losses only order the assignments: between the cheapest
 /// one that is within the limit and the next one that exceeds it, the middle of the front is measured.
 /// `round`: number of assignments that were measured for the limit before.

@@ -323,8 +323,8 @@ impl Pass for PruneUnstructured {
         let mut after = model.clone();
         if by_samples {
             applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, weights));
-            // SparseGPT runs the original model in parallel; Wanda reads all inputs of a block before it prunes
-            // its layers, so that most of the block runs again.
+            // SparseGPT runs the original model in parallel; Wanda reads all inputs of a block before it
+            // prunes its layers, so that most of the block runs again.
             let runs = layerwise::runs_to_layers(&applied.tensors, 2, model)?;
             let at_most = self.importance == Importance::Wanda;
             applied.model_runs = runs.map(|runs| runs.into_iter().map(|run| ModelRun { at_most, ..run }).collect());

@@ -63,8 +63,8 @@ pub struct RateFile {
 }
 
 impl RateFile {
-    /// The file that `COMPRESS_RATES` names, or `rates.json` in the user's cache folder; `None` if there is no such
-    /// folder, or if the variable is `off`.
+    /// The file that `COMPRESS_RATES` names, or `rates.json` in the user's cache folder; `None` if there is
+    /// no such folder, or if the variable is `off`.
     pub fn of_user(device: &str, threads: usize) -> Option<RateFile> {
         let path = match cache::variable("COMPRESS_RATES") {
             Some(path) => Some(path).filter(|path| path != Path::new("off")),

@@ -58,8 +58,8 @@ pub(in crate::cli) struct Args {
     /// Formats to choose from, such as the fastest ones of your machine [default: all that the runtime loads]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
-    /// For ONNX Runtime: also remove heads, neurons and channels of layers. Fractions of them that may remain,
-    /// as further options of each layer, which are measured: 0.75,0.5
+    /// For ONNX Runtime: also remove heads, neurons and channels of layers. Fractions of them that may
+    /// remain, as further options of each layer, which are measured: 0.75,0.5
     #[arg(long, value_name = "FRACTIONS", value_delimiter = ',', conflicts_with = "latency")]
     prune: Vec<f64>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
@@ -117,7 +117,7 @@ pub(in crate::cli) struct Args {
     records: Records,
 }
 
-/// The result of a search, with what writes the chosen point, or the work of a search.
+/// The result of a search with the passes that write the chosen point, or the planned work of a search.
 enum Outcome {
     Planned(Vec<StageWork>),
     Found(Box<Found>, Option<Writing>),
@@ -180,8 +180,8 @@ impl Args {
             let options = format!("{:?} {:?} {:?} {labelled:?} {:?} {sizes:?}{pruned}", self.target(), self.formats, self.latency.is_some(), context.device);
             let checkpoint = self.checkpoint.as_deref().map(|path| Checkpoint::open(path, &model, &data, &options, work)).transpose()?;
             let (target, checkpoint) = (self.target(), checkpoint.as_ref());
-            let (formats, kept) = (&self.formats, &self.prune);
-            let search = Search { model: &model, target, formats, kept, budget, points: self.points, labelled, checkpoint, context: &context };
+            let (formats, fractions) = (&self.formats, &self.prune);
+            let search = Search { model: &model, target, formats, fractions, budget, points: self.points, labelled, checkpoint, context: &context };
             if self.plan {
                 return Ok(Outcome::Planned(search.planned_work(rates(global)?.as_ref())?));
             }
@@ -243,8 +243,8 @@ impl Args {
     fn check_pruning(&self) -> Result<()> {
         let wrong = |reason: String| Err(Error::option("--prune", reason));
         let runtime = self.target();
-        match self.prune.iter().find(|kept| !(**kept > 0.0 && **kept < 1.0)) {
-            Some(kept) => wrong(format!("{kept} is not between 0 and 1: it is the fraction that remains, such as 0.5")),
+        match self.prune.iter().find(|fraction| !(**fraction > 0.0 && **fraction < 1.0)) {
+            Some(fraction) => wrong(format!("{fraction} is not between 0 and 1: it is the fraction that remains, such as 0.5")),
             None if self.prune.is_empty() => Ok(()),
             None if runtime != LoadedBy::OnnxRuntime => {
                 wrong(format!("is not supported for {runtime}: run `prune-structured` first, and search the formats of its output"))

@@ -128,7 +128,7 @@ pub(in crate::cli) fn with_rates(builder: Builder, global: &Global, measures: bo
     Ok(rates.into_iter().fold(builder, Builder::rates))
 }
 
-/// The rates of this machine: the stored ones, or measured ones. `None` if there is no cache folder.
+/// The rates of this machine: the stored ones, or measured ones. `None` without a cache folder.
 pub(super) fn rates(global: &Global) -> Result<Option<Rates>> {
     rate_file(global).map(|file| file.load_or_measure(&global.models.device.open()?)).transpose()
 }

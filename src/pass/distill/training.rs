@@ -117,8 +117,8 @@ impl<'a> Job<'a> {
         Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
     }
 
-    /// The runs of the student, forward and backward, and of the teacher; `None` if the student writes samples
-    /// itself, or logits of the teacher may be cached.
+    /// The runs of the student, forward and backward, and of the teacher; `None` if the student writes
+    /// samples itself, or logits of the teacher may be cached.
     fn model_runs(&self, student: &Graph, teacher: Option<&Graph>, batch: usize) -> Option<Vec<ModelRun>> {
         let training = &self.training;
         if self.on_policy.is_some() || self.cache.is_some() {

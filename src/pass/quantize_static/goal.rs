@@ -1,5 +1,6 @@
-//! Accuracy goal: leaves the most sensitive layers in floats until the quality of the model is sufficient. The
-//! choices are those of the front of all choices of layers, which are measured like those of `compress auto`.
+//! Accuracy goal: leaves the most sensitive layers in floats until the quality of the model is sufficient.
+//! The choices are those of the front of all choices of layers, which are measured like those of `compress
+//! auto`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -97,8 +98,8 @@ impl Goal {
         if measured > 0.0 { limit / measured } else { 1.0 }
     }
 
-    /// Searches for the assignment with the fewest layers in floats, as [`auto`](crate::pass::assignment) does.
-    /// Returns all trials, and the best one.
+    /// Searches for the assignment with the fewest layers in floats, as [`auto`](crate::pass::assignment)
+    /// does. Returns all trials, and the best one.
     fn search(&self, front: &[Assignment], is_late: impl Fn() -> bool, mut measure: impl FnMut(&Assignment) -> Result<f64>) -> Result<(Vec<Trial>, Trial)> {
         let costs: Vec<(u64, f64)> = front.iter().map(|assignment| (assignment.cost, assignment.loss)).collect();
         let mut trials: Vec<Trial> = Vec::new();

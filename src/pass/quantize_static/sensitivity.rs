@@ -198,8 +198,8 @@ fn in_scheme(prepared: &Prepared, name: &str, scheme: &Quantize) -> Result<Optio
 /// Least loss of a layer: layers without a measured loss are the last that stay in floats.
 const LEAST_LOSS: f64 = 1e-12;
 
-/// The choices of layers to leave in floats that have the least expected loss for their number: the front over
-/// all layers, by ascending number.
+/// The choices of layers to leave in floats that have the least expected loss for their number: the front
+/// over all layers, by ascending number.
 pub(super) fn front_of(damages: &[Damage]) -> Vec<Assignment> {
     let loss = |damage: &Damage| Some(damage.lost()).filter(|loss| loss.is_finite()).map_or(1.0, |loss| loss.max(LEAST_LOSS));
     let options = |damage: &Damage| vec![Choice { cost: 0, loss: loss(damage) }, Choice { cost: 1, loss: 0.0 }];

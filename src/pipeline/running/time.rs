@@ -151,8 +151,8 @@ impl RateFile {
         Ok(rates)
     }
 
-    /// Bytes per second of the disk of the cache, read and hashed, and written. If the folder is not writable,
-    /// only hashing counts.
+    /// Bytes per second of the disk of the cache, read and hashed, and written. If the folder is not
+    /// writable, only hashing counts.
     fn disk(&self) -> [f64; 2] {
         let block: Vec<u8> = (0..FILE_BYTES).map(|at| (at.wrapping_mul(2_654_435_761) >> 11) as u8).collect();
         let per_second = |start: Instant| FILE_BYTES as f64 / start.elapsed().as_secs_f64().max(1e-9);

@@ -30,8 +30,8 @@ fn prepared() -> tempfile::TempDir {
 
 const SETS: &str = "--calibration ids.safetensors --eval held-out.safetensors";
 
-/// A plan of a search counts its work: one run over the held-out samples for each mixture, and one for the original
-/// model. It writes nothing.
+/// A plan of a search counts its work: one run over the held-out samples for each mixture, and one for the
+/// original model. It writes nothing.
 #[test]
 fn a_plan_counts_the_work_of_a_search() {
     let folder = prepared();

@@ -18,7 +18,7 @@ fn pruned_layers_are_options_that_are_measured_with_their_format() {
     let without = compress(folder, &format!("{ONNX} --formats int8-static --max-size {limit}B -o out"));
     assert!(without.code > 0 && without.stderr.contains("nearest possible limit") && !folder.join("out").exists(), "{}", without.stderr);
     let found = data(folder, &format!("{ONNX} --formats int8-static --prune 0.5 --max-size {limit}B -o out"))["search"].clone();
-    assert_eq!(found["formats"], json!(["int8-static, 50 % kept", "floats, 50 % kept", "int8-static", "floats"]));
+    assert_eq!(found["formats"], json!(["int8-static, 50 % pruned", "floats, 50 % pruned", "int8-static", "floats"]));
     let (chosen, units) = (&found["chosen"], found["units"].as_array().unwrap());
     assert_eq!(chosen["bytes"].as_u64(), Some(std::fs::metadata(folder.join("out/model.onnx")).unwrap().len()));
     assert!(chosen["bytes"].as_u64() <= Some(limit), "{chosen}");

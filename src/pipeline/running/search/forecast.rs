@@ -13,15 +13,16 @@ use crate::pipeline::time::{Rates, StageWork};
 use crate::report::search::SearchLoss;
 use crate::run_state::ModelRun;
 
-/// Runs of the model for the scores of all layers: forward, backward (twice the work), and forward to the inputs of
-/// the layers.
+/// Runs of the model for the scores of all layers: forward, backward (twice the work), and forward to the
+/// inputs of the layers.
 const SCORES: u64 = 4;
 /// Models that are compared for each layer of an ONNX file, without int4 weights.
 const DAMAGES: u64 = 3;
 
 impl Search<'_> {
-    /// The counted work of the stages of the search, with estimated times at these rates: upper bounds, because
-    /// the number of mixtures that are measured depends on the measurements. Latencies are not included.
+    /// The counted work of the stages of the search, with estimated times at these rates: upper bounds,
+    /// because the number of mixtures that are measured depends on the measurements. Latencies are not
+    /// included.
     ///
     /// # Errors
     /// As [`run`](Search::run), as far as errors are known before the model runs.

@@ -29,8 +29,8 @@ impl Search<'_> {
     }
 }
 
-/// The point of the front to measure next; `None` if no smaller one can be within the limit. `round`: number of
-/// points that were measured before.
+/// The point of the front to measure next; `None` if no smaller one can be within the limit. `round`: number
+/// of points that were measured before.
 fn next(front: &[Point], measured: &[Point], is_within: impl Fn(&Point) -> bool, limit: f64, round: usize) -> Option<usize> {
     let costs: Vec<(u64, f64)> = front.iter().map(|point| (point.bytes, point.predicted)).collect();
     let known =

@@ -11,8 +11,8 @@
 //!
 //! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
 //! cosine distances of the outputs (`onnx_layers`). There, fractions of the units of layers that remain after
-//! structured pruning can be further options (`pruned`). A limit of the latency replaces sizes by times, which are
-//! measured (`times`, `latency`).
+//! structured pruning can be further options (`pruned`). A limit of the latency replaces sizes by times,
+//! which are measured (`times`, `latency`).
 
 mod blocks;
 mod budget;
@@ -67,7 +67,7 @@ pub struct Search<'a> {
     /// Names of the formats to choose from; all that the runtime loads if empty.
     pub formats: &'a [String],
     /// Fractions of heads, neurons and channels that may remain, as further options; empty without pruning.
-    pub kept: &'a [f64],
+    pub fractions: &'a [f64],
     /// The limit; `None` for the front only.
     pub budget: Option<Budget>,
     /// Number of points of the front that are measured.
@@ -247,7 +247,7 @@ impl Search<'_> {
 
     /// The formats to choose from.
     fn formats(&self) -> Result<Box<dyn Formats + '_>> {
-        self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.kept)
+        self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.fractions)
     }
 
     /// The largest point within a limit of size. The size of a file that is only known when it is written may

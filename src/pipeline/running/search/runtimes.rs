@@ -42,18 +42,18 @@ impl LoadedBy {
     /// The formats that the runtime loads, for the weights of a model: those with these names, or all if
     /// there are none. Formats of ONNX Runtime that may be slower than floats are options of layers if they
     /// are named, or if times are measured (`by_time`); 16-bit floats, which are as fast as others, are
-    /// options otherwise. `kept`: fractions of units that may remain after structured pruning.
+    /// options otherwise. `fractions`: fractions of units that may remain after structured pruning.
     ///
     /// # Errors
     /// If the runtime does not load the model, or not a format.
-    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String], by_time: bool, kept: &[f64]) -> Result<Box<dyn Formats + 'm>> {
-        if !kept.is_empty() {
+    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String], by_time: bool, fractions: &[f64]) -> Result<Box<dyn Formats + 'm>> {
+        if !fractions.is_empty() {
             if self != LoadedBy::OnnxRuntime {
                 return Err(Error::option("--prune", format!("is not supported for {self}")));
             }
             let mut layers = OnnxLayers::new(model, Arithmetics::Fast)?;
             self.select(&mut layers, only)?;
-            return Ok(Box::new(Pruned::new(model, layers, kept)?));
+            return Ok(Box::new(Pruned::new(model, layers, fractions)?));
         }
         let mut all = self.all_formats(model, by_time)?;
         self.select(&mut *all, only)?;

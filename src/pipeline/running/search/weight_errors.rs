@@ -65,8 +65,8 @@ fn unit_error(weights: &[String], error: impl Fn(&str) -> Result<f64>) -> Result
     Ok(sum)
 }
 
-/// The squared error of a weight relative to the squares of its values. A few blocks of rows are in memory at a
-/// time, unless the rows of the original weight cannot be read separately: then it is in memory as a whole.
+/// The squared error of a weight relative to the squares of its values. A few blocks of rows are in memory at
+/// a time, unless the rows of the original weight cannot be read separately: then it is in memory as a whole.
 fn weight_error(name: &str, before: &Weight, after: &Weight) -> Result<f64> {
     let row = before.row().max(1);
     let whole = if before.rows(&before.all_rows(), 1).is_none() { before.floats(name)? } else { Vec::new() };
