@@ -20,6 +20,7 @@ mod running;
 mod running;
 mod runtimes;
 mod time;
+mod timing;
 mod verify;
 #[cfg(feature = "zstd")]
 mod zstd_size;

@@ -8,8 +8,8 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::{Global, Records, TextFile};
-use super::machine::{rates, with_rates};
 use super::output;
+use super::rates::{rates, with_rates};
 use super::samples::parse_data;
 use crate::contract::Target;
 use crate::data::{Data, DataSets};

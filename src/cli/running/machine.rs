@@ -3,12 +3,11 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use crate::cli::args::Global;
 use crate::error::{Error, ParseError, Result};
 use crate::exec::{self, DeviceChoice};
 use crate::model::Model;
-use crate::pipeline::{Builder, Pipeline, RateFile, Rates, ResultCache};
-use crate::report::{Environment, Report};
+use crate::pipeline::{Builder, Pipeline, ResultCache};
+use crate::report::Environment;
 use crate::store::{ByteSize, OpenSize, OpenSizes};
 use crate::{cache, runtime};
 
@@ -119,28 +118,6 @@ pub(in crate::cli) fn with_cache(builder: Builder, reuse: bool) -> Builder {
         Some(cache) => builder.cache(cache, reuse),
         None => builder,
     }
-}
-
-/// Adds the rates of this machine, so that plans and reports have estimated times: the stored ones, or with
-/// `measures` measured ones.
-pub(in crate::cli) fn with_rates(builder: Builder, global: &Global, measures: bool) -> Result<Builder> {
-    let rates = if measures { rates(global)? } else { rate_file(global).and_then(|file| file.load()) };
-    Ok(rates.into_iter().fold(builder, Builder::rates))
-}
-
-/// The rates of this machine: the stored ones, or measured ones. `None` without a cache folder.
-pub(super) fn rates(global: &Global) -> Result<Option<Rates>> {
-    rate_file(global).map(|file| file.load_or_measure(&global.models.device.open()?)).transpose()
-}
-
-/// Stores the times of a run, from which later estimates are corrected.
-pub(in crate::cli) fn record_times(report: &Report, global: &Global) {
-    rate_file(global).iter().filter(|_| report.timing.is_some()).for_each(|file| file.record(report));
-}
-
-/// The file with the rates of this machine, with the device on which models run.
-fn rate_file(global: &Global) -> Option<RateFile> {
-    RateFile::of_user(&global.models.device.to_string(), global.threads())
 }
 
 /// Runs a pipeline in a process other than rank 0.
