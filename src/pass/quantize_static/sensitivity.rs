@@ -206,7 +206,7 @@ pub(super) fn front_of(damages: &[Damage]) -> Vec<Assignment> {
     front(&damages.iter().map(options).collect::<Vec<_>>())
 }
 
-/// Names of the layers that a choice quantizes, and of those that it leaves in floats.
+/// Names of the layers that a choice quantizes, and of the layers that it leaves in floats.
 pub(super) fn quantized_and_floats(damages: &[Damage], choice: &Assignment) -> [Vec<String>; 2] {
     let (mut quantized, mut floats) = (Vec::new(), Vec::new());
     for (damage, option) in damages.iter().zip(&choice.options) {
