@@ -38,6 +38,8 @@ FAMILIES = [
     ("minimax-m2", "minimax-m2", {}),
     ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0}),
     ("deepseek-v3", "deepseek2", {"attention_bias": False, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6, "rope_scaling": SCALING}),
+    # The number of neurons is that of the weights.
+    ("lfm2", "lfm2", {"intermediate_size": 28, "block_auto_adjust_ff_dim": False}),
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
 ]
 

@@ -67,6 +67,11 @@ def peft() -> Path:
     return prepare("peft", ["peft==0.21.2", "accelerate==1.15.0"], "10 MB", reference())
 
 
+def trl() -> Path:
+    """The python with trl in addition to the reference implementations."""
+    return prepare("trl", ["trl==1.16.0", "accelerate==1.15.0"], "150 MB", reference())
+
+
 def bitsandbytes() -> Path:
     """The python with bitsandbytes in addition to the reference implementations."""
     return prepare("bitsandbytes", ["bitsandbytes==0.50.2"], "150 MB", reference())
@@ -75,6 +80,11 @@ def bitsandbytes() -> Path:
 def nncf() -> Path:
     """The python with NNCF, which reads ONNX without PyTorch."""
     return prepare("nncf", ["nncf==3.4.0", "onnx==1.22.0", "onnxruntime==1.31.1", "numpy==2.4.6"], "1 GB")
+
+
+def tiktoken() -> Path:
+    """The python with tiktoken in addition to the reference implementations."""
+    return prepare("tiktoken", ["tiktoken==0.14.0"], "2 MB", reference())
 
 
 def gguf() -> Path:

@@ -62,12 +62,13 @@ mod running {
     pub(crate) mod prune_vocabulary;
     mod quantize_static;
     pub mod search_structure;
+    mod split_experts;
     pub(in crate::pass) mod testing;
     pub(in crate::pass) mod training_options;
 
     pub use decompose::Decompose;
     pub use dequantize::Dequantize;
-    pub use distill::{Distill, Student};
+    pub use distill::{Distill, MoreTeacher, Student};
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
     #[doc(hidden)]
@@ -78,6 +79,7 @@ mod running {
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
     pub use search_structure::SearchStructure;
+    pub use split_experts::SplitExperts;
 
     use crate::evaluation::Resources;
     use crate::exec::Rounding;
@@ -114,6 +116,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
 
     /// The options as in a recipe, including defaults.
     fn options(&self) -> Value;
+
+    /// The options that must be equal when a run is resumed.
+    fn fixed_options(&self) -> Value {
+        self.options()
+    }
 
     /// Validates the options. Called before the model is opened.
     ///
@@ -289,6 +296,9 @@ crate::entry::gather! { passes []
     "cast" => Cast,
     /// Dequantize weights, so that later passes can process them
     "dequantize" => Dequantize if runs,
+    /// Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
+    /// runtimes can quantize
+    "split-experts" => SplitExperts if runs,
 }
 
 impl Step {

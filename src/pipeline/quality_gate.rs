@@ -42,14 +42,16 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
     (!found.is_empty()).then(|| found.join(", "))
 }
 
-/// The loss on labels at the first and the last step of the last pass that trained on them. Steps without
-/// labels do not count.
-fn label_loss(run: &RunState) -> Option<[f64; 2]> {
+/// The loss on labels, or on pairs of texts, at the first and the last step of the last pass that trained on
+/// them, and what it is computed on. Steps without labels do not count.
+fn label_loss(run: &RunState) -> Option<(&'static str, [f64; 2])> {
     run.history.iter().rev().find_map(|applied| {
         let curve = applied.details["training"]["curve"].as_array()?;
-        let mut losses = curve.iter().filter_map(|record| record["losses"]["hard"].as_f64());
-        let first = losses.next()?;
-        Some([first, losses.next_back().unwrap_or(first)])
+        [("hard", "labels"), ("contrastive", "pairs")].into_iter().find_map(|(loss, data)| {
+            let mut losses = curve.iter().filter_map(|record| record["losses"][loss].as_f64());
+            let first = losses.next()?;
+            Some((data, [first, losses.next_back().unwrap_or(first)]))
+        })
     })
 }
 
@@ -67,14 +69,14 @@ pub(super) fn quality_note(measured: &Measured, pipeline: &Pipeline, run: &RunSt
     let accuracy = measured.accuracy.as_ref();
     let warning = measured.fidelity.as_ref().and_then(|fidelity| quality_warning(fidelity, accuracy, pipeline, run));
     let loss = label_loss(run).filter(|_| accuracy.is_none_or(|accuracy| accuracy.metric.is_none()));
-    let Some([first, last]) = loss else {
+    let Some((data, [first, last])) = loss else {
         let note = |reason| if trains_draft(run) { DRAFT.to_owned() } else { format!("{WARNING}{reason}") };
         return warning.map(note);
     };
     // Training on labels changes the outputs on purpose.
     let prefix = if warning.is_some() && (last >= first || last.is_nan()) { WARNING } else { "" };
     Some(format!(
-        "{prefix}the loss on the labels of the training data was {first:.4} at the first step and {last:.4} at the last; name evaluation data to measure the result"
+        "{prefix}the loss on the {data} of the training data was {first:.4} at the first step and {last:.4} at the last; name evaluation data to measure the result"
     ))
 }
 

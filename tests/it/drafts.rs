@@ -74,6 +74,7 @@ fn greedy_texts_are_the_same_with_a_draft() {
         "gpt2",
         "opt",
         "gpt-oss",
+        "llama4",
         "mixtral",
         "deepseek-v3",
         "lfm2",

@@ -396,8 +396,8 @@ const TIE: &str = "tie_word_embeddings";
 /// all layers of Qwen2-MoE use sliding windows or none, independent of their types, Granite, Cohere and
 /// Qwen3-Next reject the older key `type` of `rope_scaling`, which other families accept, the convolution of
 /// Qwen3-Next always applies SiLU, routers of GLM-4.5 select experts of other groups before those with a
-/// negative score, and Granite 4 has no limits of step sizes.
-const NEWER: [(&str, &str); 10] = [
+/// negative score, Granite 4 has no limits of step sizes, and attention of Llama 4 has no biases.
+const NEWER: [(&str, &str); 11] = [
     ("", TIE),
     ("", "is_causal"),
     ("qwen2-moe", "use_sliding_window"),
@@ -408,6 +408,7 @@ const NEWER: [(&str, &str); 10] = [
     ("qwen3-next", "rope_scaling"),
     ("qwen3-next", "hidden_act"),
     ("glm4-moe", "num_experts_per_tok"),
+    ("llama4", "attention_bias"),
 ];
 
 #[test]

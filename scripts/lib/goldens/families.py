@@ -17,7 +17,7 @@ from lib import GOLDEN
 TYPES = (
     "albert bamba bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_h1 "
     "falcon_mamba flaubert gemma3 gpt_bigcode gptj imagegpt jamba jetmoe kimi_linear "
-    "lfm2_moe llama4 llama4_text m2m_100 mamba marian mbart minimax ministral3 mistral3 mpt olmo olmoe openai-gpt pegasus phimoe "
+    "lfm2_moe llama4 m2m_100 mamba marian mbart minimax mistral3 mpt olmo olmoe openai-gpt pegasus phimoe "
     "qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe rwkv xlm xlnet"
 ).split()
 MULTIMODAL = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]

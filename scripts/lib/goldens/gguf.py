@@ -242,9 +242,13 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
+    if architecture == "lfm2":
+        groups = [groups if kind == "full_attention" else 0 for kind in config["layer_types"]]
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        tensors = {name: tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor for name, tensor in tensors.items()}
     writer.add_head_count_kv(1 if rank else groups)
-    if "rms_norm_eps" in config:
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if epsilon := config.get("rms_norm_eps") or config.get("norm_eps"):
+        writer.add_layer_norm_rms_eps(epsilon)
     else:
         writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
     scaling = config.get("rope_scaling") or {}

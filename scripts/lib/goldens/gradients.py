@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.swin.modeling_swin import SwinLayer, SwinRelativePositionBias
@@ -302,6 +303,8 @@ def op_cases():
     yield text("Decay"), lambda x, bias, rates: -rates.exp() * torch.nn.functional.softplus(x + bias), [(2, 5, 4), (4,), (4,)]
     limited = lambda x, bias, rates: -rates.exp() * torch.nn.functional.softplus(x + bias).clamp(0.5, 0.9)
     yield text("Decay", min=0.5, max=0.9), limited, [(2, 5, 4), (4,), (4,)]
+    scaled = lambda x: x * get_llama_4_attn_scale(torch.arange(x.shape[2])[None], 0.4, 3)
+    yield text("PositionScale", interval=3, factor=0.4, offset=0), scaled, [(2, 2, 8, 4)]
 
 
 def ops():

@@ -110,6 +110,10 @@ MODELS = [
     ("glm4-moe-plain", "Glm4MoeForCausalLM"),
     ("minimax-m2", "MiniMaxM2ForCausalLM"),
     ("gpt-oss", "GptOssForCausalLM"),
+    ("ministral3", "Ministral3ForCausalLM"),
+    ("ministral3-window", "Ministral3ForCausalLM"),
+    ("llama4", "Llama4ForCausalLM"),
+    ("llama4-plain", "Llama4ForCausalLM"),
     ("vit", "ViTModel"),
     ("vit-image-classification", "ViTForImageClassification"),
     ("swin", "SwinModel"),
@@ -197,8 +201,8 @@ FIXED = ("model_type", "architectures", "id2label", "label2id", "transformers_ve
 NEWER = {"clip-vision": "vision_model.", "siglip-text": "text_model.", "siglip-vision": "vision_model."}
 # Models with features that transformers 4 does not support: attention types per layer; a head into whose
 # first layer it copies the embeddings; image positions, of which it has one too many; unscaled tied
-# embeddings; a scale of the attention scores; entire families; another clamp of experts.
-UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense", "mamba2", "nemotron-h", "nemotron-h-latent")
+# embeddings; a scale of the attention scores; entire families; another clamp of experts; biases of attention.
+UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense", "mamba2", "nemotron-h", "nemotron-h-latent", "llama4-plain", "ministral3", "ministral3-window")
 # Buffers that transformers 4 stores although they depend only on sizes.
 STORED_BY_4 = "relative_position_index"
 # Nested configurations: their keys follow a dot.

@@ -283,7 +283,8 @@ def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}
     golden(name, folder, model, reload, inputs, against={**against, **how.pop("against", {})}, **how)
 
     plain = json.loads((folder / "config.json").read_text())
-    if "rope_parameters" in plain:
+    # Published files of Ministral 3 are newer.
+    if "rope_parameters" in plain and config.model_type != "ministral3":
         write_json(folder / "config-4.json", old_spelling(plain))
         older = load(folder, config=type(config).from_json_file(folder / "config-4.json"))
         check(distance(run(older, inputs), run(model, inputs), inputs) == 0, f"{name}: config-4.json differs")
@@ -317,7 +318,7 @@ def old_spelling(config):
     if rope["rope_type"] in ("linear", "dynamic") and "rope_local_base_freq" not in old:
         rope["type"] = rope.pop("rope_type")
     old["rope_scaling"] = rope if rope.get("rope_type") != "default" else None
-    keeps_layer_types = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True}
+    keeps_layer_types = {"gemma3_text": "sliding_window_pattern" not in config, "qwen2_moe": True, "olmo3": True, "cohere2": True, "gpt_oss": True, "llama4_text": True}
     keeps_layer_types |= {name: True for name in ("granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")}
     if config["model_type"] == "granitemoehybrid":
         old["layer_types"] = [{"linear_attention": "mamba", "full_attention": "attention"}[kind] for kind in old["layer_types"]]
@@ -1478,6 +1479,59 @@ def gpt_oss():
     )
 
 
+def llama4():
+    """Layers of each kind: chunks with rotary embedding, or neither, and experts or a dense network."""
+
+    def add(name, overlook, **fields):
+        fields = {**GROUPED, "head_dim": 8, "intermediate_size": 12, "intermediate_size_mlp": 20, "num_local_experts": 4, "pad_token_id": 0, **fields}
+        decoder(name, transformers.Llama4ForCausalLM, attention_chunk_size=4, overlook=overlook, **fields)
+
+    chunks = {"the chunks": {"layer_types": ["full_attention"] * 2}, "the size of chunks": {"attention_chunk_size": 5}}
+    add(
+        "llama4",
+        moe_layers=[0],
+        no_rope_layers=[1, 0],
+        floor_scale=3,
+        attn_scale=0.7,
+        num_experts_per_tok=2,
+        overlook={
+            **chunks,
+            "the number of experts per token": {"num_experts_per_tok": 1},
+            "the normalization of queries and keys": {"use_qk_norm": False},
+            "the scale of queries": {"attn_temperature_tuning": False},
+            "the interval of the scale": {"floor_scale": 4},
+            "the layer without RoPE": {"no_rope_layers": [1, 1], "layer_types": ["chunked_attention", "full_attention"]},
+        },
+    )
+    add(
+        "llama4-plain",
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=3,
+        use_qk_norm=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        overlook=chunks,
+    )
+
+
+def ministral3():
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.7,
+    }
+    scale = {"the scale of queries": {"rope_parameters": {**yarn, "llama_4_scaling_beta": 0.0}}}
+    plain = {**PLAIN_ROPE, "llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 3}
+    window = {"the window": {"sliding_window": None}, "the interval": {"rope_parameters": {**plain, "original_max_position_embeddings": 4}}}
+    common = {**GROUPED, "head_dim": 8, "pad_token_id": 0}
+    decoder("ministral3", transformers.Ministral3ForCausalLM, **common, max_position_embeddings=16, rope_parameters=yarn, overlook=scale)
+    decoder("ministral3-window", transformers.Ministral3ForCausalLM, **common, sliding_window=4, rope_parameters=plain, tie_word_embeddings=True, overlook=window)
+
+
 # Images
 
 
@@ -1749,6 +1803,8 @@ for family in (
     sigmoid_routers,
     minimax_m2,
     gpt_oss,
+    llama4,
+    ministral3,
     vit,
     swin,
     dinov2,

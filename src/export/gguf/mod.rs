@@ -165,8 +165,9 @@ impl Gguf {
                 }
                 let (stacked, expert) = GgufFamily::split_expert(&gguf_name).map_or((gguf_name.clone(), None), |(stacked, expert)| (stacked, Some(expert)));
                 let is_head = gguf_name == "output.weight" || (gguf_name == "token_embd.weight" && !head_stored);
-                // Routers and biases are never quantized.
-                let is_matrix = dense.shape.len() > 1 && dense.is_float() && gguf_name.ends_with(".weight") && !gguf_name.contains(".ffn_gate_inp");
+                // Routers, biases and filters are never quantized.
+                let is_float = gguf_name.contains(".ffn_gate_inp") || GgufFamily::is_filter(&gguf_name);
+                let is_matrix = dense.shape.len() > 1 && dense.is_float() && gguf_name.ends_with(".weight") && !is_float;
                 let row = width(&dense);
                 let target = if is_matrix { mixture.kind(&stacked, is_head, row) } else { Kind::Plain(DType::F32) };
                 let target = if is_matrix { keep_packed(weight, target, row) } else { target };

@@ -68,7 +68,11 @@ pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, (expe
     }
     let Some(gguf_names) = family.fused_tensors(name) else {
         let nameless = || Error::tensor(name, format!("has no name in GGUF files of `{}`", family.architecture), "");
-        return Ok(vec![(family.to_gguf(name).ok_or_else(nameless)?, weight)]);
+        let (gguf_name, mut weight) = (family.to_gguf(name).ok_or_else(nameless)?, weight);
+        if GgufFamily::is_filter(&gguf_name) && weight.shape.get(1) == Some(&1) {
+            weight.shape.remove(1);
+        }
+        return Ok(vec![(gguf_name, weight)]);
     };
     if family.is_input_major(name) {
         let outputs = weight.shape.last().copied().unwrap_or(0);

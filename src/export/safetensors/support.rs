@@ -33,7 +33,7 @@ fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<Strin
     }
     let splits = arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts);
     (splits && !groups.is_empty() && items.iter().any(|item| stacked_experts(&item.name, &item.weight).is_some())).then(|| {
-        "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong".to_owned()
+        "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong: use `split-experts` before `quantize`".to_owned()
     })
 }
 

@@ -14,7 +14,7 @@ use crate::analysis::{self, Mixture};
 use crate::arch;
 use crate::data::SequenceRoles;
 use crate::error::{Error, Result, counted};
-use crate::ir::ops::{Concat, Dispatch, Linear, Mul, Reduce, ReduceKind, Slice};
+use crate::ir::ops::{Combine, Concat, Dispatch, Linear, Mul, Reduce, ReduceKind, Slice};
 use crate::ir::{Graph, GraphFile, Op, Rewrite, ValueId, rebuild};
 use crate::model::Model;
 use crate::pass::calibrate;
@@ -106,9 +106,14 @@ fn importance(model: &Model, graph: &Graph, mixtures: &[Mixture], context: &Cont
             let length = Reduce { kind: ReduceKind::L2, axes: vec![-1], keep_dims: true };
             let lengths: Result<Vec<ValueId>> =
                 (1..step.inputs.len()).map(|at| step.builder.node(&format!("{}/length.{}", step.name, at - 1), length.clone(), &[step.inputs[at]])).collect();
-            let lengths = step.builder.node(&format!("{}/lengths", step.name), Concat::default(), &lengths?)?;
-            let used = step.builder.node(&uses(mixture), Mul {}, &[lengths, step.inputs[0]])?;
-            step.builder.output(&uses(mixture), used);
+            // The weights may already be part of the inputs of experts.
+            let (uses, is_weighted) = (uses(mixture), !matches!(step.node.op, Op::Combine(Combine { plain: true })));
+            let node = if is_weighted { format!("{}/lengths", step.name) } else { uses.clone() };
+            let mut used = step.builder.node(&node, Concat::default(), &lengths?)?;
+            if is_weighted {
+                used = step.builder.node(&uses, Mul {}, &[used, step.inputs[0]])?;
+            }
+            step.builder.output(&uses, used);
         }
         step.copy()
     })?;
@@ -216,7 +221,7 @@ fn without(model: &Model, graph: &Graph, mixtures: &[Mixture], removed: &Removed
         // their outputs.
         let number = if removed.contains(number) { 0 } else { renumbered(*number, removed) };
         let op = match &step.node.op {
-            Op::Dispatch(_) => Dispatch { expert: number }.into(),
+            Op::Dispatch(op) => Dispatch { expert: number, ..*op }.into(),
             Op::Slice(slice) if step.node.inputs.first().is_some_and(|id| stacked.contains(graph.value(*id).name.as_str())) => {
                 Slice { start: i64::try_from(number).unwrap_or(i64::MAX), ..*slice }.into()
             }

@@ -233,7 +233,7 @@ impl Selection {
         let mut removed = BTreeMap::new();
         for (at, (index, width)) in self.selected.iter().zip(widths).enumerate() {
             let size = self.groups.groups[*index].size;
-            let units = least_important(size, size - width, scores.and_then(|scores| scores.get(at)));
+            let units = least_important(size, size - width, scores.and_then(|scores| scores.get(at)).map(Vec::as_slice));
             if !units.is_empty() {
                 removed.insert(*index, units);
             }
@@ -355,7 +355,7 @@ fn stage(group: &Group) -> usize {
 }
 
 /// The units with the smallest scores in ascending order, or the first units without scores.
-pub(in crate::pass) fn least_important(size: usize, count: usize, scores: Option<&Vec<f64>>) -> Vec<usize> {
+pub(in crate::pass) fn least_important(size: usize, count: usize, scores: Option<&[f64]>) -> Vec<usize> {
     let mut units: Vec<usize> = (0..size).collect();
     if let Some(scores) = scores {
         units.sort_by(|a, b| scores[*a].total_cmp(&scores[*b]).then(a.cmp(b)));
@@ -371,8 +371,8 @@ mod tests {
 
     #[test]
     fn units_with_the_smallest_scores_are_removed() {
-        assert_eq!(least_important(4, 2, Some(&vec![3.0, 0.5, 4.0, 0.1])), [1, 3]);
-        assert_eq!(least_important(3, 1, Some(&vec![2.0, 2.0, 2.0])), [0]);
+        assert_eq!(least_important(4, 2, Some(&[3.0, 0.5, 4.0, 0.1])), [1, 3]);
+        assert_eq!(least_important(3, 1, Some(&[2.0, 2.0, 2.0])), [0]);
         assert_eq!(least_important(4, 2, None), [0, 1]);
     }
 

@@ -58,18 +58,19 @@ impl Library {
             let mut library = Library { importance: Vec::new(), losses: Vec::new(), layers: Vec::new() };
             for (branch, options) in structure.branches.iter().zip(&structure.options) {
                 let fitted = branch.units.as_ref().map(|units| Fitted::new(structure, (branch, units), fitting, &mut runs, measurement)).transpose()?;
+                let importance = fitted.as_ref().map(Fitted::importance).transpose()?.unwrap_or_default();
                 let mut losses = Vec::with_capacity(options.len());
                 for kept in options {
                     losses.push(match (kept, &fitted) {
                         (Retained::Whole, _) => 0.0,
-                        (Retained::Units(count), Some(fitted)) => measurement.loss(&fitted.model(*count, &runs, measurement)?)?,
+                        (Retained::Units(count), Some(fitted)) => measurement.loss(&fitted.model(*count, &importance, &runs, measurement)?)?,
                         (Retained::Units(_) | Retained::Nothing, _) => measurement.loss(&structure.without(branch)?)?,
                     });
                     if *kept != Retained::Whole {
                         work.advance(measurement.held_out as u64)?;
                     }
                 }
-                library.importance.push(fitted.map(|fitted| fitted.importance).unwrap_or_default());
+                library.importance.push(importance);
                 library.losses.push(losses);
             }
             for layer in 0..removed_layers {
@@ -103,10 +104,9 @@ pub(super) fn adjusted(structure: &Structure, chosen: &Chosen, library: &Library
     kept.sort_by_key(|(index, ..)| *index);
     for (index, branch, kept) in kept {
         let (Retained::Units(count), Some(units)) = (kept, &branch.units) else { continue };
-        let mut fitted = Fitted::new(structure, (branch, units), fitting, &mut runs, measurement)?;
+        let fitted = Fitted::new(structure, (branch, units), fitting, &mut runs, measurement)?;
         // The final cut removes the units with the least importance in the library.
-        fitted.importance.clone_from(&library.importance[index]);
-        for (name, tensor) in fitted.parameters(count, &runs, measurement)? {
+        for (name, tensor) in fitted.parameters(count, &library.importance[index], &runs, measurement)? {
             set_weight(&mut model, &name, &tensor)?;
         }
     }
@@ -122,7 +122,6 @@ struct Fitted<'s, 'a> {
     fitting: Fitting,
     original: Parameters,
     products: [FeatureProducts; 2],
-    importance: Vec<f64>,
 }
 
 impl<'s, 'a> Fitted<'s, 'a> {
@@ -156,27 +155,32 @@ impl<'s, 'a> Fitted<'s, 'a> {
             Ok(())
         })?;
         let original = parameters_of(graph, node, structure.model, measurement.context)?;
-        let squares = original.get(&member.param).and_then(|weight| weight.sqr()).map_err(tensor_error)?;
+        Ok(Fitted { structure, branch, units, node, fitting, original, products })
+    }
+
+    /// The importance of each unit: the sum of squares of its products with the weights that read it.
+    fn importance(&self) -> Result<Vec<f64>> {
+        let member = &self.units.member;
+        let squares = self.original.get(&member.param).and_then(|weight| weight.sqr()).map_err(tensor_error)?;
         let squares = sum_except(&squares, member.axis)?.into_iter().enumerate();
-        let contributions: Vec<f64> = squares.map(|(at, weight)| weight * products.iter().map(|products| products.squares(at)).sum::<f64>()).collect();
-        let importance = by_unit(member, units.size, &contributions);
-        Ok(Fitted { structure, branch, units, node, fitting, original, products, importance })
+        let contributions: Vec<f64> = squares.map(|(at, weight)| weight * self.products.iter().map(|products| products.squares(at)).sum::<f64>()).collect();
+        Ok(by_unit(member, self.units.size, &contributions))
     }
 
     /// The model without all but this number of units of the branch, which are the most important ones. Their
     /// weights are zero in the layer that reads them.
-    fn model(&self, count: usize, runs: &Blockwise, measurement: &Measurement) -> Result<Model> {
+    fn model(&self, count: usize, importance: &[f64], runs: &Blockwise, measurement: &Measurement) -> Result<Model> {
         let mut model = self.structure.model.clone();
-        for (name, tensor) in self.parameters(count, runs, measurement)? {
+        for (name, tensor) in self.parameters(count, importance, runs, measurement)? {
             set_weight(&mut model, &name, &tensor)?;
         }
         Ok(model)
     }
 
     /// The changed parameters with this number of units.
-    fn parameters(&self, count: usize, runs: &Blockwise, measurement: &Measurement) -> Result<Vec<(String, Tensor)>> {
+    fn parameters(&self, count: usize, importance: &[f64], runs: &Blockwise, measurement: &Measurement) -> Result<Vec<(String, Tensor)>> {
         let (member, graph) = (&self.units.member, self.structure.graph);
-        let removed = least_important(self.units.size, self.units.size - count, Some(&self.importance));
+        let removed = least_important(self.units.size, self.units.size - count, Some(importance));
         let mut surviving = cut::surviving(self.structure.model, &self.structure.groups, &BTreeMap::from([(self.units.group, removed)]))?;
         surviving.retain(|(weight, axis), _| *weight == member.param && *axis == member.axis);
         let start = self.weights(&surviving)?;

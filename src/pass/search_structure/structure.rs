@@ -292,7 +292,7 @@ impl<'a> Structure<'a> {
             let Some(group) = groups.groups.iter().position(is_same) else {
                 return Err(Error::graph(format!("tensor `{reader}`"), "has no units that can be removed after the removal of other parts"));
             };
-            removed.insert(group, least_important(units.size, units.size - count, importance.and_then(|importance| importance.get(index))));
+            removed.insert(group, least_important(units.size, units.size - count, importance.and_then(|importance| importance.get(index)).map(Vec::as_slice)));
         }
         let is_held_out = |sample: usize| measurement.is_some_and(|measurement| measurement.split.is_held_out(sample));
         let context = measurement.map(|measurement| measurement.context);

@@ -208,7 +208,7 @@ fn rows_without_an_expert_are_zero() {
     for count in [0, 1, 9, 14, 20] {
         let weights: Vec<f32> = (0..40).map(|at| if at % 2 == 1 && at / 2 * 7 % 20 < count { 0.3 } else { 0.0 }).collect();
         let weights = Tensor::from_vec(weights, (4, 5, 2), &Device::Cpu).unwrap();
-        let dispatch = Op::from(Dispatch { expert: 1 });
+        let dispatch = Op::from(Dispatch { expert: 1, ..Dispatch::default() });
         let seen = dispatch.spec().eval(&[x.clone(), weights.clone()]).unwrap();
         let rows = wide(&seen).chunks(12).filter(|row| row.iter().any(|value| *value != 0.0)).count();
         assert_eq!(rows, count);
@@ -234,7 +234,11 @@ fn rows_without_an_expert_are_zero() {
                 }
             }
         }
-        for (op, inputs) in [(dispatch, vec![x.clone(), weights.clone()]), (Combine {}.into(), vec![weights.clone(), x.clone(), x.clone()])] {
+        let tokens = || vec![x.clone(), weights.clone()];
+        let outputs = || vec![weights.clone(), x.clone(), x.clone()];
+        let weighted = Op::from(Dispatch { expert: 1, weighted: true });
+        let plain = Op::from(Combine { plain: true });
+        for (op, inputs) in [(dispatch, tokens()), (weighted, tokens()), (Combine::default().into(), outputs()), (plain, outputs())] {
             let meant = op.spec().eval(&exact(&inputs.iter().collect::<Vec<_>>())).unwrap();
             if let Some(kernel) = prepared(&op) {
                 compare(&format!("{count} rows, {op}"), &kernel.forward(&inputs).unwrap().unwrap(), &meant, 5e-5, &mut failures);

@@ -27,6 +27,8 @@ pub(super) enum Text {
 pub(super) struct Record {
     pub text: Text,
     pub pair: Option<String>,
+    /// A text that does not match the first one.
+    pub negative: Option<String>,
     pub label: Option<Label>,
     /// Line number, from 1.
     pub line: u64,
@@ -115,7 +117,7 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
             }
             Ok(Box::new(lines(file, path).filter_map(|line| match line {
                 Ok((_, text)) if text.trim().is_empty() => None,
-                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, label: None, line })),
+                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, negative: None, label: None, line })),
                 Err(e) => Some(Err(e)),
             })))
         }
@@ -188,6 +190,7 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         }
     };
     let pair = options.pair_column.as_ref().map(find).transpose()?;
+    let negative = options.negative_column.as_ref().map(find).transpose()?;
     let label = match &options.label_column {
         Some(column) => Some(find(column)?),
         None if labelled => Some(
@@ -223,7 +226,8 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
                 let reason = format!("line {line} has {} fields for {}: quote texts that contain the delimiter", record.len(), counted(width, "column"));
                 return Err(Error::malformed(&path, reason));
             }
-            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
+            let label = label.map(get).transpose()?.map(Label::Text);
+            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, negative: negative.map(get).transpose()?, label, line })
         };
         Some(read())
     });
@@ -277,8 +281,14 @@ fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         Some(Column::Name(name)) => Ok(Some(name.clone())),
         None => Ok(None),
     };
-    let names =
-        Names { text: name(&options.text_column)?, pair: name(&options.pair_column)?, label: name(&options.label_column)?, labelled, path: path.to_owned() };
+    let names = Names {
+        text: name(&options.text_column)?,
+        pair: name(&options.pair_column)?,
+        negative: name(&options.negative_column)?,
+        label: name(&options.label_column)?,
+        labelled,
+        path: path.to_owned(),
+    };
     Ok(Box::new(lines(file, path).filter_map(move |line| match line {
         Ok((_, text)) if text.trim().is_empty() => None,
         Ok((line, text)) => Some(names.record(line, &text)),
@@ -290,6 +300,7 @@ fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
 struct Names {
     text: Option<String>,
     pair: Option<String>,
+    negative: Option<String>,
     label: Option<String>,
     labelled: bool,
     path: PathBuf,
@@ -327,6 +338,7 @@ impl Names {
         Ok(Record {
             text,
             pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[], "pair_column"))).transpose()?.map(Label::into_text),
+            negative: self.negative.as_ref().map(|_| value(find(&self.negative, &[], "negative_column"))).transpose()?.map(Label::into_text),
             label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL, "label_column"))?) } else { None },
             line,
         })
@@ -365,7 +377,7 @@ mod tests {
     }
 
     fn record(text: &str, pair: Option<&str>, label: Option<&str>, line: u64) -> Record {
-        Record { text: Text::Plain(text.into()), pair: pair.map(Into::into), label: label.map(|text| Label::Text(text.into())), line }
+        Record { text: Text::Plain(text.into()), pair: pair.map(Into::into), negative: None, label: label.map(|text| Label::Text(text.into())), line }
     }
 
     #[test]
@@ -380,6 +392,10 @@ mod tests {
         let bare = "3\t\"q\tr\textra\n4\ts\tt\n";
         let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
         assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);
+        let three = Record { negative: Some("n".into()), ..record("a", Some("p"), None, 2) };
+        assert_eq!(read("a.csv", "q,p,n\na,p,n\n", "{ text_column: q, pair_column: p, negative_column: n }", false).unwrap(), [three.clone()]);
+        let object = "\n{\"q\": \"a\", \"p\": \"p\", \"n\": \"n\"}\n";
+        assert_eq!(read("a.jsonl", object, "{ text_column: q, pair_column: p, negative_column: n }", false).unwrap(), [three]);
         let json = "{\"text\": \"a\", \"label\": 1}\n\n{\"label\": true, \"text\": \"b\"}\n";
         let number = Record { label: Some(Label::Number("1".into())), ..record("a", None, None, 1) };
         assert_eq!(read("a.jsonl", json, "{}", true).unwrap(), [number, record("b", None, Some("true"), 3)]);

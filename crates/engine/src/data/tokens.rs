@@ -3,6 +3,7 @@
 mod class;
 mod settings;
 mod stream;
+mod tiktoken;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -60,7 +61,8 @@ impl Tokenizer {
     /// maximum.
     pub fn open(target: &Target, max_length: Option<usize>) -> Result<Tokenizer> {
         let path = auxiliary_path(target.folder, FILE);
-        let Some(text) = read_auxiliary_text(target.folder, target.synthesized, FILE)? else {
+        let stored = read_auxiliary_text(target.folder, target.synthesized, FILE)?;
+        let Some(text) = stored.map_or_else(|| tiktoken::tokenizer_json(target), |text| Ok(Some(text)))? else {
             return Err(Error::Unsupported {
                 what: format!("{}: text data for a model without {FILE}", target.folder.display()),
                 hint: "save the tokenizer with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)` in transformers, which writes this file".into(),

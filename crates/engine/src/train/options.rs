@@ -267,6 +267,12 @@ impl Training {
         if self.average.is_some_and(|decay| !(decay > 0.0 && decay < 1.0)) {
             return wrong("average", "must be greater than 0 and less than 1".into());
         }
+        if self.dropout.is_some_and(|rate| !(rate > 0.0 && rate < 1.0)) {
+            return wrong("dropout", "must be greater than 0 and less than 1".into());
+        }
+        if self.dropout.is_some() && self.adapter.is_some() {
+            return wrong("dropout", "cannot be combined with `adapter`".into());
+        }
         if self.gradient_accumulation == 0 {
             return wrong("gradient_accumulation", "must be at least 1".into());
         }

@@ -42,9 +42,7 @@ impl Schedule {
         if step < self.warmup_steps {
             return base * step as f64 / self.warmup_steps as f64;
         }
-        let after = total.saturating_sub(self.warmup_steps);
-        let falling = self.decay_steps.map_or(after, |steps| steps.min(after));
-        let start = total.saturating_sub(falling).max(self.warmup_steps);
+        let (start, falling) = self.decay(total);
         if step < start {
             return base;
         }
@@ -55,6 +53,18 @@ impl Schedule {
             Curve::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
         };
         base * (left * (1.0 - self.min_rate) + self.min_rate)
+    }
+
+    /// The step in which the decay begins, of `total` steps, and its number of steps.
+    fn decay(&self, total: u64) -> (u64, u64) {
+        let after = total.saturating_sub(self.warmup_steps);
+        let falling = self.decay_steps.map_or(after, |steps| steps.min(after));
+        (total.saturating_sub(falling).max(self.warmup_steps), falling)
+    }
+
+    /// The number of steps with a constant rate before the decay of `decay_steps`; `None` without any.
+    pub fn stable_steps(&self, total: u64) -> Option<u64> {
+        self.decay_steps.map(|_| self.decay(total).0).filter(|start| *start > self.warmup_steps)
     }
 }
 
@@ -85,6 +95,8 @@ mod tests {
         };
         assert_eq!(rates(Curve::Linear, 4, 0.0), [0.0, 1.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.0]);
         assert_eq!(rates(Curve::Linear, 4, 0.5), [0.0, 1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.0]);
+        let stable = |decay_steps| Schedule { warmup_steps: 2, decay_steps, ..Schedule::default() }.stable_steps(10);
+        assert_eq!([stable(Some(4)), stable(Some(8)), stable(None)], [Some(6), None, None]);
         // A decay that is longer than the run after the warm-up.
         assert_eq!(rates(Curve::Linear, 99, 0.0), [0.0, 1.0, 2.0, 1.25, 1.0, 0.75, 0.5, 0.0]);
         let cosine = rates(Curve::Cosine, 4, 0.0);

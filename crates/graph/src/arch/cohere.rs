@@ -90,7 +90,7 @@ mod running {
         let pattern = s.size_or("sliding_window_pattern", 4)?;
         decoder.build(b, |index| {
             let is_local = is_local(s, index, pattern)?;
-            Ok(Layer { rotary: is_local.then(|| rotary.clone()), window: required_window(s, is_local)? })
+            Ok(Layer { rotary: is_local.then(|| rotary.clone()), window: required_window(s, is_local)?, ..Layer::default() })
         })
     }
 }

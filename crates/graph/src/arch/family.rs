@@ -173,11 +173,18 @@ pub struct ExpertLayout {
     pub stacked: &'static [&'static str],
     /// Configuration keys of the layers with a dense network instead of experts; empty if there are none.
     pub dense: &'static [DenseLayers],
+    /// Names of the gate, up and down projections of separate experts, if they are in the same module as the
+    /// tensors `gate_up_proj` and `down_proj` of all experts, which have no biases.
+    pub parts: Option<[&'static str; 3]>,
+    /// Whether these tensors have the axes `[experts, in, out]` instead of `[experts, out, in]`, if their
+    /// shapes do not show it.
+    pub is_input_major: bool,
 }
 
 impl ExpertLayout {
     /// Experts whose names contain `experts`.
-    pub(super) const SEPARATE: ExpertLayout = ExpertLayout { keys: &["num_experts"], stacked: &[], dense: &[] };
+    pub(super) const SEPARATE: ExpertLayout =
+        ExpertLayout { keys: &["num_experts"], stacked: &[], dense: &[], parts: Some(["gate_proj", "up_proj", "down_proj"]), is_input_major: false };
 }
 
 /// A configuration key of the layers with a dense network instead of experts.
@@ -187,6 +194,8 @@ pub enum DenseLayers {
     Count(&'static str),
     /// `dense` or `sparse` for each layer.
     Types(&'static str),
+    /// The indices of the layers with experts.
+    Experts(&'static str),
     /// The indices of dense layers, and the key of a step `n`: only every `n`-th layer has experts.
     Indices(&'static str, &'static str),
 }

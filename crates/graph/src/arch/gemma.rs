@@ -130,7 +130,7 @@ mod running {
     pub fn build_2(s: &Settings, b: &mut Builder) -> Result<()> {
         let decoder = Decoder { soft_cap: cap(s, "attn_logit_softcapping", 50.0)?, logit_cap: cap(s, "final_logit_softcapping", 30.0)?, ..later(s)? };
         let rotary = rotary(s, decoder.head_dim, RopeDefaults::default())?;
-        decoder.build(b, |index| Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local(s, index, 2)?)? }))
+        decoder.build(b, |index| Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local(s, index, 2)?)?, ..Layer::default() }))
     }
 
     pub fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -143,7 +143,7 @@ mod running {
         decoder.build(b, |index| {
             let is_local = is_local(s, index, pattern)?;
             let rotary = if is_local { &local } else { &global };
-            Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local)? })
+            Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local)?, ..Layer::default() })
         })
     }
 

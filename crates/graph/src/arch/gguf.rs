@@ -79,6 +79,9 @@ pub struct GgufFamily {
     pub hidden_size_scaled_layers: Option<u64>,
     /// Whether keys and values are computed from latent vectors, as in DeepSeek-V3.
     pub is_latent: bool,
+    /// Whether layers without key-value heads are short convolutions, and the number of neurons is that of
+    /// the weights.
+    pub has_short_convolutions: bool,
     /// Mixture-of-experts layout, if the family has experts.
     pub experts: Option<GgufExperts>,
     /// Keys of factors on parts of the model: in GGUF files, and in `config.json`.
@@ -254,6 +257,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     drops_window: false,
     hidden_size_scaled_layers: None,
     is_latent: false,
+    has_short_convolutions: false,
     experts: None,
     multipliers: &[],
 };

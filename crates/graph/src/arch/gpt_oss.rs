@@ -23,7 +23,7 @@ pub(super) const GPT_OSS: Family = Family {
     sizes: Some(&Sizes { custom_head_dim_default: true, other_sizes: &[("intermediate_size", "layers.0.mlp.experts.down_proj", 1)], ..DECODER_SIZES }),
     fused: &[&["q_proj", "k_proj", "v_proj"]],
     routers: &["mlp.router"],
-    experts: Some(ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], parts: None, is_input_major: true, ..ExpertLayout::SEPARATE }),
     gguf: Some(&GgufFamily {
         architecture: "gpt-oss",
         class: "GptOssForCausalLM",
@@ -82,7 +82,7 @@ mod running {
         let rotary = rotary(s, decoder.head_dim, RopeDefaults { theta: 150_000.0, ..RopeDefaults::default() })?;
         decoder.build(b, |index| {
             let window = required_window(s, is_local(s, index, 2)?)?;
-            Ok(Layer { rotary: Some(rotary.clone()), window: window.map(|_| s.size_or("sliding_window", 128)).transpose()? })
+            Ok(Layer { rotary: Some(rotary.clone()), window: window.map(|_| s.size_or("sliding_window", 128)).transpose()?, ..Layer::default() })
         })
     }
 }

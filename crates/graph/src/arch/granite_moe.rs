@@ -19,7 +19,7 @@ pub(super) const GRANITE_MOE: Family = Family {
     sizes: Some(&Sizes { other_sizes: &[EXPERT_SIZE], ..DECODER_SIZES }),
     fused: &[&["q_proj", "k_proj", "v_proj"]],
     routers: &["block_sparse_moe.router"],
-    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], parts: None, ..ExpertLayout::SEPARATE }),
     renames: &[("block_sparse_moe.router.layer", "block_sparse_moe.router")],
     ..DECODER
 };
@@ -105,7 +105,7 @@ mod running {
                 return Err(Error::Unsupported { what: format!("config.json: `position_embedding_type` of {other}"), hint: "supported: rope, nope".into() });
             }
         };
-        decoder.build(b, |_| Ok(Layer { rotary: rotary.clone(), window: None }))
+        decoder.build(b, |_| Ok(Layer { rotary: rotary.clone(), ..Layer::default() }))
     }
 
     /// A decoder with a dense network of this size, in addition to experts if it has them.

@@ -44,7 +44,7 @@ mod running {
             ..Decoder::with_epsilon(s, None, 1e-5)?
         };
         let rotary = rotary_of(s, decoder.head_dim)?;
-        decoder.build(b, |_| Ok(Layer { rotary: Some(rotary.clone()), window: None }))
+        decoder.build(b, |_| Ok(Layer { rotary: Some(rotary.clone()), ..Layer::default() }))
     }
 
     /// Scaling of the kind `dynamic` with `alpha` raises the base, independent of the length of a text.

@@ -1,5 +1,6 @@
 //! LFM2: gated short convolutions, and attention in some layers, with norms of queries and keys.
 
+use super::gguf::{self, GgufFamily, Setting};
 use super::{DECODER, DECODER_SIZES, Family, IndirectSizes, Keys, Sizes};
 use crate::store::Role;
 
@@ -24,7 +25,7 @@ pub(super) const LFM2: Family = Family {
             "num_heads",
             "use_pos_enc",
         ],
-        neutral: &[("partial_rotary_factor", "1.0"), ("theta", "1000000.0")],
+        neutral: &[("hidden_act", "\"silu\""), ("partial_rotary_factor", "1.0"), ("theta", "1000000.0")],
     },
     sizes: Some(&Sizes {
         heads: ("num_attention_heads", "layers.0.self_attn.out_proj.weight", 1),
@@ -34,8 +35,42 @@ pub(super) const LFM2: Family = Family {
     indirect_sizes: Some(IndirectSizes { replaced: ("block_ff_dim", "intermediate_size"), adjusted: "block_auto_adjust_ff_dim" }),
     fused: &[&["q_proj", "k_proj", "v_proj"], &["w1", "w3"]],
     exempt: &[("conv.conv", Role::Other)],
+    gguf: Some(&GgufFamily {
+        architecture: "lfm2",
+        class: "Lfm2ForCausalLM",
+        global: &[("token_embd", "model.embed_tokens"), ("token_embd_norm", "model.embedding_norm"), ("output", "lm_head")],
+        layer: &[
+            &[("attn_norm", "operator_norm"), ("ffn_norm", "ffn_norm")],
+            &[("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"), ("attn_v", "self_attn.v_proj"), ("attn_output", "self_attn.out_proj")],
+            &[("attn_q_norm", "self_attn.q_layernorm"), ("attn_k_norm", "self_attn.k_layernorm")],
+            &[("shortconv.in_proj", "conv.in_proj"), ("shortconv.conv", "conv.conv"), ("shortconv.out_proj", "conv.out_proj")],
+            &[("ffn_gate", "feed_forward.w1"), ("ffn_up", "feed_forward.w3"), ("ffn_down", "feed_forward.w2")],
+        ],
+        interleaved_rope: false,
+        epsilon: Setting { key: "norm_eps", default: "1e-5", ..gguf::RMS_EPSILON },
+        flags: &[],
+        settings: &[Setting::required("shortconv.l_cache", "conv_L_cache", "3")],
+        required: &[("conv_bias", "false")],
+        theta: 1e6,
+        has_short_convolutions: true,
+        ..gguf::LLAMA
+    }),
     ..DECODER
 };
+
+impl GgufFamily {
+    /// Whether a GGUF tensor contains the filter of a short convolution, without the axis of length one
+    /// that it has in checkpoints.
+    pub fn is_filter(name: &str) -> bool {
+        name.ends_with(".shortconv.conv.weight")
+    }
+
+    /// Whether a layer of the checkpoint is a short convolution.
+    pub fn is_convolution<'n>(&self, layer: u64, mut names: impl Iterator<Item = &'n String>) -> bool {
+        let filter = format!("blk.{layer}.shortconv.conv.weight");
+        self.has_short_convolutions && names.any(|name| self.to_gguf(name).as_ref() == Some(&filter))
+    }
+}
 
 #[cfg(feature = "run")]
 mod running {

@@ -41,8 +41,10 @@ mod hunyuan;
 mod layer_list;
 mod lfm2;
 mod llama;
+mod llama4;
 mod mamba2;
 mod minimax_m2;
+mod ministral3;
 mod mixtral;
 mod modernbert;
 mod module_names;
@@ -96,6 +98,8 @@ const FAMILIES: &[&Family] = &[
     &llama::MISTRAL,
     &llama::QWEN2,
     &llama::QWEN3,
+    &llama4::LLAMA4_TEXT,
+    &ministral3::MINISTRAL3,
     &phi3::PHI3,
     &olmo2::OLMO2,
     &olmo3::OLMO3,

@@ -79,7 +79,7 @@ pub(super) const NEMOTRON_H: Family = Family {
     routers: &["mixer.gate"],
     exempt: &[("mixer.conv1d", Role::Other)],
     float32: SELECTION_BIAS,
-    experts: Some(ExpertLayout { keys: &["n_routed_experts"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout { keys: &["n_routed_experts"], parts: None, ..ExpertLayout::SEPARATE }),
     renames: &[("backbone.", "model.")],
     ..DECODER
 };

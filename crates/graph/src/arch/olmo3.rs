@@ -36,7 +36,7 @@ mod running {
         decoder.build(b, |index| {
             let is_local = is_local(s, index, 4)?;
             let rotary = if is_local { &local } else { &global };
-            Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local)? })
+            Ok(Layer { rotary: Some(rotary.clone()), window: required_window(s, is_local)?, ..Layer::default() })
         })
     }
 }

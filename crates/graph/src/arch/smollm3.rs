@@ -14,7 +14,7 @@ pub(super) const SMOLLM3: Family = Family {
 };
 
 #[cfg(feature = "run")]
-mod running {
+pub(super) mod running {
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, Layer, slides, window};
     use crate::arch::running::rope::{RopeDefaults, rotary};
@@ -32,17 +32,20 @@ mod running {
             if slides && !has_window {
                 return Err(Error::graph("config.json", "`sliding_window` is missing, but layers require one"));
             }
-            Ok(Layer { rotary: has_rotary.then(|| rotary.clone()), window: window(s, slides)? })
+            Ok(Layer { rotary: has_rotary.then(|| rotary.clone()), window: window(s, slides)?, ..Layer::default() })
         })
     }
 
+    /// Whether a layer uses rotary embeddings, without a list of layers.
+    pub fn uses_rotary_by_interval(s: &Settings, layer: usize) -> Result<bool> {
+        let interval = s.size_or("no_rope_layer_interval", 4)?;
+        Ok(layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(interval)))
+    }
+
     /// Whether a layer uses rotary embeddings.
-    fn uses_rotary(s: &Settings, layer: usize) -> Result<bool> {
+    pub fn uses_rotary(s: &Settings, layer: usize) -> Result<bool> {
         const KEY: &str = "no_rope_layers";
-        let Some(list) = s.get(KEY) else {
-            let interval = s.size_or("no_rope_layer_interval", 4)?;
-            return Ok(layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(interval)));
-        };
+        let Some(list) = s.get(KEY) else { return uses_rotary_by_interval(s, layer) };
         // Despite the name of the key, 1 enables rotary embeddings.
         match list.get(layer).and_then(serde_json::Value::as_u64) {
             Some(enabled @ 0..=1) => Ok(enabled == 1),

@@ -22,7 +22,7 @@ const MIXTURE: Family = Family {
 };
 /// Decoders with experts, with the names of Mixtral; routers also with those of transformers 5.
 const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate", "mlp.gate", "mlp.router"], experts: LOCAL, ..MIXTURE };
-const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE });
+const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], parts: None, ..ExpertLayout::SEPARATE });
 /// Hybrids of attention and gated delta networks.
 const DELTA: Family = Family {
     tied: &[("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "model.language_model.embed_tokens.weight")],
@@ -47,10 +47,17 @@ const MULTIMODAL: Family = Family {
 const STEP3: Family = Family {
     routers: &["moe.gate"],
     exempt: &[("vision_model", Role::Vision), ("vit_downsampler", Role::Vision), ("vit_large_projector", Role::Vision)],
-    experts: Some(ExpertLayout { keys: &["moe_num_experts"], stacked: &["moe.gate_proj", "moe.up_proj", "moe.down_proj"], ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout {
+        keys: &["moe_num_experts"],
+        stacked: &["moe.gate_proj", "moe.up_proj", "moe.down_proj"],
+        parts: None,
+        ..ExpertLayout::SEPARATE
+    }),
     ..MIXTURE
 };
-const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: LOCAL, splits_experts: true, exempt: VISION, ..MIXTURE };
+/// Llama 4, whose text model has a graph.
+pub(super) const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: Some(LLAMA4_EXPERTS), splits_experts: true, exempt: VISION, ..MIXTURE };
+pub(super) const LLAMA4_EXPERTS: ExpertLayout = ExpertLayout { keys: &["num_local_experts"], is_input_major: true, ..ExpertLayout::SEPARATE };
 /// Decoders with the names of GPT-2.
 const GPT: Family = Family { tied: &[("lm_head.weight", "transformer.wte.weight")], fused: &[], embeddings: &["wte", "wpe"], sizes: None, ..DECODER };
 /// Decoders with the names of BLOOM.
@@ -101,19 +108,18 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     like("hunyuan_v1_moe", MIXTURE),
     like("llama4", LLAMA4),
-    like("llama4_text", LLAMA4),
-    decoder("ministral3"),
     like("gemma3", MULTIMODAL),
     like("mistral3", MULTIMODAL),
     like("qwen2_vl", MULTIMODAL),
     like("qwen2_5_vl", MULTIMODAL),
     like("qwen3_vl", MULTIMODAL),
-    Family { routers: &["mlp.gate"], experts: Some(ExpertLayout::SEPARATE), ..like("qwen3_vl_moe", MULTIMODAL) },
+    // Published files and those of transformers 5 differ in the axes of experts.
+    Family { routers: &["mlp.gate"], experts: Some(ExpertLayout { is_input_major: true, ..ExpertLayout::SEPARATE }), ..like("qwen3_vl_moe", MULTIMODAL) },
     like("qwen3_5", DELTA),
     like("qwen3_5_moe", DELTA),
     Family {
         routers: &["router"],
-        experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], ..ExpertLayout::SEPARATE }),
+        experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], parts: None, ..ExpertLayout::SEPARATE }),
         ..like("jetmoe", MIXTURE)
     },
     Family { exempt: MAMBA_FILTERS, ..decoder("falcon_h1") },
@@ -128,7 +134,7 @@ pub(super) const FAMILIES: &[Family] = &[
         fused: &[&["q_proj", "k_proj", "v_proj"], &["w1", "w3"]],
         routers: &["feed_forward.gate"],
         exempt: &[("conv.conv", Role::Other)],
-        experts: Some(ExpertLayout::SEPARATE),
+        experts: Some(ExpertLayout { parts: Some(["w1", "w3", "w2"]), ..ExpertLayout::SEPARATE }),
         ..decoder("lfm2_moe")
     },
     like("step3_text", STEP3),

@@ -3,7 +3,7 @@
 use super::super::proto::AttributeProto;
 use super::{Lowering, kv_cache};
 use crate::error::Result;
-use crate::ir::ops::{Attention, RelativeBias, RelativeProducts, SplitHeads, WindowBias};
+use crate::ir::ops::{Attention, ChunkBias, RelativeBias, RelativeProducts, SplitHeads, WindowBias};
 
 const HEADS_FIRST: [i64; 4] = [0, 2, 1, 3];
 
@@ -120,9 +120,7 @@ fn mask_bias(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
     let (queries, keys) = (&n.ty(0)?.shape[2], &n.ty(1)?.shape[2]);
     let what = format!("|{queries}|{keys}|{}|{:?}|{mask:?}", op.causal, op.window);
     n.share(&format!("attention_bias{what}"), |n| {
-        // With 16-bit floats, half of the range, so that the sum remains finite.
-        let lowest = if n.half { f64::from(half::f16::MIN) / 2.0 } else { f64::from(f32::MIN) };
-        let (zero, lowest) = (n.float(0.0), n.float(lowest));
+        let (zero, lowest) = (n.float(0.0), lowest(n));
         let padded = match &mask {
             None => None,
             Some(mask) => {
@@ -139,6 +137,13 @@ fn mask_bias(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
         Ok(n.emit("Where", "bias", &[&masked, &lowest, &zero], vec![]))
     })
     .map(Some)
+}
+
+/// The number that is added to the scores of hidden keys. With 16-bit floats, half of the range, so that the
+/// sum remains finite.
+fn lowest(n: &mut Lowering) -> String {
+    let lowest = if n.half { f64::from(half::f16::MIN) / 2.0 } else { f64::from(f32::MIN) };
+    n.float(lowest)
 }
 
 /// Keys that are hidden because of their position, `[queries, keys]`. With a KV cache, windows skip
@@ -241,6 +246,28 @@ pub(super) fn relative_products(op: &RelativeProducts, n: &mut Lowering) -> Resu
     } else {
         n.finish("Slice", &inputs, vec![]);
     }
+    Ok(())
+}
+
+/// The mask of keys outside of the chunk of a query, which all layers share. With a KV cache, padding has no
+/// positions of its own.
+pub(super) fn chunk_bias(op: ChunkBias, n: &mut Lowering) -> Result<()> {
+    let mask = n.input(0);
+    let bias = n.share(&format!("chunk_bias|{}|{op:?}", n.ty(0)?.shape[1]), |n| {
+        let [queries, keys] = match n.cache {
+            Some(_) => kv_cache::positions_of_pairs(n, &mask)?,
+            None => {
+                let (places, rows, columns) = (n.range(0, 1)?, n.ints(&[0, 2]), n.ints(&[0, 1]));
+                [n.emit("Unsqueeze", "queries", &[&places, &rows], vec![]), n.emit("Unsqueeze", "keys", &[&places, &columns], vec![])]
+            }
+        };
+        let size = n.int(op.size as i64);
+        let [queries, keys] = [("query_chunks", queries), ("key_chunks", keys)].map(|(part, places)| n.emit("Div", part, &[&places, &size], vec![]));
+        let (zero, lowest) = (n.float(0.0), lowest(n));
+        let same = n.emit("Equal", "same", &[&queries, &keys], vec![]);
+        Ok(n.emit("Where", "bias", &[&same, &zero, &lowest], vec![]))
+    })?;
+    n.finish("Identity", &[&bias], vec![]);
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{Dispatch, ExpertGroups, Op, Route, Slice};
+use crate::ir::ops::{Combine, Dispatch, ExpertGroups, Op, Route, Slice};
 use crate::ir::{Graph, Node, ValueId};
 
 pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
@@ -76,17 +76,35 @@ pub(super) fn dispatch(op: &Dispatch, n: &mut Lowering) -> Result<()> {
     let combine = n.node().and_then(|node| combine_node(n.graph, *node.inputs.get(1)?));
     if combine.is_some_and(|combine| is_row_wise(n, combine, op.expert)) {
         let tokens = tokens(op.expert, &weights, n)?;
-        n.finish("GatherND", &[&x, &tokens], vec![]);
+        if op.weighted {
+            let (rows, weight) = (n.emit("GatherND", "rows", &[&x, &tokens], vec![]), weight_of(op.expert, &weights, &tokens, n)?);
+            n.finish("Mul", &[&rows, &weight], vec![]);
+        } else {
+            n.finish("GatherND", &[&x, &tokens], vec![]);
+        }
         return Ok(());
     }
     let (last, zero) = (n.ints(&[-1]), n.float(0.0));
+    if op.weighted {
+        let weight = column(op.expert, &weights, n)?;
+        let weight = n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]);
+        n.finish("Mul", &[&x, &weight], vec![]);
+        return Ok(());
+    }
     let is_routed = is_routed(op.expert, &weights, n)?;
     let is_routed = n.emit("Unsqueeze", "sees", &[&is_routed, &last], vec![]);
     n.finish("Where", &[&is_routed, &x, &zero], vec![]);
     Ok(())
 }
 
-pub(super) fn combine(n: &mut Lowering) -> Result<()> {
+/// The routing weights of an expert for its tokens, as a column.
+fn weight_of(expert: usize, weights: &str, tokens: &str, n: &mut Lowering) -> Result<String> {
+    let (column, last) = (column(expert, weights, n)?, n.ints(&[-1]));
+    let weight = n.emit("GatherND", "weight", &[&column, tokens], vec![]);
+    Ok(n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]))
+}
+
+pub(super) fn combine(op: Combine, n: &mut Lowering) -> Result<()> {
     let (weights, width) = (n.input(0), n.ints(&[n.width(1)?]));
     let leading = n.ty(0)?.shape.len().saturating_sub(1) as i64;
     let attributes = vec![AttributeProto::int("start", 0), AttributeProto::int("end", leading)];
@@ -95,18 +113,28 @@ pub(super) fn combine(n: &mut Lowering) -> Result<()> {
     let (zero, last) = (n.float(0.0), n.ints(&[-1]));
     let mut sum = n.emit("Expand", "zeros", &[&zero, &shape], vec![]);
     for expert in 0..n.inputs().saturating_sub(1) {
-        let (values, weight) = (n.input(expert + 1), column(expert, &weights, n)?);
+        let values = n.input(expert + 1);
         if n.node().is_some_and(|node| is_row_wise(n, node, expert)) {
             let tokens = tokens(expert, &weights, n)?;
-            let weight = n.emit("GatherND", "weight", &[&weight, &tokens], vec![]);
-            let weight = n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]);
-            let part = n.emit("Mul", "part", &[&values, &weight], vec![]);
+            let part = if op.plain {
+                values
+            } else {
+                let weight = weight_of(expert, &weights, &tokens, n)?;
+                n.emit("Mul", "part", &[&values, &weight], vec![])
+            };
             let before = n.emit("GatherND", "before", &[&sum, &tokens], vec![]);
             let rows = n.emit("Add", "rows", &[&before, &part], vec![]);
             sum = n.emit("ScatterND", "sum", &[&sum, &tokens, &rows], vec![]);
         } else {
-            let weight = n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]);
-            let part = n.emit("Mul", "part", &[&values, &weight], vec![]);
+            let part = if op.plain {
+                let is_routed = is_routed(expert, &weights, n)?;
+                let is_routed = n.emit("Unsqueeze", "sees", &[&is_routed, &last], vec![]);
+                n.emit("Where", "part", &[&is_routed, &values, &zero], vec![])
+            } else {
+                let weight = column(expert, &weights, n)?;
+                let weight = n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]);
+                n.emit("Mul", "part", &[&values, &weight], vec![])
+            };
             sum = n.emit("Add", "sum", &[&sum, &part], vec![]);
         }
     }

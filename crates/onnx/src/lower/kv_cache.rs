@@ -50,16 +50,21 @@ pub(super) fn position_ranges(n: &mut Lowering) -> Result<[String; 2]> {
     })
 }
 
-/// Position of each query minus that of each key, `[batch, 1, sequence, past_sequence + sequence]`.
+/// Positions of queries `[batch, 1, sequence, 1]` and of keys `[batch, 1, 1, past_sequence + sequence]`.
 /// Padding has no positions of its own.
-pub(super) fn key_distances(n: &mut Lowering, mask: &str) -> Result<String> {
+pub(super) fn positions_of_pairs(n: &mut Lowering, mask: &str) -> Result<[String; 2]> {
     let queries = positions(n);
-    n.share("distances", |n| {
+    n.share_many("positions_of_pairs", |n| {
         let (one, of_queries, of_keys) = (n.int(1), n.ints(&[1, 3]), n.ints(&[1, 2]));
         let counted = n.emit("CumSum", "counted", &[mask, &one], vec![]);
         let keys = n.emit("Sub", "positions", &[&counted, &one], vec![]);
         let keys = n.emit("Unsqueeze", "keys", &[&keys, &of_keys], vec![]);
-        let queries = n.emit("Unsqueeze", "queries", &[&queries, &of_queries], vec![]);
-        Ok(n.emit("Sub", "value", &[&queries, &keys], vec![]))
+        Ok([n.emit("Unsqueeze", "queries", &[&queries, &of_queries], vec![]), keys])
     })
+}
+
+/// Position of each query minus that of each key, `[batch, 1, sequence, past_sequence + sequence]`.
+pub(super) fn key_distances(n: &mut Lowering, mask: &str) -> Result<String> {
+    let [queries, keys] = positions_of_pairs(n, mask)?;
+    n.share("distances", |n| Ok(n.emit("Sub", "value", &[&queries, &keys], vec![])))
 }

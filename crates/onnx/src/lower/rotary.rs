@@ -3,7 +3,7 @@
 use super::super::proto::{AttributeProto, DataType};
 use super::{Lowering, kv_cache};
 use crate::error::Result;
-use crate::ir::ops::{Rotary, RotaryScaling};
+use crate::ir::ops::{PositionScale, Rotary, RotaryScaling};
 
 pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
     let (x, width) = (n.input(0), n.fixed(0, 3)?);
@@ -37,10 +37,7 @@ fn table(op: &Rotary, width: i64, function: &str, n: &mut Lowering) -> Result<St
     let what = format!("|{}|{width}|{op:?}", n.ty(0)?.shape[2]);
     let angles = n.share(&format!("rotary{what}"), |n| {
         let frequencies = frequencies(op, width, n)?;
-        let (positions_input, column) = match n.cache {
-            Some(_) => (kv_cache::positions(n), n.ints(&[1, 3])),
-            None => (n.range(0, 2)?, n.ints(&[1])),
-        };
+        let (positions_input, column) = positions(n)?;
         let positions = n.cast("positions", &positions_input, DataType::Float);
         let positions = n.emit("Unsqueeze", "column", &[&positions, &column], vec![]);
         Ok(n.emit("Mul", "angles", &[&positions, &frequencies], vec![]))
@@ -55,6 +52,35 @@ fn table(op: &Rotary, width: i64, function: &str, n: &mut Lowering) -> Result<St
         let table = n.emit("Mul", "scaled", &[&table, &factor], vec![]);
         Ok(n.narrow("narrow", table))
     })
+}
+
+/// Token positions along the sequence axis of heads, and the axes to add to them.
+fn positions(n: &mut Lowering) -> Result<(String, String)> {
+    Ok(match n.cache {
+        Some(_) => (kv_cache::positions(n), n.ints(&[1, 3])),
+        None => (n.range(0, 2)?, n.ints(&[1])),
+    })
+}
+
+/// The scales of the current length are shared by all layers.
+pub(super) fn position_scale(op: &PositionScale, n: &mut Lowering) -> Result<()> {
+    let x = n.input(0);
+    let scales = n.share(&format!("position_scale|{}|{op:?}", n.ty(0)?.shape[2]), |n| {
+        let (positions, column) = positions(n)?;
+        let (offset, interval) = (n.int(op.offset as i64), n.int(op.interval as i64));
+        let count = n.emit("Add", "count", &[&positions, &offset], vec![]);
+        let intervals = n.emit("Div", "intervals", &[&count, &interval], vec![]);
+        let intervals = n.cast("intervals_float", &intervals, DataType::Float);
+        let (one, factor) = (n.float_wide(1.0), n.float_wide(op.factor));
+        let more = n.emit("Add", "more", &[&intervals, &one], vec![]);
+        let logarithm = n.emit("Log", "logarithm", &[&more], vec![]);
+        let grown = n.emit("Mul", "grown", &[&logarithm, &factor], vec![]);
+        let scales = n.emit("Add", "scales", &[&grown, &one], vec![]);
+        let scales = n.emit("Unsqueeze", "column", &[&scales, &column], vec![]);
+        Ok(n.narrow("narrow", scales))
+    })?;
+    n.finish("Mul", &[&x, &scales], vec![]);
+    Ok(())
 }
 
 /// Angles per position. If they depend on the length, they are computed at run time.

@@ -26,7 +26,11 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let mut set = |key: &str, value: Json| drop(config.insert(key.to_owned(), value));
     let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
     let inner = values.required("feed_forward_length")?;
-    let groups = values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads);
+    let convolutions = if family.has_short_convolutions { Some(layers_with_convolutions(values, layers)?) } else { None };
+    let groups = match convolutions {
+        Some((groups, _)) => groups,
+        None => values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads),
+    };
     let [key_length, value_length, rotary] = ["attention.key_length", "attention.value_length", "rope.dimension_count"].map(|key| values.own(key));
     let (mut key_width, mut value_width, rotary_width) = (values.size(&key_length)?, values.size(&value_length)?, values.size(&rotary)?);
     if family.is_latent {
@@ -57,6 +61,10 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     set("num_key_value_heads", json!(groups));
     if !family.is_latent && (family.head_dim.is_some() || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads))) {
         set("head_dim", json!(head_dim));
+    }
+    if let Some((_, types)) = convolutions {
+        set("layer_types", types);
+        set("block_auto_adjust_ff_dim", json!(false));
     }
     if let Some(experts) = &family.experts {
         set(experts.count, json!(values.required("expert_count")?));
@@ -191,6 +199,19 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         }),
     );
     Ok(config)
+}
+
+/// The number of key-value heads of layers with attention, and the types of all layers. The others are short
+/// convolutions.
+fn layers_with_convolutions(values: &mut Values, layers: u64) -> Result<(u64, Json)> {
+    let key = values.own("attention.head_count_kv");
+    let list = values.integers(&key)?.unwrap_or_default();
+    let groups = list.iter().copied().max().unwrap_or(0);
+    if list.len() as u64 != layers || groups <= 0 || list.iter().any(|count| ![0, groups].contains(count)) {
+        return Err(values.wrong(format!("`{key}` must have zero or the same number of heads for each of {layers} layers")));
+    }
+    let named = |count: &i64| if *count == 0 { "conv" } else { "full_attention" };
+    Ok((groups.unsigned_abs(), list.iter().map(named).collect()))
 }
 
 /// Widths of heads whose keys and values are computed from latent vectors, by their keys in `config.json`.

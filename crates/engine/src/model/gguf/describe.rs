@@ -82,6 +82,22 @@ impl Reader<'_> {
         }
     }
 
+    /// The number of neurons of the weights, if other keys than `intermediate_size` change it.
+    fn stored_neurons(&self) -> Option<u64> {
+        let is_down = |name: &str| self.family.to_gguf(name).is_some_and(|name| name == "blk.0.ffn_down.weight");
+        let mut down = self.model.weights.by_name.iter().filter(|(name, _)| self.family.has_short_convolutions && is_down(name));
+        down.next().and_then(|(_, weight)| weight.shape.last().copied()).map(|neurons| neurons as u64)
+    }
+
+    /// The number of key-value heads of each layer, if some layers have none.
+    fn groups_of_layers(&self, groups: u64) -> Result<Option<Vec<i64>>> {
+        if !self.family.has_short_convolutions {
+            return Ok(None);
+        }
+        let own = |layer| if self.family.is_convolution(layer, self.model.weights.by_name.keys()) { 0 } else { i64::try_from(groups).unwrap_or(i64::MAX) };
+        Ok(Some((0..self.required("num_hidden_layers")?).map(own).collect()))
+    }
+
     /// Number of rotated elements of a head.
     fn rotary_width(&self, head_dim: u64) -> Result<u64> {
         let Some((key, default)) = self.family.partial_rotary else { return Ok(head_dim) };
@@ -111,11 +127,12 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     check(&reader, &mut notes)?;
     let mut own = Vec::new();
     for (gguf_key, key) in SIZES {
-        own.push((gguf_key, Value::Unsigned(reader.required(key)?)));
+        let neurons = if gguf_key == "feed_forward_length" { reader.stored_neurons() } else { None };
+        own.push((gguf_key, Value::Unsigned(neurons.map_or_else(|| reader.required(key), Ok)?)));
     }
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
     let groups = if family.is_latent { 1 } else { reader.size("num_key_value_heads")?.unwrap_or(heads) };
-    own.push(("attention.head_count_kv", Value::Unsigned(groups)));
+    own.push(("attention.head_count_kv", reader.groups_of_layers(groups)?.map_or(Value::Unsigned(groups), Value::Integers)));
     for setting in [&family.epsilon].into_iter().chain(family.settings) {
         own.push((setting.gguf, reader.setting(setting)?));
     }
@@ -325,7 +342,8 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         }
     }
     let layers = reader.required("num_hidden_layers")?;
-    if let (Some(types), Windows::None | Windows::AllBut(_)) = (reader.get("layer_types").and_then(Json::as_array), family.windows) {
+    let types = reader.get("layer_types").filter(|_| !family.has_short_convolutions).and_then(Json::as_array);
+    if let (Some(types), Windows::None | Windows::AllBut(_)) = (types, family.windows) {
         let named = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
         let other = |(layer, kind): (u64, &Json)| kind.as_str() != Some(named(family.windows.slides(layer)));
         if (0..layers).zip(types).any(other) {

@@ -154,7 +154,10 @@ fn weights(family: &GgufFamily, mut opened: GgufFile, config: &Map<String, Json>
     let heads = |key: &str| size(key).filter(|count| *count > 0);
     let mut weights = BTreeMap::new();
     let mut layers = BTreeSet::new();
-    for (name, weight) in tensors {
+    for (name, mut weight) in tensors {
+        if GgufFamily::is_filter(&name) && weight.shape.len() == 2 {
+            weight.shape.insert(1, 1);
+        }
         if name == config::FACTORS {
             continue;
         }

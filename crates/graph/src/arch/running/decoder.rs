@@ -8,7 +8,7 @@ use super::parts::{language_head, slices, text_inputs};
 use super::rope::{RopeDefaults, neighbors, rotary};
 use super::{Settings, indivisible};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Scale, Sigmoid, SplitHeads, Tanh};
+use crate::ir::ops::{Add, Attention, ChunkBias, Embedding, Linear, MergeHeads, Mul, Normalize, RmsNorm, Scale, Sigmoid, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
 
 impl<'s, 'c> Decoder<'s, 'c> {
@@ -133,8 +133,13 @@ impl<'s, 'c> Decoder<'s, 'c> {
             Some(latent) => (latent.heads(self, b, at, &layer, x)?, None),
             None => self.split(b, at, &layer, x)?,
         };
-        let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap, ..Attention::default() };
+        // Keys of a chunk are less than its size away.
+        let window = layer.window.or(layer.chunk);
+        let attention = Attention { scale: self.scale, causal: self.causal, window, soft_cap: self.soft_cap, ..Attention::default() };
         let mut inputs = vec![q, k, v, mask];
+        if let Some(size) = layer.chunk {
+            inputs.push(b.node(&at.node("self_attn.chunks"), ChunkBias { size }, &[mask])?);
+        }
         if self.sinks {
             inputs.push(b.param(&at.module("self_attn.sinks"), &[self.heads])?);
         }
@@ -176,6 +181,14 @@ impl<'s, 'c> Decoder<'s, 'c> {
                 *value = b.node(&at.node(&format!("{name}_rotary")), rotary.clone(), &[*value])?;
             }
             *value = norm(b, HeadNorms::AfterRotary, *value)?;
+            if let Some(epsilon) = layer.unit_norm.filter(|_| part != "v") {
+                let width = self.head_dim as f64;
+                let unit = b.node(&at.node(&format!("{name}_unit")), Normalize { epsilon: epsilon * width }, &[*value])?;
+                *value = b.node(&at.node(&format!("{name}_normed")), Scale { factor: width.sqrt() }, &[unit])?;
+            }
+            if let Some(scale) = layer.query_scale.filter(|_| part == "q") {
+                *value = b.node(&at.node(&format!("{name}_scaled")), scale, &[*value])?;
+            }
         }
         Ok((heads, gate))
     }
@@ -212,7 +225,7 @@ fn scaled(b: &mut Builder, node: &str, factor: Option<f64>, x: ValueId) -> Resul
 /// Layers with the same rotary embedding, and a sliding window where `slides` returns true.
 pub fn every_layer(s: &Settings, head_dim: usize, rope: RopeDefaults, slides: impl Fn(usize) -> Result<bool>) -> Result<impl Fn(usize) -> Result<Layer>> {
     let rotary = rotary(s, head_dim, rope)?;
-    Ok(move |index| Ok(Layer { rotary: Some(rotary.clone()), window: window(s, slides(index)?)? }))
+    Ok(move |index| Ok(Layer { rotary: Some(rotary.clone()), window: window(s, slides(index)?)?, ..Layer::default() }))
 }
 
 /// The sliding window of a layer, if `slides` is true.

@@ -2,7 +2,7 @@
 
 pub use super::layout::{Clamped, Experts, Shared};
 use super::layout::{Decoder, LayerNames};
-use super::parts::{linear_of, slices, swish};
+use super::parts::{slices, swish};
 use crate::error::Result;
 use crate::ir::ops::{Add, Clip, Combine, Dispatch, Linear, Mul, Reshape, Sigmoid, Slice, TargetSize};
 use crate::ir::{Builder, ValueId};
@@ -22,14 +22,14 @@ impl Experts {
             tokens = decoder.linear(b, at, &name(before), x, narrow, decoder.mlp_bias)?;
         }
         for expert in 0..self.count {
-            let routed = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[tokens, weights])?;
+            let routed = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert, weighted: self.weighted_inputs }, &[tokens, weights])?;
             outputs.push(match (self.clamped, fused) {
                 (Some(clamped), _) => self.clamped(b, at, expert, routed, clamped)?,
                 (None, true) => self.slice(decoder, b, at, expert, routed)?,
                 (None, false) => decoder.feed_forward(b, at, (&name(&format!("experts.{expert}")), self.parts), routed, self.inner, false)?,
             });
         }
-        let mut sum = b.node(&at.node(&name("experts")), Combine {}, &outputs)?;
+        let mut sum = b.node(&at.node(&name("experts")), Combine { plain: self.weighted_inputs }, &outputs)?;
         if let Some(([_, after], _)) = self.latent {
             sum = decoder.linear(b, at, &name(after), sum, width, decoder.mlp_bias)?;
         }
@@ -47,13 +47,16 @@ impl Experts {
     fn slice(&self, decoder: &Decoder, b: &mut Builder, at: &LayerNames, expert: usize, x: ValueId) -> Result<ValueId> {
         let name = |part: &str| format!("{}.experts.{expert}.{part}", self.block);
         let (width, both) = (b.width(x)?, self.inner.saturating_mul(2));
-        let gate_up = self.own(b, at, expert, ["gate_up_proj", self.stacked[0]], &[both, width])?;
-        let both = linear_of(b, &at.node(&name("gate_up_proj")), x, gate_up)?;
+        let input_major = self.input_major;
+        let linear = |b: &mut Builder, part: &str, tensor: &str, x: ValueId, [out, width]: [usize; 2]| {
+            let weight = self.own(b, at, expert, [part, tensor], &if input_major { [width, out] } else { [out, width] })?;
+            b.node(&at.node(&name(part)), Linear { input_major }, &[x, weight])
+        };
+        let both = linear(b, "gate_up_proj", self.stacked[0], x, [both, width])?;
         let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [self.inner; 2])?;
         let gate = decoder.act(b, at, &format!("{}.experts.{expert}", self.block), gate)?;
         let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
-        let down = self.own(b, at, expert, ["down_proj", self.stacked[1]], &[width, self.inner])?;
-        linear_of(b, &at.node(&name("down_proj")), gated, down)
+        linear(b, "down_proj", self.stacked[1], gated, [width, self.inner])
     }
 
     /// An expert of gpt-oss: projections `[in, out]` with biases, of which gate and up alternate.

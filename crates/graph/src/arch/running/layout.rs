@@ -3,7 +3,7 @@
 use super::Settings;
 use super::parts::{activate, layer_norm_with, linear_with, rms_norm, slices};
 use crate::error::Result;
-use crate::ir::ops::{Mul, RmsNorm, Rotary, Route};
+use crate::ir::ops::{Mul, PositionScale, RmsNorm, Rotary, Route};
 use crate::ir::{Builder, ValueId};
 
 /// Names of the normalizations of a layer: before and after attention, before and after the feed-forward
@@ -54,11 +54,19 @@ impl Norm {
 }
 
 /// Properties of one layer.
+#[derive(Default)]
 pub struct Layer {
     /// Rotary embedding of queries and keys; `None` for layers without positions.
     pub rotary: Option<Rotary>,
     /// Sliding window: the maximum number of keys that a query attends to.
     pub window: Option<usize>,
+    /// Number of tokens in a chunk, if queries attend only to keys of their chunk.
+    pub chunk: Option<usize>,
+    /// Epsilon of a root mean square normalization without weights of each head of queries and keys, after
+    /// the rotary embedding.
+    pub unit_norm: Option<f64>,
+    /// Scale of queries by their position.
+    pub query_scale: Option<PositionScale>,
 }
 
 /// Layers that combine tokens in another way than attention.
@@ -235,6 +243,10 @@ pub struct Experts {
     pub parts: [&'static str; 3],
     /// Names of the tensors that stack gate and up, and down projections of all experts.
     pub stacked: [&'static str; 2],
+    /// Whether these tensors have the axes `[experts, in, out]` instead of `[experts, out, in]`.
+    pub input_major: bool,
+    /// Whether the routing weights multiply the inputs of experts instead of their outputs.
+    pub weighted_inputs: bool,
     /// The feed-forward network of experts like those of gpt-oss.
     pub clamped: Option<Clamped>,
     /// Names of projections before and after the experts, and the width between them.
@@ -269,6 +281,8 @@ impl Default for Experts {
             selection_bias: None,
             parts: PARTS,
             stacked: ["experts.gate_up_proj", "experts.down_proj"],
+            input_major: false,
+            weighted_inputs: false,
             clamped: None,
             latent: None,
             shared: None,

@@ -45,6 +45,10 @@ pub fn dense_layers(config: &Map<String, Value>, has_experts: &[bool]) -> Vec<(&
             DenseLayers::Count(key) if dense.iter().copied().eq(0..dense.len()) => found.push((key, json!(dense.len()))),
             DenseLayers::Count(_) => {}
             DenseLayers::Types(key) => found.push((key, has_experts.iter().map(|has| if *has { "sparse" } else { "dense" }).collect())),
+            DenseLayers::Experts(key) => {
+                let sparse: Vec<usize> = (0..has_experts.len()).filter(|layer| !dense.contains(layer)).collect();
+                found.push((key, json!(sparse)));
+            }
             DenseLayers::Indices(key, step) => {
                 found.push((key, json!(dense)));
                 // The default is 1.
@@ -206,6 +210,8 @@ mod tests {
         assert_eq!(changed(glm, &[true, true]), [("mlp_layer_types", json!(["sparse", "sparse"])), ("first_k_dense_replace", json!(0))]);
         assert!(changed(json!({ "model_type": "deepseek_v3", "first_k_dense_replace": 1 }), &[false, true]).is_empty());
         assert!(changed(json!({ "model_type": "mixtral" }), &[true]).is_empty());
+        let llama4 = json!({ "model_type": "llama4_text", "moe_layers": [1, 3] });
+        assert_eq!(changed(llama4, &[true, false, true]), [("moe_layers", json!([0, 2]))]);
     }
 
     #[test]

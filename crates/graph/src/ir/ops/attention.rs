@@ -15,12 +15,13 @@ use crate::ir::{Bindings, Dim, Element, TensorType};
 /// `softmax(capped(scale · q kᵀ) + bias + mask) v` for each head (Vaswani et al., 2017).
 ///
 /// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`,
-/// optionally an integer mask `[batch, keys]` that is zero for padding keys, optionally a bias
-/// `[heads, sequence, keys]` (see [`RelativeBias`](super::RelativeBias)) or `[batch, heads, sequence,
-/// keys]`, of which any axis may be 1, and optionally attention sinks `[heads]`: the softmax of a head
-/// includes its sink as the score of a key without a value (OpenAI, *gpt-oss-120b & gpt-oss-20b Model
-/// Card*, 2025). Query head `i` reads key head `i / (heads / groups)`. If the attention is causal and there
-/// are more keys than queries, as in incremental decoding, the last query has the position of the last key.
+/// optionally an integer mask `[batch, keys]` that is zero for padding keys, optionally a bias `[heads,
+/// sequence, keys]` (see [`RelativeBias`](super::RelativeBias)) or `[1, sequence, keys]` (see
+/// [`ChunkBias`](super::ChunkBias)) or `[batch, heads, sequence, keys]`, of which any axis may be 1, and
+/// optionally attention sinks `[heads]`: the softmax of a head includes its sink as the score of a key
+/// without a value (OpenAI, *gpt-oss-120b & gpt-oss-20b Model Card*, 2025). Query head `i` reads key head
+/// `i / (heads / groups)`. If the attention is causal and there are more keys than queries, as in
+/// incremental decoding, the last query has the position of the last key.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Attention {
@@ -246,7 +247,7 @@ impl OpSpec for Attention {
         }
         let bias = [&q.shape[0], &q.shape[1], &q.shape[2], &k.shape[2]];
         let is_bias = |extra: &TensorType| match extra.shape.len() {
-            3 => extra.shape.iter().eq(bias[1..].iter().copied()),
+            3 => extra.shape[1..].iter().eq(bias[2..].iter().copied()) && (extra.shape[0] == *bias[1] || extra.shape[0] == Dim::Fixed(1)),
             4 => extra.shape.iter().zip(bias).all(|(size, wanted)| size == wanted || *size == Dim::Fixed(1)),
             _ => false,
         };
@@ -256,7 +257,7 @@ impl OpSpec for Attention {
                 Element::Int if extra.shape != [k.shape[0].clone(), k.shape[2].clone()] => return Err("the mask must be [batch, keys]".into()),
                 Element::Float if extra.shape.len() == 1 && extra.shape != q.shape[1..2] => return Err("the sinks must be [heads]".into()),
                 Element::Float if extra.shape.len() > 1 && !is_bias(extra) => {
-                    return Err("the bias must be [heads, sequence, keys], or [batch, heads, sequence, keys] with any axis of size 1".into());
+                    return Err("the bias must be [heads or 1, sequence, keys], or [batch, heads, sequence, keys] with any axis of size 1".into());
                 }
                 Element::Float if inputs[place + 4..].iter().any(|next| next.shape.len() > 1 || extra.shape.len() == 1) => {
                     return Err("the bias must be the last input, except for the sinks".into());
@@ -273,6 +274,7 @@ impl OpSpec for Attention {
         let extras = inputs.iter().skip(3).map(|extra| match extra.shape.len() {
             1 => ", (g r)".to_owned(),
             2 => ", b t!".to_owned(),
+            3 if extra.shape[0] != inputs[0].shape[1] => ", _ s! t!".to_owned(),
             3 => ", (g r) s! t!".to_owned(),
             _ => {
                 let letters = extra.shape.iter().zip(["b", "(g r)", "s!", "t!"]);

@@ -173,12 +173,21 @@ impl OpSpec for Route {
 pub struct Dispatch {
     /// Index of the expert.
     pub expert: usize,
+    /// Whether the rows are multiplied by the routing weights (Llama 4).
+    #[serde(skip_serializing_if = "super::is_zero")]
+    pub weighted: bool,
 }
 
 impl Dispatch {
     fn masked(&self, x: &Tensor, weights: &Tensor) -> candle_core::Result<Tensor> {
         let sees = weights.narrow(D::Minus1, self.expert, 1)?.ne_scalar(0.0)?;
         sees.broadcast_as(x.shape())?.contiguous()?.where_cond(&x.contiguous()?, &x.zeros_like()?)
+    }
+
+    /// The rows, multiplied by the routing weights if they are weighted.
+    fn rows(&self, x: &Tensor, weights: &Tensor) -> candle_core::Result<Tensor> {
+        let rows = self.masked(x, weights)?;
+        if self.weighted { rows.broadcast_mul(&weights.narrow(D::Minus1, self.expert, 1)?.to_dtype(x.dtype())?) } else { Ok(rows) }
     }
 }
 
@@ -212,17 +221,26 @@ impl OpSpec for Dispatch {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        self.masked(&inputs[0], &inputs[1])
+        self.rows(&inputs[0], &inputs[1])
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let weights = backward.inputs[1].tensor()?;
-        let of_values = backward.gradient_of(0, || self.masked(backward.gradient, weights))?;
-        Ok(vec![of_values, backward.gradient_of(1, || weights.zeros_like())?])
+        let of_values = backward.gradient_of(0, || self.rows(backward.gradient, weights))?;
+        let of_weights = backward.gradient_of(1, || {
+            if !self.weighted {
+                return weights.zeros_like();
+            }
+            // Weights of zero select no expert.
+            let own = (wide(backward.inputs[0].tensor()?)? * wide(&self.masked(backward.gradient, weights)?)?)?.sum_keepdim(D::Minus1)?;
+            let after = weights.dim(D::Minus1)? - self.expert - 1;
+            own.pad_with_zeros(D::Minus1, self.expert, after)?.to_dtype(weights.dtype())
+        })?;
+        Ok(vec![of_values, of_weights])
     }
 
     fn reads_input(&self, input: usize) -> bool {
-        input == 1
+        input == 1 || self.weighted
     }
 }
 
@@ -230,7 +248,19 @@ impl OpSpec for Dispatch {
 /// first input.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Combine {}
+pub struct Combine {
+    /// Whether the outputs of the experts of a token are added without the weights, which then multiply the
+    /// inputs ([`Dispatch::weighted`]).
+    #[serde(skip_serializing_if = "super::is_zero")]
+    pub plain: bool,
+}
+
+impl Combine {
+    /// The factors on the outputs, from the routing weights.
+    fn factors(self, weights: &Tensor) -> candle_core::Result<Tensor> {
+        if self.plain { weights.ne_scalar(0.0)?.to_dtype(weights.dtype()) } else { Ok(weights.clone()) }
+    }
+}
 
 impl OpSpec for Combine {
     fn arity(&self) -> Range<usize> {
@@ -253,7 +283,8 @@ impl OpSpec for Combine {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let weight = |expert: usize| inputs[0].narrow(D::Minus1, expert, 1);
+        let factors = self.factors(&inputs[0])?;
+        let weight = |expert: usize| factors.narrow(D::Minus1, expert, 1);
         let mut sum = inputs[1].broadcast_mul(&weight(0)?)?;
         for (expert, values) in inputs[1..].iter().enumerate().skip(1) {
             sum = (sum + values.broadcast_mul(&weight(expert)?)?)?;
@@ -263,15 +294,17 @@ impl OpSpec for Combine {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (weights, gradient) = (backward.inputs[0].tensor()?, backward.gradient);
+        let factors = self.factors(weights)?;
         let mut parts = Vec::with_capacity(backward.inputs.len());
         let mut found = vec![None; backward.inputs.len()];
         for (expert, values) in backward.inputs[1..].iter().enumerate() {
-            if backward.needs_gradient(0) {
+            if backward.needs_gradient(0) && !self.plain {
                 parts.push((wide(values.tensor()?)? * wide(gradient)?)?.sum_keepdim(D::Minus1)?);
             }
-            found[expert + 1] = backward.gradient_of(expert + 1, || gradient.broadcast_mul(&weights.narrow(D::Minus1, expert, 1)?))?;
+            found[expert + 1] = backward.gradient_of(expert + 1, || gradient.broadcast_mul(&factors.narrow(D::Minus1, expert, 1)?))?;
         }
-        found[0] = backward.gradient_of(0, || Tensor::cat(&parts, D::Minus1)?.to_dtype(weights.dtype()))?;
+        let of_weights = || if self.plain { weights.zeros_like() } else { Tensor::cat(&parts, D::Minus1)?.to_dtype(weights.dtype()) };
+        found[0] = backward.gradient_of(0, of_weights)?;
         Ok(found)
     }
 }

@@ -8,6 +8,7 @@ mod batch_norm;
 mod binary;
 mod cache_quantize;
 mod causal_conv;
+mod chunk_bias;
 mod concat;
 mod constants;
 mod conv;
@@ -34,6 +35,7 @@ mod opaque;
 mod pad;
 mod patchify;
 mod pool;
+mod position_scale;
 mod positions;
 mod prepend;
 mod recurrent;
@@ -75,6 +77,7 @@ pub use batch_norm::BatchNorm;
 pub use binary::{Binary, BinaryKind};
 pub use cache_quantize::CacheQuantize;
 pub use causal_conv::CausalConv;
+pub use chunk_bias::ChunkBias;
 pub use concat::Concat;
 pub use constants::{ScalarOps, constant};
 pub use conv::Conv;
@@ -101,6 +104,7 @@ pub use opaque::{Function, Opaque};
 pub use pad::{Pad, PadMode};
 pub use patchify::Patchify;
 pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
+pub use position_scale::PositionScale;
 pub use positions::Positions;
 pub use prepend::Prepend;
 pub use recurrent::{Direction, Recurrent, RecurrentKind, RecurrentResult};
@@ -250,9 +254,9 @@ ops! {
     Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
     Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedFakeQuantize, CacheQuantize,
     Add, Mul,
-    Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
+    Embedding, Positions, PositionScale, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
-    MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, Normalize, Route, Dispatch, Combine,
+    MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, ChunkBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, CumSum, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     CausalConv, Decay, GatedDelta,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,

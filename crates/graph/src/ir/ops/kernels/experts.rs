@@ -20,7 +20,10 @@ impl Kernel for Dispatch {
             let (values, weights) = (hosts[0].floats()?, hosts[1].floats()?);
             let mut y = cleared(x.elem_count());
             let rows = y.par_chunks_mut(width).zip(values.par_chunks(width)).zip(weights.par_chunks(experts)).with_min_len(ROWS);
-            rows.filter(|(_, weights)| weights[self.expert] != 0.0).for_each(|((y, x), _)| y.copy_from_slice(x));
+            rows.filter(|(_, weights)| weights[self.expert] != 0.0).for_each(|((y, x), weights)| {
+                let weight = if self.weighted { weights[self.expert] } else { 1.0 };
+                y.iter_mut().zip(x).for_each(|(y, x)| *y = weight * x);
+            });
             Some(y)
         };
         compute().map(|values| Tensor::from_vec(values, x.dims(), x.device())).transpose()
@@ -38,6 +41,7 @@ impl Kernel for Combine {
             let mut y = cleared(inputs[1].elem_count());
             y.par_chunks_mut(width).zip(weights.par_chunks(experts)).enumerate().with_min_len(ROWS).for_each(|(row, (y, weights))| {
                 for (weight, values) in weights.iter().zip(values).filter(|(weight, _)| **weight != 0.0) {
+                    let weight = if self.plain { 1.0 } else { *weight };
                     y.iter_mut().zip(&values[row * width..]).for_each(|(y, x)| *y += weight * x);
                 }
             });

@@ -1,0 +1,137 @@
+//! Text models of Llama 4: attention within chunks and normalized queries and keys in most layers, no
+//! position embedding in the others, whose queries are scaled by their position, and experts with scaled
+//! inputs next to a shared expert.
+
+use super::{DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, Sizes, without_graph};
+
+pub(super) const LLAMA4_TEXT: Family = Family {
+    model_type: "llama4_text",
+    graph: graph!(running::build),
+    keys: Keys {
+        harmless: &[
+            "attention_dropout",
+            "for_llm_compressor",
+            "interleave_moe_layer_step",
+            "max_position_embeddings",
+            "no_rope_layer_interval",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "router_jitter_noise",
+            // Of chunks and of scaled queries only.
+            "attention_chunk_size",
+            "attn_scale",
+            "floor_scale",
+        ],
+        neutral: &[("partial_rotary_factor", "1.0")],
+    },
+    // The default head width is not derived from the residual stream.
+    sizes: Some(&Sizes {
+        custom_head_dim_default: true,
+        other_sizes: &[
+            ("intermediate_size", "layers.0.feed_forward.experts.down_proj", 1),
+            ("intermediate_size", "layers.0.feed_forward.experts.0.down_proj.weight", 1),
+            ("intermediate_size_mlp", "layers.0.feed_forward.down_proj.weight", 1),
+        ],
+        ..DECODER_SIZES
+    }),
+    experts: Some(ExpertLayout { dense: &[DenseLayers::Experts("moe_layers")], ..without_graph::LLAMA4_EXPERTS }),
+    ..without_graph::LLAMA4
+};
+
+#[cfg(feature = "run")]
+mod running {
+    use serde_json::Value;
+
+    use crate::arch::layer_list::LAYER_TYPES;
+    use crate::arch::running::Settings;
+    use crate::arch::running::decoder::{Decoder, Layer, Norm};
+    use crate::arch::running::experts::{Experts, Shared};
+    use crate::arch::running::rope::{RopeDefaults, rotary};
+    use crate::arch::smollm3::running::{uses_rotary, uses_rotary_by_interval};
+    use crate::error::{Error, Result};
+    use crate::ir::Builder;
+    use crate::ir::ops::{PositionScale, Route};
+
+    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+        const EPSILON: f64 = 1e-5;
+        let head_dim = Some(128).filter(|_| !s.is_null("head_dim"));
+        let decoder = Decoder {
+            interleaved: true,
+            network: "feed_forward",
+            neurons: Some(s.size_or("intermediate_size_mlp", 16384)?),
+            mlp_bias: false,
+            experts: Some(experts(s)?),
+            ..Decoder::with_norm(s, head_dim, Some(8), Norm::rms(s, EPSILON)?)?
+        };
+        let rotary = rotary(s, decoder.head_dim, RopeDefaults { theta: 500_000.0, ..RopeDefaults::default() })?;
+        let unit_norm = if s.flag_or("use_qk_norm", true)? { Some(s.number_or("rms_norm_eps", EPSILON)?) } else { None };
+        let is_scaled = s.flag_or("attn_temperature_tuning", true)?;
+        decoder.build(b, |index| {
+            let has_rotary = match s.get("no_rope_layers").and_then(Value::as_array) {
+                Some(list) if list.is_empty() => uses_rotary_by_interval(s, index)?,
+                _ => uses_rotary(s, index)?,
+            };
+            let scale = || Ok::<_, Error>(PositionScale { interval: s.size_or("floor_scale", 8192)?, factor: s.number_or("attn_scale", 0.1)?, offset: 1 });
+            Ok(Layer {
+                rotary: has_rotary.then(|| rotary.clone()),
+                chunk: if is_chunked(s, index, has_rotary)? { Some(chunk(s)?) } else { None },
+                unit_norm: unit_norm.filter(|_| has_rotary),
+                query_scale: if is_scaled && !has_rotary { Some(scale()?) } else { None },
+                ..Layer::default()
+            })
+        })
+    }
+
+    fn experts(s: &Settings) -> Result<Experts> {
+        const INDICES: &str = "moe_layers";
+        let (layers, inner) = (s.size("num_hidden_layers")?, s.size("intermediate_size")?);
+        let step = s.size_or("interleave_moe_layer_step", 1)?;
+        let (mut step, mut plain) = (step, Vec::new());
+        if let Some(value) = s.get(INDICES) {
+            let number = |value: &Value| usize::try_from(value.as_u64()?).ok();
+            let listed: Option<Vec<usize>> = value.as_array().and_then(|list| list.iter().map(number).collect());
+            let listed = listed.ok_or_else(|| Error::graph("config.json", format!("`{INDICES}` is {value}, expected a list of layer indices")))?;
+            (step, plain) = (1, (0..layers).filter(|layer| !listed.contains(layer)).collect());
+        }
+        Ok(Experts {
+            count: s.size_or("num_local_experts", 16)?,
+            route: Route { top: s.size_or("num_experts_per_tok", 1)?, sigmoid: true, ..Route::default() },
+            inner,
+            block: "feed_forward",
+            router: "router",
+            input_major: true,
+            weighted_inputs: true,
+            shared: Some(Shared { module: "feed_forward.shared_expert", inner, gated: false }),
+            plain,
+            step,
+            ..Experts::default()
+        })
+    }
+
+    /// Whether the queries of a layer attend only to keys of their chunk.
+    fn is_chunked(s: &Settings, layer: usize, has_rotary: bool) -> Result<bool> {
+        match s.get(LAYER_TYPES).map(|types| types.get(layer).and_then(Value::as_str)) {
+            None => Ok(has_rotary),
+            Some(Some("chunked_attention")) => Ok(true),
+            Some(Some("full_attention")) => Ok(false),
+            Some(other) => {
+                Err(Error::graph("config.json", format!("`{LAYER_TYPES}` of layer {layer} is {other:?}, expected chunked_attention or full_attention")))
+            }
+        }
+    }
+
+    /// Number of tokens in a chunk.
+    fn chunk(s: &Settings) -> Result<usize> {
+        const KEY: &str = "attention_chunk_size";
+        if s.is_null(KEY) {
+            return Err(Error::graph("config.json", format!("`{KEY}` is null, but layers require one")));
+        }
+        if !s.flag_or("is_causal", true)? {
+            return Err(Error::Unsupported {
+                what: "config.json: `is_causal` of false with chunked attention".into(),
+                hint: "chunks are supported only with causal attention".into(),
+            });
+        }
+        s.size_or(KEY, 8192)
+    }
+}
