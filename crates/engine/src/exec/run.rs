@@ -383,6 +383,11 @@ pub(super) fn macs(graph: &Graph, node: &Node, operands: &[Tensor], result: &Ten
     analysis::macs_of_node(graph, node, |id| if id == node.output { result.dims() } else { operand(id).map_or(&[], Tensor::dims) })
 }
 
+/// Multiply-accumulate operations of a node, with the sizes of all values; those of parameters are fixed.
+pub(super) fn macs_of_sizes(graph: &Graph, node: &Node, dims: &[Vec<usize>]) -> u64 {
+    analysis::macs_of_node(graph, node, |id| dims.get(id.index()).map_or(&[] as &[usize], Vec::as_slice))
+}
+
 /// The scheme in which the first input of a node is rounded, if it is a linear layer with a quantized weight.
 pub(super) fn input_scheme(graph: &Graph, node: &Node, parameters: &Parameters) -> Option<ActivationScheme> {
     match (&node.op, node.inputs.as_slice()) {

@@ -19,7 +19,6 @@ use super::dropout::{Dropout, DropoutSeed};
 use super::memory::GRADIENT;
 use super::sizes::InputCheck;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, Rounding, bytes_of, run};
-use crate::analysis;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -289,9 +288,8 @@ impl<'g> Tape<'g> {
             memory_tracker.work_on(if recomputed { "recomputation" } else { "forward" }, self.name(node));
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
-            let result = self.prepared(index, compute).forward(&operands);
-            let result = result.and_then(|result| run::in_precision(&node.op, result, compute));
-            let result = result.and_then(|result| self.drop_out(index, result, dropout)).map_err(run::failed(self.name(node)))?;
+            let dropped = |result| self.drop_out(index, run::in_precision(&node.op, result, compute)?, dropout);
+            let result = self.prepared(index, compute).forward(&operands).and_then(dropped).map_err(run::failed(self.name(node)))?;
             memory_tracker.count_macs(|| run::macs(self.graph, node, &operands, &result));
             observe(node, &operands, &result)?;
             drop(operands);
@@ -357,8 +355,7 @@ impl<'g> Tape<'g> {
                     if self.observed.contains(&node.output) {
                         sink(self.name(node), gradient.clone())?;
                     }
-                    let sizes = |id: ValueId| dims.get(id.index()).map_or(&[] as &[usize], Vec::as_slice);
-                    memory_tracker.count_macs(|| 2 * analysis::macs_of_node(self.graph, node, sizes));
+                    memory_tracker.count_macs(|| 2 * run::macs_of_sizes(self.graph, node, dims));
                     let gradient = self.drop_out(index, gradient, dropout).map_err(run::failed(self.name(node)))?;
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
