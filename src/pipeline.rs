@@ -19,6 +19,8 @@ mod running;
 #[path = "pipeline/weights_only.rs"]
 mod running;
 mod runtimes;
+mod time;
+mod timing;
 mod verify;
 #[cfg(feature = "zstd")]
 mod zstd_size;
@@ -37,6 +39,9 @@ pub use running::ResultCache;
 #[cfg(feature = "run")]
 #[doc(hidden)]
 pub use running::{CachedResult, draft, has_placeholder, memory_limit, search, starter, trial};
+pub use time::StageWork;
+#[doc(hidden)]
+pub use time::{RateFile, Rates, sum_of};
 pub use verify::{Check, verify};
 
 pub use crate::run_state::PartIndex;

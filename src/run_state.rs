@@ -1,6 +1,7 @@
 //! The state of a run: applied passes, work to do before writing, and notes for the report.
 
 mod importance;
+mod model_run;
 mod part;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 pub use self::importance::{ColumnImportance, InputImportance, Samples};
+pub use self::model_run::ModelRun;
 pub use self::part::{Assignment, Part, PartIndex};
 
 use crate::error::Result;
@@ -42,6 +44,12 @@ pub struct Applied {
     pub rule: String,
     /// Time spent in it.
     pub meter: Arc<Meter>,
+    /// Counted runs of models before writing; `None` if they are not known in advance.
+    pub model_runs: Option<Vec<ModelRun>>,
+    /// Elapsed time of the work before writing; `None` without such work, or for a cached result.
+    pub seconds: Option<f64>,
+    /// Multiply-accumulates of the models that it ran, if they were counted.
+    pub counted_macs: Option<u64>,
     /// Peak resident memory while it ran; `None` for passes that are executed during writing.
     pub peak_rss_bytes: Option<u64>,
     /// Peak GPU memory while it ran; `None` if no GPU was used.
@@ -87,6 +95,9 @@ impl Applied {
             tensors: BTreeSet::new(),
             rule: String::new(),
             meter: Arc::new(Meter::default()),
+            model_runs: None,
+            seconds: None,
+            counted_macs: None,
             peak_rss_bytes: None,
             peak_vram_bytes: None,
             details: Value::Null,

@@ -1,5 +1,6 @@
-"""Measurement of processes."""
+"""Measurement of processes, and the end of scripts that run some."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -10,6 +11,18 @@ from pathlib import Path
 
 class Failed(Exception):
     pass
+
+
+@contextlib.contextmanager
+def exits(name):
+    """Ends the script with a message that begins with its name if a process or a file fails, and with the exit code of an
+    interruption."""
+    try:
+        yield
+    except (Failed, subprocess.CalledProcessError, OSError) as error:
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 # An intermediate process, because the initial memory of a process is a copy of its parent and counts for its

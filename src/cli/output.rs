@@ -9,13 +9,13 @@ use serde_json::json;
 
 use super::args::{Global, LogFormat};
 use super::progress::write_event;
-use super::running::follow;
+use super::running::{follow, record_times};
 use crate::error::{Error, Result, counted, redact};
 use crate::model::Model;
-use crate::pipeline::{ModelMemory, PartOutcome, Pipeline, Plan, parts_folder};
+use crate::pipeline::{ModelMemory, PartOutcome, Pipeline, Plan, StageWork, parts_folder, sum_of};
 use crate::report::Report;
 use crate::report::escape::{self, display, display_line};
-use crate::report::format::{bytes, count, natural};
+use crate::report::format::{bytes, count, natural, seconds};
 use crate::report::terminal::{note_line, table};
 use crate::run_state::PartIndex;
 
@@ -117,6 +117,7 @@ fn show_part(outcome: PartOutcome, index: PartIndex, folder: &Path, global: &Glo
 
 /// Shows the report of a run.
 pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<()> {
+    record_times(report, global);
     if global.json {
         return json(report);
     }
@@ -180,10 +181,33 @@ fn plan_text(plan: &Plan) -> String {
         "\n{}\n",
         table(&["would write", ""], samples.chain(rows).chain(before).chain(runs).chain(loads).map(|(name, value)| vec![name.to_owned(), value]))
     );
+    out += &format!("\n{}", work(&plan.work));
     for note in &plan.notes {
         out += &note_line(note);
     }
     out
+}
+
+/// The counted work of stages, with estimated times and their sum.
+pub(super) fn work(stages: &[StageWork]) -> String {
+    let row = |stage: &StageWork| {
+        let work = [
+            stage.macs.filter(|macs| *macs > 0).map(|macs| format!("{} multiply-accumulates", count(macs))),
+            Some(stage.read_bytes).filter(|read| *read > 0).map(|read| format!("{} read", bytes(read))),
+            Some(stage.written_bytes).filter(|written| *written > 0).map(|written| format!("{} written", bytes(written))),
+        ];
+        let work = if stage.macs.is_none() { "not known in advance".to_owned() } else { work.into_iter().flatten().collect::<Vec<_>>().join(", ") };
+        let time = stage.estimated_seconds.map_or("-".to_owned(), seconds);
+        let bound = if stage.at_most && stage.macs.is_some() { "at most " } else { "" };
+        vec![stage.name.clone(), format!("{bound}{work}"), format!("{bound}{time}")]
+    };
+    let mut text = format!("{}\n", table(&["stage", "work", "estimated time"], stages.iter().map(row)));
+    if let Some(total) = sum_of(stages) {
+        let unknown = stages.iter().any(|stage| stage.estimated_seconds.is_none());
+        let without = if unknown { ", without the stages whose work is not known in advance" } else { "" };
+        text += &format!(" estimated time of the run: {}{without}\n", seconds(total));
+    }
+    text
 }
 
 /// Memory needed to run a model, and whether it runs block by block.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use super::args::{Global, Runtimes};
+use super::running::with_rates;
 use super::{output, run};
 use crate::error::{Error, Result, counted};
 use crate::pipeline::{Pipeline, Plan};
@@ -46,7 +47,7 @@ impl Args {
     fn plans(&self, path: &Path, global: &Global) -> Result<Vec<(String, Plan)>> {
         let mut plans = Vec::new();
         for Variant { name, recipe } in self.variants(path)? {
-            let pipeline = pipeline(path, &recipe, global, &self.runtimes)?;
+            let pipeline = pipeline(path, &recipe, (global, true), &self.runtimes)?;
             let model = run::open_model(path, &recipe)?;
             // An output that exists may be that of an earlier run of the recipe.
             let is_new = |output: &&Path| !crate::files::is_remote(output) && output.symlink_metadata().is_err();
@@ -70,7 +71,7 @@ impl Args {
             for Variant { name, recipe } in &variants {
                 // The runs of a sweep write to folders inside the output.
                 let output = recipe.output.as_deref().filter(|_| name.is_empty());
-                pipeline(path, recipe, global, &self.runtimes)?.check_formats(output).map_err(|e| named(path, e))?;
+                pipeline(path, recipe, (global, false), &self.runtimes)?.check_formats(output).map_err(|e| named(path, e))?;
             }
             checked.push((path, variants.len()));
         }
@@ -81,8 +82,10 @@ impl Args {
     }
 }
 
-fn pipeline(path: &Path, recipe: &Recipe, global: &Global, runtimes: &Runtimes) -> Result<Pipeline> {
-    global.builder()?.recipe(recipe).loads(runtimes.loads.iter().copied()).build().map_err(|e| named(path, e))
+/// The pipeline of a recipe. `measures`: the rates of the machine are measured, unless they are known.
+fn pipeline(path: &Path, recipe: &Recipe, (global, measures): (&Global, bool), runtimes: &Runtimes) -> Result<Pipeline> {
+    let builder = with_rates(global.builder()?, global, measures)?;
+    builder.recipe(recipe).loads(runtimes.loads.iter().copied()).build().map_err(|e| named(path, e))
 }
 
 /// An error that names the recipe.

@@ -10,6 +10,7 @@ mod generate;
 mod graph;
 mod init;
 mod machine;
+mod rates;
 mod samples;
 mod trial;
 
@@ -21,6 +22,7 @@ use crate::error::Result;
 pub(super) use computation::Computation;
 pub(super) use graph::Graph;
 pub(super) use machine::{Fetch, Models, Runtimes, follow, set_threads, with_cache};
+pub(super) use rates::{record_times, with_rates};
 pub(super) use samples::Samples;
 pub(super) use trial::{Attempt, Trials};
 

@@ -12,7 +12,7 @@ use crate::contract::Target;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pipeline::{Builder, Pipeline};
-use crate::report::Environment;
+use crate::report::{Environment, Report};
 
 #[derive(Debug, clap::Args)]
 #[group(skip)]
@@ -113,6 +113,12 @@ pub(super) fn set_threads(_threads: NonZeroUsize) {}
 pub(super) fn with_cache(builder: Builder, _reuse: bool) -> Builder {
     builder
 }
+
+pub(super) fn with_rates(builder: Builder, _global: &Global, _measures: bool) -> Result<Builder> {
+    Ok(builder)
+}
+
+pub(super) fn record_times(_report: &Report, _global: &Global) {}
 
 pub(super) fn follow(_pipeline: &Pipeline, _model: &Model, _folder: &Path) -> Result<()> {
     Ok(())

@@ -21,6 +21,50 @@ pub struct Assignment {
     pub options: Vec<usize>,
 }
 
+/// A measured assignment.
+#[derive(Debug, Clone, Copy)]
+pub struct Measured {
+    /// Its cost.
+    pub cost: u64,
+    /// Its expected loss.
+    pub loss: f64,
+    /// Whether it is within the limit.
+    pub is_within: bool,
+    /// The limit relative to what was measured: less than 1 if it exceeds the limit.
+    pub share: f64,
+}
+
+/// Number of assignments that are measured before the one with the least loss shows whether the limit can be
+/// met.
+const ESTIMATES: usize = 2;
+
+/// The assignment of a front to measure next, to find the cheapest one within a limit; `None` if no cheaper
+/// one can be within it. The `front` has costs in ascending order and expected losses in descending order.
+/// Measured quantities are not additive, and expected losses only order the assignments: between the cheapest
+/// one that is within the limit and the next one that exceeds it, the middle of the front is measured.
+/// `round`: number of assignments that were measured for the limit before.
+pub fn next_within(front: &[(u64, f64)], measured: &[Measured], is_new: impl Fn(usize) -> bool, round: usize) -> Option<usize> {
+    let best = measured.iter().filter(|point| point.is_within).min_by_key(|point| point.cost);
+    let least = best.map_or(0.0, |best| best.loss);
+    let exceeding = measured.iter().filter(|point| !point.is_within && (best.is_none() || point.loss > least));
+    let worst = exceeding.min_by(|a, b| a.loss.total_cmp(&b.loss));
+    let bound = worst.map_or(f64::INFINITY, |worst| worst.loss);
+    let is_cheaper = |cost: u64, loss: f64| best.is_none_or(|best| cost < best.cost && loss > least);
+    let open: Vec<usize> =
+        front.iter().enumerate().filter(|(at, (cost, loss))| is_cheaper(*cost, *loss) && *loss < bound && is_new(*at)).map(|(at, _)| at).collect();
+    let target = match (best, worst) {
+        (Some(_), Some(_)) if least > 0.0 => (least * bound).sqrt(),
+        (Some(_), Some(_)) => return open.get(open.len() / 2).copied(),
+        // Even the cheapest measured one is within the limit.
+        (Some(_), None) => bound,
+        // Proportionally less loss.
+        (None, Some(worst)) if round < ESTIMATES => worst.loss * worst.share.clamp(0.0, 1.0),
+        (None, _) => 0.0,
+    };
+    let at = open.iter().find(|at| front.get(**at).is_some_and(|(_, loss)| *loss <= target));
+    at.or(open.last()).copied()
+}
+
 /// Largest number of partial assignments that are kept after each unit. With more, those with nearly equal
 /// costs are merged.
 const MAX_STATES: usize = 20_000;

@@ -1,6 +1,6 @@
 //! Runs the model on calibration data.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Tensor};
@@ -12,10 +12,11 @@ use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{BlockwiseOptions, Executor, MemoryNeed, Parameters, Residence, Schedule, floats_on_host, read, sizes_of};
-use crate::ir::{Graph, Op, Port};
+use crate::ir::{Graph, Node, Op, Port, ValueId};
 use crate::kernel::columns;
 use crate::model::Model;
 use crate::pass::Context;
+use crate::run_state::ModelRun;
 
 /// Maximum memory of suspended runs per model, in bytes.
 const SUSPENDED_BYTES: u64 = 1 << 29;
@@ -50,6 +51,27 @@ pub(in crate::pass) fn observe(
     let executor = Executor::new(graph, parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
     let observation = executor.observation(selected);
     data.for_each_batch("Observing", &context.work, |batch| executor.run_observed(&observation, &batch.inputs, &mut |name, value| observe(&batch, name, value)))
+}
+
+/// A run of a model up to the selected values.
+pub(in crate::pass) fn run_to(graph: &Graph, selected: impl Fn(&str) -> bool) -> ModelRun {
+    let values: BTreeSet<String> = graph.values().iter().map(|value| &value.name).filter(|name| selected(name)).cloned().collect();
+    let graph = graph.clone();
+    ModelRun::new(move |sizes| analysis::cost_of_values(&graph, sizes, |name| values.contains(name)))
+}
+
+/// A run of a model that computes all outputs.
+pub(in crate::pass) fn whole_run(graph: &Graph) -> ModelRun {
+    let outputs: BTreeSet<&str> = graph.outputs().iter().map(|(_, id)| graph.value(*id).name.as_str()).collect();
+    run_to(graph, |name| outputs.contains(name))
+}
+
+/// A run of a model up to the inputs of the layers with these weights.
+pub(in crate::pass) fn run_to_inputs(graph: &Graph, weights: &BTreeSet<String>) -> ModelRun {
+    let reads = |node: &&Node| node.inputs.iter().skip(1).any(|id| weights.contains(&graph.value(*id).name));
+    let inputs: BTreeSet<ValueId> = graph.nodes().iter().filter(reads).filter_map(|node| node.inputs.first().copied()).collect();
+    let names: BTreeSet<&str> = inputs.into_iter().map(|id| graph.value(id).name.as_str()).collect();
+    run_to(graph, |name| names.contains(name))
 }
 
 /// Options of a model that runs in f32 from value to value, block by block. Suspended runs beyond a limit of

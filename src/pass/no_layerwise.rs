@@ -9,7 +9,7 @@ use super::{Context, Palettize, PruneUnstructured, Quantize};
 use crate::error::{Error, Result};
 use crate::kernel::cache::CacheScheme;
 use crate::model::Model;
-use crate::run_state::Applied;
+use crate::run_state::{Applied, ModelRun};
 use crate::store::{Pattern, QuantizationSpec, Weights};
 
 /// Checks whether the build can run models. Always returns an error.
@@ -58,6 +58,16 @@ pub(super) fn correct(
 /// Unreachable, because [`require`] has returned an error before.
 pub(super) fn declare_corrections(_model: &mut Model) -> Result<()> {
     Err(unable("correct"))
+}
+
+/// Returns no runs: models are not executed.
+pub(super) fn model_runs(_pass: &Quantize, _weights: &BTreeSet<String>, _model: &Model) -> Result<Option<Vec<ModelRun>>> {
+    Ok(None)
+}
+
+/// Returns no runs: models are not executed.
+pub(super) fn runs_to_layers(_weights: &BTreeSet<String>, _models: u64, _model: &Model) -> Result<Option<Vec<ModelRun>>> {
+    Ok(None)
 }
 
 /// Returns 0: nothing is corrected.

@@ -178,6 +178,7 @@ impl Pass for Palettize {
             return Ok(Plan::new(planned, applied));
         }
         applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, &planned.weights));
+        applied.model_runs = layerwise::runs_to_layers(&applied.tensors, 1, model)?;
         let palettized = planned.weights.by_name.clone();
         Ok(Plan::new(planned, applied.clone()).with_execution(move |context| {
             let mut after = model.clone();

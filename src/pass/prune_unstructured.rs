@@ -32,7 +32,7 @@ use super::{Amount, NOfM, Pass, Plan, Samples, layerwise, options_of};
 use crate::error::{Error, ParseError, Result, counted};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
-use crate::run_state::{Applied, Prepare, RunState};
+use crate::run_state::{Applied, ModelRun, Prepare, RunState};
 use crate::store::{Block, BlockSink, Encoding, Pattern, Role, Rows, View, Weight, WeightSource, Weights, ZeroOrigin, least_common_multiple};
 use crate::work::Meter;
 
@@ -323,6 +323,11 @@ impl Pass for PruneUnstructured {
         let mut after = model.clone();
         if by_samples {
             applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&applied.tensors, weights));
+            // SparseGPT runs the original model in parallel; Wanda reads all inputs of a block before it
+            // prunes its layers, so that most of the block runs again.
+            let runs = layerwise::runs_to_layers(&applied.tensors, 2, model)?;
+            let at_most = self.importance == Importance::Wanda;
+            applied.model_runs = runs.map(|runs| runs.into_iter().map(|run| ModelRun { at_most, ..run }).collect());
             after.weights.set_zero_origin(names.iter().copied(), ZeroOrigin::Pruning);
             return Ok(Plan::new(after, applied.clone()).with_execution(move |context| {
                 let mut after = model.clone();

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::running::Running;
+use super::time::Rates;
 use crate::contract::Target;
 use crate::error::{Error, Result};
 use crate::export::Export;
@@ -45,6 +46,8 @@ pub struct Pipeline {
     recipes: Vec<PathBuf>,
     /// The search that chose the passes and formats.
     pub(super) search: Option<Arc<FormatSearch>>,
+    /// Rates of the machine, from which times are estimated.
+    pub(super) rates: Option<Arc<Rates>>,
     /// Data files that are copied to the output, whose recipe refers to the copies.
     pub(super) enclosed: Vec<PathBuf>,
     /// Initial state of a run, before its first pass.
@@ -103,6 +106,7 @@ impl Pipeline {
             has_recipe: false,
             recipes: Vec::new(),
             search: None,
+            rates: None,
             enclosed: Vec::new(),
             start: RunState::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -315,6 +319,13 @@ impl Builder {
     #[doc(hidden)]
     pub fn search(mut self, search: FormatSearch) -> Self {
         self.0.search = Some(Arc::new(search));
+        self
+    }
+
+    /// Sets the rates of the machine: plans and reports then have estimated times.
+    #[doc(hidden)]
+    pub fn rates(mut self, rates: Rates) -> Self {
+        self.0.rates = Some(Arc::new(rates));
         self
     }
 

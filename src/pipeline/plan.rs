@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use super::time::{StageWork, sum_of};
 use super::{Pipeline, carry};
 use crate::contract::Checked;
 use crate::error::Result;
@@ -77,6 +78,11 @@ pub struct Plan {
     pub peak_vram_bytes: Option<u64>,
     /// Memory needed to run the model; `None` if neither a pass nor the evaluation runs it.
     pub model_memory: Option<ModelMemory>,
+    /// Counted work of the stages, with estimated times if the rates of the machine are known. Passes that
+    /// only change weights while they are written are part of the last stages.
+    pub work: Vec<StageWork>,
+    /// Sum of the estimated times; `None` if no time is estimated.
+    pub estimated_seconds: Option<f64>,
     /// Rules of the runtimes in `loads` that the planned output complies with. All rules are checked again on
     /// the written files.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -125,6 +131,7 @@ fn plan(pipeline: &Pipeline, model: &Model, output: Option<&Path>) -> Result<Pla
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);
     let most = |bytes: fn(&Applied) -> u64| run.history.iter().map(bytes).max().unwrap_or(0);
+    let work = pipeline.work_of(model, after, run)?;
     let passes = run
         .history
         .iter()
@@ -155,6 +162,8 @@ fn plan(pipeline: &Pipeline, model: &Model, output: Option<&Path>) -> Result<Pla
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + most(|applied| applied.memory_by_thread)) + most(|applied| applied.memory),
         peak_vram_bytes,
         model_memory,
+        estimated_seconds: sum_of(&work),
+        work,
         loads,
         notes,
     })

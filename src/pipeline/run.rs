@@ -8,6 +8,7 @@ use super::Pipeline;
 use super::carry::{self, carry_over};
 use super::measured::Measured;
 use super::running::write_graph;
+use super::time::StageWork;
 use crate::error::{Error, Result, counted};
 use crate::export::{Export, Exported, Format, SizeForecast};
 use crate::model::{ExclusionReason, Model, adapter};
@@ -59,6 +60,8 @@ pub(super) struct Run<'a> {
     pub excluded: Option<String>,
     /// Notes on the samples.
     pub sample_notes: Vec<String>,
+    /// Counted work of the stages, if the rates of the machine are known.
+    pub work: Vec<StageWork>,
 }
 
 /// Files in the staging folder.
@@ -75,6 +78,13 @@ pub(super) struct Written {
     pub peak_rss_bytes: Option<u64>,
 }
 
+/// A result with the seconds that its work took.
+fn seconds_of<T>(work: impl FnOnce() -> Result<T>) -> Result<(f64, T)> {
+    let start = Instant::now();
+    let done = work()?;
+    Ok((start.elapsed().as_secs_f64(), done))
+}
+
 impl<'a> Run<'a> {
     /// Plans the passes, and opens the data sets.
     fn plan(pipeline: &Pipeline, mut input: Model, output: &Path, parts: Option<Parts<'a>>) -> Result<Run<'a>> {
@@ -89,7 +99,8 @@ impl<'a> Run<'a> {
         state.file = file;
         pipeline.check_planned(&after, &state, Some(output))?;
         let sample_notes = pipeline.open_samples(after.for_samples(&input))?;
-        Ok(Run { pipeline, input, after, state, parts, excluded, sample_notes })
+        let work = if pipeline.rates.is_some() && parts.is_none() { pipeline.work_of(&input, &after, &state)? } else { Vec::new() };
+        Ok(Run { pipeline, input, after, state, parts, excluded, sample_notes, work })
     }
 
     /// Creates the staging folder, if the disk has space for the output.
@@ -123,9 +134,10 @@ impl<'a> Run<'a> {
     /// All stages after the plan.
     fn finish(&mut self, staging: Staging, checkpoints: Option<&Path>, (start, peak): (Instant, &mut Peak)) -> Result<Report> {
         self.execute(checkpoints, peak)?;
-        let mut written = self.write(&staging, peak)?;
-        let measured = self.measure(&mut written, staging.path(), start)?;
+        let (writing, mut written) = seconds_of(|| self.write(&staging, peak))?;
+        let (measuring, measured) = seconds_of(|| self.measure(&mut written, staging.path(), start))?;
         let mut report = self.report(&staging, &written, measured)?;
+        report.timing = self.pipeline.timing(&self.work, &self.state, [writing, measuring]);
         self.write_records(&staging, &written, &mut report, (start, peak))?;
         self.publish(staging)?;
         Ok(report)

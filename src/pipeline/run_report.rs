@@ -88,6 +88,7 @@ impl Run<'_> {
             carried: Vec::new(),
             signature: pipeline.provenance.signature(),
             notes: notes.concat().iter().map(|note| names.text(note)).collect(),
+            timing: None,
             totals: Totals::default(),
         };
         report.notes.sort_by_key(|note| !note.starts_with(WARNING));
@@ -128,6 +129,7 @@ impl Run<'_> {
             seconds: applied.meter.total().as_secs_f64(),
             peak_rss_bytes: applied.peak_rss_bytes.or(writing),
             peak_vram_bytes: applied.peak_vram_bytes,
+            macs: applied.counted_macs,
             tensors_changed: applied.tensors.len(),
             rule: applied.rule.clone(),
             unselected: applied.unselected(&self.input.weights),

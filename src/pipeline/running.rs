@@ -15,6 +15,7 @@ mod samples;
 pub mod search;
 mod settings;
 mod starter;
+mod time;
 pub mod trial;
 mod unused_layers;
 
@@ -217,7 +218,7 @@ impl Pipeline {
             context.checkpoints = folder.zip(key).map(|(folder, key)| Checkpoints { folder, key, resume: self.resume, is_shared });
             let start = Instant::now();
             peak.lap();
-            context.memory_tracker = (runs_model && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
+            context.memory_tracker = (runs_model && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded().counting()));
             let (model, applied) = step.pass().plan(&after, &run)?.execute(&context)?;
             if is_shared && last == Some(number) && context.checkpoints.is_some() {
                 // Rank 0 removes the checkpoints at the end, when no other process may read them.
@@ -228,10 +229,12 @@ impl Pipeline {
             if runs_model {
                 heap::release_freed();
             }
+            let counted_macs = context.memory_tracker.as_ref().and_then(|tracker| tracker.macs());
             traces.extend(context.memory_tracker.take().and_then(|tracker| Some((step.pass().name().to_owned(), tracker.trace()?))));
             if let Some(applied) = run.history.last_mut().filter(|_| runs_model) {
                 let lap = peak.lap();
                 (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
+                (applied.seconds, applied.counted_macs) = (Some(start.elapsed().as_secs_f64()), counted_macs);
             }
             if let Some(cache) = cache.as_ref().filter(|_| runs_model) {
                 cache.put(number, start.elapsed(), &after, &mut run, &context.work);

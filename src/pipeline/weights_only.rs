@@ -8,6 +8,7 @@ use std::time::Instant;
 use super::Pipeline;
 use super::measured::Measured;
 use super::plan::ModelMemory;
+use super::time::{StageWork, WRITING};
 use crate::error::{Error, Result};
 use crate::export::Exported;
 use crate::model::Model;
@@ -88,6 +89,11 @@ impl Pipeline {
 
     pub(super) fn count_samples(&self, _model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
         Ok((BTreeMap::new(), Vec::new()))
+    }
+
+    pub(super) fn planned_work(&self, _model: &Model, _run: &RunState, [read, written]: [u64; 2]) -> Result<Vec<StageWork>> {
+        let writing = StageWork { name: WRITING.into(), macs: Some(0), read_bytes: read + written, written_bytes: written, ..StageWork::default() };
+        Ok(vec![writing.timed(self.rates.as_deref())])
     }
 
     pub(super) fn planned_vram(&self) -> Result<Option<u64>> {

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::escape::{markdown, markdown_code};
 use super::format::{bytes, count, decibels, percent, seconds, shape, size_change};
-use super::{DraftQuality, Report};
+use super::{DraftQuality, Report, Timing};
 use crate::error::counted;
 
 /// Renders `report.md`.
@@ -72,6 +72,9 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         })
         .collect();
     table(out, &["pass", "tensors", "time", "peak memory", "options"], &passes)?;
+    if let Some(timing) = &report.timing {
+        table(out, &Timing::TITLES, &escaped(timing.rows()))?;
+    }
     list(out, "Notes", &notes)?;
     writeln!(out, "## Files\n")?;
     let files: Vec<_> = report

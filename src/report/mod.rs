@@ -32,7 +32,9 @@ pub use draft::DraftQuality;
 pub use environment::Environment;
 pub(crate) use environment::Peak;
 pub use search::FormatSearch;
-pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+pub use sections::{
+    CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, StageTime, Timing, Tool, Totals, Verified, WeightHistogram,
+};
 
 use crate::error::{Error, Result, counted};
 pub use crate::evaluation::{Accuracy, Compute, Continuation, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom};
@@ -106,6 +108,9 @@ pub struct Report {
     pub signature: Option<SignatureFile>,
     /// Notes and warnings: ineffective settings, and skipped steps with the reason.
     pub notes: Vec<String>,
+    /// Estimated and actual times, if the rates of the machine were known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timing: Option<Timing>,
     /// Totals of the run.
     pub totals: Totals,
 }

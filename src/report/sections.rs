@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::format::seconds;
+
 /// Program that wrote the report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
@@ -55,6 +57,10 @@ pub struct PassReport {
     pub peak_rss_bytes: Option<u64>,
     /// Peak GPU memory of the pass; `None` if it did not use a GPU.
     pub peak_vram_bytes: Option<u64>,
+    /// Multiply-accumulates of the models that it ran, counted if a memory trace was recorded; those of a
+    /// backward pass count twice.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub macs: Option<u64>,
     /// Number of weights that it changed.
     pub tensors_changed: usize,
     /// How the weights were selected; empty for passes that do not select weights.
@@ -202,6 +208,45 @@ pub struct Verified {
     pub max_abs_error: f64,
     /// Whether it passed.
     pub ok: bool,
+}
+
+/// Estimated and actual times of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
+pub struct Timing {
+    /// Sum of the estimated times of the stages.
+    pub estimated_seconds: Option<f64>,
+    /// The stages in order.
+    pub stages: Vec<StageTime>,
+}
+
+impl Timing {
+    /// Titles of the columns of a table.
+    pub(crate) const TITLES: [&str; 3] = ["stage", "estimated time", "actual time"];
+
+    /// The rows of a table.
+    pub(crate) fn rows(&self) -> Vec<[String; 3]> {
+        let shown = |time: Option<f64>| time.map_or("-".into(), seconds);
+        let about = |stage: &StageTime| format!("{}{}", if stage.at_most { "at most " } else { "" }, shown(stage.estimated_seconds));
+        self.stages.iter().map(|stage| [stage.name.clone(), about(stage), shown(stage.seconds)]).collect()
+    }
+}
+
+/// Estimated and actual time of a stage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[non_exhaustive]
+pub struct StageTime {
+    /// Name of the pass, or of the stage.
+    pub name: String,
+    /// Estimated time in seconds; `None` if the work was not known in advance.
+    pub estimated_seconds: Option<f64>,
+    /// Whether the estimate is an upper bound of the work, because the stage may do less.
+    #[serde(default)]
+    pub at_most: bool,
+    /// Actual time in seconds; `None` if a cached result was used.
+    pub seconds: Option<f64>,
 }
 
 /// Totals of a run.

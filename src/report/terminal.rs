@@ -6,7 +6,7 @@ use comfy_table::{ContentArrangement, presets};
 
 use super::escape::display_line;
 use super::format::{bytes, cell_text, count, decibels, percent, seconds, shape, size_change};
-use super::{Comparison, DraftQuality, Report, SamplesFrom, Size, WARNING};
+use super::{Comparison, DraftQuality, Report, SamplesFrom, Size, Timing, WARNING};
 use crate::error::counted;
 
 pub use self::table::Table;
@@ -80,6 +80,9 @@ impl Report {
             let rows =
                 self.passes.iter().map(|p| vec![p.name.clone(), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes)]);
             out += &format!("\n{}\n", table(&["pass", "tensors", "time", "peak memory"], rows));
+        }
+        if let Some(timing) = &self.timing {
+            out += &format!("\n{}\n", table(&Timing::TITLES, timing.rows().into_iter().map(Vec::from)));
         }
         let worst = self.most_changed();
         if !worst.is_empty() {

@@ -57,6 +57,7 @@ mod packed_experts;
 mod parity;
 mod parts;
 mod pieces;
+mod planned_work;
 mod plugins;
 mod properties;
 mod provenance;

@@ -238,9 +238,11 @@ fn a_goal_leaves_layers_in_floats_and_always_yields_a_model() {
     let easy = goal("{ min_cosine: 0.5 }").unwrap();
     assert!(easy.report.notes.iter().any(|note| note.contains("goal met after 1 trial:")), "{:?}", easy.report.notes);
     let hard = goal("{ min_cosine: 1.0, max_trials: 3 }").unwrap();
-    assert!(hard.report.notes.iter().any(|note| note.contains("not met after 3 trials")), "{:?}", hard.report.notes);
-    let tried = hard.report.passes[0].details["accuracy_goal"]["tried"].as_array().unwrap();
-    assert_eq!(tried.iter().map(|t| t["in_floats"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(hard.report.notes.iter().any(|note| note.contains("not met after 2 trials")), "{:?}", hard.report.notes);
+    // If all layers in floats do not meet the goal, because embedding tables are quantized, nothing else can.
+    let details = &hard.report.passes[0].details;
+    let (tried, layers) = (details["accuracy_goal"]["tried"].as_array().unwrap(), details["sensitivity"].as_array().unwrap().len() as u64);
+    assert_eq!(tried.iter().map(|t| t["in_floats"].as_u64().unwrap()).collect::<Vec<_>>(), [0, layers]);
     let error = goal("{ min_cosine: 1.0, max_trials: 2, strict: true }").err().unwrap();
     assert!(error.to_string().contains("goal is not met") && !error.is_misuse(), "{error}");
 }

@@ -1273,7 +1273,13 @@ fn a_memory_trace_agrees_with_the_accounts_and_names_the_peak() {
     let data = samples(name, run.folder.path(), 8, classes(name));
     let calibration = Data { task: Some(Task::Fidelity), ..data.clone() };
     let builder = Pipeline::builder().pass(finetune(6)).pass(QuantizeStatic::default()).train(data).calibration(calibration).memory_trace(true);
-    let report = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
+    let (pipeline, model) = (builder.build().unwrap(), Model::open(golden(name)).unwrap());
+    let planned = pipeline.plan(&model).unwrap().work;
+    let report = pipeline.run(model, run.out()).unwrap();
+    // The planned work is the executed one.
+    for (pass, stage) in report.passes.iter().zip(&planned) {
+        assert_eq!((pass.name.as_str(), pass.macs), (stage.name.as_str(), stage.macs));
+    }
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(run.out().join("memory-trace.json")).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
     let highest = |process: u64| {

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from lib import COMPRESS, SCRIPTS, cached, venv
-from lib.process import Failed, timed
+from lib.process import Failed, exits, timed
 
 STATIC, WORKER = SCRIPTS / "lib" / "static.py", SCRIPTS / "lib" / "accuracy_control.py"
 # Models with their limits in percent.
@@ -125,14 +125,10 @@ def main():
     if not models:
         parser.error(f"no model matches {arguments.only}; models are {', '.join(MODELS)}")
     rows = []
-    try:
+    with exits("scripts/compare auto"):
         for model in models:
             with tempfile.TemporaryDirectory(prefix="compress-auto-") as scratch:
                 rows += measure(model, arguments, Path(scratch))
-    except (Failed, subprocess.CalledProcessError, OSError) as error:
-        sys.exit(f"scripts/compare auto: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from lib import COMPRESS, cached, llama_cpp
-from lib.process import Failed, timed
+from lib.process import exits, timed
 
 TYPES = "Q2_K,Q3_K,IQ4_XS,IQ4_NL,Q4_K,Q5_0,Q5_K,Q5_1,Q6_K,Q8_0,F16"
 SAMPLES = "samples: 32, max_length: 512"
@@ -125,7 +125,7 @@ def main():
     rows = []
     if not arguments.json:
         print("| runtime | file | MB | KL, rounded to nearest | KL, written | perplexity in llama.cpp | seconds |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    try:
+    with exits("scripts/compare auto-language"):
         with tempfile.TemporaryDirectory(prefix="compress-auto-") as scratch:
             searches = Searches(arguments, Path(scratch))
             for runtime, make in [("llama.cpp", gguf), ("transformers", folders)]:
@@ -133,10 +133,6 @@ def main():
                     rows.append({"runtime": runtime, **row})
                     if not arguments.json:
                         show(rows[-1])
-    except (Failed, subprocess.CalledProcessError, OSError) as error:
-        sys.exit(f"scripts/compare auto-language: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     if arguments.json:
         print(json.dumps(rows, indent=2))
 

@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 
 from lib import COMPRESS, SCRIPTS, cached, venv
-from lib.process import Failed, timed
+from lib.process import Failed, exits, timed
 
 WORKER = SCRIPTS / "lib" / "static.py"
 METHODS = ["MinMax", "Percentile", "Entropy"]
@@ -174,7 +174,7 @@ def main():
     models = [model for model in [*MODELS, *COMPARISONS] if arguments.only in model]
     if not models:
         parser.error(f"no model matches {arguments.only}; models are {', '.join([*MODELS, *COMPARISONS])}")
-    try:
+    with exits("scripts/compare static"):
         of = {}
         if arguments.ours:
             told = subprocess.run([venv.reference(), WORKER, "models", *(path for _, path in arguments.ours)], check=True, stdout=subprocess.PIPE)
@@ -187,10 +187,6 @@ def main():
                 compared += comparison(model, arguments)
                 continue
             rows += measure(model, {name: path for name, path in arguments.ours if of[path] == model}, arguments)
-    except (Failed, subprocess.CalledProcessError, OSError) as error:
-        sys.exit(f"scripts/compare static: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     if arguments.json:
         print(json.dumps(rows + compared, indent=2))
     else:

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::args::{Global, Records, TextFile, open_input};
 use super::output;
+use super::rates::{rates, with_rates};
 use super::samples::parse_data;
 use crate::contract::Target;
 use crate::data::{Data, DataSets};
@@ -19,7 +20,7 @@ use crate::model::Model;
 use crate::output::{ResumeFolder, free_space};
 use crate::pass::{Context, Method, Quantize};
 use crate::pipeline::search::{Budget, Checkpoint, Found, LoadedBy, Point, Search, Writing, calibration_part, parse_time};
-use crate::pipeline::{Builder, memory_limit};
+use crate::pipeline::{Builder, StageWork, memory_limit, sum_of};
 use crate::report::format::{bytes, figure, milliseconds};
 use crate::report::search::{FormatSearch, LatencyTable, SearchLoss};
 use crate::report::terminal::table;
@@ -58,6 +59,10 @@ pub(in crate::cli) struct Args {
     /// Formats to choose from, such as the fastest ones of your machine [default: all that the runtime loads]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
+    /// For ONNX Runtime: also remove heads, neurons and channels of layers. Fractions of them that may
+    /// remain, as further options of each layer, which are measured: 0.75,0.5
+    #[arg(long, value_name = "FRACTIONS", value_delimiter = ',', conflicts_with = "latency")]
+    prune: Vec<f64>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
     /// or ONNX file (300MB), or a fraction of the size of the input (0.25, 25%)
     #[arg(long, value_name = "SIZE", conflicts_with_all = ["max_kl", "max_loss"])]
@@ -103,6 +108,9 @@ pub(in crate::cli) struct Args {
     /// Write the front, with the formats and scores of all layers, to a JSON file
     #[arg(long, value_name = "FILE")]
     front: Option<PathBuf>,
+    /// Only estimate the time of the search, which includes neither measured latencies nor writing the output
+    #[arg(long)]
+    plan: bool,
     /// Replace existing output
     #[arg(long)]
     force: bool,
@@ -111,6 +119,12 @@ pub(in crate::cli) struct Args {
     resume: bool,
     #[command(flatten)]
     records: Records,
+}
+
+/// The result of a search with the passes that write the chosen point, or the planned work of a search.
+enum Outcome {
+    Planned(Vec<StageWork>),
+    Found(Box<Found>, Option<Writing>),
 }
 
 impl Args {
@@ -139,7 +153,7 @@ impl Args {
         global.models.configure_model(&model)?;
         self.target().require_loads(&model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Option<Data>| -> Result<_> {
-            let builder = global.builder()?.passes(writing.passes).force(self.force).resume(self.resume);
+            let builder = with_rates(global.builder()?, global, false)?.passes(writing.passes).force(self.force).resume(self.resume);
             let builder = calibration.iter().fold(builder, |builder, set| builder.calibration(set.clone()));
             let builder = builder.loads([self.runtime()]);
             let builder = search.into_iter().fold(builder, Builder::search);
@@ -170,14 +184,19 @@ impl Args {
         }
         let device = global.models.device.open()?;
         let memory = memory_limit(global.models.memory, &device);
-        let (found, writing) = global.work(|work| {
+        let outcome = global.work(|work| {
             let context = Context { work: *work, seed: 0, data: &data, device, memory, memory_tracker: None, checkpoints: None };
             let labelled = self.calibration.as_ref();
             let sizes = global.models.sizes()?;
-            let options = format!("{:?} {:?} {:?} {labelled:?} {:?} {sizes:?}", self.target(), self.formats, self.latency.is_some(), context.device);
+            let pruned = if self.prune.is_empty() { String::new() } else { format!(" {:?}", self.prune) };
+            let options = format!("{:?} {:?} {:?} {labelled:?} {:?} {sizes:?}{pruned}", self.target(), self.formats, self.latency.is_some(), context.device);
             let checkpoint = self.checkpoint.as_deref().map(|path| Checkpoint::open(path, &model, &data, &options, work)).transpose()?;
             let (target, checkpoint) = (self.target(), checkpoint.as_ref());
-            let search = Search { model: &model, target, formats: &self.formats, budget, points: self.points, labelled, checkpoint, context: &context };
+            let (formats, fractions) = (&self.formats, &self.prune);
+            let search = Search { model: &model, target, formats, fractions, budget, points: self.points, labelled, checkpoint, context: &context };
+            if self.plan {
+                return Ok(Outcome::Planned(search.planned_work(rates(global)?.as_ref())?));
+            }
             let known = measured.clone();
             let found = search.run(&mut measured);
             // Measurements of a search that fails are kept too.
@@ -191,8 +210,13 @@ impl Args {
                 None => search.writing(&found, &point, self.method),
             });
             let writing = writing.transpose()?;
-            Ok::<_, Error>((found, writing))
+            Ok::<_, Error>(Outcome::Found(Box::new(found), writing))
         })?;
+        let (found, writing) = match outcome {
+            Outcome::Planned(work) if global.json => return output::json(&json!({ "estimated_seconds": sum_of(&work), "work": work })),
+            Outcome::Planned(work) => return output::print(&output::work(&work)),
+            Outcome::Found(found, writing) => (found, writing),
+        };
         front.write(&FRONT, || text_of("--front", &front_of(&found)))?;
         let section = found.report(self.target(), budget);
         if !global.json {
@@ -249,6 +273,20 @@ impl Args {
         Err(Error::Output { path: output.to_owned(), reason, hint: "free some space, choose a folder on another disk, or lower `--max-size`".to_owned() })
     }
 
+    fn check_pruning(&self) -> Result<()> {
+        let wrong = |reason: String| Err(Error::option("--prune", reason));
+        let runtime = self.target();
+        match self.prune.iter().find(|fraction| !(**fraction > 0.0 && **fraction < 1.0)) {
+            Some(fraction) => wrong(format!("{fraction} is not between 0 and 1: it is the fraction that remains, such as 0.5")),
+            None if self.prune.is_empty() => Ok(()),
+            None if runtime != LoadedBy::OnnxRuntime => {
+                wrong(format!("is not supported for {runtime}: run `prune-structured` first, and search the formats of its output"))
+            }
+            None if self.calibration.is_none() => wrong("needs `--calibration`: without samples, the remaining layers cannot be refitted".into()),
+            None => Ok(()),
+        }
+    }
+
     fn budget(&self) -> Result<Option<Budget>> {
         let budget = match (self.max_size, self.max_kl) {
             (_, Some(limit)) if !(limit.is_finite() && limit > 0.0) => return Err(Error::option("--max-kl", format!("{limit} is not a positive number"))),
@@ -265,6 +303,7 @@ impl Args {
                 format!("is measured in ONNX Runtime only, and not in {runtime}: use `--for onnxruntime`, or limit the size"),
             ));
         }
+        self.check_pruning()?;
         let format = runtime.runtime().format();
         let file = self.output.as_deref().and_then(crate::output::file_name);
         if let Some(file) = file.filter(|file| !runtime.is_file() || !file.ends_with(&format!(".{format}"))) {
@@ -297,6 +336,7 @@ impl Args {
             }
         }
         match (&self.output, &self.front, budget) {
+            (None, None, _) if self.plan => Ok(budget),
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
             (Some(_), _, None) => Err(Error::option(
                 "auto",

@@ -22,14 +22,14 @@ use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, Port, subgraph};
 use crate::model::{Config, Model};
 use crate::output::REPORT_FILES;
-use crate::pass::{Context, Plan};
-use crate::run_state::{Applied, RunState};
+use crate::pass::{Context, Plan, calibrate};
+use crate::run_state::{Applied, ModelRun, RunState};
 use crate::store::{ActivationScheme, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
-    BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
-    dropout, forecast, largest_inputs, require_trainable,
+    BatchNorm, BatchSize, Checkpointing, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights,
+    ZeroKind, dropout, forecast, largest_inputs, require_trainable,
 };
 
 /// Advice if the outputs of a trained model are severely degraded.
@@ -117,8 +117,25 @@ impl<'a> Job<'a> {
             forecast.describe()
         ));
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
+        applied.model_runs = self.model_runs(&small, teacher_graph.as_ref(), batch(&graph, training));
         let planned = adapters::finished(adapters.as_ref(), model.clone())?;
         Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
+    }
+
+    /// The runs of the student, forward and backward, and of the teacher; `None` if the student writes
+    /// samples itself, or logits of the teacher may be cached.
+    fn model_runs(&self, student: &Graph, teacher: Option<&Graph>, batch: usize) -> Option<Vec<ModelRun>> {
+        let training = &self.training;
+        if self.on_policy.is_some() || self.cache.is_some() {
+            return None;
+        }
+        let recomputed = u64::from(training.gradient_checkpointing != Checkpointing::default());
+        let runs = [Some(calibrate::whole_run(student).times(3 + recomputed)), teacher.map(calibrate::whole_run)];
+        let length = |run: ModelRun| match training.max_steps {
+            Some(steps) => ModelRun { batches: Some((steps.saturating_mul(training.gradient_accumulation as u64), batch)), ..run },
+            None => run.times(training.epochs.unwrap_or(1)),
+        };
+        Some(runs.into_iter().flatten().map(length).collect())
     }
 
     /// Attaches adapters to the model, if requested; then only they are trained.
@@ -255,7 +272,8 @@ impl<'a> Job<'a> {
             return Err(Error::option("memory", "excludes `shard: parameters`, because all ranks must use the same micro-batches; lower `batch_size` instead"));
         }
         let memory_limit = self.training.memory_limit.map(|size| size.0).into_iter().chain(requested).min();
-        Ok(Arc::new(MemoryTracker::with_budget(memory_limit).recorded()))
+        let tracker = MemoryTracker::with_budget(memory_limit).recorded();
+        Ok(Arc::new(if context.memory_tracker.is_some() { tracker.counting() } else { tracker }))
     }
 
     /// Placement of the trained parameters.

@@ -400,6 +400,9 @@ impl Pass for Quantize {
             applied.checkpoint_bytes = Some(layerwise::checkpoint_bytes(&stored, &planned.weights));
         }
         applied.details = json!({ "quantized": encodings.len(), "parameters": parameters, "of": model.weights.parameters() });
+        if self.runs_on() == Some(Samples::Calibration) {
+            applied.model_runs = layerwise::model_runs(self, &applied.tensors, model)?;
+        }
         let mut executed = applied.clone();
         let caches = self.kv_cache.map(|cache| layerwise::add_cache_scales(cache.scheme(), &mut planned)).transpose()?;
         caches.iter().for_each(|count| applied.details["caches"] = json!(count));

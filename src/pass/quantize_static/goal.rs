@@ -1,4 +1,6 @@
 //! Accuracy goal: leaves the most sensitive layers in floats until the quality of the model is sufficient.
+//! The choices are those of the front of all choices of layers, which are measured like those of `compress
+//! auto`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -16,6 +18,7 @@ use crate::evaluation::{Baseline, Comparison, Samples, Subject};
 use crate::exec::Rounding;
 use crate::model::Model;
 use crate::pass::Context;
+use crate::pass::assignment::{Assignment, Measured, next_within};
 use crate::run_state::WARNING;
 
 /// Required quality of the quantized model: one of `max_drop` and `min_cosine`.
@@ -87,32 +90,40 @@ impl Goal {
         }
     }
 
-    /// Searches for the minimum number of layers in floats, of `count`: 0, 1, 2, 4 …, then by bisection.
-    /// Returns all trials, and the best one.
-    fn search(&self, count: usize, is_late: impl Fn() -> bool, mut measure: impl FnMut(usize) -> Result<f64>) -> Result<(Vec<Trial>, Trial)> {
+    /// The limit relative to a metric: less than 1 if the metric does not meet the goal.
+    fn share(&self, metric: f64) -> f64 {
+        let (limit, measured) = match (self.max_drop, self.min_cosine) {
+            (Some(drop), _) => (drop, metric),
+            (_, Some(cosine)) => (1.0 - cosine, 1.0 - metric),
+            _ => (1.0, 1.0),
+        };
+        if measured > 0.0 { limit / measured } else { 1.0 }
+    }
+
+    /// Searches for the assignment with the fewest layers in floats, as [`auto`](crate::pass::assignment)
+    /// does. Returns all trials, and the best one.
+    fn search(&self, front: &[Assignment], is_late: impl Fn() -> bool, mut measure: impl FnMut(&Assignment) -> Result<f64>) -> Result<(Vec<Trial>, Trial)> {
+        let costs: Vec<(u64, f64)> = front.iter().map(|assignment| (assignment.cost, assignment.loss)).collect();
         let mut trials: Vec<Trial> = Vec::new();
-        let mut best = Trial { in_floats: 0, metric: f64::NAN };
-        let (mut failed, mut met): (Option<usize>, Option<usize>) = (None, None);
+        let mut best = Trial { at: 0, in_floats: 0, metric: f64::NAN };
         let mut next = Some(0);
-        while let Some(in_floats) = next.filter(|_| trials.len() < self.max_trials && (trials.is_empty() || !is_late())) {
-            let trial = Trial { in_floats, metric: measure(in_floats)? };
-            trials.push(trial);
+        while let Some((at, assignment)) = next.and_then(|at| Some((at, front.get(at)?))) {
+            if trials.len() >= self.max_trials || !trials.is_empty() && is_late() {
+                break;
+            }
+            let trial = Trial { at, in_floats: assignment.cost as usize, metric: measure(assignment)? };
             let (margin, known) = (self.margin(trial.metric), self.margin(best.metric));
-            let is_better = if margin >= 0.0 && known >= 0.0 { in_floats < best.in_floats } else { margin > known };
+            let is_better = if margin >= 0.0 && known >= 0.0 { trial.in_floats < best.in_floats } else { margin > known };
             if is_better {
                 best = trial;
             }
-            if margin >= 0.0 {
-                met = Some(met.map_or(in_floats, |m| m.min(in_floats)))
-            } else {
-                failed = Some(failed.map_or(in_floats, |f| f.max(in_floats)))
-            }
-            next = match (failed, met) {
-                (None, _) => None,
-                (Some(f), None) if f < count => Some((2 * f).max(1).min(count)),
-                (Some(f), Some(m)) if f + 1 < m => Some(f.midpoint(m)),
-                _ => None,
+            trials.push(trial);
+            let measured = |trial: &Trial| {
+                let (cost, loss) = costs.get(trial.at).copied().unwrap_or_default();
+                Measured { cost, loss, is_within: self.margin(trial.metric) >= 0.0, share: self.share(trial.metric) }
             };
+            let measured: Vec<Measured> = trials.iter().map(measured).collect();
+            next = next_within(&costs, &measured, |at| trials.iter().all(|trial| trial.at != at), trials.len() - 1);
         }
         Ok((trials, best))
     }
@@ -125,6 +136,8 @@ impl Goal {
 /// A tried model.
 #[derive(Debug, Clone, Copy)]
 struct Trial {
+    /// Index of its assignment in the front.
+    at: usize,
     /// Number of layers in floats.
     in_floats: usize,
     metric: f64,
@@ -152,13 +165,16 @@ impl QuantizeStatic {
     ) -> Result<Outcome> {
         let start = Instant::now();
         let damages = sensitivity::ranked(self, prepared, statistics, context)?;
-        let order: Vec<String> = damages.iter().map(|damage| damage.name.clone()).collect();
-        let evaluator = Evaluator::new(goal, original, context)?;
+        let (front, evaluator) = (sensitivity::front_of(&damages), Evaluator::new(goal, original, context)?);
         let is_late = || goal.max_minutes.is_some_and(|minutes| start.elapsed().as_secs_f64() > 60.0 * minutes);
-        let measure = |in_floats: usize| evaluator.metric(self.with_floats(prepared, &order, in_floats, statistics)?, context);
-        let (trials, Trial { in_floats, metric }) = goal.search(order.len(), is_late, measure)?;
-        let (margin, count) = (goal.margin(metric), order.len());
-        let names = order.iter().take(in_floats).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+        let measure = |assignment: &Assignment| {
+            let [layers, _] = sensitivity::quantized_and_floats(&damages, assignment);
+            evaluator.metric(self.with_layers(prepared, &layers.into_iter().collect(), statistics)?, context)
+        };
+        let (trials, Trial { at, in_floats, metric }) = goal.search(&front, is_late, measure)?;
+        let [quantized, floats] = front.get(at).map(|assignment| sensitivity::quantized_and_floats(&damages, assignment)).unwrap_or_default();
+        let (margin, count) = (goal.margin(metric), damages.len());
+        let names = floats.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let mut layers = if in_floats == 0 { "all layers are quantized".to_owned() } else { format!("{in_floats} of {count} layers stay in floats: {names}") };
         if margin < 0.0 && in_floats == count && self.embeddings {
             layers.push_str("; with `embeddings: false`, embedding tables stay in floats too");
@@ -176,15 +192,14 @@ impl QuantizeStatic {
         let note = format!("{prefix}accuracy goal {outcome} after {tried}: {} {}; {layers}", goal.name(), goal.shown(metric));
         let rows: Vec<Value> =
             trials.iter().map(|t| json!({ "in_floats": t.in_floats, (goal.name()): t.metric, "met": goal.margin(t.metric) >= 0.0 })).collect();
-        let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": order[..in_floats] });
-        Ok(Outcome { layers: order[in_floats..].iter().cloned().collect(), table, damages, note })
+        let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": floats });
+        Ok(Outcome { layers: quantized.into_iter().collect(), table, damages, note })
     }
 
-    /// Quantizes the model except for the first `in_floats` layers of `order`.
-    fn with_floats(&self, prepared: &Prepared, order: &[String], in_floats: usize, statistics: &BTreeMap<String, ValueStatistics>) -> Result<Model> {
-        let layers: BTreeSet<String> = order[in_floats..].iter().cloned().collect();
-        let quantizers = self.quantizers(prepared, &layers, Some(statistics))?;
-        self.fit(prepared, &quantizers, &layers, Some(statistics), &Arc::default())
+    /// Quantizes these layers of the model.
+    fn with_layers(&self, prepared: &Prepared, layers: &BTreeSet<String>, statistics: &BTreeMap<String, ValueStatistics>) -> Result<Model> {
+        let quantizers = self.quantizers(prepared, layers, Some(statistics))?;
+        self.fit(prepared, &quantizers, layers, Some(statistics), &Arc::default())
     }
 }
 
@@ -245,21 +260,25 @@ mod tests {
     #[test]
     fn the_search_finds_the_minimum_number_of_layers_in_floats() {
         let goal: Goal = "{min_cosine: 0.5, max_trials: 20}".parse().unwrap();
+        let front = |count: usize| {
+            let damages = (0..count).map(|at| Damage { quantized: Some(1.0 - 0.1 * 0.8f64.powi(at as i32)), ..Damage::new(&at.to_string()) });
+            sensitivity::front_of(&damages.collect::<Vec<_>>())
+        };
         for count in 0..20 {
             // The goal is met exactly with `enough` layers in floats, or never.
             for enough in 0..=count + 1 {
-                let cosine = |in_floats: usize| 0.5 + (in_floats as f64 - enough as f64) / 64.0;
-                let (trials, best) = goal.search(count, || false, |in_floats| Ok(cosine(in_floats))).unwrap();
-                assert_eq!((best.in_floats, best.metric), (enough.min(count), cosine(enough.min(count))), "{count}");
+                let cosine = |in_floats: u64| 0.5 + (in_floats as f64 - enough as f64) / 64.0;
+                let (trials, best) = goal.search(&front(count), || false, |choice| Ok(cosine(choice.cost))).unwrap();
+                assert_eq!((best.in_floats, best.metric), (enough.min(count), cosine(enough.min(count) as u64)), "{count}");
                 let tried: BTreeSet<usize> = trials.iter().map(|trial| trial.in_floats).collect();
                 assert!(tried.len() == trials.len() && trials.len() <= 10 && *tried.last().unwrap() <= count, "{tried:?}");
                 assert!(enough > 0 || trials.len() == 1, "the first trial meets the goal");
-                let (trials, first) = goal.search(count, || true, |in_floats| Ok(cosine(in_floats))).unwrap();
+                let (trials, first) = goal.search(&front(count), || true, |choice| Ok(cosine(choice.cost))).unwrap();
                 assert_eq!((trials.len(), first.in_floats), (1, 0));
             }
         }
-        let (trials, best) = Goal { max_trials: 3, ..goal }.search(9, || false, |in_floats| Ok(if in_floats == 1 { 0.25 } else { 0.125 })).unwrap();
-        assert_eq!((trials.len(), best.in_floats), (3, 1));
-        assert_eq!(goal.search(2, || false, |_| Ok(f64::NAN)).unwrap().1.in_floats, 0);
+        let (trials, best) = Goal { max_trials: 2, ..goal }.search(&front(9), || false, |choice| Ok(0.125 * choice.cost.min(2) as f64)).unwrap();
+        assert_eq!((trials.len(), best.in_floats > 0), (2, true));
+        assert_eq!(goal.search(&front(2), || false, |_| Ok(f64::NAN)).unwrap().1.in_floats, 0);
     }
 }

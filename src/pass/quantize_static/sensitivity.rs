@@ -14,6 +14,7 @@ use crate::evaluation::{Comparison, Fidelity, Resources, Samples, Subject};
 use crate::exec::Rounding;
 use crate::kernel::compare;
 use crate::model::{Model, is_linear};
+use crate::pass::assignment::{Assignment, Choice, front};
 use crate::pass::weight_quantizer::WeightQuantizer;
 use crate::pass::{Context, Pass, Quantize};
 use crate::run_state::RunState;
@@ -47,7 +48,7 @@ pub struct Damage {
 
 impl Damage {
     /// An effect that is not measured yet.
-    fn new(name: &str) -> Damage {
+    pub(super) fn new(name: &str) -> Damage {
         let (weight_sqnr_db, weights, dynamic, quantized, kl, half_sqnr_db) = Default::default();
         Damage { name: name.to_owned(), weight_sqnr_db, weights, dynamic, quantized, kl, half_sqnr_db, schemes: Vec::new() }
     }
@@ -194,20 +195,34 @@ fn in_scheme(prepared: &Prepared, name: &str, scheme: &Quantize) -> Result<Optio
     Ok(Some(model))
 }
 
+/// Least loss of a layer: layers without a measured loss are the last that stay in floats.
+const LEAST_LOSS: f64 = 1e-12;
+
+/// The choices of layers to leave in floats that have the least expected loss for their number: the front
+/// over all layers, by ascending number.
+pub(super) fn front_of(damages: &[Damage]) -> Vec<Assignment> {
+    let loss = |damage: &Damage| Some(damage.lost()).filter(|loss| loss.is_finite()).map_or(1.0, |loss| loss.max(LEAST_LOSS));
+    let options = |damage: &Damage| vec![Choice { cost: 0, loss: loss(damage) }, Choice { cost: 1, loss: 0.0 }];
+    front(&damages.iter().map(options).collect::<Vec<_>>())
+}
+
+/// Names of the layers that a choice quantizes, and of the layers that it leaves in floats.
+pub(super) fn quantized_and_floats(damages: &[Damage], choice: &Assignment) -> [Vec<String>; 2] {
+    let (mut quantized, mut floats) = (Vec::new(), Vec::new());
+    for (damage, option) in damages.iter().zip(&choice.options) {
+        if *option == 0 { quantized.push(damage.name.clone()) } else { floats.push(damage.name.clone()) }
+    }
+    [quantized, floats]
+}
+
 /// Recommends layers to leave in floats, given their damages in descending order: until the remaining
 /// layers cause at most half of the total damage, but at most a quarter of the layers, and only layers
 /// with at least 1.5 times the median damage.
 pub fn recommend_floats(damages: &[Damage]) -> Vec<String> {
-    let all: f64 = damages.iter().map(Damage::lost).sum();
     let median = damages.get(damages.len() / 2).map_or(0.0, Damage::lost);
-    let mut remaining = all;
-    let mut recommended = Vec::new();
-    for damage in damages.iter().take(damages.len() / 4) {
-        if remaining <= all / 2.0 || damage.lost() < 1.5 * median {
-            break;
-        }
-        remaining -= damage.lost();
-        recommended.push(damage.name.clone());
-    }
-    recommended
+    let large = damages.iter().take(damages.len() / 4).take_while(|damage| damage.lost() >= 1.5 * median).count();
+    let front = front_of(damages);
+    let all = front.first().map_or(0.0, |none| none.loss);
+    let chosen = front.iter().take(large + 1).find(|choice| choice.loss <= all / 2.0).or(front.get(large));
+    chosen.map(|choice| quantized_and_floats(damages, choice)).map(|[_, floats]| floats).unwrap_or_default()
 }

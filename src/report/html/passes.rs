@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::chart::{Axis, Track, dot, short, tracks};
 use super::{breakable, section as section_of, table};
 use crate::report::format::{bytes, seconds};
-use crate::report::{PassReport, Report};
+use crate::report::{PassReport, Report, Timing};
 
 /// Maximum number of layers in the sensitivity plot.
 const MAX_LAYERS: usize = 24;
@@ -25,6 +25,9 @@ pub(super) fn section(report: &Report) -> Markup {
     }
     let content = html! {
         div.steps { @for (index, pass) in report.passes.iter().enumerate() { (step(index + 1, pass)) } }
+        @if let Some(timing) = &report.timing {
+            (table(&Timing::TITLES, &timing.rows().into_iter().map(|row| row.map(|cell| html! { (cell) }).into()).collect::<Vec<_>>()))
+        }
     };
     let lead = "In the order of execution. Times are summed over threads; reading and writing are included only in the total.";
     section_of("passes", "Passes", lead, &content)

@@ -25,7 +25,7 @@ impl From<Output> for Run {
 /// A command for the binary in a folder.
 pub fn command(folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_compress"));
-    command.current_dir(folder).env_remove("NO_COLOR").env("RUST_BACKTRACE", "0");
+    command.current_dir(folder).env_remove("NO_COLOR").env("RUST_BACKTRACE", "0").env("COMPRESS_RATES", "off");
     command
 }
 

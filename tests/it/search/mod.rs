@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod onnxruntime;
+mod pruned;
 mod without_samples;
 
 use std::path::Path;
@@ -11,7 +12,7 @@ use candle_core::{Device, Tensor};
 use compress_engine::exec::{Inputs, Rounding};
 use serde_json::{Value, json};
 
-use crate::cli::support::{compress, data, ok, read_json};
+use crate::cli::support::{command, compress, data, ok, read_json};
 use crate::low_bits::{BYTE_LEVEL, llama, outputs, samples};
 
 /// A model `llama`, and two files of samples.
@@ -28,6 +29,39 @@ fn prepared() -> tempfile::TempDir {
 }
 
 const SETS: &str = "--calibration ids.safetensors --eval held-out.safetensors";
+
+/// A plan of a search counts its work: one run over the held-out samples for each mixture, and one for the
+/// original model. It writes nothing.
+#[test]
+fn a_plan_counts_the_work_of_a_search() {
+    let folder = prepared();
+    let folder = folder.path();
+    let macs = |points: usize| {
+        let plan = data(folder, &format!("auto llama --for transformers --plan --json --points {points} {SETS}"));
+        let stages: Vec<&str> = plan["work"].as_array().unwrap().iter().map(|stage| stage["name"].as_str().unwrap()).collect();
+        assert_eq!(stages, ["scores of layers", "measured units", "mixtures"]);
+        plan["work"][2]["macs"].as_u64().unwrap()
+    };
+    let (four, eight) = (macs(4), macs(8));
+    let each = (eight - four) / 4;
+    let found = data(folder, &format!("auto llama --for transformers --front front.json --json {SETS}"));
+    let references = found["search"]["points"].as_array().unwrap().iter().filter(|point| !point["reference"].is_null()).count() as u64;
+    // Four points, the chosen one, and the original model.
+    assert_eq!(four, each * (references + 6), "{references} reference mixtures");
+    // With rates of the machine, a plan has times, and the report of a run compares them.
+    let timed = |arguments: &str| {
+        let output = command(folder).env("COMPRESS_RATES", folder.join("rates.json")).args(arguments.split_whitespace()).output().unwrap();
+        serde_json::from_slice::<Value>(&output.stdout).unwrap_or_else(|e| panic!("{arguments}: {e}\n{}", String::from_utf8_lossy(&output.stderr)))
+    };
+    let plan = timed(&format!("auto llama --for transformers --plan --json {SETS}"));
+    assert!(plan["estimated_seconds"].as_f64() > Some(0.0) && plan["work"][0]["estimated_seconds"].as_f64() > Some(0.0), "{plan}");
+    let report = timed("quantize llama -o out --scheme W8A8 --json");
+    let stages = report["timing"]["stages"].as_array().unwrap();
+    assert_eq!(stages[0]["name"], "read and write");
+    assert!(stages.iter().all(|stage| stage["seconds"].as_f64() > Some(0.0) && stage["estimated_seconds"].as_f64() > Some(0.0)), "{stages:?}");
+    let rates = read_json(&folder.join("rates.json"));
+    assert!(rates.as_object().unwrap().values().all(|rates| rates["ratios"]["read and write"].as_array().is_some_and(|ratios| ratios.len() == 1)), "{rates}");
+}
 
 fn numbers(points: &Value, key: &str) -> Vec<f64> {
     points.as_array().unwrap().iter().map(|point| point[key].as_f64().unwrap()).collect()

@@ -9,7 +9,7 @@ use crate::cli::support::{compress, data, ok, read_json};
 use crate::common::onnxruntime::has_onnx_runtime;
 
 /// A classifier `bert` of one layer with matrices of 64 or 128 rows, and 48 samples without labels.
-fn encoder(folder: &Path) {
+pub(super) fn encoder(folder: &Path) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-sequence-classification");
     std::fs::create_dir(folder.join("bert")).unwrap();
     let mut config = read_json(&golden.join("config.json"));
@@ -42,7 +42,7 @@ fn encoder(folder: &Path) {
 }
 
 /// The expected loss and size of the units in formats with these indices.
-fn totals(units: &[Value], formats: &[usize]) -> (f64, u64) {
+pub(super) fn totals(units: &[Value], formats: &[usize]) -> (f64, u64) {
     let options = units.iter().zip(formats).map(|(unit, format)| &unit["options"][*format]);
     options.fold((0.0, 0), |(loss, bytes), option| (loss + option["loss"].as_f64().unwrap(), bytes + option["bytes"].as_u64().unwrap()))
 }
@@ -54,7 +54,7 @@ fn indices(search: &Value, point: &Value) -> Vec<usize> {
 }
 
 /// All choices of formats.
-fn every(units: &[Value]) -> Vec<Vec<usize>> {
+pub(super) fn every(units: &[Value]) -> Vec<Vec<usize>> {
     let possible = |unit: &Value| (0..unit["options"].as_array().unwrap().len()).filter(|option| !unit["options"][*option].is_null()).collect::<Vec<_>>();
     let extend = |all: Vec<Vec<usize>>, unit: &Value| {
         let with = |formats: &Vec<usize>| possible(unit).into_iter().map(|format| [formats.as_slice(), &[format]].concat()).collect::<Vec<_>>();
@@ -63,7 +63,7 @@ fn every(units: &[Value]) -> Vec<Vec<usize>> {
     units.iter().fold(vec![Vec::new()], extend)
 }
 
-const ONNX: &str = "auto bert --for onnxruntime --json --data texts.safetensors";
+pub(super) const ONNX: &str = "auto bert --for onnxruntime --json --data texts.safetensors";
 
 #[test]
 fn int8_layers_of_an_onnx_file_meet_a_limit_of_the_loss() {

@@ -10,6 +10,7 @@ use super::memory::{Account, Accounts};
 use super::plan::{self, FusedNodes};
 use super::sizes::InputCheck;
 use super::{MemoryTracker, Parameters, Rounding, bytes_of};
+use crate::analysis;
 use crate::error::{Error, Result};
 use crate::ir::ops::{DecodingState, Fused, Op, PreparedOp, contiguous};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -259,7 +260,16 @@ impl<'g> Executor<'g> {
             Some(past) => self.prepared[index].forward_next(&operands, past),
             None => self.prepared[index].forward(&operands),
         };
-        result.and_then(|result| in_precision(&node.op, result, self.parameters.compute())).map_err(failed(self.name(node)))
+        let result = result.and_then(|result| in_precision(&node.op, result, self.parameters.compute())).map_err(failed(self.name(node)))?;
+        self.count(node, &operands, &result, run);
+        Ok(result)
+    }
+
+    /// Counts the work of a node.
+    fn count(&self, node: &Node, operands: &[Tensor], result: &Tensor, run: &PartialRun) {
+        if let Some(account) = &run.account {
+            account.count_macs(|| macs(self.graph, node, operands, result));
+        }
     }
 
     /// The value of a step's last node, if a kernel supports the epilogue.
@@ -290,7 +300,10 @@ impl<'g> Executor<'g> {
             }
             value = node.output;
         }
-        self.prepared[*index].fused(&self.operands(first, &first.inputs, run)?, &epilogue).map_err(failed(self.name(first)))
+        let operands = self.operands(first, &first.inputs, run)?;
+        let result = self.prepared[*index].fused(&operands, &epilogue).map_err(failed(self.name(first)))?;
+        result.iter().for_each(|result| self.count(first, &operands, result, run));
+        Ok(result)
     }
 }
 
@@ -362,6 +375,17 @@ impl PartialRun {
 /// The result of an op in the precision of the computation, unless the op keeps 32 bits.
 pub(super) fn in_precision(op: &Op, result: Tensor, compute: DType) -> candle_core::Result<Tensor> {
     if result.dtype().is_float() && !op.spec().is_wide() { result.to_dtype(compute) } else { Ok(result) }
+}
+
+/// Multiply-accumulate operations of a node that was computed.
+pub(super) fn macs(graph: &Graph, node: &Node, operands: &[Tensor], result: &Tensor) -> u64 {
+    let operand = |id: ValueId| node.inputs.iter().zip(operands).find(|(input, _)| **input == id).map(|(_, tensor)| tensor);
+    analysis::macs_of_node(graph, node, |id| if id == node.output { result.dims() } else { operand(id).map_or(&[], Tensor::dims) })
+}
+
+/// Multiply-accumulate operations of a node, with the sizes of all values; those of parameters are fixed.
+pub(super) fn macs_of_sizes(graph: &Graph, node: &Node, dims: &[Vec<usize>]) -> u64 {
+    analysis::macs_of_node(graph, node, |id| dims.get(id.index()).map_or(&[] as &[usize], Vec::as_slice))
 }
 
 /// The scheme in which the first input of a node is rounded, if it is a linear layer with a quantized weight.

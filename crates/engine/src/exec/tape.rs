@@ -288,9 +288,9 @@ impl<'g> Tape<'g> {
             memory_tracker.work_on(if recomputed { "recomputation" } else { "forward" }, self.name(node));
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
-            let result = self.prepared(index, compute).forward(&operands);
-            let result = result.and_then(|result| run::in_precision(&node.op, result, compute));
-            let result = result.and_then(|result| self.drop_out(index, result, dropout)).map_err(run::failed(self.name(node)))?;
+            let dropped = |result| self.drop_out(index, run::in_precision(&node.op, result, compute)?, dropout);
+            let result = self.prepared(index, compute).forward(&operands).and_then(dropped).map_err(run::failed(self.name(node)))?;
+            memory_tracker.count_macs(|| run::macs(self.graph, node, &operands, &result));
             observe(node, &operands, &result)?;
             drop(operands);
             memory_tracker.allocate_named(MemoryCategory::Activations, self.name(node), bytes_of(&result))?;
@@ -355,6 +355,7 @@ impl<'g> Tape<'g> {
                     if self.observed.contains(&node.output) {
                         sink(self.name(node), gradient.clone())?;
                     }
+                    memory_tracker.count_macs(|| 2 * run::macs_of_sizes(self.graph, node, dims));
                     let gradient = self.drop_out(index, gradient, dropout).map_err(run::failed(self.name(node)))?;
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }

@@ -1,10 +1,10 @@
 //! Compute and memory cost of a run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::live::{dead_after, node_by_node};
 use crate::ir::ops::elements;
-use crate::ir::{Bindings, Element, Graph, Kind, Node, Op, TensorType, ValueId};
+use crate::ir::{Bindings, Dim, Element, Graph, Kind, Node, Op, TensorType, ValueId};
 
 /// Default length of a text in tokens.
 const SEQUENCE: usize = 128;
@@ -43,6 +43,41 @@ impl RoutedTokens {
     }
 }
 
+/// Multiply-accumulate operations of each node, for these values of the named sizes. Experts process only the
+/// tokens that are routed to them.
+fn node_macs(graph: &Graph, sizes: &Bindings) -> Vec<u64> {
+    let mut routed = RoutedTokens::default();
+    let macs = |node: &Node| {
+        let whole = node.op.spec().macs(&graph.input_types(node), &graph.value(node.output).ty, sizes);
+        routed.share_of(whole, graph, node)
+    };
+    graph.nodes().iter().map(macs).collect()
+}
+
+/// Multiply-accumulate operations of the nodes that compute the wanted values.
+pub fn cost_of_values(graph: &Graph, sizes: &Bindings, wanted: impl Fn(&str) -> bool) -> u64 {
+    let mut needed: BTreeSet<ValueId> = graph.ids().filter(|id| wanted(&graph.value(*id).name)).collect();
+    let mut sum = 0u64;
+    for (node, macs) in graph.nodes().iter().zip(node_macs(graph, sizes)).rev() {
+        if needed.contains(&node.output) {
+            needed.extend(&node.inputs);
+            sum = sum.saturating_add(macs);
+        }
+    }
+    sum
+}
+
+/// Multiply-accumulate operations of a node whose values have these sizes.
+pub fn macs_of_node<'a>(graph: &Graph, node: &Node, dims: impl Fn(ValueId) -> &'a [usize]) -> u64 {
+    let ty = |id: ValueId| {
+        let (ty, dims) = (&graph.value(id).ty, dims(id));
+        let fixed = || dims.iter().copied().map(Dim::Fixed).collect();
+        TensorType { shape: if dims.is_empty() { ty.shape.clone() } else { fixed() }, ..ty.clone() }
+    };
+    let inputs: Vec<TensorType> = node.inputs.iter().map(|id| ty(*id)).collect();
+    node.op.spec().macs(&inputs.iter().collect::<Vec<_>>(), &ty(node.output), &Bindings::new())
+}
+
 /// Multiply-accumulate operations of one run, and the peak bytes of live values (four per element,
 /// without parameters), for these values of the named sizes. Experts process only the tokens that are
 /// routed to them.
@@ -50,11 +85,10 @@ pub fn cost(graph: &Graph, sizes: &Bindings) -> (u64, u64) {
     let bytes = |ty: &TensorType| elements(ty, sizes).saturating_mul(4);
     let mut alive: u64 = graph.values().iter().filter(|v| v.kind == Kind::Input).map(|v| bytes(&v.ty)).fold(0, u64::saturating_add);
     let (mut macs, mut most) = (0u64, alive);
-    let mut routed = RoutedTokens::default();
-    for (node, dead) in graph.nodes().iter().zip(dead_after(graph, &node_by_node(graph))) {
+    let by_node = node_macs(graph, sizes);
+    for ((node, own), dead) in graph.nodes().iter().zip(by_node).zip(dead_after(graph, &node_by_node(graph))) {
         let output = &graph.value(node.output).ty;
-        let whole = node.op.spec().macs(&graph.input_types(node), output, sizes);
-        macs = macs.saturating_add(routed.share_of(whole, graph, node));
+        macs = macs.saturating_add(own);
         alive = alive.saturating_add(bytes(output));
         most = most.max(alive);
         alive = dead.iter().fold(alive, |alive, id| alive.saturating_sub(bytes(&graph.value(*id).ty)));
@@ -85,6 +119,17 @@ mod tests {
         // x and a; a and b; b and c.
         assert_eq!(cost(&graph, &sizes), (4 * 8 + 8 * 2, 4 * 16));
         assert_eq!(cost(&graph, &[("batch".to_owned(), 3)].into()).0, 3 * (4 * 8 + 8 * 2));
+        let until = |name: &str| cost_of_values(&graph, &[("batch".to_owned(), 3)].into(), |value| value == name);
+        assert_eq!([until("x"), until("b"), until("c")], [0, 3 * 4 * 8, 3 * (4 * 8 + 8 * 2)]);
+        let last = &graph.nodes()[2];
+        let dims = |id| -> &[usize] {
+            match graph.value(id).name.as_str() {
+                "b" => &[5, 8],
+                "c" => &[5, 2],
+                _ => &[],
+            }
+        };
+        assert_eq!(macs_of_node(&graph, last, dims), 5 * 8 * 2);
     }
 
     #[test]

@@ -15,7 +15,7 @@ mod sequence;
 
 pub use atoms::UnitLayout;
 pub use blocks::{Block, block_ends, blocks, linear_weights, single_block_reason};
-pub use cost::{cost, uncounted, usual_sizes};
+pub use cost::{cost, cost_of_values, macs_of_node, uncounted, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use head::{head, shared_head};
 pub use layers::{Layer, Layers, layer_index, layers, stacks};

@@ -9,6 +9,8 @@ use super::{Found, Point};
 use crate::data::{Batch, Data, DataSet, DataSets, Order, Target, WindowSampling};
 use crate::error::{Error, Result};
 use crate::evaluation::{Baseline, Comparison, Resources, Samples, Subject};
+use crate::exec::sizes_of;
+use crate::ir::Bindings;
 use crate::model::Model;
 use crate::pass::{Context, Score, Scores};
 use crate::report::search::{SearchLoss, SearchMetric};
@@ -59,6 +61,8 @@ pub struct Measurement<'a> {
     scores: Scores,
     /// The held-out samples, and their description; `None` without data.
     comparison: Option<(Comparison, String)>,
+    /// Sizes of the named axes of the held-out samples.
+    held_out: Vec<Bindings>,
     baseline: Option<Baseline>,
     checkpoint: Option<&'a Checkpoint>,
 }
@@ -79,7 +83,10 @@ impl<'a> Measurement<'a> {
         let (set, kind, used, others): (&Data, _, _, Vec<&Data>) = match (&data.evaluation, &data.calibration) {
             (Some(evaluation), calibration) => (evaluation, "evaluation data", 0, calibration.iter().collect()),
             (None, Some(calibration)) => (calibration, "held-out samples of the calibration data", calibration.samples.unwrap_or(usize::MAX), Vec::new()),
-            (None, None) => return Ok(Measurement { model, context, formats, scores: Scores::default(), comparison: None, baseline: None, checkpoint: None }),
+            (None, None) => {
+                let held_out = Vec::new();
+                return Ok(Measurement { model, context, formats, scores: Scores::default(), comparison: None, held_out, baseline: None, checkpoint: None });
+            }
         };
         data.for_each_held_out(set, used, &others, subject.target(), &mut take)?;
         if samples.is_empty() {
@@ -95,8 +102,15 @@ impl<'a> Measurement<'a> {
         let name = set.names().unwrap_or_default();
         let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
         let source = format!("{} {what} of {name} ({kind})", samples.len());
+        let graph = model.graph()?;
+        let held_out = samples.iter().map(|sample| sizes_of(&graph, &sample.inputs)).collect();
         let comparison = Some((Comparison::new(model.clone(), Samples::Batches(samples)), source));
-        Ok(Measurement { model, context, formats, scores: Scores::default(), comparison, baseline: None, checkpoint: None })
+        Ok(Measurement { model, context, formats, scores: Scores::default(), comparison, held_out, baseline: None, checkpoint: None })
+    }
+
+    /// Sizes of the named axes of the held-out samples.
+    pub fn held_out(&self) -> &[Bindings] {
+        &self.held_out
     }
 
     /// Takes known measurements from a checkpoint, and adds others to it.

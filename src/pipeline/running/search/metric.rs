@@ -1,15 +1,12 @@
 //! The smallest point within a limit of the task's score.
 //!
-//! Scores are not additive, and expected losses only order the points. Points are therefore measured between
-//! the smallest one that is within the limit and the next one that exceeds it, until none is left or
-//! [`ROUNDS`](super::ROUNDS) are measured.
+//! Scores are not additive, and expected losses only order the points. Points are therefore measured
+//! ([`next_within`]) until no smaller one is left, or [`ROUNDS`](super::ROUNDS) are measured.
 
 use super::measure::Measurement;
 use super::{Budget, Found, Point, ROUNDS, Search};
 use crate::error::Result;
-
-/// Number of points that are measured before the largest one shows whether the limit can be met.
-const ESTIMATES: usize = 2;
+use crate::pass::assignment::{Measured, next_within};
 
 impl Search<'_> {
     /// The smallest measured point within the limit. All measured points are added to those of the search.
@@ -32,30 +29,14 @@ impl Search<'_> {
     }
 }
 
-/// The point of the front to measure next; `None` if no smaller one can be within the limit. The `front` is
-/// sorted by ascending size and descending expected loss. `round`: number of points that were measured
-/// before.
+/// The point of the front to measure next; `None` if no smaller one can be within the limit. `round`: number
+/// of points that were measured before.
 fn next(front: &[Point], measured: &[Point], is_within: impl Fn(&Point) -> bool, limit: f64, round: usize) -> Option<usize> {
-    let best = measured.iter().filter(|point| is_within(point)).min_by_key(|point| point.bytes);
-    let least = best.map_or(0.0, |best| best.predicted);
-    let exceeding = measured.iter().filter(|point| !is_within(point) && point.predicted > least);
-    let worst = exceeding.min_by(|a, b| a.predicted.total_cmp(&b.predicted));
-    let bound = worst.map_or(f64::INFINITY, |worst| worst.predicted);
-    let is_open = |point: &Point| {
-        let is_smaller = best.is_none_or(|best| point.bytes < best.bytes && point.predicted > least);
-        is_smaller && point.predicted < bound && measured.iter().all(|other| other.options != point.options)
-    };
-    let open: Vec<usize> = (0..front.len()).filter(|at| is_open(&front[*at])).collect();
-    let target = match (best, worst) {
-        (Some(_), Some(_)) => (least * bound).sqrt(),
-        // Even the smallest measured point is within the limit.
-        (Some(_), None) => bound,
-        // Proportionally less loss.
-        (None, Some(worst)) if round < ESTIMATES => worst.predicted * worst.drop.map_or(0.0, |drop| (limit / drop).clamp(0.0, 1.0)),
-        (None, _) => 0.0,
-    };
-    let at = open.iter().find(|at| front[**at].predicted <= target);
-    at.or(open.last()).copied()
+    let costs: Vec<(u64, f64)> = front.iter().map(|point| (point.bytes, point.predicted)).collect();
+    let known =
+        |point: &Point| Measured { cost: point.bytes, loss: point.predicted, is_within: is_within(point), share: point.drop.map_or(0.0, |drop| limit / drop) };
+    let is_new = |at: usize| measured.iter().all(|other| other.options != front[at].options);
+    next_within(&costs, &measured.iter().map(known).collect::<Vec<_>>(), is_new, round)
 }
 
 #[cfg(test)]

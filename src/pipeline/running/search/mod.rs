@@ -10,20 +10,23 @@
 //! (`weight_errors`), and nothing is measured.
 //!
 //! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
-//! cosine distances of the outputs (`onnx_layers`). A limit of the latency replaces sizes by times, which are
-//! measured (`times`, `latency`).
+//! cosine distances of the outputs (`onnx_layers`). There, fractions of the units of layers that remain after
+//! structured pruning can be further options (`pruned`). A limit of the latency replaces sizes by times,
+//! which are measured (`times`, `latency`).
 
 mod blocks;
 mod budget;
 mod checkpoint;
 mod corrections;
 mod finish;
+mod forecast;
 mod formats;
 mod latency;
 mod matrices;
 mod measure;
 mod metric;
 mod onnx_layers;
+mod pruned;
 mod runtimes;
 mod schemes;
 pub mod solver;
@@ -63,6 +66,8 @@ pub struct Search<'a> {
     pub target: LoadedBy,
     /// Names of the formats to choose from; all that the runtime loads if empty.
     pub formats: &'a [String],
+    /// Fractions of heads, neurons and channels that may remain, as further options; empty without pruning.
+    pub fractions: &'a [f64],
     /// The limit; `None` for the front only.
     pub budget: Option<Budget>,
     /// Number of points of the front that are measured.
@@ -242,7 +247,7 @@ impl Search<'_> {
 
     /// The formats to choose from.
     fn formats(&self) -> Result<Box<dyn Formats + '_>> {
-        self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))))
+        self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.fractions)
     }
 
     /// The largest point within a limit of size. The size of a file that is only known when it is written may

@@ -89,7 +89,7 @@ impl<'a> OnnxLayers<'a> {
     }
 
     /// The export of a choice of formats.
-    fn export(&self, options: &[usize]) -> Onnx {
+    pub(super) fn export(&self, options: &[usize]) -> Onnx {
         let has = |other: Arithmetic| options.iter().any(|option| self.formats.get(*option).is_some_and(|(arithmetic, _)| *arithmetic == other));
         let weight_only = if has(Arithmetic::Int4) { WeightOnly::MatmulNbits } else { WeightOnly::default() };
         // Weights that the model stores in 16 bits keep them.
@@ -203,7 +203,7 @@ fn half_loss(damage: &Damage) -> Option<f64> {
 }
 
 /// Size of the ONNX file of a model.
-fn file_bytes(export: &Onnx, model: &Model, run: &RunState) -> Result<u64> {
+pub(super) fn file_bytes(export: &Onnx, model: &Model, run: &RunState) -> Result<u64> {
     Ok(export.forecast(model, run)?.bytes)
 }
 

@@ -5,6 +5,7 @@ use std::fmt;
 use super::blocks::Blocks;
 use super::formats::Formats;
 use super::onnx_layers::{Arithmetics, OnnxLayers};
+use super::pruned::Pruned;
 use super::schemes::Schemes;
 use crate::arch::{self, ModelKind, Settings};
 use crate::contract::Runtime;
@@ -41,12 +42,26 @@ impl LoadedBy {
     /// The formats that the runtime loads, for the weights of a model: those with these names, or all if
     /// there are none. Formats of ONNX Runtime that may be slower than floats are options of layers if they
     /// are named, or if times are measured (`by_time`); 16-bit floats, which are as fast as others, are
-    /// options otherwise.
+    /// options otherwise. `fractions`: fractions of units that may remain after structured pruning.
     ///
     /// # Errors
     /// If the runtime does not load the model, or not a format.
-    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String], by_time: bool) -> Result<Box<dyn Formats + 'm>> {
+    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String], by_time: bool, fractions: &[f64]) -> Result<Box<dyn Formats + 'm>> {
+        if !fractions.is_empty() {
+            if self != LoadedBy::OnnxRuntime {
+                return Err(Error::option("--prune", format!("is not supported for {self}")));
+            }
+            let mut layers = OnnxLayers::new(model, Arithmetics::Fast)?;
+            self.select(&mut layers, only)?;
+            return Ok(Box::new(Pruned::new(model, layers, fractions)?));
+        }
         let mut all = self.all_formats(model, by_time)?;
+        self.select(&mut *all, only)?;
+        Ok(all)
+    }
+
+    /// Removes the formats without these names, if there are any.
+    fn select(self, all: &mut dyn Formats, only: &[String]) -> Result<()> {
         let names = all.names();
         let (floats, named) = names.split_last().map_or((None, &[][..]), |(floats, named)| (Some(floats), named));
         if let Some(unknown) = only.iter().find(|name| !named.contains(name) && floats != Some(name)) {
@@ -59,7 +74,7 @@ impl LoadedBy {
             }
             all.retain(&kept);
         }
-        Ok(all)
+        Ok(())
     }
 
     /// Checks that the runtime loads models of this kind.

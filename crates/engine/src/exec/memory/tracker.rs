@@ -1,5 +1,6 @@
 //! Memory accounting by category, with an optional budget.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
@@ -47,12 +48,14 @@ impl Ledger {
 pub struct MemoryTracker {
     budget: Option<u64>,
     ledger: Mutex<Ledger>,
+    /// Multiply-accumulates, if they are counted.
+    macs: Option<AtomicU64>,
 }
 
 impl MemoryTracker {
     /// A tracker that refuses allocations beyond a budget in bytes.
     pub fn with_budget(budget: Option<u64>) -> MemoryTracker {
-        MemoryTracker { budget, ledger: Mutex::default() }
+        MemoryTracker { budget, ..MemoryTracker::default() }
     }
 
     /// Also records a trace over time.
@@ -60,6 +63,12 @@ impl MemoryTracker {
     pub fn recorded(self) -> MemoryTracker {
         lock(&self.ledger).trace = Some(Box::default());
         self
+    }
+
+    /// Also counts multiply-accumulates.
+    #[must_use]
+    pub fn counting(self) -> MemoryTracker {
+        MemoryTracker { macs: Some(AtomicU64::default()), ..self }
     }
 
     /// Records an allocation. Fails if the budget is exceeded. The bytes are recorded nevertheless, because a
@@ -113,8 +122,22 @@ impl MemoryTracker {
         lock(&self.ledger).trace.as_ref().map(|trace| trace.finished())
     }
 
-    /// Copies the trace of another tracker, if this one records a trace.
+    /// Counts multiply-accumulates that were computed, if they are counted.
+    pub fn count_macs(&self, macs: impl FnOnce() -> u64) {
+        if let Some(sum) = &self.macs {
+            sum.fetch_add(macs(), Ordering::Relaxed);
+        }
+    }
+
+    /// Multiply-accumulates of all executed nodes: those of a backward pass count twice. `None` if they are
+    /// not counted.
+    pub fn macs(&self) -> Option<u64> {
+        self.macs.as_ref().map(|sum| sum.load(Ordering::Relaxed))
+    }
+
+    /// Copies the trace of another tracker, if this one records a trace, and adds its counts.
     pub fn adopt(&self, other: &MemoryTracker) {
+        self.count_macs(|| other.macs().unwrap_or(0));
         if let (Some(trace), Some(found)) = (&mut lock(&self.ledger).trace, other.trace()) {
             **trace = found;
         }
@@ -182,6 +205,11 @@ pub(crate) struct Account {
 }
 
 impl Account {
+    /// Counts multiply-accumulates that were computed.
+    pub fn count_macs(&self, macs: impl FnOnce() -> u64) {
+        self.accounts.tracker.count_macs(macs);
+    }
+
     pub fn record(&mut self, position: usize, tensor: &Tensor) {
         let (category, name) = &self.accounts.values[position];
         let bytes = bytes_of(tensor);

@@ -1,0 +1,96 @@
+//! The work that a plan counts is the work that the run executes.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use compress::pass::WeightImportance as Importance;
+use compress::pass::{Amount, Guide, InputImportance, Method, Palettize, PruneUnstructured, Quantize, QuantizeStatic, Scheme, Step};
+use compress::pipeline::{RateFile, Rates};
+use compress::{Model, Pipeline};
+use compress_engine::data::Data;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+/// Samples of random tokens, of which the last batch is not complete.
+fn tokens(folder: &Path) -> Data {
+    let ids = Tensor::from_vec((0..328i64).map(|i| i * i * 7 % 41 % 40).collect::<Vec<_>>(), (41, 8), &Device::Cpu).unwrap();
+    let path = folder.join("ids.safetensors");
+    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
+    Data { batch_size: Some(4), ..Data::at(&path) }
+}
+
+/// Planned and counted multiply-accumulates of a pass, and whether the planned ones are an upper bound.
+fn macs(model: &str, pass: impl Into<Step>) -> (u64, u64, bool) {
+    let folder = tempfile::tempdir().unwrap();
+    let pipeline = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).threads(2).memory_trace(true).build().unwrap();
+    let model = Model::open(golden(model)).unwrap();
+    let plan = pipeline.plan(&model).unwrap();
+    let (planned, at_most) = (plan.work[0].macs.unwrap(), plan.work[0].at_most);
+    let report = pipeline.run(model, folder.path().join("out")).unwrap();
+    (planned, report.passes[0].macs.unwrap(), at_most)
+}
+
+#[test]
+fn planned_work_is_the_executed_work() {
+    let gptq = |propagation| Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, propagation, ..Quantize::default() };
+    let sparsegpt = PruneUnstructured { importance: Importance::Sparsegpt, amount: Some(Amount::fraction(0.4)), ..PruneUnstructured::default() };
+    let palettize = Palettize { importance: InputImportance::Activation, ..Palettize::default() };
+    let passes: [Step; 5] = [gptq(Some(0.0)).into(), gptq(None).into(), sparsegpt.into(), palettize.into(), QuantizeStatic::default().into()];
+    for pass in passes {
+        let name = format!("{pass:?}");
+        let (planned, counted, at_most) = macs("llama", pass);
+        assert!(counted > 1000 && !at_most, "{name}");
+        assert_eq!(planned, counted, "{name}");
+    }
+}
+
+/// The work of passes that may stop early, or that reuse results, is an upper bound.
+#[test]
+fn upper_bounds_of_work_are_marked() {
+    let wanda = PruneUnstructured { importance: Importance::Wanda, amount: Some(Amount::fraction(0.4)), ..PruneUnstructured::default() };
+    let goal = QuantizeStatic { accuracy_goal: Some("{ min_cosine: 0.5 }".parse().unwrap()), ..QuantizeStatic::default() };
+    for pass in [Step::from(wanda), goal.into()] {
+        let name = format!("{pass:?}");
+        let (planned, counted, at_most) = macs("llama", pass);
+        assert!(at_most && counted > 1000 && counted <= planned, "{name}: {counted} of {planned}");
+    }
+    let guided = Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, guide: Guide::Loss, ..Quantize::default() };
+    let plain = Quantize { guide: Guide::None, ..guided.clone() };
+    assert!(macs("llama", guided).0 > macs("llama", plain).0);
+}
+
+/// Reports compare estimates with the actual times, and later estimates follow them.
+#[test]
+fn reports_compare_estimates_with_actual_times() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = RateFile::new(folder.path().join("rates.json"), "cpu", 2);
+    let rates = file.load_or_measure(&Device::Cpu).unwrap();
+    assert!(rates.macs_per_second > 1e6 && rates.read_bytes_per_second > 1e5 && rates.write_bytes_per_second > 1e4, "{rates:?}");
+    assert_eq!(file.load_or_measure(&Device::Cpu).unwrap(), rates, "rates are measured once");
+    let run = |rates: Rates, out: &str| {
+        let builder = Pipeline::builder().calibration(tokens(folder.path())).pass(QuantizeStatic::default()).threads(2).rates(rates);
+        let pipeline = builder.build().unwrap();
+        let model = Model::open(golden("llama")).unwrap();
+        let plan = pipeline.plan(&model).unwrap();
+        (plan, pipeline.run(model, folder.path().join(out)).unwrap())
+    };
+    let (plan, report) = run(rates, "first");
+    let timing = report.timing.clone().unwrap();
+    assert_eq!(plan.work.iter().map(|stage| stage.name.as_str()).collect::<Vec<_>>(), ["quantize-static", "read and write", "measure"]);
+    assert_eq!(timing.estimated_seconds, plan.estimated_seconds);
+    for (stage, planned) in timing.stages.iter().zip(&plan.work) {
+        assert_eq!((&stage.name, stage.estimated_seconds), (&planned.name, planned.estimated_seconds));
+        assert!(stage.seconds > Some(0.0) && stage.estimated_seconds > Some(0.0), "{stage:?}");
+    }
+    file.record(&report);
+    let (plan, _) = run(file.load().unwrap(), "second");
+    // The correction by the first run makes the estimate its actual time.
+    let (estimated, actual) = (plan.work[0].estimated_seconds.unwrap(), timing.stages[0].seconds.unwrap());
+    assert!((estimated / actual - 1.0).abs() < 1e-6, "{estimated} and {actual}");
+    let without = Pipeline::builder().pass(Quantize::default()).build().unwrap().plan(&Model::open(golden("llama")).unwrap()).unwrap();
+    assert!(without.estimated_seconds.is_none() && without.work[0].read_bytes > 0);
+}
