@@ -104,6 +104,43 @@ def llm() -> Path:
     return prepare("llm", ["llmcompressor==0.14.0.1"], "6 GB")
 
 
+# The packages that `speculators` imports. It requires older versions of PyTorch and transformers than the reference.
+SPECULATORS = [
+    "speculators==0.9.0",
+    "hs-connectors==0.9.0",
+    "loguru==0.7.3",
+    "pydantic-settings==2.16.3",
+    "python-dotenv==1.2.4",
+    "openai==3.57.0",
+    "httpx==0.28.1",
+    "httpcore==1.0.9",
+    "jiter==0.19.0",
+    "sniffio==1.3.1",
+    "aiohttp==3.14.5",
+    "datasets==5.1.0",
+    "distro==1.9.0",
+    "multiprocess==0.70.19",
+    "dill==0.4.1",
+    "xxhash==4.1.0",
+    "pyarrow==26.0.1",
+    "pandas==3.1.1",
+    "aiosignal==1.4.0",
+    "frozenlist==1.8.0",
+    "multidict==7.2.1",
+    "yarl==1.25.1",
+    "propcache==0.5.4",
+    "aiohappyeyeballs==2.7.1",
+    "attrs==26.1.0",
+    "python-dateutil==4.0.0",
+    "fsspec==2026.7.0",
+]
+
+
+def speculators() -> Path:
+    """The python with `speculators` in addition to the reference implementations."""
+    return prepare("speculators", ["--no-deps", *SPECULATORS], "150 MB", reference())
+
+
 def provenance() -> Path:
     """The python that signs models and validates bills of materials."""
     # model-signing imports pyOpenSSL, which its dependencies no longer install.

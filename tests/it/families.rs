@@ -24,10 +24,10 @@ struct Sample {
 }
 
 fn samples() -> Vec<Sample> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let mut samples = Vec::new();
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
+    let models = std::fs::read_dir(folder.join("models")).unwrap().map(|entry| entry.unwrap().path());
+    for path in models.chain([folder.join("draft-head")]) {
         let model = Model::open(&path).unwrap();
         let (name, family) = (path.file_name().unwrap().to_string_lossy().into_owned(), arch::family(model.config.model_type()).unwrap());
         let graph = Graph::clone(&model.graph().unwrap());

@@ -204,7 +204,9 @@ fn data(facts: &Facts, path: &str, out: &mut Vec<String>) {
         Some(ModelKind::Encoder) => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
         Some(ModelKind::Decoder) => (language.as_str(), windows.as_str()),
         Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", images.as_str()),
-        Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder) | None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
+        Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder | ModelKind::DraftHead) | None => {
+            ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }")
+        }
     };
     if has_images {
         out.push("# A folder of images contains one subfolder for each class.".into());
@@ -231,7 +233,7 @@ fn search(facts: &Facts, path: &str, calibration: &str, out: &mut Vec<String>) {
     let is_text = match facts.kind {
         Some(ModelKind::Encoder | ModelKind::Decoder) => true,
         Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => false,
-        Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder) | None => return,
+        Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder | ModelKind::DraftHead) | None => return,
     };
     if facts.quantized || (is_text && !facts.has_file("tokenizer.json")) {
         return;

@@ -100,9 +100,9 @@ impl Config {
         &self.values
     }
 
-    /// `model_type`, or an empty string.
+    /// `model_type`, or that of a head for speculative decoding; an empty string without one.
     pub fn model_type(&self) -> &str {
-        self.get("model_type").and_then(Value::as_str).unwrap_or("")
+        arch::model_type(&self.values)
     }
 
     /// The class that the weights were saved from (`architectures`), or an empty string.

@@ -26,6 +26,15 @@ pub struct Layers {
     pub layers: Vec<Layer>,
 }
 
+impl Layers {
+    /// The hidden state that the layer with this index reads; the number of layers stands for the output of
+    /// the last one.
+    pub fn state(&self, index: usize) -> Option<&String> {
+        let last = self.layers.last().filter(|_| index == self.layers.len()).map(|layer| &layer.output);
+        self.layers.get(index).map(|layer| &layer.input).or(last)
+    }
+}
+
 /// The index after a prefix, if it is a complete component of the name.
 pub fn layer_index(name: &str, prefix: &str) -> Option<usize> {
     let digits = name.strip_prefix(prefix)?.split('.').next()?;

@@ -21,6 +21,8 @@ pub enum ModelKind {
     DualEncoder,
     /// Encoder-decoder: text or audio to text.
     EncoderDecoder,
+    /// Hidden states of another model to next-token logits (speculative decoding).
+    DraftHead,
 }
 
 /// A pair (alias, original) of tensor names.

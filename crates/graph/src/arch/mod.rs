@@ -24,6 +24,7 @@ mod deberta;
 mod deepseek;
 mod dinov2;
 mod distilbert;
+mod eagle3;
 mod efficientnet;
 mod ernie4_5;
 mod family;
@@ -70,6 +71,8 @@ mod vit;
 mod whisper;
 mod without_graph;
 
+use serde_json::{Map, Value};
+
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, SELECTION_BIAS, VISION_TRANSFORMER, classifier};
 pub use family::{ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
 pub use gguf::{ATTENTION_MULTIPLIER, GgufExperts, GgufFamily, GgufHead, LOGIT_DIVISOR, Setting, Windows};
@@ -113,6 +116,7 @@ const FAMILIES: &[&Family] = &[
     &cohere::COHERE,
     &cohere::COHERE2,
     &smollm3::SMOLLM3,
+    &eagle3::EAGLE3,
     &granite::GRANITE,
     &granite_moe::GRANITE_MOE,
     &granite_moe::GRANITE_MOE_SHARED,
@@ -154,6 +158,12 @@ const FAMILIES: &[&Family] = &[
 /// All families.
 pub fn families() -> impl Iterator<Item = &'static Family> {
     FAMILIES.iter().copied().chain(without_graph::FAMILIES)
+}
+
+/// The `model_type` of a configuration, or that of a head for speculative decoding; empty without one.
+pub fn model_type(config: &Map<String, Value>) -> &str {
+    let text = |key: &str| config.get(key).and_then(Value::as_str);
+    text("speculators_model_type").or_else(|| text("model_type")).unwrap_or("")
 }
 
 /// The family with this `model_type`.

@@ -9,7 +9,7 @@ use crate::store::{Role, Weight};
 
 /// Sets the roles of the weights of a checkpoint that have none.
 pub fn mark_roles(weights: &mut BTreeMap<String, Weight>, config: &Map<String, Value>) {
-    let Some(family) = config.get("model_type").and_then(Value::as_str).and_then(family) else { return conventions::mark(weights, config) };
+    let Some(family) = family(super::model_type(config)) else { return conventions::mark(weights, config) };
     for (name, weight) in weights.iter_mut().filter(|(_, weight)| weight.role.is_none()) {
         let Some(module) = name.strip_suffix(".weight") else { continue };
         weight.role = match weight.shape.len() {

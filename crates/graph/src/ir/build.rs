@@ -59,6 +59,12 @@ impl<'c> Builder<'c> {
         Self { graph: Graph::default(), names: BTreeMap::new(), catalog: None, new_modules: &[] }
     }
 
+    /// A builder that continues a graph, and accepts any parameter.
+    pub fn continuing(graph: Graph) -> Self {
+        let names = graph.ids().map(|id| (graph.value(id).name.clone(), id)).collect();
+        Self { graph, names, ..Self::unchecked() }
+    }
+
     fn add(&mut self, name: &str, ty: TensorType, kind: Kind) -> Result<ValueId> {
         if self.graph.values.len() >= MAX_VALUES {
             return Err(Error::graph("graph", format!("has more than {MAX_VALUES} values")));

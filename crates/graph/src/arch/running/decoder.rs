@@ -155,7 +155,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
 
     /// Heads of queries, keys and values, `[batch, heads, sequence, head_dim]`, with rotary embedding, and of
     /// the gate, if there is one.
-    fn split(&self, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<([ValueId; 3], Option<ValueId>)> {
+    pub fn split(&self, b: &mut Builder, at: &LayerNames, layer: &Layer, x: ValueId) -> Result<([ValueId; 3], Option<ValueId>)> {
         let (mut heads, mut gate) = (self.projections(b, at, x)?, None);
         let norms = self.head_norm_names.map(Some).into_iter().chain([None]);
         for ((part, norm), value) in ["q", "k", "v"].into_iter().zip(norms).zip(&mut heads) {

@@ -214,6 +214,11 @@ impl LayerNames {
         LayerNames { index, node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
     }
 
+    /// The first layer, with names of its last node and of its module.
+    pub fn with_nodes(node: String, module: String) -> LayerNames {
+        LayerNames { index: 0, node, module }
+    }
+
     /// The name of a node in the layer.
     pub fn node(&self, name: &str) -> String {
         format!("{}.{name}", self.node)

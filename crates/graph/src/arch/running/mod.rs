@@ -5,6 +5,7 @@ mod catalog;
 mod classification;
 mod config;
 pub(super) mod decoder;
+pub mod draft_head;
 pub(super) mod experts;
 mod keys;
 pub(super) mod latent;
@@ -51,7 +52,8 @@ pub fn build(settings: &Settings, modules: &[SentenceModule], builder: Builder) 
 pub fn describe(settings: &Settings, modules: &[SentenceModule], mut builder: Builder) -> Result<(Graph, Vec<String>)> {
     let read = ReadKeys::default();
     let settings = settings.recording(&read);
-    let model_type = settings.text("model_type")?;
+    let head = settings.get("speculators_model_type").is_some();
+    let model_type = settings.text(if head { "speculators_model_type" } else { "model_type" })?;
     let Some((family, graph)) = family(model_type).and_then(|family| Some((family, family.graph?))) else {
         let supported = families().filter(|family| family.graph.is_some()).map(|family| family.model_type).collect::<Vec<_>>().join(", ");
         return Err(Error::Unsupported {
