@@ -152,6 +152,18 @@ impl Objective {
         Ok(objective)
     }
 
+    /// The divergence of the steps of a draft head from its target. `losses` may only contain soft targets.
+    pub fn for_draft_head(losses: &Losses, steps: losses::DraftSteps) -> Result<Objective> {
+        let soft = losses.soft.clone().unwrap_or_default();
+        let only_soft = Losses { soft: Some(soft), ..Losses::default() };
+        if *losses != only_soft && !losses.is_empty() {
+            return Err(Error::option("losses", "only `soft` is supported for a draft head, which is compared with its target in each step"));
+        }
+        let mut objective = Objective { terms: Vec::new(), logits: None, notes: Vec::new(), losses: only_soft };
+        objective.push(steps.soft.weight, steps);
+        Ok(objective)
+    }
+
     fn push(&mut self, weight: f64, loss: impl losses::Loss + 'static) {
         self.terms.push(Term { weight, loss: Box::new(loss) });
     }

@@ -305,7 +305,7 @@ fn missing(name: &str) -> Error {
 }
 
 /// Flattens all axes except the last.
-fn flat(value: &Tensor) -> candle_core::Result<Tensor> {
+pub(super) fn flat(value: &Tensor) -> candle_core::Result<Tensor> {
     value.contiguous()?.flatten_to(value.rank() - 2)
 }
 

@@ -6,6 +6,7 @@
 mod attention;
 mod contrastive;
 mod divergence;
+mod draft_steps;
 mod embedding;
 mod head;
 mod hidden;
@@ -23,6 +24,7 @@ use candle_core::{DType, Tensor};
 pub use attention::{Attention, Heads};
 pub use contrastive::Contrastive;
 pub use divergence::{Divergence, Soft};
+pub use draft_steps::DraftSteps;
 pub use embedding::Embedding;
 pub use head::{Head, LogitsSource};
 pub use hidden::{Hidden, Pair};
