@@ -88,8 +88,8 @@ impl Args {
         if let Some((_, _, before)) = &against {
             before.require_same(&vocabulary)?;
         }
-        let model = match self.draft.as_ref().map(open).transpose()? {
-            Some((_, draft, tokens)) => self.with_draft(model, draft, &vocabulary, &tokens)?,
+        let model = match &self.draft {
+            Some(draft) => self.with_draft(model, LanguageModel::new(Model::open(draft)?)?, &vocabulary)?,
             None => model,
         };
         let models: Vec<_> = against.into_iter().chain([(path, model, vocabulary)]).collect();
@@ -137,8 +137,11 @@ impl Args {
     }
 
     /// A model that verifies the proposals of a draft.
-    fn with_draft(&self, model: LanguageModel, draft: LanguageModel, vocabulary: &Vocabulary, tokens: &Vocabulary) -> Result<LanguageModel> {
-        vocabulary.require_draft(tokens)?;
+    fn with_draft(&self, model: LanguageModel, draft: LanguageModel, vocabulary: &Vocabulary) -> Result<LanguageModel> {
+        // The tokenizer of a head is that of the model.
+        if draft.input_kind() != InputKind::HiddenStates {
+            vocabulary.require_draft(&draft.vocabulary()?)?;
+        }
         let is_speech = [&model, &draft].iter().all(|model| model.input_kind() == InputKind::Recording);
         if is_speech && model.speech()? != draft.speech()? {
             return Err(Error::option("--draft", "computes spectrograms with other settings (preprocessor_config.json) than the model"));

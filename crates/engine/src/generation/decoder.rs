@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use candle_core::{DType, Device, Tensor};
 
 use super::{InputKind, LanguageModel};
+use crate::arch::draft_head::HIDDEN_STATES;
 use crate::data::DECODER_INPUT_IDS;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{Cause, values};
@@ -24,6 +25,15 @@ pub(super) struct Decoder<'g> {
     cache: SequenceCache,
     /// Inputs of the encoder.
     inputs: Inputs,
+    /// Hidden states for a draft head that were not taken yet.
+    states: Option<States>,
+}
+
+/// Hidden states for a draft head, `[1, tokens, width]`.
+pub(super) struct States {
+    /// Position of the first token.
+    pub first: usize,
+    pub rows: Tensor,
 }
 
 impl<'g> Decoder<'g> {
@@ -37,7 +47,7 @@ impl<'g> Decoder<'g> {
     /// As [`load`](Decoder::load), with other parameters than those of the model.
     pub fn with_parameters(model: &'g LanguageModel, parameters: Parameters, removable: usize, device: &Device) -> Result<Decoder<'g>> {
         let executor = Executor::new(&model.graph, parameters, device.clone());
-        Ok(Decoder { model, executor, cache: SequenceCache::with_removable(&model.graph, removable)?, inputs: Inputs::new() })
+        Ok(Decoder { model, executor, cache: SequenceCache::with_removable(&model.graph, removable)?, inputs: Inputs::new(), states: None })
     }
 
     /// The model.
@@ -48,6 +58,7 @@ impl<'g> Decoder<'g> {
     /// Starts a text with these inputs of the encoder.
     pub fn start(&mut self, inputs: Inputs) {
         self.cache.clear();
+        self.states = None;
         self.inputs = inputs;
     }
 
@@ -65,7 +76,26 @@ impl<'g> Decoder<'g> {
 
     /// Removes all tokens after the first `tokens` from the KV cache.
     pub fn truncate(&mut self, tokens: usize) -> Result<()> {
+        if let Some(states) = &mut self.states {
+            let count = states.rows.dim(1).map_err(computed)?.min(tokens.saturating_sub(states.first));
+            states.rows = states.rows.narrow(1, 0, count).map_err(computed)?;
+        }
         self.cache.truncate(&self.model.graph, tokens)
+    }
+
+    /// The hidden states of the tokens since the last call, for a draft head.
+    pub fn take_states(&mut self) -> Option<States> {
+        self.states.take()
+    }
+
+    /// Adds hidden states of tokens from the position `first` on.
+    fn add_states(&mut self, first: usize, rows: &Tensor) -> Result<()> {
+        let before = self.states.take().filter(|states| first > states.first);
+        self.states = Some(match before {
+            Some(before) => States { first: before.first, rows: Tensor::cat(&[&before.rows, rows], 1).map_err(computed)? },
+            None => States { first, rows: rows.clone() },
+        });
+        Ok(())
     }
 
     /// Logits of the next token after `all` tokens.
@@ -98,7 +128,17 @@ impl<'g> Decoder<'g> {
             let tokens: Vec<&[i64]> = texts.iter().map(|text| text.get(cached..end).unwrap_or_default()).collect();
             let mut inputs = token_inputs(if self.model.input_kind == InputKind::Prompt { "input_ids" } else { DECODER_INPUT_IDS }, &tokens)?;
             inputs.extend(self.inputs.clone());
-            let outputs = self.executor.run_next(&inputs, &mut self.cache, OutputTokens::Last(rows))?;
+            // A draft head reads the hidden states of all tokens.
+            let has_states = graph.outputs().iter().any(|(name, _)| name == HIDDEN_STATES);
+            let output_tokens = if has_states { OutputTokens::All } else { OutputTokens::Last(rows) };
+            let mut outputs = self.executor.run_next(&inputs, &mut self.cache, output_tokens)?;
+            if let Some(states) = outputs.get(HIDDEN_STATES) {
+                self.add_states(cached, states)?;
+                if let Some(logits) = outputs.get_mut(LOGITS) {
+                    let count = logits.dim(1).map_err(computed)?;
+                    *logits = logits.narrow(1, count.saturating_sub(rows), rows.min(count)).and_then(|rows| rows.contiguous()).map_err(computed)?;
+                }
+            }
             if end == length {
                 let logits = outputs.get(LOGITS).ok_or_else(|| Error::graph(LOGITS, "are not computed"))?;
                 let values = values(logits, Cause::Answers).map_err(computed)?;

@@ -4,9 +4,10 @@
 use candle_core::Device;
 use serde::Serialize;
 
-use super::decoder::{Decoder, FEATURES};
+use super::decoder::{Decoder, FEATURES, States};
+use super::draft_head::HeadDecoder;
 use super::sampling::{Proposal, Sampler};
-use super::{Continuation, LanguageModel};
+use super::{Continuation, InputKind, LanguageModel};
 use crate::error::{Error, Result};
 use crate::exec::Inputs;
 use crate::work::Work;
@@ -16,6 +17,8 @@ pub(super) struct Draft {
     pub model: LanguageModel,
     /// Maximum number of tokens that it proposes per step.
     pub tokens: usize,
+    /// For a head that reads hidden states of the model, the model's ids of its tokens.
+    pub ids: Option<Vec<usize>>,
 }
 
 /// How many of the proposed tokens were accepted.
@@ -78,7 +81,7 @@ fn add(sums: &mut Vec<usize>, counts: impl ExactSizeIterator<Item = usize>) {
 
 impl LanguageModel {
     /// Decodes speculatively: `draft`, a smaller model with the same token ids
-    /// ([`Vocabulary::require_draft`]), proposes up to `tokens` tokens per step. Greedy texts equal those
+    /// ([`Vocabulary::require_draft`]), or a head of the model proposes up to `tokens` tokens per step. Greedy texts equal those
     /// without a draft, except between tokens whose logits differ by less than the rounding of a forward
     /// pass; samples have the same distribution. Texts with tokens that the draft lacks are continued
     /// without proposals. Fails if the draft does not take the same kind of input.
@@ -87,6 +90,9 @@ impl LanguageModel {
     pub fn with_draft(mut self, draft: LanguageModel, tokens: usize) -> Result<LanguageModel> {
         if tokens == 0 {
             return Err(Error::option("--draft-tokens", "is 0, but must be at least 1"));
+        }
+        if draft.input_kind == InputKind::HiddenStates {
+            return self.with_head(draft, tokens);
         }
         let features = |model: &LanguageModel| model.graph.inputs().find(|(_, value)| value.name == FEATURES).map(|(_, value)| value.ty.to_string());
         let refuse = |input: &dyn Fn(&LanguageModel) -> String| {
@@ -102,20 +108,32 @@ impl LanguageModel {
         if let Some(positions) = draft.positions.filter(|positions| self.positions.is_none_or(|own| *positions < own)) {
             self.notes.push(format!("the draft supports at most {positions} tokens (`max_position_embeddings`): longer texts are continued without proposals"));
         }
-        self.draft = Some(Box::new(Draft { model: draft, tokens }));
+        self.draft = Some(Box::new(Draft { model: draft, tokens, ids: None }));
         Ok(self)
     }
 }
 
-/// A loaded draft model.
+/// A loaded draft.
 pub(super) struct Drafter<'g> {
-    decoder: Decoder<'g>,
+    kind: Kind<'g>,
     tokens: usize,
 }
 
+enum Kind<'g> {
+    Model(DraftDecoder<'g>),
+    Head(HeadDecoder<'g>),
+}
+
+/// A loaded draft model.
+struct DraftDecoder<'g>(Decoder<'g>);
+
 impl<'g> Drafter<'g> {
     pub fn load(draft: &'g Draft, device: &Device, work: &Work) -> Result<Drafter<'g>> {
-        Ok(Drafter { decoder: Decoder::load(&draft.model, draft.tokens, device, work)?, tokens: draft.tokens })
+        let kind = match &draft.ids {
+            Some(ids) => Kind::Head(HeadDecoder::load(&draft.model, ids, draft.tokens, device, work)?),
+            None => Kind::Model(DraftDecoder(Decoder::load(&draft.model, draft.tokens, device, work)?)),
+        };
+        Ok(Drafter { kind, tokens: draft.tokens })
     }
 
     /// Maximum number of proposals per step.
@@ -125,42 +143,69 @@ impl<'g> Drafter<'g> {
 
     /// Starts a text with these inputs of the encoder.
     pub fn start(&mut self, inputs: Inputs) {
-        self.decoder.start(inputs);
+        match &mut self.kind {
+            Kind::Model(draft) => draft.0.start(inputs),
+            Kind::Head(head) => head.clear(),
+        }
     }
 
-    /// Adds a prompt to the KV cache, so that the first step does not have to.
+    /// Adds a prompt to the KV cache, so that the first step does not have to. A head needs the hidden states
+    /// of the model, which reads the prompt afterwards.
     pub fn read(&mut self, prompt: &[i64], work: &Work) -> Result<()> {
-        if self.limit(prompt, 1) > 0 { self.decoder.next_logits(prompt, work).map(drop) } else { Ok(()) }
+        match &mut self.kind {
+            Kind::Model(draft) if draft.limit(prompt, 1) > 0 => draft.0.next_logits(prompt, work).map(drop),
+            _ => Ok(()),
+        }
     }
 
-    /// Removes all tokens after the first `tokens` from the KV cache.
+    /// Removes all tokens after the first `tokens` from the KV cache. That of a head has no other tokens.
     pub fn truncate(&mut self, tokens: usize) -> Result<()> {
-        self.decoder.truncate(tokens)
+        match &mut self.kind {
+            Kind::Model(draft) => draft.0.truncate(tokens),
+            Kind::Head(_) => Ok(()),
+        }
     }
 
+    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`, which has computed
+    /// `states` for a head. A token that ends the text is the last one.
+    pub fn propose(
+        &mut self,
+        (all, limit): (&[i64], usize),
+        states: Option<States>,
+        model: &LanguageModel,
+        sampler: &mut Sampler,
+        work: &Work,
+    ) -> Result<Vec<Proposal>> {
+        match &mut self.kind {
+            Kind::Model(draft) => draft.propose(all, limit, model, sampler, work),
+            Kind::Head(head) => head.propose((all, limit), states, model, sampler, work),
+        }
+    }
+}
+
+impl DraftDecoder<'_> {
     /// The number of tokens up to `limit` that it can propose after `all` tokens.
     fn limit(&self, all: &[i64], limit: usize) -> usize {
-        let model = self.decoder.model();
+        let model = self.0.model();
         let vocabulary = model.logit_count();
         let is_known = |token: &i64| usize::try_from(*token).is_ok_and(|token| token < vocabulary);
-        if !all.get(self.decoder.cached()..).unwrap_or_default().iter().all(is_known) {
+        if !all.get(self.0.cached()..).unwrap_or_default().iter().all(is_known) {
             return 0;
         }
         // The last proposal is not read.
         let room = model.positions.map_or(usize::MAX, |positions| positions.saturating_add(1).saturating_sub(all.len()));
         match limit.min(room) {
             0 => 0,
-            limit => self.decoder.stable_extension(all.len(), limit.saturating_sub(1)).saturating_add(1),
+            limit => self.0.stable_extension(all.len(), limit.saturating_sub(1)).saturating_add(1),
         }
     }
 
-    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`. A token that ends the
-    /// text is the last one.
-    pub fn propose(&mut self, all: &[i64], limit: usize, model: &LanguageModel, sampler: &mut Sampler, work: &Work) -> Result<Vec<Proposal>> {
+    /// See [`Drafter::propose`].
+    fn propose(&mut self, all: &[i64], limit: usize, model: &LanguageModel, sampler: &mut Sampler, work: &Work) -> Result<Vec<Proposal>> {
         let limit = self.limit(all, limit);
         let (mut text, mut proposals) = (all.to_vec(), Vec::with_capacity(limit));
         while proposals.len() < limit {
-            let mut logits = self.decoder.next_logits(&text, work)?;
+            let mut logits = self.0.next_logits(&text, work)?;
             logits.truncate(model.logit_count());
             model.suppress(&mut logits, false);
             let proposal = sampler.propose(&logits)?;

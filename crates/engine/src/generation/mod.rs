@@ -7,6 +7,7 @@ mod batches;
 mod decoder;
 mod decoder_prompt;
 mod draft;
+mod draft_head;
 mod options;
 mod run;
 mod sampling;
@@ -23,6 +24,7 @@ pub use options::{Generate, Sampling};
 pub use vocabulary::Vocabulary;
 
 use crate::analysis::usual_sizes;
+use crate::arch::draft_head::HIDDEN_STATES;
 use crate::arch::{self, ModelKind, Positions};
 pub use crate::data::{ChatTemplate, Message};
 use crate::data::{DECODER_INPUT_IDS, Speech, max_positions};
@@ -49,6 +51,8 @@ pub enum InputKind {
     SourceText,
     /// A recording of speech.
     Recording,
+    /// Hidden states of another model: a head for speculative decoding, which generates no text alone.
+    HiddenStates,
 }
 
 impl InputKind {
@@ -57,6 +61,7 @@ impl InputKind {
             InputKind::Prompt => "prompts to continue",
             InputKind::SourceText => "source texts",
             InputKind::Recording => "recordings",
+            InputKind::HiddenStates => "hidden states of the model that it is a head of",
         }
     }
 }
@@ -148,9 +153,11 @@ impl LanguageModel {
         let input_kind = match (has_input(DECODER_INPUT_IDS), has_input(FEATURES)) {
             (true, true) => InputKind::Recording,
             (true, false) => InputKind::SourceText,
+            (false, _) if has_input(HIDDEN_STATES) => InputKind::HiddenStates,
             (false, _) => InputKind::Prompt,
         };
-        let is_generative = |kind: ModelKind| kind == ModelKind::Decoder || kind == ModelKind::EncoderDecoder && input_kind != InputKind::Prompt;
+        let is_generative =
+            |kind: ModelKind| matches!(kind, ModelKind::Decoder | ModelKind::DraftHead) || kind == ModelKind::EncoderDecoder && input_kind != InputKind::Prompt;
         if let Some(family) = arch::family(model.config.model_type()).filter(|family| !is_generative(family.kind) && model.changed_graph.is_none()) {
             return Err(Error::run(
                 "this model",
@@ -163,6 +170,7 @@ impl LanguageModel {
             InputKind::Prompt => &["input_ids", "attention_mask"],
             InputKind::SourceText => &["input_ids", "attention_mask", DECODER_INPUT_IDS],
             InputKind::Recording => &[FEATURES, DECODER_INPUT_IDS],
+            InputKind::HiddenStates => &["input_ids", "attention_mask", HIDDEN_STATES],
         };
         if let Some((_, value)) = graph.inputs().find(|(_, value)| !supported.contains(&value.name.as_str())) {
             return Err(Error::graph(format!("input `{}`", value.name), "is not supported in text generation"));
@@ -174,7 +182,7 @@ impl LanguageModel {
         let settings = Settings::open(&model)?;
         let ends = settings.ends()?;
         let decoder_prompt = match input_kind {
-            InputKind::Prompt => None,
+            InputKind::Prompt | InputKind::HiddenStates => None,
             InputKind::SourceText => Some(DecoderPrompt::for_text(&settings)?),
             InputKind::Recording => Some(DecoderPrompt::for_speech(&settings)?),
         };
@@ -214,6 +222,11 @@ impl LanguageModel {
         self.ends.iter().copied()
     }
 
+    /// Number of tokens of the vocabulary, with padding.
+    pub fn tokens(&self) -> Result<usize> {
+        Some(self.logit_count()).filter(|count| *count < usize::MAX).ok_or_else(|| Error::graph(LOGITS, "have no fixed size"))
+    }
+
     /// Maximum number of tokens of a text; `None` if it is unlimited or unknown.
     pub fn positions(&self) -> Option<usize> {
         self.positions
@@ -238,6 +251,10 @@ impl LanguageModel {
     /// Continues prompts one by one; encoder-decoder models generate a text from each. Fails if a prompt is
     /// empty or longer than the model's positions, or logits are not finite.
     pub fn generate(&self, prompts: &[Vec<i64>], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
+        if self.input_kind == InputKind::HiddenStates {
+            let hint = "pass the model with `generate MODEL --draft HEAD`";
+            return Err(Error::run("this head", "proposes tokens of another model, and generates no text alone", hint));
+        }
         prompts.iter().enumerate().try_for_each(|(index, prompt)| self.check(index, prompt))?;
         let to_prompt = |prompt: &Vec<i64>| match self.input_kind {
             InputKind::Prompt => Ok(Prompt { tokens: prompt.clone(), inputs: Inputs::new() }),
@@ -331,7 +348,8 @@ impl LanguageModel {
             (longest, if let Some(Dim::Named(size)) = input { Some(size.clone()) } else { None })
         };
         let added = self.decoder_prompt.as_ref().map_or(0, |prompt| prompt.tokens(Some(0)).len());
-        let (decoder_input, encoder_input) = if self.input_kind == InputKind::Prompt { ("input_ids", None) } else { (DECODER_INPUT_IDS, Some("input_ids")) };
+        let is_decoder = matches!(self.input_kind, InputKind::Prompt | InputKind::HiddenStates);
+        let (decoder_input, encoder_input) = if is_decoder { ("input_ids", None) } else { (DECODER_INPUT_IDS, Some("input_ids")) };
         let (first, name) = size(decoder_input, &|prompt| prompt.tokens.len().saturating_add(added));
         let total = first.saturating_add(options.tokens).min(self.positions.unwrap_or(usize::MAX).max(first));
         let chunk = if SequenceCache::is_stable(&self.graph, 1, total) { first.min(CHUNK_TOKENS).max(step) } else { total };

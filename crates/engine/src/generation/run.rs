@@ -85,7 +85,7 @@ impl Run<'_, '_> {
         // The model adds a token to the accepted ones.
         let room = model.positions.map_or(usize::MAX, |positions| positions.saturating_sub(all.len()));
         let limit = self.decoder.stable_extension(all.len(), draft.tokens().min(remaining.saturating_sub(1)).min(room));
-        draft.propose(all, limit, model, sampler, self.work)
+        draft.propose((all, limit), self.decoder.take_states(), model, sampler, self.work)
     }
 
     /// Verifies proposals in one forward pass: appends the accepted ones and the model's own next token.
