@@ -68,7 +68,7 @@ mod running {
 
     pub use decompose::Decompose;
     pub use dequantize::Dequantize;
-    pub use distill::{Distill, MoreTeacher, Student};
+    pub use distill::{Distill, DraftHead, MoreTeacher, Student};
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
     #[doc(hidden)]

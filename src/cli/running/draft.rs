@@ -12,7 +12,7 @@ use crate::export::Safetensors;
 use crate::generation::LanguageModel;
 use crate::model::Model;
 use crate::output::ResumeFolder;
-use crate::pass::{Context, Distill, Pass};
+use crate::pass::{Context, Distill, DraftHead, Pass, Student};
 use crate::pipeline::draft::{self, Continuations, DraftTest, PromptSource, Prompts, Samples, Steps};
 use crate::pipeline::search::parse_time;
 use crate::pipeline::{Builder, Pipeline, memory_limit};
@@ -26,6 +26,7 @@ use crate::train::schedule::{Curve, Schedule};
   compress draft llama -o out/draft --layers 4 --data book.txt --samples 4000 --tokens 256 --time 2h
   compress draft llama-chat -o out/draft --prompts questions.txt --chat --test held-out.txt
   compress draft llama -o out/draft --data chats.jsonl --export 'gguf: { type: Q8_0 }'
+  compress draft llama -o out/head --method eagle3 --vocabulary 16000 --prompts prompts.txt
   compress draft llama -o out/draft --prompts prompts.txt --resume     continue an interrupted run
 
 The output is a folder like that of the model, for `generate --draft`, vLLM and, with a GGUF file, llama.cpp. `compress
@@ -36,10 +37,17 @@ pub(in crate::cli) struct Args {
     /// Output folder
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
+    /// Kind of the draft
+    #[arg(long, value_enum, default_value_t)]
+    method: Method,
     /// Number of layers of the draft: the first, the last, and evenly spread ones [default: a fifth of the
     /// model's]
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
+    /// Number of tokens that an EAGLE-3 head proposes: the most frequent ones of the continuations [default:
+    /// all]
+    #[arg(long, value_name = "N")]
+    vocabulary: Option<usize>,
     /// Prompts, one per line of a .txt file, or one per record of .csv, .tsv or .jsonl (also chats)
     #[arg(long, value_name = "FILE", conflicts_with = "data", required_unless_present = "data", help_heading = "Continuations")]
     prompts: Option<PathBuf>,
@@ -89,6 +97,16 @@ pub(in crate::cli) struct Args {
     writing: Writing,
 }
 
+/// The kinds of drafts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+enum Method {
+    /// Some layers of the model, as a model of its own
+    #[default]
+    Layers,
+    /// An EAGLE-3 head, which reads hidden states of the model, in the format of `speculators`
+    Eagle3,
+}
+
 /// Default number of training steps.
 const STEPS: u64 = 1000;
 /// Of this many steps, one belongs to the warm-up.
@@ -100,25 +118,32 @@ impl Args {
         let model = open_input(&self.model, Some(&self.output))?;
         let language = LanguageModel::new(model.clone())?;
         language.require_prompts()?;
-        let layers = draft::layers(&model, self.layers)?;
+        let mut student = match self.method {
+            Method::Layers => Student::Layers(draft::layers(&model, self.layers)?),
+            Method::Eagle3 => Student::Eagle3(DraftHead::default()),
+        };
+        self.check_vocabulary(&language)?;
         self.check_output(&model, global)?;
         let prompts = Prompts::read((&model, &language), self.source()?, self.test.as_deref(), self.samples)?;
         let folder = ResumeFolder::open(&self.output, self.resume, self.writing.force)?;
-        let (data, steps) = global.work(|work| {
+        let (data, distill) = global.work(|work| {
             let device = global.models.device.open()?;
             let memory = memory_limit(global.models.memory, &device);
             let continuations = Continuations { model: (&model, &language), prompts: &prompts.train, samples: &self.samples(), folder: folder.path() };
             let data = continuations.sample(&device, memory, work)?;
-            let Some(time) = self.time else { return Ok((data, self.steps.unwrap_or(STEPS))) };
+            if let (Student::Eagle3(head), Some(count)) = (&mut student, self.vocabulary) {
+                head.vocabulary = Some(draft::write_vocabulary(count, &data, &language, folder.path())?);
+            }
+            let Some(time) = self.time else { return Ok((data, self.distillation(&student, self.steps.unwrap_or(STEPS)))) };
             let sets = DataSets { train: Some(data.clone()), ..DataSets::default() };
             let context = Context { work: work.quiet(), seed: self.seed, data: &sets, device, memory, memory_tracker: None, checkpoints: None };
             let batch = self.batch().min(self.samples);
-            let steps = Steps { model: &model, distill: &self.distillation(&layers, STEPS), batch, time, folder: folder.path() }.count(&context, work)?;
-            Ok((data, steps))
+            let steps = Steps { model: &model, distill: &self.distillation(&student, STEPS), batch, time, folder: folder.path() }.count(&context, work)?;
+            Ok((data, self.distillation(&student, steps)))
         })?;
         // The run opens the folder again, with the continuations.
         drop(folder);
-        let pipeline = self.pipeline(self.distillation(&layers, steps), &data, &prompts, global)?;
+        let pipeline = self.pipeline(distill, &data, &prompts, global)?;
         let report = pipeline.run(model, &self.output)?;
         output::report(&report, &self.output, global)
     }
@@ -137,8 +162,26 @@ impl Args {
         if RankConfig::from_environment()?.is_some_and(|rank| rank.size > 1) {
             return Err(Error::option("draft", "samples in one process: train with `compress run` and the recipe of a draft in several processes"));
         }
+        match (self.method, self.layers, self.vocabulary) {
+            (Method::Layers, _, Some(_)) => {
+                return Err(Error::option("--vocabulary", "needs `--method eagle3`: other drafts have the vocabulary of the model"));
+            }
+            (Method::Eagle3, Some(_), _) => return Err(Error::option("--layers", "has no effect on an EAGLE-3 head, which has one layer: remove it")),
+            _ => {}
+        }
         self.samples().check()?;
-        self.distillation(&[0], self.steps.unwrap_or(STEPS)).check()
+        self.distillation(&Student::Layers(vec![0]), self.steps.unwrap_or(STEPS)).check()
+    }
+
+    /// Checks that the model has as many tokens as requested.
+    fn check_vocabulary(&self, model: &LanguageModel) -> Result<()> {
+        let total = model.tokens()?;
+        match self.vocabulary {
+            Some(count) if count == 0 || count > total => {
+                Err(Error::option("--vocabulary", format!("is {count}, but must be from 1 to {total}, the number of tokens of the model")))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Checks that the output can be written, in all its formats, before the long part.
@@ -165,10 +208,10 @@ impl Args {
         Samples { count: self.samples, tokens: self.tokens, temperature: self.temperature, seed: self.seed }
     }
 
-    fn distillation(&self, layers: &[usize], steps: u64) -> Distill {
+    fn distillation(&self, student: &Student, steps: u64) -> Distill {
         let schedule = Schedule { kind: Curve::Cosine, warmup_steps: steps / WARMUP_DIVISOR, ..Schedule::default() };
         let training = Distill { learning_rate: self.learning_rate, schedule, max_steps: Some(steps), batch_size: self.batch_size, ..Distill::default() };
-        draft::distillation(layers.to_vec(), training)
+        draft::distillation(student.clone(), training)
     }
 
     /// The run that trains, writes and measures the draft.
@@ -187,10 +230,11 @@ impl Args {
         let unused = prompts.train.len() - used;
         let unused = (unused > 0).then(|| format!("{} not continued, because `--samples` is {}", counted(unused, "prompt"), self.samples));
         // A draft differs strongly from the model: its quality is the number of accepted proposals.
+        let vocabulary = if let Some(Student::Eagle3(head)) = &distill.student { head.vocabulary.clone() } else { None };
         let builder = global.builder()?.pass(distill).train(data.clone()).seed(self.seed).resume(true).note(trained).measure(false);
         let builder = unused.into_iter().fold(builder, Builder::note);
         let builder = if self.writing.no_measure { builder } else { builder.draft_test(test) };
-        self.formats(data.arrays.iter().try_fold(builder, |builder, path| builder.enclose(path))?)?.build()
+        self.formats(data.arrays.iter().chain(&vocabulary).try_fold(builder, |builder, path| builder.enclose(path))?)?.build()
     }
 
     /// Adds the formats and records of the output. Safetensors are always written: they are the draft for

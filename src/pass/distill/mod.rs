@@ -12,6 +12,7 @@
 //! ```
 
 mod adapters;
+mod draft_head;
 mod inputs;
 mod masking;
 mod more_teachers;
@@ -28,6 +29,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
+pub use draft_head::DraftHead;
 pub use more_teachers::MoreTeacher;
 pub use student::Student;
 pub(super) use training::{Job, REMEDY};
@@ -45,8 +47,9 @@ training_pass! {
         #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher: Option<PathBuf>,
-        /// The model to train: layers=0,2,4, every=2, model=FOLDER or config=FILE (random weights)
-        /// [default: the result of the previous passes]
+        /// The model to train: layers=0,2,4, every=2, model=FOLDER, config=FILE (random weights), or
+        /// eagle3=FILE (a head for speculative decoding, with the ids of its tokens) [default: the result of
+        /// the previous passes]
         #[cfg_attr(feature = "cli", arg(long, value_name = "STUDENT"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         student: Option<Student>,
@@ -93,6 +96,25 @@ impl Distill {
             other => other,
         })
     }
+
+    /// Rejects options that do not apply to a draft head, whose teacher is the model that it belongs to.
+    fn check_head(&self, head: &DraftHead) -> Result<()> {
+        let training = self.training();
+        let set = [
+            ("teacher", self.teacher.is_some()),
+            ("teacher_cache", self.teacher_cache.is_some()),
+            ("on_policy", self.on_policy.is_some()),
+            ("adapter", training.adapter.is_some()),
+            ("masking", training.masking.is_some()),
+            ("evaluate_every", training.evaluate_every.is_some()),
+            ("targets", !training.targets.is_empty()),
+            ("ignore", !training.ignore.is_empty()),
+        ];
+        match set.iter().find(|(_, is_set)| *is_set) {
+            Some((name, _)) => Err(Error::option(format!("{NAME}: {name}"), "cannot be combined with `student: eagle3`: remove it")),
+            None => head.check(),
+        }
+    }
 }
 
 impl Pass for Distill {
@@ -124,6 +146,9 @@ impl Pass for Distill {
         let changing = [("augment", training.augment.is_some()), ("masking", training.masking.is_some())];
         if let Some((what, _)) = changing.iter().find(|(_, is_set)| *is_set && is_cached) {
             return Err(Error::option(format!("{NAME}: {what}"), "cannot be combined with `teacher_cache`: samples are different in each step"));
+        }
+        if let Some(Student::Eagle3(head)) = &self.student {
+            self.check_head(head)?;
         }
         self.on_policy.as_ref().map_or(Ok(()), |options| on_policy::check(NAME, options, &training, self.teacher_cache.is_some()))?;
         training.check(NAME)
@@ -158,6 +183,12 @@ impl Pass for Distill {
 
     fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
         let mut applied = Applied::new(NAME, self.options());
+        if let Some(Student::Eagle3(options)) = &self.student {
+            let head = options.attach(model, &self.losses, state.seed)?;
+            let training = crate::train::Training { targets: vec![head.pattern()?], ..self.training() };
+            let (student, renamed) = (head.model.clone(), head.names());
+            return Job { applied, student, teacher: None, cache: None, on_policy: None, training, state, renamed, head: Some(head) }.plan();
+        }
         let teacher = Some(self.teacher(model, state)?);
         let student = match &self.student {
             Some(student) => student.create(model, state, &mut applied.notes)?,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::draft_head::DraftHead;
 use crate::analysis;
 use crate::arch::{self, SentenceModule, Settings};
 use crate::error::{Error, ParseError, Result};
@@ -30,20 +31,23 @@ pub enum Student {
     Model(PathBuf),
     /// Random weights for a configuration: a config.json, or a folder with one
     Config(PathBuf),
+    /// An EAGLE-3 head of the input model, for speculative decoding
+    Eagle3(DraftHead),
 }
 
 impl FromStr for Student {
     type Err = ParseError;
 
-    /// `layers=0,2,4`, `every=2`, `model=FOLDER`, `config=FILE`.
+    /// `layers=0,2,4`, `every=2`, `model=FOLDER`, `config=FILE`, `eagle3=FILE`.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
-        let wrong = || ParseError::from(format!("`{text}` is not layers=0,2,4, every=2, model=FOLDER or config=FILE"));
+        let wrong = || ParseError::from(format!("`{text}` is not layers=0,2,4, every=2, model=FOLDER, config=FILE or eagle3=FILE"));
         let (kind, value) = text.split_once('=').ok_or_else(wrong)?;
         match kind.trim() {
             "layers" => value.split(',').map(|n| n.trim().parse().map_err(|_| wrong())).collect::<std::result::Result<_, _>>().map(Student::Layers),
             "every" => value.trim().parse().map(Student::Every).map_err(|_| wrong()),
             "model" => Ok(Student::Model(value.into())),
             "config" => Ok(Student::Config(value.into())),
+            "eagle3" => Ok(Student::Eagle3(DraftHead { vocabulary: Some(value.into()), ..DraftHead::default() })),
             _ => Err(wrong()),
         }
     }
@@ -54,10 +58,11 @@ fn wrong(reason: impl std::fmt::Display) -> Error {
 }
 
 impl Student {
-    /// The path of a student in another folder.
+    /// The path of a student in another folder, or of the vocabulary of a head.
     pub(super) fn path(&mut self) -> Option<&mut PathBuf> {
         match self {
             Student::Model(path) | Student::Config(path) => Some(path),
+            Student::Eagle3(head) => head.vocabulary.as_mut(),
             Student::Layers(_) | Student::Every(_) => None,
         }
     }
@@ -82,6 +87,8 @@ impl Student {
                 Ok(student)
             }
             Student::Config(path) => fresh(model.clone(), notes, path, state.seed),
+            // Attached to the model by `Distill::plan`.
+            Student::Eagle3(_) => Ok(model.clone()),
         }
     }
 }

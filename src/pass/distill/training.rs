@@ -9,6 +9,7 @@ use candle_core::{DType, Device};
 use serde_json::Value;
 
 use super::adapters::{self, Adapters};
+use super::draft_head::AttachedHead;
 use super::inputs::{Inputs, require_same_preprocessing, teacher_cache_key};
 use super::record::{self, Counts};
 use super::scoring::{ScoreData, Scoring};
@@ -73,13 +74,15 @@ pub(in crate::pass) struct Job<'a> {
     pub state: &'a RunState,
     /// Names in the input of tensors that the pass has renamed, by their new names.
     pub renamed: BTreeMap<String, String>,
+    /// The draft head that `student` contains, if one is trained.
+    pub head: Option<AttachedHead>,
 }
 
 impl<'a> Job<'a> {
     /// A training without a teacher.
     pub fn new(applied: Applied, student: Model, training: Training, state: &'a RunState) -> Job<'a> {
         let (more_teachers, renamed) = (Vec::new(), BTreeMap::new());
-        Job { applied, student, teacher: None, cache: None, top: 1, logits: None, more_teachers, on_policy: None, training, state, renamed }
+        Job { applied, student, teacher: None, cache: None, top: 1, logits: None, more_teachers, on_policy: None, training, state, renamed, head: None }
     }
 
     /// Validates the losses and predicts the memory.
@@ -92,7 +95,7 @@ impl<'a> Job<'a> {
             vocabulary::require_same(model, teacher)?;
         }
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
-        let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
+        let objective = self.objective(&graph, teacher_graph.as_ref(), task)?;
         require_trainable(&graph, model, training)?;
         more_teachers::require_same_logits(&self.more_teachers, &objective)?;
         on_policy::sampler(self.on_policy, (model, &graph), &objective, None)?;
@@ -118,7 +121,7 @@ impl<'a> Job<'a> {
         ));
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
         applied.model_runs = self.model_runs(&small, teacher_graph.as_ref(), batch(&graph, training));
-        let planned = adapters::finished(adapters.as_ref(), model.clone())?;
+        let planned = self.finished(adapters.as_ref(), model.clone())?;
         Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
     }
 
@@ -126,7 +129,7 @@ impl<'a> Job<'a> {
     /// samples itself, or logits of the teacher may be cached.
     fn model_runs(&self, student: &Graph, teacher: Option<&Graph>, batch: usize) -> Option<Vec<ModelRun>> {
         let training = &self.training;
-        if self.on_policy.is_some() || self.cache.is_some() {
+        if self.on_policy.is_some() || self.cache.is_some() || self.logits.is_some() || !self.more_teachers.is_empty() || self.head.is_some() {
             return None;
         }
         let recomputed = u64::from(training.gradient_checkpointing != Checkpointing::default());
@@ -136,6 +139,20 @@ impl<'a> Job<'a> {
             None => run.times(training.epochs.unwrap_or(1)),
         };
         Some(runs.into_iter().flatten().map(length).collect())
+    }
+
+    /// The losses, bound to the graphs.
+    fn objective(&self, graph: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Objective> {
+        match &self.head {
+            Some(head) => Objective::for_draft_head(&self.training.losses, head.steps.clone()),
+            None => Objective::new(&self.training.losses, graph, teacher, task),
+        }
+    }
+
+    /// The model to write: with merged adapters, or the draft head alone.
+    fn finished(&self, adapters: Option<&Adapters>, trained: Model) -> Result<Model> {
+        let trained = adapters::finished(adapters, trained)?;
+        Ok(self.head.as_ref().map_or_else(|| trained.clone(), |head| head.finished(&trained)))
     }
 
     /// Attaches adapters to the model, if requested; then only they are trained.
@@ -216,7 +233,7 @@ impl<'a> Job<'a> {
         if let Some(quantizers) = quantizers {
             quantizers.write_to(&trained.state, &mut model)?;
         }
-        let model = adapters::finished(adapters, model)?;
+        let model = self.finished(adapters, model)?;
         applied.tensors = if trained.unchanged { BTreeSet::new() } else { self.names_in_input(written) };
         applied.rule = adapters.map_or_else(|| RULE.to_owned(), Adapters::rule);
         applied.notes.append(&mut trained.notes);
@@ -260,7 +277,7 @@ impl<'a> Job<'a> {
             return Err(Error::option("losses: contrastive", reason));
         }
         let task = masking::task(self.training.masking.as_ref(), samples.task());
-        let objective = Objective::new(&self.training.losses, &graph, teacher_graph.as_ref(), task)?;
+        let objective = self.objective(&graph, teacher_graph.as_ref(), task)?;
         packing::require_separate_texts(&objective.losses, data)?;
         Ok(Inputs { graph, teacher_graph, data, subject, samples, objective })
     }

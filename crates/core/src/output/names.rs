@@ -73,6 +73,8 @@ pub const REPORT_FILES: [&str; 3] = ["report.json", "report.md", "report.html"];
 /// The file in the folder of a draft with the texts that it was trained on, as tokens. Loaders do not mistake
 /// it for weights.
 pub const CONTINUATIONS: &str = "continuations.npz";
+/// File with the ids of the tokens that a draft head proposes.
+pub const DRAFT_VOCABULARY: &str = "draft_vocabulary.txt";
 
 /// Name of the signature of an output, which covers all other files.
 pub const SIGNATURE: &str = "model.sig";

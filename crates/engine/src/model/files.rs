@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::{Config, Model, adapter, quantization};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
-use crate::output::{CONTINUATIONS, SBOM, SIGNATURE};
+use crate::output::{CONTINUATIONS, DRAFT_VOCABULARY, SBOM, SIGNATURE};
 use crate::store::checkpoint::{INDEX, SINGLE};
 use crate::store::{OriginalFormat, pytorch};
 
@@ -160,7 +160,7 @@ const SECRET_EXTENSIONS: [&str; 9] = ["env", "pem", "key", "ppk", "p12", "pfx", 
 /// Names of the files of a LoRA adapter, without extensions.
 const ADAPTER: [&str; 2] = ["adapter_config", "adapter_model"];
 /// Files about other files, which runs write.
-const OWN: [&str; 8] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY, SBOM, SIGNATURE, CONTINUATIONS];
+const OWN: [&str; 9] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY, SBOM, SIGNATURE, CONTINUATIONS, DRAFT_VOCABULARY];
 
 impl AuxiliaryFiles {
     /// Lists a folder with these weight files. Links to files are followed, links to folders are not.

@@ -1,11 +1,12 @@
-//! A draft for speculative decoding: some layers of a model, distilled on continuations that the model
-//! samples, and measured with the model.
+//! A draft for speculative decoding: some layers of a model, or an EAGLE-3 head, distilled on continuations that
+//! the model samples, and measured with the model.
 
 mod continuations;
 mod measure;
 mod options;
 mod prompts;
 mod steps;
+mod vocabulary;
 
 use crate::analysis;
 use crate::error::{Error, Result, counted};
@@ -18,6 +19,7 @@ pub use continuations::{Continuations, Samples};
 pub use options::DraftTest;
 pub use prompts::{PromptSource, Prompts};
 pub use steps::Steps;
+pub use vocabulary::write_vocabulary;
 
 /// Default fraction of the layers of a model that its draft has, as a divisor.
 const LAYER_DIVISOR: usize = 5;
@@ -47,10 +49,10 @@ fn evenly_spread(kept: usize, count: usize) -> Vec<usize> {
     (0..kept).map(|at| (at * (count - 1) + gaps / 2) / gaps).collect()
 }
 
-/// The pass that trains a draft: `training` with these layers and the loss for the acceptance of proposals.
-pub fn distillation(layers: Vec<usize>, training: Distill) -> Distill {
+/// The pass that trains a draft: `training` with this student and the loss for the acceptance of proposals.
+pub fn distillation(student: Student, training: Distill) -> Distill {
     let soft = SoftLoss { temperature: 1.0, divergence: SoftDivergence::Acceptance, ..SoftLoss::default() };
-    Distill { student: Some(Student::Layers(layers)), losses: Losses { soft: Some(soft), ..Losses::default() }, ..training }
+    Distill { student: Some(student), losses: Losses { soft: Some(soft), ..Losses::default() }, ..training }
 }
 
 impl Builder {
