@@ -21,6 +21,7 @@ mod corpus;
 mod corrections;
 mod deployment;
 mod draft_command;
+mod draft_heads;
 mod drafts;
 mod dropout;
 mod evaluation;

@@ -187,7 +187,7 @@ impl Pass for Distill {
             let head = options.attach(model, &self.losses, state.seed)?;
             let training = crate::train::Training { targets: vec![head.pattern()?], ..self.training() };
             let (student, renamed) = (head.model.clone(), head.names());
-            return Job { applied, student, teacher: None, cache: None, on_policy: None, training, state, renamed, head: Some(head) }.plan();
+            return Job { renamed, head: Some(head), ..Job::new(applied, student, training, state) }.plan();
         }
         let teacher = Some(self.teacher(model, state)?);
         let student = match &self.student {
