@@ -198,7 +198,9 @@ impl Model {
     /// for the same classes.
     pub fn has_new_classes(&self, input: &Model) -> bool {
         let differs = |key: &str| self.config.get(key) != input.config.get(key);
-        self.path == input.path && (differs("id2label") || differs("architectures") || self.has_added_head(input))
+        // A draft head reads hidden states of the input, which the samples of the input determine.
+        let is_draft_head = arch::family(self.config.model_type()).is_some_and(|family| family.kind == arch::ModelKind::DraftHead);
+        self.path == input.path && !is_draft_head && (differs("id2label") || differs("architectures") || self.has_added_head(input))
     }
 
     /// Whether a pass has renumbered the input's tokens, so that the same ids are other tokens.
