@@ -1,5 +1,5 @@
-//! EAGLE-3 heads: logits, steps and gradients are those of the package `speculators`, greedy texts are those of the
-//! model alone, and `compress draft --method eagle3` trains, resumes and reproduces a head.
+//! EAGLE-3 heads: logits, steps and gradients are those of the package `speculators`, greedy texts are those
+//! of the model, and `compress draft --method eagle3` trains, resumes and reproduces a head.
 #![cfg(all(feature = "cli", feature = "run"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -142,7 +142,7 @@ fn greedy_texts_are_those_of_the_model() {
             assert_eq!((&found.tokens, found.end), (&expected.tokens, expected.end), "{tokens} draft tokens");
         }
     }
-    // Samples have the tokens of the model, which the head does not all have.
+    // Samples are drawn from the vocabulary of the model, which is larger than that of the head.
     let sampling = Some(Sampling { temperature: 1.0, seed: 3, ..Sampling::default() });
     let sampled = texts(Some((head.as_path(), 3)), &prompts, &Generate { tokens: 16, sampling });
     assert!(sampled.iter().flat_map(|text| &text.tokens).all(|token| (0..48).contains(token)));

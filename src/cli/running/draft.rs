@@ -178,7 +178,7 @@ impl Args {
         let total = model.tokens()?;
         match self.vocabulary {
             Some(count) if count == 0 || count > total => {
-                Err(Error::option("--vocabulary", format!("is {count}, but must be from 1 to {total}, the number of tokens of the model")))
+                Err(Error::option("--vocabulary", format!("is {count}, but must be from 1 to {total}, the size of the model's vocabulary")))
             }
             _ => Ok(()),
         }

@@ -70,7 +70,7 @@ fn wrong(reason: impl std::fmt::Display) -> Error {
 /// A head that is attached to its target for training.
 #[derive(Clone)]
 pub(in crate::pass) struct AttachedHead {
-    /// The head as it is written, with initial weights.
+    /// The head to write, with initial weights.
     written: Model,
     /// The target with the head.
     pub model: Model,
@@ -136,7 +136,7 @@ impl DraftHead {
         Ok(self.layers.clone())
     }
 
-    /// The ids of the tokens of the head, ascending.
+    /// The vocabulary of the head: ascending ids.
     fn tokens(&self, count: usize) -> Result<Vec<usize>> {
         let Some(path) = &self.vocabulary else { return Ok((0..count).collect()) };
         let text = crate::files::read_to_string(path).map_err(Error::io("read", path))?;
@@ -327,7 +327,7 @@ mod tests {
         }
     }
 
-    /// The tensors of the written head are those that its configuration requires, and the vocabulary maps.
+    /// The written head has the tensors that its configuration requires, and the vocabulary maps.
     #[test]
     fn a_head_is_described_by_its_configuration() {
         let target = target();

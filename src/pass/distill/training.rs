@@ -149,7 +149,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// The model to write: with merged adapters, or the draft head alone.
+    /// The model to write: with merged adapters, or only the draft head.
     fn finished(&self, adapters: Option<&Adapters>, trained: Model) -> Result<Model> {
         let trained = adapters::finished(adapters, trained)?;
         Ok(self.head.as_ref().map_or_else(|| trained.clone(), |head| head.finished(&trained)))

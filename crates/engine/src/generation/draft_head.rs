@@ -1,5 +1,5 @@
-//! EAGLE-3 heads as drafts: small networks that read hidden states of the model (Li et al., *EAGLE-3: Scaling up
-//! Inference Acceleration of Large Language Models via Training-Time Test*, 2025).
+//! EAGLE-3 heads as drafts: small networks that read hidden states of the model (Li et al., *EAGLE-3: Scaling
+//! up Inference Acceleration of Large Language Models via Training-Time Test*, 2025).
 
 use candle_core::{DType, Device, Tensor};
 
@@ -53,7 +53,7 @@ impl LanguageModel {
         Ok(self)
     }
 
-    /// The model's ids of the tokens of a head, from its offsets `d2t`.
+    /// The model's ids of the tokens in the vocabulary of a head, from its offsets `d2t`.
     fn token_ids(&self, needs: &Requirements) -> Result<Vec<usize>> {
         const NAME: &str = "d2t";
         let broken = |reason: String| Error::tensor(NAME, reason, "download or train the head again");
@@ -75,7 +75,7 @@ impl LanguageModel {
         let id = |(own, offset): (usize, &[u8; 8])| usize::try_from(i64::try_from(own).ok()?.checked_add(i64::from_le_bytes(*offset))?).ok();
         let ids = bytes.as_chunks::<8>().0.iter().enumerate().map(id).collect::<Option<Vec<usize>>>();
         let ids = ids.filter(|ids| ids.len() == needs.draft_vocabulary && ids.iter().all(|id| *id < needs.vocabulary));
-        ids.ok_or_else(|| broken(format!("has a token outside of the {} tokens of the model", needs.vocabulary)))
+        ids.ok_or_else(|| broken(format!("has a token outside of the model's vocabulary of {}", needs.vocabulary)))
     }
 }
 
@@ -86,8 +86,8 @@ pub(super) struct HeadDecoder<'g> {
     cache: SequenceCache,
     /// The model's ids of the head's tokens.
     ids: &'g [usize],
-    /// Hidden states of the model that were not read yet; the first one is that of the token at the end of the
-    /// cache.
+    /// Hidden states of the model that were not read yet; the first one is that of the token at the end of
+    /// the cache.
     pending: Option<Tensor>,
 }
 
@@ -154,7 +154,8 @@ impl<'g> HeadDecoder<'g> {
         Ok(proposals)
     }
 
-    /// Reads tokens with the hidden states before them; returns the logits and the hidden state of the last one.
+    /// Reads tokens with the hidden states before them; returns the logits and the hidden state of the last
+    /// one.
     fn read(&mut self, tokens: &[i64], states: &Tensor, work: &Work) -> Result<Option<(Vec<f32>, Tensor)>> {
         let (mut last, mut at) = (None, 0usize);
         for chunk in tokens.chunks(CHUNK_TOKENS) {

@@ -51,7 +51,7 @@ pub enum InputKind {
     SourceText,
     /// A recording of speech.
     Recording,
-    /// Hidden states of another model: a head for speculative decoding, which generates no text alone.
+    /// Hidden states of another model: a head for speculative decoding, which only proposes tokens.
     HiddenStates,
 }
 
@@ -222,7 +222,7 @@ impl LanguageModel {
         self.ends.iter().copied()
     }
 
-    /// Number of tokens of the vocabulary, with padding.
+    /// Size of the vocabulary, with padding.
     pub fn tokens(&self) -> Result<usize> {
         Some(self.logit_count()).filter(|count| *count < usize::MAX).ok_or_else(|| Error::graph(LOGITS, "have no fixed size"))
     }
@@ -253,7 +253,7 @@ impl LanguageModel {
     pub fn generate(&self, prompts: &[Vec<i64>], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         if self.input_kind == InputKind::HiddenStates {
             let hint = "pass the model with `generate MODEL --draft HEAD`";
-            return Err(Error::run("this head", "proposes tokens of another model, and generates no text alone", hint));
+            return Err(Error::run("this head", "only proposes tokens for another model", hint));
         }
         prompts.iter().enumerate().try_for_each(|(index, prompt)| self.check(index, prompt))?;
         let to_prompt = |prompt: &Vec<i64>| match self.input_kind {

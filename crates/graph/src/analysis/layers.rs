@@ -27,7 +27,7 @@ pub struct Layers {
 }
 
 impl Layers {
-    /// The hidden state that the layer with this index reads; the number of layers stands for the output of
+    /// The hidden state that the layer with this index reads; the number of layers selects the output of
     /// the last one.
     pub fn state(&self, index: usize) -> Option<&String> {
         let last = self.layers.last().filter(|_| index == self.layers.len()).map(|layer| &layer.output);

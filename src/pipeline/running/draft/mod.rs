@@ -1,5 +1,5 @@
-//! A draft for speculative decoding: some layers of a model, or an EAGLE-3 head, distilled on continuations that
-//! the model samples, and measured with the model.
+//! A draft for speculative decoding: some layers of a model, or an EAGLE-3 head, distilled on continuations
+//! that the model samples, and measured with the model.
 
 mod continuations;
 mod measure;

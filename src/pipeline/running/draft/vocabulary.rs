@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::generation::LanguageModel;
 use crate::output::DRAFT_VOCABULARY;
 
-/// Writes the ids of the most frequent tokens of continuations into a file of the work folder: `count` tokens,
-/// with those that end a text.
+/// Writes the ids of the `count` most frequent tokens in continuations into a file of the work folder,
+/// including end-of-text tokens.
 ///
 /// # Errors
 /// The model does not have so many tokens, or the continuations cannot be read.
@@ -29,8 +29,8 @@ pub fn write_vocabulary(count: usize, data: &Data, model: &LanguageModel, folder
     Ok(path)
 }
 
-/// The ids of the `count` most frequent of `total` tokens, ascending; `ends` first, and small ids before others
-/// that are equally frequent.
+/// The ids of the `count` most frequent of `total` tokens, ascending; `ends` first, and small ids before
+/// others that are equally frequent.
 fn most_frequent(labels: &[i64], (count, total): (usize, usize), ends: &BTreeSet<usize>) -> Vec<usize> {
     let mut counts = vec![0usize; total];
     for label in labels {

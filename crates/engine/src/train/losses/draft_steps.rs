@@ -1,5 +1,5 @@
-//! Training-time test: the divergence of each step of a draft head from its target (Li et al., *EAGLE-3: Scaling
-//! up Inference Acceleration of Large Language Models via Training-Time Test*, 2025).
+//! Training-time test: the divergence of each step of a draft head from its target (Li et al., *EAGLE-3:
+//! Scaling up Inference Acceleration of Large Language Models via Training-Time Test*, 2025).
 
 use candle_core::{DType, Result, Tensor};
 
@@ -14,8 +14,8 @@ use crate::exec::transfer;
 /// and row `i + k + 1` of the target predict the same token.
 #[derive(Debug, Clone)]
 pub struct DraftSteps {
-    /// Weight, temperature and divergence of the head from the target, which is restricted to the tokens of
-    /// the head.
+    /// Weight, temperature and divergence of the head from the target, which is restricted to the vocabulary
+    /// of the head.
     pub soft: Soft,
     /// Factor on the loss of a step, relative to that of the step before.
     pub decay: f64,
@@ -23,7 +23,7 @@ pub struct DraftSteps {
     pub steps: Vec<String>,
     /// Name of the target's logits.
     pub target: String,
-    /// The target's ids of the tokens of the head.
+    /// The vocabulary of the head, as ids of the target.
     pub tokens: Vec<u32>,
 }
 

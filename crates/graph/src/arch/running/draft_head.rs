@@ -1,5 +1,5 @@
-//! Graphs of EAGLE-3 heads: alone, in one step of decoding, and unrolled over several steps in the graph of their
-//! target for training.
+//! Graphs of EAGLE-3 heads: as stored, in one step of decoding, and unrolled over several steps in the graph
+//! of their target for training.
 
 use crate::arch::running::Settings;
 use crate::arch::running::decoder::{Decoder, HeadNorms, Layer, LayerNames};
@@ -25,13 +25,13 @@ const HIDDEN: f64 = -1e4;
 /// Sizes and layers that a head requires of its target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Requirements {
-    /// Layers whose inputs are read; the number of layers stands for the output of the last one.
+    /// Layers whose inputs are read; the number of layers selects the output of the last one.
     pub layers: Vec<usize>,
     /// Width of the hidden states.
     pub width: usize,
-    /// Number of tokens of the target.
+    /// Size of the vocabulary of the target.
     pub vocabulary: usize,
-    /// Number of tokens of the head.
+    /// Size of the vocabulary of the head.
     pub draft_vocabulary: usize,
 }
 
@@ -60,7 +60,8 @@ fn unsupported(what: &str) -> Error {
     Error::Unsupported { what: format!("config.json: {what}"), hint: "supported are heads with one layer of the width of the target".into() }
 }
 
-/// Adds the graph of a head: logits over its vocabulary and its hidden states, of hidden states of the target.
+/// Adds the graph of a head: logits over its vocabulary and its hidden states, of hidden states of the
+/// target.
 pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let layer = s.group_or_empty(LAYER)?;
     let head = Head::new(s, &layer, "")?;
