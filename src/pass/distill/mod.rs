@@ -103,9 +103,12 @@ impl Distill {
         let set = [
             ("teacher", self.teacher.is_some()),
             ("teacher_cache", self.teacher_cache.is_some()),
+            ("teacher_logits", !self.teacher_logits.is_empty()),
+            ("more_teachers", !self.more_teachers.is_empty()),
             ("on_policy", self.on_policy.is_some()),
             ("adapter", training.adapter.is_some()),
             ("masking", training.masking.is_some()),
+            ("dropout", training.dropout.is_some()),
             ("evaluate_every", training.evaluate_every.is_some()),
             ("targets", !training.targets.is_empty()),
             ("ignore", !training.ignore.is_empty()),

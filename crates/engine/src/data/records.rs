@@ -10,9 +10,9 @@ use super::Target;
 use super::chat::{Chat, ChatTemplate, RenderedChat};
 use super::labels::Label;
 use super::options::{Column, Data};
-use super::text_format::{NOT_UTF8, numeric_label};
+use super::text_format::{NOT_UTF8, numeric_label, other_delimiter};
 pub(super) use super::text_format::{TextFormat, header_note, layout};
-use crate::error::{Error, Result, counted, redact_path};
+use crate::error::{Error, Result, counted};
 use crate::files;
 
 /// Input text of a record.
@@ -237,14 +237,6 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         Some(read())
     });
     Ok(Box::new(records))
-}
-
-/// A hint to set `delimiter` if the first field of a line contains one that is probably that of the file.
-fn other_delimiter(delimiter: u8, path: &Path, first: Option<&str>) -> Option<String> {
-    let first = first?;
-    let (_, name) = [(b'\t', r"\t"), (b';', ";"), (b'|', "|")].into_iter().find(|(other, _)| delimiter != *other && first.contains(char::from(*other)))?;
-    let example = format!("{{ text: {}, delimiter: \"{name}\" }}", redact_path(path).display());
-    Some(format!("if its columns are separated by `{name}`, set `delimiter: \"{name}\"`, as in `'{example}'`"))
 }
 
 /// Checks the last field of a record.

@@ -45,11 +45,19 @@ pub(super) fn numeric_label<'n>(options: &Data, names: &'n [String]) -> Option<&
 /// A note about the first line of a file whose columns are selected by number, which is not a sample unless
 /// `header` is set.
 pub(super) fn header_note(options: &Data, path: &Path) -> Option<String> {
-    let columns = [&options.text_column, &options.pair_column, &options.label_column];
+    let columns = [&options.text_column, &options.pair_column, &options.negative_column, &options.label_column];
     let is_numbered = columns.into_iter().flatten().any(|column| matches!(column, Column::Index(_)));
     let Ok(TextFormat::Columns { .. }) = layout(options, path) else { return None };
     (is_numbered && options.header.is_none()).then(|| {
         let file = redact_path(path);
         format!("line 1 of {} was taken as the header: set `header: false` if it is a sample, or `header: true` if it is the header", file.display())
     })
+}
+
+/// A hint to set `delimiter` if the first field of a line contains one that is probably that of the file.
+pub(super) fn other_delimiter(delimiter: u8, path: &Path, first: Option<&str>) -> Option<String> {
+    let first = first?;
+    let (_, name) = [(b'\t', r"\t"), (b';', ";"), (b'|', "|")].into_iter().find(|(other, _)| delimiter != *other && first.contains(char::from(*other)))?;
+    let example = format!("{{ text: {}, delimiter: \"{name}\" }}", redact_path(path).display());
+    Some(format!("if its columns are separated by `{name}`, set `delimiter: \"{name}\"`, as in `'{example}'`"))
 }

@@ -2,6 +2,7 @@
 //! or several processes.
 
 mod absorbed;
+mod accumulated;
 mod adapter;
 mod augment;
 pub mod average;

@@ -5,18 +5,19 @@ use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
 
+use super::accumulated::Accumulated;
 use super::cache::Entries;
 use super::clip;
 use super::exchange::{Buckets, Exchange};
 use super::losses::WeightedTeacher;
 use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
-use super::trainer::{MASTER, Trainer, accumulate};
+use super::trainer::Trainer;
 use super::{Precision, Weights};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Pending, Placement, Tape, bytes_of};
+use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Tape, bytes_of};
 use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
@@ -38,50 +39,6 @@ pub(super) struct StepResult {
     pub norm: Option<f64>,
     /// Whether no loss has an item in this step.
     pub is_empty: bool,
-}
-
-/// Losses and gradients accumulated over the micro-batches of a step. They stay on the device, unless
-/// parameters are offloaded.
-struct Accumulated {
-    losses: BTreeMap<&'static str, Tensor>,
-    gradients: BTreeMap<String, ManagedTensor>,
-    /// Placement of the gradients until the optimizer step.
-    home: Placement,
-    /// The last gradient of a sharded parameter, which is being summed over the processes, and its bytes.
-    reducing: Option<(String, u64, Pending<Tensor>)>,
-    statistics: Vec<(String, Tensor)>,
-}
-
-impl Accumulated {
-    /// Adds the gradient of a trained parameter. If it is sharded, the sum over processes runs in the
-    /// background until the next gradient.
-    fn add(&mut self, tracker: &MemoryTracker, weights: &Weights, name: String, gradient: &Tensor) -> Result<()> {
-        let gradient = gradient.to_dtype(MASTER).map_err(|e| Error::candle(format!("gradient of `{name}`"), e))?;
-        let pending = weights.trained.get(&name).map(|parameter| parameter.start_sum(&gradient)).transpose()?.flatten();
-        let Some(pending) = pending else { return self.add_own(tracker, weights, &name, gradient) };
-        self.settle(tracker, weights)?;
-        let bytes = bytes_of(&gradient);
-        tracker.allocate_named(MemoryCategory::Gradients, &name, bytes)?;
-        self.reducing = Some((name, bytes, pending));
-        Ok(())
-    }
-
-    /// Waits for the sum over processes that runs in the background.
-    fn settle(&mut self, tracker: &MemoryTracker, weights: &Weights) -> Result<()> {
-        let Some((name, bytes, pending)) = self.reducing.take() else { return Ok(()) };
-        let dims = weights.trained.get(&name).map_or(&[][..], ManagedTensor::local_dims);
-        let own = pending.wait()?.reshape(dims).map_err(|e| Error::candle(format!("gradient of `{name}`"), e))?;
-        tracker.release_named(MemoryCategory::Gradients, &name, bytes);
-        self.add_own(tracker, weights, &name, own)
-    }
-
-    /// Adds the part of a gradient that this process stores.
-    fn add_own(&mut self, tracker: &MemoryTracker, weights: &Weights, name: &str, gradient: Tensor) -> Result<()> {
-        let (bytes, retained) = accumulate(&mut self.gradients, &self.home, weights.trained.get(name), name, gradient)?;
-        tracker.allocate_named(MemoryCategory::Gradients, name, bytes)?;
-        tracker.release_named(MemoryCategory::Gradients, name, bytes - retained);
-        Ok(())
-    }
 }
 
 /// Computes losses and gradients step by step.
@@ -295,7 +252,14 @@ impl<'t> Stepper<'t> {
         if all.is_finite() { Ok(all.sqrt()) } else { own.and_then(|_| Err(remote_error())) }
     }
 
-    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, (scale, seed): (f64, u64), mut exchange: Option<&mut Exchange>) -> Result<Accumulated> {
+    fn attempt(
+        &self,
+        weights: &Weights,
+        batches: &[Batch],
+        items: &Items,
+        (scale, seed): (f64, u64),
+        mut exchange: Option<&mut Exchange>,
+    ) -> Result<Accumulated> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
         // All batches of a step are in memory together, but the tape counts only the batch in progress.
