@@ -81,6 +81,20 @@ fn losses_depend_on_candidates_and_directions() {
     }
 }
 
+/// Evaluation data are compared with the pairs, and measure the result.
+#[test]
+fn other_data_evaluate_the_encoder() {
+    let encoder = Encoder::new();
+    let texts = encoder.folder.path().join("texts.csv");
+    std::fs::write(&texts, "query\nthe mat ate\non a hat\n").unwrap();
+    let evaluation = Data { text: Some(texts), ..encoder.data("{ task: fidelity, text_column: query }") };
+    let pass = Finetune { losses: "contrastive=1".parse().unwrap(), ..finetune(2) };
+    let pipeline = Pipeline::builder().pass(pass).train(encoder.data(BOTH)).evaluation(evaluation).build().unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let report = pipeline.run(Model::open(encoder.folder.path()).unwrap(), out.path().join("out")).unwrap();
+    assert_eq!(report.passes[0].details["training"]["steps"], 2);
+}
+
 #[test]
 fn other_data_and_divided_batches_are_refused() {
     let encoder = Encoder::new();

@@ -43,6 +43,9 @@ impl Data {
                 "`task: contrastive` requires pairs of texts: specify `text`, and the column of the matching texts as `pair_column`",
             ));
         }
+        if self.task == Some(Task::Contrastive) && self.label_column.is_some() {
+            return Err(Error::option("data", "`label_column` does not apply to `task: contrastive`, whose pairs have no labels: remove it"));
+        }
         if self.task != Some(Task::Contrastive) && self.negative_column.is_some() {
             return Err(Error::option("data", "`negative_column` applies only to `task: contrastive`: set it, or remove the column"));
         }
@@ -157,6 +160,7 @@ mod tests {
             ("{ images: ., samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
             ("{ text: a.txt, sampling: spread }", "requires `samples`"),
             ("{ text: a.csv, task: contrastive }", "specify `text`, and the column of the matching texts as `pair_column`"),
+            ("{ text: a.csv, pair_column: b, label_column: c, task: contrastive }", "`label_column` does not apply to `task: contrastive`"),
             ("{ text: a.csv, pair_column: 1, negative_column: 2 }", "`negative_column` applies only to `task: contrastive`"),
             ("{ text: a.txt, pair_column: b, task: contrastive }", "`pair_column` applies only to texts in columns"),
             ("{ text: a.txt, weight: 2 }", "`weight` applies only to the texts of `mix`"),

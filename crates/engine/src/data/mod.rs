@@ -116,7 +116,11 @@ trait SampleSource: Send + Sync {
     fn identities(&self, batch: usize, _everywhere: bool) -> Result<Identities<'_>> {
         let batches = self.pending_batches(Order { batch: Some(batch), ..Order::default() })?;
         Ok(Box::new(batches.flat_map(|pending| match pending.and_then(|pending| pending()) {
-            Ok(batch) => (0..batch.samples).map(|sample| held_out::identity(&batch.narrow(sample, 1)?).map(|hash| vec![hash])).collect(),
+            Ok(batch) => {
+                // Of pairs, the first text counts.
+                let batch = Batch { references: References::None, ..batch };
+                (0..batch.samples).map(|sample| held_out::identity(&batch.narrow(sample, 1)?).map(|hash| vec![hash])).collect()
+            }
             Err(e) => vec![Err(e)],
         })))
     }
