@@ -5,7 +5,9 @@
 use std::collections::BTreeMap;
 
 use compress::pass::Finetune;
+use compress::report::Report;
 use compress::{Error, Model, Pipeline};
+use compress_core::store::ByteSize;
 use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Checkpointing, Every, Offload};
 
@@ -13,18 +15,30 @@ use crate::train::{Run, cancelled_after, classes, finetune, furthest, golden, sa
 
 const MODEL: &str = "bert-sequence-classification";
 
-fn train(pass: &Finetune) -> BTreeMap<String, Vec<f32>> {
+fn trained(pass: &Finetune) -> (Report, BTreeMap<String, Vec<f32>>) {
     let run = Run::new();
-    run.train(MODEL, samples(MODEL, run.folder.path(), 24, classes(MODEL)), pass.clone()).unwrap();
-    run.weights()
+    let report = run.train(MODEL, samples(MODEL, run.folder.path(), 24, classes(MODEL)), pass.clone()).unwrap();
+    (report, run.weights())
+}
+
+fn train(pass: &Finetune) -> BTreeMap<String, Vec<f32>> {
+    trained(pass).1
 }
 
 #[test]
-fn masks_do_not_depend_on_recomputation_and_offloading() {
+fn masks_do_not_depend_on_micro_batches_recomputation_and_offloading() {
     let plain = Finetune { optimizer: Kind::Sgd, learning_rate: 0.1, ..finetune(5) };
     let pass = Finetune { dropout: Some(0.3), ..plain.clone() };
     let expected = train(&pass);
     assert_eq!(train(&pass), expected);
+    let (report, _) = trained(&pass);
+    let memory = &report.passes[0].details["memory"];
+    let activations = memory["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == "activations").unwrap();
+    let [peak, activations] = [&memory["peak_bytes"], &activations["measured_bytes"]].map(|bytes| bytes.as_u64().unwrap());
+    let (report, weights) = trained(&Finetune { memory_limit: Some(ByteSize(peak - activations / 2)), ..pass.clone() });
+    assert!(report.notes.iter().any(|note| note.contains("micro-batches")), "{:?}", report.notes);
+    let apart = furthest(&expected, &weights);
+    assert!(apart < 1e-5, "micro-batches: {apart}");
     assert!(furthest(&expected, &train(&plain)) > 1e-4, "dropout has no effect");
     assert!(furthest(&expected, &train(&Finetune { dropout: Some(0.31), ..pass.clone() })) > 1e-4);
     for other in [

@@ -64,7 +64,7 @@ impl Dropout {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::path::Path;
 
     use candle_core::DType;
 
@@ -72,16 +72,15 @@ mod tests {
     use super::*;
     use crate::ir::Graph;
 
-    /// The result and the gradient of the weight, of a graph with dropout in the node `y`.
-    fn run(text: &str, inputs: &Inputs, dropout: Option<Dropout>, cuts: &[usize]) -> (Vec<f32>, Vec<f32>) {
+    const SEED: DropoutSeed = DropoutSeed { seed: 5, first: 2 };
+
+    /// The result of a graph, and the gradient of its weight.
+    fn run(text: &str, weight: &Tensor, inputs: &Inputs, dropout: Option<Dropout>, cuts: &[usize]) -> (Vec<f32>, Vec<f32>) {
         let graph: Graph = text.parse().unwrap();
-        let weight: Vec<f32> = (0..9).map(|at| (at * 7 % 5) as f32 / 4.0 - 0.5).collect();
-        let weight = Tensor::from_vec(weight, (3, 3), &Device::Cpu).unwrap();
-        let (parameters, tracker) = (Parameters::from_tensors([("w".to_owned(), weight)].into(), DType::F32), MemoryTracker::default());
+        let (parameters, tracker) = (Parameters::from_tensors([("w".to_owned(), weight.clone())].into(), DType::F32), MemoryTracker::default());
         let output = graph.outputs()[0].1;
         let tape = Tape::new(&graph, Device::Cpu, [output].into(), &|_| true, cuts).with_dropout(dropout);
-        let seed = Some(DropoutSeed { seed: 5, first: 2 });
-        let forward = tape.forward_with(seed, &parameters, inputs, &tracker, None).unwrap();
+        let forward = tape.forward_with(Some(SEED), &parameters, inputs, &tracker, None).unwrap();
         let read = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let (result, gradient) = (forward.taps()[&output].clone(), forward.taps()[&output].sin().unwrap());
         let mut sum = vec![0f32; 9];
@@ -93,27 +92,27 @@ mod tests {
         (read(&result), sum)
     }
 
-    /// Dropout is a product with the mask, also if the node is computed again in the backward pass.
+    /// Results and gradients are those of PyTorch with the same mask (`scripts/goldens dropout`), also if the
+    /// node is computed again in the backward pass.
     #[test]
-    fn gradients_are_those_of_a_product_with_the_mask() {
-        let (first, last) = ("input x: float[batch, 3]\n", "u = Linear(z, w) -> float[batch, 3]\noutput u = u\n");
-        let dropped = format!("{first}param w: float[3, 3]\ny = Linear(x, w) -> float[batch, 3]\nz = Add(x, y) -> float[batch, 3]\n{last}");
-        let product = format!(
-            "{first}input m: float[batch, 3]\nparam w: float[3, 3]\ny = Linear(x, w) -> float[batch, 3]\nd = Mul(y, m) -> float[batch, 3]\nz = Add(x, d) -> float[batch, 3]\n{last}"
-        );
-        let dropout = Dropout { rate: 0.5, nodes: [0].into() };
-        let values = |count: usize| (0..count).map(|at| (at * 5 % 7) as f32 / 3.0 - 1.0).collect::<Vec<f32>>();
-        let x = Tensor::from_vec(values(12), (4, 3), &Device::Cpu).unwrap();
-        let mask = Tensor::from_vec(dropout.factors(DropoutSeed { seed: 5, first: 2 }, 0, &[4, 3]), (4, 3), &Device::Cpu).unwrap();
-        let with_mask: Inputs = BTreeMap::from([("x".to_owned(), x.clone()), ("m".to_owned(), mask)]);
-        let inputs: Inputs = BTreeMap::from([("x".to_owned(), x)]);
-        let expected = run(&product, &with_mask, None, &[]);
-        assert_ne!(expected, run(&dropped, &inputs, None, &[]));
+    fn results_and_gradients_equal_those_of_pytorch() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/training/dropout.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let values = |name: &str| golden[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let dropout = Dropout { rate: 0.4, nodes: [0].into() };
+        let kept: Vec<f32> = dropout.factors(SEED, 0, &[4, 3]).into_iter().map(|factor| f32::from(factor > 0.0)).collect();
+        assert_eq!(kept, values("mask"));
+        let graph = "input x: float[batch, 3]\nparam w: float[3, 3]\ny = Linear(x, w) -> float[batch, 3]\nz = Add(x, y) -> float[batch, 3]\nu = Linear(z, w) -> float[batch, 3]\noutput u = u\n";
+        let inputs: Inputs = [("x".to_owned(), golden["x"].clone())].into();
+        let require_equal = |what: &str, found: &[f32], expected: Vec<f32>| {
+            assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{what}: {found:?} instead of {expected:?}");
+        };
         for cuts in [&[][..], &[1], &[2]] {
-            let (result, gradient) = run(&dropped, &inputs, Some(dropout.clone()), cuts);
-            assert_eq!(result, expected.0, "{cuts:?}");
-            assert!(gradient.iter().zip(&expected.1).all(|(a, b)| (a - b).abs() < 1e-6), "{cuts:?}: {gradient:?} {:?}", expected.1);
+            let (result, gradient) = run(graph, &golden["w"], &inputs, Some(dropout.clone()), cuts);
+            require_equal("result", &result, values("u"));
+            require_equal("gradient", &gradient, values("gradient"));
         }
+        assert_ne!(run(graph, &golden["w"], &inputs, None, &[]).0, values("u"));
     }
 
     #[test]

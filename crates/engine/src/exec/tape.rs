@@ -200,7 +200,7 @@ impl<'g> Tape<'g> {
     /// Applies dropout in forward passes that have a seed. The nodes must not read their output in the
     /// backward pass.
     #[must_use]
-    pub fn with_dropout(mut self, dropout: Option<Dropout>) -> Tape<'g> {
+    pub(crate) fn with_dropout(mut self, dropout: Option<Dropout>) -> Tape<'g> {
         self.dropout = dropout;
         self
     }
@@ -211,7 +211,7 @@ impl<'g> Tape<'g> {
     }
 
     /// As [`forward`](Tape::forward), with dropout if there is a seed.
-    pub fn forward_with(
+    pub(crate) fn forward_with(
         &self,
         dropout: Option<DropoutSeed>,
         parameters: &Parameters,
