@@ -96,6 +96,11 @@ pub(crate) fn with_tokens_of(input: &Model, other: &Model) -> Result<Model> {
 }
 
 impl PruneVocabulary {
+    /// The scripts of the languages, if there are any.
+    fn scripts(&self) -> Result<Option<Scripts>> {
+        if self.languages.is_empty() { Ok(None) } else { Scripts::of_languages(&self.languages).map(Some) }
+    }
+
     /// The ids that remain, ascending. `counts` are the occurrences in the corpus, if there is one.
     fn remaining(&self, tokenizer: &TokenizerFile, rows: usize, required: Vec<usize>, counts: Option<&[u64]>) -> Result<Vec<usize>> {
         let mut selection = Selection::new(tokenizer, required);
@@ -110,7 +115,7 @@ impl PruneVocabulary {
         }
         let count = |id: usize| counts.map_or(0, |counts| counts.get(id).copied().unwrap_or(0));
         let candidates = tokenizer.by_frequency(count);
-        let scripts = (!self.languages.is_empty()).then(|| Scripts::of_languages(&self.languages)).transpose()?;
+        let scripts = self.scripts()?;
         let is_used = |id: usize| if counts.is_some() { count(id) >= self.min_count } else { scripts.is_none() };
         let remains = |id: usize| is_used(id) || scripts.as_ref().is_some_and(|scripts| scripts.contain(tokenizer, id));
         for id in candidates.iter().filter(|id| remains(**id)) {
@@ -199,9 +204,8 @@ impl Pass for PruneVocabulary {
             () if self.min_count == 0 => wrong("min_count", "must be at least 1"),
             () if self.min_count > 1 && self.keep.is_empty() => wrong("min_count", "counts tokens in the texts of `keep`, which is missing"),
             () if self.text_column.is_some() && self.keep.is_empty() => wrong("text_column", "is a column of the texts of `keep`, which is missing"),
-            () if !self.languages.is_empty() && Scripts::of_languages(&self.languages).is_err() => Scripts::of_languages(&self.languages).map(drop),
             () if self.multiple_of == 0 => wrong("multiple_of", "must be at least 1"),
-            () => Ok(()),
+            () => self.scripts().map(drop),
         }
     }
 
