@@ -78,6 +78,8 @@ fn an_extended_training_equals_a_longer_one() {
         let report = trainings.start(&pass(long.clone()), "extended", true, None).unwrap();
         let note = extension(&report).unwrap();
         assert!(!note.contains("learning rates"), "{note}");
+        // The cache of results does not store it.
+        assert_eq!(report.passes[0].details["training"]["extended"], true);
         trainings.start(&with_schedule(long, schedule), "whole", false, None).unwrap();
         trainings.require_equal("extended", "whole", schedule);
         let error = trainings.start(&pass(short), "fewer", true, None).unwrap_err().to_string();

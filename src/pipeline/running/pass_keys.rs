@@ -95,6 +95,10 @@ pub(super) struct RunCache<'p> {
 impl RunCache<'_> {
     /// Stores the result of a pass. A failure is reported as a note and does not end the run.
     pub fn put(&self, number: usize, took: Duration, after: &Model, run: &mut RunState, work: &Work) {
+        // The result can depend on the number of steps that a training was started with.
+        if run.history.iter().any(|applied| applied.details["training"]["extended"] == true) {
+            return;
+        }
         if let Err(e) = self.cache.put(&self.keys[number], took, (&self.input, after), run, work) {
             let pass = run.history.last().map_or("a pass", |applied| applied.name);
             run.notes.push(format!("the result of {pass} could not be cached: {e}"));

@@ -9,9 +9,13 @@ use crate::error::{Error, Result};
 impl Trainer<'_> {
     /// Restores the checkpoint of an interrupted run, or else that of `final_checkpoint`, if the run resumes.
     /// Returns a note if the number of steps is different. Fails if it is smaller than that of the completed
-    /// steps, or if a new training would replace a final checkpoint.
+    /// steps, or if a new training would replace a final checkpoint or could not be resumed.
     pub(super) fn restore(&self, state: &mut State, batches: &Batches) -> Result<Option<String>> {
         let last = self.options.final_checkpoint.as_deref();
+        if last.is_some() && self.context.folder.is_none() {
+            let reason = "needs a run with an output folder, because only such a run can be resumed: remove it";
+            return Err(Error::option(format!("{}: final_checkpoint", self.context.name), reason));
+        }
         let Some(folder) = self.context.folder.as_deref().filter(|_| self.context.resume) else {
             return match last.filter(|folder| state::has_checkpoint(folder)) {
                 Some(folder) => Err(Error::Output {
@@ -60,9 +64,11 @@ impl Trainer<'_> {
     pub(super) fn save_for_extension(&self, state: &State) -> Result<()> {
         let Some(folder) = &self.options.final_checkpoint else { return Ok(()) };
         let position = &state.train.position;
+        let (updates, is_last) = (position.step - position.idle(), position.step == state.total);
         let is_due = match self.options.schedule.stable_steps(state.total) {
-            Some(stable) => position.step - position.idle() == stable,
-            None => position.step == state.total,
+            // With many idle steps, the training ends before the decay.
+            Some(stable) => updates == stable || is_last && updates < stable,
+            None => is_last,
         };
         if is_due { state.train.save(folder, self.graph, self.team, 1) } else { Ok(()) }
     }

@@ -44,6 +44,8 @@ pub struct Trained {
     pub copies: Copies,
     /// Whether the weights before the first step were selected.
     pub unchanged: bool,
+    /// Whether the training was started with another number of steps.
+    pub extended: bool,
     /// Notes for the report.
     pub notes: Vec<String>,
 }
@@ -90,8 +92,10 @@ impl Trainer<'_> {
             home => home.clone(),
         };
         let average_home = if weights.home().is_sharded() { weights.home().clone() } else { home.clone() };
-        self.team.agree("model, data or options", &self.context.identity)?;
         let batches = Batches::new(self.data, self.batch, self.options, self.context.seed, (self.team.rank(), self.team.size()))?;
+        // Options that may change on resume are not part of the identity.
+        let identity = format!("{} {} {:?}", self.context.identity, batches.steps(), self.options.final_checkpoint);
+        self.team.agree("model, data or options", &identity)?;
         // Without samples, there is one step, whose error names the cause.
         let epochs = self.options.max_steps.is_none() && batches.steps() > 1;
         if let Some(reason) = self.options.schedule.require_steps(batches.steps(), "`epochs`").filter(|_| epochs) {
@@ -142,6 +146,7 @@ impl Trainer<'_> {
         self.context.work.progress.on(Event::End);
         done?;
         let mut trained = self.finish(state, stepper, timeline)?;
+        trained.extended = extension.is_some();
         trained.notes.extend(extension);
         if precomputed > 0 {
             trained.notes.push(format!("the teacher's logits of {} were computed block by block before the first step", counted(precomputed, "sample")));
@@ -406,6 +411,7 @@ impl Trainer<'_> {
             steps_of_this_run,
             copies,
             unchanged: false,
+            extended: false,
             notes,
         })
     }
