@@ -32,8 +32,7 @@ pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Grap
     let Some(logits) = objective.over_logits().filter(|logits| logits.tokens == Some(SequenceRole::Input)) else {
         return Err(wrong("needs a `hard` or `soft` loss over logits for each token in `input_ids`".to_owned()));
     };
-    let is_causal = |node: &Node| matches!(&node.op, Op::Attention(attention) if attention.causal);
-    if SequenceCache::new(graph).is_ok() || graph.nodes().iter().any(is_causal) {
+    if is_causal(graph) {
         return Err(wrong("needs a masked language model, but each token of this one reads only previous tokens: remove it".to_owned()));
     }
     let text = read_auxiliary_text(&student.path, &student.auxiliary.synthesized, vocabulary::FILE)?;
@@ -76,6 +75,12 @@ fn special_texts(text: &str) -> Vec<String> {
     let added = file.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
     let special = added.filter(|token| token.get("special").and_then(Value::as_bool) == Some(true));
     special.filter_map(|token| token.get("content")?.as_str().map(str::to_owned)).take(LISTED).collect()
+}
+
+/// Whether each token reads only previous tokens.
+pub(super) fn is_causal(graph: &Graph) -> bool {
+    let has_causal_attention = |node: &Node| matches!(&node.op, Op::Attention(attention) if attention.causal);
+    SequenceCache::new(graph).is_ok() || graph.nodes().iter().any(has_causal_attention)
 }
 
 /// Ids of the special tokens in a `tokenizer.json`: special added tokens, and tokens that the post-processor

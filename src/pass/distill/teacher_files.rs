@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::Distill;
 use super::inputs::Inputs;
+use super::masking;
 use crate::error::{Error, Result, counted};
 use crate::pass::Context;
 use crate::store::ContentKey;
@@ -40,6 +41,9 @@ pub(super) fn check(pass: &Distill) -> Result<()> {
 pub(super) fn cache(files: &[PathBuf], (folder, top): (Option<PathBuf>, usize), inputs: &Inputs, context: &Context) -> Result<(RefCell<Cache>, String)> {
     if inputs.data.is_packed() {
         return Err(Error::option(OPTION, "cannot be combined with `packing`: a sample must be one text"));
+    }
+    if !masking::is_causal(&inputs.graph) {
+        return Err(Error::option(OPTION, "needs a model that predicts the next token, because the files contain its probabilities"));
     }
     let Some(logits) = inputs.objective.over_logits() else { return Err(Error::option(OPTION, "needs a loss over logits")) };
     let mut key = ContentKey::new(&context.work);

@@ -106,7 +106,7 @@ impl<'a> Job<'a> {
         let rows = batch(&graph, training).saturating_mul(if training.losses.contrastive.is_some() { 2 } else { 1 });
         let sizes = bindings(&small, rows, None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
-        let forecast = forecast((&small, &graph, model), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
+        let forecast = forecast((&small, &graph, model), training, teacher_graph.as_ref().zip(self.running_teacher()), &objective, (&sizes, processes))?;
         let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
         let selection = Selection { targets: &training.targets, ignore: &training.ignore };
         let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
@@ -155,6 +155,11 @@ impl<'a> Job<'a> {
         Ok(self.head.as_ref().map_or_else(|| trained.clone(), |head| head.finished(&trained)))
     }
 
+    /// The teacher, unless its logits are in files.
+    fn running_teacher(&self) -> Option<&Model> {
+        self.teacher.as_ref().filter(|_| self.logits.is_none())
+    }
+
     /// Attaches adapters to the model, if requested; then only they are trained.
     fn attach_adapters(&mut self) -> Result<Option<Adapters>> {
         let Some(options) = &self.training.adapter else { return Ok(None) };
@@ -191,10 +196,9 @@ impl<'a> Job<'a> {
         let first = inputs.samples.first()?;
         let largest = largest_inputs(&inputs.samples, batch, training, (context.seed, team.size()), &context.work)?;
         let sizes = bindings(&small, batch, Some(&largest));
-        let teacher_graph = inputs.teacher_graph.as_ref().zip(self.teacher.as_ref());
+        let teacher_graph = inputs.teacher_graph.as_ref().zip(self.running_teacher());
         let forecast = forecast((&small, &graph, &self.student), training, teacher_graph, &inputs.objective, (&sizes, team.size()))?;
-        let reference = self.teacher.as_ref().filter(|_| self.logits.is_none());
-        let data = ScoreData::open((name, training), &inputs.subject, reference, (context, team.rank()))?;
+        let data = ScoreData::open((name, training), &inputs.subject, self.running_teacher(), (context, team.rank()))?;
         let quantizers = quantizers.as_ref();
         let scoring = Scoring { data, model: &self.student, graph: &graph, adapters, quantizers, is_rounded_when_written, first: &first, context };
         let score = |weights: &Weights, state: &BTreeMap<String, ManagedTensor>| scoring.score(weights, state);
@@ -244,6 +248,9 @@ impl<'a> Job<'a> {
         let trace = memory_tracker.trace().unwrap_or_default();
         applied.notes.push(trace.peak().explain(&small));
         applied.details = record::details(&trained, &inputs.objective.losses, &counts, (&memory_tracker, &trace), &forecast);
+        if trained.extended {
+            applied.details["training"]["extended"] = true.into();
+        }
         if let Some(adapters) = adapters {
             applied.details["adapter"] = adapters.details();
         }
@@ -279,6 +286,10 @@ impl<'a> Job<'a> {
         let task = masking::task(self.training.masking.as_ref(), samples.task());
         let objective = self.objective(&graph, teacher_graph.as_ref(), task)?;
         packing::require_separate_texts(&objective.losses, data)?;
+        if samples.task() == Task::Contrastive && objective.over_logits().is_some() {
+            let reason = "`soft` and `hard` cannot be combined with `task: contrastive`, whose samples have several texts: remove them";
+            return Err(Error::option("losses", reason));
+        }
         Ok(Inputs { graph, teacher_graph, data, subject, samples, objective })
     }
 
@@ -374,9 +385,7 @@ impl<'a> Job<'a> {
     /// Loads the teacher, if losses read its values.
     fn load_teacher(&self, inputs: &Inputs, context: &Context, memory_tracker: &MemoryTracker) -> Result<Option<Teacher>> {
         let values = inputs.objective.teacher_values();
-        let (Some(teacher), Some(graph), false) = (&self.teacher, &inputs.teacher_graph, values.is_empty() || self.logits.is_some()) else {
-            return Ok(None);
-        };
+        let (Some(teacher), Some(graph), false) = (self.running_teacher(), &inputs.teacher_graph, values.is_empty()) else { return Ok(None) };
         let (device, dtype) = self.teacher_device(context);
         let graph = packing::for_samples(subgraph(graph, &values, &Op::clone)?, inputs.data)?;
         let placement = (device, dtype, self.training.offloads_parameters());

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Record, Source};
 use crate::error::{Error, Result};
+use crate::exec::transfer;
 use crate::store::{self, RawTensor};
 
 /// Maximum length of a text in tokens.
@@ -63,7 +64,7 @@ fn read<T: candle_core::WithDType>(tensor: &RawTensor, from: u64, count: u64) ->
     let size = dtype.size_in_bytes() as u64;
     let mut bytes = vec![0; usize::try_from(count.saturating_mul(size)).map_err(|e| wrong(&e))?];
     tensor.read_at(from.saturating_mul(size), &mut bytes)?;
-    let values = Tensor::from_raw_buffer(&bytes, dtype, &[count as usize], &Device::Cpu).and_then(|values| values.to_dtype(T::DTYPE)?.to_vec1::<T>());
+    let values = Tensor::from_raw_buffer(&bytes, dtype, &[count as usize], &Device::Cpu).and_then(|values| transfer::read(&values));
     values.map_err(|e| wrong(&e))
 }
 

@@ -103,12 +103,16 @@ impl TeacherFiles {
                 };
                 let mut entries = Entries::default();
                 for position in positions {
-                    let next = real.iter().position(|real| real == position).map(|at| at.saturating_add(1));
+                    let next = real.binary_search(position).ok().map(|at| at.saturating_add(1));
                     let row = next.and_then(|next| record.rows.get(next)?.as_ref());
                     let at = next.unwrap_or_default();
                     let missing = || wrong(format!("{name}: has no probabilities of the token at position {at} of sample {number}"));
-                    let invalid = |reason| wrong(format!("{name}: the probabilities of the token at position {at} of sample {number} {reason}"));
-                    cache.add_row(&mut entries, row.ok_or_else(missing)?).map_err(invalid)?;
+                    let invalid = |reason: String| wrong(format!("{name}: the probabilities of the token at position {at} of sample {number} {reason}"));
+                    let row = row.ok_or_else(missing)?;
+                    if let Some((id, _)) = row.iter().find(|(id, _)| usize::try_from(*id).is_ok_and(|id| id >= losses.classes)) {
+                        return Err(invalid(format!("have the token {id}, but there are logits of {} tokens", losses.classes)));
+                    }
+                    cache.add_row(&mut entries, row).map_err(invalid)?;
                 }
                 cache.put(&[*key], &[positions.len()], &entries)?;
                 added = added.saturating_add(1);
@@ -256,6 +260,8 @@ mod tests {
         assert!(error.contains("line 1: has no probabilities of the token at position 2 of sample 1"), "{error}");
         let error = refused(&LINES.replace("-0.25", "-0.25, \"3\": -0.1"));
         assert!(error.contains("position 2 of sample 1 sum to 1.68"), "{error}");
+        let error = refused(&LINES.replace("\"9\"", "\"12\""));
+        assert!(error.contains("position 1 of sample 1 have the token 12, but there are logits of 12 tokens"), "{error}");
         assert!(refused("").contains("the files contain no records"));
     }
 }
