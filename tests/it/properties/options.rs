@@ -76,7 +76,7 @@ fn context(name: &str, option: &str) -> (Value, Value) {
         ("quantize", "iterations" | "batch") => set(json!({ "method": "autoround", "scheme": "W4A16" })),
         ("cast", "overflow") => set(json!({ "to": "f16" })),
         ("prune-structured", "minimum") => set(json!({ "amount": 0.9 })),
-        ("distill", "on_policy") => set(json!({ "losses": { "soft": 1.0 } })),
+        ("distill", "on_policy" | "more_teachers") => set(json!({ "losses": { "soft": 1.0 } })),
         ("finetune" | "distill", "momentum") => set(json!({ "optimizer": "sgd" })),
         ("finetune" | "distill", "scales") => after(json!([{ "quantize-dynamic": {} }])),
         ("finetune" | "distill", "keep_zeros") => after(json!([{ "prune-unstructured": {} }])),
@@ -110,11 +110,14 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
         ("prune-vocabulary", "keep") => vec![json!(evaluation("book.txt"))],
         ("prune-vocabulary", "text_column") => vec![json!("label")],
         ("prune-vocabulary", "vocab_size") => vec![json!(35)],
+        // The merged tokens are Latin.
+        ("prune-vocabulary", "languages") => vec![json!(["el"])],
         ("finetune" | "distill", "adapter") => vec![json!({ "rank": 2 })],
         ("finetune" | "distill", "betas") => vec![json!([0.5, 0.9])],
         ("finetune" | "distill", "groups") => vec![json!([{ "targets": ["*mlp*"], "learning_rate": 0.001 }])],
         ("finetune" | "distill", "augment") => vec![json!({ "shift": 2 })],
         ("finetune" | "distill", "masking") => vec![json!({ "fraction": 0.5 })],
+        ("distill", "more_teachers") => vec![json!([{ "model": golden("llama-grouped-tied") }])],
         ("distill", "on_policy") => vec![json!({ "fraction": 1.0, "prompt_tokens": 1 })],
         ("finetune" | "distill", "schedule") => vec![json!({ "kind": "constant" })],
         ("finetune", "losses") => vec![json!({ "hard": { "label_smoothing": 0.1 } })],
@@ -137,13 +140,15 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
 }
 
 /// Options for which these models and data accept no value, and the reason.
-const REFUSED: [(&str, &str, &str); 11] = [
+const REFUSED: [(&str, &str, &str); 13] = [
     ("finetune", "masking", "needs a masked language model, which tests/it/training_data.rs trains"),
     ("distill", "masking", "needs a masked language model, which tests/it/training_data.rs trains"),
     ("distill", "augment", "the teacher reads texts: tests/it/train.rs"),
     ("finetune", "classes", "needs a model without a head, which tests/it/train.rs trains"),
     ("finetune", "labels", "needs a model without a head, which tests/it/train.rs trains"),
     ("distill", "teacher_top", "needs a folder of cached outputs, whose contents tests/it/train.rs compares"),
+    ("distill", "teacher_logits", "needs the responses of a teacher: tests/it/teacher_files.rs"),
+    ("data", "negative_column", "is for `task: contrastive` in training: tests/it/contrastive.rs"),
     ("data", "mix", "excludes `text`, `images` and `arrays`: tests/it/training_data.rs"),
     ("data", "weight", "is for texts of `mix`: tests/it/training_data.rs"),
     ("data", "labels", "is for IDX files, which unit tests of crates/engine/src/data/idx.rs read"),
@@ -184,10 +189,11 @@ fn required(name: &str) -> Value {
 
 /// Options of the execution and logging of training, and of additional measurements, which must not change
 /// the weights.
-const HOW: [&str; 12] = [
+const HOW: [&str; 13] = [
     "baselines",
     "checkpoint_every",
     "evaluate_every",
+    "final_checkpoint",
     "patience",
     "gradient_checkpointing",
     "keep_checkpoints",
