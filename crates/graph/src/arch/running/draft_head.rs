@@ -274,7 +274,7 @@ impl<'s, 'c> Head<'s, 'c> {
         let embeddings = norm(b, "input_layernorm", embeddings)?;
         let normed = norm(b, "hidden_norm", inputs.hidden)?;
         let both = b.node(&at.node("self_attn.input"), Concat { axis: -1 }, &[embeddings, normed])?;
-        let ([q, k, v], _) = decoder.split(b, &at, &Layer { rotary: None, window: None }, both)?;
+        let ([q, k, v], _) = decoder.split(b, &at, &Layer::default(), both)?;
         let [q, k] = [self.rotated(b, &at.node("self_attn.q"), q, step)?, self.rotated(b, &at.node("self_attn.k"), k, step)?];
         earlier.push([k, v]);
         let all = |b: &mut Builder, name: &str, part: usize| {
