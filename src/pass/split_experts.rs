@@ -88,10 +88,10 @@ impl Pass for SplitExperts {
     }
 }
 
-/// Whether a tensor of all experts has the axes `[experts, in, out]` instead of `[experts, out, in]`; files of
-/// a family may have either order. `hidden` is the width of the residual stream: that of the inputs of gate
-/// and up, and of the outputs of down projections. If both axes have this width, the other tensor of the layer
-/// determines the order.
+/// Whether a tensor of all experts has the axes `[experts, in, out]` instead of `[experts, out, in]`. Files
+/// of a family may have either order. `hidden` is the width of the residual stream: that of the inputs of
+/// gate and up, and of the outputs of down projections. If both axes have this width, the other tensor of
+/// the layer determines the order.
 fn is_input_major(model: &Model, (name, weight): (&str, &Weight), hidden: usize) -> Result<bool> {
     let order = |name: &str, weight: &Weight| match weight.shape[..] {
         [_, rows, columns] if (rows == hidden) != (columns == hidden) => Some((rows == hidden) != name.contains(DOWN)),

@@ -396,7 +396,8 @@ const TIE: &str = "tie_word_embeddings";
 /// all layers of Qwen2-MoE use sliding windows or none, independent of their types, Granite, Cohere,
 /// Qwen3-Next and Llama 4 reject the older key `type` of `rope_scaling`, which other families accept, the
 /// convolution of Qwen3-Next always applies SiLU, routers of GLM-4.5 select experts of other groups before
-/// those with a negative score, Granite 4 has no limits of step sizes, and attention of Llama 4 has no biases.
+/// those with a negative score, Granite 4 has no limits of step sizes, and attention of Llama 4 has no
+/// biases.
 const NEWER: [(&str, &str); 12] = [
     ("", TIE),
     ("", "is_causal"),

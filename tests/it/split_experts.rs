@@ -82,7 +82,8 @@ fn later_passes_quantize_separate_experts() {
     assert!(opened.weights.by_name.contains_key("model.layers.0.feed_forward.experts.3.up_proj.weight"));
 }
 
-/// If gate and up projections have as many outputs as inputs, the axes of down projections determine the order.
+/// If gate and up projections have as many outputs as inputs, the axes of down projections determine the
+/// order.
 #[test]
 fn square_projections_have_the_order_of_the_other_tensor() {
     for is_input_major in [false, true] {

@@ -109,8 +109,8 @@ mod running {
         })
     }
 
-    /// Whether queries without rotary embedding are scaled: a flag, in published files also a number, of which
-    /// only zero has the meaning of false.
+    /// Whether queries without rotary embedding are scaled. Published files have a number, of which only zero
+    /// means false.
     fn is_scaled(s: &Settings) -> Result<bool> {
         const KEY: &str = "attn_temperature_tuning";
         let number = s.get(KEY).and_then(Value::as_u64);
