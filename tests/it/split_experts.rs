@@ -77,7 +77,9 @@ fn later_passes_quantize_separate_experts() {
     let (folder, report) = written("llama4", vec![cast.into(), split(), quantize.into()]).unwrap();
     let experts: Vec<_> = report.layers.iter().filter(|layer| is_expert(&layer.name)).collect();
     assert!(experts.len() == 12 && experts.iter().all(|layer| layer.encoding == "int8 channel"), "{experts:?}");
-    assert!(!report.notes.iter().any(|note| note.contains("leaves these uninitialized")), "{:?}", report.notes);
+    // transformers replaces experts of this family with linear layers in quantized folders.
+    let fails = |note: &String| note.contains("leaves these uninitialized") || note.contains("transformers 5 fuses");
+    assert!(!report.notes.iter().any(fails), "{:?}", report.notes);
     let opened = Model::open(folder.path().join("out")).unwrap();
     assert!(opened.weights.by_name.contains_key("model.layers.0.feed_forward.experts.3.up_proj.weight"));
 }
