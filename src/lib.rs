@@ -165,8 +165,8 @@ pub use pipeline::Pipeline;
 pub use recipe::Recipe;
 pub use report::Report;
 
-use compress_core::{aliases, error, files, one_or_several, output, program, registry, store, work};
-use compress_engine::{evaluation, model};
+use compress_core::{aliases, error, files, one_or_several, output, program, ratio, registry, store, work};
+use compress_engine::{evaluation, model, yaml_text};
 use compress_graph::arch;
 use compress_kernels as kernel;
 #[cfg(feature = "run")]

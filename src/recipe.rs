@@ -185,6 +185,9 @@ impl Recipe {
         if path.is_dir() {
             return Err(Error::Recipe { path: path.to_owned(), message: "is a folder; a recipe is a YAML file".into() });
         }
+        if path.file_name().is_some_and(|name| name == "config.json") {
+            return Err(Error::Recipe { path: path.to_owned(), message: "describes a model; a recipe is a YAML file".into() });
+        }
         if path == Path::new(STDIN) {
             let text = io::read_to_string(io::stdin()).map_err(Error::io("read", path))?;
             return Recipe::parse(&text, Path::new("recipe"));
@@ -216,7 +219,8 @@ impl Recipe {
 
     /// The recipe with one value replaced.
     fn with(&self, key: &str, value: &Value, flag: &str) -> Result<Recipe> {
-        let wrong = |e: serde_json::Error| Error::option(format!("{flag} {key}={}", plain(value)), message::explain_json(&e));
+        let example = key.split('.').rev().find_map(crate::yaml_text::example_of).map_or_else(String::new, |example| format!("; example: `{example}`"));
+        let wrong = |e: serde_json::Error| Error::option(format!("{flag} {key}={}", plain(value)), message::explain_json(&e) + &example);
         // Serializing includes defaults, so that options that the file does not contain can be set.
         let mut values = serde_json::to_value(self).map_err(wrong)?;
         let refused = |reason: String| Error::option(format!("{flag} {key}"), reason);

@@ -127,6 +127,7 @@ def auto(
     checkpoint: Path | None = None,
     points: int = 4,
     force: bool = False,
+    resume: bool = False,
     memory: str | int | None = None,
     device: str = "auto",
     threads: int | None = None,
@@ -159,6 +160,7 @@ def auto(
         checkpoint: file of the scores and measurements, which is read first if it exists: an interrupted search continues.
         points: number of points of the front that are measured.
         force: replace the output of an earlier run. Files that its report does not list are never deleted.
+        resume: continue the quantization that follows the search from its finished blocks, after an interruption.
         memory: memory limit of running models, like 8GB [default: three quarters of the free memory].
         device: device to run models on: auto, cpu, cuda or cuda:N.
         threads: number of threads [default: all cores].
@@ -189,7 +191,7 @@ def auto(
         threads=threads,
         formats=",".join(formats) or None,
     )
-    arguments += [*([] if runtime is None else [f"--for={runtime}"]), *(["--force"] if force else [])]
+    arguments += [*([] if runtime is None else [f"--for={runtime}"]), *(["--force"] if force else []), *(["--resume"] if resume else [])]
     samples = {name: data for name, data in {"calibration": calibration, "eval": evaluation}.items() if data is not None}
     return Report.from_dict(execute(["auto", os.fspath(model), *arguments], samples, progress)["report"])
 

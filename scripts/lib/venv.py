@@ -67,6 +67,11 @@ def peft() -> Path:
     return prepare("peft", ["peft==0.21.2", "accelerate==1.15.0"], "10 MB", reference())
 
 
+def trl() -> Path:
+    """The python with trl in addition to the reference implementations."""
+    return prepare("trl", ["trl==1.16.0", "accelerate==1.15.0"], "150 MB", reference())
+
+
 def bitsandbytes() -> Path:
     """The python with bitsandbytes in addition to the reference implementations."""
     return prepare("bitsandbytes", ["bitsandbytes==0.50.2"], "150 MB", reference())

@@ -8,6 +8,7 @@ use clap::{Args, ValueEnum};
 use crate::contract::Target;
 use crate::error::{Error, Result};
 use crate::export::{ByteSize, Export, Layout, Safetensors};
+use crate::model::Model;
 use crate::pipeline::Builder;
 use crate::provenance::SigningKey;
 use crate::recipe::Sbom;
@@ -203,9 +204,12 @@ pub(super) struct TextFile {
 }
 
 impl TextFile {
-    /// Checks that the file does not exist or may be replaced. `extensions`: the extensions of its format.
+    /// Checks that the file does not exist or may be replaced, and that it can be written, so that its text
+    /// is not lost after a long run. `extensions`: the extensions of its format.
     pub fn check(&self, extensions: &[&str]) -> Result<()> {
-        self.output.as_deref().map_or(Ok(()), |path| check_replaceable(path, extensions, self.force))
+        let Some(path) = &self.output else { return Ok(()) };
+        check_replaceable(path, extensions, self.force)?;
+        crate::output::check_file_writable(path)
     }
 
     /// Writes the text, if a file was requested.
@@ -216,15 +220,31 @@ impl TextFile {
     }
 }
 
+/// Opens the model of a command. If it does not exist, but the output is a model, they were probably swapped.
+pub(super) fn open_input(model: &Path, output: Option<&Path>) -> Result<Model> {
+    let is_swapped = |output: &&Path| output.join("config.json").is_file() && !crate::files::is_remote(model) && !model.exists();
+    match output.filter(is_swapped) {
+        Some(output) => Err(Error::run(
+            format!("cannot open {}", model.display()),
+            format!("it does not exist, but the output {} is a model", output.display()),
+            format!("the model comes first, and `-o` names the output: {} -o {}", output.display(), model.display()),
+        )),
+        None => Model::open(model),
+    }
+}
+
 /// Checks that a file does not exist or may be replaced: only with `force`, and only if it has one of
 /// these extensions, since other files may be models.
 fn check_replaceable(path: &Path, extensions: &[&str], force: bool) -> Result<()> {
     let error = |reason: String, hint: String| Err(Error::Output { path: path.to_owned(), reason, hint });
     if !path.exists() {
-        // Otherwise the text would be lost after a long run.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir());
         let missing = |folder: &Path| error(format!("the folder {} does not exist", folder.display()), "create it, or name another file".into());
         return folder.map_or(Ok(()), missing);
+    }
+    if path.is_dir() {
+        let example = path.join("file").with_extension(extensions.first().unwrap_or(&""));
+        return error("is a folder".into(), format!("name a file, such as {}", example.display()));
     }
     if !force {
         return error("exists".into(), "name another file, or replace it with --force".into());

@@ -34,7 +34,7 @@ fn command(args: &[OsString]) -> Option<&OsString> {
     let mut args = args.iter().skip(1);
     while let Some(arg) = args.next() {
         match arg.to_str() {
-            Some("--threads" | "--log-format" | "--device") => drop(args.next()),
+            Some("--threads" | "--log-format" | "--device" | "--memory" | "--size") => drop(args.next()),
             Some(flag) if flag.starts_with('-') => {}
             _ => return Some(arg),
         }

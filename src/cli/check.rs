@@ -82,7 +82,9 @@ impl Args {
             format!("--{} {allowed}: measured {measured}", finding.budget)
         });
         let reason = reasons.chain(problems).collect::<Vec<_>>().join("; ");
-        Err(Error::Budget { path: self.report, reason })
+        let mut advice: Vec<&str> = broken.iter().map(|finding| finding.advice()).collect();
+        advice.dedup();
+        Err(Error::Budget { path: self.report, reason, hint: advice.join("; ") })
     }
 }
 

@@ -2,11 +2,10 @@
 
 use std::path::PathBuf;
 
-use super::args::{Global, Records};
+use super::args::{Global, Records, open_input};
 use super::output;
 use crate::error::{Error, Result};
 use crate::export::{ByteSize, Layout, Safetensors};
-use crate::model::Model;
 use crate::output::file_format;
 use crate::pass::Step;
 use crate::store::Encoding;
@@ -49,7 +48,7 @@ impl Args {
         let mut format = Safetensors::with_layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
-        let model = Model::open(&self.model)?;
+        let model = open_input(&self.model, Some(&self.output))?;
         if model.is_corrected() && !self.keep_quantized {
             let missing = |e| Error::option("densify", format!("adding the low-rank corrections to the weights needs the pass `dequantize`: {e}"));
             builder = builder.pass(serde_json::from_value::<Step>("dequantize".into()).map_err(missing)?);

@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::args::{Global, Writing};
+use super::args::{Global, Writing, open_input};
 use super::output;
 use crate::error::Result;
-use crate::model::Model;
 use crate::pass::Step;
 use crate::run_state::PartIndex;
 
@@ -39,6 +38,6 @@ impl Args {
         }
         let builder = self.writing.records.configure(self.samples.configure(builder))?;
         let pipeline = builder.build()?;
-        output::run(&pipeline, &Model::open(&self.model)?, &self.output, self.part, global)
+        output::run(&pipeline, &open_input(&self.model, Some(&self.output))?, &self.output, self.part, global)
     }
 }

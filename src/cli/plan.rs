@@ -48,6 +48,9 @@ impl Args {
         for Variant { name, recipe } in self.variants(path)? {
             let pipeline = pipeline(path, &recipe, global, &self.runtimes)?;
             let model = run::open_model(path, &recipe)?;
+            // An output that exists may be that of an earlier run of the recipe.
+            let is_new = |output: &&Path| !crate::files::is_remote(output) && output.symlink_metadata().is_err();
+            recipe.output.as_deref().filter(is_new).map_or(Ok(()), |output| pipeline.check_output(&model, output))?;
             let mut plan = recipe.output.as_deref().map_or_else(|| pipeline.plan(&model), |output| pipeline.plan_output(&model, output))?;
             plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.local_staging_note(&model, output)));
             let name = if self.recipes.len() > 1 { format!("{} {name}", path.display()).trim_end().to_owned() } else { name };

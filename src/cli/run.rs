@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pipeline::{Pipeline, Plan};
 use crate::recipe::{Recipe, Variant};
-use crate::report::Comparison;
+use crate::report::{Comparison, Report};
 use crate::run_state::PartIndex;
 
 #[derive(Debug, clap::Args)]
@@ -100,6 +100,18 @@ pub(super) fn with_line(recipe: &Path, error: Error) -> Error {
     }
 }
 
+/// The error of an interrupted sweep, which names the runs that are written.
+fn after_runs(error: Error, written: &[(String, Report)], count: usize) -> Error {
+    match error {
+        Error::Cancelled if !written.is_empty() => {
+            let names: Vec<&str> = written.iter().map(|(name, _)| name.as_str()).collect();
+            let kept = format!("{} of {count} runs of the sweep are written: {}", names.len(), names.join(", "));
+            Error::run("interrupted", kept, "run the other values with `--sweep`, and compare all outputs with `compress report`")
+        }
+        error => error,
+    }
+}
+
 /// One run of a recipe or of a sweep.
 struct Job {
     name: String,
@@ -156,14 +168,20 @@ impl Args {
     fn run_sweep(&self, jobs: Vec<Job>, global: &Global) -> Result<()> {
         self.plans(&jobs)?;
         jobs.iter().try_for_each(|job| crate::output::require_local(&job.output, "the comparison of a sweep is written next to its outputs"))?;
+        jobs.iter().try_for_each(|job| job.pipeline.check_writable(&job.model, &job.output))?;
         let mut reports = Vec::with_capacity(jobs.len());
         let folder = jobs.first().and_then(|job| job.output.parent()).unwrap_or(Path::new("")).to_owned();
+        let page = folder.join("comparison.html");
+        if page.exists() {
+            crate::output::check_file_writable(&page)?;
+        }
+        let count = jobs.len();
         for job in jobs {
             output::begin_run(&job.name, global);
-            reports.push((job.name, job.pipeline.run(job.model, &job.output)?));
+            let report = job.pipeline.run(job.model, &job.output).map_err(|error| after_runs(error, &reports, count))?;
+            reports.push((job.name, report));
         }
         let comparison = Comparison::new(&reports);
-        let page = folder.join("comparison.html");
         write_file(&page, &comparison.to_html())?;
         if global.json { output::json(&comparison) } else { output::print(&format!("\n{}\n written: {}\n", comparison.to_terminal(), page.display())) }
     }

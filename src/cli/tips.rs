@@ -10,6 +10,8 @@ const SAMPLES: &str = "the number of samples is an option of the data: `--calibr
 const LENGTH: &str = "the length is an option of the data: `--calibration '{ text: FILE, max_length: 512 }'`";
 const DATASET: &str = "data are files: `--calibration FILE`";
 
+const TENSOR_TYPES: &str = "types of tensors are options of the format, and `compress auto MODEL -o small.gguf --max-size SIZE` chooses them: `compress schema` lists the options of `gguf`";
+
 /// The tip for integer types of `cast`.
 pub(super) const INTEGERS: &str = "`compress quantize-dynamic MODEL -o DIR` writes int8 weights, and `compress quantize MODEL -o DIR --scheme W4A16` int4";
 
@@ -52,6 +54,48 @@ pub(super) const TIPS: &[(&str, &str, &str)] = &[
     ("", "--dataset-name", DATASET),
     ("eval", "", "samples need an option: `--data FILE`"),
     ("generate", "", "a prompt needs an option: `--prompt TEXT`"),
+    ("prune-unstructured", "--method", "the option is `--importance`; wanda and sparsegpt need `--calibration`"),
+    // llama-quantize and llama-cli.
+    ("", "--leave-output-tensor", TENSOR_TYPES),
+    ("", "--output-tensor-type", TENSOR_TYPES),
+    ("", "--token-embedding-type", TENSOR_TYPES),
+    ("", "--tensor-type", TENSOR_TYPES),
+    ("", "--pure", TENSOR_TYPES),
+    ("", "--allow-requantize", "quantized files are dequantized: `compress cast FILE.gguf -o small.gguf --to f32 --export 'gguf: { type: Q4_K_M }'`"),
+    ("", "--n-gpu-layers", "the device is an option: `--device cuda`; a model that exceeds its memory runs block by block"),
+    ("generate", "-p", "the option is `--prompt`"),
+    // optimum-cli and ONNX Runtime.
+    ("", "--opset", "the opset is an option of the format: `--export 'onnx: { opset: 21 }'`"),
+    ("", "--optimize", "ONNX files are optimized without an option, and ONNX Runtime optimizes them again when it loads them: omit it"),
+    ("", "--per-channel", "`quantize-dynamic` has one scale per channel; `--granularity tensor` selects one per tensor"),
+    ("", "--monolith", "a model is always one graph: omit the option"),
+    // AutoGPTQ, AutoRound, AutoAWQ, LLM Compressor.
+    ("", "--iters", "the option is `--iterations`, with `--method autoround`"),
+    ("", "--seqlen", LENGTH),
+    ("", "--num-samples", SAMPLES),
+    ("", "--samples", SAMPLES),
+    ("", "--num-calibration-steps", SAMPLES),
+    ("", "--dataset-config-name", DATASET),
+    ("", "--q-group-size", "the option is `--group-size`"),
+    ("", "--q-bits", BITS),
+    ("", "--act-order", "columns with large inputs are quantized first by default; `--ordered false` selects the stored order"),
+    ("", "--desc-act", "columns with large inputs are quantized first by default; `--ordered false` selects the stored order"),
+    ("", "--damp-percent", "the option is `--damping`, with `--method gptq`"),
+    ("", "--smoothing-strength", "the migration is `--method smoothquant`, which chooses the strength for each layer"),
+    // The Trainer of transformers.
+    ("", "--num-train-epochs", "the option is `--epochs`"),
+    ("", "--per-device-train-batch-size", "the option is `--batch-size`"),
+    ("", "--gradient-accumulation-steps", "the option is `--gradient-accumulation`"),
+    ("", "--warmup-steps", "the warm-up is part of the schedule: `--schedule cosine,warmup_steps=100`"),
+    ("", "--warmup-ratio", "the warm-up is part of the schedule, in steps: `--schedule cosine,warmup_steps=100`"),
+    ("", "--lr-scheduler-type", "the option is `--schedule`: `--schedule cosine`"),
+    ("", "--save-steps", "the option is `--checkpoint-every steps=N`"),
+    ("", "--resume-from-checkpoint", "the option is `--resume`: the checkpoints are next to the output"),
+    ("", "--lora-r", "the rank of LoRA is `--adapter 16`"),
+    ("", "--lora-alpha", "the options of LoRA are `--adapter '{ rank: 16, alpha: 32 }'`"),
+    ("", "--push-to-hub", "the output can be a repository: `-o hf:ORG/NAME`"),
+    ("", "--hub-model-id", "the output can be a repository: `-o hf:ORG/NAME`"),
+    ("", "--overwrite-output-dir", "the option is `--force`"),
 ];
 
 /// Tips for commands of other tools.
@@ -63,6 +107,16 @@ pub(super) const COMMAND_TIPS: &[(&str, &str)] = &[
     ("gguf", GGUF),
     ("onnx", ONNX),
     ("version", "`compress --version` prints the version"),
+    ("llama-quantize", "`compress cast MODEL -o small.gguf --to f32 --export 'gguf: { type: Q4_K_M }'` writes a quantized GGUF file"),
+    ("chat", "`compress generate MODEL --prompt TEXT` generates text"),
+    ("serve", "runtimes serve models: `compress check DIR --loads vllm` checks whether vLLM loads an output"),
+    ("download", "models of the Hub are read directly: `compress quantize hf:ORG/NAME -o DIR`"),
+    ("pull", "models of the Hub are read directly: `compress quantize hf:ORG/NAME -o DIR`"),
+    ("upload", "an output can be a repository: `compress quantize MODEL -o hf:ORG/NAME`"),
+    ("push", "an output can be a repository: `compress quantize MODEL -o hf:ORG/NAME`"),
+    ("optimize", "`compress auto MODEL -o DIR --max-size 25%` chooses the format of each layer; `compress init MODEL` writes a recipe"),
+    ("lora", "`compress finetune MODEL -o DIR --train FILE --adapter 16` trains LoRA adapters"),
+    ("calibrate", "passes calibrate on their own: `compress quantize MODEL -o DIR --method gptq --calibration FILE`"),
 ];
 
 /// The tip for a type of GGUF files.

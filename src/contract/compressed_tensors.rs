@@ -2,10 +2,10 @@
 
 use serde_json::Value;
 
-use super::facts::{VLLM_BITS, has_tokenizer};
+use super::facts::{METHODS, SERVER_METHODS, VLLM_BITS, has_tokenizer};
 use super::folder::{Folder, Module, OWN_TYPE};
 use super::scheme::{Arguments, Group};
-use super::{Finding, Runtime, Target, missing_layers};
+use super::{Finding, Runtime, Target, config_values, missing_layers};
 use crate::arch;
 use crate::error::Result;
 use crate::store::DType;
@@ -16,14 +16,21 @@ const COPY_KEY: &str = "copy the key from the config.json of the original model"
 const COPY_KEY_IN_RUN: &str = "copy the key from the config.json of the original model into that of the model's folder";
 const RESAVE: &str = "the checkpoint is incomplete: save it again, or start from the original checkpoint";
 
+/// Why a folder without a configuration is not loaded.
 fn missing_config(folder: &Folder) -> Option<Finding> {
-    folder.config.is_none().then(|| Finding::new("config.json", "is missing", "copy it from the original model").for_run("copy it into the model's folder"))
+    let (reason, hint) = match folder.adapter {
+        None => ("is missing", "copy it from the original model"),
+        Some(_) => ("is missing: the folder contains an adapter", "check the folder of its base model, or a model to whose weights the adapter was added"),
+    };
+    folder.config.is_none().then(|| Finding::new("config.json", reason, hint).for_run("copy it into the model's folder"))
 }
 
 /// The configuration names the classes of the model.
 pub(super) fn architectures(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     if let Some(missing) = missing_config(folder) {
-        return Ok(vec![missing]);
+        // vLLM loads adapters in addition to a model.
+        let is_loaded = folder.adapter.is_some() && target.runtime() == Runtime::Vllm;
+        return Ok(if is_loaded { Vec::new() } else { vec![missing] });
     }
     let names = folder.get("architectures").and_then(Value::as_array).map_or(0, Vec::len);
     let reason = format!("is missing or empty in config.json, by which {} selects the model class", target.runtime().name());
@@ -49,6 +56,29 @@ pub(super) fn own_format(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     Ok(of_type.or(of_method).into_iter().collect())
 }
 
+/// The quantization method is known.
+pub(super) fn method(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    const KEY: &str = "quantization_config";
+    const HINT: &str = "use the file that was saved together with these weights";
+    let runtime = target.runtime();
+    let Some(value) = folder.get(KEY).filter(|value| !value.is_null()) else { return Ok(Vec::new()) };
+    let Some(quantization) = &folder.quantization else { return Ok(vec![Finding::new(KEY, format!("is {value}, expected an object"), HINT)]) };
+    let name = quantization.method.as_str();
+    let is_known = if runtime == Runtime::Transformers {
+        METHODS.contains(&name)
+    } else {
+        let name = name.to_lowercase().replace("compressed_tensors", "compressed-tensors");
+        // Files of ModelOpt have other keys.
+        let is_of_modelopt = name.is_empty() && ["producer", "quantization", "quant_algo"].iter().any(|key| quantization.values.contains_key(*key));
+        is_of_modelopt || METHODS.contains(&name.as_str()) || SERVER_METHODS.contains(&name.as_str())
+    };
+    let finding = || match name {
+        "" => Finding::new("quant_method", format!("is missing in `{KEY}`, and {} requires it", runtime.name()), HINT),
+        _ => Finding::new("quant_method", format!("is `{name}`, which {} does not know", runtime.name()), HINT),
+    };
+    Ok(if is_known || name == crate::model::OWN_METHOD { Vec::new() } else { vec![finding()] })
+}
+
 /// A model of text has a tokenizer.
 pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let nested = folder.get("text_config").and_then(|config| config.get("vocab_size"));
@@ -61,16 +91,28 @@ pub(super) fn tokenizer(folder: &Folder, target: Target) -> Result<Vec<Finding>>
     Ok(vec![finding.for_run("copy the tokenizer files of the original model into the model's folder, from which the run reads them")])
 }
 
-/// The files of the tokenizer can be parsed.
-pub(super) fn tokenizer_files(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    Ok(folder.defects.tokenizer())
+/// Families whose networks have a kernel for one activation function only.
+const SILU: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
+
+/// The network has the activation function that the runtime computes.
+pub(super) fn activation_function(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    const KEY: &str = "hidden_act";
+    let other = folder.get(KEY).and_then(Value::as_str).filter(|name| SILU.contains(&folder.model_type()) && *name != "silu");
+    let finding = |name: &str| Finding::new(KEY, format!("is `{name}`, but {target} computes only `silu` in this family"), "load the folder in transformers");
+    Ok(other.map(finding).into_iter().collect())
 }
 
-/// The weights have the names and shapes that the configuration requires. Only transformers loads a table
-/// that is stored as the head to which it is tied.
+/// The runtime reads the files of the tokenizer.
+pub(super) fn tokenizer_files(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    Ok(folder.defects.tokenizer(target.runtime()))
+}
+
+/// The configuration has acceptable values, and the weights have the names and shapes that it requires. Only
+/// transformers loads a table that is stored as the head to which it is tied.
 pub(super) fn shapes(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let refused = folder.config.as_ref().map(|config| config_values::refused(config, folder.model_type(), target.runtime()));
     let unnamed = if target.runtime() == Runtime::Transformers { None } else { unnamed_table(folder) };
-    Ok(folder.defects.shapes().into_iter().chain(unnamed).collect())
+    Ok(refused.into_iter().flatten().chain(folder.defects.shapes()).chain(unnamed).collect())
 }
 
 fn unnamed_table(folder: &Folder) -> Option<Finding> {

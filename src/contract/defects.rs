@@ -2,13 +2,21 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Finding, facts};
+use serde_json::Value;
+
+use super::tokenizer_files::{Damage, damaged};
+use super::{Finding, Runtime};
 use crate::error::{Error, Result};
-use crate::model::Model;
+use crate::files;
+use crate::model::{Model, parse_json};
 
 const CONFIG: &str = "config.json";
+const GENERATION: &str = "generation_config.json";
 const OTHER_CONFIG: &str = "use the config.json that was saved together with these weights";
 const OTHER_CONFIG_IN_RUN: &str = "copy the config.json that was saved together with the weights into the model's folder";
+const COMPLETE: &str = "the checkpoint is incomplete: download it again, or start from the original checkpoint";
+/// Beginning of the reason why an incomplete weight is not opened.
+const MISSING: &str = "is missing";
 const OTHER_FILE: &str = "copy the file from the original model into the folder";
 const OTHER_FILE_IN_RUN: &str = "download the file again into the model's folder, from which the run reads it";
 
@@ -16,44 +24,61 @@ const OTHER_FILE_IN_RUN: &str = "download the file again into the model's folder
 struct Defect {
     subject: String,
     reason: String,
+    hints: [&'static str; 2],
 }
 
 /// Defects of a model that no runtime accepts.
 #[derive(Default)]
 pub(crate) struct Defects {
     mismatch: Option<Defect>,
-    /// Files of the tokenizer that cannot be parsed.
-    damaged: Vec<Defect>,
+    /// Files of the tokenizer that runtimes do not read.
+    damaged: Vec<Damage>,
+    /// Why the settings of text generation are not read.
+    generation: Option<String>,
 }
 
 impl Defects {
     /// The defects of a written model. Weights in formats that this program does not open are not checked.
     pub(super) fn of_output(path: &Path, names: impl Iterator<Item = PathBuf>) -> Result<Defects> {
-        let mismatch = Model::open(path).ok().as_ref().and_then(mismatch);
-        Ok(Defects { mismatch, damaged: damaged(names.map(|name| (path.join(&name), name)))? })
+        let mismatch = match Model::open(path) {
+            Ok(model) => mismatch(&model),
+            Err(error) => incomplete(error),
+        };
+        Defects::new(mismatch, names.map(|name| (path.join(&name), name)).collect())
     }
 
     /// The defects of a planned model, whose files are copied.
     pub(crate) fn of_plan(model: &Model) -> Result<Defects> {
-        let files = model.auxiliary.files.iter().map(|file| (model.path_of(file), file.clone()));
-        Ok(Defects { mismatch: mismatch(model), damaged: damaged(files)? })
+        Defects::new(mismatch(model), model.auxiliary.files.iter().map(|file| (model.path_of(file), file.clone())).collect())
+    }
+
+    fn new(mismatch: Option<Defect>, files: Vec<(PathBuf, PathBuf)>) -> Result<Defects> {
+        let settings = files.iter().find(|(_, name)| name == Path::new(GENERATION));
+        let generation = settings.map(|(path, _)| not_an_object(path)).transpose()?.flatten();
+        Ok(Defects { mismatch, damaged: damaged(&files)?, generation })
     }
 
     /// The defects of a file that contains its configuration and its tokenizer.
     pub(super) fn of_file(path: &Path) -> Defects {
-        Defects { mismatch: Model::open(path).ok().as_ref().and_then(mismatch), damaged: Vec::new() }
+        Defects { mismatch: Model::open(path).ok().as_ref().and_then(mismatch), ..Defects::default() }
     }
 
     /// The weights have the names and shapes that the configuration requires.
     pub(super) fn shapes(&self) -> Vec<Finding> {
-        let finding = |defect: &Defect| Finding::new(defect.subject.clone(), defect.reason.clone(), OTHER_CONFIG).for_run(OTHER_CONFIG_IN_RUN);
+        let finding = |Defect { subject, reason, hints: [hint, in_run] }: &Defect| Finding::new(subject.clone(), reason.clone(), *hint).for_run(*in_run);
         self.mismatch.iter().map(finding).collect()
     }
 
-    /// The files of the tokenizer can be parsed.
-    pub(super) fn tokenizer(&self) -> Vec<Finding> {
-        let finding = |defect: &Defect| Finding::new(defect.subject.clone(), defect.reason.clone(), OTHER_FILE).for_run(OTHER_FILE_IN_RUN);
-        self.damaged.iter().map(finding).collect()
+    /// A runtime reads the files of the tokenizer.
+    pub(super) fn tokenizer(&self, runtime: Runtime) -> Vec<Finding> {
+        let finding = |damage: &Damage| Finding::new(damage.file.clone(), damage.reason.clone(), OTHER_FILE).for_run(OTHER_FILE_IN_RUN);
+        self.damaged.iter().filter(|damage| damage.affects(runtime)).map(finding).collect()
+    }
+
+    /// The settings of text generation are an object.
+    pub(super) fn generation(&self) -> Vec<Finding> {
+        let finding = |reason: &String| Finding::new(GENERATION, reason.clone(), OTHER_FILE).for_run(OTHER_FILE_IN_RUN);
+        self.generation.iter().map(finding).collect()
     }
 }
 
@@ -63,18 +88,21 @@ fn mismatch(model: &Model) -> Option<Defect> {
         Error::Graph { what, reason } => (what, reason),
         error => (CONFIG.to_owned(), error.to_string()),
     };
-    Some(Defect { subject, reason })
+    Some(Defect { subject, reason, hints: [OTHER_CONFIG, OTHER_CONFIG_IN_RUN] })
 }
 
-/// The files of the tokenizer among these paths and names that cannot be parsed.
-fn damaged(files: impl Iterator<Item = (PathBuf, PathBuf)>) -> Result<Vec<Defect>> {
-    let files: Vec<(PathBuf, PathBuf)> = files.collect();
-    let is_fast = files.iter().any(|(_, name)| name == Path::new(facts::FAST_TOKENIZER));
-    let mut found = Vec::new();
-    for (path, name) in files.iter().filter(|(_, name)| facts::is_parsed_with_tokenizer(name, is_fast)) {
-        if let Some(reason) = facts::invalid_json(path)? {
-            found.push(Defect { subject: name.display().to_string(), reason: format!("is not valid JSON ({reason}), so that the tokenizer does not load") });
-        }
+/// A missing part of a quantized weight, because of which a model is not opened. Formats that this program
+/// does not support are not defects.
+fn incomplete(error: Error) -> Option<Defect> {
+    match error {
+        Error::Tensor { name, reason, .. } if reason.starts_with(MISSING) => Some(Defect { subject: name, reason, hints: [COMPLETE; 2] }),
+        _ => None,
     }
-    Ok(found)
+}
+
+/// Why a file with settings of text generation is not read. Files that are not JSON are ignored.
+fn not_an_object(path: &Path) -> Result<Option<String>> {
+    let text = files::read_to_string(path).map_err(Error::io("read", path))?;
+    let is_other = parse_json::<Value>(&text).is_ok_and(|value| !value.is_object());
+    Ok(is_other.then(|| "contains JSON that is not an object".to_owned()))
 }

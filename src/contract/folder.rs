@@ -14,7 +14,7 @@ use super::{Defects, Needs, Planned, Target};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::model::{class, parse_config};
+use crate::model::{adapter, class, parse_config};
 use crate::store::{Bytes, Checkpoint, DType, Encoding, RawTensor, Role, StoredTensor, Weight};
 
 /// Prefix of the `model_type` of folders that only this program reads.
@@ -67,6 +67,32 @@ impl Tensor {
     }
 }
 
+/// A LoRA adapter of PEFT.
+pub(super) struct Adapter {
+    /// Name of its configuration.
+    pub file: String,
+    pub values: Map<String, Value>,
+}
+
+impl Adapter {
+    fn parse(file: &str, path: &Path, text: &str) -> Result<Adapter> {
+        let values = parse_config(text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
+        Ok(Adapter { file: file.to_owned(), values })
+    }
+
+    /// The adapter that `config.json` names. Without a `config.json`, the folder itself is an adapter if it
+    /// has the configuration of one.
+    fn of(path: &Path, config: Option<&Map<String, Value>>, files: &BTreeSet<String>) -> Result<Option<Adapter>> {
+        let file = match config {
+            None if files.contains(adapter::CONFIG) => adapter::CONFIG.to_owned(),
+            Some(config) if config.contains_key(adapter::KEY) => format!("{}/{}", adapter::FOLDER, adapter::CONFIG),
+            _ => return Ok(None),
+        };
+        let path = path.join(&file);
+        Adapter::parse(&file, &path, &files::read_to_string(&path).map_err(Error::io("read", &path))?).map(Some)
+    }
+}
+
 /// A model folder.
 pub(super) struct Folder {
     /// Values of `config.json`; `None` if the file is missing.
@@ -77,6 +103,7 @@ pub(super) struct Folder {
     pub quantization: Option<Quantization>,
     pub modules: BTreeMap<String, Module>,
     pub defects: Defects,
+    pub adapter: Option<Adapter>,
 }
 
 impl Folder {
@@ -96,7 +123,9 @@ impl Folder {
         let has_config = names.contains("config.json");
         let config = has_config.then(|| files::read_to_string(&file).map_err(Error::io("read", &file))).transpose()?;
         let defects = Defects::of_output(path, names.iter().map(PathBuf::from))?;
-        Folder::new(&file, config.as_deref(), tensors, names, defects)
+        let mut folder = Folder::new(&file, config.as_deref(), tensors, names, defects)?;
+        folder.adapter = Adapter::of(path, folder.config.as_ref(), &folder.files)?;
+        Ok(folder)
     }
 
     /// `config` is the text of `file`, if there is one.
@@ -105,7 +134,7 @@ impl Folder {
         let config = config.map(parse).transpose()?;
         let described = config.as_ref().and_then(|config| config.get("quantization_config")).and_then(Value::as_object);
         let quantization = described.map(Quantization::parse).transpose().map_err(|reason| Error::malformed(file, reason))?;
-        let mut folder = Folder { config, tensors, files, quantization, modules: BTreeMap::new(), defects };
+        let mut folder = Folder { config, tensors, files, quantization, modules: BTreeMap::new(), defects, adapter: None };
         folder.modules = folder.find_modules()?;
         Ok(folder)
     }
@@ -199,12 +228,19 @@ impl Folder {
 
 impl Planned {
     /// A folder with this text of `config.json`, these tensors, with the bytes that the plan determines,
-    /// these files, and defects.
-    pub(crate) fn folder(config: Option<&str>, tensors: Vec<(StoredTensor, Option<Vec<u8>>)>, files: BTreeSet<String>, defects: Defects) -> Result<Planned> {
+    /// these files, defects, and this configuration of its adapter.
+    pub(crate) fn folder(
+        config: Option<&str>,
+        tensors: Vec<(StoredTensor, Option<Vec<u8>>)>,
+        files: BTreeSet<String>,
+        defects: Defects,
+        adapter: Option<&str>,
+    ) -> Result<Planned> {
         let planned = |(StoredTensor { name, dtype, shape }, bytes): (StoredTensor, Option<Vec<u8>>)| {
             (name, Tensor { dtype, shape, values: bytes.map_or(Values::Unknown, Values::Known) })
         };
-        let folder = Folder::new(Path::new("config.json"), config, tensors.into_iter().map(planned).collect(), files, defects)?;
+        let mut folder = Folder::new(Path::new("config.json"), config, tensors.into_iter().map(planned).collect(), files, defects)?;
+        folder.adapter = adapter.map(|text| Adapter::parse(adapter::CONFIG, Path::new(adapter::CONFIG), text)).transpose()?;
         Ok(Planned { files: Box::new(folder), determined: Needs::Weights })
     }
 }

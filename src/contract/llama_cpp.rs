@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use super::llama_cpp_names::{ARCHITECTURES, PRE_TOKENIZERS};
-use super::{Defects, Finding, Needs, Planned, Rule, Target, missing_layers};
+use super::{Defects, Finding, Needs, Planned, Rule, Target, extra_layers, missing_layers};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::store::gguf::{EXTENSION, Outline, Value, block_type, is_gguf, model_files};
+use crate::store::gguf::{EXTENSION, Outline, TensorDescription, Value, all_parts, block_type, is_gguf, model_files};
 
 /// The next step after a violation of a rule of tokenizers.
 const TOKENIZER_HINT: &str = "write the file from a folder with a tokenizer.json that llama.cpp supports";
@@ -18,6 +18,8 @@ const NO_VOCABULARY: [&str; 2] = ["no_vocab", "none"];
 const BYTE_LEVEL: [&str; 3] = ["gpt2", "hybriddna", "whitespace"];
 /// The pre-tokenizer of a vocabulary without merges.
 const WITHOUT_MERGES: &str = "kimi-k2";
+/// The next step after a violation of a rule about missing data.
+const INCOMPLETE: &str = "the file is incomplete: download or write it again";
 /// Ids of types that files no longer have.
 const REMOVED: [u32; 8] = [4, 5, 31, 32, 33, 36, 37, 38];
 
@@ -71,9 +73,17 @@ pub(super) const RULES: &[Rule<Contents>] = &[
         check: vocabulary_size,
     },
     Rule {
+        name: "data",
+        sentence: "The tensors follow each other in the file, and the file contains all of their data.",
+        source: "ggml/src/gguf.cpp, src/llama-model-loader.h: llama_tensor_weight",
+        versions: &[],
+        needs: Needs::Weights,
+        check: data,
+    },
+    Rule {
         name: "layers",
-        sentence: "All blocks of `block_count` are stored.",
-        source: "src/llama-model.cpp: load_tensors",
+        sentence: "All blocks of `block_count` are stored, and no others.",
+        source: "src/llama-model.cpp: load_tensors, src/llama-model-loader.cpp: done_getting_tensors",
         versions: &[],
         needs: Needs::Weights,
         check: layers,
@@ -119,19 +129,28 @@ pub(crate) fn find(path: &Path) -> Result<Option<PathBuf>> {
     }
 }
 
-/// The header of a GGUF file.
+/// The headers of the files of a model.
 pub(super) struct Contents {
     outline: Outline,
-    /// Whether all tensors are in this file.
-    is_complete: bool,
+    /// The remaining files of a split model.
+    continuations: Vec<Outline>,
     defects: Defects,
 }
 
 impl Contents {
     pub(super) fn open(path: &Path) -> Result<Contents> {
         let outline = Outline::open(path)?;
-        let parts = number(outline.values.get("split.count"));
-        Ok(Contents { outline, is_complete: parts.is_none_or(|count| count < 2), defects: Defects::of_file(path) })
+        let paths = all_parts(path, &outline.values)?;
+        let continuations = paths.iter().filter(|other| *other != path).map(|other| Outline::open(other)).collect::<Result<_>>()?;
+        Ok(Contents { outline, continuations, defects: Defects::of_file(path) })
+    }
+
+    fn files(&self) -> impl Iterator<Item = &Outline> {
+        std::iter::once(&self.outline).chain(&self.continuations)
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &TensorDescription> {
+        self.files().flat_map(|file| &file.tensors)
     }
 
     fn text(&self, key: &str) -> Option<&str> {
@@ -166,7 +185,7 @@ impl Contents {
 impl Planned {
     /// A GGUF file with all tensors, which fit its metadata.
     pub(crate) fn gguf(outline: Outline) -> Planned {
-        Planned { files: Box::new(Contents { outline, is_complete: true, defects: Defects::default() }), determined: Needs::Files }
+        Planned { files: Box::new(Contents { outline, continuations: Vec::new(), defects: Defects::default() }), determined: Needs::Files }
     }
 }
 
@@ -238,17 +257,32 @@ fn pre_tokenizer(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
 fn vocabulary_size(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
     const NAME: &str = "token_embd.weight";
     let (Some(tokens), false) = (contents.tokens(), contents.has_no_vocabulary()) else { return Ok(Vec::new()) };
-    let rows = contents.outline.tensors.iter().find(|tensor| tensor.name == NAME).and_then(|tensor| tensor.shape.first().copied());
+    let rows = contents.tensors().find(|tensor| tensor.name == NAME).and_then(|tensor| tensor.shape.first().copied());
     let Some(rows) = rows.filter(|rows| *rows != tokens) else { return Ok(Vec::new()) };
     let reason = format!("has {rows} rows, but the vocabulary has {tokens} tokens");
     Ok(vec![Finding::new(NAME, reason, "use the tokenizer of this model, and write the file again")])
 }
 
-fn layers(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
+fn data(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
+    let misplaced = contents.files().filter_map(Outline::misplaced);
+    let mut found: Vec<Finding> = misplaced.map(|(name, reason)| Finding::new(name, reason, INCOMPLETE)).collect();
+    const COUNT: &str = "split.tensors.count";
+    let (specified, stored) = (number(contents.outline.values.get(COUNT)), contents.tensors().count() as u64);
+    if let Some(specified) = specified.filter(|specified| *specified != stored) {
+        found.push(Finding::new(COUNT, format!("is {specified}, but the files contain {stored} tensors"), INCOMPLETE));
+    }
+    Ok(found)
+}
+
+fn layers(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
+    const PREFIX: &str = "blk.";
     let key = contents.own("block_count");
-    let Some(count) = number(contents.outline.values.get(&key)).filter(|_| contents.is_complete) else { return Ok(Vec::new()) };
-    let names = contents.outline.tensors.iter().map(|tensor| tensor.name.as_str());
-    Ok(missing_layers(names, "blk.", count, &format!("`{key}` is {count}"), "the file is incomplete: write it again"))
+    let Some(count) = number(contents.outline.values.get(&key)) else { return Ok(Vec::new()) };
+    let names = || contents.tensors().map(|tensor| tensor.name.as_str());
+    let mut found = missing_layers(names(), PREFIX, count, &format!("`{key}` is {count}"), INCOMPLETE);
+    let reason = format!("is stored, but `{key}` is {count}, and {target} rejects files with unused tensors");
+    found.extend(extra_layers(names(), PREFIX, count).map(|layer| Finding::new(layer, reason.clone(), "write the file again from the original model")));
+    Ok(found)
 }
 
 fn shapes(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
@@ -256,7 +290,7 @@ fn shapes(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
 }
 
 fn rows(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
-    let wrong = contents.outline.tensors.iter().filter_map(|tensor| {
+    let wrong = contents.tensors().filter_map(|tensor| {
         let (kind, elements) = block_type(tensor.type_id)?;
         let row = tensor.shape.last().copied().unwrap_or(1);
         let reason = format!("has rows of {row} elements as {kind}, whose blocks have {elements}, so that {target} rejects the file");
@@ -267,7 +301,7 @@ fn rows(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
 }
 
 fn types(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
-    let removed = contents.outline.tensors.iter().filter(|tensor| REMOVED.contains(&tensor.type_id));
+    let removed = contents.tensors().filter(|tensor| REMOVED.contains(&tensor.type_id));
     let reason = |id: u32| format!("has the type with id {id}, which {target} no longer reads");
     Ok(removed.map(|tensor| Finding::new(tensor.name.clone(), reason(tensor.type_id), "quantize the original model again")).collect())
 }

@@ -8,6 +8,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod compressed_tensors;
+mod config_values;
 mod defects;
 pub(crate) mod facts;
 mod folder;
@@ -21,7 +22,10 @@ pub(crate) mod running;
 mod running;
 mod scheme;
 mod sglang;
+mod shared;
+mod tokenizer_files;
 mod transformers;
+mod transformers_names;
 mod vllm;
 
 use std::collections::BTreeSet;
@@ -202,16 +206,26 @@ impl Finding {
 /// Most layers of a model, so that an invalid count is not expanded.
 const MOST_LAYERS: u64 = 1 << 16;
 
+/// The number of the layer to which a tensor belongs, if its name starts with `prefix` and that number.
+fn layer_number(name: &str, prefix: &str) -> Option<u64> {
+    name.strip_prefix(prefix)?.split('.').next()?.parse().ok()
+}
+
 /// A finding for each layer, up to a `specified` count, of which no tensor is stored. The names of the
 /// tensors of a layer start with `prefix` and its number. Files without such names have none.
 fn missing_layers<'n>(names: impl Iterator<Item = &'n str>, prefix: &str, count: u64, specified: &str, hint: &str) -> Vec<Finding> {
-    let number = |name: &str| name.strip_prefix(prefix)?.split('.').next()?.parse::<u64>().ok();
-    let stored: BTreeSet<u64> = names.filter_map(number).collect();
+    let stored: BTreeSet<u64> = names.filter_map(|name| layer_number(name, prefix)).collect();
     if stored.is_empty() || count > MOST_LAYERS {
         return Vec::new();
     }
     let finding = |layer: u64| Finding::new(format!("{prefix}{layer}"), format!("is missing, but {specified}"), hint);
     (0..count).filter(|layer| !stored.contains(layer)).map(finding).collect()
+}
+
+/// The stored layers whose number is `count` or higher.
+fn extra_layers<'n>(names: impl Iterator<Item = &'n str>, prefix: &str, count: u64) -> impl Iterator<Item = String> {
+    let stored: BTreeSet<u64> = names.filter_map(|name| layer_number(name, prefix)).collect();
+    stored.into_iter().filter(move |layer| *layer >= count).map(move |layer| format!("{prefix}{layer}"))
 }
 
 /// A violated rule.

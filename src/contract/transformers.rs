@@ -1,44 +1,16 @@
 //! Rules of transformers with compressed-tensors.
 
+use serde_json::Value;
+
 use super::facts::{is_of_expert, is_only_bf16, loads_float_experts};
 use super::folder::{Folder, Module};
 use super::scheme::Arguments;
-use super::{Finding, Needs, Rule, Target, compressed_tensors};
+use super::transformers_names::MODEL_TYPES;
+use super::{Finding, Needs, Rule, Target, compressed_tensors, shared};
 use crate::arch;
 use crate::error::Result;
 use crate::store::DType;
 
-/// Keys of `AUTO_QUANTIZER_MAPPING`. `bitsandbytes` is completed by the number of bits.
-const METHODS: [&str; 28] = [
-    "auto-round",
-    "aqlm",
-    "awq",
-    "bitnet",
-    "bitsandbytes",
-    "bitsandbytes_4bit",
-    "bitsandbytes_8bit",
-    "compressed-tensors",
-    "eetq",
-    "fbgemm_fp8",
-    "fouroversix",
-    "fp8",
-    "fp_quant",
-    "gemma",
-    "gguf",
-    "gptq",
-    "higgs",
-    "hqq",
-    "metal",
-    "mxfp4",
-    "mxfp8",
-    "nvfp4",
-    "quanto",
-    "quark",
-    "sinq",
-    "spqr",
-    "torchao",
-    "vptq",
-];
 /// Formats that compressed-tensors 0.20 reads.
 const FORMATS: [&str; 10] = [
     "dense",
@@ -56,27 +28,20 @@ const FORMATS: [&str; 10] = [
 pub(super) const RULES: &[Rule<Folder>] = &[
     Rule {
         name: "model-type",
-        sentence: "`config.json` has a `model_type`.",
+        sentence: "`config.json` has a `model_type` that is known, or that names code of the model (`auto_map`).",
         source: "transformers/models/auto/configuration_auto.py",
         versions: &[],
         needs: Needs::Configuration,
-        check: compressed_tensors::model_type,
+        check: model_type,
     },
-    Rule {
-        name: "own-format",
-        sentence: "The folder is not in a format that only compress reads.",
-        source: "transformers/quantizers/auto.py",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::own_format,
-    },
+    shared::OWN_FORMAT.from("transformers/quantizers/auto.py"),
     Rule {
         name: "method",
         sentence: "The quantization method is known; with other methods, missing weights are filled with random values.",
         source: "transformers/quantizers/auto.py: AUTO_QUANTIZER_MAPPING",
         versions: &[],
         needs: Needs::Weights,
-        check: method,
+        check: compressed_tensors::method,
     },
     Rule {
         name: "format",
@@ -94,54 +59,20 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         needs: Needs::Weights,
         check: compressed_tensors::layers,
     },
+    shared::SHAPES.from("transformers/modeling_utils.py"),
+    shared::TOKENIZER_FILES.from("transformers/tokenization_utils_base.py: from_pretrained"),
     Rule {
-        name: "shapes",
-        sentence: "The weights have the names and shapes that `config.json` requires (of families that compress runs).",
-        source: "transformers/modeling_utils.py",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::shapes,
-    },
-    Rule {
-        name: "tokenizer-files",
-        sentence: "`tokenizer.json` and `tokenizer_config.json` are valid JSON, and so is `vocab.json` if `tokenizer.json` is missing.",
-        source: "transformers/tokenization_utils_base.py: from_pretrained",
+        name: "generation-config",
+        sentence: "`generation_config.json` is an object.",
+        source: "transformers/generation/configuration_utils.py: from_pretrained",
         versions: &[],
         needs: Needs::Configuration,
-        check: compressed_tensors::tokenizer_files,
+        check: generation,
     },
-    Rule {
-        name: "selected",
-        sentence: "Every quantized matrix is selected by a target of `config_groups`, and `ignore` does not exclude it.",
-        source: "compressed_tensors/quantization/lifecycle/apply.py",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::selected,
-    },
-    Rule {
-        name: "ignored",
-        sentence: "Every matrix of floats that a target selects is in `ignore`.",
-        source: "compressed_tensors/quantization/lifecycle/apply.py",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::ignored,
-    },
-    Rule {
-        name: "scales",
-        sentence: "Every quantized matrix has its scales, zero points and shape.",
-        source: "compressed_tensors/compressors",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::complete,
-    },
-    Rule {
-        name: "group-rows",
-        sentence: "The group size of integers divides the rows.",
-        source: "compressed_tensors/quantization/lifecycle/forward.py",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::group_rows,
-    },
+    shared::SELECTED.from("compressed_tensors/quantization/lifecycle/apply.py"),
+    shared::IGNORED.from("compressed_tensors/quantization/lifecycle/apply.py"),
+    shared::SCALES.from("compressed_tensors/compressors"),
+    shared::GROUP_ROWS.from("compressed_tensors/quantization/lifecycle/forward.py"),
     Rule {
         name: "experts",
         sentence: "Experts in separate tensors are floats, and only in folders of FP8: transformers stacks them, which fails otherwise.",
@@ -168,15 +99,18 @@ pub(super) const RULES: &[Rule<Folder>] = &[
     },
 ];
 
-fn method(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    let Some(quantization) = folder.quantization.as_ref().filter(|quantization| quantization.method != crate::model::OWN_METHOD) else {
-        return Ok(Vec::new());
-    };
-    let name = quantization.method.as_str();
-    if METHODS.contains(&name) {
-        return Ok(Vec::new());
+fn model_type(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let missing = compressed_tensors::model_type(folder, target)?;
+    let name = folder.model_type();
+    if !missing.is_empty() || folder.get("auto_map").is_some_and(Value::is_object) || MODEL_TYPES.binary_search(&name).is_ok() {
+        return Ok(missing);
     }
-    Ok(vec![Finding::new("quant_method", format!("is `{name}`, which transformers does not know"), "use the file that was saved together with these weights")])
+    let hint = "use the name from the config.json of the original model, or a newer version";
+    Ok(vec![Finding::new("model_type", format!("is `{name}`, which {target} does not know"), hint)])
+}
+
+fn generation(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    Ok(folder.defects.generation())
 }
 
 fn format_is_known(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

@@ -2,10 +2,10 @@
 
 use serde_json::Value;
 
-use super::facts::{VLLM_BITS, vllm_loads_embeddings};
-use super::folder::Folder;
+use super::facts::{VLLM_BITS, vllm_loads_embeddings, vllm_max_lora_rank};
+use super::folder::{Adapter, Folder};
 use super::scheme::{Arguments, Group};
-use super::{Finding, Needs, Rule, Target, compressed_tensors, fused};
+use super::{Finding, Needs, Rule, Target, compressed_tensors, extra_layers, fused, shared};
 use crate::error::Result;
 use crate::store::Role;
 
@@ -13,30 +13,10 @@ use crate::store::Role;
 const FLOAT_ROUTERS: [&str; 4] = ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3"];
 
 pub(super) const RULES: &[Rule<Folder>] = &[
-    Rule {
-        name: "architectures",
-        sentence: "`config.json` names the model class in `architectures`.",
-        source: "vllm/model_executor/models/registry.py",
-        versions: &[],
-        needs: Needs::Configuration,
-        check: compressed_tensors::architectures,
-    },
-    Rule {
-        name: "own-format",
-        sentence: "The folder is not in a format that only compress reads.",
-        source: "vllm/model_executor/layers/quantization/__init__.py",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::own_format,
-    },
-    Rule {
-        name: "tokenizer",
-        sentence: "The folder of a language model has a tokenizer.",
-        source: "docs.vllm.ai, engine arguments: --tokenizer, --skip-tokenizer-init",
-        versions: &[],
-        needs: Needs::Configuration,
-        check: compressed_tensors::tokenizer,
-    },
+    shared::ARCHITECTURES.from("vllm/model_executor/models/registry.py"),
+    shared::OWN_FORMAT.from("vllm/model_executor/layers/quantization/__init__.py"),
+    shared::METHOD.from("vllm/config/model.py: _verify_quantization"),
+    shared::TOKENIZER.from("docs.vllm.ai, engine arguments: --tokenizer, --skip-tokenizer-init"),
     Rule {
         name: "layers",
         sentence: "All layers of `num_hidden_layers` are stored.",
@@ -46,37 +26,26 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         check: compressed_tensors::layers,
     },
     Rule {
-        name: "shapes",
-        sentence: "The weights have the names and shapes that `config.json` requires (of families that compress runs).",
-        source: "vllm/model_executor/model_loader/weight_utils.py: default_weight_loader",
+        name: "extra-layers",
+        sentence: "No layers after those of `num_hidden_layers` are stored, except for the prediction of several tokens.",
+        source: "vllm/model_executor/models/llama.py, deepseek_v2.py: load_weights",
         versions: &[],
         needs: Needs::Weights,
-        check: compressed_tensors::shapes,
+        check: unread_layers,
     },
     Rule {
-        name: "tokenizer-files",
-        sentence: "`tokenizer.json` and `tokenizer_config.json` are valid JSON, and so is `vocab.json` if `tokenizer.json` is missing.",
-        source: "docs.vllm.ai, engine arguments: --tokenizer",
-        versions: &[],
-        needs: Needs::Configuration,
-        check: compressed_tensors::tokenizer_files,
-    },
-    Rule {
-        name: "fused-ignore",
-        sentence: "`ignore` names all parts of a layer that is fused, or none.",
-        source: "vllm/model_executor/layers/quantization/compressed_tensors/utils.py: should_ignore_layer",
+        name: "adapter",
+        sentence: "An adapter is of LoRA without DoRA, biases and `modules_to_save`, and its rank is at most 512.",
+        source: "vllm/lora/peft_helper.py: validate_legal, vllm/config/lora.py: MaxLoRARanks",
         versions: &[],
         needs: Needs::Weights,
-        check: fused::ignore,
+        check: adapter,
     },
-    Rule {
-        name: "fused-scheme",
-        sentence: "All parts of a layer that is fused have the same scheme.",
-        source: "vllm/model_executor/layers/quantization/compressed_tensors/utils.py: find_matched_target",
-        versions: &[],
-        needs: Needs::Weights,
-        check: fused::scheme,
-    },
+    shared::SHAPES.from("vllm/model_executor/model_loader/weight_utils.py: default_weight_loader"),
+    shared::ACTIVATION_FUNCTION.from("vllm/model_executor/models/llama.py, qwen2.py"),
+    shared::TOKENIZER_FILES.from("docs.vllm.ai, engine arguments: --tokenizer"),
+    shared::FUSED_IGNORE.from("vllm/model_executor/layers/quantization/compressed_tensors/utils.py: should_ignore_layer"),
+    shared::FUSED_SCHEME.from("vllm/model_executor/layers/quantization/compressed_tensors/utils.py: find_matched_target"),
     Rule {
         name: "global-scale",
         sentence: "All parts of a layer that is fused have the same global NVFP4 scales.",
@@ -93,38 +62,10 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         needs: Needs::Weights,
         check: fused::block_rows,
     },
-    Rule {
-        name: "selected",
-        sentence: "Every quantized matrix is selected by a target of `config_groups`, and `ignore` does not exclude it.",
-        source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::selected,
-    },
-    Rule {
-        name: "ignored",
-        sentence: "Every matrix of floats that a target selects is in `ignore`.",
-        source: "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::ignored,
-    },
-    Rule {
-        name: "scales",
-        sentence: "Every quantized matrix has its scales, zero points and shape.",
-        source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::complete,
-    },
-    Rule {
-        name: "group-rows",
-        sentence: "The group size of integers divides the rows.",
-        source: "vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: create_weights",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::group_rows,
-    },
+    shared::SELECTED.from("vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme"),
+    shared::IGNORED.from("vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py: get_scheme"),
+    shared::SCALES.from("vllm/model_executor/layers/quantization/compressed_tensors/schemes"),
+    shared::GROUP_ROWS.from("vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_wNa16.py: create_weights"),
     Rule {
         name: "group-size",
         sentence: "Packed integers of bfloat16 models or with zero points have groups of 32, 64 or 128, or one scale per row.",
@@ -189,14 +130,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         needs: Needs::Weights,
         check: compressed_tensors::heads,
     },
-    Rule {
-        name: "tied-head",
-        sentence: "A head that is tied to the embedding is not quantized.",
-        source: "vllm/model_executor/models/llama.py: load_weights",
-        versions: &[],
-        needs: Needs::Weights,
-        check: compressed_tensors::tied_head,
-    },
+    shared::TIED_HEAD.from("vllm/model_executor/models/llama.py: load_weights"),
     Rule {
         name: "kv-cache",
         sentence: "`kv_cache_scheme` is FP8, symmetric, with one scale per tensor or head.",
@@ -230,6 +164,68 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         check: actorder,
     },
 ];
+
+/// Families that vLLM loads with `params_dict[name]`, which fails for the tensors of other layers.
+const STRICT_LAYERS: [&str; 16] = [
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "glm4_moe",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+];
+/// Keys with the number of layers that predict further tokens. They follow the other layers.
+const PREDICTION_LAYERS: [&str; 2] = ["num_nextn_predict_layers", "num_mtp_modules"];
+
+fn unread_layers(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
+    let count = folder.get("num_hidden_layers").and_then(Value::as_u64).filter(|_| STRICT_LAYERS.contains(&folder.model_type()));
+    let Some(count) = count else { return Ok(Vec::new()) };
+    let predicting: u64 = PREDICTION_LAYERS.iter().filter_map(|key| folder.get(key)?.as_u64()).max().unwrap_or(0);
+    let reason = format!("is stored, but `num_hidden_layers` in config.json is {count}, and {target} fails for tensors of other layers");
+    let finding = |layer: String| {
+        Finding::new(layer, reason.clone(), "correct `num_hidden_layers`, or remove the tensors").for_run("correct `num_hidden_layers` in the model's folder")
+    };
+    let names = folder.tensors.keys().map(String::as_str);
+    Ok(extra_layers(names, "model.layers.", count.saturating_add(predicting)).map(finding).collect())
+}
+
+/// Modules that are stored as a whole, and that vLLM loads.
+const SAVED_MODULES: [&str; 2] = ["classifier", "score"];
+const MERGE: &str = "add it to the weights: `compress dequantize` for an output of compress, or `merge_and_unload` of PEFT";
+const MERGE_IN_RUN: &str = "use `kind: lora`, a lower rank, or `merge: true`";
+
+/// Why vLLM does not load an adapter.
+fn adapter_reason(Adapter { values, .. }: &Adapter) -> Option<String> {
+    let of = |key: &str| values.get(key).unwrap_or(&Value::Null);
+    if let Some(key) = ["r", "lora_alpha", "target_modules"].into_iter().find(|key| of(key).is_null()) {
+        return Some(format!("has no `{key}`, which vLLM requires"));
+    }
+    let patterns = of("rank_pattern").as_object().into_iter().flatten().filter_map(|(_, rank)| rank.as_u64());
+    let rank = of("r").as_u64().into_iter().chain(patterns).max();
+    let saved = of("modules_to_save").as_array().into_iter().flatten().find(|name| !name.as_str().is_some_and(|name| SAVED_MODULES.contains(&name)));
+    match (of("use_dora"), of("bias"), saved, rank.filter(|rank| vllm_max_lora_rank(*rank).is_none())) {
+        (Value::Bool(true), ..) => Some("has `use_dora`: vLLM does not load DoRA".into()),
+        (_, Value::String(bias), ..) if bias != "none" => Some(format!("has `bias` of `{bias}`: vLLM loads no biases")),
+        (_, _, Some(name), _) => Some(format!("has {name} in `modules_to_save`, which vLLM does not load")),
+        (.., Some(rank)) => Some(format!("has rank {rank}: vLLM loads ranks up to 512")),
+        _ => None,
+    }
+}
+
+fn adapter(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let finding = |adapter: &Adapter| Some(Finding::new(adapter.file.clone(), adapter_reason(adapter)?, MERGE).for_run(MERGE_IN_RUN));
+    Ok(folder.adapter.iter().filter_map(finding).collect())
+}
 
 fn bits(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let usual = VLLM_BITS.map(u64::from);

@@ -9,3 +9,8 @@ use crate::error::{Error, Result};
 pub(super) fn check(path: &Path, _: Target) -> Result<Checked> {
     Err(Error::Unsupported { what: format!("{}: checking an ONNX file", path.display()), hint: "use a build with the feature `run`".into() })
 }
+
+/// Never finds a reason: reading a tokenizer needs the feature `run`.
+pub(super) fn unreadable_tokenizer(_: &str) -> Option<String> {
+    None
+}

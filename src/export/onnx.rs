@@ -33,10 +33,10 @@ use crate::work::Work;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Onnx {
-    /// Opset version, 17 to 21; higher versions need newer runtimes. By default 17, or 21 for weights with
+    /// Opset version, 17 to 24; higher versions need newer runtimes. By default 17, or 21 for weights with
     /// a scale per group
     #[serde(deserialize_with = "opset", skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "cli", schemars(range(min = 17, max = 21)))]
+    #[cfg_attr(feature = "cli", schemars(range(min = 17, max = 24)))]
     pub opset: Option<u32>,
     /// Floating-point precision of weights and arithmetic; int8 weights stay int8, and their layers
     /// compute in float32
@@ -107,14 +107,19 @@ impl Onnx {
                 hint: format!("convert the file to opset {newest} first: `onnx.version_converter.convert_version(model, {newest})` in Python"),
             });
         }
+        let file = model.onnx.as_deref();
+        let precision = if self.precision == Precision::Float32 { file.map_or(Precision::Float32, ModelFile::precision) } else { self.precision };
+        // Files with layers of both types keep the stored types.
+        let keeps_halves = self.float16_weights || (precision == Precision::Float32 && file.is_some_and(ModelFile::is_half));
         let mut style = Style {
             opset: min_opset,
-            precision: self.precision,
+            precision,
             signed: self.activations == ActivationType::Int8 || (self.activations == ActivationType::Auto && model.signed_activations),
             weight_only: self.weight_only,
             tied_head: self.tied_head,
             cache: self.cache,
-            output_types: model.onnx.as_ref().map(|file| file.converted_outputs()).unwrap_or_default(),
+            input_types: file.map(ModelFile::input_types).unwrap_or_default(),
+            output_types: file.map(ModelFile::output_types).unwrap_or_default(),
             ..Style::default()
         };
         let decoder = if self.cache { Some(LanguageModel::new(model.clone())?) } else { None };
@@ -133,7 +138,7 @@ impl Onnx {
                     Codes::Float(_) => {}
                 },
                 Encoding::Dense => {
-                    if self.float16_weights && weight.dtype == DType::F16 && weight.shape.len() > 1 {
+                    if keeps_halves && weight.dtype == DType::F16 && weight.shape.len() > 1 {
                         style.halves.insert(value.name.clone());
                     }
                 }

@@ -8,6 +8,7 @@ use serde::de::{self, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::ParseError;
+use crate::ratio::{parse_fraction, suggest_percentage};
 
 /// A number from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,20 +19,6 @@ impl Fraction {
     pub(crate) fn new(value: f64) -> Option<Fraction> {
         (0.0..=1.0).contains(&value).then_some(Fraction(value))
     }
-}
-
-/// Parses a number or a percentage: `0.5` and `50%` are the same fraction.
-pub(crate) fn parse_fraction(text: &str) -> Option<f64> {
-    match text.trim().strip_suffix('%') {
-        Some(percent) => percent.trim_end().parse::<f64>().ok().map(|percent| percent / 100.0),
-        None => text.trim().parse().ok(),
-    }
-}
-
-/// For a number above 1 and up to 100, which may be meant as a percentage, returns how to write it as a
-/// fraction: "`0.5` or `50%`".
-pub(crate) fn suggest_percentage(number: f64) -> Option<String> {
-    (number > 1.0 && number <= 100.0).then(|| format!("`{:?}` or `{number}%`", number / 100.0))
 }
 
 /// An amount to remove: a fraction (0.5, 50%) or a count (1000).

@@ -76,7 +76,7 @@ pub struct Cast {
     /// Format to convert to
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().to))]
     pub to: FloatFormat,
-    /// What to do with values that the format cannot hold
+    /// Treatment of values beyond the range of the format
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().overflow))]
     pub overflow: Overflow,
     /// Tensors to convert: names with `*`, or `re:` and a regular expression [default: all floats]

@@ -67,6 +67,10 @@ impl Pass for Finetune {
         options_of(self)
     }
 
+    fn fixed_options(&self) -> Value {
+        self.fixed()
+    }
+
     fn check(&self) -> Result<()> {
         let count = self.labels.unwrap_or(self.classes.len());
         let names: BTreeSet<&str> = self.classes.iter().map(|name| name.trim()).collect();
@@ -86,6 +90,10 @@ impl Pass for Finetune {
         self.training().check(NAME)
     }
 
+    fn resolve(&mut self, folder: &std::path::Path) {
+        self.final_checkpoint.iter_mut().for_each(|path| *path = crate::files::resolve(folder, path));
+    }
+
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }
@@ -101,7 +109,7 @@ impl Pass for Finetune {
                 *patterns = with_previous_names(std::mem::take(patterns), &graph, &renamed);
             }
         }
-        Job { applied, student, teacher: None, cache: None, on_policy: None, training, state, renamed }.plan()
+        Job { renamed, ..Job::new(applied, student, training, state) }.plan()
     }
 
     fn remedy(&self) -> &'static str {

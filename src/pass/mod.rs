@@ -68,7 +68,7 @@ mod running {
 
     pub use decompose::Decompose;
     pub use dequantize::Dequantize;
-    pub use distill::{Distill, Student};
+    pub use distill::{Distill, MoreTeacher, Student};
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
     #[doc(hidden)]
@@ -116,6 +116,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
 
     /// The options as in a recipe, including defaults.
     fn options(&self) -> Value;
+
+    /// The options that must be equal when a run is resumed.
+    fn fixed_options(&self) -> Value {
+        self.options()
+    }
 
     /// Validates the options. Called before the model is opened.
     ///

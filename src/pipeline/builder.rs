@@ -177,6 +177,16 @@ impl Pipeline {
         output::check_output(output, self.replace(), &self.protected(model))
     }
 
+    /// As [`check_output`](Pipeline::check_output), and creates a folder next to a local output for a moment,
+    /// for work that precedes the run.
+    ///
+    /// # Errors
+    /// As [`check_output`](Pipeline::check_output), or the location is not writable.
+    pub fn check_writable(&self, model: &Model, output: &Path) -> Result<()> {
+        self.provenance.check_output(output)?;
+        output::check_writable(output, self.replace(), &self.protected(model))
+    }
+
     /// Resolves defaults that depend on the model and the data. Returns the pipeline with explicit
     /// options, the model after its passes, and the state of the run, as far as these can be determined
     /// without reading a tensor.

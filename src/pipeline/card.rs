@@ -57,8 +57,8 @@ impl Run<'_> {
         let is_consistent = super::running::matches_config(&self.after);
         let loaded_by = (is_local && is_consistent).then(|| complying(folder, &self.pipeline.loads));
         let data_sets = self.data_sets();
-        let (loaded_by, has_norms) = (loaded_by.as_deref(), !self.after.corrected_norms().is_empty());
-        let card = Card { report, source: &source, config: &config, files: &names, loaded_by, has_norms, data_sets: &data_sets };
+        let loaded_by = loaded_by.as_deref();
+        let card = Card { report, source: &source, config: &config, files: &names, loaded_by, data_sets: &data_sets };
         write_text(&folder.join(card::FILE), &card.render())?;
         self.write_score(folder, report)
     }

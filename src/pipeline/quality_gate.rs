@@ -27,8 +27,14 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
     if let Some(accuracy) = accuracy
         && let (Some(metric), Some(before), Some(after)) = (&accuracy.metric, first(&accuracy.before), first(&accuracy.after))
     {
-        let is_within = if lower_is_better(metric) { after <= PERPLEXITY * before } else { after >= before.min(SCORE * before) };
-        return (!is_within).then(|| format!("the {metric} went from {before:.4} to {after:.4}"));
+        let (is_within, limit) = if lower_is_better(metric) {
+            (after <= PERPLEXITY * before, format!("above the limit {:.4}, {PERPLEXITY} times the original", PERPLEXITY * before))
+        } else {
+            let limit = before.min(SCORE * before);
+            let text = if limit < before { format!("the limit {limit:.4}, {:.0} % of the original", 100.0 * SCORE) } else { "the original".to_owned() };
+            (after >= limit, format!("below {text}"))
+        };
+        return (!is_within).then(|| format!("the {metric} went from {before:.4} to {after:.4}, {limit}"));
     }
     let found = [
         (fidelity.cosine < COSINE).then(|| format!("the mean cosine of `{}` is {:.2}, below {COSINE}", fidelity.output, fidelity.cosine)),
@@ -42,14 +48,16 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
     (!found.is_empty()).then(|| found.join(", "))
 }
 
-/// The loss on labels at the first and the last step of the last pass that trained on them. Steps without
-/// labels do not count.
-fn label_loss(run: &RunState) -> Option<[f64; 2]> {
+/// The loss on labels, or on pairs of texts, at the first and the last step of the last pass that trained on
+/// them, and what it is computed on. Steps without labels do not count.
+fn label_loss(run: &RunState) -> Option<(&'static str, [f64; 2])> {
     run.history.iter().rev().find_map(|applied| {
         let curve = applied.details["training"]["curve"].as_array()?;
-        let mut losses = curve.iter().filter_map(|record| record["losses"]["hard"].as_f64());
-        let first = losses.next()?;
-        Some([first, losses.next_back().unwrap_or(first)])
+        [("hard", "labels"), ("contrastive", "pairs")].into_iter().find_map(|(loss, data)| {
+            let mut losses = curve.iter().filter_map(|record| record["losses"][loss].as_f64());
+            let first = losses.next()?;
+            Some((data, [first, losses.next_back().unwrap_or(first)]))
+        })
     })
 }
 
@@ -67,14 +75,14 @@ pub(super) fn quality_note(measured: &Measured, pipeline: &Pipeline, run: &RunSt
     let accuracy = measured.accuracy.as_ref();
     let warning = measured.fidelity.as_ref().and_then(|fidelity| quality_warning(fidelity, accuracy, pipeline, run));
     let loss = label_loss(run).filter(|_| accuracy.is_none_or(|accuracy| accuracy.metric.is_none()));
-    let Some([first, last]) = loss else {
+    let Some((data, [first, last])) = loss else {
         let note = |reason| if trains_draft(run) { DRAFT.to_owned() } else { format!("{WARNING}{reason}") };
         return warning.map(note);
     };
     // Training on labels changes the outputs on purpose.
     let prefix = if warning.is_some() && (last >= first || last.is_nan()) { WARNING } else { "" };
     Some(format!(
-        "{prefix}the loss on the labels of the training data was {first:.4} at the first step and {last:.4} at the last; name evaluation data to measure the result"
+        "{prefix}the loss on the {data} of the training data was {first:.4} at the first step and {last:.4} at the last; name evaluation data to measure the result"
     ))
 }
 
@@ -125,7 +133,10 @@ fn quality_warning(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, pip
             causes.push(cause);
         }
     }
-    let remedies = if causes.is_empty() { String::new() } else { format!(". Remedies: after {}", causes.join("; after ")) };
+    let remedies = match causes.is_empty() {
+        true => ". No pass has changed a weight, so the format of the output is the cause: choose one with more bits, or compare it with `compress eval OUTPUT --data FILE --against MODEL`".to_owned(),
+        false => format!(". Remedies: after {}", causes.join("; after ")),
+    };
     Some(format!("the outputs differ strongly from the original model's: on {}, {reason}{synthetic}{remedies}", measured.describe()))
 }
 
@@ -187,11 +198,11 @@ mod tests {
             violations(&fidelity(0.1, Some(4.0), Some(0.1)), Some(&accuracy))
         };
         assert_eq!((found(Some("accuracy"), 0.52, 0.81), found(Some("perplexity"), 20.0, 25.0)), (None, None));
-        assert_eq!(found(Some("accuracy"), 0.9, 0.3).unwrap(), "the accuracy went from 0.9000 to 0.3000");
+        assert_eq!(found(Some("accuracy"), 0.9, 0.3).unwrap(), "the accuracy went from 0.9000 to 0.3000, below the limit 0.4500, 50 % of the original");
         assert!(found(Some("perplexity"), 20.0, 142.0).is_some());
         // Half of a negative score is better than the score.
         assert_eq!((found(Some("spearman"), -0.4, -0.3), found(Some("spearman"), -0.4, -0.4), found(Some("spearman"), 0.0, 0.0)), (None, None, None));
-        assert_eq!(found(Some("spearman"), -0.4, -0.5).unwrap(), "the spearman went from -0.4000 to -0.5000");
+        assert_eq!(found(Some("spearman"), -0.4, -0.5).unwrap(), "the spearman went from -0.4000 to -0.5000, below the original");
         assert!(found(None, 0.0, 0.0).unwrap().contains("cosine"), "evaluation data without labels");
     }
 

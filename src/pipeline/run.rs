@@ -11,7 +11,7 @@ use super::running::write_graph;
 use crate::error::{Error, Result, counted};
 use crate::export::{Export, Exported, Format, SizeForecast};
 use crate::model::{ExclusionReason, Model, adapter};
-use crate::output::{ResumeFolder, Staging};
+use crate::output::{ResumeFolder, Staging, free_space};
 use crate::report::{self, Peak, Report, RuntimeCheck};
 use crate::run_state::RunState;
 use crate::store::writer::Prebuilt;
@@ -231,8 +231,7 @@ const REMOTE_HINT: &str = "the output is written to a local disk before it is up
 pub(super) fn require_space(staging: &Staging, forecasts: &[SizeForecast], carried: u64, linked: u64) -> Result<()> {
     let written = forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
     let needed = carried + written.saturating_sub(linked);
-    let Ok(space) = rustix::fs::statvfs(staging.path()) else { return Ok(()) };
-    let free = space.f_bavail.saturating_mul(space.f_frsize);
+    let Some(free) = free_space(staging.path()) else { return Ok(()) };
     if needed <= free {
         return Ok(());
     }

@@ -3,14 +3,12 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::borrow::Cow;
-
 use serde::de::IgnoredAny;
-use serde_saphyr::{Error, MessageFormatter, UserMessageFormatter, render_options};
+use serde_saphyr::{Error, render_options};
 
 use super::brackets::unclosed;
-use crate::aliases::suggestion;
 use crate::pass::PASSES;
+use crate::yaml_text::{BOOLEAN, INTEGER, KEYS, LIST, LISTED, NUMBER, PLAIN, Plain, example_of, mismatch, unknown};
 
 /// The message with line, column and a snippet of `text`, which is that of the source `name`. A long list of
 /// accepted names follows the snippet.
@@ -23,7 +21,72 @@ pub(crate) fn explain(error: &Error, name: &str, text: &str) -> String {
     // An unclosed list begins with a list where a value is expected.
     let is_nested = NESTED.iter().any(|part| first.contains(part));
     let syntax = is_nested.then(|| serde_saphyr::from_str::<IgnoredAny>(text).err()).flatten();
-    syntax.map_or(message, |error| located(&error, name))
+    match syntax {
+        Some(error) => located(&error, name),
+        None => message + &example(error, text).unwrap_or_default(),
+    }
+}
+
+/// A line with an example of the training option that contains the error.
+fn example(error: &Error, text: &str) -> Option<String> {
+    let location = error.location()?;
+    let (line, column) = (usize::try_from(location.line()).ok()?, usize::try_from(location.column()).ok()?);
+    let keys = enclosing_keys(text, line.checked_sub(1)?, column.saturating_sub(1));
+    let is_training = keys.iter().any(|key| TRAININGS.contains(key));
+    let found = keys.iter().take_while(|key| !TRAININGS.contains(key)).find_map(|key| example_of(key)).filter(|_| is_training)?;
+    Some(format!("\nExample: `{found}`"))
+}
+
+/// Passes with training options.
+const TRAININGS: [&str; 2] = ["distill", "finetune"];
+
+/// The keys that contain a position of a YAML text, from the innermost one. Lines and columns count from 0.
+fn enclosing_keys(text: &str, line: usize, column: usize) -> Vec<&str> {
+    let Some(marked) = text.lines().nth(line) else { return Vec::new() };
+    let end = marked.char_indices().nth(column).map_or(marked.len(), |(at, _)| at);
+    let mut keys = keys_before(marked.get(..end).unwrap_or_default());
+    // A position at a key is inside of it.
+    let rest = marked.get(end..).unwrap_or_default();
+    keys.extend(rest.split_once(':').map(|(key, _)| key.trim()).filter(|key| is_key(key)));
+    keys.reverse();
+    let mut indent = indentation(marked);
+    for above in text.lines().take(line).collect::<Vec<_>>().into_iter().rev().filter(|line| !line.trim().is_empty()) {
+        if indentation(above) < indent {
+            indent = indentation(above);
+            keys.extend(keys_before(above.trim_end()).into_iter().rev());
+        }
+    }
+    keys
+}
+
+/// Number of characters before the text of a line; a dash of a list belongs to them.
+fn indentation(line: &str) -> usize {
+    line.chars().take_while(|c| [' ', '-'].contains(c)).count()
+}
+
+fn is_key(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '-')
+}
+
+/// The keys of a line whose values contain its end, from the outermost one.
+fn keys_before(line: &str) -> Vec<&str> {
+    let mut open: Vec<Option<&str>> = Vec::new();
+    let mut last = None;
+    let mut start = 0;
+    for (at, c) in line.char_indices() {
+        match c {
+            '{' | '[' => open.push(last.take()),
+            '}' | ']' => {
+                open.pop();
+                last = None;
+            }
+            ',' => last = None,
+            ':' => last = line.get(start..at).map(|key| key.trim_start_matches([' ', '-'])).filter(|key| is_key(key)),
+            _ => continue,
+        }
+        start = at.saturating_add(1);
+    }
+    open.into_iter().chain([last]).flatten().collect()
 }
 
 fn located(error: &Error, name: &str) -> String {
@@ -44,12 +107,23 @@ fn located(error: &Error, name: &str) -> String {
         (Some(expected), Some((key, _))) => start.replace(expected, &format!("{expected} for `{key}`")),
         _ => start.to_owned(),
     };
+    let start = match SYNTAX.iter().find(|(part, _)| start.contains(part)) {
+        Some((_, advice)) => format!("{start}: {advice}"),
+        None => start,
+    };
     let snippet: String = text.lines().skip(1).map(|line| format!("\n{}", without_label(line))).collect();
     start + &snippet + &list
 }
 
-/// Precedes the accepted names, after `E` or `e`.
-const LIST: &str = "xpected one of ";
+/// Advice about mistakes of the syntax, by parts of the messages of the parser.
+const SYNTAX: [(&str, &str); 6] = [
+    ("tabs disallowed", "indent with spaces"),
+    ("mapping values are not allowed", "indent the keys of a map equally, and quote texts that contain a colon"),
+    ("did not find expected key", "indent the keys of a map equally"),
+    ("did not find expected '-' indicator", "indent the entries of a list equally, each with a dash"),
+    ("block sequence entries are not allowed", "begin a list on a new line, with a dash before each entry"),
+    ("simple key expected ':'", "write a colon and a space between a key and its value"),
+];
 /// Largest number of quotation marks in a list of accepted names on the first line of a message: eight names.
 const MAX_QUOTES: usize = 16;
 /// Parts of messages about a list or keys where a value is expected.
@@ -88,13 +162,6 @@ fn at_marker(text: &str) -> Option<(&str, &str)> {
     source.split_at_checked(end)
 }
 
-const INTEGER: &str = "expected a whole number";
-const NUMBER: &str = "expected a number";
-const BOOLEAN: &str = "expected true or false";
-const PLAIN: &str = "expected a plain value";
-const CHARACTER: &str = "expected one character; a tab is \"\\t\", with double quotes";
-const LISTED: &str = "expected a list, like [a, b]";
-const KEYS: &str = "expected keys with values, like { key: value }";
 /// Messages that name the key of the value.
 const NAMED: [&str; 6] = [INTEGER, NUMBER, BOOLEAN, PLAIN, LISTED, KEYS];
 
@@ -111,60 +178,18 @@ pub(crate) fn explain_json(error: &serde_json::Error) -> String {
     }
 }
 
-struct Plain;
+#[cfg(test)]
+mod tests {
+    use super::enclosing_keys;
 
-impl MessageFormatter for Plain {
-    fn format_message<'a>(&self, error: &'a Error) -> Cow<'a, str> {
-        match error {
-            Error::Unexpected { expected: "sequence start", .. } => LISTED.into(),
-            Error::Unexpected { expected: "mapping start", .. } => KEYS.into(),
-            Error::Unexpected { expected: "string scalar" | "scalar", .. } => PLAIN.into(),
-            Error::InvalidScalar { ty: "u8" | "u16" | "u32" | "u64" | "usize" | "i8" | "i16" | "i32" | "i64" | "isize", .. } => INTEGER.into(),
-            Error::InvalidScalar { ty: "f32" | "f64" | "floating point" | "float", .. } => NUMBER.into(),
-            Error::InvalidScalar { ty: "bool" | "boolean", .. } => BOOLEAN.into(),
-            Error::InvalidCharNull { .. } | Error::InvalidCharNotSingleScalar { .. } => CHARACTER.into(),
-            Error::SerdeUnknownField { field, expected, .. } => unknown("key", field, expected).into(),
-            Error::SerdeUnknownVariant { variant, expected, .. } => unknown("name", variant, expected).into(),
-            Error::SerdeMissingField { field, .. } => format!("the key `{field}` is missing").into(),
-            Error::DuplicateMappingKey { key: Some(key), .. } => format!("the key `{key}` occurs twice").into(),
-            Error::Eof { .. } => "expected a value, but the text ends".into(),
-            Error::MultipleDocuments { .. } => "a second YAML document begins here; a recipe has only one".into(),
-            Error::AliasReplayLimitExceeded { .. } | Error::AliasExpansionLimitExceeded { .. } | Error::AliasReplayStackDepthExceeded { .. } => {
-                "the aliases in this text expand to too many values".into()
-            }
-            Error::SerdeInvalidType { unexpected, expected, .. } => mismatch(unexpected, expected).into(),
-            _ => UserMessageFormatter.format_message(error),
-        }
+    #[test]
+    fn keys_around_a_position_are_found() {
+        let text = "model: x\npasses:\n  - finetune:\n      epochs: 1\n      schedule:\n        warmup: 3\n  - distill: { losses: { soft: hot }, groups: [{ target: a }] }\n";
+        assert_eq!(enclosing_keys(text, 5, 8), ["warmup", "schedule", "finetune", "passes"]);
+        assert_eq!(enclosing_keys(text, 5, 16), ["warmup", "schedule", "finetune", "passes"]);
+        let at = |part: &str| text.lines().nth(6).and_then(|line| line.find(part)).unwrap();
+        assert_eq!(enclosing_keys(text, 6, at("hot")), ["soft", "losses", "distill", "passes"]);
+        assert_eq!(enclosing_keys(text, 6, at("target")), ["target", "groups", "distill", "passes"]);
+        assert!(enclosing_keys(text, 99, 0).is_empty());
     }
-}
-
-/// The message about a value of another type, without the terms of the parser.
-fn mismatch(unexpected: &str, expected: &str) -> String {
-    let found = match unexpected.split_once(' ') {
-        _ if unexpected == "sequence" => "a list",
-        _ if unexpected == "map" => "keys with values",
-        _ if unexpected == "unit value" => "nothing",
-        Some(("boolean" | "integer" | "string", value)) => value,
-        _ => unexpected.strip_prefix("floating point ").unwrap_or(unexpected),
-    };
-    let expected = match expected {
-        "u8" | "u16" | "u32" | "u64" | "usize" | "i64" => "a whole number",
-        "f32" | "f64" => "a number",
-        "a boolean" => "true or false",
-        "a string" => "a text",
-        "a sequence" => "a list, like [a, b]",
-        other => other,
-    };
-    format!("expected {expected}, not {found}")
-}
-
-fn unknown(what: &str, name: &str, expected: &[&str]) -> String {
-    match suggestion(name, expected.iter().copied()) {
-        Some(near) => format!("unknown {what} `{name}`, did you mean `{near}`? E{LIST}{}", quoted(expected)),
-        None => format!("unknown {what} `{name}`, e{LIST}{}", quoted(expected)),
-    }
-}
-
-fn quoted(names: &[&str]) -> String {
-    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }

@@ -6,7 +6,7 @@ use super::Report;
 use super::format::{bytes, milliseconds, seconds};
 use crate::error::{Error, Result};
 use crate::evaluation::SamplesFrom;
-use crate::pass::amount::suggest_percentage;
+use crate::ratio::suggest_percentage;
 use crate::store::ByteSize;
 
 /// Limits for a run; limits that are `None` are not checked.
@@ -17,22 +17,22 @@ pub struct Budgets {
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE", help_heading = "Size"))]
     pub max_bytes: Option<ByteSize>,
     /// Maximum size relative to the input: 0.3 or 30%
-    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = parse::fraction, help_heading = "Size"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = crate::ratio::parse, help_heading = "Size"))]
     pub max_size_ratio: Option<f64>,
     /// Maximum drop of the score: 0.01 is one point of accuracy; a negative value requires an improvement
     #[cfg_attr(feature = "cli", arg(long, value_name = "DROP", value_parser = parse::score, allow_negative_numbers = true, help_heading = "Quality"))]
     pub max_drop: Option<f64>,
     /// Minimum mean cosine similarity of the outputs to the input model's
-    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = parse::fraction, help_heading = "Quality"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = crate::ratio::parse, help_heading = "Quality"))]
     pub min_cosine: Option<f64>,
     /// Minimum cosine similarity of any single output to the input model's
-    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = parse::fraction, help_heading = "Quality"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = crate::ratio::parse, help_heading = "Quality"))]
     pub min_least_cosine: Option<f64>,
     /// Minimum signal-to-noise ratio of the outputs, in decibels
     #[cfg_attr(feature = "cli", arg(long, value_name = "DB", value_parser = parse::number, help_heading = "Quality"))]
     pub min_sqnr: Option<f64>,
     /// Minimum fraction of predictions with the same top class as the input model's
-    #[cfg_attr(feature = "cli", arg(long, value_name = "PART", value_parser = parse::fraction, help_heading = "Quality"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PART", value_parser = crate::ratio::parse, help_heading = "Quality"))]
     pub min_agreement: Option<f64>,
     /// Minimum speed-up over the input model
     #[cfg_attr(feature = "cli", arg(long, value_name = "TIMES", value_parser = parse::number, help_heading = "Speed"))]
@@ -44,7 +44,7 @@ pub struct Budgets {
     #[cfg_attr(feature = "cli", arg(long, value_name = "MS", value_parser = parse::number, help_heading = "Speed"))]
     pub max_latency_p95: Option<f64>,
     /// Maximum multiply-accumulates relative to the input model
-    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = parse::fraction, help_heading = "Speed"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = crate::ratio::parse, help_heading = "Speed"))]
     pub max_macs_ratio: Option<f64>,
     /// Maximum peak memory of the run, like 500MB
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE", help_heading = "Run"))]
@@ -57,21 +57,11 @@ pub struct Budgets {
 /// Command-line parsers of limits.
 #[cfg(feature = "cli")]
 mod parse {
-    use crate::pass::amount::{parse_fraction, suggest_percentage};
+    use crate::ratio::parse_fraction;
 
     /// Parses a difference of scores: a number or a percentage.
     pub fn score(text: &str) -> Result<f64, String> {
         parse_fraction(text).filter(|value| value.is_finite()).ok_or_else(|| format!("`{text}` is not a number or a percentage"))
-    }
-
-    /// Parses a fraction or a ratio. Numbers from 2 to 100 are rejected, because they are probably meant
-    /// as percentages.
-    pub fn fraction(text: &str) -> Result<f64, String> {
-        let value = score(text)?;
-        match suggest_percentage(value).filter(|_| value >= 2.0 && !text.contains('%')) {
-            Some(suggestion) => Err(format!("`{text}` is not a fraction: write {suggestion}")),
-            None => Ok(value),
-        }
     }
 
     /// Parses a finite number.
@@ -95,6 +85,9 @@ pub struct Finding {
     /// Unit for displaying both values.
     #[serde(skip)]
     unit: MeasureUnit,
+    /// How to meet the limit.
+    #[serde(skip)]
+    advice: &'static str,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -117,6 +110,11 @@ impl MeasureUnit {
 }
 
 impl Finding {
+    /// How to meet the limit.
+    pub fn advice(&self) -> &'static str {
+        self.advice
+    }
+
     /// The measured and the allowed value as text, with all digits if they would look equal otherwise.
     pub fn formatted(&self) -> [String; 2] {
         let texts = [self.measured, self.allowed].map(|value| self.unit.format(value));
@@ -132,6 +130,8 @@ struct Limit {
     unit: MeasureUnit,
     /// How to obtain the value if the report lacks it.
     hint: &'static str,
+    /// How to meet the limit.
+    advice: &'static str,
 }
 
 /// Metrics between -1 and 1.
@@ -143,6 +143,23 @@ const CLASSES: &str = "add `data: { evaluation: ... }` to the recipe of a model 
 const TIMES: &str = "add `data: { evaluation: ... }` and `evaluate: { latency: true }` to the recipe, and run it again";
 const GRAPH: &str = "multiply-accumulates are counted for supported families, models with a graph.json, and .onnx files without unsupported operators";
 const SYSTEM: &str = "the operating system of the run does not report it";
+
+/// How to meet limits, by their names.
+const ADVICE: [(&[&str], &str); 4] = [
+    (
+        &["max-bytes", "max-size-ratio"],
+        "a smaller output needs fewer bits or more pruning: `compress auto MODEL -o DIR --max-size SIZE` chooses the format of each layer for a size",
+    ),
+    (
+        &["max-drop", "min-cosine", "min-least-cosine", "min-sqnr", "min-agreement"],
+        "a better output needs more bits, less pruning or calibration data: `compress analyze RECIPE` lists the layers that should not be quantized, and a `distill` pass recovers the rest",
+    ),
+    (
+        &["min-speedup", "max-latency", "max-latency-p95", "max-macs-ratio"],
+        "a faster output needs fewer operations or a format with fast kernels: `prune-structured --target latency=0.5` removes units, and `compress auto MODEL -o DIR --for onnxruntime --latency TIME` chooses formats by their times",
+    ),
+    (&["max-memory", "max-seconds"], "the run needs less memory with fewer `--threads`, and less time with more of them, or with `--no-measure`"),
+];
 
 /// Why a maximum drop was probably meant as a percentage: scores of at most 1 cannot drop by as much.
 fn unreachable_drop(drop: f64, report: &Report) -> Option<String> {
@@ -171,7 +188,7 @@ impl Budgets {
             let missing = || Error::option(format!("--{}", limit.name), format!("the report does not contain this measurement: {}", limit.hint));
             let measured = limit.measured.ok_or_else(missing)?;
             let ok = if limit.name.starts_with("min") { measured >= allowed } else { measured <= allowed };
-            Ok(Finding { budget: limit.name, measured, allowed, ok, unit: limit.unit })
+            Ok(Finding { budget: limit.name, measured, allowed, ok, unit: limit.unit, advice: limit.advice })
         });
         findings.collect()
     }
@@ -183,7 +200,10 @@ impl Budgets {
         let measured = report.fidelity.as_ref().filter(|measured| measured.samples_from != SamplesFrom::Synthetic).map(|measured| &measured.fidelity);
         let fidelity = report.accuracy.as_ref().and_then(|accuracy| accuracy.fidelity.as_ref()).or(measured);
         let latency = report.latency.as_ref();
-        let limit = |name, allowed, measured, unit, hint| Limit { name, allowed, measured, unit, hint };
+        let limit = |name: &'static str, allowed, measured, unit, hint| {
+            let advice = ADVICE.iter().find(|(names, _)| names.contains(&name)).map_or("", |(_, advice)| *advice);
+            Limit { name, allowed, measured, unit, hint, advice }
+        };
         [
             limit("max-bytes", size(self.max_bytes), Some(report.size.after.bytes as f64), MeasureUnit::Bytes, ""),
             limit("max-size-ratio", self.max_size_ratio, ratio(report.size.after.bytes, report.size.before.bytes), MeasureUnit::Plain, ""),

@@ -19,6 +19,7 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Adapter, AdapterKind, BatchSize, Every, Offload, Precision};
 use serde_json::Value;
 
+use crate::contract::violated;
 use crate::train::{Run, cancelled_after, furthest, weights};
 
 fn goldens() -> PathBuf {
@@ -139,6 +140,20 @@ fn steps_are_those_of_peft() {
         let config: Value = serde_json::from_slice(&std::fs::read(run.out().join("adapter/adapter_config.json")).unwrap()).unwrap();
         assert_eq!((config["r"].as_u64(), config["fan_in_fan_out"].as_bool()), (Some(4), Some(name == "gpt2")), "{case}");
         assert_eq!(config["use_dora"].as_bool(), (kind == AdapterKind::Dora).then_some(true), "{case}");
+        for folder in [run.out(), run.out().join("adapter")] {
+            assert_eq!(violated(&folder, "vllm").contains("adapter"), kind == AdapterKind::Dora, "{case}: {}", folder.display());
+        }
+    }
+}
+
+/// vLLM loads no DoRA, which the plan of a training states.
+#[test]
+fn adapters_that_vllm_does_not_load_are_refused_before_the_training() {
+    for (adapter, is_loaded) in [(SEPARATE, true), ("{kind: dora, rank: 4, alpha: 6, merge: false}", false), (DORA, true)] {
+        let builder = Pipeline::builder().pass(finetune(adapter)).train(samples()).loads(vec!["vllm".parse().unwrap()]);
+        let found = builder.build().unwrap().plan(&Model::open(golden("llama")).unwrap());
+        let error = found.map(drop).unwrap_err().to_string();
+        assert_eq!(error.contains("adapter: `adapter_config.json` has `use_dora`"), !is_loaded, "{adapter}: {error}");
     }
 }
 

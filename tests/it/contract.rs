@@ -3,20 +3,20 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use compress::contract::{self, Checked, Runtime, Target};
 use compress::pass::Quantize;
-use compress_onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, StringStringEntryProto, TensorProto};
-use prost::Message;
+use compress_onnx::proto::TensorProto;
 use serde_json::{Value, json};
 
 use crate::common::{DType, Desk, Tensor, Tensors, contents, pipeline, read, write};
+use crate::contract_files::onnx;
 use crate::low_bits::{llama, samples};
 
 /// A tokenizer without tokens.
-const TOKENIZER: &str = r#"{"model": {"type": "BPE", "vocab": {}, "merges": []}}"#;
+const TOKENIZER: &str = r#"{"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}"#;
 pub const SCHEMES: [&str; 24] = [
     "W4A16",
     "W4A16-ASYM",
@@ -234,6 +234,29 @@ fn files_and_keys_of_the_folder_are_checked() {
     let key = |key: &str, value: Value| changed(&desk, &model, |config, _| config[key] = value);
     assert_eq!(violated(&key("architectures", json!([])), "sglang"), BTreeSet::from(["architectures"]));
     assert_eq!(violated(&key("model_type", json!("compress-llama")), "transformers"), BTreeSet::from(["own-format"]));
+    for target in ["vllm", "vllm@0.11", "sglang", "transformers"] {
+        for (name, value) in
+            [("hidden_act", json!("sily")), ("num_attention_heads", json!("4")), ("dtype", json!("float31")), ("rope_scaling", json!({ "type": "spiral" }))]
+        {
+            let found = check(&key(name, value), target).violations;
+            assert!(found.iter().any(|violation| violation.rule == "shapes" && violation.subject == name), "{target}: {name}: {found:?}");
+        }
+        for value in [json!({ "quant_method": "other" }), json!({ "bits": 4 }), json!("W4A16")] {
+            assert_eq!(violated(&key("quantization_config", value), target), BTreeSet::from(["method"]), "{target}");
+        }
+    }
+    for target in ["vllm", "sglang"] {
+        assert_eq!(violated(&key("quantization_config", json!({ "quant_method": "gptq_marlin" })), target), BTreeSet::new());
+        assert_eq!(violated(&key("hidden_act", json!("gelu")), target), BTreeSet::from(["activation-function"]));
+    }
+    assert_eq!(violated(&key("tie_word_embeddings", json!("yes")), "transformers"), BTreeSet::from(["shapes"]));
+    assert_eq!(violated(&key("pad_token_id", json!(48)), "transformers"), BTreeSet::from(["shapes"]));
+    let with_settings = |text: &str| {
+        let copy = changed(&desk, &model, |_, _| {});
+        std::fs::write(copy.join("generation_config.json"), text).unwrap();
+        violated(&copy, "transformers")
+    };
+    assert_eq!((with_settings("[]"), with_settings("{}")), (BTreeSet::from(["generation-config"]), BTreeSet::new()));
     assert_eq!(violated(&key("quantization_config", json!({ "quant_method": "other" })), "transformers"), BTreeSet::from(["method"]));
     // Formats of other tools, which compress does not open, are not rejected.
     assert_eq!(violated(&key("quantization_config", json!({ "quant_method": "bitsandbytes", "load_in_4bit": true })), "transformers"), BTreeSet::new());
@@ -313,120 +336,62 @@ fn the_next_step_for_zero_points_depends_on_the_folder() {
     assert!(reason(&several).contains("another group size or scheme"));
 }
 
-/// Changes a few bytes that follow a text in a file.
-fn edited(desk: &Desk, file: &Path, after: &[u8], skip: usize, new: &[u8]) -> PathBuf {
-    let mut bytes = std::fs::read(file).unwrap();
-    let at = bytes.windows(after.len()).position(|window| window == after).unwrap() + after.len() + skip;
-    bytes[at..at + new.len()].copy_from_slice(new);
-    let path = desk.place().with_extension("gguf");
-    std::fs::write(&path, bytes).unwrap();
-    path
+/// The first test that names a rule and its runtime.
+fn test_of(runtime: &str, rule: &str) -> Option<&'static str> {
+    let names = [format!("\"{runtime}\""), format!("{runtime}@")];
+    let is_for = |text: &str| text.contains(&format!("\"{rule}\"")) && names.iter().any(|name| text.contains(name));
+    let tests = [include_str!("contract.rs"), include_str!("contract_files.rs"), include_str!("adapters.rs"), include_str!("loads.rs")]
+        .into_iter()
+        .flat_map(|text| text.split("#[test]").skip(1));
+    tests.filter(|text| is_for(text)).find_map(|text| Some(text.split_once("fn ")?.1.split_once('(')?.0))
 }
 
-#[test]
-fn gguf_files_are_checked() {
-    let desk = Desk::new();
-    for name in ["gpt-2", "llama-bpe", "pieces", "qwen2", "smollm", "tekken"] {
-        let found = check(&golden(&format!("gguf/tokenizer-{name}.gguf")), "llama.cpp");
-        assert!(found.is_met(), "{name}: {:?}", found.violations);
-    }
-    let file = golden("gguf/tokenizer-gpt-2.gguf");
-    let name = b"blk.0.attn_q.weight";
-    // After the name of a matrix: the number of axes, two sizes, and the type. 12 is Q4_K, 16 is IQ2_XXS,
-    // which compress does not read.
-    for id in [12u32, 16] {
-        assert_eq!(violated(&edited(&desk, &file, name, 4 + 16, &id.to_le_bytes()), "llama.cpp"), BTreeSet::from(["rows"]));
-    }
-    assert_eq!(violated(&edited(&desk, &file, name, 4 + 16, &4u32.to_le_bytes()), "llama.cpp"), BTreeSet::from(["types"]));
-    assert_eq!(violated(&edited(&desk, &file, b"token_embd.weight", 4 + 8, &300u64.to_le_bytes()), "llama.cpp"), BTreeSet::from(["vocabulary-size"]));
-    // After a key: the type, the length of a text, and the text.
-    assert_eq!(violated(&edited(&desk, &file, b"general.architecture", 12, b"LLAMA"), "llama.cpp"), BTreeSet::from(["architecture", "keys"]));
-    assert_eq!(violated(&edited(&desk, &file, b"tokenizer.ggml.pre", 12, b"gpt-9"), "llama.cpp"), BTreeSet::from(["pre-tokenizer"]));
-    assert_eq!(violated(&edited(&desk, &file, b"general.type", 12, b"other"), "llama.cpp"), BTreeSet::from(["type"]));
-    assert_eq!(violated(&edited(&desk, &file, b"tokenizer.ggml.merge", 0, b"S"), "llama.cpp"), BTreeSet::from(["tokenizer"]));
-    assert_eq!(violated(&edited(&desk, &file, b"llama.context_lengt", 0, b"H"), "llama.cpp"), BTreeSet::from(["keys"]));
-    assert_eq!(violated(&edited(&desk, &file, b"llama.block_count", 4, &3u32.to_le_bytes()), "llama.cpp"), BTreeSet::from(["layers"]));
-    // Files without a vocabulary, and folders without a file.
-    assert_eq!(violated(&edited(&desk, &file, b"tokenizer.ggml.model", 12, b"none"), "llama.cpp"), BTreeSet::from(["tokenizer"]));
-    assert_eq!(violated(&golden("gguf/llama.gguf"), "llama.cpp"), BTreeSet::from(["tokenizer"]));
-    assert_eq!(violated(&model(&desk), "llama.cpp"), BTreeSet::from(["file-format"]));
-}
-
-/// An ONNX file with one node on an initializer.
-fn onnx(desk: &Desk, op: (&str, &str), weight: TensorProto, [opset, format]: [i64; 2]) -> PathBuf {
-    let weight = TensorProto { name: Some("w".into()), dims: vec![4], ..weight };
-    let node = NodeProto { input: vec!["w".into()], output: vec!["y".into()], op_type: Some(op.1.into()), domain: Some(op.0.into()), ..NodeProto::default() };
-    let graph = GraphProto { node: vec![node], initializer: vec![weight], ..GraphProto::default() };
-    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(opset) }];
-    let model = ModelProto { ir_version: Some(format), graph: Some(graph), opset_import, ..ModelProto::default() };
-    let path = desk.place();
-    std::fs::create_dir(&path).unwrap();
-    std::fs::write(path.join("model.onnx"), model.encode_to_vec()).unwrap();
-    path
-}
-
-#[test]
-fn onnx_files_are_checked() {
-    let desk = Desk::new();
-    let floats = || TensorProto { data_type: Some(DataType::Float as i32), raw_data: Some(vec![0; 16]), ..TensorProto::default() };
-    let int4 = || TensorProto { data_type: Some(DataType::Int4 as i32), raw_data: Some(vec![0; 2]), ..TensorProto::default() };
-    let good = onnx(&desk, ("", "Relu"), floats(), [17, 8]);
-    for version in Runtime::OnnxRuntime.versions() {
-        assert_eq!(violated(&good, &format!("onnxruntime@{version}")), BTreeSet::new(), "{version}");
-    }
-    assert_eq!(violated(&onnx(&desk, ("", "Relu"), floats(), [27, 13]), "onnxruntime"), BTreeSet::from(["opset"]));
-    assert_eq!(violated(&onnx(&desk, ("", "Relu"), floats(), [26, 14]), "onnxruntime"), BTreeSet::from(["ir-version"]));
-    assert_eq!(violated(&onnx(&desk, ("", "Relu"), floats(), [21, 10]), "onnxruntime@1.17"), BTreeSet::from(["ir-version", "opset"]));
-    assert_eq!(violated(&onnx(&desk, ("", "Cast"), int4(), [20, 9]), "onnxruntime"), BTreeSet::from(["int4"]));
-    assert_eq!(violated(&onnx(&desk, ("", "Cast"), int4(), [21, 10]), "onnxruntime"), BTreeSet::new());
-    assert_eq!(violated(&onnx(&desk, ("com.microsoft", "GatherBlockQuantized"), int4(), [17, 8]), "onnxruntime"), BTreeSet::new());
-    assert_eq!(violated(&onnx(&desk, ("com.example", "Own"), floats(), [17, 8]), "onnxruntime"), BTreeSet::from(["domains"]));
-    let external = |length: &str| TensorProto {
-        data_type: Some(DataType::Float as i32),
-        data_location: Some(DataLocation::External as i32),
-        external_data: vec![StringStringEntryProto::new("location", "data"), StringStringEntryProto::new("length", length)],
-        ..TensorProto::default()
-    };
-    let folder = onnx(&desk, ("", "Relu"), external("16"), [17, 8]);
-    assert_eq!(violated(&folder, "onnxruntime"), BTreeSet::from(["external-data"]));
-    std::fs::write(folder.join("data"), [0; 16]).unwrap();
-    assert_eq!(violated(&folder, "onnxruntime"), BTreeSet::new());
-    std::fs::write(folder.join("data"), [0; 12]).unwrap();
-    assert_eq!(violated(&folder, "onnxruntime"), BTreeSet::from(["external-data"]));
-    assert_eq!(violated(&model(&desk), "onnxruntime"), BTreeSet::from(["file-format"]));
-}
-
-/// The table of docs/runtimes.md has a row for each rule.
+/// The table of docs/runtimes.md has a row for each rule, with the test that holds it. `COMPRESS_ACCEPT=1 cargo
+/// test --test it contract::documentation` writes it.
 #[test]
 fn documentation_lists_every_rule() {
     let desk = Desk::new();
     let folder = model(&desk);
-    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/runtimes.md")).unwrap();
-    let is_row = |line: &&str| Runtime::ALL.iter().any(|runtime| line.starts_with(&format!("| {} | `", runtime.name())));
-    let listed: BTreeSet<&str> = page.lines().filter(is_row).collect();
-    let mut count = 0;
+    let mut table = vec!["| runtime | rule | requirement | source | versions | test |".to_owned(), "| --- | --- | --- | --- | --- | --- |".to_owned()];
     for runtime in Runtime::ALL {
         let output = match runtime {
             Runtime::LlamaCpp => golden("gguf/tokenizer-gpt-2.gguf"),
             Runtime::OnnxRuntime => onnx(&desk, ("", "Relu"), TensorProto::default(), [17, 8]),
             _ => folder.clone(),
         };
-        let mut versions: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        // Rules in the order of the code, with the versions that they apply to.
+        let mut rows: Vec<(String, &str, Vec<&str>)> = Vec::new();
         for &version in runtime.versions() {
             let target: Target = format!("{}@{version}", runtime.name()).parse().unwrap();
+            let mut next = 0;
             for rule in contract::check(&output, target).unwrap().rules {
                 let row = format!("| {} | `{}` | {} | `{}` |", runtime.name(), rule.name, rule.sentence, rule.source);
-                versions.entry(row).or_default().push(version);
+                let known = rows.iter().position(|(known, ..)| *known == row);
+                let at = known.unwrap_or(next);
+                if known.is_none() {
+                    rows.insert(at, (row, rule.name, Vec::new()));
+                }
+                rows[at].2.push(version);
+                next = at + 1;
             }
         }
-        count += versions.len();
-        for (row, found) in versions {
-            let is_listed = |versions: &str| listed.contains(format!("{row} {versions} |").as_str());
-            let is_in_all = found.len() == runtime.versions().len();
-            assert!(is_listed(&found.join(", ")) || (is_in_all && is_listed("all")), "docs/runtimes.md has no row {row} for {found:?}");
+        for (row, rule, versions) in rows {
+            let versions = if versions.len() == runtime.versions().len() { "all".to_owned() } else { versions.join(", ") };
+            let test = test_of(runtime.name(), rule).unwrap_or_else(|| panic!("no test names the rule `{rule}` of {}", runtime.name()));
+            table.push(format!("{row} {versions} | `{test}` |"));
         }
     }
-    assert!(listed.len() == count && count > 60, "docs/runtimes.md has {} rows of {count} rules", listed.len());
+    assert!(table.len() > 70, "{} rows", table.len());
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/runtimes.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let begin = page.find("| runtime | rule |").unwrap();
+    let end = begin + page[begin..].find("\n\n").unwrap();
+    if std::env::var_os("COMPRESS_ACCEPT").is_some() {
+        std::fs::write(path, format!("{}{}{}", &page[..begin], table.join("\n"), &page[end..])).unwrap();
+        return;
+    }
+    let listed: Vec<&str> = page[begin..end].lines().collect();
+    assert_eq!(listed, table, "run the command above");
 }
 
 #[test]

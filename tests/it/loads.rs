@@ -134,6 +134,18 @@ fn weights_that_do_not_fit_and_damaged_tokenizers_are_violations() {
         let notes = desk.run(&folder, pipeline()).unwrap().report.notes;
         assert!(notes.iter().any(|note| note.starts_with("warning: ")), "{reason}: {notes:?}");
     }
+    let vocabulary = br#"{"added_tokens": [], "model": {"type": "BPE", "vocab": ["a"], "merges": []}}"#;
+    for (folder, reason) in [
+        (with_key("hidden_act", json!("sily")), "shapes: `hidden_act` is \"sily\", expected the name of an activation function"),
+        (with_file("tokenizer.json", vocabulary), "tokenizer-files: `tokenizer.json` is not read by the tokenizers package (invalid type: sequence"),
+        (with_file("tokenizer_config.json", b"[]"), "tokenizer-files: `tokenizer_config.json` is not valid JSON (an object is expected"),
+    ] {
+        for target in ["vllm", "sglang", "transformers"] {
+            assert!(check(&folder, target).violations.iter().any(|violation| violation.to_string().starts_with(reason)), "{target}: {reason}");
+            let planned = plan(&folder, pipeline().loads(targets(&[target]))).unwrap_err();
+            assert!(planned.to_string().contains(reason) && planned.hint().unwrap().contains("the model's folder"), "{target}: {reason}: {planned:?}");
+        }
+    }
     assert_eq!(violated(&with_file("tokenizer_config.json", b"{\"model_max_length\": Infinity}"), "transformers"), BTreeSet::new());
     assert_eq!(violated(&with_file("tokenizer.json", b"{\"version\": Infinity}"), "transformers"), BTreeSet::from(["tokenizer-files"]));
     // Other files of a tokenizer are read only if tokenizer.json is missing.
@@ -200,8 +212,8 @@ fn estimates_decide_only_rules_of_the_configuration() {
     let model = model(&desk);
     let found = |builder: Builder, target: &str| planned(&plan(&model, builder.loads(targets(&[target]))).unwrap());
     let quantized = || pipeline().calibration(samples(desk.path())).pass(QuantizeStatic::default());
-    assert_eq!(found(quantized(), "vllm"), BTreeSet::from(["architectures", "tokenizer", "tokenizer-files"]));
-    assert_eq!(found(quantized(), "transformers"), BTreeSet::from(["model-type", "tokenizer-files"]));
+    assert_eq!(found(quantized(), "vllm"), BTreeSet::from(["activation-function", "architectures", "tokenizer", "tokenizer-files"]));
+    assert_eq!(found(quantized(), "transformers"), BTreeSet::from(["generation-config", "model-type", "tokenizer-files"]));
     assert_eq!(found(quantized().export(Onnx::default()), "onnxruntime"), BTreeSet::from(["ir-version", "opset"]));
     let sparse = || pipeline().measure(false).pass(PruneUnstructured::default()).export(Safetensors::with_layout(Layout::Sparse));
     assert_eq!(found(sparse(), "vllm"), BTreeSet::new());
@@ -239,11 +251,11 @@ fn files_are_checked_for_the_runtimes_of_their_format() {
     for opset in [17, 21] {
         let output = desk.run(&llama, onnx(opset, "onnxruntime")).unwrap();
         let expected = rules(&output.path, "onnxruntime");
-        assert_eq!(planned(&plan(&llama, onnx(opset, "onnxruntime")).unwrap()), without(expected.clone(), &["external-data"]), "{opset}");
+        assert_eq!(planned(&plan(&llama, onnx(opset, "onnxruntime")).unwrap()), without(expected.clone(), &["external-data", "graph"]), "{opset}");
         // A file whose graph is not changed.
         let file = output.path.join("model.onnx");
         let copied = || pipeline().measure(false).loads(targets(&["onnxruntime"]));
-        assert_eq!(planned(&plan(&file, copied()).unwrap()), without(expected, &["external-data", "int4"]));
+        assert_eq!(planned(&plan(&file, copied()).unwrap()), without(expected, &["external-data", "graph", "int4"]));
         assert_eq!(desk.run(&file, copied()).unwrap().report.loads, output.report.loads);
     }
     let error = desk.run(&llama, onnx(21, "onnxruntime@1.17")).map(|output| output.path).unwrap_err().to_string();

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 /// A tokenizer that GGUF files can represent.
 pub const BYTE_LEVEL: &str = r#"{
-    "model": { "type": "BPE", "vocab": { "a": 0, "b": 1, "c": 2, "ab": 3 }, "merges": ["a b"], "ignore_merges": false },
+    "added_tokens": [], "model": { "type": "BPE", "vocab": { "a": 0, "b": 1, "c": 2, "ab": 3 }, "merges": ["a b"], "ignore_merges": false },
     "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true }
 }"#;
 

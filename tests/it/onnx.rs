@@ -15,7 +15,7 @@ use compress_onnx::proto::{DataType, Dimension, ModelProto};
 use compress_onnx::{Draft, Precision, Style, draft, file};
 use prost::Message;
 
-const OPSETS: [u32; 5] = [17, 18, 19, 20, 21];
+const OPSETS: [u32; 8] = [17, 18, 19, 20, 21, 22, 23, 24];
 
 fn folders() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
@@ -146,7 +146,7 @@ fn the_graphs_keep_the_rules_of_the_format() {
             let draft = draft(&graph, &plain(opset), &BTreeMap::new()).unwrap();
             assert_follows_rules(&draft, &graph, &what);
             assert_eq!(draft.model.opset_import[0].version, Some(i64::from(opset)));
-            assert_eq!(draft.model.ir_version, Some([8, 8, 9, 9, 10][opset as usize - 17]));
+            assert_eq!(draft.model.ir_version, Some([8, 8, 9, 9, 10, 10, 11, 12][opset as usize - 17]));
             let nodes = &draft.model.graph.as_ref().unwrap().node;
             assert!(
                 graph.nodes().iter().all(|n| nodes.iter().any(|o| o.name.as_ref() == Some(&graph.value(n.output).name))),
@@ -167,8 +167,8 @@ fn names_of_outputs_do_not_collide() {
     assert_eq!(outputs, ["b", "c", "d", "e"]);
     let error = draft_of("input x: float[batch, 4]\na = Relu(x) -> float[batch, 4]\noutput x = a\n").unwrap_err().to_string();
     assert!(error.contains("`x`") && error.contains("rename"), "{error}");
-    let error = draft(&graph, &plain(22), &BTreeMap::new()).unwrap_err().to_string();
-    assert!(error.contains("22") && error.contains("17 to 21"), "{error}");
+    let error = draft(&graph, &plain(25), &BTreeMap::new()).unwrap_err().to_string();
+    assert!(error.contains("25") && error.contains("17 to 24"), "{error}");
 }
 
 #[test]
@@ -211,8 +211,8 @@ fn recipes_name_opset_and_precision() {
     let recipe = |options: &str| Recipe::parse(&format!("model: m\nexport:\n  - onnx: {{ {options} }}\n"), Path::new("r.yaml"));
     assert_eq!(recipe("opset: 21").unwrap().export, [Onnx { opset: Some(21), ..Onnx::default() }.into()]);
     assert_eq!(recipe("precision: float16").unwrap().export, [Onnx { precision: Precision::Float16, ..Onnx::default() }.into()]);
-    let error = recipe("opset: 22").unwrap_err().to_string();
-    assert!(error.contains("17 to 21"), "{error}");
+    let error = recipe("opset: 25").unwrap_err().to_string();
+    assert!(error.contains("17 to 24"), "{error}");
     let error = recipe("precision: float8").unwrap_err().to_string();
     assert!(error.contains("float8") && error.contains("float16"), "{error}");
 }

@@ -51,7 +51,7 @@ fn mismatches(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&T
     for (index, place) in places.into_iter().enumerate() {
         let mut model = Model::open(&place).unwrap();
         let out = tempfile::tempdir().unwrap();
-        let opset = 17 + index as u32 % 5;
+        let opset = 17 + index as u32 % 8;
         let mut pipeline = Pipeline::builder().export(Onnx { opset: Some(opset), ..Onnx::default() });
         if let Some(pass) = &pass {
             // Convolutional networks have no matrices for this pass.

@@ -19,13 +19,13 @@ const LAYERS: [&[&str]; 20] = [
     &["analysis", "data"],
     &["model"],
     &["arch", "onnx"],
-    &["runtime"],
+    &["runtime", "yaml_text"],
     &["aliases", "run_state"],
     &["ir", "store"],
     &["gpu"],
     &["kernel"],
     &["entry", "work", "output"],
-    &["files"],
+    &["files", "ratio"],
     &["cache", "error", "heap", "one_or_several", "program", "registry"],
 ];
 

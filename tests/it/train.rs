@@ -22,7 +22,7 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::schedule::Schedule;
 use compress_engine::train::{BatchNorm, BatchSize, Checkpointing, Every, LogFormat, Offload, Precision, QuantizerScales};
 
-fn golden(name: &str) -> PathBuf {
+pub fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
@@ -37,7 +37,7 @@ fn numbers(count: usize, seed: u64) -> Vec<f32> {
 }
 
 /// Samples for a model: token ids with padding, or images, and class labels.
-fn samples(name: &str, folder: &Path, count: usize, classes: usize) -> Data {
+pub fn samples(name: &str, folder: &Path, count: usize, classes: usize) -> Data {
     let inputs = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
     let mut arrays: HashMap<String, Tensor> = HashMap::new();
     for (name, like) in inputs.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t))) {
@@ -120,24 +120,24 @@ pub fn furthest(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) 
 }
 
 /// Loss of the first and of the last step.
-fn ends(report: &Report) -> (f64, f64) {
+pub fn ends(report: &Report) -> (f64, f64) {
     let curve = report.passes.last().unwrap().details["training"]["curve"].as_array().unwrap().clone();
     (curve[0]["loss"].as_f64().unwrap(), curve[curve.len() - 1]["loss"].as_f64().unwrap())
 }
 
-fn losses(text: &str) -> Losses {
+pub fn losses(text: &str) -> Losses {
     text.parse().unwrap()
 }
 
-fn constant() -> Schedule {
+pub fn constant() -> Schedule {
     serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap()
 }
 
-fn finetune(steps: u64) -> Finetune {
+pub fn finetune(steps: u64) -> Finetune {
     Finetune { max_steps: Some(steps), batch_size: BatchSize::Samples(8), learning_rate: 3e-3, schedule: constant(), ..Finetune::default() }
 }
 
-fn distill(steps: u64, terms: &str) -> Distill {
+pub fn distill(steps: u64, terms: &str) -> Distill {
     Distill {
         losses: losses(terms),
         max_steps: Some(steps),
@@ -150,7 +150,7 @@ fn distill(steps: u64, terms: &str) -> Distill {
 
 const CLASSIFIERS: [&str; 3] = ["bert-sequence-classification", "resnet-basic", "vit-image-classification"];
 
-fn classes(name: &str) -> usize {
+pub fn classes(name: &str) -> usize {
     let config: serde_json::Value = serde_json::from_slice(&std::fs::read(golden(name).join("config.json")).unwrap()).unwrap();
     config.get("id2label").and_then(|labels| labels.as_object()).map_or(2, serde_json::Map::len)
 }

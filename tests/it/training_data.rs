@@ -80,7 +80,16 @@ fn masked_language_models_learn_from_texts() {
     assert!(furthest(&weights(&out.path().join("one")), &weights(&out.path().join("two"))) == 0.0);
     let error = |input: &Path, step: Step| run("three", input, step).unwrap_err().to_string();
     assert!(error(folder.path(), Finetune { masking: None, ..pass.clone() }.into()).contains("language-modelling"));
-    assert!(error(folder.path(), Finetune { masking: Some("{ mask_token: nosuch }".parse().unwrap()), ..pass.clone() }.into()).contains("`nosuch`"));
+    let with_token = |token: &str| Finetune { masking: Some(format!("{{ mask_token: {token} }}").parse().unwrap()), ..pass.clone() };
+    assert!(error(folder.path(), with_token("nosuch").into()).contains("the mask token `nosuch` is not in the vocabulary of"));
+    // The id of a token is as good as its text.
+    let tokenizer: serde_json::Value = serde_json::from_str(&fs::read_to_string(folder.path().join("tokenizer.json")).unwrap()).unwrap();
+    let vocabulary = tokenizer["model"]["vocab"].as_object().unwrap();
+    let (token, id) = vocabulary.iter().max_by_key(|(_, id)| id.as_u64()).unwrap();
+    run("text", folder.path(), with_token(&serde_json::to_string(token).unwrap()).into()).unwrap();
+    run("id", folder.path(), with_token(&id.to_string()).into()).unwrap();
+    assert!(furthest(&weights(&out.path().join("text")), &weights(&out.path().join("id"))) == 0.0);
+    assert!(error(folder.path(), with_token("99999").into()).contains("the mask token has the id 99999"));
     assert!(error(model("llama", &[LETTERS]).path(), pass.into()).contains("needs a masked language model"));
 }
 

@@ -148,7 +148,7 @@ fn the_results_of_the_runtime_decide() {
     assert_eq!((code, trial), (1, Value::Null), "{lines}");
     // Tokens without a graph: the model runs, but is not compared.
     stub.put("result", "{}");
-    let unknown = changed(&desk, &model, |config, _| config["model_type"] = json!("unheard-of"));
+    let unknown = changed(&desk, &model, |config, _| config["model_type"] = json!("codegen"));
     let (code, trial, lines) = stub.check(&unknown, "transformers", &["--try"]);
     assert_eq!((code, &trial["status"]), (0, &json!("runs")), "{lines}");
     assert_eq!(stub.inputs()["input_ids"].dims(), [2, 8]);
@@ -340,7 +340,7 @@ fn twins_have_the_kinds_of_their_layers() {
 #[test]
 fn infinity_in_a_configuration_is_read_by_trials() {
     let desk = Desk::new();
-    let folder = deepened(&desk, &golden("models/mamba2"), "backbone.layers.", 4, |config| config["model_type"] = json!("unheard-of"));
+    let folder = deepened(&desk, &golden("models/mamba2"), "backbone.layers.", 4, |config| config["model_type"] = json!("codegen"));
     let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
     let config = text.replace(r#"{"__float__":"Infinity"}"#, "Infinity");
     assert_ne!(text, config);

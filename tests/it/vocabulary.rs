@@ -490,6 +490,7 @@ fn options_that_contradict_each_other_are_refused() {
         (PruneVocabulary::default(), "keep): is missing"),
         (PruneVocabulary { vocab_size: Some(0), ..PruneVocabulary::default() }, "vocab_size): must be at least 1"),
         (PruneVocabulary { vocab_size: Some(40), min_count: 2, ..PruneVocabulary::default() }, "min_count): counts tokens"),
+        (PruneVocabulary { languages: vec!["en".into(), "xx".into()], ..case.pass() }, "`xx` is not one of the languages"),
         (PruneVocabulary { multiple_of: 0, ..case.pass() }, "multiple_of): must be at least 1"),
         (PruneVocabulary { text_column: Some(Column::Name("text".into())), ..case.pass() }, "applies only to texts in columns"),
         (PruneVocabulary { multiple_of: 49, ..case.pass() }, "the embedding has only 48 rows"),

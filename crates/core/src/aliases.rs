@@ -78,6 +78,10 @@ const ALIASES: &[(&str, &str)] = &[
     ("svd", "decompose"),
     // Schemes.
     ("int4", "W4A16"),
+    ("int2", "W2A16"),
+    ("int3", "W3A16"),
+    ("int8", "W8A16"),
+    ("nf4", "W4A16"),
     ("4bit", "W4A16"),
     ("4", "W4A16"),
     ("w4", "W4A16"),

@@ -168,6 +168,8 @@ pub enum Error {
         path: PathBuf,
         /// Each violated limit with the measured value.
         reason: String,
+        /// Suggested fix.
+        hint: String,
     },
     /// Interrupted by the user or through a `Cancel` handle.
     #[error("interrupted; nothing was written")]
@@ -236,7 +238,11 @@ impl Error {
     /// Suggested fix, if there is one.
     pub fn hint(&self) -> Option<String> {
         match self {
-            Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } | Error::Run { hint, .. } => {
+            Error::Tensor { hint, .. }
+            | Error::Output { hint, .. }
+            | Error::Unsupported { hint, .. }
+            | Error::Run { hint, .. }
+            | Error::Budget { hint, .. } => {
                 (!hint.is_empty()).then(|| hint.clone())
             }
             Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, `gradient_checkpointing: blocks`, or an optimizer with less state; use `offload: parameters` if the weights do not fit".into()),
@@ -248,6 +254,7 @@ impl Error {
             Error::Recipe { .. } => Some("`compress init MODEL` writes a commented recipe; `compress schema` prints all keys".into()),
             Error::Graph { what, .. } if what == "config.json" => damaged_hint(Path::new(what)).map(Into::into),
             Error::Malformed { path, .. } => damaged_hint(path).map(Into::into),
+            Error::Io { path, source, .. } if path.starts_with("~") && source.kind() == io::ErrorKind::NotFound => Some(UNEXPANDED.into()),
             Error::Io { action, path, source } => {
                 let remote = path.to_str().filter(|name| name.starts_with("hf:") || name.contains("://"));
                 let advice = remote.map_or_else(|| local_hint(action, source.kind()), |name| remote_hint(name, source.kind()));
@@ -257,6 +264,9 @@ impl Error {
         }
     }
 }
+
+/// Hint about a path that begins with `~`.
+pub(crate) const UNEXPANDED: &str = "the shell has not expanded `~`, as within quotation marks or after `=`: write the whole path, or `$HOME` instead";
 
 /// A count with its noun: `1 sample`, `2 samples`.
 pub fn counted(count: usize, noun: &str) -> String {
@@ -332,12 +342,18 @@ fn remote_hint(name: &str, kind: io::ErrorKind) -> Option<&'static str> {
 fn local_hint(action: &str, kind: io::ErrorKind) -> Option<&'static str> {
     match kind {
         io::ErrorKind::NotFound if action == "create" => Some("the system does not create files in this folder: choose another location"),
-        io::ErrorKind::StorageFull => Some("the disk is full; the incomplete output was removed"),
+        io::ErrorKind::StorageFull => Some("the disk is full; the incomplete output was removed: free some space, or choose a folder on another disk"),
+        io::ErrorKind::QuotaExceeded => Some("your quota on this disk is used up: remove files, or choose a folder on another disk"),
         io::ErrorKind::NotFound => Some("check the name; paths are relative to the working directory, paths in a recipe to the recipe's directory"),
+        io::ErrorKind::PermissionDenied if ["create", "write"].contains(&action) => {
+            Some("you may not write there: choose another location, or change the permissions of its folder")
+        }
         io::ErrorKind::PermissionDenied => Some("change its permissions, or copy it to a location that you can access"),
         io::ErrorKind::IsADirectory => Some("specify a file in this folder"),
         io::ErrorKind::ReadOnlyFilesystem => Some("choose a writable location"),
         io::ErrorKind::InvalidFilename => Some("choose a shorter name"),
+        io::ErrorKind::AlreadyExists if action == "create" => Some("a file or a broken link has this name: choose another location"),
+        io::ErrorKind::NotADirectory => Some("a part of this path is a file, not a folder: check the name"),
         io::ErrorKind::InvalidData => Some("the file must be UTF-8 text; check that it is the right file"),
         _ => None,
     }
@@ -357,5 +373,8 @@ mod tests {
         assert!(hint("open", "az://container/key", denied).contains("AZURE_STORAGE_ACCOUNT_KEY"));
         assert!(hint("create", "/proc", io::ErrorKind::NotFound).contains("choose another location"));
         assert!(hint("open", "model", io::ErrorKind::NotFound).contains("check the name"));
+        assert!(hint("open", "~/model", io::ErrorKind::NotFound).contains("has not expanded `~`"));
+        assert!(hint("create", "/root/out", denied).contains("choose another location"));
+        assert!(hint("open", "/root/model", denied).contains("copy it"));
     }
 }

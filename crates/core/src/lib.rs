@@ -11,6 +11,7 @@ pub mod heap;
 pub mod one_or_several;
 pub mod output;
 pub mod program;
+pub mod ratio;
 pub mod registry;
 pub mod store;
 pub mod work;

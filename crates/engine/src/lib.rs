@@ -2,6 +2,7 @@
 
 pub mod evaluation;
 pub mod model;
+pub mod yaml_text;
 
 #[cfg(feature = "run")]
 #[path = "."]
@@ -14,7 +15,7 @@ mod running {
     pub mod generation;
     pub mod train;
 
-    pub(crate) use compress_core::registry;
+    pub(crate) use compress_core::{ratio, registry};
     pub(crate) use compress_graph::{analysis, gpu, ir};
     pub(crate) use compress_onnx::{self as onnx, runtime};
 }
@@ -24,6 +25,6 @@ pub use running::*;
 
 pub use model::Model;
 
-use compress_core::{error, files, output, store, work};
+use compress_core::{aliases, error, files, output, store, work};
 use compress_graph::arch;
 use compress_kernels as kernel;

@@ -94,6 +94,7 @@ impl Model {
     /// A file is missing, malformed or not supported.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
+        names::require_no_page(path)?;
         names::kind(path).map_err(|e| missing(path, e))?;
         if let Some(file) = only_file(path, "onnx", |path| has_extension(path, "onnx"), |files| files.to_vec())? {
             return Model::open_onnx(path, &file);

@@ -57,7 +57,7 @@ pub(super) fn repeat_input_scales(n: &mut Lowering) {
         .nodes()
         .iter()
         .filter_map(|node| match node.op {
-            Op::FakeQuantize(by) => Some((n.names[node.output.index()].clone(), (by, &graph.value(node.output).ty))),
+            Op::FakeQuantize(by) => Some((n.wide_name(&n.names[node.output.index()]).to_owned(), (by, &graph.value(node.output).ty))),
             _ => None,
         })
         .collect();

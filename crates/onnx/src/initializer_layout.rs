@@ -68,11 +68,12 @@ pub(super) fn layouts(graph: &Graph, style: &Style, names: &[String], used_names
     let usages = usages(graph);
     let usages = |at: usize| usages.get(&at).map_or(&[][..], Vec::as_slice);
     // Weights that other ops read too are floats, and so are the biases of their layers.
-    let is_usable = |id: ValueId| {
+    let is_usable = |id: ValueId, name: &str| {
         let usages = usages(id.index());
-        !usages.is_empty() && usages.iter().all(|usage| usage.layer().is_some() || usage.is_table() || usage.is_convolution())
+        let is_integer = |usage: &Usage| usage.layer().is_some() || usage.is_table() || usage.is_convolution() || usage.is_body_layer(name);
+        !usages.is_empty() && usages.iter().all(is_integer)
     };
-    let usable: BTreeSet<&str> = graph.params().filter(|(id, _)| is_usable(*id)).map(|(_, value)| value.name.as_str()).collect();
+    let usable: BTreeSet<&str> = graph.params().filter(|(id, value)| is_usable(*id, &value.name)).map(|(_, value)| value.name.as_str()).collect();
     let integers = style.integers.iter().filter(|(name, _)| usable.contains(name.as_str()));
     let quantized_weights = &style.integers;
     let style = &Style { integers: integers.map(|(name, spec)| (name.clone(), spec.clone())).collect(), ..style.clone() };
@@ -332,6 +333,11 @@ impl Usage<'_> {
             }
             _ => None,
         }
+    }
+
+    /// Whether the use is by a quantized layer in a body of a subgraph.
+    fn is_body_layer(&self, weight: &str) -> bool {
+        matches!(self.op, Op::Opaque(op) if op.quantizers.contains_key(weight)) && !self.result
     }
 
     fn is_table(&self) -> bool {

@@ -1,8 +1,10 @@
 //! Reading and writing of ONNX files: protobuf messages, conversion between graphs and ONNX operators,
 //! and the layout of weights.
 
+mod body_layers;
 mod check;
 mod constant_sizes;
+pub mod control_flow;
 mod converted;
 mod densified;
 mod dequantized;
@@ -24,6 +26,7 @@ mod model_file;
 mod numbers;
 mod opaque_subgraph;
 mod open_session;
+mod precision;
 pub mod proto;
 mod renaming;
 mod replacement;
@@ -37,6 +40,8 @@ mod style;
 mod subgraph_parts;
 mod upgrade;
 mod value_info;
+mod wide_values;
+mod widened;
 mod wire;
 mod write;
 

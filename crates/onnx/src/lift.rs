@@ -349,7 +349,7 @@ impl<'f> Lift<'f> {
             (_, Some(weight)) if weight.is_float() => {
                 if !self.is_parameter(name) {
                     return Err(format!(
-                        "`{name}` is {}, but the built-in executor supports only f32 and 16-bit weights that a Cast converts to it",
+                        "`{name}` is {}, but the built-in executor supports only f32 and f16, and bf16 that a Cast converts to f32",
                         weight.dtype
                     ));
                 }
@@ -363,8 +363,8 @@ impl<'f> Lift<'f> {
 /// The type of an input, and its ONNX element type number.
 fn ty(file: &ModelFile, input: &ValueInfoProto) -> Result<(TensorType, i32), String> {
     let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()).ok_or("is not a tensor")?;
-    let number = tensor.elem_type.unwrap_or(0);
-    let wrong = || format!("is {:?}, but the built-in executor supports 32-bit floats, integers of up to 64 bits, and booleans", tensor.elem_type());
+    let number = if tensor.elem_type == Some(DataType::Float16 as i32) { DataType::Float as i32 } else { tensor.elem_type.unwrap_or(0) };
+    let wrong = || format!("is {:?}, but the built-in executor supports 16-bit and 32-bit floats, integers of up to 64 bits, and booleans", tensor.elem_type());
     let element = opaque_subgraph::element(number).ok_or_else(wrong)?;
     let shape = input_shape(input).ok_or("has an unknown rank")?;
     let fixed = |size: Dim| file.fixed_size(&size).map_or(size, Dim::Fixed);

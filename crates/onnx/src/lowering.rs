@@ -38,6 +38,10 @@ pub(super) struct Lowering<'g> {
     /// Whether each value depends on a model input, by position.
     varies: Vec<bool>,
     shared: BTreeMap<String, Vec<String>>,
+    /// Whether casts between integer layers of a file with 16-bit floats are omitted.
+    pub(super) keeps_wide: bool,
+    /// The 32-bit values from which values of 16 bits were cast, by the names of the latter.
+    pub(super) wide_values: BTreeMap<String, String>,
     scope: String,
     node: Option<&'g Node>,
 }
@@ -50,10 +54,11 @@ impl<'g> Lowering<'g> {
             node.inputs.iter().for_each(|id| readers[id.index()].push(node));
             varies[node.output.index()] = node.inputs.iter().any(|id| varies[id.index()]);
         }
+        let half = style.precision == Precision::Float16;
         Self {
             graph,
             opset: style.opset,
-            half: style.precision == Precision::Float16,
+            half,
             signed: style.signed,
             integer_heads: (style.tied_head == TiedHead::Int8).then_some(0),
             cache: style.cache.then(KvCache::default),
@@ -67,6 +72,8 @@ impl<'g> Lowering<'g> {
             readers,
             varies,
             shared: BTreeMap::new(),
+            keeps_wide: half && graph.nodes().iter().any(|node| matches!(node.op, Op::FakeQuantize(_))),
+            wide_values: BTreeMap::new(),
             scope: String::new(),
             node: None,
         }
@@ -180,7 +187,21 @@ impl<'g> Lowering<'g> {
         super::fresh(&mut self.used_names, wanted)
     }
 
+    /// Adds an operator, in 32 bits if its float inputs were cast from 32 bits, see
+    /// [`wide_operands`](Self::wide_operands).
     fn push(&mut self, op: &str, name: String, inputs: &[&str], outputs: Vec<String>, attributes: Vec<AttributeProto>) {
+        match (self.wide_operands(op, inputs), &outputs[..]) {
+            (Some(inputs), [output]) => {
+                let wide = self.fresh(format!("{output}/wide"));
+                let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
+                self.add_node(op, wide.clone(), &inputs, vec![wide.clone()], attributes);
+                self.add_narrow(name, wide, output.clone());
+            }
+            _ => self.add_node(op, name, inputs, outputs, attributes),
+        }
+    }
+
+    pub(super) fn add_node(&mut self, op: &str, name: String, inputs: &[&str], outputs: Vec<String>, attributes: Vec<AttributeProto>) {
         let input = inputs.iter().map(|i| (*i).to_owned()).collect();
         let (domain, op) = op.split_once("::").map_or((None, op), |(domain, op)| (Some(domain.to_owned()), op));
         self.nodes.push(NodeProto {
@@ -215,8 +236,8 @@ impl<'g> Lowering<'g> {
 
     /// Casts a value to 32 bits if the model has 16-bit floats.
     pub fn wide(&mut self, x: &str) -> Result<String> {
-        if !self.half {
-            return Ok(x.to_owned());
+        if !self.half || self.is_wide(x) {
+            return Ok(self.wide_name(x).to_owned());
         }
         self.share(&format!("{x}/wide|"), |n| Ok(n.cast("value", x, DataType::Float)))
     }
@@ -232,7 +253,7 @@ impl<'g> Lowering<'g> {
             return self.finish(op, inputs, attributes);
         }
         let wide = self.emit(op, "wide", inputs, attributes);
-        self.finish("Cast", &[&wide], vec![AttributeProto::int("to", DataType::Float16 as i64)]);
+        self.add_narrow(self.scope.clone(), wide, self.output());
     }
 
     /// [`finish_wide`](Self::finish_wide) for the output with this index.
@@ -256,10 +277,14 @@ impl<'g> Lowering<'g> {
         self.node.map_or(String::new(), |node| self.names[node.output.index()].clone())
     }
 
-    /// Casts a model input of 32 bits to 16 bits.
-    pub fn narrow_input(&mut self, value: usize, public: &str) {
+    /// Casts a model input from another float type to that of the model.
+    pub fn convert_input(&mut self, value: usize, public: &str, from: DataType) {
         public.clone_into(&mut self.scope);
-        self.names[value] = self.cast("half", public, DataType::Float16);
+        let (part, to) = if self.half { ("half", DataType::Float16) } else { ("float", DataType::Float) };
+        self.names[value] = self.cast(part, public, to);
+        if self.keeps_wide && from == DataType::Float {
+            self.wide_values.insert(self.names[value].clone(), public.to_owned());
+        }
     }
 
     /// Adds the operator that computes a parameter, under its name.
@@ -297,8 +322,12 @@ impl<'g> Lowering<'g> {
         if name == public {
             return;
         }
-        let cast = ty.or(self.half.then_some(DataType::Float)).filter(|_| self.graph.values()[value].ty.element == Element::Float);
-        let (op, attributes) = cast.map_or(("Identity", vec![]), |ty| ("Cast", vec![AttributeProto::int("to", ty as i64)]));
+        let float = if self.half { DataType::Float16 } else { DataType::Float };
+        let wanted = ty.unwrap_or(DataType::Float);
+        let is_wide = wanted == DataType::Float && self.is_wide(&name);
+        let is_other = self.graph.values()[value].ty.element == Element::Float && wanted != float && !is_wide;
+        let (op, attributes) = if is_other { ("Cast", vec![AttributeProto::int("to", wanted as i64)]) } else { ("Identity", vec![]) };
+        let name = if is_wide { self.wide_name(&name).to_owned() } else { name };
         self.publish(public, op, &[&name], attributes);
     }
 

@@ -17,6 +17,7 @@ use super::initializer_roles::{self, Usage, UsageKind};
 use super::opaque_subgraph::SubgraphCache;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
+use super::widened::{widen_node, widen_tensor};
 use super::wire::data;
 use crate::error::{Error, Result};
 use crate::files::File;
@@ -50,6 +51,8 @@ pub struct ModelFile {
     pub(super) fixed_sizes: OnceLock<BTreeMap<String, usize>>,
     /// The contents that are lifted.
     pub(super) expanded: OnceLock<Result<Expanded, String>>,
+    /// Whether it computes with 16-bit floats, see [`is_half`](Self::is_half).
+    pub(super) is_half: bool,
     /// Loaded subgraphs without a typed form.
     pub(super) subgraphs: Mutex<SubgraphCache>,
 }
@@ -123,6 +126,11 @@ impl ModelFile {
         Ok(decode(path, &file)?.1)
     }
 
+    /// Why the graph of a model is invalid, as runtimes read it.
+    pub fn structural_defect(model: &ModelProto) -> Option<String> {
+        check::check(model).err()
+    }
+
     /// Opens a file without reading its weights.
     pub fn open(path: &Path) -> Result<ModelFile> {
         let file = File::open(path).map_err(Error::io("open", path))?;
@@ -142,6 +150,7 @@ impl ModelFile {
             dequantized_values: BTreeSet::new(),
             fixed_sizes: OnceLock::new(),
             expanded: OnceLock::new(),
+            is_half: false,
             subgraphs: Mutex::default(),
             model: ModelProto::default(),
         };
@@ -188,7 +197,14 @@ impl ModelFile {
 
     /// The contents of the graph for lifting.
     pub(super) fn expanded(&self) -> Result<&Expanded> {
-        let expand = || Ok(Expanded { nodes: functions::inlined(&self.model)?, initializers: self.dense_initializers()? });
+        let expand = || {
+            let (mut nodes, mut initializers) = (functions::inlined(&self.model)?, self.dense_initializers()?);
+            if self.is_half {
+                nodes.iter_mut().try_for_each(widen_node)?;
+                initializers.iter_mut().try_for_each(widen_tensor)?;
+            }
+            Ok(Expanded { nodes, initializers })
+        };
         self.expanded.get_or_init(expand).as_ref().map_err(|reason| Error::malformed(&self.path, reason.clone()))
     }
 
@@ -239,6 +255,7 @@ impl ModelFile {
         if let Some(graph) = &model.graph {
             self.find_dequantized(graph, &usages);
             self.find_converted(graph, &usages);
+            self.is_half = self.finds_half(graph);
         }
         Ok(())
     }

@@ -13,13 +13,14 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor};
 use prost::Message;
 
+use super::body_layers::{self, BodyLayer};
 use super::check;
 use super::interpreter::Interpreter;
 use super::proto::{DataType, NodeProto};
 use super::subgraph_parts::SubgraphParts;
 use super::value_info::dim_name;
 use crate::error::{Error, Result};
-use crate::ir::ops::Function;
+use crate::ir::ops::{FakeQuantize, Function};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 use crate::runtime::{self, Limits, Session};
 
@@ -52,6 +53,8 @@ type TrialSizes = Result<BTreeMap<String, Vec<usize>>, String>;
 #[derive(Debug)]
 pub(super) struct LoadedSubgraph {
     parts: SubgraphParts,
+    /// Ranks of the inputs.
+    ranks: Vec<usize>,
     /// ONNX element type numbers of the outputs.
     elements: Vec<Option<i32>>,
     backend: Backend,
@@ -76,6 +79,8 @@ pub(super) struct OpaqueSubgraph {
     pub output: String,
     /// ONNX element type number of the output.
     pub element: i32,
+    /// The subgraph before quantizers were inserted, and the layers with quantized inputs.
+    pub quantized: Option<(SubgraphParts, Vec<(BodyLayer, FakeQuantize)>)>,
 }
 
 /// The graph element for an ONNX element type number; `None` for types that graphs do not support.
@@ -93,16 +98,23 @@ impl LoadedSubgraph {
     pub fn new(parts: SubgraphParts, ranks: &[usize], path: &Path, optimize: bool) -> Result<LoadedSubgraph, String> {
         if let Some(interpreter) = Interpreter::new(&parts) {
             let elements = interpreter.output_types();
-            return Ok(LoadedSubgraph { parts, elements, backend: Backend::BuiltIn(interpreter), exceeded: OnceLock::new(), sizes: Mutex::default() });
+            return Ok(LoadedSubgraph {
+                parts,
+                ranks: ranks.to_vec(),
+                elements,
+                backend: Backend::BuiltIn(interpreter),
+                exceeded: OnceLock::new(),
+                sizes: Mutex::default(),
+            });
         }
         let model = parts.model(ranks);
         let options = runtime::Options { optimize, limits: Some(limits(model.encoded_len())), ..runtime::Options::default() };
         let session = Session::from_model(&model, path, options).map_err(|e| e.to_string())?;
         let (elements, backend) = (session.output_types(), Backend::Runtime(Box::new(Mutex::new(session))));
-        Ok(LoadedSubgraph { parts, elements, backend, exceeded: OnceLock::new(), sizes: Mutex::default() })
+        Ok(LoadedSubgraph { parts, ranks: ranks.to_vec(), elements, backend, exceeded: OnceLock::new(), sizes: Mutex::default() })
     }
 
-    fn run_all(&self, inputs: &[Tensor], limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>, String> {
+    pub(super) fn run_all(&self, inputs: &[Tensor], limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>, String> {
         if let (Some(reason), Some(_)) = (self.exceeded.get(), limits) {
             return Err(reason.clone());
         }
@@ -146,7 +158,7 @@ impl OpaqueSubgraph {
     pub fn new(loaded: Arc<LoadedSubgraph>, output: &str) -> Result<OpaqueSubgraph, String> {
         let element = loaded.parts.outputs.iter().zip(&loaded.elements).find(|(name, _)| *name == output).and_then(|(_, element)| *element);
         let element = element.ok_or_else(|| format!("`{output}` is not a numeric tensor"))?;
-        Ok(OpaqueSubgraph { loaded, output: output.to_owned(), element })
+        Ok(OpaqueSubgraph { loaded, output: output.to_owned(), element, quantized: None })
     }
 
     /// Nodes, constants and interface of the subgraph.
@@ -287,6 +299,21 @@ impl Function for OpaqueSubgraph {
             candle_core::bail!("has shape {:?}, which depends on more than the input shapes: the built-in executor cannot run it", output.dims());
         }
         inputs.first().map_or(Ok(output.clone()), |like| runtime::to_device_of(&output, like))
+    }
+
+    fn with_quantizers(&self, quantizers: &BTreeMap<String, FakeQuantize>) -> Result<Arc<dyn Function>, String> {
+        let original = self.quantized.as_ref().map_or_else(|| self.parts(), |(parts, _)| parts);
+        let layers = body_layers::layers(original).into_iter();
+        let layers: Vec<_> = layers.filter_map(|layer| Some((layer.clone(), *quantizers.get(&layer.weight)?))).collect();
+        if layers.len() != quantizers.len() {
+            return Err(format!("has {} of {} layers whose inputs are quantized", layers.len(), quantizers.len()));
+        }
+        let mut parts = original.clone();
+        // Names of weights are unique, and those of the file have no such parts.
+        body_layers::insert_quantizers(&mut parts.nodes, &layers, true, &BTreeMap::new(), &mut |name| format!("{name}/inserted"))?;
+        let loaded = Arc::new(LoadedSubgraph::new(parts, &self.loaded.ranks, Path::new(super::file::MODEL), true)?);
+        let quantized = Some((original.clone(), layers));
+        Ok(Arc::new(OpaqueSubgraph { loaded, output: self.output.clone(), element: self.element, quantized }))
     }
 
     fn as_any(&self) -> &dyn Any {

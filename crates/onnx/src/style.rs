@@ -8,7 +8,7 @@ use super::proto::DataType;
 use crate::store::QuantizationSpec;
 
 /// The supported operator sets for writing.
-pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=21;
+pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=24;
 
 /// Precision of weights and arithmetic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,13 +70,15 @@ pub struct Style {
     pub tied_head: TiedHead,
     /// Whether to add a KV cache as inputs and outputs.
     pub cache: bool,
-    /// Element types of float outputs that are not 32-bit floats.
+    /// Element types of float inputs that are not 32-bit floats.
+    pub input_types: BTreeMap<String, DataType>,
+    /// The same for outputs.
     pub output_types: BTreeMap<String, DataType>,
 }
 
 impl Default for Style {
     fn default() -> Self {
-        let (integers, palettes, halves, output_types) = Default::default();
+        let (integers, palettes, halves, input_types, output_types) = Default::default();
         Self {
             opset: *OPSETS.start(),
             precision: Precision::default(),
@@ -87,6 +89,7 @@ impl Default for Style {
             weight_only: WeightOnly::default(),
             tied_head: TiedHead::default(),
             cache: false,
+            input_types,
             output_types,
         }
     }

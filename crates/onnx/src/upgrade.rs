@@ -1,6 +1,6 @@
 //! Conversion of nodes to a newer opset.
 //!
-//! Between opsets 7 and 21, few operators change their meaning. Most of the others have attributes that
+//! Between opsets 7 and 24, few operators change their meaning. Most of the others have attributes that
 //! became inputs.
 
 // Parses untrusted input.
@@ -39,7 +39,8 @@ const INPUTS: [(&str, &str, i64, usize); 21] = [
 ];
 
 /// Operators that have another meaning before an opset and cannot be converted.
-const INCOMPATIBLE: [(&str, i64); 6] = [("Upsample", 10), ("Scan", 9), ("BatchNormalization", 9), ("Resize", 11), ("DFT", 20), ("GroupNormalization", 21)];
+const INCOMPATIBLE: [(&str, i64); 7] =
+    [("Upsample", 10), ("Scan", 9), ("BatchNormalization", 9), ("Resize", 11), ("DFT", 20), ("GroupNormalization", 21), ("Attention", 24)];
 
 /// Values of text attributes that were renamed: operator, attribute, first opset with the new value, old
 /// value (empty for a missing attribute), new value.
@@ -197,7 +198,7 @@ mod tests {
     /// Each operator is refused only if its opset with another meaning is reached.
     #[test]
     fn operators_that_changed_their_meaning_are_refused() {
-        for (op, from, same, other) in [("GroupNormalization", 18, 20, 21), ("DFT", 17, 19, 20), ("Resize", 9, 10, 11)] {
+        for (op, from, same, other) in [("Attention", 23, 23, 24), ("GroupNormalization", 18, 20, 21), ("DFT", 17, 19, 20), ("Resize", 9, 10, 11)] {
             assert!(upgraded(node(op, vec![]), from, same).is_ok(), "{op}");
             assert!(upgraded(node(op, vec![]), from, other).unwrap_err().contains("another meaning"), "{op}");
         }

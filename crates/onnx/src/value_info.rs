@@ -5,7 +5,12 @@ use crate::ir::{Dim, Element, TensorType};
 
 /// The declaration of a value of a graph.
 pub(super) fn value_info_proto(name: &str, ty: &TensorType) -> ValueInfoProto {
-    let element = if ty.element == Element::Float { DataType::Float } else { DataType::Int64 };
+    value_info_proto_as(name, ty, None)
+}
+
+/// [`value_info_proto`] with another float type than 32 bits, which integers ignore.
+pub(super) fn value_info_proto_as(name: &str, ty: &TensorType, float: Option<DataType>) -> ValueInfoProto {
+    let element = if ty.element == Element::Float { float.unwrap_or(DataType::Float) } else { DataType::Int64 };
     let size = |dim: &Dim| match dim {
         Dim::Fixed(size) => Dimension::DimValue(*size as i64),
         other => Dimension::DimParam(formula(other)),

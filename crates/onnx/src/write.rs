@@ -8,12 +8,12 @@ use super::initializer_layout::{InitializerLayout, layouts};
 use super::kv_cache::{self, CachedAttention};
 use super::lower::{lower, palette};
 use super::lowering::Lowering;
-use super::proto::{Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, ValueInfoProto};
+use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, ValueInfoProto};
 use super::style::{OPSETS, Precision, Style};
-use super::value_info::value_info_proto;
+use super::value_info::value_info_proto_as;
 use crate::error::{Error, Result};
 use crate::ir::decoder::LOGITS;
-use crate::ir::{Element, Graph, Kind, ValueId};
+use crate::ir::{Element, Graph, Kind, TensorType, ValueId};
 
 /// A model file without its weights, which follow the messages.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,8 +81,12 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     let mut taken = names.iter().cloned().chain(results.iter().map(|(name, _)| name.clone())).collect();
     let layouts = layouts(graph, style, &names, &mut taken)?;
     let mut lowering = Lowering::new(graph, style, names, taken, layouts);
-    for (id, value) in graph.inputs().filter(|(_, value)| half && value.ty.element == Element::Float) {
-        lowering.narrow_input(id.index(), &value.name);
+    let own = if half { DataType::Float16 } else { DataType::Float };
+    for (id, value) in graph.inputs().filter(|(_, value)| value.ty.element == Element::Float) {
+        let declared = style.input_types.get(&value.name).copied().unwrap_or(DataType::Float);
+        if declared != own {
+            lowering.convert_input(id.index(), &value.name, declared);
+        }
     }
     for (id, _) in graph.params() {
         palette::floats(id.index(), &mut lowering);
@@ -94,6 +98,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     for (public, value) in aliases {
         lowering.alias(value, &public, style.output_types.get(&public).copied());
     }
+    lowering.remove_unread_casts(&results.iter().map(|(name, _)| name.as_str()).collect());
     float_layers::repeat_input_scales(&mut lowering);
     let Lowering { layouts, nodes, constants, imports, cache, integer_heads, .. } = lowering;
     let all = nodes.iter().filter_map(|node| node.domain.clone()).chain(imports.keys().cloned());
@@ -104,16 +109,18 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         OperatorSetIdProto { domain: Some(domain), version }
     });
     let weights = layouts.into_values().flatten().collect();
+    let port = |name: &str, ty: &TensorType, types: &BTreeMap<String, DataType>| value_info_proto_as(name, ty, types.get(name).copied());
     let body = GraphProto {
         node: nodes,
         name: Some("model".into()),
         initializer: constants,
-        input: cache
-            .as_ref()
-            .map_or_else(|| graph.inputs().map(|(_, value)| value_info_proto(&value.name, &value.ty)).collect(), |cache| kv_cache::inputs(graph, cache, half)),
+        input: cache.as_ref().map_or_else(
+            || graph.inputs().map(|(_, value)| port(&value.name, &value.ty, &style.input_types)).collect(),
+            |cache| kv_cache::inputs(graph, cache, half),
+        ),
         output: results
             .iter()
-            .map(|(name, id)| value_info_proto(name, &graph.value(*id).ty))
+            .map(|(name, id)| port(name, &graph.value(*id).ty, &style.output_types))
             .chain(cache.iter().flat_map(|cache| kv_cache::outputs(graph, cache, half)))
             .collect(),
         // The types of intermediate values can be inferred. With them, ONNX Runtime fuses residual
@@ -125,7 +132,9 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         ir_version: Some(match opset {
             ..=18 => 8,
             19 | 20 => 9,
-            _ => 10,
+            21 | 22 => 10,
+            23 => 11,
+            _ => 12,
         }),
         producer_name: Some(compress_core::NAME.into()),
         producer_version: Some(env!("CARGO_PKG_VERSION").into()),

@@ -1,6 +1,6 @@
 """Check that ONNX and ONNX Runtime load the exports of compress, and that their outputs equal those of PyTorch.
 
-    scripts/check onnx [--int8 | --float16 | --pruned] [--compress BINARY] [--only TEXT] [--opsets 17,18,19,20,21]
+    scripts/check onnx [--int8 | --float16 | --pruned] [--compress BINARY] [--only TEXT] [--opsets 17,18,19,20,21,22,23,24]
 
 Every model in tests/golden/models is exported, checked by onnx.checker (full check, strict shape inference),
 and run in ONNX Runtime on the golden inputs. Outputs must equal those of PyTorch, except at padding: up to
@@ -335,7 +335,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--compress", default=ROOT / "target" / "debug" / "compress", help="the binary to use")
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--opsets", default="17,18,19,20,21", help="opsets, separated by commas")
+    parser.add_argument("--opsets", default="17,18,19,20,21,22,23,24", help="opsets, separated by commas")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--int8", nargs="?", const=",".join(name.replace(",", "") for name in (INT8 | STATIC)), help="int8 weights; variants, separated by commas")
     kind.add_argument("--pruned", action="store_true", help="pruned models")

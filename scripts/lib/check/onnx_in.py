@@ -5,9 +5,10 @@
 Files are those of the packages in scripts/fetch whose names begin with `onnx-`, and the test models of onnx
 1.22: single operators (`node`), topologies (`light`), and layers of other frameworks (`other`). Without
 `--pass`, outputs must equal those of the original bit for bit, on the inputs of the test or on random ones;
-identical files are not run. With `--pass`, the pass is applied to real files, and sizes and the cosine
-similarity to the original outputs are printed: `--pass quantize-dynamic`,
-`--pass "prune-unstructured=--amount 0.5"`.
+identical files are not run, and `compress inspect` must accept every file. With `--pass`, the pass is applied to real
+files, and sizes and the cosine similarity to the original outputs are printed: `--pass quantize-dynamic`,
+`--pass "prune-unstructured=--amount 0.5"`. With `--pass` and `--kind node`, the float inputs of a test except for the
+first one become initializers, so that its operator has weights; tests without such inputs are omitted.
 """
 
 import argparse
@@ -131,9 +132,32 @@ def compress(binary, arguments):
     return done.returncode, done.stderr.strip().splitlines(), time.monotonic() - begun
 
 
+def with_weights(path, folder, scratch):
+    """A copy of a test whose float inputs except for the first one are initializers; `None` if it has no such inputs."""
+    model = onnx.load(path)
+    weights = [port for number, port in enumerate(model.graph.input) if number > 0 and port.type.tensor_type.elem_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)]
+    for port in weights:
+        tensor = onnx.TensorProto()
+        file = folder / f"input_{list(model.graph.input).index(port)}.pb"
+        if not file.exists():
+            return None
+        tensor.ParseFromString(file.read_bytes())
+        tensor.name = port.name
+        model.graph.initializer.append(tensor)
+    kept = [port for port in model.graph.input if port not in weights]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    model.ir_version = max(model.ir_version, 4)
+    onnx.save(model, scratch / "in.onnx")
+    return scratch / "in.onnx" if weights else None
+
+
 def again(binary, path, folder, scratch):
     """The result for a file that is opened and written without changes."""
     out, recipe = scratch / "out.onnx", scratch / "recipe.yaml"
+    code, talk, seconds = compress(binary, ["inspect", path])
+    if code != 0:
+        return "refused", "inspect: " + " ".join(talk), seconds
     recipe.write_text(f"model: {str(path)!r}\nmeasure: false\n")
     code, talk, seconds = compress(binary, ["run", recipe, "-o", out, "--force", "--quiet"])
     if code != 0:
@@ -159,8 +183,10 @@ def cosine(before, after):
     return min((product / length for length, product in lengths if length > 0), default=float("nan"))
 
 
-def passed(binary, path, what, scratch):
+def passed(binary, path, folder, what, scratch):
     """The result of a pass: sizes, and similarity of outputs."""
+    if folder and not (path := with_weights(path, folder, scratch)):
+        return "without weights", "", 0
     out = scratch / "out.onnx"
     name, _, options = what.partition("=")
     code, talk, seconds = compress(binary, [name, path, "-o", out, "--force", "--quiet", *shlex.split(options)])
@@ -198,10 +224,11 @@ def main():
                 print(f"{shown}: not fetched")
                 continue
             for what in arguments.passes or [None]:
-                found, reason, seconds = passed(arguments.compress, path, what, Path(scratch)) if what else again(arguments.compress, path, folder, Path(scratch))
+                check = passed if what else again
+                found, reason, seconds = check(arguments.compress, path, folder, *([what] if what else []), Path(scratch))
                 counts[found] += 1
                 bad += found in ("DIFFERENT", "DOES NOT RUN") or (found == "refused" and not what)
-                if folder is None or found not in ("same bytes", "same answers"):
+                if folder is None or found not in ("same bytes", "same answers", "without weights"):
                     print(f"{shown}: {f'{what}: ' if what else ''}{found}, {seconds:.2f} s {reason}", flush=True)
     print(", ".join(f"{count} {found}" for found, count in counts.most_common()))
     sys.exit(bad > 0)

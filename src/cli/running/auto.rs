@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::json;
 
-use super::args::{Global, Records, TextFile};
+use super::args::{Global, Records, TextFile, open_input};
 use super::output;
 use super::samples::parse_data;
 use crate::contract::Target;
@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::export::Export;
 use crate::model::Model;
+use crate::output::{ResumeFolder, free_space};
 use crate::pass::{Context, Method, Quantize};
 use crate::pipeline::search::{Budget, Checkpoint, Found, LoadedBy, Point, Search, Writing, calibration_part, parse_time};
 use crate::pipeline::{Builder, memory_limit};
@@ -105,12 +106,20 @@ pub(in crate::cli) struct Args {
     /// Replace existing output
     #[arg(long)]
     force: bool,
+    /// Continue the quantization that follows the search from its finished blocks, after an interruption
+    #[arg(long, requires = "output")]
+    resume: bool,
     #[command(flatten)]
     records: Records,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
+        let checkpoint = self.checkpoint.clone();
+        self.execute(global).map_err(|error| if let Error::Cancelled = error { interrupted(checkpoint.as_deref()) } else { error })
+    }
+
+    fn execute(self, global: &Global) -> Result<()> {
         if RankConfig::from_environment().ok().flatten().is_some_and(|rank| rank.size > 1) {
             return Err(Error::option("auto", "searches in one process: run the recipe of its report in several processes"));
         }
@@ -120,16 +129,17 @@ impl Args {
         let times = TextFile { output: self.times.clone(), force: true };
         times.check(&FRONT)?;
         TextFile { output: self.checkpoint.clone(), force: true }.check(&FRONT)?;
+        self.checkpoint.as_deref().map_or(Ok(()), Checkpoint::check_writable)?;
         let mut measured = self.times.as_deref().map(read_times).transpose()?.flatten();
         let mut data = self.data();
         let mut calibration = data.calibration.clone();
         calibration.as_ref().map_or(Ok(()), |set| set.require_unpacked("--calibration"))?;
         self.eval.as_ref().map_or(Ok(()), |eval| eval.require_unpacked("--eval"))?;
-        let model = Model::open(&self.model)?;
+        let model = open_input(&self.model, self.output.as_deref())?;
         global.models.configure_model(&model)?;
         self.target().require_loads(&model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Option<Data>| -> Result<_> {
-            let builder = global.builder()?.passes(writing.passes).force(self.force);
+            let builder = global.builder()?.passes(writing.passes).force(self.force).resume(self.resume);
             let builder = calibration.iter().fold(builder, |builder, set| builder.calibration(set.clone()));
             let builder = builder.loads([self.runtime()]);
             let builder = search.into_iter().fold(builder, Builder::search);
@@ -138,7 +148,9 @@ impl Args {
             self.records.configure(builder)?.build()
         };
         if let Some(output) = &self.output {
-            builder(Writing { passes: vec![Quantize::default().into()], exports: Vec::new() }, None, &calibration)?.check_output(&model, output)?;
+            builder(Writing { passes: vec![Quantize::default().into()], exports: Vec::new() }, None, &calibration)?.check_writable(&model, output)?;
+            self.check_resume_folder(output)?;
+            self.check_space(&model, output, budget)?;
             // Rules that no choice of formats can meet are violated before the search.
             let floats = global.builder()?.loads([self.runtime()]).measure(false);
             let export = Export::from_name(self.runtime().runtime().format());
@@ -216,6 +228,27 @@ impl Args {
         data
     }
 
+    /// Checks the folder of the finished blocks, which the run opens after the search.
+    fn check_resume_folder(&self, output: &Path) -> Result<()> {
+        let rounds = self.calibration.is_none() || self.method == Some(Method::Rtn);
+        let is_new = !crate::files::is_remote(output) && !ResumeFolder::path_for(output).exists();
+        if rounds || is_new || self.target().is_file() {
+            return Ok(());
+        }
+        // Only the run removes finished blocks.
+        ResumeFolder::open(output, self.resume || self.force, false).map(drop)
+    }
+
+    /// Checks that the disk has space for an output of the largest allowed size.
+    fn check_space(&self, model: &Model, output: &Path, budget: Option<Budget>) -> Result<()> {
+        let (Some(needed), Some(free)) = (budget.and_then(|budget| budget.largest(model)), free_space(output)) else { return Ok(()) };
+        if needed <= free {
+            return Ok(());
+        }
+        let reason = format!("needs up to {}, but only {} are free on this disk", bytes(needed), bytes(free));
+        Err(Error::Output { path: output.to_owned(), reason, hint: "free some space, choose a folder on another disk, or lower `--max-size`".to_owned() })
+    }
+
     fn budget(&self) -> Result<Option<Budget>> {
         let budget = match (self.max_size, self.max_kl) {
             (_, Some(limit)) if !(limit.is_finite() && limit > 0.0) => return Err(Error::option("--max-kl", format!("{limit} is not a positive number"))),
@@ -272,6 +305,22 @@ impl Args {
             _ => Ok(budget),
         }
     }
+}
+
+/// The error of an interrupted search: what was kept, and how to continue.
+fn interrupted(checkpoint: Option<&Path>) -> Error {
+    let (kept, next) = match checkpoint {
+        Some(path) if path.exists() => (
+            format!("no output was written; the measurements of the search are saved in {}", path.display()),
+            "run the same command again: it continues with them",
+        ),
+        Some(path) => (format!("nothing had been measured yet, so {} was not written", path.display()), "run the same command again"),
+        None => (
+            "nothing was written, and the measurements of the search are lost".to_owned(),
+            "with `--checkpoint FILE`, the same command continues an interrupted search",
+        ),
+    };
+    Error::run("interrupted", kept, next)
 }
 
 /// Recorded times; `None` if the file does not exist.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::args::{Global, Writing};
+use super::args::{Global, Writing, open_input};
 use super::output;
 use super::samples::parse_data;
 use crate::data::{Data, DataSets};
@@ -97,7 +97,7 @@ const WARMUP_DIVISOR: u64 = 20;
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         self.check()?;
-        let model = Model::open(&self.model)?;
+        let model = open_input(&self.model, Some(&self.output))?;
         let language = LanguageModel::new(model.clone())?;
         language.require_prompts()?;
         let layers = draft::layers(&model, self.layers)?;
@@ -144,7 +144,7 @@ impl Args {
     /// Checks that the output can be written, in all its formats, before the long part.
     fn check_output(&self, model: &Model, global: &Global) -> Result<()> {
         let pipeline = self.formats(global.builder()?.measure(false))?.build()?;
-        pipeline.check_output(model, &self.output)?;
+        pipeline.check_writable(model, &self.output)?;
         pipeline.plan_output(model, &self.output).map(drop)
     }
 

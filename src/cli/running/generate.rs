@@ -57,7 +57,7 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "K", help_heading = "Sampling")]
     top_k: Option<usize>,
     /// Sample from the smallest set of most likely tokens with a total probability of at least P
-    #[arg(long, value_name = "P", help_heading = "Sampling")]
+    #[arg(long, value_name = "P", value_parser = crate::ratio::parse, help_heading = "Sampling")]
     top_p: Option<f64>,
     /// Seed of the random number generator [default: 0]
     #[arg(long, value_name = "N", help_heading = "Sampling")]

@@ -37,8 +37,8 @@ impl Args {
             None if global.json => output::json(&serde_json::json!({ "recipe": text })),
             None => output::print(&text),
             Some(file) => {
-                self.file.check(&RECIPE)?;
                 require_outside(&self.model, file)?;
+                self.file.check(&RECIPE)?;
                 let missing = if has_placeholder(&text) { "next, replace the path of the calibration samples, then" } else { "next," };
                 self.file.write(&RECIPE, || Ok(text))?;
                 if global.json {

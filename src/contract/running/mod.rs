@@ -4,3 +4,4 @@ mod onnxruntime;
 
 pub(super) use self::onnxruntime::check;
 pub(crate) use self::onnxruntime::find;
+pub(super) use crate::data::unreadable_tokenizer;

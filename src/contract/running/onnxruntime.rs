@@ -34,6 +34,14 @@ const DOMAINS: [&str; 13] = [
 
 const RULES: &[Rule<Contents>] = &[
     Rule {
+        name: "graph",
+        sentence: "The file has a graph whose values are defined once, without cycles, and tensors with as many elements as their shapes require.",
+        source: "onnxruntime/core/graph/model.cc, onnxruntime/core/graph/graph.cc, onnx/docs/IR.md",
+        versions: &[],
+        needs: Needs::Files,
+        check: graph,
+    },
+    Rule {
         name: "ir-version",
         sentence: "The format version (`ir_version`) is not newer than the runtime's.",
         source: "onnxruntime/core/graph/model.cc, docs/reference/compatibility.md",
@@ -79,13 +87,17 @@ const RULES: &[Rule<Contents>] = &[
 struct Contents {
     folder: PathBuf,
     model: ModelProto,
+    /// Why the graph or a tensor of the file is invalid.
+    defect: Option<String>,
 }
 
 /// Checks the ONNX file at a path, or `model.onnx` or the only ONNX file in a folder.
 pub(in crate::contract) fn check(path: &Path, target: Target) -> Result<Checked> {
     let Some(file) = find(path)? else { return Ok(Checked::without_file(target, path)) };
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
-    Contents { folder, model: ModelFile::messages(&file)? }.check(target, Needs::Files)
+    let model = ModelFile::messages(&file)?;
+    let defect = ModelFile::structural_defect(&model).or_else(|| invalid_tensor(&file, &model));
+    Contents { folder, model, defect }.check(target, Needs::Files)
 }
 
 impl ReadByRuntime for Contents {
@@ -99,7 +111,7 @@ impl Planned {
     /// output.
     pub(crate) fn onnx(model: ModelProto, has_final_types: bool) -> Planned {
         let determined = if has_final_types { Needs::Tensors } else { Needs::Weights };
-        Planned { files: Box::new(Contents { folder: PathBuf::new(), model }), determined }
+        Planned { files: Box::new(Contents { folder: PathBuf::new(), model, defect: None }), determined }
     }
 }
 
@@ -118,6 +130,26 @@ pub(crate) fn find(path: &Path) -> Result<Option<PathBuf>> {
         [file] => Ok(Some(file.clone())),
         [first, ..] => Err(Error::malformed(path, format!("has {} .onnx files: specify one, for example {}", found.len(), first.display()))),
     }
+}
+
+fn is_external(tensor: &TensorProto) -> bool {
+    tensor.data_location == Some(DataLocation::External as i32)
+}
+
+/// Why a tensor in a file is invalid. External data have their own rule.
+fn invalid_tensor(file: &Path, model: &ModelProto) -> Option<String> {
+    if tensors(model).into_iter().any(is_external) {
+        return None;
+    }
+    match ModelFile::open(file).err()? {
+        Error::Malformed { reason, .. } => Some(reason),
+        _ => None,
+    }
+}
+
+fn graph(contents: &Contents, _: Target) -> Result<Vec<Finding>> {
+    let finding = |reason: &String| Finding::new("graph", format!("is invalid: {reason}"), "download or export the model again");
+    Ok(contents.defect.iter().map(finding).collect())
 }
 
 /// The newest opset and format version of a version of the runtime.
@@ -186,7 +218,7 @@ fn int4(contents: &Contents, target: Target) -> Result<Vec<Finding>> {
 
 /// Why the external data of a tensor cannot be read.
 fn missing(folder: &Path, tensor: &TensorProto) -> Option<String> {
-    if tensor.data_location != Some(DataLocation::External as i32) {
+    if !is_external(tensor) {
         return None;
     }
     let value = |wanted: &str| tensor.external_data.iter().find(|entry| entry.key() == wanted).map(|entry| entry.value());
@@ -199,9 +231,21 @@ fn missing(folder: &Path, tensor: &TensorProto) -> Option<String> {
     if !files::is_file(&file) {
         return Some(format!("has its elements in `{location}`, which is missing"));
     }
-    let size = |wanted: &str| value(wanted).and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
-    let end = size("offset").saturating_add(size("length"));
-    let length = files::length(&file).unwrap_or(0);
+    let (mut offset, mut specified) = (0, 0);
+    for (key, number) in [("offset", &mut offset), ("length", &mut specified)] {
+        let Some(text) = value(key) else { continue };
+        let Ok(bytes) = text.parse::<u64>() else { return Some(format!("has external data with `{key}` of `{text}`, which is not a number of bytes")) };
+        *number = bytes;
+    }
+    let count = tensor.dims.iter().try_fold(1u64, |count, size| count.checked_mul(u64::try_from(*size).ok()?));
+    let bits = DataType::try_from(tensor.data_type.unwrap_or(0)).map_or(0, DataType::bits);
+    let required = count.and_then(|count| Some(count.checked_mul(bits)?.div_ceil(8))).filter(|_| bits > 0);
+    // Without a length, or with 0, the shape determines it.
+    let bytes = required.filter(|_| specified == 0).unwrap_or(specified);
+    if let Some(required) = required.filter(|required| *required != bytes) {
+        return Some(format!("has {bytes} bytes in `{location}`, but its shape requires {required}"));
+    }
+    let (end, length) = (offset.saturating_add(bytes), files::length(&file).unwrap_or(0));
     (end > length).then(|| format!("has its elements in `{location}` up to byte {end}, but the file has {length} bytes"))
 }
 

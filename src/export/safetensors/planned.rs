@@ -23,5 +23,5 @@ pub(super) fn folder(format: &Safetensors, model: &Model, run: &RunState) -> Res
     let tensors = items.iter().filter(|item| model.weights.folder(&item.name).is_none()).flat_map(parts).collect();
     let files = model.auxiliary.files.iter().chain(model.auxiliary.synthesized.keys());
     let files = files.filter_map(|file| file.to_str()).map(str::to_owned).collect();
-    Planned::folder(config.as_deref(), tensors, files, Defects::of_plan(model)?).map(Some)
+    Planned::folder(config.as_deref(), tensors, files, Defects::of_plan(model)?, model.adapter_config().as_deref()).map(Some)
 }

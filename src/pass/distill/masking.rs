@@ -5,16 +5,19 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use super::vocabulary;
+use crate::aliases::suggestion;
 use crate::data::{SequenceRole, Task, special_tokens, token_text};
 use crate::error::{Error, Result};
 use crate::exec::SequenceCache;
 use crate::ir::{Graph, Node, Op};
 use crate::model::{Model, open_auxiliary_config, read_auxiliary_text};
-use crate::train::{Masker, Masking, Objective};
+use crate::train::{MaskToken, Masker, Masking, Objective};
 
 const SETTINGS: &str = "tokenizer_config.json";
 /// Names of the mask token if the settings of the tokenizer do not contain it.
 const USUAL: [&str; 2] = ["[MASK]", "<mask>"];
+/// Maximum number of special tokens in messages.
+const LISTED: usize = 20;
 
 /// The task of samples of which random tokens are predicted.
 pub(super) fn task(options: Option<&Masking>, task: Task) -> Task {
@@ -34,16 +37,29 @@ pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Grap
         return Err(wrong("needs a masked language model, but each token of this one reads only previous tokens: remove it".to_owned()));
     }
     let text = read_auxiliary_text(&student.path, &student.auxiliary.synthesized, vocabulary::FILE)?;
-    let text = text.ok_or_else(|| wrong(format!("{} has no {}, which determines the mask token", student.path.display(), vocabulary::FILE)))?;
+    let text = text.ok_or_else(|| {
+        let missing = "copy the file of the original model into the folder, because it determines the mask token and the special tokens";
+        wrong(format!("{} has no {}: {missing}", student.path.display(), vocabulary::FILE))
+    })?;
     let ids = vocabulary::tokens(&student.path.join(vocabulary::FILE), &text)?;
     let settings = open_auxiliary_config(&student.path, &student.auxiliary.synthesized, SETTINGS)?;
     let id = |token: &str| ids.get(token).and_then(|id| i64::try_from(*id).ok());
     let named = special_tokens(&student.path, &student.auxiliary.synthesized, settings.values())?;
     let text_of = |key: &str| named.get(key).and_then(token_text).map(str::to_owned);
-    let mask =
-        options.mask_token.clone().or_else(|| text_of("mask_token")).or_else(|| USUAL.into_iter().find(|token| ids.contains_key(*token)).map(str::to_owned));
-    let mask = mask.ok_or_else(|| wrong(format!("{} has no `mask_token`: specify it", student.path.join(SETTINGS).display())))?;
-    let mask = id(&mask).ok_or_else(|| wrong(format!("the mask token `{mask}` is not in the vocabulary")))?;
+    let usual = || USUAL.into_iter().find(|token| ids.contains_key(*token)).map(str::to_owned);
+    let mask = match options.mask_token.clone().or_else(|| text_of("mask_token").or_else(usual).map(MaskToken::Text)) {
+        Some(MaskToken::Id(mask)) => i64::from(mask),
+        Some(MaskToken::Text(mask)) => id(&mask).ok_or_else(|| {
+            let near = suggestion(&mask, special_texts(&text).iter().map(String::as_str)).map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
+            wrong(format!("the mask token `{mask}` is not in the vocabulary of {}{near}", student.path.join(vocabulary::FILE).display()))
+        })?,
+        None => {
+            let special = special_texts(&text);
+            let listed = if special.is_empty() { String::new() } else { format!("; its special tokens are {}", special.join(", ")) };
+            let hint = "specify the text or the id of a token, as in `masking: { fraction: 0.15, mask_token: \"<mask>\" }`";
+            return Err(wrong(format!("{} has no `mask_token`: {hint}{listed}", student.path.join(SETTINGS).display())));
+        }
+    };
     if usize::try_from(mask).is_ok_and(|mask| mask >= logits.classes) {
         let reason = format!("needs a masked language model, but this one has logits of {} classes, and the mask token has the id {mask}", logits.classes);
         return Err(wrong(reason));
@@ -52,6 +68,14 @@ pub(super) fn masker(options: Option<&Masking>, (student, graph): (&Model, &Grap
     special.extend(special_ids(&serde_json::from_str(&text).unwrap_or_default()));
     special.insert(mask);
     Ok(Some(Masker { fraction: options.fraction, mask, special, tokens: logits.classes }))
+}
+
+/// Texts of the special tokens that were added to the vocabulary of a `tokenizer.json`.
+fn special_texts(text: &str) -> Vec<String> {
+    let file: Value = serde_json::from_str(text).unwrap_or_default();
+    let added = file.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
+    let special = added.filter(|token| token.get("special").and_then(Value::as_bool) == Some(true));
+    special.filter_map(|token| token.get("content")?.as_str().map(str::to_owned)).take(LISTED).collect()
 }
 
 /// Ids of the special tokens in a `tokenizer.json`: special added tokens, and tokens that the post-processor
@@ -74,6 +98,13 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn special_tokens_are_listed() {
+        let added = json!([{ "id": 7, "special": true, "content": "<s>" }, { "id": 8, "special": false, "content": "word" }]);
+        assert_eq!(special_texts(&json!({ "added_tokens": added }).to_string()), ["<s>"]);
+        assert!(special_texts("{}").is_empty());
+    }
 
     #[test]
     fn special_tokens_are_found() {

@@ -12,20 +12,23 @@
 //! ```
 
 mod adapters;
+mod inputs;
 mod masking;
+mod more_teachers;
 mod on_policy;
 mod packing;
 mod record;
 mod scoring;
 mod student;
+mod teacher_files;
 mod training;
 mod vocabulary;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde_json::Value;
 
+pub use more_teachers::MoreTeacher;
 pub use student::Student;
 pub(super) use training::{Job, REMEDY};
 
@@ -56,6 +59,17 @@ training_pass! {
         #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_top: Option<usize>,
+        /// Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl with the
+        /// responses of vLLM
+        #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<PathBuf>"))]
+        #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
+        teacher_logits: Vec<PathBuf>,
+        /// Further teachers, whose probabilities are averaged with those of the teacher: a folder, or {model:
+        /// FOLDER, weight: 1, cache: FOLDER}
+        #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        more_teachers: Vec<MoreTeacher>,
         /// Let the student continue a fraction of the texts itself, and compare it with the teacher on its
         /// continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
         /// [default: only texts of the data]
@@ -90,13 +104,25 @@ impl Pass for Distill {
         options_of(self)
     }
 
+    fn fixed_options(&self) -> Value {
+        self.fixed()
+    }
+
     fn check(&self) -> Result<()> {
-        if self.teacher_top == Some(0) || (self.teacher_top.is_some() && self.teacher_cache.is_none()) {
-            return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache`"));
+        let has_cache = self.teacher_cache.is_some() || !self.teacher_logits.is_empty() || !self.more_teachers.is_empty();
+        if self.teacher_top == Some(0) || (self.teacher_top.is_some() && !has_cache) {
+            return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, and requires `teacher_cache` or `teacher_logits`"));
+        }
+        if !self.teacher_logits.is_empty() {
+            teacher_files::check(self)?;
+        }
+        if !self.more_teachers.is_empty() {
+            more_teachers::check(self)?;
         }
         let training = self.training();
+        let is_cached = self.teacher_cache.is_some() || self.more_teachers.iter().any(|teacher| teacher.cache.is_some());
         let changing = [("augment", training.augment.is_some()), ("masking", training.masking.is_some())];
-        if let Some((what, _)) = changing.iter().find(|(_, is_set)| *is_set && self.teacher_cache.is_some()) {
+        if let Some((what, _)) = changing.iter().find(|(_, is_set)| *is_set && is_cached) {
             return Err(Error::option(format!("{NAME}: {what}"), "cannot be combined with `teacher_cache`: samples are different in each step"));
         }
         self.on_policy.as_ref().map_or(Ok(()), |options| on_policy::check(NAME, options, &training, self.teacher_cache.is_some()))?;
@@ -104,18 +130,26 @@ impl Pass for Distill {
     }
 
     fn resolve(&mut self, folder: &std::path::Path) {
-        let paths = self.teacher.iter_mut().chain(self.teacher_cache.iter_mut()).chain(self.student.as_mut().and_then(Student::path));
+        let paths = self
+            .teacher
+            .iter_mut()
+            .chain(self.teacher_cache.iter_mut())
+            .chain(self.teacher_logits.iter_mut())
+            .chain(self.more_teachers.iter_mut().flat_map(|teacher| [Some(&mut teacher.model), teacher.cache.as_mut()].into_iter().flatten()))
+            .chain(self.final_checkpoint.iter_mut())
+            .chain(self.student.as_mut().and_then(Student::path));
         paths.for_each(|path| *path = crate::files::resolve(folder, path));
     }
 
     fn reads(&self) -> Vec<std::path::PathBuf> {
         let mut student = self.student.clone();
-        self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
+        let further = self.more_teachers.iter().map(|teacher| &teacher.model);
+        self.teacher.iter().chain(&self.teacher_logits).chain(further).cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
     }
 
     fn reads_models(&self) -> Vec<std::path::PathBuf> {
         let student = self.student.iter().filter_map(|student| if let Student::Model(path) = student { Some(path) } else { None });
-        student.chain(&self.teacher).cloned().collect()
+        student.chain(&self.teacher).chain(self.more_teachers.iter().map(|teacher| &teacher.model)).cloned().collect()
     }
 
     fn runs_on(&self) -> Option<Samples> {
@@ -129,8 +163,11 @@ impl Pass for Distill {
             Some(student) => student.create(model, state, &mut applied.notes)?,
             None => model.clone(),
         };
-        let cache = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
-        Job { applied, student, teacher, cache, on_policy: self.on_policy, training: self.training(), state, renamed: BTreeMap::new() }.plan()
+        let logits = (!self.teacher_logits.is_empty()).then_some(self.teacher_logits.as_slice());
+        let more_teachers = more_teachers::open(&self.more_teachers, &student)?;
+        let (cache, top) = (self.teacher_cache.as_deref(), self.teacher_top.unwrap_or(TOP));
+        let job = Job { teacher, cache, top, logits, more_teachers, on_policy: self.on_policy, ..Job::new(applied, student, self.training(), state) };
+        job.plan()
     }
 
     fn remedy(&self) -> &'static str {

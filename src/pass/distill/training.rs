@@ -2,18 +2,19 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
 use serde_json::Value;
 
 use super::adapters::{self, Adapters};
+use super::inputs::{Inputs, require_same_preprocessing, teacher_cache_key};
 use super::record::{self, Counts};
 use super::scoring::{ScoreData, Scoring};
-use super::{masking, on_policy, packing, vocabulary};
+use super::{MoreTeacher, masking, more_teachers, on_policy, packing, teacher_files, vocabulary};
 use crate::analysis;
-use crate::data::{Data, DataSet, LargestInputs, Task, fixed_batch};
+use crate::data::{LargestInputs, Task, fixed_batch};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::Subject;
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Placement, Sharding, axis_sizes, rounding_scheme};
@@ -23,31 +24,19 @@ use crate::model::{Config, Model};
 use crate::output::REPORT_FILES;
 use crate::pass::{Context, Plan};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, ContentKey, Encoding, Selection, Weight, ZeroOrigin};
+use crate::store::{ActivationScheme, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
     BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
-    forecast, largest_inputs, require_trainable,
+    dropout, forecast, largest_inputs, require_trainable,
 };
-use crate::work::Work;
 
 /// Advice if the outputs of a trained model are severely degraded.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student initialized with more layers of its teacher";
 
 /// Description of the trained tensors in reports.
 const RULE: &str = "all floats that losses depend on";
-
-/// Graphs, samples and losses of a training.
-struct Inputs<'a> {
-    graph: Graph,
-    teacher_graph: Option<Graph>,
-    /// Options of the training data.
-    data: &'a Data,
-    subject: Subject,
-    samples: Arc<DataSet>,
-    objective: Objective,
-}
 
 /// The weights to train, and the graphs that read them.
 struct Student {
@@ -69,8 +58,14 @@ pub(in crate::pass) struct Job<'a> {
     /// The model to train.
     pub student: Model,
     pub teacher: Option<Model>,
-    /// The folder of cached logits of the teacher, and their number per row.
-    pub cache: Option<(&'a Path, usize)>,
+    /// The folder of cached logits of the teacher.
+    pub cache: Option<&'a Path>,
+    /// Number of cached logits per row.
+    pub top: usize,
+    /// Files with the logits of the teacher, which does not run then.
+    pub logits: Option<&'a [PathBuf]>,
+    /// Further teachers, and their options.
+    pub more_teachers: Vec<(Model, MoreTeacher)>,
     /// Continuations of the student, if it writes samples.
     pub on_policy: Option<OnPolicy>,
     pub training: Training,
@@ -81,6 +76,12 @@ pub(in crate::pass) struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
+    /// A training without a teacher.
+    pub fn new(applied: Applied, student: Model, training: Training, state: &'a RunState) -> Job<'a> {
+        let (more_teachers, renamed) = (Vec::new(), BTreeMap::new());
+        Job { applied, student, teacher: None, cache: None, top: 1, logits: None, more_teachers, on_policy: None, training, state, renamed }
+    }
+
     /// Validates the losses and predicts the memory.
     pub fn plan(mut self) -> Result<Plan<'a>> {
         let adapters = self.attach_adapters()?;
@@ -93,10 +94,14 @@ impl<'a> Job<'a> {
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
         let objective = Objective::new(&training.losses, &graph, teacher_graph.as_ref(), task)?;
         require_trainable(&graph, model, training)?;
+        more_teachers::require_same_logits(&self.more_teachers, &objective)?;
         on_policy::sampler(self.on_policy, (model, &graph), &objective, None)?;
         masking::masker(training.masking.as_ref(), (model, &graph), &objective)?;
         let small = training_graph(&graph, &objective, training)?;
-        let sizes = bindings(&small, batch(&graph, training), None);
+        dropout(&small, training)?;
+        // A sample of a contrastive loss has at least two texts.
+        let rows = batch(&graph, training).saturating_mul(if training.losses.contrastive.is_some() { 2 } else { 1 });
+        let sizes = bindings(&small, rows, None);
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
         let forecast = forecast((&small, &graph, model), training, teacher_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
         let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
@@ -139,14 +144,23 @@ impl<'a> Job<'a> {
         let Student { graph, small, mut weights, quantizers, counts, is_rounded_when_written } =
             self.load_student(&inputs, adapters, (context, placement), &memory_tracker)?;
         let teacher = self.load_teacher(&inputs, context, &memory_tracker)?;
-        let cache = self.open_cache(&inputs, context)?;
+        let (cache, cache_note) = match self.logits {
+            Some(files) => {
+                let folder = self.cache.map(Path::to_owned);
+                teacher_files::cache(files, (folder, self.top), &inputs, context).map(|(cache, note)| (Some(cache), Some(note)))?
+            }
+            None => (self.open_cache(&inputs, context)?, None),
+        };
+        let further_teachers =
+            more_teachers::load(&self.more_teachers, &inputs, (context, training, self.teacher_device(context), self.top), teacher.as_ref(), &memory_tracker)?;
         let batch = batch(&graph, training);
         let first = inputs.samples.first()?;
         let largest = largest_inputs(&inputs.samples, batch, training, (context.seed, team.size()), &context.work)?;
         let sizes = bindings(&small, batch, Some(&largest));
         let teacher_graph = inputs.teacher_graph.as_ref().zip(self.teacher.as_ref());
         let forecast = forecast((&small, &graph, &self.student), training, teacher_graph, &inputs.objective, (&sizes, team.size()))?;
-        let data = ScoreData::open((name, training), &inputs.subject, self.teacher.as_ref(), (context, team.rank()))?;
+        let reference = self.teacher.as_ref().filter(|_| self.logits.is_none());
+        let data = ScoreData::open((name, training), &inputs.subject, reference, (context, team.rank()))?;
         let quantizers = quantizers.as_ref();
         let scoring = Scoring { data, model: &self.student, graph: &graph, adapters, quantizers, is_rounded_when_written, first: &first, context };
         let score = |weights: &Weights, state: &BTreeMap<String, ManagedTensor>| scoring.score(weights, state);
@@ -158,6 +172,7 @@ impl<'a> Job<'a> {
             graph: &small,
             teacher: teacher.as_ref(),
             cache: cache.as_ref(),
+            further_teachers: &further_teachers,
             objective: &inputs.objective,
             data: &inputs.samples,
             sampler: sampler.as_ref(),
@@ -188,6 +203,7 @@ impl<'a> Job<'a> {
         applied.tensors = if trained.unchanged { BTreeSet::new() } else { self.names_in_input(written) };
         applied.rule = adapters.map_or_else(|| RULE.to_owned(), Adapters::rule);
         applied.notes.append(&mut trained.notes);
+        applied.notes.extend(cache_note);
         applied.notes.extend(counts.notes(name, training, adapters, quantizers.filter(|_| !trained.unchanged)));
         let earlier = self.state.history.iter().filter(|applied| applied.name == name).count();
         applied.attached.extend(record::logs(name, earlier, training, checkpoints));
@@ -221,6 +237,10 @@ impl<'a> Job<'a> {
         }
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "has pairs with scores, which no loss supports: specify one text column, and `task: fidelity`"));
+        }
+        if self.training.losses.contrastive.is_some() && samples.task() != Task::Contrastive {
+            let reason = format!("needs pairs of matching texts, but the task of the data is {}: set `task: contrastive` and `pair_column`", samples.task());
+            return Err(Error::option("losses: contrastive", reason));
         }
         let task = masking::task(self.training.masking.as_ref(), samples.task());
         let objective = Objective::new(&self.training.losses, &graph, teacher_graph.as_ref(), task)?;
@@ -316,7 +336,9 @@ impl<'a> Job<'a> {
     /// Loads the teacher, if losses read its values.
     fn load_teacher(&self, inputs: &Inputs, context: &Context, memory_tracker: &MemoryTracker) -> Result<Option<Teacher>> {
         let values = inputs.objective.teacher_values();
-        let (Some(teacher), Some(graph), false) = (&self.teacher, &inputs.teacher_graph, values.is_empty()) else { return Ok(None) };
+        let (Some(teacher), Some(graph), false) = (&self.teacher, &inputs.teacher_graph, values.is_empty() || self.logits.is_some()) else {
+            return Ok(None);
+        };
         let (device, dtype) = self.teacher_device(context);
         let graph = packing::for_samples(subgraph(graph, &values, &Op::clone)?, inputs.data)?;
         let placement = (device, dtype, self.training.offloads_parameters());
@@ -325,7 +347,7 @@ impl<'a> Job<'a> {
 
     /// Opens the cache of the teacher's logits, if one is requested.
     fn open_cache(&self, inputs: &Inputs, context: &Context) -> Result<Option<RefCell<Cache>>> {
-        let (Some((folder, top)), Some(graph), Some(teacher)) = (self.cache, &inputs.teacher_graph, &self.teacher) else { return Ok(None) };
+        let (Some(folder), Some(graph), Some(teacher)) = (self.cache, &inputs.teacher_graph, &self.teacher) else { return Ok(None) };
         if !inputs.objective.reads_only_logits() {
             let reason = "stores only logits: remove losses that read other values of the teacher";
             return Err(Error::option(format!("{}: teacher_cache", self.applied.name), reason));
@@ -333,21 +355,8 @@ impl<'a> Job<'a> {
         let (device, dtype) = self.teacher_device(context);
         let key = teacher_cache_key(teacher, graph, &self.training, dtype, device, &context.work)?;
         let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
-        Ok(Some(RefCell::new(Cache::open(folder, &key, top, temperature)?)))
+        Ok(Some(RefCell::new(Cache::open(folder, &key, self.top, temperature)?)))
     }
-}
-
-/// Returns an error if the training images of student and teacher are preprocessed differently: both run
-/// on the same samples.
-fn require_same_preprocessing(student: &DataSet, teacher: &DataSet) -> Result<()> {
-    let (Some(ours), Some(theirs)) = (student.preprocessing(), teacher.preprocessing()) else { return Ok(()) };
-    if ours == theirs {
-        return Ok(());
-    }
-    let reason = format!(
-        "preprocesses images differently from the student (teacher: {theirs}; student: {ours}): set the same `resize`, `crop`, `mean` and `std` for both in `data: {{ train: ... }}`"
-    );
-    Err(Error::option("distill: teacher", reason))
 }
 
 /// Whether a report of an earlier run, or `config.json`, states that weights of the model were pruned.
@@ -394,16 +403,6 @@ fn bindings(graph: &Graph, batch: usize, largest: Option<&LargestInputs>) -> Bin
         sizes.extend(axis_sizes(graph, |name| inputs.shapes.get(name).map(Vec::as_slice)));
     }
     sizes
-}
-
-/// Cache key of a teacher's logits: its weights, its graph, the precision, the device, and whether the
-/// logits of hard labels are cached.
-fn teacher_cache_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, device: &Device, work: &Work) -> Result<String> {
-    let mut key = ContentKey::new(work);
-    // Ranks on equal GPUs share the cache.
-    key.line(&format!("{} {} {compute:?} {} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some(), crate::exec::hardware(device)));
-    key.files(&teacher.weight_files, &teacher.path)?;
-    Ok(key.name())
 }
 
 #[cfg(test)]

@@ -10,10 +10,11 @@ pub(super) fn require_bytes(name: &str, what: &str, needed: u64, limit: u64) -> 
     if needed <= limit {
         return Ok(());
     }
-    Err(Error::Unsupported {
-        what: format!("{name}: {what} about {}, but the memory limit is {}", ByteSize(needed), ByteSize(limit)),
-        hint: "increase the limit `memory`, or add large layers to `ignore`".into(),
-    })
+    // Rounded up, so that the number is a limit that suffices.
+    let unit = 10u64.pow(needed.max(1000).ilog10() - 2);
+    let needed = ByteSize(needed.div_ceil(unit).saturating_mul(unit));
+    let reason = format!("{what} about {needed}, but the memory limit is {}", ByteSize(limit));
+    Err(Error::run(name, reason, format!("set the limit `memory` to {needed} or more, or add large layers to `ignore`")))
 }
 
 /// Returns an error if a weight contains infinite or NaN values.

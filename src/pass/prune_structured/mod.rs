@@ -45,7 +45,7 @@ use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::Amount;
-use crate::pass::amount::suggest_percentage;
+use crate::ratio::suggest_percentage;
 use crate::run_state::{Applied, RunState};
 use crate::store::{Pattern, Role, Weight};
 use selection::Selection;
@@ -55,7 +55,7 @@ use selection::Selection;
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct PruneStructured {
-    /// What to remove [default: heads, mlp and channels, where the model has them]
+    /// Parts to remove [default: heads, mlp and channels, if the model has them]
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub dims: Vec<PrunedPart>,

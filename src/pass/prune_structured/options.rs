@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::analysis::GroupUnit;
 use crate::error::ParseError;
 use crate::pass::Amount;
-use crate::pass::amount::parse_fraction;
+use crate::ratio::parse_fraction;
 
 /// Part of a model that can be pruned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -150,11 +150,23 @@ impl<'de> Deserialize<'de> for Amounts {
 pub enum Target {
     /// Multiply-accumulate operations for one sample: a text of 128 tokens, or an image of 224 x 224 if
     /// the size is dynamic
-    Macs(f64),
+    Macs(
+        #[serde(deserialize_with = "crate::ratio::ratio")]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        f64,
+    ),
     /// Number of parameters
-    Params(f64),
+    Params(
+        #[serde(deserialize_with = "crate::ratio::ratio")]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        f64,
+    ),
     /// Latency of the built-in executor on synthetic samples
-    Latency(f64),
+    Latency(
+        #[serde(deserialize_with = "crate::ratio::ratio")]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        f64,
+    ),
 }
 
 impl Target {

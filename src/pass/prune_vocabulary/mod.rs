@@ -14,6 +14,7 @@
 
 mod corpus;
 mod files;
+mod languages;
 mod retained;
 mod selection;
 mod settings;
@@ -33,6 +34,7 @@ use crate::model::Model;
 use crate::run_state::{Applied, RunState};
 use crate::work::Meter;
 use corpus::TokenizedCorpus;
+use languages::Scripts;
 use retained::Retained;
 use selection::Selection;
 use tables::{Reduced, TokenTables};
@@ -48,6 +50,12 @@ pub struct PruneVocabulary {
     #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<PathBuf>"))]
     #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::data::one_or_several::one_or_several")]
     pub keep: Vec<PathBuf>,
+    /// Languages whose tokens remain, such as en,de: all tokens in their scripts, and digits, punctuation and
+    /// symbols
+    #[cfg_attr(feature = "cli", arg(long, value_name = "CODE,...", value_delimiter = ','))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<String>"))]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::data::one_or_several::one_or_several")]
+    pub languages: Vec<String>,
     /// Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
     /// .jsonl), or the only one]
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN"))]
@@ -69,7 +77,7 @@ pub struct PruneVocabulary {
 
 impl Default for PruneVocabulary {
     fn default() -> Self {
-        Self { keep: Vec::new(), text_column: None, vocab_size: None, min_count: 1, multiple_of: 1 }
+        Self { keep: Vec::new(), languages: Vec::new(), text_column: None, vocab_size: None, min_count: 1, multiple_of: 1 }
     }
 }
 
@@ -102,7 +110,10 @@ impl PruneVocabulary {
         }
         let count = |id: usize| counts.map_or(0, |counts| counts.get(id).copied().unwrap_or(0));
         let candidates = tokenizer.by_frequency(count);
-        for id in candidates.iter().filter(|id| counts.is_none() || count(**id) >= self.min_count) {
+        let scripts = (!self.languages.is_empty()).then(|| Scripts::of_languages(&self.languages)).transpose()?;
+        let is_used = |id: usize| if counts.is_some() { count(id) >= self.min_count } else { scripts.is_none() };
+        let remains = |id: usize| is_used(id) || scripts.as_ref().is_some_and(|scripts| scripts.contain(tokenizer, id));
+        for id in candidates.iter().filter(|id| remains(**id)) {
             selection.add(*id, limit);
         }
         let target = selection.ids().len().next_multiple_of(self.multiple_of);
@@ -181,11 +192,14 @@ impl Pass for PruneVocabulary {
     fn check(&self) -> Result<()> {
         let wrong = |what: &str, reason: &str| Err(Error::option(format!("{NAME}: {what}"), reason));
         match () {
-            () if self.keep.is_empty() && self.vocab_size.is_none() => wrong("keep", "is missing: specify texts whose tokens remain, a `vocab_size`, or both"),
+            () if self.keep.is_empty() && self.languages.is_empty() && self.vocab_size.is_none() => {
+                wrong("keep", "is missing: specify texts whose tokens remain, `languages`, or a `vocab_size`")
+            }
             () if self.vocab_size == Some(0) => wrong("vocab_size", "must be at least 1"),
             () if self.min_count == 0 => wrong("min_count", "must be at least 1"),
             () if self.min_count > 1 && self.keep.is_empty() => wrong("min_count", "counts tokens in the texts of `keep`, which is missing"),
             () if self.text_column.is_some() && self.keep.is_empty() => wrong("text_column", "is a column of the texts of `keep`, which is missing"),
+            () if !self.languages.is_empty() && Scripts::of_languages(&self.languages).is_err() => Scripts::of_languages(&self.languages).map(drop),
             () if self.multiple_of == 0 => wrong("multiple_of", "must be at least 1"),
             () => Ok(()),
         }

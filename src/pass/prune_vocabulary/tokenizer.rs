@@ -56,7 +56,7 @@ impl TokenizerFile {
         TokenizerFile::parse(&path, &text)
     }
 
-    fn parse(path: &Path, text: &str) -> Result<TokenizerFile> {
+    pub(super) fn parse(path: &Path, text: &str) -> Result<TokenizerFile> {
         let wrong = |reason: String| Error::malformed(path, reason);
         let json: Value = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
         let at = |pointer: &str| json.pointer(pointer).unwrap_or(&Value::Null);
@@ -98,7 +98,7 @@ impl TokenizerFile {
         Ok(file)
     }
 
-    fn at(&self, pointer: &str) -> &Value {
+    pub(super) fn at(&self, pointer: &str) -> &Value {
         self.json.pointer(pointer).unwrap_or(&Value::Null)
     }
 
@@ -152,7 +152,7 @@ impl TokenizerFile {
     }
 
     /// Prefix of tokens that continue a word, and suffix of tokens that end one.
-    fn affixes(&self) -> [&str; 2] {
+    pub(super) fn affixes(&self) -> [&str; 2] {
         ["/model/continuing_subword_prefix", "/model/end_of_word_suffix"].map(|pointer| self.at(pointer).as_str().unwrap_or(""))
     }
 

@@ -130,14 +130,16 @@ pub struct Quantize {
     /// With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a fraction of
     /// its mean
     /// [default: chosen for each layer input by the error on held-out samples]
-    #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION", value_parser = crate::ratio::parse))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::optional_ratio_schema"))]
+    #[serde(deserialize_with = "crate::ratio::optional_ratio", skip_serializing_if = "Option::is_none")]
     pub damping: Option<f64>,
     /// With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is compensated,
     /// from 0 to 1; 0 does not run the original model in parallel [default: chosen for each layer by the
     /// error on held-out samples]
-    #[cfg_attr(feature = "cli", arg(long, value_name = "PART"))]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION", value_parser = crate::ratio::parse))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::optional_ratio_schema"))]
+    #[serde(deserialize_with = "crate::ratio::optional_ratio", skip_serializing_if = "Option::is_none")]
     pub propagation: Option<f64>,
     /// With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain those of
     /// the stored order [default: true]

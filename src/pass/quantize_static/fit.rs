@@ -47,22 +47,26 @@ impl QuantizeStatic {
                 (Some(by), _) => *by,
                 (None, None) => FakeQuantize::default(),
                 (None, Some(observed)) => {
-                    let costs = self.costs(prepared, layers, site.scale_of)?;
-                    let (low, high) = if self.headroom {
-                        with_headroom(self.observer, observed, &costs, self.percentile)
-                    } else {
-                        self.observer.range(observed, Some(&costs), self.percentile)
-                    };
-                    let (low, high) = clamp_range(graph, site.scale_of, (low, high));
-                    // After an activation function, integer kernels require zero at the lower end.
-                    let is_unsigned = low == 0.0;
-                    if self.symmetric && !is_unsigned { FakeQuantize::symmetric(low, high) } else { FakeQuantize::from_range(low, high) }
+                    let range = self.range(observed, &self.costs(prepared, layers, site.scale_of)?);
+                    self.quantizer(clamp_range(graph, site.scale_of, range))
                 }
             };
             ranges.insert(site.scale_of, by);
             quantizers.insert(graph.value(*value).name.clone(), (by, site.all_readers));
         }
         Ok(quantizers)
+    }
+
+    /// The range of a value. `costs`: weights of the squared error of each channel.
+    pub(super) fn range(&self, observed: &ValueStatistics, costs: &[f64]) -> (f32, f32) {
+        if self.headroom { with_headroom(self.observer, observed, costs, self.percentile) } else { self.observer.range(observed, Some(costs), self.percentile) }
+    }
+
+    /// The quantizer of a range.
+    pub(super) fn quantizer(&self, (low, high): (f32, f32)) -> FakeQuantize {
+        // After an activation function, integer kernels require zero at the lower end.
+        let is_unsigned = low == 0.0;
+        if self.symmetric && !is_unsigned { FakeQuantize::symmetric(low, high) } else { FakeQuantize::from_range(low, high) }
     }
 
     /// Weights of the squared error of each channel of a value, summed over the quantized layers that
@@ -119,13 +123,15 @@ impl QuantizeStatic {
             }
         }
         let graph = quantizers::insert(&prepared.graph, &model.weights, &inserted)?;
+        let graph = self.fit_bodies((prepared, graph), layers, statistics, &mut model, meter)?;
         model.changed_graph = Some(Arc::new(graph));
         model.signed_activations |= self.target == ActivationTarget::Arm;
         Ok(model)
     }
 
     pub(super) fn affine(&self, weight: &Weight, granularity: Granularity, activations: ActivationScheme) -> QuantizationSpec {
-        let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
+        // Scales of small weights would be subnormal 16-bit floats.
+        let scale_dtype = if matches!(weight.dtype, DType::F64 | DType::F16) { DType::F32 } else { weight.dtype };
         QuantizationSpec { codes: Codes::INT8, granularity, symmetric: true, scale_dtype, activations }
     }
 

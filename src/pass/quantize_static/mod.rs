@@ -13,6 +13,7 @@
 //!   - quantize-static: { observer: mse }
 //! ```
 
+mod bodies;
 mod constants;
 mod factors;
 mod fit;
@@ -218,10 +219,13 @@ const MIN_PIXELS: u64 = 128 * 128;
 impl QuantizeStatic {
     /// Collects statistics of all values to be quantized, and the best ranges of single images if
     /// `single_images` is set.
-    fn observe(&self, prepared: &Prepared, single_images: bool, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
+    fn observe(&self, prepared: &mut Prepared, single_images: bool, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
         let weights = |value| if single_images { self.costs(prepared, &prepared.layers, value).map(Some) } else { Ok(None) };
-        let requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, weights)?;
-        calibrate::statistics(NAME, &prepared.graph, &prepared.model, &requests, context)
+        let mut requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, weights)?;
+        let graph = bodies::observed(prepared, &mut requests)?;
+        let statistics = calibrate::statistics(NAME, &graph, &prepared.model, &requests, context)?;
+        bodies::deselect_unobserved(prepared, &graph, &statistics);
+        Ok(statistics)
     }
 
     /// Prepares the model, collects statistics, and migrates scales.
@@ -236,7 +240,7 @@ impl QuantizeStatic {
             factors::insert(&mut prepared, &chains)?;
             chains = channel_equalization::find_chains(&prepared.graph, &prepared.layers);
         }
-        let mut statistics = self.observe(&prepared, false, context)?;
+        let mut statistics = self.observe(&mut prepared, false, context)?;
         let fixed = if let Smooth::Strength(strength) = self.smooth { Some(strength) } else { None };
         let graph = prepared.graph.clone();
         let per_tensor = self.granularity == GranularityKind::Tensor;
@@ -249,7 +253,7 @@ impl QuantizeStatic {
         // The best ranges of single images are those of the rescaled model.
         let are_large = statistics.values().any(|value| value.rows_per_sample() >= MIN_PIXELS);
         if self.observer == ActivationObserver::Mse && prepared.has_images() && are_large {
-            statistics = self.observe(&prepared, true, context)?;
+            statistics = self.observe(&mut prepared, true, context)?;
         }
         Ok((prepared, statistics, choices))
     }

@@ -40,8 +40,9 @@ const RULE: &str =
 /// Selects the layers and prepares the model.
 pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore: &[Pattern]) -> Result<Prepared> {
     let graph = model.graph()?;
-    let candidates: BTreeSet<&str> =
-        graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))).map(|node| weight_input(&graph, node)).collect();
+    let bodies = crate::onnx::control_flow::layers(&graph);
+    let layers = graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_)));
+    let candidates: BTreeSet<&str> = layers.map(|node| weight_input(&graph, node)).chain(bodies.keys().map(String::as_str)).collect();
     let weights = model.weights.clone();
     // ONNX Runtime rejects files in which several int8 convolutions share a kernel.
     let convolutions = |name: &str| graph.nodes().iter().filter(|node| matches!(node.op, Op::Conv(_)) && weight_input(&graph, node) == name).count();

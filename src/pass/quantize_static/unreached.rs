@@ -7,8 +7,8 @@ use crate::error::{Error, counted};
 use crate::model::Model;
 use crate::store::{DType, Role, Weight};
 
-/// Hint for nodes of 16-bit floats.
-const HALF_HINT: &str = "export the model in float32, or use `quantize-dynamic`, which changes only weights";
+/// Hint for nodes of other floats.
+const FLOATS_HINT: &str = "export the model in float32 or float16, or use `quantize-dynamic`, which changes only weights";
 /// Hint for nodes in bodies.
 const BODY_HINT: &str = "use `quantize-dynamic`, which also quantizes weights in bodies; a condition that never changes can be removed from the file first";
 
@@ -24,21 +24,21 @@ impl Cause {
     fn of(model: &Model, weight: &Weight, name: &str) -> Option<Cause> {
         let file = model.onnx.as_ref().filter(|_| matches!(weight.role, Some(Role::Matrix | Role::Kernel)))?;
         match weight.dtype {
-            DType::F16 | DType::BF16 | DType::F64 => Some(Cause::Floats(weight.dtype)),
+            DType::BF16 | DType::F64 => Some(Cause::Floats(weight.dtype)),
             _ => file.is_layer_in_body(name).then_some(Cause::Body),
         }
     }
 
     fn text(&self) -> String {
         match self {
-            Cause::Floats(dtype) => format!("computes with {dtype}, but static quantization requires float32"),
-            Cause::Body => "is in a body of a control flow operator, which is run unchanged".into(),
+            Cause::Floats(dtype) => format!("computes with {dtype}, but static quantization requires float32 or float16"),
+            Cause::Body => "is in a body of a control flow operator, in which only products and convolutions with a weight of their own are quantized".into(),
         }
     }
 
     fn hint(&self) -> &'static str {
         match self {
-            Cause::Floats(_) => HALF_HINT,
+            Cause::Floats(_) => FLOATS_HINT,
             Cause::Body => BODY_HINT,
         }
     }

@@ -30,9 +30,9 @@ use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::ir::Graph;
 use crate::model::Model;
-use crate::pass::amount::suggest_percentage;
 use crate::pass::prune_structured::Repair;
 use crate::pass::prune_structured::layers::influence;
+use crate::ratio::suggest_percentage;
 use crate::run_state::{Applied, RunState};
 use choice::Chosen;
 use library::{Fitting, Library, adjusted};
@@ -50,7 +50,9 @@ pub struct SearchStructure {
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE=LIMIT", default_value_t = Self::default().limit))]
     pub limit: Limit,
     /// Fractions of the neurons and of the heads of a layer that options keep
-    #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "FRACTION", default_values_t = Self::default().widths))]
+    #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "FRACTION", default_values_t = Self::default().widths, value_parser = crate::ratio::parse))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratios_schema"))]
+    #[serde(deserialize_with = "crate::ratio::ratios")]
     pub widths: Vec<f64>,
     /// Choose the same widths for all layers, and remove only whole layers [default: true if config.json
     /// supports only one width]

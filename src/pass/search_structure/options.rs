@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::error::ParseError;
-use crate::pass::amount::parse_fraction;
+use crate::ratio::parse_fraction;
 use crate::store::ByteSize;
 
 /// Limit of the size of the result.
@@ -17,7 +17,11 @@ use crate::store::ByteSize;
 #[non_exhaustive]
 pub enum Limit {
     /// Fraction of the parameters of the layers that remain
-    Layers(f64),
+    Layers(
+        #[serde(deserialize_with = "crate::ratio::ratio")]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        f64,
+    ),
     /// Number of parameters of the model
     Params(u64),
     /// Size of all weights of the model

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::time::Duration;
 
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 
 use super::agreement::judge;
 use super::memory::{lack_for_onnx_runtime, memory_limit};
 use crate::data::{self, Batch};
 use crate::error::{Error, Result, counted};
-use crate::evaluation::{self, Fidelity, Subject, quantized_values};
+use crate::evaluation::{self, Fidelity, Outputs, Subject, quantized_values};
 use crate::exec::Rounding;
 use crate::files;
 use crate::model::Model;
@@ -130,6 +130,27 @@ fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> 
     Ok((Some(ok || is_static), format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC))))
 }
 
+/// Both outputs, in which elements that are NaN or the same infinity in both are zero: synthetic samples may be
+/// outside of the domain of an operator.
+fn without_common_nonfinite(ours: &Outputs, theirs: &Outputs) -> candle_core::Result<[Outputs; 2]> {
+    let mut both = [ours.clone(), theirs.clone()];
+    for (name, a) in ours {
+        let Some(b) = theirs.get(name).filter(|b| a.dtype().is_float() && b.dtype().is_float() && a.dims() == b.dims()) else { continue };
+        let values = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        let is_common = |(a, b): (&f32, &f32)| !a.is_finite() && (a == b || a.is_nan() && b.is_nan());
+        let (mut a_values, mut b_values) = (values(a)?, values(b)?);
+        let common: Vec<bool> = a_values.iter().zip(&b_values).map(is_common).collect();
+        if !common.contains(&true) {
+            continue;
+        }
+        for (outputs, values) in both.iter_mut().zip([&mut a_values, &mut b_values]) {
+            values.iter_mut().zip(&common).filter(|(_, common)| **common).for_each(|(value, _)| *value = 0.0);
+            outputs.insert(name.clone(), Tensor::from_slice(values, a.dims(), &Device::Cpu)?);
+        }
+    }
+    Ok(both)
+}
+
 /// Result of the comparison of an ONNX file in ONNX Runtime with the built-in executor.
 #[derive(Debug)]
 pub(super) enum Comparison {
@@ -176,8 +197,9 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
         return Ok(Comparison::Incomplete("ONNX Runtime runs it; not compared, because the built-in executor cannot run it".into()));
     }
     let samples = if samples.is_empty() { std::slice::from_ref(&batch) } else { samples };
+    let half = model.onnx.as_ref().is_some_and(|file| file.is_half());
     // Fails for files of other tools, which name quantized values differently.
-    match compare_quantized_values(&model, path, samples, false, work) {
+    match compare_quantized_values(&model, path, samples, half, work) {
         Ok(Some((true, found))) => return Ok(Comparison::Agrees(found)),
         Ok(Some((false, found))) => return Ok(Comparison::Differs(found)),
         Err(Error::Cancelled) => return Err(Error::Cancelled),
@@ -188,14 +210,33 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
     // imply a defect of the file.
     let amplifies = model.graph().is_ok_and(|graph| quantized_values::is_static(&graph));
     let subject = Subject::from_model(model).map(|subject| subject.with_rounding(Rounding::Tensor));
-    let compared = subject.and_then(|mut subject| evaluation::output_fidelity(&batch, &subject.load(&Device::Cpu, work)?.run(&batch.inputs)?, &outputs));
+    let compared = subject.and_then(|mut subject| {
+        let ours = subject.load(&Device::Cpu, work)?.run(&batch.inputs)?;
+        let [ours, theirs] = without_common_nonfinite(&ours, &outputs).map_err(|e| Error::run("comparing outputs", e, ""))?;
+        evaluation::output_fidelity(&batch, &ours, &theirs)
+    });
     Ok(match compared {
         Err(Error::Cancelled) => return Err(Error::Cancelled),
         Err(e) => Comparison::Incomplete(format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
         Ok(fidelity) => {
-            let (ok, difference) = judge(&fidelity, has_integers);
+            let (ok, difference) = judge(&fidelity, has_integers || half);
             let found = format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, description));
             if ok || amplifies { Comparison::Agrees(found) } else { Comparison::Differs(found) }
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Only elements that are not finite in the same way in both outputs are ignored.
+    #[test]
+    fn common_values_that_are_not_finite_are_zero() {
+        let output = |values: &[f32]| Outputs::from([("y".to_owned(), Tensor::from_slice(values, values.len(), &Device::Cpu).unwrap())]);
+        let (nan, most) = (f32::NAN, f32::INFINITY);
+        let (a, b) = (output(&[nan, most, -most, nan, 1.0, 2.0]), output(&[nan, most, most, 3.0, nan, 2.0]));
+        let [a, b] = without_common_nonfinite(&a, &b).unwrap().map(|outputs| outputs["y"].to_vec1::<f32>().unwrap());
+        assert_eq!(format!("{a:?} {b:?}"), "[0.0, 0.0, -inf, NaN, 1.0, 2.0] [0.0, 0.0, inf, 3.0, NaN, 2.0]");
+    }
 }

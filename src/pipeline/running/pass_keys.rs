@@ -47,7 +47,6 @@ impl PassKeys<'_, '_> {
     /// read them, nor the device, because a training can be resumed on another one.
     pub fn checkpoint(&mut self, pass: &dyn Pass) -> Result<String> {
         self.add_evaluation()?;
-        self.key.line(&format!("{} {}", pass.name(), pass.options()));
         for path in pass.reads() {
             self.key.files([&path], path.parent().unwrap_or(&path))?;
         }
@@ -57,7 +56,11 @@ impl PassKeys<'_, '_> {
                 _ => self.add_data(name, data)?,
             }
         }
-        Ok(self.key.name())
+        let mut key = self.key.clone();
+        key.line(&format!("{} {}", pass.name(), pass.fixed_options()));
+        // The results of later passes depend on all options.
+        self.key.line(&format!("{} {}", pass.name(), pass.options()));
+        Ok(key.name())
     }
 
     /// The key of the model after the last pass.

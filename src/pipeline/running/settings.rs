@@ -69,7 +69,10 @@ impl Running {
         }
         for (name, samples) in runs {
             if let Some((key, None)) = self.data_set(samples) {
-                return Err(Error::option(name, format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or --{key} on the command line")));
+                return Err(Error::option(
+                    name,
+                    format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or `--{key} FILE` on the command line"),
+                ));
             }
         }
         Ok(())

@@ -47,16 +47,9 @@ fn example(card: &Card, runtime: Runtime) -> Option<[String; 2]> {
         // Without the adapter, the model is not that of the figures.
         Runtime::Sglang if is_corrected(card) => None,
         Runtime::Vllm if is_corrected(card) => {
-            if card.has_norms {
-                return shell(format!("# vLLM does not load the DoRA adapter {PATH}/{FOLDER}: add it to the weights with `compress dequantize`"));
-            }
             let rank =
                 card.report.passes.iter().rev().find_map(|pass| pass.details.get("correction").or_else(|| pass.details.get("adapter"))?.get("rank")?.as_u64());
-            let limit = match rank.map(vllm_max_lora_rank) {
-                None => String::new(),
-                Some(None) => return shell(format!("# vLLM does not load the adapter {PATH}/{FOLDER}, whose rank exceeds its limit")),
-                Some(Some(limit)) => format!(" --max-lora-rank {limit}"),
-            };
+            let limit = rank.and_then(vllm_max_lora_rank).map_or(String::new(), |limit| format!(" --max-lora-rank {limit}"));
             shell(format!("vllm serve {PATH} --enable-lora{limit} --lora-modules corrected={PATH}/{FOLDER}  # requests name the model `corrected`"))
         }
         // PEFT needs dequantized layers, and transformers dequantizes all of them by the first scheme.

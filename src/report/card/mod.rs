@@ -49,8 +49,6 @@ pub(crate) struct Card<'a> {
     pub files: &'a BTreeSet<String>,
     /// Runtimes whose rules the output complies with; `None` if they were not checked.
     pub loaded_by: Option<&'a [Target]>,
-    /// Whether the adapter of the output has the norms of DoRA.
-    pub has_norms: bool,
     /// Data sets on the Hub that were used for calibration and training.
     pub data_sets: &'a [String],
 }

@@ -1,6 +1,8 @@
 //! Likely mistakes of new users, which must not end in a result that they did not ask for.
 
+mod long_runs;
 mod requests;
+mod values;
 
 use std::fs;
 use std::path::Path;

@@ -210,7 +210,7 @@ impl Desk {
         let tensors = pico(dtype);
         let path = if shards == 1 { self.weights(&tensors) } else { self.shards(&tensors, shards) };
         fs::write(path.join("config.json"), pico_config(dtype).to_string()).unwrap();
-        fs::write(path.join("tokenizer.json"), r#"{"model": {"type": "BPE", "vocab": {}, "merges": []}}"#).unwrap();
+        fs::write(path.join("tokenizer.json"), r#"{"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}"#).unwrap();
         fs::create_dir(path.join("1_Pooling")).unwrap();
         fs::write(path.join("1_Pooling/config.json"), r#"{"pooling_mode_mean_tokens": true}"#).unwrap();
         path

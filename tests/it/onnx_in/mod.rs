@@ -3,7 +3,9 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod bodies;
 mod broken;
+mod half;
 mod hub;
 mod layers;
 mod mutations;

@@ -320,53 +320,29 @@ fn sizes_are_part_of_the_key_of_cached_results() {
     assert_eq!([run("4", "four"), run("8", "eight"), run("4", "again")], [false, false, true]);
 }
 
-/// Layers of 16-bit floats and layers in bodies are not quantized; errors and notes name their nodes and the
-/// next step.
+/// Layers of 64-bit floats are not quantized; the error names the node and the next step.
 #[test]
-fn layers_outside_of_the_graph_are_named() {
+fn layers_of_64_bit_floats_are_named() {
     if !crate::common::onnxruntime::has_onnx_runtime() {
         return;
     }
-    let named = |name: &str, node: NodeProto| NodeProto { name: Some(name.into()), ..node };
     let cast = |from: &str, to: &str, ty: DataType| node("Cast", &[from], &[to], vec![AttributeProto::int("to", ty as i64)]);
-    let bits: Vec<u8> = (0..20 * 8).flat_map(|at| (0x3000u16 + at % 200).to_le_bytes()).collect();
-    let half = TensorProto { raw_data: Some(bits), ..tensor("half", DataType::Float16, &[20, 8]) };
-    let in_half = vec![cast("x", "h", DataType::Float16), named("narrow", node("MatMul", &["h", "half"], &["a"], vec![])), cast("a", "y", DataType::Float)];
-    let branch = |name: &str, weight: &str| {
-        let output = format!("{weight}_out");
-        let inner = named(&format!("{name}/MatMul"), node("MatMul", &["a", weight], &[&output], vec![]));
-        let graph =
-            GraphProto { name: Some(name.into()), node: vec![inner], output: vec![value(&output, DataType::Float, &["n", "8"])], ..GraphProto::default() };
-        AttributeProto { g: Some(graph), i: None, r#type: Some(5), ..AttributeProto::int(name, 0) }
+    let bytes: Vec<u8> = numbers(20 * 8).into_iter().flat_map(|value| f64::from(value).to_le_bytes()).collect();
+    let double = TensorProto { raw_data: Some(bytes), ..tensor("double", DataType::Double, &[20, 8]) };
+    let product = NodeProto { name: Some("wide".into()), ..node("MatMul", &["h", "double"], &["a"], vec![]) };
+    let graph = GraphProto {
+        name: Some("g".into()),
+        node: vec![cast("x", "h", DataType::Double), product, cast("a", "y", DataType::Float)],
+        initializer: vec![double],
+        input: vec![value("x", DataType::Float, &["n", "20"])],
+        output: vec![value("y", DataType::Float, &["n", "8"])],
+        ..GraphProto::default()
     };
-    let in_bodies = vec![
-        node("MatMul", &["x", "first"], &["a"], vec![]),
-        node("ReduceMax", &["x"], &["largest"], vec![AttributeProto::int("keepdims", 0)]),
-        node("Less", &["largest", "limit"], &["small"], vec![]),
-        node("If", &["small"], &["y"], vec![branch("then_branch", "second"), branch("else_branch", "third")]),
-    ];
-    let limit = TensorProto { float_data: vec![0.9], ..tensor("limit", DataType::Float, &[]) };
-    let file = |nodes: Vec<NodeProto>, initializer: Vec<TensorProto>| {
-        let (input, output) = (vec![value("x", DataType::Float, &["n", "20"])], vec![value("y", DataType::Float, &["n", "8"])]);
-        let graph = GraphProto { name: Some("g".into()), node: nodes, initializer, input, output, ..GraphProto::default() };
-        let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
-        ModelProto { ir_version: Some(7), graph: Some(graph), opset_import, ..ModelProto::default() }
-    };
-    let bodies = file(in_bodies, vec![raw("first", &[20, 16]), raw("second", &[16, 8]), raw("third", &[16, 8]), limit]);
-    let (half, bodies) = (Place::new(&file(in_half, vec![half])), Place::new(&bodies));
-    let data = |place: &Place| {
-        let samples = place.path("samples.safetensors");
-        candle_core::safetensors::save(&[("x".to_owned(), Tensor::from_vec(numbers(640), (32, 20), &Device::Cpu).unwrap())].into(), &samples).unwrap();
-        Data::at(&samples)
-    };
-    let error = quantized(&half, data(&half), "out.onnx").unwrap_err();
-    assert!(error.to_string().contains("`half`: cannot be quantized: node `narrow` computes with F16"), "{error}");
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
+    let place = Place::new(&ModelProto { ir_version: Some(7), graph: Some(graph), opset_import, ..ModelProto::default() });
+    let samples = place.path("samples.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), Tensor::from_vec(numbers(640), (32, 20), &Device::Cpu).unwrap())].into(), &samples).unwrap();
+    let error = quantized(&place, Data::at(&samples), "out.onnx").unwrap_err();
+    assert!(error.to_string().contains("`double`: cannot be quantized: node `wide` computes with F64"), "{error}");
     assert!(error.hint().unwrap().contains("export the model in float32"), "{error:?}");
-    let report = quantized(&bodies, data(&bodies), "out.onnx").unwrap();
-    let note = "2 layer weights left in floats, the first: `second`, because node `then_branch/MatMul` is in a body";
-    assert!(report.notes.iter().any(|found| found.starts_with(note)), "{:?}", report.notes);
-    let pass = QuantizeStatic { targets: vec!["third".parse().unwrap()], ..QuantizeStatic::default() };
-    let error = builder().pass(pass).calibration(data(&bodies)).build().unwrap().run(bodies.open(), bodies.path("other.onnx")).unwrap_err();
-    assert!(error.to_string().contains("`third`: cannot be quantized: node `else_branch/MatMul` is in a body"), "{error}");
-    assert!(error.hint().unwrap().contains("quantize-dynamic"), "{error:?}");
 }

@@ -330,8 +330,8 @@ fn files_that_cannot_be_converted_have_a_next_step() {
         model.opset_import.push(OperatorSetIdProto { domain: Some("local".into()), version: Some(1) });
     });
     assert!(function.contains("node `call` (Twice) calls a function of the file: inline functions first"), "{function}");
-    let half = changed(&|model| model.graph.as_mut().unwrap().input = vec![value("x", DataType::Float16, &["n", "64"])]);
-    assert!(half.contains("the input `x` is Float16: export the model in float32"), "{half}");
+    let double = changed(&|model| model.graph.as_mut().unwrap().input = vec![value("x", DataType::Double, &["n", "64"])]);
+    assert!(double.contains("the input `x` is Double: export the model in float32"), "{double}");
 }
 
 #[test]

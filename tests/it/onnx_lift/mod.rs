@@ -416,10 +416,10 @@ fn unsupported_operators_are_named_and_the_model_still_opens() {
     let error = refused(vec![node("Cos", &["x"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("NonZero", &["b"], "y", vec![])]);
     assert!(error.contains("does not support") && error.contains("node `y` (NonZero): the operator is not supported"), "{error}");
     assert!(error.contains("(output `y`: ") && error.contains("; node `a` (Cos): the operator is not supported"), "{error}");
-    let mut half = model(13, &[0, 4], vec![node("Relu", &["x"], "y", vec![])], vec![]);
-    half.graph.as_mut().unwrap().input[0] = value("x", DataType::Float16, Some(&[1, 4]));
-    std::fs::write(&path, half.encode_to_vec()).unwrap();
-    assert!(Model::open(&path).unwrap().graph().unwrap_err().to_string().contains("input `x` is Float16"));
+    let mut double = model(13, &[0, 4], vec![node("Relu", &["x"], "y", vec![])], vec![]);
+    double.graph.as_mut().unwrap().input[0] = value("x", DataType::Double, Some(&[1, 4]));
+    std::fs::write(&path, double.encode_to_vec()).unwrap();
+    assert!(Model::open(&path).unwrap().graph().unwrap_err().to_string().contains("input `x` is Double"));
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use crate::error::{Error, Result};
+
 /// A model repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Repository {
@@ -55,6 +57,26 @@ pub fn is_repository_id(text: &str) -> bool {
     text.split_once('/').is_some_and(|(org, name)| is_plain(org) && is_plain(name))
 }
 
+/// Rejects the page of a repository on the website of the Hub, which is not a file.
+pub fn require_no_page(path: &Path) -> Result<()> {
+    match path.to_str().and_then(page) {
+        Some(name) => {
+            let hint = format!("write `hf:{name}`, with `@REVISION` for a branch, tag or commit");
+            Err(Error::run(path.display(), "is a page of the Hugging Face Hub, not a file", hint))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The repository of a page.
+fn page(address: &str) -> Option<&str> {
+    let address = address.strip_prefix("https://")?;
+    let name = ["huggingface.co/", "hf.co/"].iter().find_map(|host| address.strip_prefix(host))?.trim_end_matches('/');
+    let end = name.match_indices('/').nth(1).map_or(name.len(), |(at, _)| at);
+    let (name, rest) = name.split_at(end);
+    (is_repository_id(name) && (rest.is_empty() || rest.starts_with("/tree/"))).then_some(name)
+}
+
 fn is_plain(part: &str) -> bool {
     !part.is_empty() && !part.starts_with('.') && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
 }
@@ -102,6 +124,16 @@ mod tests {
         for wrong in ["hf:", "hf:a", "hf:a/", "hf:/b", "hf:a/b@", "hf:../b", "hf:a/b@../c", "hf:a b/c", "hf:a/b@x?y"] {
             assert!(parse(wrong).unwrap_err().contains("hf:org/name"), "{wrong}");
         }
+    }
+
+    #[test]
+    fn pages_are_not_files() {
+        let names = ["https://huggingface.co/a/b", "https://hf.co/a/b/", "https://huggingface.co/a/b/tree/main"];
+        assert!(names.map(page).into_iter().all(|name| name == Some("a/b")));
+        for name in ["https://huggingface.co/a/b/resolve/main/model.gguf", "https://huggingface.co/a", "https://example.org/a/b", "hf:a/b", "a/b"] {
+            assert_eq!(page(name), None, "{name}");
+        }
+        assert!(require_no_page(Path::new(names[0])).unwrap_err().hint().unwrap().contains("write `hf:a/b`"));
     }
 
     #[test]

@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 pub use destination::{Destination, NewFile};
 pub use file_cache::FileCache;
-pub use hub_name::{GIT_ATTRIBUTES, Repository, data_set_id, is_repository_id};
+pub use hub_name::{GIT_ATTRIBUTES, Repository, data_set_id, is_repository_id, require_no_page};
 pub use local_names::LocalNames;
 pub use remote::{SCHEMES, describe};
 pub use stores::{Store, is_streamed, is_writable, prefetch, register_store};

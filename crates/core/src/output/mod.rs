@@ -11,8 +11,10 @@ mod repository;
 mod resume_folder;
 mod staging;
 mod target;
+mod writable;
 
 pub use names::{CONTINUATIONS, REPORT_FILES, SBOM, SIGNATURE, file_format, file_name, report_folder, reported_output, require_folder_name};
 pub use resume_folder::{IDENTITY, ResumeFolder};
 pub use staging::{ScratchFolder, Staging, check_output};
 pub use target::{Inputs, Replace, require_local};
+pub use writable::{check_file_writable, check_writable, free_space};

@@ -32,7 +32,7 @@ use self::work_folder::{begin, bytes, remove, remove_created, remove_stale, sync
 use super::lock::Lock;
 use super::names::{file_name, free_data_name, work_location};
 use super::repository::{check_repository, is_repository};
-use super::target::{Inputs, Replace, absolute, check_target, refuse};
+use super::target::{Inputs, Replace, absolute, check_target, refuse, require_expanded};
 use crate::error::{Error, Result, redact_path};
 use crate::files::{self, Destination};
 
@@ -41,6 +41,7 @@ use crate::files::{self, Destination};
 /// Fails if the target exists and may not be replaced, is not a folder although it should be one, overlaps
 /// the model, or contains a file that the run reads.
 pub fn check_output(target: &Path, replace: Replace, inputs: &Inputs) -> Result<()> {
+    require_expanded(target)?;
     recover_and_check(&absolute(target)?, replace, inputs).map(drop)
 }
 
@@ -83,6 +84,7 @@ const ATTEMPTS: usize = 100;
 impl Staging {
     /// Creates a staging folder next to the final location.
     pub fn new(target: &Path, replace: Replace, inputs: impl Into<Inputs>) -> Result<Staging> {
+        require_expanded(target)?;
         let (target, inputs) = (absolute(target)?, inputs.into());
         let mut notes = recover_and_check(&target, replace, &inputs)?;
         let Some((parent, prefix)) = work_location(&target) else {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::listing::Listing;
 use super::names::{JOURNAL, file_format, file_name, named_format, report_folder, work_location};
-use crate::error::{Error, Result, redact_path};
+use crate::error::{Error, Result, UNEXPANDED, redact_path};
 use crate::files;
 
 /// Existing data that an output may replace.
@@ -260,6 +260,11 @@ pub(super) fn require_remote_folder(target: &Path) -> Result<()> {
     }
 }
 
+/// Rejects a path with a `~` that the shell has not expanded, which would be the name of a folder.
+pub(super) fn require_expanded(path: &Path) -> Result<()> {
+    if path.starts_with("~") && !Path::new("~").exists() { Err(refuse(path, "begins with `~`", UNEXPANDED)) } else { Ok(()) }
+}
+
 pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
     if files::is_remote(path) {
         return Ok(path.to_owned());
@@ -334,5 +339,7 @@ mod tests {
             assert!(check_target(&absolute(&place).unwrap(), Replace::Output, &(&input).into()).is_err(), "{}", place.display());
         }
         assert!(check_target(&folder.path().join("input2"), Replace::Never, &(&input).into()).is_ok());
+        assert!(require_expanded(Path::new("~/out")).unwrap_err().hint().unwrap().contains("`$HOME`"));
+        assert!(require_expanded(Path::new("a/~")).is_ok() && require_expanded(Path::new("~out")).is_ok());
     }
 }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::header::Entry;
 use super::raw_tensor::{DataFile, RawTensor};
-use super::{Fp8Config, GptqConfig, Nvfp4Config, Weight, pytorch, shard_name};
+use super::{Fp8Config, GptqConfig, Nvfp4Config, Weight, no_model, pytorch, shard_name};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 
@@ -182,7 +182,10 @@ fn only_file(folder: &Path) -> Result<PathBuf> {
         [path] => Ok((*path).clone()),
         [] => Err(Error::malformed(
             folder,
-            format!("no {SINGLE}, no {INDEX} and no other .safetensors or PyTorch weight file in this folder; specify the folder with the weights"),
+            format!(
+                "no {SINGLE}, no {INDEX} and no other .safetensors or PyTorch weight file in this folder; {}",
+                no_model::folder_advice(folder, &[SINGLE, INDEX])
+            ),
         )),
         _ => Err(Error::malformed(folder, format!("several {kind} files and no {INDEX}; specify the file to open"))),
     }

@@ -13,6 +13,7 @@ const DEEPEST: usize = 32;
 
 /// A hash over lines of text and the contents of files. It does not depend on the location or
 /// modification time of files.
+#[derive(Clone)]
 pub struct ContentKey<'w> {
     hasher: blake3::Hasher,
     work: Work<'w>,

@@ -29,6 +29,7 @@ mod index_select;
 mod item;
 mod measure;
 mod modules;
+mod no_model;
 mod normalized;
 mod number_format;
 mod nvfp4;

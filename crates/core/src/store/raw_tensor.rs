@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::header::{Header, MAX_HEADER};
 use super::quantization_spec::row;
-use super::{Block, BlockSink, DType, Rows, View, WeightSource, block_elements};
+use super::{Block, BlockSink, DType, Rows, View, WeightSource, block_elements, no_model};
 use crate::error::{Error, Result};
 use crate::files::File;
 
@@ -42,7 +42,7 @@ impl DataFile {
                 } else if is_header || path.extension().is_some_and(|extension| extension == "safetensors") {
                     format!("the header claims {length} bytes in a file of {bytes} (at most {MAX_HEADER} are allowed): not a safetensors file, or truncated")
                 } else {
-                    return Error::run(path.display(), "is not a model", "specify the folder of a model, or a weight file such as model.safetensors");
+                    return Error::run(path.display(), "is not a model", no_model::advice(path));
                 },
             )
         })?;

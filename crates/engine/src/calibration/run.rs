@@ -116,7 +116,7 @@ fn record(
     if !statistics.contains_key(name) {
         statistics.insert(name.to_owned(), ValueStatistics::new(width, request));
     }
-    let Some(statistics) = statistics.get_mut(name) else { return Ok(()) };
+    let Some(statistics) = statistics.get_mut(name).filter(|_| value.elem_count() > 0) else { return Ok(()) };
     let mask = padding.token_rows(tokens, shape).filter(|_| request.axis == Axis::Last);
     let sizes = sample_sizes(value.elem_count() / width.max(1), samples, mask.as_deref());
     if !on_host(value.device()) {

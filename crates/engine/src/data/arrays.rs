@@ -20,6 +20,9 @@ use crate::ir::Element;
 use crate::store::DType;
 use crate::store::header::{byte_count, element_count};
 
+/// Maximum number of array names in messages.
+const LISTED: usize = 12;
+
 /// Whether a file or folder contains an array with a default name for labels.
 pub(super) fn has_labels(path: &Path) -> Result<bool> {
     if path.is_dir() {
@@ -42,7 +45,10 @@ fn open(path: &Path) -> Result<Vec<Rows>> {
 /// array for the only input. `None` if the input is optional and has no array.
 pub(super) fn array_for<'r>(options: &Data, port: &Port, ports: &[Port], arrays: &[&'r Rows], path: &Path) -> Result<Option<&'r Rows>> {
     let find = |name: &str| arrays.iter().find(|rows| rows.name == name).copied();
-    let available = || names(arrays.iter().copied());
+    let available = || match arrays.len().checked_sub(LISTED).filter(|more| *more > 0) {
+        Some(more) => format!("{} and {more} more: is it a file of weights?", names(arrays.iter().copied().take(LISTED))),
+        None => names(arrays.iter().copied()),
+    };
     if let Some((unknown, _)) = options.inputs.iter().find(|(input, _)| ports.iter().all(|port| port.name != *input)) {
         let ports = ports.iter().map(|port| format!("`{}`", port.name)).collect::<Vec<_>>().join(", ");
         return Err(Error::option("data", format!("the model has no input `{unknown}`; its inputs are {ports}")));

@@ -18,6 +18,9 @@ pub enum References {
     /// A score for each pair of texts; the batch contains the first texts of all pairs, then the second
     /// texts.
     Scores(Vec<f64>),
+    /// The number of matching texts of each sample, two or three. The batch contains the first texts of all
+    /// samples, then the texts that match them, then texts that do not, if there are any.
+    Matches(usize),
     /// For each window, the positions whose tokens are predicted from the preceding ones.
     Next(Vec<Range<usize>>),
     /// For each sample, the target token of the logits at each position; `None` for the label -100.
@@ -36,6 +39,16 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Number of rows of the inputs.
+    pub fn rows(&self) -> usize {
+        let texts = match self.references {
+            References::Scores(_) => 2,
+            References::Matches(texts) => texts,
+            _ => 1,
+        };
+        self.samples.saturating_mul(texts)
+    }
+
     /// Truncates texts to their first tokens; drops the targets.
     pub fn shortened(self, length: usize) -> Result<Batch> {
         self.tokens_within(0..length)
@@ -70,6 +83,12 @@ impl Batch {
         let some = from..from.saturating_add(count);
         let references = match &self.references {
             References::None => Some(References::None),
+            References::Matches(_) => {
+                return Err(Error::option(
+                    "batch_size",
+                    "a batch of matching texts cannot be divided, because each text is compared with all others: lower it",
+                ));
+            }
             References::Classes(classes) => classes.get(some).map(|some| References::Classes(some.to_vec())),
             References::Scores(scores) => scores.get(some).map(|some| References::Scores(some.to_vec())),
             References::Next(ranges) => ranges.get(some).map(|some| References::Next(some.to_vec())),

@@ -1,6 +1,6 @@
 //! Validation of data options.
 
-use super::options::Data;
+use super::options::{Data, Task};
 use super::records::{TextFormat, layout};
 use crate::error::{Error, Result, redact_path};
 
@@ -36,6 +36,15 @@ impl Data {
         }
         if self.is_spread() && self.stride.is_some() {
             return Err(Error::option("data", "`stride` does not apply to `sampling: spread`, which takes one window per line: remove it"));
+        }
+        if self.task == Some(Task::Contrastive) && (self.text.is_none() || self.pair_column.is_none()) {
+            return Err(Error::option(
+                "data",
+                "`task: contrastive` requires pairs of texts: specify `text`, and the column of the matching texts as `pair_column`",
+            ));
+        }
+        if self.task != Some(Task::Contrastive) && self.negative_column.is_some() {
+            return Err(Error::option("data", "`negative_column` applies only to `task: contrastive`: set it, or remove the column"));
         }
         if let Some((name, of)) = self.unread_option() {
             return Err(Error::option("data", format!("`{name}` applies only to {of}: remove it")));
@@ -147,6 +156,9 @@ mod tests {
             ("{ text: a.jsonl, samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
             ("{ images: ., samples: 2, sampling: spread }", "`sampling: spread` applies only to plain text"),
             ("{ text: a.txt, sampling: spread }", "requires `samples`"),
+            ("{ text: a.csv, task: contrastive }", "specify `text`, and the column of the matching texts as `pair_column`"),
+            ("{ text: a.csv, pair_column: 1, negative_column: 2 }", "`negative_column` applies only to `task: contrastive`"),
+            ("{ text: a.txt, pair_column: b, task: contrastive }", "`pair_column` applies only to texts in columns"),
             ("{ text: a.txt, weight: 2 }", "`weight` applies only to the texts of `mix`"),
             ("{ text: a.txt, mix: [{ text: b.txt }] }", "exactly one of"),
             ("{ mix: [{ images: a }] }", "`mix`: requires `text` in each entry"),
@@ -170,6 +182,7 @@ mod tests {
             "{ mix: [{ text: a.txt, weight: 0.5, append_eos: true }, { text: b.jsonl, loss_on: assistant }], max_length: 8 }",
             "{ text: a.csv, header: false, quoting: false, text_column: 0, max_length: 8 }",
             "{ text: a.log, delimiter: \";\", header: false }",
+            "{ text: a.csv, pair_column: b, negative_column: c, task: contrastive }",
         ] {
             assert_eq!(check(valid), Ok(()), "{valid}");
         }

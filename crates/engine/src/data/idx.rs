@@ -44,7 +44,9 @@ fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
 impl Reader {
     fn open(path: &Path, rank: std::ops::RangeInclusive<usize>) -> Result<Reader> {
         let mut rest = open(path)?;
-        let not_idx = || Error::malformed(path, "is neither an IDX file of bytes nor a folder of images");
+        let not_idx = || {
+            Error::malformed(path, "is neither an IDX file of bytes nor a folder of images: use `text` for texts, and `arrays` for .npz and .safetensors files")
+        };
         let mut magic = [0; 4];
         rest.read_exact(&mut magic).map_err(|_| not_idx())?;
         let [0, 0, BYTES, dimensions] = magic else { return Err(not_idx()) };

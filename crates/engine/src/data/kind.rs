@@ -45,7 +45,12 @@ impl Data {
         let path = Path::new(name);
         let exists = path.exists();
         if let Some(key) = leading_key(name).filter(|_| !exists) {
-            return Err(format!("options need braces: write '{{ {name} }}' (`{key}` is an option, not the name of a file)"));
+            // As arguments of options with several values.
+            let options = if name.contains(": ") { name.to_owned() } else { name.replace('=', ": ").replace(',', ", ") };
+            return Err(format!("options need braces: write '{{ {options} }}' (`{key}` is an option, not the name of a file)"));
+        }
+        if let Some(files) = several(name).filter(|_| !exists) {
+            return Err(format!("`{name}` is not a file; several files are mixed: '{{ mix: [{}] }}'", files.join(", ")));
         }
         if let Some(data) = Data::in_file(path).filter(|_| !path.is_dir()) {
             return Ok(data);
@@ -76,6 +81,9 @@ pub(super) fn unknown_extension(name: &str) -> String {
 /// The data in a folder.
 fn in_folder(folder: &Path) -> Result<Data, String> {
     let name = folder.display();
+    if folder.join("config.json").is_file() {
+        return Err(format!("`{name}` is the folder of a model, not data: specify a file of texts ({}) or arrays ({})", listed(&TEXTS), listed(&ARRAYS)));
+    }
     if arrays::folder_has_arrays(folder) {
         return Ok(Data { arrays: Some(folder.to_owned()), ..Data::default() });
     }
@@ -97,9 +105,16 @@ fn in_folder(folder: &Path) -> Result<Data, String> {
     })
 }
 
-/// The option at the beginning of options without braces, like `text: book.txt`.
+/// The entries of a mixture, for a list of existing texts.
+fn several(name: &str) -> Option<Vec<String>> {
+    let files: Vec<&str> = name.split(',').map(str::trim).collect();
+    let exist = files.len() > 1 && files.iter().all(|file| Path::new(file).is_file());
+    exist.then(|| files.iter().map(|file| format!("{{ text: {file} }}")).collect())
+}
+
+/// The option at the beginning of options without braces, like `text: book.txt` or `text=book.txt`.
 fn leading_key(text: &str) -> Option<&str> {
-    let (key, _) = text.split_once(": ")?;
+    let (key, _) = text.split_once(": ").or_else(|| text.split_once('='))?;
     let is_key = !key.is_empty() && key.chars().all(|c| c.is_ascii_lowercase() || c == '_');
     is_key.then_some(key)
 }
@@ -146,8 +161,8 @@ mod tests {
     #[test]
     fn options_without_braces_are_recognized() {
         assert_eq!(
-            ["text: a.txt", "text_column: b, text: a.txt", "a.txt", "C: x", ": a"].map(leading_key),
-            [Some("text"), Some("text_column"), None, None, None]
+            ["text: a.txt", "text_column: b, text: a.txt", "text=a.txt", "a.txt", "C: x", ": a"].map(leading_key),
+            [Some("text"), Some("text_column"), Some("text"), None, None, None]
         );
     }
 }

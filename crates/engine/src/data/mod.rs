@@ -75,7 +75,7 @@ pub use source_registry::{Array, DataSource, Sample, Values, register_source};
 pub use speech::Speech;
 pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
 pub use target::{Target, fixed_batch};
-pub use tokens::{Tokenizer, special_tokens, token_text};
+pub use tokens::{Tokenizer, special_tokens, token_text, unreadable_tokenizer};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
@@ -260,7 +260,7 @@ impl DataSet {
         let malformed = |reason: String| Error::malformed(Path::new(&self.description), reason);
         let (count, fixed) = match (self.count_all(), self.fixed_batch) {
             (Err(e), _) => return e,
-            (Ok(0), _) | (_, None) => return malformed("contains no samples".to_owned()),
+            (Ok(0), _) | (_, None) => return malformed("contains no samples: name data with at least one sample".to_owned()),
             (Ok(count), Some(fixed)) => (crate::error::counted(count, "sample"), fixed),
         };
         match (order.batch.filter(|batch| *batch != fixed), self.limit) {

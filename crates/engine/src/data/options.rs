@@ -26,6 +26,8 @@ pub enum Task {
     LanguageModelling,
     /// Semantic textual similarity: Spearman correlation of the cosine similarity with a score
     Embedding,
+    /// Pairs of matching texts, for the contrastive loss of a training
+    Contrastive,
     /// No labels: outputs are compared only with those of another model
     Fidelity,
 }
@@ -36,6 +38,7 @@ impl fmt::Display for Task {
             Task::Classification => "classification",
             Task::LanguageModelling => "language-modelling",
             Task::Embedding => "embedding",
+            Task::Contrastive => "contrastive",
             Task::Fidelity => "fidelity",
         })
     }
@@ -149,6 +152,10 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pair_column: Option<Column>,
+    /// Column of a text that does not match the first one (a hard negative), for `task: contrastive`
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub negative_column: Option<Column>,
     /// Column or array of the label: a class index or name, a score, or the decoder's target tokens
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]

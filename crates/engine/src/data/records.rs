@@ -10,7 +10,7 @@ use super::Target;
 use super::chat::{Chat, ChatTemplate, RenderedChat};
 use super::labels::Label;
 use super::options::{Column, Data};
-use super::text_format::numeric_label;
+use super::text_format::{NOT_UTF8, numeric_label};
 pub(super) use super::text_format::{TextFormat, header_note, layout};
 use crate::error::{Error, Result, counted, redact_path};
 use crate::files;
@@ -27,6 +27,8 @@ pub(super) enum Text {
 pub(super) struct Record {
     pub text: Text,
     pub pair: Option<String>,
+    /// A text that does not match the first one.
+    pub negative: Option<String>,
     pub label: Option<Label>,
     /// Line number, from 1.
     pub line: u64,
@@ -115,7 +117,7 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
             }
             Ok(Box::new(lines(file, path).filter_map(|line| match line {
                 Ok((_, text)) if text.trim().is_empty() => None,
-                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, label: None, line })),
+                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, negative: None, label: None, line })),
                 Err(e) => Some(Err(e)),
             })))
         }
@@ -130,7 +132,7 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
     (1..).zip(BufReader::new(file).lines()).map(move |(number, line)| {
         let without_mark = |text: String| if number == 1 { text.trim_start_matches(BYTE_ORDER_MARK).to_owned() } else { text };
         line.map(|text| (number, without_mark(text))).map_err(|e| match e.kind() {
-            std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is not UTF-8")),
+            std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is {NOT_UTF8}")),
             _ => Error::io("read", &path)(e),
         })
     })
@@ -150,7 +152,12 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
     };
     let names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
     match names.last() {
-        Some(name) if name == LAST_RECORD => return Err(Error::malformed(path, "is empty: it has neither a header nor samples")),
+        Some(name) if name == LAST_RECORD => {
+            return Err(Error::malformed(
+                path,
+                "is empty: it has neither a header nor samples; the first line names the columns, and each other line is a sample",
+            ));
+        }
         last => require_closed(path, 1, last.map(String::as_str))?,
     }
     if let Some(score) = numeric_label(options, &names) {
@@ -188,6 +195,7 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         }
     };
     let pair = options.pair_column.as_ref().map(find).transpose()?;
+    let negative = options.negative_column.as_ref().map(find).transpose()?;
     let label = match &options.label_column {
         Some(column) => Some(find(column)?),
         None if labelled => Some(
@@ -223,7 +231,8 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
                 let reason = format!("line {line} has {} fields for {}: quote texts that contain the delimiter", record.len(), counted(width, "column"));
                 return Err(Error::malformed(&path, reason));
             }
-            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
+            let label = label.map(get).transpose()?.map(Label::Text);
+            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, negative: negative.map(get).transpose()?, label, line })
         };
         Some(read())
     });
@@ -257,7 +266,7 @@ fn has_crlf(path: &Path) -> bool {
 /// The message without the position, which the caller adds.
 fn plain(error: &csv::Error) -> String {
     match error.kind() {
-        csv::ErrorKind::Utf8 { .. } => "is not UTF-8".into(),
+        csv::ErrorKind::Utf8 { .. } => format!("is {NOT_UTF8}"),
         csv::ErrorKind::Io(e) => e.to_string(),
         _ => error.to_string(),
     }
@@ -277,8 +286,14 @@ fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
         Some(Column::Name(name)) => Ok(Some(name.clone())),
         None => Ok(None),
     };
-    let names =
-        Names { text: name(&options.text_column)?, pair: name(&options.pair_column)?, label: name(&options.label_column)?, labelled, path: path.to_owned() };
+    let names = Names {
+        text: name(&options.text_column)?,
+        pair: name(&options.pair_column)?,
+        negative: name(&options.negative_column)?,
+        label: name(&options.label_column)?,
+        labelled,
+        path: path.to_owned(),
+    };
     Ok(Box::new(lines(file, path).filter_map(move |line| match line {
         Ok((_, text)) if text.trim().is_empty() => None,
         Ok((line, text)) => Some(names.record(line, &text)),
@@ -290,6 +305,7 @@ fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
 struct Names {
     text: Option<String>,
     pair: Option<String>,
+    negative: Option<String>,
     label: Option<String>,
     labelled: bool,
     path: PathBuf,
@@ -297,8 +313,9 @@ struct Names {
 
 impl Names {
     fn record(&self, line: u64, text: &str) -> Result<Record> {
-        let object: Map<String, Value> =
-            serde_json::from_str(text).map_err(|e| Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}")))?;
+        let object: Map<String, Value> = serde_json::from_str(text).map_err(|e| {
+            Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}; each line is an object such as {{\"text\": \"...\"}}"))
+        })?;
         let find = |name: &Option<String>, defaults: &[&str], option: &str| match name {
             Some(name) => object.get(name).ok_or_else(|| format!("`{name}`")),
             None => defaults
@@ -327,6 +344,7 @@ impl Names {
         Ok(Record {
             text,
             pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[], "pair_column"))).transpose()?.map(Label::into_text),
+            negative: self.negative.as_ref().map(|_| value(find(&self.negative, &[], "negative_column"))).transpose()?.map(Label::into_text),
             label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL, "label_column"))?) } else { None },
             line,
         })
@@ -365,7 +383,7 @@ mod tests {
     }
 
     fn record(text: &str, pair: Option<&str>, label: Option<&str>, line: u64) -> Record {
-        Record { text: Text::Plain(text.into()), pair: pair.map(Into::into), label: label.map(|text| Label::Text(text.into())), line }
+        Record { text: Text::Plain(text.into()), pair: pair.map(Into::into), negative: None, label: label.map(|text| Label::Text(text.into())), line }
     }
 
     #[test]
@@ -380,6 +398,10 @@ mod tests {
         let bare = "3\t\"q\tr\textra\n4\ts\tt\n";
         let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
         assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);
+        let three = Record { negative: Some("n".into()), ..record("a", Some("p"), None, 2) };
+        assert_eq!(read("a.csv", "q,p,n\na,p,n\n", "{ text_column: q, pair_column: p, negative_column: n }", false).unwrap(), [three.clone()]);
+        let object = "\n{\"q\": \"a\", \"p\": \"p\", \"n\": \"n\"}\n";
+        assert_eq!(read("a.jsonl", object, "{ text_column: q, pair_column: p, negative_column: n }", false).unwrap(), [three]);
         let json = "{\"text\": \"a\", \"label\": 1}\n\n{\"label\": true, \"text\": \"b\"}\n";
         let number = Record { label: Some(Label::Number("1".into())), ..record("a", None, None, 1) };
         assert_eq!(read("a.jsonl", json, "{}", true).unwrap(), [number, record("b", None, Some("true"), 3)]);

@@ -40,8 +40,8 @@ impl Sentences {
         let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, template: None, classes };
         // Reports errors in the columns before a model is loaded.
         let template = records::template(sentences.records()?, &target)?;
-        if template.is_some() && task == Task::Embedding {
-            return Err(Error::option("data", format!("{}: `task: embedding` requires texts, but the file contains chats", path.display())));
+        if template.is_some() && matches!(task, Task::Embedding | Task::Contrastive) {
+            return Err(Error::option("data", format!("{}: `task: {task}` requires texts, but the file contains chats", path.display())));
         }
         if task == Task::Embedding && sentences.records()?.next().is_none() {
             let reason = format!("contains no pair with a score: a score of {IGNORED} means that the pair has none; add scores, or set `task: fidelity`");
@@ -65,12 +65,13 @@ impl Sentences {
                 let score = label.text().parse::<f64>().ok().filter(|score| score.is_finite());
                 score.ok_or_else(|| Error::malformed(&self.path, format!("{location}: the score `{}` is not a finite number", label.text())))
             })?),
+            Task::Contrastive => References::Matches(if self.options.negative_column.is_some() { 3 } else { 2 }),
             Task::LanguageModelling | Task::Fidelity => References::None,
         };
-        let rows: Vec<Tokens> = if self.task == Task::Embedding {
-            let second = records.iter().filter_map(|r| r.pair.as_ref());
+        let rows: Vec<Tokens> = if matches!(self.task, Task::Embedding | Task::Contrastive) {
+            let others = records.iter().filter_map(|r| r.pair.as_ref()).chain(records.iter().filter_map(|r| r.negative.as_ref()));
             let first = records.iter().map(|record| self.encode(record, None));
-            first.chain(second.map(|text| self.tokenizer.encode(text, None))).collect::<Result<_>>()?
+            first.chain(others.map(|text| self.tokenizer.encode(text, None))).collect::<Result<_>>()?
         } else {
             records.iter().map(|record| self.encode(record, record.pair.as_deref())).collect::<Result<_>>()?
         };

@@ -5,6 +5,9 @@ use std::path::Path;
 use super::options::{Column, Data};
 use crate::error::{Error, Result, redact_path};
 
+/// Completes messages about a line or a file of texts in another encoding.
+pub(super) const NOT_UTF8: &str = "not UTF-8 text: check that it is the right file, or convert it, as with `iconv -f ISO-8859-1 -t UTF-8`";
+
 /// Format of a text file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TextFormat {

@@ -56,6 +56,11 @@ pub struct Tokenizer {
     has_token_types: bool,
 }
 
+/// Why the tokenizers package does not read the text of a `tokenizer.json`.
+pub fn unreadable_tokenizer(text: &str) -> Option<String> {
+    text.parse::<tokenizers::Tokenizer>().err().map(|reason| reason.to_string())
+}
+
 impl Tokenizer {
     /// Opens the tokenizer of a model; texts are truncated to `max_length` tokens, or to the model's
     /// maximum.
@@ -388,5 +393,33 @@ mod tests {
         for (template, first) in [("A", None), ("<s> A", Some(263)), ("<s> A </s>", Some(263)), ("A </s>", None), ("<s> <s> A", None)] {
             assert_eq!(byte_level(folder.path(), template, false).first().unwrap(), first, "{template}");
         }
+    }
+
+    /// The files that tokenizers 0.23 and transformers 5.23 refuse.
+    #[test]
+    fn tokenizers_without_a_valid_vocabulary_are_not_read() {
+        use serde_json::json;
+        let read = |whole: Value| unreadable_tokenizer(&whole.to_string()).is_none();
+        let with = |model: Value| json!({ "added_tokens": [], "model": model });
+        assert!(read(with(json!({ "type": "BPE", "vocab": {}, "merges": [] }))));
+        assert!(read(with(json!({ "type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0 }))));
+        for model in [
+            json!(null),
+            json!({ "type": "BPE", "merges": [] }),
+            json!({ "type": "BPE", "vocab": ["a"], "merges": [] }),
+            json!({ "type": "BPE", "vocab": { "a": "1" }, "merges": [] }),
+            json!({ "type": "BPE", "vocab": { "a": 0 }, "merges": ["a c"] }),
+            json!({ "type": "WordLevel", "vocab": { "a": 0 } }),
+            json!({ "type": "Unigram", "vocab": { "a": 0 } }),
+            json!({ "type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 5 }),
+            json!({ "type": "None", "vocab": {} }),
+        ] {
+            assert!(!read(with(model.clone())), "{model}");
+        }
+        let model = json!({ "type": "BPE", "vocab": {}, "merges": [] });
+        for added in [json!([{ "content": "<s>" }]), json!([{ "id": 0, "content": "<s>" }]), json!(null)] {
+            assert!(!read(json!({ "added_tokens": added, "model": model })), "{added}");
+        }
+        assert!(!read(json!({})) && !read(json!({ "added_tokens": [], "model": model, "pre_tokenizer": { "type": "None" } })));
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::metric::{Metric, Outputs};
 use super::{Fidelity, FidelityAccumulator, Runner, Score, classification, custom_metric, embedding, language_modelling};
 use crate::data::{Batch, DataSet, Order, Task};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Runtime};
 use crate::exec::Inputs;
 use crate::work::Work;
@@ -164,6 +164,9 @@ fn metric(data: &DataSet) -> Result<Option<Box<dyn Metric>>> {
         Task::Classification => Some(Box::<classification::Classification>::default()),
         Task::LanguageModelling => Some(Box::<language_modelling::Perplexity>::default()),
         Task::Embedding => Some(Box::<embedding::Similarity>::default()),
+        Task::Contrastive => {
+            return Err(Error::option("task", "contrastive is the task of training data: evaluate on pairs with scores, `task: embedding`"));
+        }
         Task::Fidelity => None,
     })
 }

@@ -15,6 +15,7 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::dropout::{Dropout, DropoutSeed};
 use super::memory::GRADIENT;
 use super::sizes::InputCheck;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, Rounding, bytes_of, run};
@@ -44,6 +45,7 @@ pub struct Tape<'g> {
     reads: Vec<(Vec<bool>, bool)>,
     /// For each node, its kernel, prepared as soon as the precision of the computation is known.
     prepared: Vec<OnceLock<PreparedOp>>,
+    dropout: Option<Dropout>,
 }
 
 #[derive(Debug, Clone)]
@@ -75,6 +77,7 @@ pub struct Forward {
     /// Shapes, which are retained after the values are released.
     dims: Vec<Vec<usize>>,
     taps: BTreeMap<ValueId, Tensor>,
+    dropout: Option<DropoutSeed>,
 }
 
 impl Forward {
@@ -131,7 +134,7 @@ impl<'g> Tape<'g> {
         let reads = nodes.iter().map(reads).collect();
         let prepared = nodes.iter().map(|_| OnceLock::new()).collect();
         let (input_check, dead, done) = (InputCheck::default(), Vec::new(), Vec::new());
-        let mut tape = Tape { graph, device, input_check, segments, reached, taps, observed, dead, done, reads, prepared };
+        let mut tape = Tape { graph, device, input_check, segments, reached, taps, observed, dead, done, reads, prepared, dropout: None };
         tape.plan();
         tape
     }
@@ -194,10 +197,30 @@ impl<'g> Tape<'g> {
         self.graph
     }
 
+    /// Applies dropout in forward passes that have a seed. The nodes must not read their output in the
+    /// backward pass.
+    #[must_use]
+    pub fn with_dropout(mut self, dropout: Option<Dropout>) -> Tape<'g> {
+        self.dropout = dropout;
+        self
+    }
+
     /// Runs the forward pass and retains the values that the backward pass needs.
     pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, memory_tracker: &MemoryTracker, watch: Option<Watch>) -> Result<Forward> {
+        self.forward_with(None, parameters, inputs, memory_tracker, watch)
+    }
+
+    /// As [`forward`](Tape::forward), with dropout if there is a seed.
+    pub fn forward_with(
+        &self,
+        dropout: Option<DropoutSeed>,
+        parameters: &Parameters,
+        inputs: &Inputs,
+        memory_tracker: &MemoryTracker,
+        watch: Option<Watch>,
+    ) -> Result<Forward> {
         let inputs = self.input_check.prepare(self.graph, inputs, 0, &self.device, parameters.compute())?;
-        self.forward_from(parameters, inputs, memory_tracker, watch)
+        self.start(dropout, parameters, inputs, memory_tracker, watch)
     }
 
     /// As [`forward`](Tape::forward), from the values that its first node and later ones read.
@@ -206,10 +229,21 @@ impl<'g> Tape<'g> {
         parameters: &Parameters,
         start: impl IntoIterator<Item = (ValueId, Tensor)>,
         memory_tracker: &MemoryTracker,
+        watch: Option<Watch>,
+    ) -> Result<Forward> {
+        self.start(None, parameters, start, memory_tracker, watch)
+    }
+
+    fn start(
+        &self,
+        dropout: Option<DropoutSeed>,
+        parameters: &Parameters,
+        start: impl IntoIterator<Item = (ValueId, Tensor)>,
+        memory_tracker: &MemoryTracker,
         mut watch: Option<Watch>,
     ) -> Result<Forward> {
         let count = self.graph.values().len();
-        let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new() };
+        let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new(), dropout };
         for (id, tensor) in start {
             if self.taps.contains(&id) {
                 forward.taps.insert(id, tensor.clone());
@@ -220,7 +254,7 @@ impl<'g> Tape<'g> {
         }
         for segment in &self.segments {
             let (dims, taps) = (&mut forward.dims, &mut forward.taps);
-            let first = self.compute(segment, parameters, &mut forward.values, memory_tracker, false, &mut |node, operands, result| {
+            let first = self.compute(segment, parameters, &mut forward.values, memory_tracker, (false, dropout), &mut |node, operands, result| {
                 dims[node.output.index()] = result.dims().to_vec();
                 if self.taps.contains(&node.output) {
                     taps.insert(node.output, result.clone());
@@ -241,7 +275,7 @@ impl<'g> Tape<'g> {
         parameters: &Parameters,
         values: &mut [Option<Tensor>],
         memory_tracker: &MemoryTracker,
-        recomputed: bool,
+        (recomputed, dropout): (bool, Option<DropoutSeed>),
         observe: NodeObserver,
     ) -> Result<()> {
         memory_tracker.work_on(if recomputed { "recomputation" } else { "forward" }, "");
@@ -255,7 +289,8 @@ impl<'g> Tape<'g> {
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
             let result = self.prepared(index, compute).forward(&operands);
-            let result = result.and_then(|result| run::in_precision(&node.op, result, compute)).map_err(run::failed(self.name(node)))?;
+            let result = result.and_then(|result| run::in_precision(&node.op, result, compute));
+            let result = result.and_then(|result| self.drop_out(index, result, dropout)).map_err(run::failed(self.name(node)))?;
             observe(node, &operands, &result)?;
             drop(operands);
             memory_tracker.allocate_named(MemoryCategory::Activations, self.name(node), bytes_of(&result))?;
@@ -287,11 +322,11 @@ impl<'g> Tape<'g> {
         memory_tracker: &MemoryTracker,
         sink: GradientSink,
     ) -> Result<()> {
-        let Forward { mut values, dims, taps } = forward;
+        let Forward { mut values, dims, taps, dropout } = forward;
         drop(taps);
         let mut gradients = Gradients { graph: self.graph, by_value: vec![None; values.len()], memory_tracker };
         let done = from.into_iter().try_for_each(|(id, gradient)| gradients.add(id, gradient).map_err(run::failed(&self.graph.value(id).name))?);
-        let done = done.and_then(|()| self.walk_back(&mut values, &dims, &mut gradients, parameters, memory_tracker, sink));
+        let done = done.and_then(|()| self.walk_back(&mut values, (&dims, dropout), &mut gradients, parameters, memory_tracker, sink));
         self.release_all(&mut values, memory_tracker);
         gradients.clear();
         done
@@ -300,7 +335,7 @@ impl<'g> Tape<'g> {
     fn walk_back(
         &self,
         values: &mut [Option<Tensor>],
-        dims: &[Vec<usize>],
+        (dims, dropout): (&[Vec<usize>], Option<DropoutSeed>),
         gradients: &mut Gradients,
         parameters: &Parameters,
         memory_tracker: &MemoryTracker,
@@ -310,7 +345,7 @@ impl<'g> Tape<'g> {
         for segment in self.segments.iter().rev() {
             let nodes = &self.graph.nodes()[segment.nodes.clone()];
             match (segment.recomputed, nodes.iter().any(needs_backward)) {
-                (true, true) => self.compute(segment, parameters, values, memory_tracker, true, &mut |_, _, _| Ok(()))?,
+                (true, true) => self.compute(segment, parameters, values, memory_tracker, (true, dropout), &mut |_, _, _| Ok(()))?,
                 (false, true) => parameters.enter(&segment.parameters, Some(memory_tracker))?,
                 (_, false) => {}
             }
@@ -320,6 +355,7 @@ impl<'g> Tape<'g> {
                     if self.observed.contains(&node.output) {
                         sink(self.name(node), gradient.clone())?;
                     }
+                    let gradient = self.drop_out(index, gradient, dropout).map_err(run::failed(self.name(node)))?;
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
                 gradients.take(node.output);
@@ -377,6 +413,14 @@ impl<'g> Tape<'g> {
             gradients.add(*id, found).map_err(failed)??;
         }
         Ok(())
+    }
+
+    /// Applies dropout to the result of a node, or to its gradient.
+    fn drop_out(&self, index: usize, tensor: Tensor, seed: Option<DropoutSeed>) -> candle_core::Result<Tensor> {
+        match (&self.dropout, seed) {
+            (Some(dropout), Some(seed)) => dropout.apply(seed, index, tensor),
+            _ => Ok(tensor),
+        }
     }
 
     fn prepared(&self, index: usize, compute: DType) -> &PreparedOp {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ParseError, Result};
 use crate::store::Pattern;
+use crate::yaml_text::parse_option;
 
 /// Form of the adapters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,7 +62,7 @@ impl FromStr for Adapter {
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         match text.trim().parse() {
             Ok(rank) => Ok(Adapter { rank, ..Adapter::default() }),
-            Err(_) => serde_saphyr::from_str(text).map_err(|e| ParseError::from(e.to_string())),
+            Err(_) => parse_option("adapter", text),
         }
     }
 }

@@ -9,6 +9,7 @@ use super::draw::Draw;
 use crate::data::{ATTENTION_MASK, Batch};
 use crate::error::{Error, ParseError, Result};
 use crate::exec::transfer;
+use crate::yaml_text::parse_option;
 
 /// Random changes of training images, in each step anew.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,7 +26,7 @@ impl FromStr for Augment {
     type Err = ParseError;
 
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
-        serde_saphyr::from_str(text).map_err(|e| ParseError::from(e.to_string()))
+        parse_option("augment", text)
     }
 }
 

@@ -63,6 +63,16 @@ impl<'d> Batches<'d> {
         self.steps
     }
 
+    /// Whether fewer than `gradient_accumulation` batches belonged to the last of `step` steps, which ended
+    /// at the cursor.
+    pub fn ends_within_a_step(&self, at: Cursor, step: u64) -> Result<bool> {
+        if self.batches_per_step <= 1 {
+            return Ok(false);
+        }
+        let epoch = self.data.batches(self.order)? as u64;
+        Ok(at.epoch.saturating_mul(epoch).saturating_add(at.batches as u64) < step.saturating_mul(self.batches_per_step as u64))
+    }
+
     /// Passes the samples of each step after `step`, from the cursor `at` on, to `consume` until it breaks.
     /// Fails if there are fewer batches than processes.
     pub fn for_each_step(&self, mut at: Cursor, mut step: u64, mut consume: impl FnMut(Samples) -> Result<ControlFlow<()>>) -> Result<()> {

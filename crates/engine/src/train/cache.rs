@@ -6,7 +6,7 @@
 //! of the requested rows), the number of rows, a checksum of the entries, and for each row the column
 //! indices (u32) and values (f16) of its `top` largest logits, relative to the largest one, which f16
 //! represents most precisely, and the logarithm of the probability of all other columns, relative to that
-//! of the largest logit (f32). Records are never modified; an incomplete record at the end of a file is
+//! of the largest logit (f16). Records are never modified; an incomplete record at the end of a file is
 //! ignored.
 //!
 //! The other columns count as one: within them, the teacher's probabilities are proportional to those of
@@ -30,15 +30,17 @@ use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
 /// Version of the file format.
-const FORMAT: u32 = 4;
+const FORMAT: u32 = 5;
 /// Logarithm of a probability of 0.
-const ZERO_PROBABILITY: f32 = -1e4;
+const ZERO_PROBABILITY: f16 = f16::from_f32_const(-1e4);
+/// Largest sum of the listed probabilities of a token, which have been rounded.
+const LARGEST_SUM: f64 = 1.01;
 /// A logit without a share of the sum of exponentials.
 const MASKED: f32 = -1e30;
 /// Bytes of a column index and its value.
 const ENTRY_BYTES: usize = 6;
 /// Bytes of the probability of the other columns of a row.
-const REST_BYTES: usize = 4;
+const REST_BYTES: usize = 2;
 /// Bytes of a record before its entries.
 const HEADER_BYTES: usize = 28;
 
@@ -75,7 +77,7 @@ pub struct Entries {
     pub logits: Vec<(u32, f16)>,
     /// The logarithm of the probability of all other columns, relative to that of the largest logit, for
     /// each row.
-    pub rest: Vec<f32>,
+    pub rest: Vec<f16>,
 }
 
 impl Entries {
@@ -176,7 +178,7 @@ impl Cache {
             for row in bytes.chunks_exact(self.row_size()) {
                 let (logits, rest) = row.split_at(row.len() - REST_BYTES);
                 entries.logits.extend(logits.as_chunks::<ENTRY_BYTES>().0.iter().map(entry));
-                entries.rest.extend(rest.as_chunks::<REST_BYTES>().0.iter().map(|rest| f32::from_le_bytes(*rest)));
+                entries.rest.extend(rest.as_chunks::<REST_BYTES>().0.iter().map(|rest| f16::from_le_bytes(*rest)));
             }
         }
         Ok(entries)
@@ -232,9 +234,31 @@ impl Cache {
     pub fn top_logits(&self, logits: &Tensor) -> Result<Entries> {
         let values = transfer::values::<f32>(logits, Cause::Answers).map_err(|e| Error::candle("the teacher's logits", e))?;
         let rows: Vec<&[f32]> = values.chunks(logits.dims().last().copied().unwrap_or(0).max(1)).collect();
-        let rows: Vec<(Vec<(u32, f16)>, f32)> = rows.into_par_iter().map(|row| top_of_row(row, self.top, self.temperature)).collect();
-        let (logits, rest): (Vec<Vec<(u32, f16)>>, Vec<f32>) = rows.into_iter().unzip();
+        let rows: Vec<(Vec<(u32, f16)>, f16)> = rows.into_par_iter().map(|row| top_of_row(row, self.top, self.temperature)).collect();
+        let (logits, rest): (Vec<Vec<(u32, f16)>>, Vec<f16>) = rows.into_iter().unzip();
         Ok(Entries { logits: logits.concat(), rest })
+    }
+
+    /// Appends a row of log-probabilities at temperature 1, of which the largest are cached. Returns a reason
+    /// if they are not a distribution.
+    pub fn add_row(&self, entries: &mut Entries, row: &[(u32, f32)]) -> std::result::Result<(), String> {
+        let mut row = row.to_vec();
+        row.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        let sum = |row: &[(u32, f32)]| row.iter().map(|(_, value)| f64::from(*value).exp()).sum::<f64>();
+        let total = sum(&row);
+        let Some((_, highest)) = row.first().copied().filter(|(_, highest)| highest.is_finite() && total <= LARGEST_SUM) else {
+            return Err(format!("sum to {total:.2}"));
+        };
+        row.truncate(self.top);
+        let rest = (1.0 - sum(&row)).max(0.0).ln() - f64::from(highest);
+        row.sort_unstable_by_key(|(column, _)| *column);
+        if let Some(pair) = row.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return Err(format!("have the token {} twice", pair[0].0));
+        }
+        row.resize(self.top, row.first().copied().unwrap_or_default());
+        entries.logits.extend(row.into_iter().map(|(column, value)| (column, f16::from_f32((value - highest).max(f16::MIN.to_f32())))));
+        entries.rest.push(f16::from_f64(rest).max(ZERO_PROBABILITY));
+        Ok(())
     }
 
     /// The teacher's logits for some rows of `entries`, for the student's logits `[rows, columns]`, on
@@ -254,7 +278,7 @@ impl Cache {
         let shape = (count, self.top);
         let indices = on_device(Tensor::from_vec(logits.iter().map(|(column, _)| *column).collect::<Vec<u32>>(), shape, &Device::Cpu)?)?;
         let values = on_device(Tensor::from_vec(logits.iter().map(|(_, value)| value.to_f32()).collect::<Vec<f32>>(), shape, &Device::Cpu)?)?;
-        let rest = on_device(Tensor::from_vec(rest.iter().map(|rest| rest.max(ZERO_PROBABILITY)).collect::<Vec<f32>>(), (count, 1), &Device::Cpu)?)?;
+        let rest = on_device(Tensor::from_vec(rest.iter().map(|rest| rest.max(ZERO_PROBABILITY).to_f32()).collect::<Vec<f32>>(), (count, 1), &Device::Cpu)?)?;
         let masked = Tensor::full(MASKED, shape, device)?;
         let scaled = (student.to_dtype(DType::F32)?.contiguous()?.scatter(&indices, &masked, 1)? / self.temperature)?;
         let largest = scaled.max_keepdim(D::Minus1)?;
@@ -277,7 +301,7 @@ fn parse_header(header: &[u8; HEADER_BYTES]) -> (u128, usize, u64) {
 /// The `top` largest values of a row, ordered by column, minus the largest one; shorter rows are padded
 /// by repeating their first column. With the logarithm of the probability of the other values at a
 /// temperature, relative to that of the largest one.
-fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f32) {
+fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f16) {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
     let by_value = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
     let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -293,7 +317,7 @@ fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f3
     order.sort_unstable();
     order.resize(top, order.first().copied().unwrap_or(0));
     let entry = |column: u32| (column, f16::from_f32((row[column as usize] - offset).clamp(-65504.0, 65504.0)));
-    (order.into_iter().map(entry).collect(), (rest.ln() as f32).max(ZERO_PROBABILITY))
+    (order.into_iter().map(entry).collect(), f16::from_f64(rest.ln()).max(ZERO_PROBABILITY))
 }
 
 /// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions of
@@ -335,7 +359,7 @@ mod tests {
     /// Rows of `top` logits from a number on.
     fn entries(rows: usize, top: usize, from: usize) -> Entries {
         let logits = (from * top..(from + rows) * top).map(|i| ((i * 7919 % 101) as u32, f16::from_f32(i as f32 / 8.0))).collect();
-        Entries { logits, rest: (from..from + rows).map(|i| -(i as f32)).collect() }
+        Entries { logits, rest: (from..from + rows).map(|i| f16::from_f32(-(i as f32))).collect() }
     }
 
     fn joined(parts: impl IntoIterator<Item = Entries>) -> Entries {
@@ -430,7 +454,7 @@ mod tests {
             assert_eq!([0, 1, 3, 5].map(|at| logits[at]), [-6.5, -2.5, 0.0, -4.5]);
             let probability = |logit: f32| (f64::from(logit) / temperature).exp();
             let (found, expected) = (probability(logits[2]) + probability(logits[4]), probability(row[2] - 7.5) + probability(row[4] - 7.5));
-            assert!((found / expected - 1.0).abs() < 1e-5 && (logits[2] - logits[4] - 1.5).abs() < 1e-4, "{logits:?}");
+            assert!((found / expected - 1.0).abs() < 3e-3 && (logits[2] - logits[4] - 1.5).abs() < 1e-4, "{logits:?}");
             assert!(cache.logits(&kept, 0..1, &student.narrow(1, 0, 3).unwrap()).is_err() && cache.logits(&kept, 0..2, &student).is_err());
         }
         let (short, rest) = top_of_row(&[2.0, 1.0], 4, 1.0);

@@ -6,9 +6,7 @@ use std::ops::ControlFlow;
 use super::Teacher;
 use super::batches::{Batches, Cursor};
 use super::cache::{self, Cache, Entries};
-use super::losses::Logits;
-use super::state::Position;
-use super::trainer::Trainer;
+use super::losses::{Logits, LogitsSource};
 use crate::data::Batch;
 use crate::error::Result;
 use crate::exec::BlockwiseOptions;
@@ -48,23 +46,11 @@ impl Queue {
 
 /// A teacher whose top logits are cached on disk, and the loss that reads them.
 pub(super) struct CachedTeacher<'a> {
-    pub teacher: &'a Teacher,
+    /// `None` if the cache has all samples.
+    pub teacher: Option<&'a Teacher>,
     pub losses: &'a Logits,
-}
-
-impl Trainer<'_> {
-    /// The teacher and the loss over its logits; `None` without a teacher or without such a loss.
-    pub(super) fn cached_teacher(&self) -> Option<CachedTeacher<'_>> {
-        Some(CachedTeacher { teacher: self.teacher?, losses: self.objective.over_logits()? })
-    }
-
-    /// Fills the cache for a whole epoch if the teacher is streamed from disk, so that its weights are
-    /// read once per epoch. Returns the number of samples added.
-    pub(super) fn fill_teacher_cache(&self, batches: &Batches, position: &Position) -> Result<usize> {
-        let (Some(cached), Some(cache)) = (self.cached_teacher().filter(|cached| cached.teacher.is_streamed()), self.cache) else { return Ok(0) };
-        let options = BlockwiseOptions { spill: self.context.folder.clone(), ..BlockwiseOptions::on(self.device) };
-        cached.fill(&mut cache.borrow_mut(), batches, (position.data, position.step), &options, &self.context.work)
-    }
+    /// Source of its logits.
+    pub source: &'a LogitsSource,
 }
 
 impl CachedTeacher<'_> {
@@ -81,18 +67,20 @@ impl CachedTeacher<'_> {
         let mut from = 0;
         while let Some(begin) = (from..keys.len()).find(|at| !cache.contains(keys[*at])) {
             let end = (begin..keys.len()).find(|at| cache.contains(keys[*at])).unwrap_or(keys.len());
+            // Without a teacher, the cache reports the sample.
+            let Some(teacher) = self.teacher else { break };
             let part = batch.narrow(begin, end - begin)?;
-            let values = self.teacher.values(&part.inputs)?;
-            self.insert(cache, (&keys[begin..end], &rows[begin..end]), &values, &part)?;
+            let values = teacher.values(&part.inputs)?;
+            self.insert(cache, teacher, (&keys[begin..end], &rows[begin..end]), &values, &part)?;
             from = end;
         }
         cache.get(&keys)
     }
 
     /// Adds the teacher's logits for a batch to the cache.
-    fn insert(&self, cache: &mut Cache, (keys, rows): (&[u128], &[usize]), values: &super::teacher::Values, batch: &Batch) -> Result<()> {
+    fn insert(&self, cache: &mut Cache, teacher: &Teacher, (keys, rows): (&[u128], &[usize]), values: &super::teacher::Values, batch: &Batch) -> Result<()> {
         let mut entries = Entries::default();
-        self.losses.for_each_teacher_chunk((values, self.teacher.parameters()), batch, &mut |logits| {
+        self.losses.for_each_teacher_chunk((self.source, (values, teacher.parameters())), batch, &mut |logits| {
             entries.append(cache.top_logits(logits)?);
             Ok(())
         })?;
@@ -123,9 +111,10 @@ impl CachedTeacher<'_> {
     fn run_teacher(&self, cache: &mut Cache, queue: Vec<QueuedBatch>, options: &BlockwiseOptions, work: &Work) -> Result<()> {
         let (batches, targets): (Vec<Batch>, Vec<_>) = queue.into_iter().map(|(batch, keys, rows)| (batch, (keys, rows))).unzip();
         let mut targets = targets.into_iter();
-        self.teacher.block_by_block(batches, options, work, |batch, values| {
+        let Some(teacher) = self.teacher else { return Ok(()) };
+        teacher.block_by_block(batches, options, work, |batch, values| {
             let (keys, rows) = targets.next().unwrap_or_default();
-            self.insert(cache, (&keys, &rows), values, batch)
+            self.insert(cache, teacher, (&keys, &rows), values, batch)
         })
     }
 }

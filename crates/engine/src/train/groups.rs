@@ -9,6 +9,7 @@ use super::optimizer::{Kind, Rates};
 use super::scales;
 use crate::error::{Error, ParseError, Result};
 use crate::store::{Pattern, select};
+use crate::yaml_text::parse_option;
 
 /// Decays of the first and of the second moment of AdamW.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -22,8 +23,8 @@ impl FromStr for Betas {
     /// Parses two numbers, such as `0.9,0.95`.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         let numbers = text.trim().trim_start_matches('[').trim_end_matches(']').split(',').map(|number| number.trim().parse());
-        let numbers: Vec<f64> = numbers.collect::<std::result::Result<_, _>>().map_err(|e: std::num::ParseFloatError| ParseError::from(e.to_string()))?;
-        <[f64; 2]>::try_from(numbers).map(Betas).map_err(|_| ParseError::from(format!("`{text}` is not two numbers, such as 0.9,0.95")))
+        let numbers = numbers.collect::<std::result::Result<Vec<f64>, _>>().ok().and_then(|numbers| <[f64; 2]>::try_from(numbers).ok());
+        numbers.map(Betas).ok_or_else(|| ParseError::from(format!("`{text}` is not two numbers, such as 0.9,0.95")))
     }
 }
 
@@ -60,7 +61,7 @@ impl FromStr for ParameterGroup {
     type Err = ParseError;
 
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
-        serde_saphyr::from_str(text).map_err(|e| ParseError::from(e.to_string()))
+        parse_option("groups", text)
     }
 }
 

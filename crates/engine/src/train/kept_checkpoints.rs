@@ -3,6 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
+
+use super::checkpoint::{self, Saved};
 use crate::error::{Error, Result};
 
 /// Path of the checkpoint of a step.
@@ -42,6 +45,34 @@ pub(super) fn retain(folder: &Path, last: &Path, step: u64, count: usize) -> Res
     Ok(())
 }
 
+/// Opens the checkpoint to resume from, and parses its metadata; `None` if there is none. The error of a
+/// damaged one names an earlier one that is intact.
+pub(super) fn open_latest<T: DeserializeOwned>(folder: &Path, last: PathBuf) -> Result<Option<(PathBuf, T, Saved)>> {
+    let path = latest(folder, last);
+    match checkpoint::open(&path) {
+        Ok(found) => Ok(found.map(|(about, saved)| (path, about, saved))),
+        Err(Error::Malformed { reason, .. }) => Err(Error::run(path.display(), reason, repair::<T>(folder, &path))),
+        Err(error) => Err(error),
+    }
+}
+
+/// How to resume although a checkpoint is damaged.
+fn repair<T: DeserializeOwned>(folder: &Path, damaged: &Path) -> String {
+    let mut removed = vec![damaged.display().to_string()];
+    for step in steps(folder).into_iter().rev() {
+        let earlier = path(folder, step);
+        if earlier == damaged {
+            continue;
+        }
+        if let Ok(Some(_)) = checkpoint::open::<T>(&earlier) {
+            let removed = removed.join(" and ");
+            return format!("{}, the checkpoint of step {step}, is intact: remove {removed}, and continue from it with `resume`", earlier.display());
+        }
+        removed.push(earlier.display().to_string());
+    }
+    "all earlier checkpoints are damaged or missing: start again with `force` and without `resume`, and keep earlier ones with `keep_checkpoints: 3`".to_owned()
+}
+
 /// The checkpoint to resume from: the last one, or if it was removed, the kept one of the latest step.
 pub(super) fn latest(folder: &Path, last: PathBuf) -> PathBuf {
     let newest = || steps(folder).last().map(|step| path(folder, *step));
@@ -51,6 +82,36 @@ pub(super) fn latest(folder: &Path, last: PathBuf) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_error_of_a_damaged_checkpoint_names_an_intact_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let last = folder.join("checkpoint.safetensors");
+        let open = || open_latest::<u64>(folder, last.clone());
+        assert!(open().unwrap().is_none());
+        for step in [2u64, 4, 6] {
+            checkpoint::save(&last, &step, &checkpoint::Tensors::new()).unwrap();
+            retain(folder, &last, step, 3).unwrap();
+        }
+        let Some((found, 6, _)) = open().unwrap() else { panic!("the last checkpoint") };
+        assert_eq!(found, last);
+        // The kept file of the same step is a link to the last one.
+        fs::write(&last, "damaged").unwrap();
+        fs::write(path(folder, 6), "damaged").unwrap();
+        let error = open().err().unwrap();
+        let (text, hint) = (error.to_string(), error.hint().unwrap());
+        assert!(text.contains("checkpoint.safetensors: is not a valid training checkpoint"), "{text}");
+        let removed = format!("remove {} and {}, and continue from it with `resume`", last.display(), path(folder, 6).display());
+        assert!(hint.starts_with(&format!("{}, the checkpoint of step 4, is intact", path(folder, 4).display())) && hint.ends_with(&removed), "{hint}");
+        fs::remove_file(&last).unwrap();
+        fs::remove_file(path(folder, 6)).unwrap();
+        assert!(matches!(open().unwrap(), Some((_, 4, _))));
+        for step in [2, 4] {
+            fs::write(path(folder, step), "damaged").unwrap();
+        }
+        assert!(open().err().unwrap().hint().unwrap().contains("start again with `force` and without `resume`"));
+    }
 
     #[test]
     fn the_latest_checkpoints_are_kept() {

@@ -10,6 +10,8 @@ use super::draw::Draw;
 use crate::data::{ATTENTION_MASK, Batch, INPUT_IDS, References};
 use crate::error::{Error, ParseError, Result};
 use crate::exec::transfer;
+use crate::ratio;
+use crate::yaml_text::{parse_option, with_example};
 
 /// Randomly masked tokens, which a masked language model predicts; different ones in each step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -17,10 +19,23 @@ use crate::exec::transfer;
 #[serde(deny_unknown_fields, default)]
 pub struct Masking {
     /// Probability of each token to be predicted
+    #[serde(deserialize_with = "crate::ratio::ratio")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
     pub fraction: f64,
-    /// Token that replaces predicted tokens [default: `mask_token` of the tokenizer]
+    /// Token that replaces predicted tokens, by its text or its id [default: `mask_token` of the tokenizer]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub mask_token: Option<String>,
+    pub mask_token: Option<MaskToken>,
+}
+
+/// A mask token.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "the text or the id of a token")]
+pub enum MaskToken {
+    /// Id in the vocabulary
+    Id(u32),
+    /// Text in the vocabulary
+    Text(String),
 }
 
 impl Default for Masking {
@@ -34,10 +49,11 @@ impl FromStr for Masking {
 
     /// Parses a probability, or an object like that of a recipe.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
-        match text.trim().parse() {
-            Ok(fraction) => Ok(Masking { fraction, ..Masking::default() }),
-            Err(_) => serde_saphyr::from_str(text).map_err(|e| ParseError::from(e.to_string())),
+        if text.contains('{') {
+            return parse_option("masking", text);
         }
+        let fraction = ratio::parse(text).map_err(|e| with_example("masking", e))?;
+        Ok(Masking { fraction, ..Masking::default() })
     }
 }
 
@@ -46,7 +62,10 @@ impl Masking {
     pub(super) fn check(&self, pass: &str) -> Result<()> {
         match self.fraction > 0.0 && self.fraction <= 1.0 {
             true => Ok(()),
-            false => Err(Error::option(format!("{pass}: masking"), "`fraction` must be greater than 0 and at most 1")),
+            false => Err(Error::option(
+                format!("{pass}: masking"),
+                format!("`fraction` {} is not greater than 0 and at most 1: BERT was trained with `fraction: 0.15`", self.fraction),
+            )),
         }
     }
 }
@@ -158,7 +177,14 @@ mod tests {
     #[test]
     fn unsuitable_samples_and_options_are_rejected() {
         assert_eq!("0.3".parse::<Masking>().unwrap(), Masking { fraction: 0.3, mask_token: None });
-        assert_eq!("{ mask_token: <mask> }".parse::<Masking>().unwrap().mask_token.as_deref(), Some("<mask>"));
+        assert_eq!("30%".parse::<Masking>().unwrap(), "{ fraction: 30% }".parse().unwrap());
+        let token = |text: &str| text.parse::<Masking>().unwrap().mask_token.unwrap();
+        assert_eq!(token("{ mask_token: <mask> }"), MaskToken::Text("<mask>".to_owned()));
+        assert_eq!(token("{ mask_token: 103 }"), MaskToken::Id(103));
+        for (text, part) in [("15", "write `0.15` or `15%`"), ("some", "is not a fraction"), ("{ part: 0.1 }", "unknown key `part`")] {
+            let error = text.parse::<Masking>().unwrap_err().to_string();
+            assert!(error.contains(part) && error.ends_with("; example: --masking \"{ fraction: 0.15 }\""), "{error}");
+        }
         assert!("0".parse::<Masking>().unwrap().check("finetune").unwrap_err().to_string().contains("finetune: masking"));
         let masker = Masker { fraction: 0.5, mask: 3, special: BTreeSet::new(), tokens: 60 };
         let labelled = Batch { references: References::Tokens(vec![vec![None; 4]]), ..batch(1, 4) };

@@ -133,16 +133,20 @@ impl Objective {
         if let Some(options) = &losses.embedding {
             let teacher = needs("embedding")?;
             let output = |graph: &Graph| {
-                let name = embedding(graph, options.output.as_deref())?;
+                let name = embedding(graph, "embedding", options.output.as_deref())?;
                 let width = width(graph, &name)?;
                 Ok::<_, Error>((name, width))
             };
             objective.push(options.weight, losses::Embedding { distance: options.distance, student: output(student)?, teacher: output(teacher)? });
         }
+        if let Some(options) = &losses.contrastive {
+            let value = embedding(student, "contrastive", options.output.as_deref())?;
+            objective.push(options.weight, losses::Contrastive { value, temperature: options.temperature, symmetric: options.symmetric });
+        }
         if objective.terms.is_empty() && objective.logits.is_none() {
             return Err(Error::option(
                 "losses",
-                "no loss applies to these models and this data: specify at least one of soft, hard, hidden, attention, embedding",
+                "no loss applies to these models and this data: specify at least one of soft, hard, hidden, attention, embedding, contrastive",
             ));
         }
         Ok(objective)
@@ -215,6 +219,19 @@ impl Objective {
     /// The losses over logits, if there are any.
     pub fn over_logits(&self) -> Option<&Logits> {
         self.logits.as_ref()
+    }
+
+    /// The source of the logits of a further teacher, and the parameters of its head. Fails if its logits
+    /// have other tokens or fewer columns than those of the first one.
+    pub fn further_source(&self, teacher: &Graph) -> Result<(losses::LogitsSource, Vec<String>)> {
+        let (source, columns, tokens) = logits(teacher)?;
+        let ours = self.logits.as_ref().map_or((0, None), |logits| (logits.classes, logits.tokens));
+        if tokens != ours.1 || columns < ours.0 || tokens.is_none() && columns != ours.0 {
+            let reason = format!("its logits have {columns} columns, those of the first teacher {}, or they belong to other tokens", ours.0);
+            return Err(Error::option("distill: more_teachers", reason));
+        }
+        let head = if let losses::LogitsSource::Head(head) = &source { head.parameters.clone() } else { Vec::new() };
+        Ok((source, head))
     }
 
     /// Names of the head parameters that the losses read, in addition to the graph: those of the
@@ -311,7 +328,7 @@ fn default_losses(student: &Graph, teacher: Option<&Graph>, task: Task) -> Resul
         losses.hard = labelled.then(|| 0.5.into());
         return Ok(losses);
     }
-    losses.embedding = embedding(student, None).and(embedding(teacher, None)).ok().map(|_| 1.0.into());
+    losses.embedding = embedding(student, "embedding", None).and(embedding(teacher, "embedding", None)).ok().map(|_| 1.0.into());
     losses.hidden = layer_indices("hidden", student, teacher).ok().map(|_| 1.0.into());
     Ok(losses)
 }
@@ -322,7 +339,7 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Sequence
     let Some((_, id)) = graph.outputs().iter().find(|(name, _)| name == "logits") else {
         let names = graph.outputs().iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let reason = format!("soft and hard require an output `logits`; the outputs of the model are {names}");
-        let how = "`finetune` adds a classification head to an encoder or a CNN with `classes`, such as `[ham, spam]`; in an .onnx file or graph.json, rename the output with the logits to `logits`";
+        let how = "`finetune` adds a classification head to an encoder or a CNN with `classes`, such as `[ham, spam]`; `losses: contrastive=1` trains embeddings on pairs of texts; in an .onnx file or graph.json, rename the output with the logits to `logits`";
         return Err(Error::option("losses", format!("{reason}; {how}")));
     };
     let value = graph.value(*id);
@@ -342,7 +359,7 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Sequence
 }
 
 /// The value of an output with one vector per sample.
-fn embedding(graph: &Graph, requested: Option<&str>) -> Result<String> {
+fn embedding(graph: &Graph, loss: &str, requested: Option<&str>) -> Result<String> {
     let vector = |id: &ValueId| graph.value(*id).ty.shape.len() == 2 && graph.value(*id).ty.element == Element::Float;
     let vectors: Vec<&(String, ValueId)> = graph.outputs().iter().filter(|(name, id)| vector(id) && name != "logits").collect();
     let names = || vectors.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
@@ -357,5 +374,5 @@ fn embedding(graph: &Graph, requested: Option<&str>) -> Result<String> {
         (Some(requested), _) => format!("`{requested}` is not an output with one vector per sample; these are {}", names()),
         (None, _) => format!("specify one of {} as `output`", names()),
     };
-    found.map(|(_, id)| graph.value(*id).name.clone()).ok_or_else(|| Error::option("losses: embedding", reason()))
+    found.map(|(_, id)| graph.value(*id).name.clone()).ok_or_else(|| Error::option(format!("losses: {loss}"), reason()))
 }

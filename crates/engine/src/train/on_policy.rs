@@ -15,7 +15,9 @@ use crate::exec::transfer;
 use crate::generation::{LanguageModel, Sampling};
 use crate::ir::Graph;
 use crate::model::Model;
+use crate::ratio;
 use crate::work::{Cancel, Work};
+use crate::yaml_text::{parse_option, with_example};
 
 /// Samples that the student continues from their prompts, with its weights at the time of the step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -23,6 +25,8 @@ use crate::work::{Cancel, Work};
 #[serde(deny_unknown_fields, default)]
 pub struct OnPolicy {
     /// Fraction of the samples that the student continues
+    #[serde(deserialize_with = "crate::ratio::ratio")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
     pub fraction: f64,
     /// Minimum length of a prompt in tokens [default: up to the first token with a loss, or 32 if all tokens
     /// have a loss]
@@ -46,10 +50,11 @@ impl FromStr for OnPolicy {
 
     /// Parses a fraction, or an object like that of a recipe.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
-        match text.trim().parse() {
-            Ok(fraction) => Ok(OnPolicy { fraction, ..OnPolicy::default() }),
-            Err(_) => serde_saphyr::from_str(text).map_err(|e| ParseError::from(e.to_string())),
+        if text.contains('{') {
+            return parse_option("on_policy", text);
         }
+        let fraction = ratio::parse(text).map_err(|e| with_example("on_policy", e))?;
+        Ok(OnPolicy { fraction, ..OnPolicy::default() })
     }
 }
 

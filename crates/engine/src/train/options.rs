@@ -10,8 +10,9 @@ use serde::{Deserialize, Serialize, Serializer};
 use super::groups;
 use super::losses::Losses;
 use super::optimizer::Settings;
-use super::schedule::{Curve, Schedule};
+use super::schedule::Schedule;
 use crate::error::{Error, ParseError, Result};
+use crate::yaml_text::parse_option;
 
 /// Tensors that are kept out of device memory during training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -104,7 +105,7 @@ pub fn batch_size_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema 
 }
 
 macro_rules! from_yaml {
-    ($($type:ty),+) => {
+    ($($type:ty: $key:literal),+) => {
         $(impl FromStr for $type {
             type Err = ParseError;
 
@@ -114,13 +115,13 @@ macro_rules! from_yaml {
                     Some((name, value)) if !text.contains('{') => format!("{{ {name}: {value} }}"),
                     _ => text.to_owned(),
                 };
-                serde_saphyr::from_str(&yaml).map_err(|e| ParseError::from(e.to_string()))
+                parse_option($key, &yaml)
             }
         })+
     };
 }
 
-from_yaml!(Checkpointing, Every);
+from_yaml!(Checkpointing: "gradient_checkpointing", Every: "checkpoint_every");
 
 impl FromStr for Schedule {
     type Err = ParseError;
@@ -128,7 +129,7 @@ impl FromStr for Schedule {
     /// Parses the recipe syntax, or `linear,warmup_steps=100`.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ kind: {} }}", text.replace('=', ": ")) };
-        serde_saphyr::from_str(&yaml).map_err(|e| ParseError::from(e.to_string()))
+        parse_option("schedule", &yaml)
     }
 }
 
@@ -267,6 +268,12 @@ impl Training {
         if self.average.is_some_and(|decay| !(decay > 0.0 && decay < 1.0)) {
             return wrong("average", "must be greater than 0 and less than 1".into());
         }
+        if self.dropout.is_some_and(|rate| !(rate > 0.0 && rate < 1.0)) {
+            return wrong("dropout", "must be greater than 0 and less than 1".into());
+        }
+        if self.dropout.is_some() && self.adapter.is_some() {
+            return wrong("dropout", "cannot be combined with `adapter`".into());
+        }
         if self.gradient_accumulation == 0 {
             return wrong("gradient_accumulation", "must be at least 1".into());
         }
@@ -311,12 +318,7 @@ impl Training {
         self.groups.iter().try_for_each(|group| group.check(pass))?;
         self.augment.map_or(Ok(()), |augment| augment.check(pass))?;
         self.masking.as_ref().map_or(Ok(()), |masking| masking.check(pass))?;
-        if self.schedule.decay_steps == Some(0) || self.schedule.decay_steps.is_some() && self.schedule.kind == Curve::Constant {
-            return wrong("schedule", "`decay_steps` must be at least 1, and needs `kind: cosine` or `linear`".into());
-        }
-        if !(0.0..=1.0).contains(&self.schedule.min_rate) {
-            return wrong("schedule", format!("`min_rate` {} is not between 0 and 1", self.schedule.min_rate));
-        }
+        self.schedule.check(self.max_steps).map_or(Ok(()), |reason| wrong("schedule", reason))?;
         if let Some(adapter) = &self.adapter {
             adapter.check(pass)?;
             if !(self.targets.is_empty() && self.ignore.is_empty()) {
@@ -327,5 +329,50 @@ impl Training {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::{Adapter, Augment, Betas, Masking, OnPolicy, ParameterGroup};
+    use crate::yaml_text::{argument_of, example_of};
+
+    /// Each example is a valid value in a recipe and on the command line.
+    #[test]
+    fn examples_of_options_are_valid() {
+        fn check<Listed: de::DeserializeOwned, Value: FromStr<Err = ParseError>>(key: &str) {
+            let (example, argument) = (example_of(key).unwrap(), argument_of(key).unwrap());
+            let (_, value) = example.split_once(": ").unwrap();
+            serde_saphyr::from_str::<Listed>(value).map_err(|e| e.to_string()).unwrap();
+            let (option, value) = argument.split_once(' ').unwrap();
+            value.trim_matches('"').parse::<Value>().map_err(|e| e.to_string()).unwrap();
+            assert_eq!(option, format!("--{}", key.replace('_', "-")));
+        }
+        check::<Losses, Losses>("losses");
+        check::<Betas, Betas>("betas");
+        check::<Vec<ParameterGroup>, ParameterGroup>("groups");
+        check::<Schedule, Schedule>("schedule");
+        check::<Checkpointing, Checkpointing>("gradient_checkpointing");
+        check::<Every, Every>("checkpoint_every");
+        check::<Augment, Augment>("augment");
+        check::<Masking, Masking>("masking");
+        check::<Adapter, Adapter>("adapter");
+        check::<OnPolicy, OnPolicy>("on_policy");
+        assert_eq!(
+            example_of("optimizer").unwrap(),
+            format!("optimizer: {}", serde_json::to_value(crate::train::optimizer::Kind::AdamW).unwrap().as_str().unwrap())
+        );
+    }
+
+    #[test]
+    fn errors_of_options_have_an_example() {
+        let error = "{ kind: cosine, warmup: 3 }".parse::<Schedule>().unwrap_err().to_string();
+        assert!(error.contains("unknown key `warmup`, did you mean `warmup_steps`?"), "{error}");
+        assert!(error.ends_with("; example: --schedule \"{ kind: cosine, warmup_steps: 100 }\""), "{error}");
+        let error = "hours=1".parse::<Every>().unwrap_err().to_string();
+        assert!(error.contains("`hours`") && error.ends_with("; example: --checkpoint-every \"{ minutes: 10 }\""), "{error}");
+        let error = "{ rank: many }".parse::<Adapter>().unwrap_err().to_string();
+        assert!(error.contains("expected a whole number") && error.contains("example: --adapter"), "{error}");
     }
 }

@@ -54,11 +54,11 @@ const CURVE_STEPS: usize = 400;
 const DEFAULT_INTERVAL: Every = Every::Minutes(10.0);
 
 /// State of a running training.
-struct State<'a> {
-    train: TrainState<'a>,
-    total: u64,
+pub(super) struct State<'a> {
+    pub train: TrainState<'a>,
+    pub total: u64,
     /// Steps of earlier runs, before a resume.
-    earlier: u64,
+    pub earlier: u64,
     saved: Instant,
     waited: Duration,
     busy: Duration,
@@ -92,6 +92,11 @@ impl Trainer<'_> {
         let average_home = if weights.home().is_sharded() { weights.home().clone() } else { home.clone() };
         self.team.agree("model, data or options", &self.context.identity)?;
         let batches = Batches::new(self.data, self.batch, self.options, self.context.seed, (self.team.rank(), self.team.size()))?;
+        // Without samples, there is one step, whose error names the cause.
+        let epochs = self.options.max_steps.is_none() && batches.steps() > 1;
+        if let Some(reason) = self.options.schedule.require_steps(batches.steps(), "`epochs`").filter(|_| epochs) {
+            return Err(Error::option("schedule", reason));
+        }
         if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_sharded() {
             self.team.shard_optimizer(&weights.trained);
         }
@@ -100,6 +105,7 @@ impl Trainer<'_> {
             evaluation: self.context.evaluation.clone(),
             processes: self.team.size(),
             seed: self.context.seed,
+            total: batches.steps(),
             scale: (super::step::FIRST_SCALE, 0),
             ..Position::default()
         };
@@ -119,10 +125,7 @@ impl Trainer<'_> {
             log: None,
             copies: transfer::copies(),
         };
-        if let Some(folder) = self.context.folder.as_deref().filter(|_| self.context.resume) {
-            state.train.restore(folder, self.graph, self.team)?;
-            state.earlier = state.train.position.step;
-        }
+        let extension = self.restore(&mut state, &batches)?;
         if self.team.size() > 1 {
             self.team.agree("step and weights", &state.train.hash(self.graph)?)?;
         }
@@ -130,7 +133,7 @@ impl Trainer<'_> {
             state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.context.name, &self.objective.losses, state.train.position.step)?);
         }
         let mut timeline = Timeline::new();
-        let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part);
+        let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part)?;
         let precomputed = self.fill_teacher_cache(&batches, &state.train.position)?;
         self.context.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
         self.context.work.advance(state.train.position.step)?;
@@ -138,6 +141,7 @@ impl Trainer<'_> {
         self.context.work.progress.on(Event::End);
         done?;
         let mut trained = self.finish(state, stepper, timeline)?;
+        trained.notes.extend(extension);
         if precomputed > 0 {
             trained.notes.push(format!("the teacher's logits of {} were computed block by block before the first step", counted(precomputed, "sample")));
         }
@@ -190,8 +194,9 @@ impl Trainer<'_> {
         let update = number - state.train.position.idle();
         let rate = self.options.schedule.rate(update - 1, state.total, self.options.learning_rate);
         self.memory_tracker.begin_step(Some(number));
-        let StepResult { losses, gradients, statistics, norm, is_empty } =
-            stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
+        let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };
+        let result = stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale, draw.random().u64(..));
+        let StepResult { losses, gradients, statistics, norm, is_empty } = result.map_err(|e| self.explain(e, state))?;
         if let Some(norm) = norm.filter(|_| !is_empty) {
             self.update(state, gradients, norm, (rate, update))?;
             for (name, statistic) in &statistics {
@@ -232,7 +237,11 @@ impl Trainer<'_> {
             state.train.position.curve = state.train.position.curve.iter().step_by(2).cloned().chain(last).collect();
         }
         self.context.work.progress.on(Event::Advance(1));
-        if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
+        if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) {
+            self.evaluate(state)?;
+        }
+        self.save_for_extension(state)?;
+        if number == state.total && self.options.evaluate_every.is_some_and(|every| !number.is_multiple_of(every)) {
             self.evaluate(state)?;
         }
         let due = match self.options.checkpoint_every.unwrap_or(DEFAULT_INTERVAL) {
@@ -301,7 +310,7 @@ impl Trainer<'_> {
                 (Direction::Out, Cause::Step) => 1,
                 // Offloaded and sharded tensors are copied in both directions.
                 (_, Cause::Offload) if !self.options.offload.is_empty() || self.options.shards_parameters() => u64::MAX,
-                (_, Cause::Answers) if self.cache.is_some() => u64::MAX,
+                (_, Cause::Answers) if self.cache.is_some() || self.further_teachers.iter().any(|further| further.cache.is_some()) => u64::MAX,
                 _ => 0,
             };
             (copies > allowed).then(|| format!("{copies} copies ({direction:?}) for {cause:?}, but only {allowed} are allowed"))

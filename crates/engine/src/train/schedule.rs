@@ -32,19 +32,45 @@ pub struct Schedule {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decay_steps: Option<u64>,
     /// Final rate, as a fraction of the peak rate
+    #[serde(deserialize_with = "crate::ratio::ratio")]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
     pub min_rate: f64,
 }
 
 impl Schedule {
+    /// Why the schedule is invalid for a training of `steps` steps, if they are known.
+    pub(super) fn check(&self, steps: Option<u64>) -> Option<String> {
+        let (warmup, decay) = (self.warmup_steps, self.decay_steps.unwrap_or(0));
+        if self.decay_steps == Some(0) {
+            return Some("`decay_steps` must be at least 1".to_owned());
+        }
+        if self.decay_steps.is_some() && self.kind == Curve::Constant {
+            return Some("`decay_steps` needs `kind: cosine` or `linear`, because a constant rate does not decay".to_owned());
+        }
+        if !(0.0..=1.0).contains(&self.min_rate) {
+            return Some(format!("`min_rate` {} is not between 0 and 1: it is a fraction of `learning_rate`", self.min_rate));
+        }
+        self.require_steps(steps?, "`max_steps`").or_else(|| {
+            let steps = steps.filter(|steps| warmup.saturating_add(decay) > *steps)?;
+            Some(format!("`warmup_steps` {warmup} and `decay_steps` {decay} are more than the {steps} steps of the training: lower one of them"))
+        })
+    }
+
+    /// Why this number of steps is too small for the warm-up; `source` determines the number.
+    pub(super) fn require_steps(&self, steps: u64, source: &str) -> Option<String> {
+        let warmup = self.warmup_steps;
+        (warmup > 0 && warmup >= steps).then(|| {
+            format!("the warm-up of {warmup} steps does not end before the training, which has {steps} steps: lower `warmup_steps`, or raise {source}")
+        })
+    }
+
     /// The learning rate of step `step`, counted from 0, of `total` steps. With a warm-up, the rate of
     /// the first step is 0.
     pub fn rate(&self, step: u64, total: u64, base: f64) -> f64 {
         if step < self.warmup_steps {
             return base * step as f64 / self.warmup_steps as f64;
         }
-        let after = total.saturating_sub(self.warmup_steps);
-        let falling = self.decay_steps.map_or(after, |steps| steps.min(after));
-        let start = total.saturating_sub(falling).max(self.warmup_steps);
+        let (start, falling) = self.decay(total);
         if step < start {
             return base;
         }
@@ -55,6 +81,18 @@ impl Schedule {
             Curve::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
         };
         base * (left * (1.0 - self.min_rate) + self.min_rate)
+    }
+
+    /// The step in which the decay begins, of `total` steps, and its number of steps.
+    fn decay(&self, total: u64) -> (u64, u64) {
+        let after = total.saturating_sub(self.warmup_steps);
+        let falling = self.decay_steps.map_or(after, |steps| steps.min(after));
+        (total.saturating_sub(falling).max(self.warmup_steps), falling)
+    }
+
+    /// The number of steps with a constant rate before the decay of `decay_steps`; `None` without any.
+    pub fn stable_steps(&self, total: u64) -> Option<u64> {
+        self.decay_steps.map(|_| self.decay(total).0).filter(|start| *start > self.warmup_steps)
     }
 }
 
@@ -85,6 +123,8 @@ mod tests {
         };
         assert_eq!(rates(Curve::Linear, 4, 0.0), [0.0, 1.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.0]);
         assert_eq!(rates(Curve::Linear, 4, 0.5), [0.0, 1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.0]);
+        let stable = |decay_steps| Schedule { warmup_steps: 2, decay_steps, ..Schedule::default() }.stable_steps(10);
+        assert_eq!([stable(Some(4)), stable(Some(8)), stable(None)], [Some(6), None, None]);
         // A decay that is longer than the run after the warm-up.
         assert_eq!(rates(Curve::Linear, 99, 0.0), [0.0, 1.0, 2.0, 1.25, 1.0, 0.75, 0.5, 0.0]);
         let cosine = rates(Curve::Cosine, 4, 0.0);
@@ -97,6 +137,25 @@ mod tests {
         let schedule = Schedule { warmup_steps: 10, ..Schedule::default() };
         assert_eq!((schedule.rate(5, 5, 1.0), schedule.rate(10, 5, 1.0), schedule.rate(11, 5, 1.0)), (0.5, 1.0, 0.0));
         assert_eq!(Schedule::default().rate(0, 0, 1.0), 1.0);
+    }
+
+    #[test]
+    fn steps_and_schedule_must_fit() {
+        let schedule = |warmup_steps, decay_steps| Schedule { warmup_steps, decay_steps, ..Schedule::default() };
+        for (schedule, steps) in [(schedule(0, None), Some(1)), (schedule(9, None), Some(10)), (schedule(9, Some(1)), Some(10)), (schedule(99, None), None)] {
+            assert_eq!(schedule.check(steps), None, "{schedule:?}");
+        }
+        for (schedule, steps, parts) in [
+            (schedule(50, None), Some(20), ["warm-up of 50 steps", "has 20 steps"]),
+            (schedule(20, None), Some(20), ["lower `warmup_steps`", "raise `max_steps`"]),
+            (schedule(5, Some(16)), Some(20), ["`warmup_steps` 5 and `decay_steps` 16", "more than the 20 steps"]),
+            (schedule(5, Some(0)), None, ["`decay_steps`", "at least 1"]),
+            (Schedule { kind: Curve::Constant, ..schedule(5, Some(1)) }, None, ["`decay_steps` needs", "constant"]),
+            (Schedule { min_rate: 1.5, ..schedule(0, None) }, None, ["`min_rate` 1.5", "fraction of `learning_rate`"]),
+        ] {
+            let reason = schedule.check(steps).unwrap();
+            assert!(parts.iter().all(|part| reason.contains(part)), "{reason}");
+        }
     }
 
     #[test]

@@ -11,8 +11,8 @@ macro_rules! training_options {
         $($callback)+! {
             $($context)*
             [shared]
-            /// Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on
-            /// model and data]
+            /// Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default:
+            /// depends on model and data]
             #[cfg_attr(feature = "cli", arg(long, value_name = "LOSS=WEIGHT,...", default_value = "", hide_default_value = true, value_parser = crate::train::losses_or_none))]
             #[serde(skip_serializing_if = "crate::train::losses::Losses::is_empty")]
             losses: crate::train::losses::Losses = crate::train::losses::Losses::default(),
@@ -100,6 +100,12 @@ macro_rules! training_options {
             #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             keep_checkpoints: Option<usize> = None,
+            /// Folder for a checkpoint of the last step, or of the last one before the decay of
+            /// `decay_steps`:
+            /// --resume with a larger max_steps or epochs continues from it
+            #[cfg_attr(feature = "cli", arg(long, value_name = "FOLDER"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            final_checkpoint: Option<std::path::PathBuf> = None,
             /// Steps between evaluations on the evaluation data; the best weights are kept, which can be the
             /// initial ones
             #[cfg_attr(feature = "cli", arg(long, value_name = "STEPS"))]
@@ -136,6 +142,11 @@ macro_rules! training_options {
             #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             masking: Option<crate::train::Masking> = None,
+            /// Set hidden states to zero with this probability: embeddings, and the results of attention and
+            /// feed-forward networks [default: none]
+            #[cfg_attr(feature = "cli", arg(long, value_name = "RATE"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            dropout: Option<f64> = None,
             /// Train low-rank adapters of linear layers instead of the weights: their rank, or
             /// {rank: 16, alpha: 32, targets: [PATTERN, ...], merge: false} [default: none]
             #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]

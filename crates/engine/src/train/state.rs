@@ -36,6 +36,8 @@ pub struct Position {
     pub seed: u64,
     /// Completed steps.
     pub step: u64,
+    /// Number of steps of the whole training.
+    pub total: u64,
     /// Position in the data at which the next step begins.
     pub data: Cursor,
     /// Micro-batch size that fits into memory, if a whole batch does not.
@@ -114,12 +116,17 @@ pub fn path(folder: &Path) -> PathBuf {
     folder.join(FILE)
 }
 
+/// Whether a folder has a checkpoint.
+pub fn has_checkpoint(folder: &Path) -> bool {
+    kept_checkpoints::latest(folder, path(folder)).exists()
+}
+
 fn shard_path(folder: &Path, step: u64, rank: usize) -> PathBuf {
     folder.join(format!("checkpoint-{step}-{rank}.safetensors"))
 }
 
 fn mismatch(path: PathBuf, reason: String) -> Error {
-    let hint = "resume with the model, data, options and processes that it was started with, or start over with `force` and without `resume`";
+    let hint = "resume with the model, data, options (except `max_steps` and `epochs`) and processes that it was started with, or start over with `force` and without `resume`";
     Error::Output { path, reason, hint: hint.into() }
 }
 
@@ -177,8 +184,7 @@ impl TrainState<'_> {
     /// Restores the checkpoint of a folder, if there is one. Fails if the checkpoint belongs to another
     /// training or number of processes.
     pub fn restore(&mut self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
-        let path = kept_checkpoints::latest(folder, path(folder));
-        let Some((position, saved)) = checkpoint::open::<Position>(&path)? else { return Ok(()) };
+        let Some((path, position, saved)) = kept_checkpoints::open_latest::<Position>(folder, path(folder))? else { return Ok(()) };
         if position.identity != self.position.identity {
             return Err(mismatch(path, "belongs to a training with different options, data or weights".into()));
         }

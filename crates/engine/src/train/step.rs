@@ -6,14 +6,15 @@ use candle_core::{DType, Tensor};
 
 use super::cache::Entries;
 use super::clip;
+use super::losses::WeightedTeacher;
 use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
 use super::trainer::{Trainer, accumulate};
 use super::{Precision, Weights};
-use crate::data::Batch;
+use crate::data::{Batch, References};
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{ManagedTensor, MemoryCategory, Parameters, Placement, Tape, bytes_of};
+use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Placement, Tape, bytes_of};
 use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
@@ -60,11 +61,12 @@ pub(super) struct Stepper<'t> {
 }
 
 impl<'t> Stepper<'t> {
-    pub fn new(trainer: &'t Trainer<'t>, weights: &Weights, part: Option<usize>) -> Stepper<'t> {
+    pub fn new(trainer: &'t Trainer<'t>, weights: &Weights, part: Option<usize>) -> Result<Stepper<'t>> {
         let taps: BTreeMap<String, ValueId> = trainer.graph.outputs().iter().cloned().collect();
         let cuts = super::cuts::cuts(trainer.graph, trainer.options);
         let tape = Tape::new(trainer.graph, trainer.device.clone(), taps.values().copied().collect(), &|name| weights.trains(name), &cuts);
-        Stepper { trainer, taps, tape, part, retries: 0 }
+        let tape = tape.with_dropout(super::dropout::dropout(trainer.graph, trainer.options)?);
+        Ok(Stepper { trainer, taps, tape, part, retries: 0 })
     }
 
     /// Micro-batch size, if a whole batch does not fit into memory.
@@ -79,6 +81,14 @@ impl<'t> Stepper<'t> {
         Some(&self.trainer.graph.value(node.output).name)
     }
 
+    /// Why batches cannot be split, with advice; `None` if they can.
+    fn indivisible(&self, batches: &[Batch]) -> Option<String> {
+        let name = self.batch_statistics_node();
+        let has_matches = batches.iter().any(|batch| matches!(batch.references, References::Matches(_)));
+        let matches = || has_matches.then(|| "`contrastive` compares all its texts: lower `batch_size`".to_owned());
+        name.map(|name| format!("`{name}` normalizes over the whole batch: lower `batch_size`, or set `batch_norm: fixed`")).or_else(matches)
+    }
+
     /// A note for the report, if batches were split.
     pub fn notes(&self, batch: usize) -> Option<String> {
         let part = self.part?;
@@ -90,7 +100,9 @@ impl<'t> Stepper<'t> {
 
     /// Computes losses and gradients. If memory runs out, retries with half the micro-batch size. Fails if a
     /// single sample does not fit into memory, or a loss is not finite.
-    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<StepResult> {
+    ///
+    /// `seed` is that of the random numbers of the step.
+    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64), seed: u64) -> Result<StepResult> {
         let largest_batch = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
         let mut items = Items::new();
         for batch in batches {
@@ -101,7 +113,7 @@ impl<'t> Stepper<'t> {
         // A collective: it must run once per step, independent of the number of attempts.
         let items = self.trainer.team.means(items)?;
         loop {
-            match self.attempt(weights, batches, &items, scale.0) {
+            match self.attempt(weights, batches, &items, (scale.0, seed)) {
                 Ok(mut accumulated) => {
                     let squares = self.complete(&mut accumulated, weights, scale.0)?;
                     let mut step = StepResult { is_empty: items.values().all(|count| *count == 0.0), ..self.fetch(accumulated, squares, weights, batches)? };
@@ -121,12 +133,9 @@ impl<'t> Stepper<'t> {
                     if part <= 1 || weights.home().is_sharded() {
                         return Err(e);
                     }
-                    if let Some(name) = self.batch_statistics_node() {
+                    if let Some(why) = self.indivisible(batches) {
                         let Error::OutOfMemory { what, reason } = e else { return Err(e) };
-                        let reason = format!(
-                            "{reason}; the batch cannot be split, because `{name}` normalizes over the whole batch: lower `batch_size`, or set `batch_norm: fixed`"
-                        );
-                        return Err(Error::OutOfMemory { what, reason });
+                        return Err(Error::OutOfMemory { what, reason: format!("{reason}; the batch cannot be split, because {why}") });
                     }
                     self.part = Some(part.div_ceil(2));
                     self.retries += 1;
@@ -231,7 +240,7 @@ impl<'t> Stepper<'t> {
         if all.is_finite() { Ok(all.sqrt()) } else { own.and_then(|_| Err(remote_error())) }
     }
 
-    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Accumulated> {
+    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, (scale, seed): (f64, u64)) -> Result<Accumulated> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
         // All batches of a step are in memory together, but the tape counts only the batch in progress.
@@ -239,10 +248,13 @@ impl<'t> Stepper<'t> {
         let waiting = bytes.clone().sum::<u64>() - bytes.max().unwrap_or(0);
         self.trainer.memory_tracker.allocate_named(MemoryCategory::Data, "gradient_accumulation", waiting)?;
         let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients: BTreeMap::new(), home: weights.home().sibling()?, statistics: Vec::new() };
+        let mut dropout = DropoutSeed { seed, first: 0 };
         let mut parts = || {
             for batch in batches {
                 for part in micro_batches(batch, self.part) {
-                    self.micro_batch(weights, &parameters, &part?, (items, scale), &mut accumulated)?;
+                    let part = part?;
+                    self.micro_batch(weights, &parameters, (&part, dropout), (items, scale), &mut accumulated)?;
+                    dropout.first += part.rows();
                 }
             }
             Ok(())
@@ -258,7 +270,7 @@ impl<'t> Stepper<'t> {
         &self,
         weights: &Weights,
         parameters: &Parameters,
-        batch: &Batch,
+        (batch, dropout): (&Batch, DropoutSeed),
         (items, scale): (&Items, f64),
         accumulated: &mut Accumulated,
     ) -> Result<()> {
@@ -269,8 +281,12 @@ impl<'t> Stepper<'t> {
             .transpose()?;
         let running_teacher = trainer.teacher.filter(|_| cached.is_none());
         let teacher = running_teacher.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs)?, teacher.parameters()))).transpose()?;
+        let losses = trainer.objective.over_logits().filter(|_| !trainer.further_teachers.is_empty());
+        let further =
+            losses.map_or(Ok(Vec::new()), |losses| trainer.further_teachers.iter().map(|teacher| teacher.run(losses, batch)).collect::<Result<_>>())?;
         let statistics = &mut accumulated.statistics;
-        let forward = self.tape.forward(
+        let forward = self.tape.forward_with(
+            Some(dropout),
             parameters,
             &batch.inputs,
             trainer.memory_tracker,
@@ -291,15 +307,27 @@ impl<'t> Stepper<'t> {
             (Some((values, parameters)), ..) => TeacherOutputs::Values(values, parameters),
             _ => TeacherOutputs::None,
         };
+        let teacher_outputs = match losses.and_then(|losses| losses.teacher.as_ref()) {
+            Some(source) => {
+                let first = WeightedTeacher { weight: 1.0, source, outputs: teacher_outputs };
+                let others = trainer.further_teachers.iter().zip(&further).map(|(teacher, outputs)| teacher.weighted(outputs));
+                TeacherOutputs::Several(std::iter::once(first).chain(others).collect())
+            }
+            None => teacher_outputs,
+        };
         trainer.memory_tracker.work_on("losses", "");
         let (student_heads, teacher_heads) = trainer.objective.heads();
         parameters.enter(&student_heads.into_iter().collect(), Some(trainer.memory_tracker))?;
         let teacher_heads = teacher_heads.into_iter().collect();
         let projections = weights.load_trained(&trainer.objective.projection_names())?;
         running_teacher.map_or(Ok(()), |teacher| teacher.parameters().enter(&teacher_heads, None))?;
+        for further in trainer.further_teachers {
+            further.teacher.parameters().enter(&further.head.iter().cloned().collect(), None)?;
+        }
         let output = trainer.objective.evaluate((&values, parameters), teacher_outputs, &projections, batch, &trained, (items, scale))?;
         running_teacher.map_or(Ok(()), |teacher| teacher.parameters().enter(&BTreeSet::new(), None))?;
-        drop((values, teacher, cache, projections));
+        trainer.further_teachers.iter().try_for_each(|further| further.teacher.parameters().enter(&BTreeSet::new(), None))?;
+        drop((values, teacher, cache, further, projections));
         for (name, loss) in output.losses {
             let sum = accumulated.losses.remove(name).map_or(Ok(loss.clone()), |other| other + &loss);
             accumulated.losses.insert(name, sum.map_err(|e| Error::candle(format!("loss `{name}`"), e))?);
@@ -401,7 +429,6 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::data::References;
 
     #[test]
     fn micro_batches_contain_each_sample_once() {

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::cache::Cache;
 use super::context::TrainingContext;
-use super::{Masker, Objective, OnPolicySampler, Teacher, Team, Training};
+use super::{FurtherTeacher, Masker, Objective, OnPolicySampler, Teacher, Team, Training};
 use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::exec::{ManagedTensor, MemoryTracker, Placement};
@@ -24,6 +24,8 @@ pub struct Trainer<'a> {
     pub teacher: Option<&'a Teacher>,
     /// Cached logits of the teacher.
     pub cache: Option<&'a RefCell<Cache>>,
+    /// Teachers whose probabilities are averaged with those of the first one.
+    pub further_teachers: &'a [FurtherTeacher],
     /// The losses to minimize.
     pub objective: &'a Objective,
     /// The training data.

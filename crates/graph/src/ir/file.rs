@@ -66,16 +66,24 @@ impl GraphFile {
         let original = GraphFile::from(&original()?);
         for node in &mut self.nodes {
             let Op::Opaque(op) = &mut node.op else { continue };
-            let equal = |found: &'_ &NodeFile| matches!(&found.op, Op::Opaque(other) if other == op);
+            let equal = |found: &'_ &NodeFile| matches!(&found.op, Op::Opaque(other) if other.is_same_subgraph(op));
             let candidates: Vec<&NodeFile> = original.nodes.iter().filter(equal).collect();
             let named = candidates.iter().find(|found| found.name == node.name).copied();
             let only = if let [only] = candidates.as_slice() { Some(*only) } else { None };
             let Some(NodeFile { op: Op::Opaque(found), .. }) = named.or(only) else {
                 return Err(Error::graph(format!("{}, node `{}`", Self::NAME, node.name), "the original graph does not contain exactly one such node"));
             };
-            op.function.clone_from(&found.function);
+            let restored = found.clone().with_quantizers(std::mem::take(&mut op.quantizers));
+            *op = restored.map_err(|reason| Error::graph(format!("{}, node `{}`", Self::NAME, node.name), reason))?;
         }
         Ok(self)
+    }
+
+    /// Adds nodes after all others: name, op and names of the inputs.
+    #[must_use]
+    pub fn extended(mut self, nodes: impl IntoIterator<Item = (String, Op, Vec<String>)>) -> GraphFile {
+        self.nodes.extend(nodes.into_iter().map(|(name, op, inputs)| NodeFile { name, op, inputs }));
+        self
     }
 
     /// Removes the nodes selected by `drops` and maps all remaining names with `refer`.

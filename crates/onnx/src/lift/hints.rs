@@ -46,7 +46,7 @@ impl Lift<'_> {
 }
 
 fn float_inputs(graph: &GraphProto) -> Option<String> {
-    let is_wrong = |ty: &DataType| matches!(ty, DataType::Float16 | DataType::Bfloat16 | DataType::Double);
+    let is_wrong = |ty: &DataType| matches!(ty, DataType::Bfloat16 | DataType::Double);
     let element = |input: &ValueInfoProto| Some(input.r#type.as_ref()?.tensor_type.as_ref()?.elem_type());
     let (input, ty) = graph.input.iter().find_map(|input| Some((input.name(), element(input).filter(is_wrong)?)))?;
     Some(format!("the input `{input}` is {ty:?}: export the model in float32, which passes that run the model require"))

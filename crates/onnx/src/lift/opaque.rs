@@ -15,6 +15,7 @@ use super::super::opaque_subgraph::{self, LoadedSubgraph, OpaqueSubgraph};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::super::renaming::shadowed;
 use super::super::subgraph_parts::SubgraphParts;
+use super::super::widened::widen_tensor;
 use super::{Lift, LiftedValue};
 use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
@@ -115,7 +116,7 @@ impl<'f> Lift<'f> {
         let last = cone.nodes.values().next_back().map_or_else(|| format!("`{name}`"), |node| label(node));
         let label = if more > 0 { format!("{last} and {more} more") } else { last };
         let number = subgraph.element;
-        let op = Opaque { label, inputs: types, output: Some(output), function: Some(Arc::new(subgraph)) };
+        let op = Opaque { label, inputs: types, output: Some(output), function: Some(Arc::new(subgraph)), ..Opaque::default() };
         let id = self.builder.node(name, op, &ids).map_err(|e| e.to_string())?;
         self.numbers.insert(id, number);
         Ok(id)
@@ -218,12 +219,12 @@ impl<'f> Lift<'f> {
     }
 
     /// Whether a value is a weight that the graph reads in 32 bits. It may be stored in 16 bits: the file
-    /// converts it, or will do so if a pass has changed its dtype.
+    /// converts it, will do so if a pass has changed its dtype, or computes with 16 bits.
     pub(super) fn is_parameter(&self, name: &str) -> bool {
         let Some(weight) = self.weight(name) else { return false };
         let before = self.file.weights.get(name);
         let is_converted = before.is_some_and(|before| before.dtype == DType::F32 || self.file.dequantized_values.contains(name));
-        weight.dtype == DType::F32 || is_converted && matches!(weight.dtype, DType::F16 | DType::BF16)
+        weight.dtype == DType::F32 || (is_converted || self.file.is_half) && matches!(weight.dtype, DType::F16 | DType::BF16)
     }
 
     /// Rejects changed weights in parts of the file that are copied verbatim.
@@ -288,10 +289,13 @@ impl<'f> Lift<'f> {
     /// A tensor with its elements.
     pub(super) fn with_elements(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
         let mut full = TensorProto { mark: None, ..tensor.clone() };
-        let Some(bytes) = self.file.out_of_line_elements(tensor) else { return Ok(full) };
-        let bytes = bytes?;
-        (full.raw_data, full.data_location) = (Some(bytes), None);
-        full.external_data.clear();
+        if let Some(bytes) = self.file.out_of_line_elements(tensor) {
+            (full.raw_data, full.data_location) = (Some(bytes?), None);
+            full.external_data.clear();
+        }
+        if self.file.is_half {
+            widen_tensor(&mut full)?;
+        }
         Ok(full)
     }
 }

@@ -3,6 +3,8 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use half::f16;
+
 use super::super::check;
 use super::super::initializer_roles::int;
 use super::super::proto::{DataType, NodeProto};
@@ -38,8 +40,11 @@ impl<'f> Lift<'f> {
             },
             _ => None,
         }?;
-        let (DataType::Float, bytes) = one(scale)? else { return None };
-        let value = f32::from_le_bytes(bytes.try_into().ok()?);
+        let value = match one(scale)? {
+            (DataType::Float, bytes) => f32::from_le_bytes(bytes.try_into().ok()?),
+            (DataType::Float16, bytes) if self.file.is_half => f16::from_le_bytes(bytes.try_into().ok()?).to_f32(),
+            _ => return None,
+        };
         (own && plain && same(scale, other_scale) && value.is_finite() && value > 0.0).then_some((FakeQuantize { scale: value, zero_point }, *producer))
     }
 }

@@ -48,9 +48,14 @@ pub(super) fn silu(n: &mut Lowering) -> Result<()> {
 }
 
 pub(super) fn clip(op: &Clip, n: &mut Lowering) -> Result<()> {
-    let bound = |value: f64, n: &mut Lowering| if value.is_finite() { n.float(value) } else { String::new() };
-    let (min, max) = (bound(op.min, n), bound(op.max, n));
     let x = n.input(0);
+    let is_wide = n.is_wide(&x);
+    let bound = |value: f64, n: &mut Lowering| match value.is_finite() {
+        true if is_wide => n.float_wide(value),
+        true => n.float(value),
+        false => String::new(),
+    };
+    let (min, max) = (bound(op.min, n), bound(op.max, n));
     let inputs = [x.as_str(), &min, &max];
     n.finish("Clip", if max.is_empty() { &inputs[..2] } else { &inputs }, vec![]);
     Ok(())

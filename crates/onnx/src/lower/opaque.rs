@@ -2,22 +2,23 @@
 
 use std::collections::BTreeMap;
 
+use super::super::body_layers::{BodyLayer, IntegerWeight, insert_quantizers};
 use super::super::check;
 use super::super::opaque_subgraph::OpaqueSubgraph;
+use super::super::proto::{AttributeProto, DataType};
 use super::super::renaming::{NameMap, rename, rename_node};
 use super::super::upgrade::upgrade;
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::Opaque;
+use crate::ir::ops::{FakeQuantize, Opaque};
+use crate::store::Granularity;
 
 pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     let Some(subgraph) = op.function.as_ref().and_then(|function| function.as_any().downcast_ref::<OpaqueSubgraph>()) else {
         return Err(n.node_error(format!("{} can only be written from the .onnx file that defines it", op.label)));
     };
-    if n.half {
-        return Err(n.node_error(format!("{} computes with the float type of the input file: export with `precision: float32`", op.label)));
-    }
-    let parts = subgraph.parts();
+    let (parts, quantized) = subgraph.quantized.as_ref().map_or((subgraph.parts(), &[][..]), |(parts, layers)| (parts, layers.as_slice()));
+    let weights = integer_weights(quantized, n)?;
     let from = parts.opsets.iter().find(|import| check::is_own(import.domain())).map_or(1, |import| import.version());
     for import in parts.opsets.iter().filter(|import| !check::is_own(import.domain())) {
         n.imports.insert(import.domain().to_owned(), import.version());
@@ -25,8 +26,18 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     for body in parts.nodes.iter().flat_map(check::bodies) {
         n.reserve(body);
     }
-    let mut names: NameMap = parts.inputs.iter().enumerate().map(|(at, (name, _))| (name.clone(), n.input(at))).collect();
-    names.insert(subgraph.output.clone(), n.output());
+    // The nodes compute with 32-bit floats.
+    let mut names = NameMap::new();
+    for (at, (name, number)) in parts.inputs.iter().enumerate() {
+        let input = n.input(at);
+        if quantized.iter().any(|(layer, _)| layer.input == at && weights.contains_key(layer.weight.as_str())) {
+            continue;
+        }
+        names.insert(name.clone(), if *number == DataType::Float as i32 { n.wide(&input)? } else { input });
+    }
+    let is_cast = n.half && subgraph.element == DataType::Float as i32;
+    let output = if is_cast { n.fresh(format!("{}/wide", n.output())) } else { n.output() };
+    names.insert(subgraph.output.clone(), output.clone());
     let computed = parts.nodes.iter().flat_map(|node| &node.output).filter(|name| !name.is_empty());
     for name in parts.constants.iter().map(|tensor| tensor.name().to_owned()).chain(computed.cloned()) {
         names.entry(name).or_insert_with_key(|name| n.fresh(name.clone()));
@@ -44,14 +55,39 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
         n.constants.push(tensor);
     }
     let to = i64::from(n.opset);
-    for node in &parts.nodes {
-        let mut node = node.clone();
-        rename_node(&names, &mut node);
+    let mut nodes = parts.nodes.clone();
+    nodes.iter_mut().for_each(|node| rename_node(&names, node));
+    let signed = n.signed;
+    insert_quantizers(&mut nodes, quantized, signed, &weights, &mut |name| n.fresh(name)).map_err(|reason| n.node_error(reason))?;
+    for node in nodes {
         let upgraded = upgrade(node, from, to, &mut |name| n.fresh(name.to_owned()));
         for mut node in upgraded.map_err(|reason| n.node_error(format!("{}: {reason}", op.label)))? {
             node.name = Some(n.fresh(node.name.filter(|name| !name.is_empty()).or_else(|| node.output.first().cloned()).unwrap_or_default()));
             n.nodes.push(node);
         }
     }
+    if is_cast {
+        n.finish("Cast", &[&output], vec![AttributeProto::int("to", DataType::Float16 as i64)]);
+    }
     Ok(())
+}
+
+/// The integer weights of quantized layers, in the axis order of the file. Runtimes fold transpositions when they
+/// load the file.
+fn integer_weights<'l>(quantized: &'l [(BodyLayer, FakeQuantize)], n: &mut Lowering) -> Result<BTreeMap<&'l str, IntegerWeight>> {
+    let mut weights = BTreeMap::new();
+    for (layer, _) in quantized {
+        let Some(layout) = n.layout(layer.input) else { continue };
+        let (Some(affine), [values, scales, ..]) = (layout.integers.clone(), layout.tensors.as_slice()) else { continue };
+        let (mut values, scales) = (values.name.clone(), scales.name.clone());
+        if layer.is_flipped {
+            values = n.share(&format!("{values}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[&values], vec![AttributeProto::ints("perm", [1, 0])])))?;
+        }
+        let per_tensor = affine.granularity == Granularity::Tensor;
+        // With exact accumulation on x86 without VNNI, ONNX Runtime replaces missing zero points by a scalar.
+        let zero_points = n.own_int8_zeros(if per_tensor { None } else { Some(n.fixed(layer.input, 0)? as usize) });
+        let axis = (!per_tensor).then_some(i64::from(layer.is_flipped));
+        weights.insert(layer.weight.as_str(), IntegerWeight { values, scales, zero_points, axis });
+    }
+    Ok(weights)
 }

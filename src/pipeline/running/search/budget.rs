@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use super::Point;
 use crate::error::ParseError;
-use crate::pass::amount::{parse_fraction, suggest_percentage};
+use crate::model::Model;
+use crate::ratio::{parse_fraction, suggest_percentage};
 use crate::store::ByteSize;
 
 /// A limit of a search.
@@ -80,6 +81,18 @@ impl Budget {
         }
     }
 
+    /// The largest size of the weights that the limit allows, in bytes; `None` if it does not limit the size.
+    pub fn largest(self, model: &Model) -> Option<u64> {
+        let input = model.stored_bytes();
+        let largest = match self {
+            Budget::Bits(bits) => (bits / 8.0 * model.weights.by_name.values().map(|weight| weight.elements() as f64).sum::<f64>()) as u64,
+            Budget::Bytes(bytes) => bytes,
+            Budget::Ratio(ratio) => (ratio * input as f64) as u64,
+            Budget::Loss(_) | Budget::Drop(_) | Budget::Latency(_) => return None,
+        };
+        Some(largest.min(input))
+    }
+
     /// Whether a point is small enough. `input` is the size of the input.
     pub(super) fn allows(self, point: &Point, input: u64) -> bool {
         match self {
@@ -138,7 +151,9 @@ impl FromStr for Budget {
             return bits.trim().parse().map_err(|_| expected()).and_then(positive).map(Budget::Bits);
         }
         if let Some(ratio) = parse_fraction(text) {
-            return positive(ratio).and_then(|ratio| if ratio <= 1.0 { Ok(Budget::Ratio(ratio)) } else { Err(expected()) });
+            let meant = suggest_percentage(ratio).filter(|_| !text.contains('%'));
+            let meant = meant.map(|meant| ParseError::from(format!("`{text}` needs a unit: write {meant} of the input, `{text}bits`, or `{text}MB`")));
+            return positive(ratio).and_then(|ratio| if ratio <= 1.0 { Ok(Budget::Ratio(ratio)) } else { Err(meant.unwrap_or_else(expected)) });
         }
         text.parse::<ByteSize>().map(|size| Budget::Bytes(size.0)).map_err(|_| expected())
     }
@@ -161,7 +176,9 @@ mod tests {
         }
         // Sizes are written with the largest unit of which they are multiples.
         assert_eq!([1_000_000, 40_500_000, 40_487_041].map(|bytes| Budget::Bytes(bytes).to_string()), ["1MB", "40500KB", "40487041B"]);
-        for text in ["", "bits", "0bits", "-1bits", "nanbits", "2", "0", "1.5", "MB", "inf"] {
+        let error = "40".parse::<Budget>().unwrap_err().to_string();
+        assert_eq!(error, "`40` needs a unit: write `0.4` or `40%` of the input, `40bits`, or `40MB`");
+        for text in ["", "bits", "0bits", "-1bits", "nanbits", "200", "0", "150%", "MB", "inf"] {
             assert!(text.parse::<Budget>().unwrap_err().to_string().contains("is not a number of bits"), "{text}");
         }
     }

@@ -10,6 +10,7 @@ use super::Point;
 use crate::data::DataSets;
 use crate::error::{Error, Result};
 use crate::model::Model;
+use crate::output::check_file_writable;
 use crate::pass::Scores;
 use crate::report::Tool;
 use crate::store::ContentKey;
@@ -49,6 +50,14 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
+    /// Checks that the file can be replaced.
+    ///
+    /// # Errors
+    /// If its folder is not writable.
+    pub fn check_writable(path: &Path) -> Result<()> {
+        check_file_writable(&unfinished(path))
+    }
+
     /// Opens the file, or creates it with the first measurement. `options`: other options that determine the
     /// measurements, such as the runtime, the formats and the device.
     ///
@@ -90,9 +99,7 @@ impl Checkpoint {
 
     /// Replaces the file.
     fn write(&self, contents: &Contents) -> Result<()> {
-        let mut name = self.path.file_name().unwrap_or_default().to_owned();
-        name.push(".part");
-        let part = self.path.with_file_name(name);
+        let part = unfinished(&self.path);
         let text = serde_json::to_string(contents).map_err(|e| Error::option(OPTION, e))?;
         std::fs::write(&part, text + "\n").map_err(Error::io("write", &part))?;
         std::fs::rename(&part, &self.path).map_err(Error::io("write", &self.path))
@@ -147,6 +154,13 @@ impl Checkpoint {
         contents.mixtures.push(Mixture { options: point.options.clone(), bytes, measured, score, drop });
         self.write(&contents)
     }
+}
+
+/// The file that replaces the checkpoint when it is complete.
+fn unfinished(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".part");
+    path.with_file_name(name)
 }
 
 #[cfg(test)]

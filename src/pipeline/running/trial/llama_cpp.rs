@@ -200,7 +200,7 @@ mod tests {
             bytes.extend((-(row as f32)).to_le_bytes());
             (0..vocabulary as u16 + 1).for_each(|steps| bytes.extend(steps.to_le_bytes()));
         }
-        let outline = |begin: u64| Outline { values: [("tokenizer.ggml.bos_token_id".to_owned(), Value::Unsigned(begin))].into(), tensors: Vec::new() };
+        let outline = |begin: u64| Outline { values: [("tokenizer.ggml.bos_token_id".to_owned(), Value::Unsigned(begin))].into(), ..Outline::default() };
         let windows = Windows::parse(&bytes, &outline(2)).unwrap();
         assert_eq!((windows.tokens.len(), windows.found.len()), (2 * WINDOW, 2 * predicted * vocabulary));
         assert_eq!(windows.tokens[WINDOW], WINDOW as i64 % 3);
@@ -219,7 +219,7 @@ mod tests {
     fn texts_consist_of_words_of_the_vocabulary() {
         let outline = |tokens: &[&str]| {
             let tokens = tokens.iter().map(|token| (*token).to_owned()).collect();
-            Outline { values: [("tokenizer.ggml.tokens".to_owned(), Value::Texts(tokens))].into(), tensors: Vec::new() }
+            Outline { values: [("tokenizer.ggml.tokens".to_owned(), Value::Texts(tokens))].into(), ..Outline::default() }
         };
         let words = text(&outline(&["<s>", "\u{2581}one", "two", "3"])).unwrap();
         assert!(words.split(' ').all(|word| ["one", "two"].contains(&word)) && words.contains("one two"), "{words}");

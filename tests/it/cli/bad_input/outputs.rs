@@ -134,7 +134,7 @@ fn locations_that_cannot_be_created() {
     check([
         place("inside a file", "cast in -o file/out", "file/out: cannot be created inside…file, which is not a folder", "choose another location"),
         place("deep inside a file", "cast in -o file/a/b/out", "file/a/b/out: cannot be created inside…file, which is not a folder", "choose another location"),
-        place("inside a link to nowhere", "cast in -o dangling/out", "cannot create…dangling: File exists", ""),
+        place("inside a link to nowhere", "cast in -o dangling/out", "cannot create…dangling: File exists", "choose another location"),
         place(
             "a name that is too long",
             concat!(

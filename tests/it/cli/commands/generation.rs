@@ -142,7 +142,7 @@ fn errors_are_reported_before_anything_is_loaded() {
     refused("generate in", 2, "--prompt <TEXT>");
     refused("generate in --prompt a --seed 3", 2, "add --temperature, --top-k or --top-p");
     refused("generate in --prompt a --tokens 0", 2, "tokens: is 0");
-    refused("generate in --prompt a --top-p 2", 2, "top-p: is 2");
+    refused("generate in --prompt a --top-p 1.5", 2, "top-p: is 1.5");
     refused("generate in --prompt aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 2, "prompt 1: has 34 tokens, but the model supports at most 32");
     refused("generate in --prompt a --memory 1KB", 1, "of memory");
     // This tokenizer encodes an empty text as one token, which precedes every text.

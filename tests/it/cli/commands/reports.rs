@@ -95,6 +95,8 @@ fn exceeded_budgets_are_named() {
     assert_eq!(run.stdout.matches("failed").count(), 2, "{}", run.stdout);
     let told = format!("error: b: --max-bytes {}: measured {bytes}; --max-size-ratio 0.1000: measured 0.", bytes - 1);
     assert!(run.stderr.starts_with(&told), "{}", run.stderr);
+    // Both limits are met in the same way, which is named once.
+    assert_eq!(run.stderr.matches("`compress auto MODEL -o DIR --max-size SIZE`").count(), 1, "{}", run.stderr);
     let run = compress(folder.path(), "check b --max-bytes 1kB --max-size-ratio 0.9 --json");
     let found: Value = serde_json::from_str(&run.stdout).unwrap();
     assert_eq!((run.code, &found["ok"]), (1, &json!(false)));

@@ -64,12 +64,13 @@ pub enum Kind {
 const PLAIN: [(u32, DType); 8] =
     [(0, DType::F32), (1, DType::F16), (30, DType::BF16), (24, DType::I8), (25, DType::I16), (26, DType::I32), (27, DType::I64), (28, DType::F64)];
 
-/// Block types that are not supported: ids in files, names, and elements per block.
-const UNSUPPORTED: [(u32, &str, usize); 5] = [(9, "Q8_1", 32), (15, "Q8_K", 256), (40, "NVFP4", 64), (41, "Q1_0", 128), (42, "Q2_0", 64)];
+/// Block types that are not supported: ids in files, names, and elements and bytes per block.
+const UNSUPPORTED: [(u32, &str, usize, u64); 5] =
+    [(9, "Q8_1", 32, 36), (15, "Q8_K", 256, 292), (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18)];
 
 /// Name and elements per block of a block type, which may be unsupported, by its id in files.
 pub fn block_type(id: u32) -> Option<(&'static str, usize)> {
-    let unsupported = || UNSUPPORTED.iter().find(|(number, ..)| *number == id).map(|(_, name, elements)| (*name, *elements));
+    let unsupported = || UNSUPPORTED.iter().find(|(number, ..)| *number == id).map(|(_, name, elements, _)| (*name, *elements));
     BlockType::from_id(id).map(|kind| (kind.name(), kind.elements())).or_else(unsupported)
 }
 
@@ -134,11 +135,15 @@ impl Kind {
     /// Size of a tensor in bytes. `None` if its rows are not a multiple of the block size, or the size
     /// overflows.
     pub fn byte_count(self, shape: &[usize]) -> Option<u64> {
-        let (elements, bytes) = self.unit();
-        let row = shape.last().copied().unwrap_or(1) as u64;
-        row.is_multiple_of(elements).then_some(())?;
-        element_count(shape)?.checked_div(elements)?.checked_mul(bytes)
+        byte_count(self.unit(), shape)
     }
+}
+
+/// Size in bytes of a tensor whose elements are stored in units of `(elements, bytes)`.
+fn byte_count((elements, bytes): (u64, u64), shape: &[usize]) -> Option<u64> {
+    let row = shape.last().copied().unwrap_or(1) as u64;
+    row.is_multiple_of(elements).then_some(())?;
+    element_count(shape)?.checked_div(elements)?.checked_mul(bytes)
 }
 
 /// Description of a tensor.
@@ -163,16 +168,28 @@ pub struct TensorDescription {
     /// Id of the type.
     pub type_id: u32,
     /// Offset of the first byte in the data section.
-    begin: u64,
+    pub(super) begin: u64,
+}
+
+impl TensorDescription {
+    /// Size in bytes. `None` if the type is unknown, rows are not a multiple of the block size, or the size
+    /// overflows.
+    pub(super) fn byte_count(&self) -> Option<u64> {
+        let unsupported = || UNSUPPORTED.iter().find(|(id, ..)| *id == self.type_id).map(|(.., elements, bytes)| (*elements as u64, *bytes));
+        let unit = Kind::from_id(self.type_id).ok().map(Kind::unit).or_else(unsupported)?;
+        byte_count(unit, &self.shape)
+    }
 }
 
 /// Metadata of a file, and descriptions of its tensors, which are not validated.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Outline {
     /// Metadata by key.
     pub values: BTreeMap<String, Value>,
     /// The tensors, in order.
     pub tensors: Vec<TensorDescription>,
+    /// Size of the data section; `None` for a planned file.
+    pub data_bytes: Option<u64>,
 }
 
 impl Outline {
@@ -182,7 +199,8 @@ impl Outline {
         let read = || -> Result<Outline, String> {
             let (mut reader, values, count) = Reader::start(&file)?;
             let tensors = (0..count).map(|number| reader.description(number)).collect::<Result<Vec<_>, String>>()?;
-            Ok(Outline { values, tensors })
+            let data = data_start(reader.at, alignment(&values)?)?;
+            Ok(Outline { values, tensors, data_bytes: Some(reader.length.saturating_sub(data)) })
         };
         read().map_err(|reason| Error::malformed(path, reason))
     }
@@ -192,7 +210,7 @@ impl Outline {
     pub fn planned(values: Vec<(String, Value)>, tensors: Vec<(String, Kind, Vec<usize>)>) -> Option<Outline> {
         let layout = layout(&tensors)?;
         let described = tensors.into_iter().zip(layout).map(|((name, _, shape), (type_id, begin, _))| TensorDescription { name, shape, type_id, begin });
-        Some(Outline { tensors: described.collect(), values: values.into_iter().collect() })
+        Some(Outline { tensors: described.collect(), values: values.into_iter().collect(), data_bytes: None })
     }
 }
 
@@ -220,16 +238,26 @@ impl Header {
     /// Parses the header of a file. The error describes the problem, without the name of the file.
     pub fn read(file: &File) -> Result<Header, String> {
         let (mut reader, values, tensors) = Reader::start(file)?;
-        let alignment = match values.get(ALIGNMENT_KEY) {
-            None => ALIGNMENT,
-            Some(Value::Unsigned(alignment)) if alignment.is_power_of_two() && *alignment <= 1 << 20 => *alignment,
-            Some(other) => return Err(format!("`{ALIGNMENT_KEY}` is {}, expected a power of two up to 1048576", describe(other))),
-        };
+        let alignment = alignment(&values)?;
         let mut tensors = reader.tensors(tensors)?;
-        let data = reader.at.checked_next_multiple_of(alignment).ok_or("its header is too large")?;
+        let data = data_start(reader.at, alignment)?;
         resolve_offsets(&mut tensors, data, alignment, reader.length)?;
         Ok(Header { values, tensors })
     }
+}
+
+/// The alignment of the tensors of a file.
+pub(super) fn alignment(values: &BTreeMap<String, Value>) -> Result<u64, String> {
+    match values.get(ALIGNMENT_KEY) {
+        None => Ok(ALIGNMENT),
+        Some(Value::Unsigned(alignment)) if alignment.is_power_of_two() && *alignment <= 1 << 20 => Ok(*alignment),
+        Some(other) => Err(format!("`{ALIGNMENT_KEY}` is {}, expected a power of two up to 1048576", describe(other))),
+    }
+}
+
+/// Offset of the data section in a file whose header ends at an offset.
+fn data_start(end: u64, alignment: u64) -> Result<u64, String> {
+    end.checked_next_multiple_of(alignment).ok_or_else(|| "its header is too large".into())
 }
 
 /// Short description of a value.

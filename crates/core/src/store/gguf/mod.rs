@@ -8,6 +8,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod block_quantized;
+mod data_section;
 mod fused_experts;
 mod header;
 mod importance_file;
@@ -28,7 +29,7 @@ pub use self::importance_file::{ImportanceFile, InputSums, model_files};
 pub use self::input_major_experts::{Outputs, expert_outputs, joined_experts};
 pub use self::latent_heads::{joined_latent, latent_parts};
 pub use self::row_permutation::RowPermutation;
-pub use self::split::is_continuation;
+pub use self::split::{all_parts, is_continuation};
 pub use self::write::header;
 use super::raw_tensor::DataFile;
 use super::{Block, BlockSink, DType, Encoding, RawTensor, View, Weight, WeightSource, block_elements, least_common_multiple};

@@ -32,17 +32,29 @@ fn number(values: &BTreeMap<String, Value>, key: &str) -> Option<u64> {
     }
 }
 
+/// The paths of all files of a model, given one of them and its metadata.
+///
+/// # Errors
+/// The model is split over several files, and the name of this one does not have its number.
+pub fn all_parts(path: &Path, values: &BTreeMap<String, Value>) -> Result<Vec<PathBuf>> {
+    let Some(count) = number(values, "count").filter(|count| *count > 1) else { return Ok(vec![path.to_owned()]) };
+    let Some((name, ..)) = numbered(path).filter(|(.., stated)| *stated == count) else {
+        let reason = format!("is one of {count} files of a model (`split.count`), but its name does not end like -00001-of-{count:05}.gguf");
+        return Err(Error::malformed(path, reason));
+    };
+    Ok((1..=count).map(|number| path.with_file_name(format!("{name}-{number:05}-of-{count:05}.{EXTENSION}"))).collect())
+}
+
 impl GgufFile {
     /// Opens a model that consists of one file or is split over several files, given any of them.
     /// Returns their paths too. Fails if a file is missing or inconsistent with the others.
     pub fn open_all_parts(path: &Path) -> Result<(GgufFile, Vec<PathBuf>)> {
         let mut file = GgufFile::open(path)?;
-        let Some(count) = number(&file.values, "count").filter(|count| *count > 1) else { return Ok((file, vec![path.to_owned()])) };
-        let Some((name, _, _)) = numbered(path).filter(|(.., stated)| *stated == count) else {
-            let reason = format!("is one of {count} files of a model (`split.count`), but its name does not end like -00001-of-{count:05}.gguf");
-            return Err(Error::malformed(path, reason));
-        };
-        let paths: Vec<PathBuf> = (1..=count).map(|number| path.with_file_name(format!("{name}-{number:05}-of-{count:05}.{EXTENSION}"))).collect();
+        let paths = all_parts(path, &file.values)?;
+        let count = paths.len() as u64;
+        if count < 2 {
+            return Ok((file, paths));
+        }
         let (mut values, mut tensors, mut stored) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (path, index) in paths.iter().zip(0..) {
             if file.path != *path {

@@ -9,6 +9,7 @@ use std::io::Read;
 use std::path::PathBuf;
 
 use super::Tokenizer;
+use crate::data::text_format::NOT_UTF8;
 use crate::error::{Error, Result};
 
 /// Bytes that are read at a time.
@@ -151,7 +152,7 @@ impl Iterator for Pieces<'_> {
             let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).or_else(boundary).unwrap_or(bytes.len());
             self.rest = bytes.split_off(at);
         }
-        Some(String::from_utf8(bytes).map_err(|_| Error::malformed(&self.path, "is not UTF-8")))
+        Some(String::from_utf8(bytes).map_err(|_| Error::malformed(&self.path, format!("is {NOT_UTF8}"))))
     }
 }
 

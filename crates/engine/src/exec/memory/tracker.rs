@@ -77,7 +77,8 @@ impl MemoryTracker {
     fn require_room(&self, all: u64, category: MemoryCategory, bytes: u64) -> Result<()> {
         match self.budget {
             Some(budget) if all > budget => {
-                Err(Error::OutOfMemory { what: format!("{} of {bytes} bytes", category.name()), reason: format!("{all} bytes exceed the budget of {budget}") })
+                let reason = format!("{all} bytes exceed the budget of {budget} bytes, which the options `memory_limit` and `memory` set");
+                Err(Error::OutOfMemory { what: format!("{} of {bytes} bytes", category.name()), reason })
             }
             _ => Ok(()),
         }

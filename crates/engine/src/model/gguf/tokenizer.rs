@@ -52,7 +52,7 @@ pub(super) fn tokenizer(values: &mut Values, config: &Map<String, Json>) -> Resu
     }
     let mut found = Tokenizer::default();
     let Some(tokens) = tokens else {
-        found.missing = Some("the file contains no vocabulary, so that there is no tokenizer.json".into());
+        found.missing = Some("the file contains no vocabulary, so that tokenizer.json is missing".into());
         return Ok(found);
     };
     let count = tokens.len();

@@ -23,7 +23,7 @@ pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
     };
     let (file, settings, generation) = (read(FILE)?, read("tokenizer_config.json")?, read("generation_config.json")?);
     if file.is_null() {
-        let note = "there is no tokenizer.json: the file contains no vocabulary, and runtimes accept only token ids".to_owned();
+        let note = "tokenizer.json is missing: the file contains no vocabulary, and runtimes accept only token ids".to_owned();
         return Ok((vec![(key("model"), Value::Text("no_vocab".into()))], vec![note]));
     }
     let refused = |what: String| Error::Unsupported {
@@ -86,7 +86,7 @@ pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
         values.extend([(key("model"), Value::Text("llama".into())), (key("scores"), Value::Floats(scores(&tokens, &merges)))]);
         values.push((key("add_space_prefix"), Value::Bool(prefix)));
     } else {
-        let pre_tokenizer = pre_tokenizer.ok_or_else(|| refused(format!("an unsupported pre-tokenizer ({})", short(at(&file, "/pre_tokenizer")))))?;
+        let pre_tokenizer = pre_tokenizer.ok_or_else(|| refused(format!("the pre-tokenizer {}", short(at(&file, "/pre_tokenizer")))))?;
         let name = pre_tokenizer.names.first().copied().unwrap_or_default();
         let has_normalizer = !at(&file, "/normalizer").is_null() && at(&file, "/normalizer/normalizers").as_array().is_none_or(|list| !list.is_empty());
         if has_normalizer && at(&file, "/normalizer/type") != "NFC" {

@@ -39,7 +39,7 @@ impl Loss for Embedding {
     }
 
     fn items(&self, batch: &Batch) -> error::Result<f64> {
-        Ok(batch.samples as f64)
+        Ok(batch.rows() as f64)
     }
 
     fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<LossSum> {

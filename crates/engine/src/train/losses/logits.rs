@@ -8,80 +8,21 @@ use std::collections::BTreeMap;
 use candle_core::{D, DType, Device, Tensor};
 
 use super::divergence::{Soft, with_gradient};
-use super::host::{LogitTargets, add_to, is_host_slice};
+use super::head::LogitsSource;
+use super::host::{LogitTargets, is_host_slice};
 use super::mask::require_rows_of_samples;
+use super::teacher_outputs::TeacherOutputs;
 use super::{LossOutput, divisor};
 use crate::data::{Batch, References, SequenceRole};
 use crate::error::{Error, Result};
+use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Parameters, Rounding};
-use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
-use crate::store::ActivationScheme;
-use crate::train::cache::{Cache, Entries};
 
 /// Number of logits per chunk on the host.
 const CHUNK: usize = 1 << 24;
 /// Number of logits per chunk on a GPU, which needs several hundred rows to be busy at a vocabulary of
 /// 150,000.
 const CHUNK_ON_GPU: usize = 1 << 26;
-
-/// The linear layer that computes the logits.
-#[derive(Debug, Clone)]
-pub struct Head {
-    /// Name of its input, `[batch, sequence, width]`.
-    pub input: String,
-    /// Names of its weight and bias.
-    pub parameters: Vec<String>,
-    /// The op, with the layout of the weight.
-    pub op: Linear,
-}
-
-/// Source of the logits.
-#[derive(Debug, Clone)]
-pub enum LogitsSource {
-    /// A value of the graph.
-    Value(String),
-    /// A layer that is computed in chunks of rows.
-    Head(Head),
-}
-
-impl LogitsSource {
-    /// Name of the graph value that is read.
-    pub fn value(&self) -> &String {
-        match self {
-            LogitsSource::Value(name) => name,
-            LogitsSource::Head(head) => &head.input,
-        }
-    }
-
-    /// Computes the logits of rows.
-    fn logits(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
-        match self {
-            LogitsSource::Value(_) => Ok(rows.clone()),
-            LogitsSource::Head(head) => {
-                // Values of a teacher are f32 in every precision.
-                let rows = rows.to_dtype(parameters.compute())?;
-                head.prepared(&rows).forward(&head.operands(&rows, parameters)?)
-            }
-        }
-    }
-}
-
-impl Head {
-    fn prepared(&self, rows: &Tensor) -> PreparedOp {
-        PreparedOp::new(&self.op.into(), rows.device(), rows.dtype())
-    }
-
-    fn operands(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Vec<Tensor>> {
-        let input = self.input_scheme(parameters).map_or_else(|| Ok(rows.clone()), |scheme| Rounding::Token.round_input(scheme, rows));
-        std::iter::once(input).chain(self.parameters.iter().map(|name| parameters.get(name))).collect()
-    }
-
-    /// The scheme in which the executor rounds the rows, if the weight is quantized.
-    fn input_scheme(&self, parameters: &Parameters) -> Option<ActivationScheme> {
-        self.parameters.first().and_then(|weight| parameters.input_scheme(weight))
-    }
-}
 
 /// Soft and hard losses over logits.
 #[derive(Debug, Clone)]
@@ -102,16 +43,6 @@ pub struct Logits {
 
 /// Values of a graph, by name, and parameters.
 pub type ModelValues<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
-
-/// Outputs of the teacher for a batch.
-pub enum TeacherOutputs<'a> {
-    /// No teacher.
-    None,
-    /// Values of its graph, and its parameters.
-    Values(&'a BTreeMap<String, Tensor>, &'a Parameters),
-    /// Top logits of all rows, and the cache that they were read from.
-    Cached(&'a Entries, &'a Cache),
-}
 
 /// Rows of logits that contribute to the loss, and the target class of each.
 struct Rows {
@@ -136,9 +67,13 @@ impl Logits {
         Ok(positions)
     }
 
-    /// Calls `each` with the teacher's logits of all rows that contribute to the loss, in chunks of rows.
-    pub fn for_each_teacher_chunk(&self, teacher: ModelValues, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
-        let Some(source) = &self.teacher else { return Ok(()) };
+    /// Calls `each` with a teacher's logits of all rows that contribute to the loss, in chunks of rows.
+    pub fn for_each_teacher_chunk(
+        &self,
+        (source, teacher): (&LogitsSource, ModelValues),
+        batch: &Batch,
+        each: &mut dyn FnMut(&Tensor) -> Result<()>,
+    ) -> Result<()> {
         let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
         let failed = |e| Error::candle("the teacher's logits", e);
         let value = flat(value).map_err(failed)?;
@@ -158,6 +93,42 @@ impl Logits {
     /// The teacher's logits of rows, without columns that the student lacks.
     fn teacher_logits(&self, source: &LogitsSource, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         source.logits(rows, parameters)?.narrow(1, 0, self.classes)
+    }
+
+    /// The teacher's logits of rows, for the student's logits of the same rows; `from` counts the previous
+    /// rows with a loss. `None` without a teacher.
+    fn soft_targets(
+        &self,
+        (source, teacher): (&LogitsSource, &TeacherOutputs),
+        (indices, from): (&[u32], usize),
+        student: &Tensor,
+    ) -> candle_core::Result<Option<Tensor>> {
+        Ok(match teacher {
+            TeacherOutputs::None => None,
+            TeacherOutputs::Values(values, parameters) => {
+                let Some(value) = values.get(source.value()) else {
+                    candle_core::bail!("the value `{}` of the teacher is not among its outputs", source.value())
+                };
+                let logits = self.teacher_logits(source, &select_rows(&flat(value)?, indices)?, parameters)?;
+                // The teacher may be on another device.
+                Some(transfer::move_to(&logits, student.device(), Cause::Offload)?)
+            }
+            TeacherOutputs::Cached(entries, cache) => Some(cache.logits(entries, from..from + indices.len(), student)?),
+            TeacherOutputs::Several(teachers) => {
+                let temperature = self.soft.map_or(1.0, |soft| soft.temperature);
+                let total: f64 = teachers.iter().map(|teacher| teacher.weight).sum();
+                let mut logarithms = Vec::new();
+                for teacher in teachers {
+                    let logits = self.soft_targets((teacher.source, &teacher.outputs), (indices, from), student)?;
+                    let Some(logits) = logits else { candle_core::bail!("one of several teachers has no outputs") };
+                    logarithms.push((log_softmax(&(logits.to_dtype(DType::F32)? / temperature)?)? + (teacher.weight / total).ln())?);
+                }
+                let all = Tensor::stack(&logarithms, 0)?;
+                let largest = all.max_keepdim(0)?;
+                let sum = all.broadcast_sub(&largest)?.exp()?.sum_keepdim(0)?.log()?;
+                Some(((sum + largest)?.squeeze(0)? * temperature)?)
+            }
+        })
     }
 
     fn rows(&self, batch: &Batch) -> Result<Rows> {
@@ -214,14 +185,8 @@ impl Logits {
     ) -> Result<()> {
         let rows = self.rows(batch)?;
         let ours = student.0.get(self.student.value()).ok_or_else(|| missing(self.student.value()))?;
-        let theirs = match (&self.teacher, &teacher) {
-            (Some(source), TeacherOutputs::Values(values, ..)) if self.soft.is_some() => {
-                Some(values.get(source.value()).ok_or_else(|| missing(source.value()))?)
-            }
-            _ => None,
-        };
         let mut compute = || {
-            let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
+            let values = flat(ours)?;
             if self.tokens.is_none() {
                 require_rows_of_samples(&format!("value `{}`", self.student.value()), &values, batch)?;
             }
@@ -232,15 +197,10 @@ impl Logits {
                 let targets = rows.targets.chunks(count).nth(number).unwrap_or(&[]);
                 let hidden = select_rows(&values, indices)?;
                 let logits = self.student.logits(&hidden, student.1)?;
-                let soft = match (&self.teacher, &teacher, &theirs) {
-                    (Some(source), TeacherOutputs::Values(_, parameters), Some(value)) => {
-                        let logits = self.teacher_logits(source, &select_rows(value, indices)?, parameters)?;
-                        // The teacher may be on another device.
-                        Some(transfer::move_to(&logits, values.device(), Cause::Offload)?)
-                    }
-                    (_, TeacherOutputs::Cached(entries, cache), _) => {
+                let soft = match &self.teacher {
+                    Some(source) if self.soft.is_some() => {
                         let from = number * count;
-                        Some(cache.logits(entries, from..from + indices.len(), &logits.narrow(1, 0, self.classes)?)?)
+                        self.soft_targets((source, &teacher), (indices, from), &logits.narrow(1, 0, self.classes)?)?
                     }
                     _ => None,
                 };
@@ -365,56 +325,12 @@ pub(super) fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
     moved.broadcast_sub(&sums)
 }
 
-impl Head {
-    /// Returns the gradient with respect to the input rows, and adds those of the trained parameters to
-    /// `sums`.
-    fn backward(
-        &self,
-        rows: &Tensor,
-        gradient: &Tensor,
-        parameters: &Parameters,
-        trained: &dyn Fn(&str) -> bool,
-        sums: &mut Vec<(String, Tensor)>,
-    ) -> candle_core::Result<Tensor> {
-        let inputs: Vec<Saved> = self.operands(rows, parameters)?.into_iter().map(Saved::full).collect();
-        let wanted: Vec<bool> = std::iter::once(true).chain(self.parameters.iter().map(|name| trained(name))).collect();
-        let output = Saved::shape(gradient.dims());
-        let mut found = self.prepared(rows).backward(&Backward { inputs: &inputs, output: &output, gradient, needs_gradient: &wanted })?.into_iter();
-        let input_gradient = found.next().flatten();
-        for (name, gradient) in self.parameters.iter().zip(found) {
-            let Some(gradient) = gradient else { continue };
-            // 16-bit floats are too imprecise to accumulate over many chunks.
-            let gradient = gradient.to_dtype(DType::F32)?;
-            match sums.iter_mut().find(|(other, _)| other == name) {
-                Some((_, sum)) if [&*sum, &gradient].into_iter().all(is_host_slice) => add_to(sum, &gradient)?,
-                Some((_, sum)) => *sum = (&*sum + gradient)?,
-                None => sums.push((name.clone(), gradient)),
-            }
-        }
-        match input_gradient {
-            Some(gradient) => self.input_scheme(parameters).map_or(Ok(gradient.clone()), |scheme| Rounding::Token.input_gradient(scheme, rows, gradient)),
-            None => candle_core::bail!("the linear layer returned no gradient of its input"),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::divergence::Divergence;
+    use super::super::head::Head;
     use super::*;
-
-    /// A thousand gradients, each too small compared to their sum for 16-bit floats.
-    #[test]
-    fn gradients_accumulate_in_f32() {
-        let tensor = |value: f64, dims: (usize, usize)| (Tensor::ones(dims, DType::BF16, &Device::Cpu).unwrap() * value).unwrap();
-        let head = Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() };
-        let parameters = Parameters::from_tensors([("w".to_owned(), tensor(1.0, (4, 2)))].into(), DType::BF16);
-        let mut sums = Vec::new();
-        for _ in 0..1000 {
-            head.backward(&tensor(1.0, (1, 2)), &tensor(1.0, (1, 4)), &parameters, &|_| true, &mut sums).unwrap();
-        }
-        assert_eq!(transfer::values::<f32>(&sums[0].1, Cause::Step).unwrap(), [1000.0; 8]);
-    }
+    use crate::ir::ops::Linear;
 
     #[test]
     fn a_chunk_has_at_least_one_row_and_more_only_within_the_limit() {

@@ -4,7 +4,8 @@ use candle_core::{DType, Tensor};
 
 use super::LossOutput;
 use super::divergence::Divergence;
-use super::logits::{Logits, LogitsSource, index_tensor};
+use super::head::LogitsSource;
+use super::logits::{Logits, index_tensor};
 use crate::gpu::{self, LogitLosses};
 
 impl Logits {

@@ -15,11 +15,11 @@ pub(super) fn token_mask(batch: &Batch, tokens: Option<SequenceRole>, device: &D
 
 /// Number of tokens without padding; the number of samples if positions are not tokens.
 pub(super) fn count(batch: &Batch, tokens: Option<SequenceRole>) -> Result<f64> {
-    let Some(side) = tokens else { return Ok(batch.samples as f64) };
+    let Some(side) = tokens else { return Ok(batch.rows() as f64) };
     match (batch.mask(side), batch.tokens(side)) {
         (Some(mask), _) => Ok(transfer::read::<i64>(mask)?.iter().filter(|real| **real != 0).count() as f64),
         (None, Some(ids)) => Ok(ids.elem_count() as f64),
-        (None, None) => Ok(batch.samples as f64),
+        (None, None) => Ok(batch.rows() as f64),
     }
 }
 
@@ -39,7 +39,7 @@ pub(super) fn weights(value: &Tensor, batch: &Batch, tokens: Option<SequenceRole
 /// Rejects values without one row per sample, such as those of a run file that holds several samples.
 pub(super) fn require_rows_of_samples(name: &str, value: &Tensor, batch: &Batch) -> Result<()> {
     let rows = value.dim(0)?;
-    if rows != batch.samples {
+    if rows != batch.rows() {
         candle_core::bail!(
             "{name} has {rows} rows for {} samples: each run file counts as one sample, so use run files with one row, \
              or a single file of arrays with one row per sample",

@@ -4,25 +4,31 @@
 //! the whole step. The result therefore does not depend on how a step is split into micro-batches.
 
 mod attention;
+mod contrastive;
 mod divergence;
 mod embedding;
+mod head;
 mod hidden;
 mod host;
 mod logits;
 mod logits_on_gpu;
 mod mask;
 mod options;
+mod teacher_outputs;
 
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
 pub use attention::{Attention, Heads};
+pub use contrastive::Contrastive;
 pub use divergence::{Divergence, Soft};
 pub use embedding::Embedding;
+pub use head::{Head, LogitsSource};
 pub use hidden::{Hidden, Pair};
-pub use logits::{Head, Logits, LogitsSource, ModelValues, TeacherOutputs};
-pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftDivergence, SoftLoss};
+pub use logits::{Logits, ModelValues};
+pub use options::{AttentionLoss, AttentionTarget, ContrastiveLoss, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftDivergence, SoftLoss};
+pub use teacher_outputs::{TeacherOutputs, WeightedTeacher};
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -252,6 +258,91 @@ mod tests {
             let factor = (weight * scale) as f32;
             assert!(other.iter().zip(&gradient).all(|(a, b)| (a - factor * b).abs() < 1e-5), "{weight}, {scale}, {size}");
         }
+    }
+
+    /// Divergences are those of trl's GKD, times the square of the temperature, and the hard loss is that of
+    /// transformers over trl's labels of a completion (`scripts/goldens losses`).
+    #[test]
+    fn losses_over_logits_equal_those_of_trl() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/training/losses.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let number = |name: &str| f64::from(golden[name].to_vec1::<f32>().unwrap()[0]);
+        // The labels of the logits at each position.
+        let labels = |name: &str| -> Vec<Vec<Option<i64>>> {
+            let rows = golden[name].to_vec2::<i64>().unwrap();
+            rows.into_iter().map(|row| row.into_iter().map(|label| (label != -100).then_some(label)).collect()).collect()
+        };
+        let require = |case: &str, (soft, hard): (Option<Soft>, Option<(f64, f64)>), logits: &str, labels: Vec<Vec<Option<i64>>>, factor: f64| {
+            let (values, parameters) = (BTreeMap::from([("x".to_owned(), golden[logits].clone())]), Parameters::from_tensors(BTreeMap::new(), DType::F32));
+            let (samples, sequence, classes) = golden[logits].dims3().unwrap();
+            let inputs = [("input_ids".to_owned(), Tensor::ones((samples, sequence), DType::I64, &Device::Cpu).unwrap())];
+            let batch = Batch { inputs: inputs.into(), references: References::Tokens(labels), samples };
+            let source = LogitsSource::Value("x".into());
+            let losses = Logits { soft, hard, student: source.clone(), teacher: Some(source), classes, tokens: Some(SequenceRole::Input) };
+            let teacher = BTreeMap::from([("x".to_owned(), golden.get(&format!("{case}/teacher")).unwrap_or(&golden[logits]).clone())]);
+            let mut output = LossOutput::default();
+            let items = losses.items(&batch).unwrap();
+            let outputs = if soft.is_some() { TeacherOutputs::Values(&teacher, &parameters) } else { TeacherOutputs::None };
+            losses.add(&mut output, (&values, &parameters), outputs, &batch, &|_| true, (items, 1.0)).unwrap();
+            let (found, expected) = (output.losses.values().next().unwrap().to_scalar::<f64>().unwrap(), factor * number(&format!("{case}/loss")));
+            assert!((found - expected).abs() < 1e-5, "{case}: {found} instead of {expected}");
+            let gradient = (&golden[&format!("{case}/gradient")] * factor).unwrap();
+            let apart = (&output.values["x"] - gradient).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+            assert!(apart < 1e-5, "{case}: {apart}");
+        };
+        for (name, divergence) in [
+            ("forward", Divergence::Forward),
+            ("reverse", Divergence::Reverse),
+            ("half", Divergence::JensenShannon(0.5)),
+            ("quarter", Divergence::JensenShannon(0.25)),
+        ] {
+            let case = format!("divergence/{name}");
+            let temperature = number(&format!("{case}/temperature"));
+            let soft = Soft { weight: 1.0, temperature, divergence };
+            require(&case, (Some(soft), None), &format!("{case}/student"), labels(&format!("{case}/labels")), temperature * temperature);
+        }
+        // Logits predict the next token.
+        let next = labels("completion/labels").into_iter().map(|row| row.into_iter().skip(1).chain([None]).collect()).collect();
+        require("completion", (None, Some((1.0, 0.0))), "completion/logits", next, 1.0);
+    }
+
+    /// The teacher's probabilities are the weighted mean of those of several, at the temperature of the loss.
+    #[test]
+    fn probabilities_of_several_teachers_are_averaged() {
+        let (batch, parameters) = (token_batch(), Parameters::from_tensors(BTreeMap::new(), DType::F32));
+        let source = LogitsSource::Value("x".into());
+        let named = |seed: usize| BTreeMap::from([("x".to_owned(), (tensor(seed, &[2, 3, 5]) * 3.0).unwrap())]);
+        let (student, teachers) = (named(1), [named(2), named(3)]);
+        let temperature = 2.0;
+        let soft = Some(Soft { weight: 1.0, temperature, divergence: Divergence::Forward });
+        let logits = Logits { soft, hard: None, student: source.clone(), teacher: Some(source.clone()), classes: 5, tokens: Some(SequenceRole::Input) };
+        let loss = |outputs: TeacherOutputs| {
+            let mut output = LossOutput::default();
+            logits.add(&mut output, (&student, &parameters), outputs, &batch, &|_| true, (3.0, 1.0)).unwrap();
+            let gradient = output.values["x"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            (output.losses["soft"].to_scalar::<f64>().unwrap(), gradient)
+        };
+        let several = |weights: [f64; 2], teachers: [usize; 2], values: &[BTreeMap<String, Tensor>; 2]| {
+            let of = |at: usize| WeightedTeacher { weight: weights[at], source: &source, outputs: TeacherOutputs::Values(&values[teachers[at]], &parameters) };
+            loss(TeacherOutputs::Several(vec![of(0), of(1)]))
+        };
+        let require_equal = |a: (f64, Vec<f32>), b: (f64, Vec<f32>)| {
+            assert!((a.0 - b.0).abs() < 1e-5 && a.1.iter().zip(&b.1).all(|(a, b)| (a - b).abs() < 1e-5), "{a:?} {b:?}");
+        };
+        let one = loss(TeacherOutputs::Values(&teachers[0], &parameters));
+        require_equal(several([0.3, 0.9], [0, 0], &teachers), one.clone());
+        let softmax = |values: &Tensor| losses_softmax(&(values / temperature).unwrap());
+        let mean = ((softmax(&teachers[0]["x"]) * 0.75).unwrap() + (softmax(&teachers[1]["x"]) * 0.25).unwrap()).unwrap();
+        let averaged = BTreeMap::from([("x".to_owned(), (mean.log().unwrap() * temperature).unwrap())]);
+        let expected = loss(TeacherOutputs::Values(&averaged, &parameters));
+        assert!((expected.0 - one.0).abs() > 1e-3);
+        require_equal(several([3.0, 1.0], [0, 1], &teachers), expected.clone());
+        require_equal(several([0.5, 1.5], [1, 0], &teachers), expected);
+    }
+
+    fn losses_softmax(values: &Tensor) -> Tensor {
+        let exponentials = values.exp().unwrap();
+        exponentials.broadcast_div(&exponentials.sum_keepdim(candle_core::D::Minus1).unwrap()).unwrap()
     }
 
     #[test]

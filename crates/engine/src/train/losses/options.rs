@@ -127,6 +127,16 @@ losses! {
         #[serde(skip_serializing_if = "Option::is_none")]
         output: Option<String> = None,
     }
+    /// Matching texts of a batch, each of which is compared with all others.
+    ContrastiveLoss {
+        /// Temperature that the cosine similarities are divided by
+        temperature: f64 = 0.05,
+        /// Whether the texts of `pair_column` are compared with those of `text_column` too
+        symmetric: bool = false,
+        /// Name of the embedding output [default: the only output with one vector per sample]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        output: Option<String> = None,
+    }
 }
 
 impl SoftLoss {
@@ -159,6 +169,10 @@ pub struct Losses {
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
     #[cfg_attr(feature = "cli", schemars(with = "Option<Form<EmbeddingLoss>>"))]
     pub embedding: Option<EmbeddingLoss>,
+    /// Matching texts of a batch
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Form<ContrastiveLoss>>"))]
+    pub contrastive: Option<ContrastiveLoss>,
 }
 
 impl Losses {
@@ -176,12 +190,14 @@ impl Losses {
             ("hidden", self.hidden.as_ref().map(|l| l.weight)),
             ("attention", self.attention.as_ref().map(|l| l.weight)),
             ("embedding", self.embedding.as_ref().map(|l| l.weight)),
+            ("contrastive", self.contrastive.as_ref().map(|l| l.weight)),
         ];
         if let Some((name, _)) = weights.iter().find(|(_, weight)| weight.is_some_and(|weight| !(weight.is_finite() && weight >= 0.0))) {
             return wrong(name, "the weight must be a finite number, at least 0");
         }
-        if self.soft.as_ref().is_some_and(|soft| !(soft.temperature.is_finite() && soft.temperature > 0.0)) {
-            return wrong("soft", "the temperature must be a finite number greater than 0");
+        let temperatures = [("soft", self.soft.as_ref().map(|l| l.temperature)), ("contrastive", self.contrastive.as_ref().map(|l| l.temperature))];
+        if let Some((name, _)) = temperatures.iter().find(|(_, value)| value.is_some_and(|value| !(value.is_finite() && value > 0.0))) {
+            return wrong(name, "the temperature must be a finite number greater than 0");
         }
         if let Some(mix) = self.soft.as_ref().and_then(|soft| soft.mix) {
             if self.soft.as_ref().is_some_and(|soft| soft.divergence != SoftDivergence::JensenShannon) {
@@ -207,7 +223,7 @@ impl FromStr for Losses {
     /// Parses the recipe syntax `{ soft: 0.5, hard: 0.5 }`, or `soft=0.5,hard=0.5`.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
         let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ {} }}", text.replace('=', ": ")) };
-        serde_saphyr::from_str(&yaml).map_err(|e| e.to_string().into())
+        crate::yaml_text::parse_option("losses", &yaml)
     }
 }
 
@@ -268,6 +284,7 @@ mod tests {
             "{ soft: { mix: 0.5 } }",
             "{ soft: { divergence: jensen-shannon, mix: 1 } }",
             "{ soft: { temperature: 0 } }",
+            "{ contrastive: { temperature: 0 } }",
             "{ hard: { label_smoothing: 1 } }",
         ] {
             assert!(text.parse::<Losses>().unwrap().check().is_err(), "{text}");

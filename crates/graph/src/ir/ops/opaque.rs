@@ -1,6 +1,7 @@
 //! Subgraphs that no op represents, executed by an external function.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, OpSpec};
+use super::{Backward, FakeQuantize, OpSpec};
 use crate::ir::{Dim, TensorType};
 
 /// An external function of tensors.
@@ -17,6 +18,10 @@ pub trait Function: fmt::Debug + Send + Sync {
     fn shape(&self, inputs: &[Vec<usize>]) -> Result<Vec<usize>, String>;
     /// Computes the output.
     fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
+    /// The function with quantized inputs of layers within it, by the names of the weights.
+    fn with_quantizers(&self, _quantizers: &BTreeMap<String, FakeQuantize>) -> Result<Arc<dyn Function>, String> {
+        Err("has no layers whose inputs can be quantized".into())
+    }
     /// For downcasts by the code that created the function.
     fn as_any(&self) -> &dyn Any;
 }
@@ -32,6 +37,9 @@ pub struct Opaque {
     pub inputs: Vec<TensorType>,
     /// Type of the output for inputs of these types.
     pub output: Option<TensorType>,
+    /// Quantizers of the inputs of layers within the subgraph, by the names of the weights.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub quantizers: BTreeMap<String, FakeQuantize>,
     /// The function.
     #[serde(skip)]
     pub function: Option<Arc<dyn Function>>,
@@ -39,11 +47,25 @@ pub struct Opaque {
 
 impl PartialEq for Opaque {
     fn eq(&self, other: &Self) -> bool {
-        (&self.label, &self.inputs, &self.output) == (&other.label, &other.inputs, &other.output)
+        self.is_same_subgraph(other) && self.quantizers == other.quantizers
     }
 }
 
 impl Opaque {
+    /// Whether the subgraphs are equal except for quantizers.
+    pub fn is_same_subgraph(&self, other: &Opaque) -> bool {
+        (&self.label, &self.inputs, &self.output) == (&other.label, &other.inputs, &other.output)
+    }
+
+    /// The subgraph with quantized inputs of layers within it, by the names of the weights.
+    pub fn with_quantizers(mut self, quantizers: BTreeMap<String, FakeQuantize>) -> Result<Opaque, String> {
+        if let Some(function) = self.function.as_ref().filter(|_| !quantizers.is_empty()) {
+            self.function = Some(function.with_quantizers(&quantizers)?);
+        }
+        self.quantizers = quantizers;
+        Ok(self)
+    }
+
     fn lost<T>(&self) -> Result<T, String> {
         Err(format!("{} can only be computed from the .onnx file that contains it", self.label))
     }

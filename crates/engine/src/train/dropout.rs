@@ -1,0 +1,82 @@
+//! Dropout of the residual branches and of the embeddings of a transformer.
+
+use std::collections::BTreeSet;
+
+use super::Training;
+use crate::analysis;
+use crate::error::{Error, Result};
+use crate::exec::Dropout;
+use crate::ir::{Graph, Kind, Node, Op, ValueId};
+
+/// Attention and feed-forward network of a layer.
+const BRANCHES: usize = 2;
+
+/// The values of a graph to which the requested dropout applies: the embeddings that the first layer reads,
+/// and the results of attention and feed-forward network before they are added to the residual stream. Fails
+/// if they are not recognized.
+pub fn dropout(graph: &Graph, training: &Training) -> Result<Option<Dropout>> {
+    let Some(rate) = training.dropout else { return Ok(None) };
+    let wrong = |reason: String| Error::option("dropout", reason);
+    let [stack] = &analysis::stacks(graph)[..] else {
+        return Err(wrong("needs a transformer with one stack of layers, and no `attention` loss: remove it".into()));
+    };
+    let by_name = |name: &str| graph.nodes().iter().position(|node| graph.value(node.output).name == name);
+    let mut nodes = BTreeSet::new();
+    for layer in &stack.layers {
+        let own = |(index, node): (usize, &Node)| layer.nodes.contains(&graph.value(node.output).name).then_some(index).filter(|_| is_branch(graph, node));
+        let found: Vec<usize> = graph.nodes().iter().enumerate().filter_map(own).collect();
+        if found.len() != BRANCHES {
+            let reason = format!(
+                "the layer that returns `{}` has {} linear layers whose result is added to its residual stream, but attention and feed-forward network have {BRANCHES}: remove it",
+                layer.output,
+                found.len()
+            );
+            return Err(wrong(reason));
+        }
+        nodes.extend(found);
+    }
+    let first = stack.layers.first().and_then(|layer| by_name(&layer.input));
+    // The backward pass of the node would read its output, with dropout.
+    let first = first.filter(|index| graph.nodes().get(*index).is_some_and(|node| !node.op.spec().reads_output()));
+    nodes.insert(first.ok_or_else(|| wrong("the embeddings that the first layer reads were not found: remove it".into()))?);
+    Ok(Some(Dropout { rate, nodes }))
+}
+
+/// Whether a node is a linear layer whose only reader adds it to a value that no linear layer computes.
+fn is_branch(graph: &Graph, node: &Node) -> bool {
+    let is_linear = |id: &ValueId| graph.nodes().iter().any(|other| other.output == *id && matches!(other.op, Op::Linear(_)));
+    let readers: Vec<&Node> = graph.nodes().iter().filter(|other| other.inputs.contains(&node.output)).collect();
+    let [reader] = readers[..] else { return false };
+    let others: Vec<&ValueId> = reader.inputs.iter().filter(|id| **id != node.output).collect();
+    matches!(node.op, Op::Linear(_))
+        && matches!(reader.op, Op::Add(_))
+        && matches!(others[..], [other] if graph.value(*other).kind != Kind::Param && !is_linear(other))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::model::Model;
+
+    fn found(name: &str) -> Result<Vec<String>> {
+        let graph = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap().graph().unwrap();
+        let dropout = dropout(&graph, &Training { dropout: Some(0.1), ..Training::default() })?.unwrap();
+        Ok(dropout.nodes.iter().map(|index| graph.value(graph.nodes()[*index].output).name.clone()).collect())
+    }
+
+    /// The embeddings, and two values of each layer.
+    #[test]
+    fn branches_of_layers_are_recognized() {
+        for name in ["bert", "roberta", "distilbert", "vit", "llama", "qwen3", "gpt2", "opt"] {
+            let graph = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap().graph().unwrap();
+            let layers = analysis::stacks(&graph)[0].layers.len();
+            let found = found(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+            assert_eq!(found.len(), 2 * layers + 1, "{name}: {found:?}");
+        }
+        for name in ["t5", "resnet-basic", "mixtral"] {
+            assert!(found(name).unwrap_err().to_string().contains("dropout"), "{name}");
+        }
+    }
+}

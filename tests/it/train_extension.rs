@@ -1,0 +1,115 @@
+//! Trainings that are resumed with more steps.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::{Path, PathBuf};
+
+use compress::pass::Finetune;
+use compress::report::Report;
+use compress::{Error, Model, Pipeline};
+use compress_engine::data::Data;
+use compress_engine::train::Every;
+
+use crate::train::{Run, cancelled_after, classes, finetune, golden, samples, weights};
+
+const MODEL: &str = "bert-sequence-classification";
+
+/// Outputs of trainings, and the folder of their common checkpoint.
+struct Trainings {
+    run: Run,
+    data: Data,
+}
+
+impl Trainings {
+    fn new() -> Trainings {
+        let run = Run::new();
+        // Six batches of eight samples in an epoch, so that trainings end within one.
+        let data = samples(MODEL, run.folder.path(), 48, classes(MODEL));
+        Trainings { run, data }
+    }
+
+    fn out(&self, name: &str) -> PathBuf {
+        self.run.folder.path().join(name)
+    }
+
+    fn start(&self, pass: &Finetune, out: &str, resume: bool, stop: Option<u64>) -> compress::Result<Report> {
+        let (cancel, watch) = cancelled_after(stop);
+        let builder = Pipeline::builder().pass(pass.clone()).train(self.data.clone()).seed(3).resume(resume).progress(watch).cancel(cancel);
+        builder.build()?.run(Model::open(golden(MODEL)).unwrap(), self.out(out))
+    }
+
+    fn require_equal(&self, one: &str, other: &str, what: &str) {
+        let (one, other) = (weights(&self.out(one)), weights(&self.out(other)));
+        for (name, values) in &one {
+            assert!(values.iter().zip(&other[name]).all(|(a, b)| a.to_bits() == b.to_bits()), "{what}: {name} differs");
+        }
+    }
+}
+
+fn with_schedule(pass: Finetune, schedule: &str) -> Finetune {
+    Finetune { schedule: schedule.parse().unwrap(), average: Some(0.9), ..pass }
+}
+
+fn extension(report: &Report) -> Option<&String> {
+    report.notes.iter().find(|note| note.contains("the training continued after"))
+}
+
+fn is_checkpoint(folder: &Path) -> bool {
+    folder.join("checkpoint.safetensors").exists()
+}
+
+/// Constant rates, and those before the decay of `decay_steps`, do not depend on the number of steps.
+#[test]
+fn an_extended_training_equals_a_longer_one() {
+    let epochs = |epochs| Finetune { max_steps: None, epochs: Some(epochs), ..finetune(1) };
+    for (schedule, short, long) in [
+        ("constant,warmup_steps=3", finetune(10), finetune(20)),
+        ("linear,warmup_steps=2,decay_steps=4", finetune(10), finetune(20)),
+        ("constant", epochs(2), epochs(3)),
+    ] {
+        let trainings = Trainings::new();
+        let pass = |pass: Finetune| Finetune { final_checkpoint: Some(trainings.out("last")), ..with_schedule(pass, schedule) };
+        trainings.start(&pass(short.clone()), "short", false, None).unwrap();
+        assert!(is_checkpoint(&trainings.out("last")));
+        let error = trainings.start(&pass(long.clone()), "extended", false, None).unwrap_err();
+        assert!(error.to_string().contains("earlier training") && error.hint().unwrap().contains("`resume`"), "{error}");
+        let other = Finetune { learning_rate: 1e-3, ..pass(long.clone()) };
+        assert!(trainings.start(&other, "other", true, None).unwrap_err().to_string().contains("different options"));
+        let report = trainings.start(&pass(long.clone()), "extended", true, None).unwrap();
+        let note = extension(&report).unwrap();
+        assert!(!note.contains("learning rates"), "{note}");
+        trainings.start(&with_schedule(long, schedule), "whole", false, None).unwrap();
+        trainings.require_equal("extended", "whole", schedule);
+        let error = trainings.start(&pass(short), "fewer", true, None).unwrap_err().to_string();
+        let what = if schedule == "constant" { "finetune: epochs" } else { "finetune: max_steps" };
+        assert!(error.contains(what) && error.contains("has completed"), "{schedule}: {error}");
+    }
+}
+
+/// A decay along the whole training continues on that of the longer one, which a note states.
+#[test]
+fn an_extension_of_a_decay_is_reported() {
+    let trainings = Trainings::new();
+    let pass = |steps| Finetune { final_checkpoint: Some(trainings.out("last")), ..with_schedule(finetune(steps), "cosine,warmup_steps=2") };
+    trainings.start(&pass(5), "short", false, None).unwrap();
+    let report = trainings.start(&pass(8), "long", true, None).unwrap();
+    let note = extension(&report).unwrap();
+    assert!(note.contains("after 5 of 5 steps, and now has 8; from step 4 on, learning rates"), "{note}");
+    let table = std::fs::read_to_string(trainings.out("long").join("finetune.csv")).unwrap();
+    let rates: Vec<f64> = table.lines().skip(1).map(|line| line.split(',').nth(4).unwrap().parse().unwrap()).collect();
+    let schedule = pass(8).schedule;
+    assert_eq!(rates, (5..8).map(|step| schedule.rate(step, 8, 3e-3)).collect::<Vec<_>>());
+}
+
+/// An interrupted training continues from its own checkpoint, and can have more steps then.
+#[test]
+fn an_interrupted_training_is_extended() {
+    let trainings = Trainings::new();
+    let pass = |steps| Finetune { checkpoint_every: Some(Every::Steps(2)), ..with_schedule(finetune(steps), "constant") };
+    let error = trainings.start(&pass(6), "extended", false, Some(3)).unwrap_err();
+    assert!(matches!(error, Error::Paused { .. }), "{error}");
+    let report = trainings.start(&pass(9), "extended", true, None).unwrap();
+    assert!(extension(&report).is_some_and(|note| note.contains("of 6 steps, and now has 9")), "{:?}", report.notes);
+    trainings.start(&pass(9), "whole", false, None).unwrap();
+    trainings.require_equal("extended", "whole", "interrupted");
+}
