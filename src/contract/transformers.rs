@@ -7,6 +7,7 @@ use super::folder::{Folder, Module};
 use super::scheme::Arguments;
 use super::transformers_names::MODEL_TYPES;
 use super::{Finding, Needs, Rule, Target, compressed_tensors, shared};
+use crate::arch;
 use crate::error::Result;
 use crate::store::DType;
 
@@ -124,7 +125,9 @@ fn format_is_known(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
 }
 
 fn experts(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    if folder.compressed_tensors().is_none() {
+    // transformers replaces the experts of these families with linear layers.
+    let is_split = arch::family(folder.model_type()).is_some_and(|family| family.splits_experts);
+    if is_split || folder.compressed_tensors().is_none() {
         return Ok(Vec::new());
     }
     let separate = |quantized: bool| {

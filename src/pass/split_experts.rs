@@ -18,7 +18,7 @@ use crate::error::{Error, Result, counted};
 use crate::model::{Model, stacked_experts};
 use crate::pass::{Pass, Plan, options_of};
 use crate::run_state::{Applied, RunState};
-use crate::store::{Block, BlockSink, Encoding, View, Weight, WeightSource};
+use crate::store::{Block, BlockSink, Encoding, View, Weight, WeightSource, block_elements};
 use crate::work::Meter;
 
 /// Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
@@ -66,7 +66,8 @@ impl Pass for SplitExperts {
         let (mut applied, mut layers) = (Applied::new(NAME, self.options()), 0usize);
         for name in &names {
             let weight = model.weights.get(name)?;
-            for (part, one) in parts((name, weight), layout, hidden, &applied.meter)? {
+            let is_input_major = is_input_major(model, (name, weight), hidden)?;
+            for (part, one) in parts((name, weight), layout, is_input_major, &applied.meter)? {
                 if planned.weights.by_name.insert(part.clone(), one).is_some() {
                     return Err(Error::tensor(name, format!("cannot be split: `{part}` already exists"), "remove one of them"));
                 }
@@ -75,7 +76,7 @@ impl Pass for SplitExperts {
             }
             planned.weights.by_name.remove(*name);
             let bytes = weight.elements().saturating_mul(weight.dtype.bitsize()) / 8 / weight.shape[0].max(1);
-            applied.memory_by_thread = applied.memory_by_thread.max(2 * bytes as u64);
+            applied.memory_by_thread = applied.memory_by_thread.max(3 * bytes as u64);
         }
         applied.rule = "all experts in one tensor".into();
         applied.details = json!({ "split": names.len(), "layers": layers });
@@ -87,8 +88,23 @@ impl Pass for SplitExperts {
     }
 }
 
-/// The linear layers of a tensor of all experts, by name. `hidden` is the width of the residual stream.
-fn parts((name, weight): (&str, &Weight), layout: ExpertLayout, hidden: usize, meter: &Arc<Meter>) -> Result<Vec<(String, Weight)>> {
+/// Whether a tensor of all experts has the axes `[experts, in, out]` instead of `[experts, out, in]`. Files
+/// of a family may have either order. `hidden` is the width of the residual stream: that of the inputs of
+/// gate and up, and of the outputs of down projections. If both axes have this width, the other tensor of
+/// the layer determines the order.
+fn is_input_major(model: &Model, (name, weight): (&str, &Weight), hidden: usize) -> Result<bool> {
+    let order = |name: &str, weight: &Weight| match weight.shape[..] {
+        [_, rows, columns] if (rows == hidden) != (columns == hidden) => Some((rows == hidden) != name.contains(DOWN)),
+        _ => None,
+    };
+    let other = if name.contains(DOWN) { name.replace(DOWN, GATE_UP) } else { name.replace(GATE_UP, DOWN) };
+    let of_other = || model.weights.by_name.get(&other).filter(|_| weight.shape[1..] == [hidden, hidden]).and_then(|weight| order(&other, weight));
+    let unknown = || Error::tensor(name, format!("has the shape {:?}, but `hidden_size` is {hidden}", weight.shape), "check config.json");
+    order(name, weight).or_else(of_other).ok_or_else(unknown)
+}
+
+/// The linear layers of a tensor of all experts, by name.
+fn parts((name, weight): (&str, &Weight), layout: ExpertLayout, is_input_major: bool, meter: &Arc<Meter>) -> Result<Vec<(String, Weight)>> {
     let [gate, up, down] = layout.parts.unwrap_or_default();
     let module = name.strip_suffix(".weight").unwrap_or(name);
     let (experts, names): (&str, &[&str]) = match (module.strip_suffix(GATE_UP), module.strip_suffix(DOWN)) {
@@ -104,13 +120,6 @@ fn parts((name, weight): (&str, &Weight), layout: ExpertLayout, hidden: usize, m
     };
     let [count, rows, columns] = weight.shape[..] else {
         return Err(Error::tensor(name, format!("has the shape {:?}, expected three axes", weight.shape), ""));
-    };
-    // Down projections have outputs of this width, the others inputs.
-    let is_down = names.len() == 1;
-    let is_input_major = match (rows == hidden, columns == hidden) {
-        (true, true) => layout.is_input_major,
-        (first, last) if first != last => first != is_down,
-        _ => return Err(Error::tensor(name, format!("has the shape {:?}, but `hidden_size` is {hidden}", weight.shape), "check config.json")),
     };
     let (out, width) = if is_input_major { (columns, rows) } else { (rows, columns) };
     if !out.is_multiple_of(names.len()) {
@@ -163,7 +172,7 @@ impl ExpertLayer {
 }
 
 impl WeightSource for ExpertLayer {
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (dtype, bytes) = (self.all.dtype, self.all.dtype.bitsize() / 8);
         let (mut now, mut before) = (Vec::new(), None::<Vec<u8>>);
         self.all.visit(1, &mut |block: Block| {
@@ -178,10 +187,14 @@ impl WeightSource for ExpertLayer {
             Ok(())
         })?;
         let (now, before) = self.meter.time(|| (self.select(&now, bytes), before.map(|before| self.select(&before, bytes))));
-        let now = View::dense(dtype, &now);
-        match &before {
-            Some(before) => sink(Block { now, before: View::dense(dtype, before) }),
-            None => sink(Block::untouched(now)),
+        let length = block_elements(unit) * bytes;
+        for (at, values) in now.chunks(length).enumerate() {
+            let now = View::dense(dtype, values);
+            match &before {
+                Some(before) => sink(Block { now, before: View::dense(dtype, &before[at * length..][..values.len()]) })?,
+                None => sink(Block::untouched(now))?,
+            }
         }
+        Ok(())
     }
 }

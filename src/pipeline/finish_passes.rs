@@ -102,7 +102,7 @@ fn unchanged_experts(model: &Model, run: &RunState) -> Option<String> {
     }
     let percent = 100.0 * sizes.iter().sum::<f64>() / model.weights.parameters().max(1) as f64;
     Some(format!(
-        "left unchanged: {}, each of which stacks all experts of a layer, {percent:.0} % of the parameters; passes process only experts stored as separate tensors",
+        "left unchanged: {}, each of which stacks all experts of a layer, {percent:.0} % of the parameters; passes process only experts stored as separate tensors (see `split-experts`)",
         counted(sizes.len(), "tensor")
     ))
 }

@@ -178,6 +178,8 @@ fn every_decoder_continues_padded_texts_like_the_executor() {
         "granite",
         "hunyuan_v1_dense",
         "llama",
+        "llama4_text",
+        "ministral3",
         "mistral",
         "mixtral",
         "olmo2",

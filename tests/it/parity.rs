@@ -393,11 +393,12 @@ impl Walk<'_> {
 /// transformers.
 const TIE: &str = "tie_word_embeddings";
 /// Prefixes of model names and keys for which transformers 4 differs from transformers 5. In transformers 4,
-/// all layers of Qwen2-MoE use sliding windows or none, independent of their types, Granite, Cohere and
-/// Qwen3-Next reject the older key `type` of `rope_scaling`, which other families accept, the convolution of
-/// Qwen3-Next always applies SiLU, routers of GLM-4.5 select experts of other groups before those with a
-/// negative score, Granite 4 has no limits of step sizes, and attention of Llama 4 has no biases.
-const NEWER: [(&str, &str); 11] = [
+/// all layers of Qwen2-MoE use sliding windows or none, independent of their types, Granite, Cohere,
+/// Qwen3-Next and Llama 4 reject the older key `type` of `rope_scaling`, which other families accept, the
+/// convolution of Qwen3-Next always applies SiLU, routers of GLM-4.5 select experts of other groups before
+/// those with a negative score, Granite 4 has no limits of step sizes, and attention of Llama 4 has no
+/// biases.
+const NEWER: [(&str, &str); 12] = [
     ("", TIE),
     ("", "is_causal"),
     ("qwen2-moe", "use_sliding_window"),
@@ -409,6 +410,7 @@ const NEWER: [(&str, &str); 11] = [
     ("qwen3-next", "hidden_act"),
     ("glm4-moe", "num_experts_per_tok"),
     ("llama4", "attention_bias"),
+    ("llama4", "rope_scaling"),
 ];
 
 #[test]

@@ -18,22 +18,25 @@ fn is_attention_module(items: &[Item], module: &str) -> bool {
     items.iter().filter_map(layer).any(|layer| KEY_LAYERS.contains(&layer.as_str()))
 }
 
-/// Notes about experts: transformers 5 stacks those of a layer in one tensor.
+/// Notes about experts: transformers 5 stacks those of a layer in one tensor, except for families whose
+/// experts it splits in quantized folders.
 fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<String> {
     let separate = |item: &&Item| item.weight.shape.len() == 2 && is_of_expert(&item.name);
     let is_quantized = |item: &Item| matches!(item.weight.encoding, Encoding::Quantized(_));
+    if arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts) {
+        let is_stacked = |item: &Item| stacked_experts(&item.name, &item.weight).is_some();
+        return (!groups.is_empty() && items.iter().any(is_stacked)).then(|| {
+            "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong: use `split-experts` before `quantize`".to_owned()
+        });
+    }
     if items.iter().filter(separate).any(is_quantized) {
         return Some(
             "quantized experts: transformers 4 and vLLM load them; transformers 5 fuses all experts of a layer into one tensor, which fails for quantized ones"
                 .to_owned(),
         );
     }
-    if groups.iter().any(|g| !loads_float_experts(g.spec.codes)) && items.iter().any(|item| separate(&item)) {
-        return Some("float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned());
-    }
-    let splits = arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts);
-    (splits && !groups.is_empty() && items.iter().any(|item| stacked_experts(&item.name, &item.weight).is_some())).then(|| {
-        "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong: use `split-experts` before `quantize`".to_owned()
+    (groups.iter().any(|g| !loads_float_experts(g.spec.codes)) && items.iter().any(|item| separate(&item))).then(|| {
+        "float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned()
     })
 }
 

@@ -95,6 +95,8 @@ fn remaining_layers_keep_their_experts_and_windows() {
         ("glm4-moe", "first_k_dense_replace", true, json!(0)),
         ("cohere2", "layer_types", false, json!(["full_attention"])),
         ("gemma2", "layer_types", true, json!(["full_attention"])),
+        ("llama4", "moe_layers", false, json!([])),
+        ("llama4", "layer_types", true, json!(["full_attention"])),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let mut model = Model::open(golden(name)).unwrap();

@@ -7,9 +7,11 @@ use super::{Batch, DataSet, References, Target, Tokenizer};
 use crate::error::{Error, Result};
 use crate::model::read_auxiliary_text;
 
-/// Files of a folder that define the preprocessing of samples.
+/// Files of a folder with the vocabulary.
+const VOCABULARIES: [&str; 2] = ["tokenizer.json", "tiktoken.model"];
+/// Other files of a folder that define the preprocessing of samples.
 const PREPARATION: [&str; 7] = [
-    "tokenizer.json",
+    "tokenization_kimi.py",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -22,14 +24,16 @@ const PREPARATION: [&str; 7] = [
 pub fn has_same_preprocessing([a, b]: [Target; 2]) -> Result<bool> {
     let text = |target: Target, name: &str| read_auxiliary_text(target.folder, target.synthesized, name);
     let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
-    Ok(a.inputs == b.inputs && !PREPARATION.into_iter().map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
+    Ok(a.inputs == b.inputs && !VOCABULARIES.into_iter().chain(PREPARATION).map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
 }
 
 /// Whether a token has different ids in the tokenizers of two models, or the same id is another token.
 /// False if one of them has no tokenizer.
 pub fn has_renumbered_tokens([a, b]: [Target; 2]) -> Result<bool> {
     let vocabulary = |target: Target| {
-        let exists = read_auxiliary_text(target.folder, target.synthesized, PREPARATION[0])?.is_some();
+        let read = |name| read_auxiliary_text(target.folder, target.synthesized, name);
+        let stored = VOCABULARIES.into_iter().map(read).collect::<Result<Vec<_>>>()?;
+        let exists = stored.iter().any(Option::is_some);
         exists.then(|| Tokenizer::open(&target, None).map(|tokenizer| tokenizer.vocabulary())).transpose()
     };
     let (Some(a), Some(b)) = (vocabulary(a)?, vocabulary(b)?) else { return Ok(false) };
@@ -71,7 +75,7 @@ mod tests {
         let renumbered = || has_renumbered_tokens(folders.each_ref().map(|folder| target(folder.path()))).unwrap();
         let write = |folder: &Path, vocabulary: Value| {
             let tokenizer = json!({ "version": "1.0", "model": { "type": "WordLevel", "unk_token": "a", "vocab": vocabulary } });
-            std::fs::write(folder.join(PREPARATION[0]), tokenizer.to_string()).unwrap();
+            std::fs::write(folder.join(VOCABULARIES[0]), tokenizer.to_string()).unwrap();
         };
         write(folders[0].path(), json!({ "a": 0, "b": 1, "c": 2 }));
         assert!(!renumbered(), "the second model has no tokenizer");

@@ -178,15 +178,12 @@ pub struct ExpertLayout {
     /// Names of the gate, up and down projections of separate experts, if they are in the same module as the
     /// tensors `gate_up_proj` and `down_proj` of all experts, which have no biases.
     pub parts: Option<[&'static str; 3]>,
-    /// Whether these tensors have the axes `[experts, in, out]` instead of `[experts, out, in]`, if their
-    /// shapes do not show it.
-    pub is_input_major: bool,
 }
 
 impl ExpertLayout {
     /// Experts whose names contain `experts`.
     pub(super) const SEPARATE: ExpertLayout =
-        ExpertLayout { keys: &["num_experts"], stacked: &[], dense: &[], parts: Some(["gate_proj", "up_proj", "down_proj"]), is_input_major: false };
+        ExpertLayout { keys: &["num_experts"], stacked: &[], dense: &[], parts: Some(["gate_proj", "up_proj", "down_proj"]) };
 }
 
 /// A configuration key of the layers with a dense network instead of experts.

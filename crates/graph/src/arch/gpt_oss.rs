@@ -23,7 +23,7 @@ pub(super) const GPT_OSS: Family = Family {
     sizes: Some(&Sizes { custom_head_dim_default: true, other_sizes: &[("intermediate_size", "layers.0.mlp.experts.down_proj", 1)], ..DECODER_SIZES }),
     fused: &[&["q_proj", "k_proj", "v_proj"]],
     routers: &["mlp.router"],
-    experts: Some(ExpertLayout { keys: &["num_local_experts"], parts: None, is_input_major: true, ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], parts: None, ..ExpertLayout::SEPARATE }),
     gguf: Some(&GgufFamily {
         architecture: "gpt-oss",
         class: "GptOssForCausalLM",

@@ -10,6 +10,7 @@ pub(super) const LLAMA4_TEXT: Family = Family {
     keys: Keys {
         harmless: &[
             "attention_dropout",
+            "cache_implementation",
             "for_llm_compressor",
             "interleave_moe_layer_step",
             "max_position_embeddings",
@@ -65,7 +66,7 @@ mod running {
         };
         let rotary = rotary(s, decoder.head_dim, RopeDefaults { theta: 500_000.0, ..RopeDefaults::default() })?;
         let unit_norm = if s.flag_or("use_qk_norm", true)? { Some(s.number_or("rms_norm_eps", EPSILON)?) } else { None };
-        let is_scaled = s.flag_or("attn_temperature_tuning", true)?;
+        let is_scaled = is_scaled(s)?;
         decoder.build(b, |index| {
             let has_rotary = match s.get("no_rope_layers").and_then(Value::as_array) {
                 Some(list) if list.is_empty() => uses_rotary_by_interval(s, index)?,
@@ -106,6 +107,14 @@ mod running {
             step,
             ..Experts::default()
         })
+    }
+
+    /// Whether queries without rotary embedding are scaled. Published files have a number, of which only zero
+    /// means false.
+    fn is_scaled(s: &Settings) -> Result<bool> {
+        const KEY: &str = "attn_temperature_tuning";
+        let number = s.get(KEY).and_then(Value::as_u64);
+        number.map_or_else(|| s.flag_or(KEY, !s.is_null(KEY)), |number| Ok(number > 0))
     }
 
     /// Whether the queries of a layer attend only to keys of their chunk.

@@ -57,7 +57,7 @@ const STEP3: Family = Family {
 };
 /// Llama 4, whose text model has a graph.
 pub(super) const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: Some(LLAMA4_EXPERTS), splits_experts: true, exempt: VISION, ..MIXTURE };
-pub(super) const LLAMA4_EXPERTS: ExpertLayout = ExpertLayout { keys: &["num_local_experts"], is_input_major: true, ..ExpertLayout::SEPARATE };
+pub(super) const LLAMA4_EXPERTS: ExpertLayout = ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE };
 /// Decoders with the names of GPT-2.
 const GPT: Family = Family { tied: &[("lm_head.weight", "transformer.wte.weight")], fused: &[], embeddings: &["wte", "wpe"], sizes: None, ..DECODER };
 /// Decoders with the names of BLOOM.
@@ -113,8 +113,7 @@ pub(super) const FAMILIES: &[Family] = &[
     like("qwen2_vl", MULTIMODAL),
     like("qwen2_5_vl", MULTIMODAL),
     like("qwen3_vl", MULTIMODAL),
-    // Published files and those of transformers 5 differ in the axes of experts.
-    Family { routers: &["mlp.gate"], experts: Some(ExpertLayout { is_input_major: true, ..ExpertLayout::SEPARATE }), ..like("qwen3_vl_moe", MULTIMODAL) },
+    Family { routers: &["mlp.gate"], experts: Some(ExpertLayout::SEPARATE), ..like("qwen3_vl_moe", MULTIMODAL) },
     like("qwen3_5", DELTA),
     like("qwen3_5_moe", DELTA),
     Family {
