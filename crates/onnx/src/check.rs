@@ -10,9 +10,16 @@ use super::proto::{FunctionProto, GraphProto, ModelProto, NodeProto};
 /// The newest supported version of the standard operator set.
 pub const NEWEST_OPSET: i64 = 28;
 
-/// Validates a model: versions and a graph are present, names are unique and defined, and the graph is
-/// acyclic. The error names the node or value.
+/// Validates a model: its structure, and the names of its initializers. The error names the node or value.
 pub(super) fn check(model: &ModelProto) -> Result<(), String> {
+    structure(model)?;
+    let of_functions = model.functions.iter().flat_map(|function| &function.node).flat_map(bodies);
+    model.graph.iter().chain(of_functions).try_for_each(|graph| initializers(graph).map_err(|reason| format!("graph `{}`: {reason}", graph.name())))
+}
+
+/// Validates a model as ONNX Runtime does, which loads initializers without a name and with the same name:
+/// versions and a graph are present, other names are unique and defined, and the graph is acyclic.
+pub(super) fn structure(model: &ModelProto) -> Result<(), String> {
     if model.ir_version.is_none() {
         return Err("the format version (`ir_version`) is missing: not an ONNX model, or truncated".into());
     }
@@ -97,16 +104,22 @@ pub(super) fn reads(node: &NodeProto) -> BTreeSet<&str> {
     names
 }
 
-fn graph(graph: &GraphProto, around: &BTreeSet<&str>) -> Result<(), String> {
-    let mut initializers = BTreeSet::new();
+/// The initializers of a graph and its bodies have different names.
+fn initializers(graph: &GraphProto) -> Result<(), String> {
+    let mut names = BTreeSet::new();
     for name in initializer_names(graph) {
         if name.is_empty() {
             return Err("an initializer has no name".into());
         }
-        if !initializers.insert(name) {
+        if !names.insert(name) {
             return Err(format!("two initializers are named `{name}`"));
         }
     }
+    graph.node.iter().flat_map(bodies).try_for_each(initializers)
+}
+
+fn graph(graph: &GraphProto, around: &BTreeSet<&str>) -> Result<(), String> {
+    let initializers: BTreeSet<&str> = initializer_names(graph).collect();
     let mut inputs = BTreeSet::new();
     for input in &graph.input {
         if !inputs.insert(input.name()) {

@@ -126,9 +126,9 @@ impl ModelFile {
         Ok(decode(path, &file)?.1)
     }
 
-    /// Why the graph of a model is invalid, as runtimes read it.
+    /// Why ONNX Runtime does not load the graph of a model.
     pub fn structural_defect(model: &ModelProto) -> Option<String> {
-        check::check(model).err()
+        check::structure(model).err()
     }
 
     /// Opens a file without reading its weights.

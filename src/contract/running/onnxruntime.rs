@@ -142,7 +142,8 @@ fn invalid_tensor(file: &Path, model: &ModelProto) -> Option<String> {
         return None;
     }
     match ModelFile::open(file).err()? {
-        Error::Malformed { reason, .. } => Some(reason),
+        // Other reasons do not apply to ONNX Runtime.
+        Error::Malformed { reason, .. } if reason.starts_with("tensor `") => Some(reason),
         _ => None,
     }
 }
