@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::args::{Global, Runtimes};
 use super::output;
 use super::running::{Attempt, Trials};
-use crate::contract::{self, Checked, Target};
+use crate::contract::{Checked, Target, WrittenOutput};
 use crate::error::{Error, Result, counted, redact};
 use crate::files;
 use crate::report::terminal::table;
@@ -46,7 +46,9 @@ impl Args {
         // Only budgets need a report.
         let has_budgets = self.runtimes.loads.is_empty() || self.budgets != Budgets::default();
         let budgets = if has_budgets { self.budgets.check(&Report::open(&self.report)?)? } else { Vec::new() };
-        let loads = self.runtimes.loads.iter().map(|target| self.load(&folder, *target, global)).collect::<Result<Vec<Load>>>()?;
+        let mut written = WrittenOutput::new(&folder);
+        let outcomes = self.runtimes.loads.iter().map(|target| (*target, written.check(*target)));
+        let loads = outcomes.map(|(target, outcome)| self.load(&folder, target, outcome, global)).collect::<Result<Vec<Load>>>()?;
         let broken: Vec<&Finding> = budgets.iter().filter(|finding| !finding.ok).collect();
         let problems: Vec<String> = loads.iter().filter_map(Load::problem).collect();
         if global.json {
@@ -98,8 +100,7 @@ struct Load {
 }
 
 impl Args {
-    fn load(&self, output: &Path, target: Target, global: &Global) -> Result<Load> {
-        let outcome = contract::check(output, target);
+    fn load(&self, output: &Path, target: Target, outcome: Result<Checked>, global: &Global) -> Result<Load> {
         let is_met = outcome.as_ref().is_ok_and(Checked::is_met);
         let attempt = if is_met { self.trials.attempt(output, target, global)? } else { None };
         Ok(Load { target, outcome, attempt })

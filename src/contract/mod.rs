@@ -363,15 +363,35 @@ impl Planned {
 /// # Errors
 /// The output cannot be read: a file is missing or malformed.
 pub fn check(path: impl AsRef<Path>, target: Target) -> Result<Checked> {
-    let path = path.as_ref();
-    files::kind(path).map_err(Error::io("open", path))?;
-    match target.runtime {
-        Runtime::Vllm | Runtime::Sglang | Runtime::Transformers => Folder::open(path, target)?.check(target, Needs::Files),
-        Runtime::LlamaCpp => match llama_cpp::find(path)? {
-            Some(file) => llama_cpp::Contents::open(&file)?.check(target, Needs::Files),
-            None => Ok(Checked::without_file(target, path)),
-        },
-        Runtime::OnnxRuntime => running::check(path, target),
+    WrittenOutput::new(path.as_ref()).check(target)
+}
+
+/// A written output. Runtimes that load model folders share the contents of the folder, which is read once.
+pub(crate) struct WrittenOutput<'p> {
+    path: &'p Path,
+    folder: Option<Folder>,
+}
+
+impl<'p> WrittenOutput<'p> {
+    pub(crate) fn new(path: &'p Path) -> WrittenOutput<'p> {
+        WrittenOutput { path, folder: None }
+    }
+
+    /// As [`check`].
+    pub(crate) fn check(&mut self, target: Target) -> Result<Checked> {
+        let path = self.path;
+        files::kind(path).map_err(Error::io("open", path))?;
+        match target.runtime {
+            Runtime::Vllm | Runtime::Sglang | Runtime::Transformers => {
+                let folder = self.folder.take().map_or_else(|| Folder::open(path, target), Ok)?;
+                self.folder.insert(folder).check(target, Needs::Files)
+            }
+            Runtime::LlamaCpp => match llama_cpp::find(path)? {
+                Some(file) => llama_cpp::Contents::open(&file)?.check(target, Needs::Files),
+                None => Ok(Checked::without_file(target, path)),
+            },
+            Runtime::OnnxRuntime => running::check(path, target),
+        }
     }
 }
 

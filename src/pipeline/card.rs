@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::carry::write_text;
 use super::run::Run;
-use crate::contract::{self, Runtime, Target};
+use crate::contract::{Runtime, Target, WrittenOutput};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::model::{ExclusionReason, parse_config};
@@ -103,8 +103,9 @@ fn collect(value: Option<&Value>, found: &mut Vec<String>) {
 /// The runtimes whose rules an output complies with: the versions that the run names, and the newest versions
 /// of other runtimes. An output that cannot be read for a runtime does not comply.
 fn complying(folder: &Path, named: &[Target]) -> Vec<Target> {
+    let mut output = WrittenOutput::new(folder);
     // The run has checked the named versions on these files.
-    let complies = |target: &Target| named.contains(target) || contract::check(folder, *target).is_ok_and(|checked| checked.is_met());
+    let complies = |target: &Target| named.contains(target) || output.check(*target).is_ok_and(|checked| checked.is_met());
     let versions = |runtime: Runtime| {
         let named: Vec<Target> = named.iter().copied().filter(|target| target.runtime() == runtime).collect();
         if named.is_empty() { vec![Target::newest(runtime)] } else { named }

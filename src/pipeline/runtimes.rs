@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::Pipeline;
-use crate::contract::{self, Checked, Planned, Violation};
+use crate::contract::{Checked, Planned, Target, Violation, WrittenOutput};
 use crate::error::{Error, Result};
 use crate::export::Export;
 use crate::model::Model;
@@ -48,7 +48,7 @@ impl Pipeline {
         output.map_or(Ok(()), |output| require_local(output, NEEDS_LOCAL))?;
         let formats = self.export.iter().map(Export::format);
         let planned = formats.map(|format| Ok((format.name(), format.planned(after, run)?))).collect::<Result<Vec<(&str, Option<Planned>)>>>()?;
-        let check = |target: &contract::Target| match planned.iter().find(|(format, _)| *format == target.runtime().format()) {
+        let check = |target: &Target| match planned.iter().find(|(format, _)| *format == target.runtime().format()) {
             None => Ok(Checked::without_format(*target)),
             Some((_, None)) => Ok(Checked::new(*target)),
             Some((_, Some(files))) => files.check(*target, run.is_estimated()),
@@ -62,7 +62,8 @@ impl Pipeline {
     /// The output violates a rule.
     pub(super) fn check_written(&self, run: &RunState, folder: &Path) -> Result<Vec<RuntimeCheck>> {
         let path = run.file.as_ref().map_or_else(|| folder.to_owned(), |name| folder.join(name));
-        let checked = require_met(self.loads.iter().map(|target| contract::check(&path, *target)).collect::<Result<_>>()?)?;
+        let mut output = WrittenOutput::new(&path);
+        let checked = require_met(self.loads.iter().map(|target| output.check(*target)).collect::<Result<_>>()?)?;
         let record = |checked: &Checked| RuntimeCheck { runtime: checked.runtime.to_owned(), version: checked.version.to_owned(), rules: checked.rules.len() };
         Ok(checked.iter().map(record).collect())
     }
