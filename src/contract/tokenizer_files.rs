@@ -55,10 +55,10 @@ pub(super) fn damaged(files: &[(PathBuf, PathBuf)]) -> Result<Vec<Damage>> {
     let mut found = Vec::new();
     for (path, name) in files.iter().filter(|(_, name)| facts::is_parsed_with_tokenizer(name, is_fast)) {
         let name = name.display().to_string();
-        if let Some(reason) = facts::invalid_json(path)? {
-            found.push(Damage::new(&name, invalid(&reason)));
-        } else if name == facts::FAST_TOKENIZER {
+        if name == facts::FAST_TOKENIZER {
             found.extend(in_tokenizer(path)?);
+        } else if let Some(reason) = facts::invalid_json(path)? {
+            found.push(Damage::new(&name, invalid(&reason)));
         }
     }
     if found.iter().any(|damage| damage.file == SETTINGS) {
@@ -86,16 +86,24 @@ fn invalid(reason: &str) -> String {
 /// The values of a file, or the reason why runtimes do not read it.
 fn object(path: &Path) -> Result<std::result::Result<Map<String, Value>, String>> {
     let text = files::read_to_string(path).map_err(Error::io("read", path))?;
-    Ok(parse_config(&text).map_err(|e| invalid(&format!("an object is expected: {e}"))))
+    Ok(parse_config(&text).map_err(|e| format!("is not a JSON object ({e}), so that the tokenizer does not load")))
 }
 
 fn in_tokenizer(path: &Path) -> Result<Option<Damage>> {
-    let text = files::read_to_string(path).map_err(Error::io("read", path))?;
+    let bytes = files::read(path).map_err(Error::io("read", path))?;
     let damage = |reason: String| Some(Damage::new(facts::FAST_TOKENIZER, reason));
-    if let Some(reason) = unreadable_tokenizer(&text) {
+    let text = match std::str::from_utf8(&bytes) {
+        Ok(text) => text,
+        Err(reason) => return Ok(damage(invalid(&reason.to_string()))),
+    };
+    let outline = serde_json::from_str::<Outline>(text);
+    if let Some(reason) = outline.as_ref().err().filter(|reason| !reason.is_data()) {
+        return Ok(damage(invalid(&reason.to_string())));
+    }
+    if let Some(reason) = unreadable_tokenizer(text) {
         return Ok(damage(format!("is not read by the tokenizers package ({reason})")));
     }
-    let Ok(outline) = serde_json::from_str::<Outline>(&text) else { return Ok(damage("is not an object, so that the tokenizer does not load".into())) };
+    let Ok(outline) = outline else { return Ok(damage("is not an object, so that the tokenizer does not load".into())) };
     if let Some(token) = outline.post_processor.as_ref().and_then(undefined_token) {
         return Ok(damage(format!("adds `{token}` to texts (`post_processor`), but `special_tokens` does not define it")));
     }

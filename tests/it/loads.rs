@@ -138,7 +138,7 @@ fn weights_that_do_not_fit_and_damaged_tokenizers_are_violations() {
     for (folder, reason) in [
         (with_key("hidden_act", json!("sily")), "shapes: `hidden_act` is \"sily\", expected the name of an activation function"),
         (with_file("tokenizer.json", vocabulary), "tokenizer-files: `tokenizer.json` is not read by the tokenizers package (invalid type: sequence"),
-        (with_file("tokenizer_config.json", b"[]"), "tokenizer-files: `tokenizer_config.json` is not valid JSON (an object is expected"),
+        (with_file("tokenizer_config.json", b"[]"), "tokenizer-files: `tokenizer_config.json` is not a JSON object (invalid type: sequence"),
     ] {
         for target in ["vllm", "sglang", "transformers"] {
             assert!(check(&folder, target).violations.iter().any(|violation| violation.to_string().starts_with(reason)), "{target}: {reason}");
