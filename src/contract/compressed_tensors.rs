@@ -65,7 +65,8 @@ pub(super) fn method(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
     let Some(quantization) = &folder.quantization else { return Ok(vec![Finding::new(KEY, format!("is {value}, expected an object"), HINT)]) };
     let name = quantization.method.as_str();
     let is_known = if runtime == Runtime::Transformers {
-        METHODS.contains(&name)
+        // Older files of bitsandbytes have no `quant_method`.
+        METHODS.contains(&name) || ["load_in_4bit", "load_in_8bit"].iter().any(|key| quantization.values.get(*key) == Some(&Value::Bool(true)))
     } else {
         let name = name.to_lowercase().replace("compressed_tensors", "compressed-tensors");
         // Files of ModelOpt have other keys.

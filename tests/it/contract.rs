@@ -258,6 +258,7 @@ fn files_and_keys_of_the_folder_are_checked() {
     };
     assert_eq!((with_settings("[]"), with_settings("{}")), (BTreeSet::from(["generation-config"]), BTreeSet::new()));
     assert_eq!(violated(&key("quantization_config", json!({ "quant_method": "other" })), "transformers"), BTreeSet::from(["method"]));
+    assert_eq!(violated(&key("quantization_config", json!({ "load_in_4bit": true })), "transformers"), BTreeSet::new());
     // Formats of other tools, which compress does not open, are not rejected.
     assert_eq!(violated(&key("quantization_config", json!({ "quant_method": "bitsandbytes", "load_in_4bit": true })), "transformers"), BTreeSet::new());
     let sparse = json!({ "quant_method": "compressed-tensors", "format": "sparse-24-bitmask" });
