@@ -26,11 +26,11 @@ struct Row {
     exempt: &'static [&'static str],
 }
 
-/// Families of images, whose configurations have the keys of texts without using them.
-const IMAGES: [&str; 11] =
+/// Families whose token ids and tied weights transformers does not validate.
+const UNVALIDATED_TOKENS: [&str; 11] =
     ["clip_text_model", "clip_vision_model", "convnext", "dinov2", "efficientnet", "resnet", "siglip_text_model", "siglip_vision_model", "swin", "t5", "vit"];
 
-/// Families of images whose sizes are lists or have no effect.
+/// Families of images, whose sizes are lists or are not used.
 const STAGES: [&str; 4] = ["convnext", "resnet", "efficientnet", "swin"];
 
 const ROWS: &[Row] = &[
@@ -72,21 +72,21 @@ const ROWS: &[Row] = &[
         expected: "a token id or null",
         is_accepted: |value| value.is_null() || is_integer(value),
         only_transformers: true,
-        exempt: &IMAGES,
+        exempt: &UNVALIDATED_TOKENS,
     },
     Row {
         keys: &["pad_token_id"],
         expected: "a token id or null",
         is_accepted: |value| value.is_null() || is_integer(value),
         only_transformers: true,
-        exempt: &IMAGES,
+        exempt: &UNVALIDATED_TOKENS,
     },
     Row {
         keys: &["eos_token_id"],
         expected: "a token id, a list of token ids, or null",
         is_accepted: |value| value.is_null() || is_integer(value) || value.as_array().is_some_and(|list| list.iter().all(is_integer)),
         only_transformers: true,
-        exempt: &IMAGES,
+        exempt: &UNVALIDATED_TOKENS,
     },
     Row {
         keys: &["attention_bias", "mlp_bias", "is_decoder"],
@@ -107,7 +107,7 @@ const ROWS: &[Row] = &[
         expected: "true, false or null",
         is_accepted: |value| value.is_null() || value.is_boolean(),
         only_transformers: true,
-        exempt: &IMAGES,
+        exempt: &UNVALIDATED_TOKENS,
     },
     Row {
         keys: &["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "initializer_range"],
@@ -219,15 +219,17 @@ fn is_nonzero(value: &Value) -> bool {
     is_integer(value) && value.as_i64() != Some(0)
 }
 
-/// Whether the rows were tried with a model of a family. In other families, values of the same keys can have
-/// other types.
+/// Whether the rows apply to a family. In families that this program does not run, values of the same keys
+/// can have other types.
 fn is_checked(model_type: &str) -> bool {
     arch::family(model_type).is_some_and(|family| family.graph.is_some())
 }
 
-/// The values of `config.json` that a runtime refuses. Only families that this program runs are checked.
+/// The values of `config.json` that a runtime refuses. Only families that this program runs are checked, and
+/// no configurations with their own code (`auto_map`), whose values can have other types.
 pub(super) fn refused(config: &Map<String, Value>, model_type: &str, runtime: Runtime) -> Vec<Finding> {
-    if !is_checked(model_type) {
+    let has_own_code = config.get("auto_map").is_some_and(|classes| classes.get("AutoConfig").is_some());
+    if has_own_code || !is_checked(model_type) {
         return Vec::new();
     }
     let is_strict = runtime == Runtime::Transformers;
@@ -298,7 +300,7 @@ fn layer_types(config: &Map<String, Value>) -> Option<String> {
 
 /// Why the token for padding is refused.
 fn padding(config: &Map<String, Value>, model_type: &str) -> Option<String> {
-    if IMAGES.contains(&model_type) || WITHOUT_PADDING.contains(&model_type) {
+    if UNVALIDATED_TOKENS.contains(&model_type) || WITHOUT_PADDING.contains(&model_type) {
         return None;
     }
     let (token, rows) = (config.get("pad_token_id")?.as_u64()?, config.get("vocab_size")?.as_u64()?);
@@ -338,8 +340,8 @@ mod tests {
         }
         let mut counts = [0; 2];
         for (key, rows) in table["values"].as_object().unwrap() {
-            for row in rows.as_array().unwrap() {
-                let (value, marks) = (&row[0], row[1].as_str().unwrap());
+            let marked = |row: &Value| row[0].as_array().unwrap().iter().map(|value| (value.clone(), row[1].as_str().unwrap().to_owned())).collect::<Vec<_>>();
+            for (value, marks) in rows.as_array().unwrap().iter().flat_map(marked) {
                 let mut is_refused_by_us = false;
                 for ((kind, config), mark) in models.iter().zip(marks.chars()).filter(|(_, mark)| *mark != '-') {
                     let mut config = config.clone();
@@ -364,7 +366,8 @@ mod tests {
             (json!({ "hidden_size": "16" }), true, true),
             (json!({ "hidden_size": 16.0 }), true, true),
             (json!({ "vocab_size": 0 }), true, true),
-            (json!({ "num_attention_heads": -1 }), true, true),
+            (json!({ "num_attention_heads": 0 }), true, true),
+            (json!({ "hidden_act": "own", "auto_map": { "AutoConfig": "configuration_own.Own" } }), false, false),
             (json!({ "num_hidden_layers": null }), true, true),
             (json!({ "num_key_value_heads": null }), false, false),
             (json!({ "hidden_act": "sily" }), true, true),

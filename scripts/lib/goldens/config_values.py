@@ -4,9 +4,9 @@ tests/golden/models.
     scripts/goldens config-values
 
 One model of each family gets each of the values below for each of these keys that its config.json has. The result
-lists the families, and for each key and value a character for each family: `1` if transformers loads the model
-and computes its outputs, `0` if it fails, and `-` if the family does not have the key. Outputs of models without
-token ids are not computed.
+lists the families, and for each key the values that load in the same families, with a character for each family:
+`1` if transformers loads the model and computes its outputs, `0` if it fails, and `-` if the family does not have
+the key. Outputs of models without token ids are not computed.
 """
 
 import copy
@@ -66,11 +66,11 @@ def run(folder):
 
 
 def loads(base, config):
-    with tempfile.TemporaryDirectory() as place:
-        shutil.copy(base / "model.safetensors", place)
-        Path(place, "config.json").write_text(json.dumps(config))
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(base / "model.safetensors", folder)
+        Path(folder, "config.json").write_text(json.dumps(config))
         try:
-            run(Path(place))
+            run(Path(folder))
         except Exception:
             return False
         return True
@@ -97,7 +97,7 @@ def has(config, key):
 def main():
     if len(sys.argv) > 1:
         sys.exit(__doc__)
-    # Sizes that are numbers without sense must not exhaust the memory.
+    # Wrong sizes must not exhaust the memory.
     resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -108,10 +108,12 @@ def main():
         if kind and kind not in models and config.get("architectures") and loads(file.parent, config):
             models[kind] = (file.parent, config)
     values = {}
-    for key, list_of_values in VALUES.items():
-        for value in list_of_values:
+    for key, candidates in VALUES.items():
+        by_marks = {}
+        for value in candidates:
             marks = "".join(str(int(loads(base, changed(config, key, value)))) if has(config, key) else "-" for base, config in models.values())
-            values.setdefault(key, []).append([value, marks])
+            by_marks.setdefault(marks, []).append(value)
+        values[key] = [[group, marks] for marks, group in by_marks.items()]
     lines = [f"    {json.dumps(key)}: [\n" + ",\n".join(f"      {json.dumps(row)}" for row in rows) + "\n    ]" for key, rows in values.items()]
     names = json.dumps([[kind, base.name] for kind, (base, _) in models.items()])
     head = {"made_by": "scripts/goldens config-values", "versions": {"transformers": transformers.__version__}}
