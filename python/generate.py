@@ -151,7 +151,7 @@ class Schema:
         """Name, type, default and description of each field; required fields first."""
         required = definition.get("required", [])
         found = []
-        for key, schema in definition["properties"].items():
+        for key, schema in definition.get("properties", {}).items():
             schema = {} if schema is True else schema
             kind, default = self.field(name, key, schema, key in required)
             kind = union([kind, "None"]) if default == "None" else kind
@@ -237,7 +237,9 @@ def passes_module(schema):
         fields = types.fields(name, types.definitions[name])
         if clash := settings.intersection(key for key, *_ in fields):
             sys.exit(f"{tag}: the options {clash} have the names of settings: rename them in python/generate.py")
-        out += f"\n\ndef {identifier(tag)}(\n    model: Path,\n    output: Path,\n    *,\n"
+        out += f"\n\ndef {identifier(tag)}(\n    model: Path,\n    output: Path,\n"
+        # Python rejects `*` before `**settings` alone.
+        out += "    *,\n" if fields else ""
         for key, kind, default, _ in fields:
             out += f"    {key}: {qualified(kind)} = {default},\n"
         out += '    **settings: Unpack[Settings],\n) -> Report:\n    """' + one_line(description) + ".\n\n    Args:\n"

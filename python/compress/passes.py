@@ -13,7 +13,7 @@ from ._process import Path
 from ._run import Settings, run_pass
 from .report import Report
 
-__all__ = ["prune_unstructured", "prune_structured", "search_structure", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize"]
+__all__ = ["prune_unstructured", "prune_structured", "search_structure", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize", "split_experts"]
 
 
 def prune_unstructured(
@@ -73,7 +73,7 @@ def prune_structured(
     Args:
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
-        dims: What to remove [default: heads, mlp and channels, where the model has them].
+        dims: Parts to remove [default: heads, mlp and channels, if the model has them].
         amount: Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or an amount
             per kind: heads=0.25,mlp=64 [default: 0.25].
         target: Instead of an amount, the fraction of the cost to keep: macs=0.5 or macs=50%, params=0.5 or
@@ -100,7 +100,7 @@ def search_structure(
     output: Path,
     *,
     limit: recipe.StructureLimit | None = None,
-    widths: Sequence[float] = (),
+    widths: Sequence[float | str] = (),
     uniform: bool | None = None,
     round_to: int = 8,
     repair: recipe.Repair = "least-squares",
@@ -137,6 +137,7 @@ def prune_vocabulary(
     output: Path,
     *,
     keep: str | Sequence[str] | None = None,
+    languages: str | Sequence[str] | None = None,
     text_column: int | str | None = None,
     vocab_size: int | None = None,
     min_count: int = 1,
@@ -149,6 +150,8 @@ def prune_vocabulary(
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
         keep: Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl.
+        languages: Languages whose tokens remain, such as en,de: all tokens in their scripts, and digits,
+            punctuation and symbols.
         text_column: Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats,
             in .jsonl), or the only one].
         vocab_size: Maximum number of tokens: the most frequent ones of the texts; without texts, the first by
@@ -158,8 +161,8 @@ def prune_vocabulary(
             maximum number of tokens down.
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
-    step = recipe.PruneVocabulary(keep=keep, text_column=text_column, vocab_size=vocab_size,
-        min_count=min_count, multiple_of=multiple_of)
+    step = recipe.PruneVocabulary(keep=keep, languages=languages, text_column=text_column,
+        vocab_size=vocab_size, min_count=min_count, multiple_of=multiple_of)
     return run_pass(step, model, output, settings)
 
 
@@ -203,8 +206,8 @@ def quantize(
     iterations: int | None = None,
     batch: int | None = None,
     guide: recipe.Guide | None = None,
-    damping: float | None = None,
-    propagation: float | None = None,
+    damping: float | str | None = None,
+    propagation: float | str | None = None,
     ordered: bool | None = None,
     sweeps: int | None = None,
     correct: recipe.Correction | None = None,
@@ -383,6 +386,8 @@ def distill(
     student: recipe.Student | None = None,
     teacher_cache: str | None = None,
     teacher_top: int | None = None,
+    teacher_logits: str | Sequence[str] | None = None,
+    more_teachers: Sequence[recipe.MoreTeacher] = (),
     on_policy: recipe.OnPolicy | None = None,
     losses: recipe.Losses | None = None,
     optimizer: recipe.OptimizerKind = "adamw",
@@ -408,6 +413,7 @@ def distill(
     memory_limit: str | int | None = None,
     checkpoint_every: recipe.CheckpointInterval | None = None,
     keep_checkpoints: int | None = None,
+    final_checkpoint: str | None = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
     logs: recipe.LogFormat | Sequence[recipe.LogFormat] | None = None,
@@ -416,6 +422,7 @@ def distill(
     keep_zeros: bool | None = None,
     augment: recipe.Augment | None = None,
     masking: recipe.Masking | None = None,
+    dropout: float | None = None,
     adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
@@ -425,16 +432,21 @@ def distill(
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
         teacher: The teacher model [default: the input model, before all passes].
-        student: The model to train: layers=0,2,4, every=2, model=FOLDER or config=FILE (random weights)
-            [default: the result of the previous passes].
+        student: The model to train: layers=0,2,4, every=2, model=FOLDER, config=FILE (random weights), or
+            eagle3=FILE (a head for speculative decoding, with the ids of its tokens) [default: the result of
+            the previous passes].
         teacher_cache: A folder that caches the largest logits of the teacher, so that each sample is computed
             once over all epochs and runs.
         teacher_top: Number of logits per row to cache [default: 64].
+        teacher_logits: Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl
+            with the responses of vLLM.
+        more_teachers: Further teachers, whose probabilities are averaged with those of the teacher: a folder,
+            or {model: FOLDER, weight: 1, cache: FOLDER}.
         on_policy: Let the student continue a fraction of the texts itself, and compare it with the teacher on
             its continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
             [default: only texts of the data].
-        losses: Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on model
-            and data].
+        losses: Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default:
+            depends on model and data].
         optimizer: Optimizer.
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
@@ -464,6 +476,8 @@ def distill(
             minutes=10].
         keep_checkpoints: Number of checkpoints to keep while training, to resume from an earlier one
             [default: 1].
+        final_checkpoint: Folder for a checkpoint of the last step, or of the last one before the decay of
+            `decay_steps`: --resume with a larger max_steps or epochs continues from it.
         evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
             be the initial ones.
         patience: Stop after this many evaluations without improvement.
@@ -475,20 +489,24 @@ def distill(
         augment: Change images randomly in each step: {flip: true, shift: PIXELS}.
         masking: Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
             {fraction: 0.15, mask_token: TOKEN}.
+        dropout: Set hidden states to zero with this probability: embeddings, and the results of attention and
+            feed-forward networks [default: none].
         adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
             alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Distill(teacher=teacher, student=student, teacher_cache=teacher_cache,
-        teacher_top=teacher_top, on_policy=on_policy, losses=losses, optimizer=optimizer,
-        learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, betas=betas, groups=groups,
-        schedule=schedule, max_steps=max_steps, epochs=epochs, batch_size=batch_size,
+        teacher_top=teacher_top, teacher_logits=teacher_logits, more_teachers=more_teachers,
+        on_policy=on_policy, losses=losses, optimizer=optimizer, learning_rate=learning_rate,
+        weight_decay=weight_decay, momentum=momentum, betas=betas, groups=groups, schedule=schedule,
+        max_steps=max_steps, epochs=epochs, batch_size=batch_size,
         gradient_accumulation=gradient_accumulation, clip_norm=clip_norm, precision=precision,
         gradient_checkpointing=gradient_checkpointing, batch_norm=batch_norm, scales=scales, average=average,
         offload=offload, shard=shard, shard_optimizer=shard_optimizer, memory_limit=memory_limit,
-        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, evaluate_every=evaluate_every,
-        patience=patience, logs=logs, targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment,
-        masking=masking, adapter=adapter)
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
+        final_checkpoint=final_checkpoint, evaluate_every=evaluate_every, patience=patience, logs=logs,
+        targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment, masking=masking,
+        dropout=dropout, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 
@@ -522,6 +540,7 @@ def finetune(
     memory_limit: str | int | None = None,
     checkpoint_every: recipe.CheckpointInterval | None = None,
     keep_checkpoints: int | None = None,
+    final_checkpoint: str | None = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
     logs: recipe.LogFormat | Sequence[recipe.LogFormat] | None = None,
@@ -530,6 +549,7 @@ def finetune(
     keep_zeros: bool | None = None,
     augment: recipe.Augment | None = None,
     masking: recipe.Masking | None = None,
+    dropout: float | None = None,
     adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
@@ -540,8 +560,8 @@ def finetune(
         output: folder to write.
         classes: Names of the classes of a new classification head, for an encoder or a CNN without one.
         labels: Number of classes of a new classification head, instead of their names.
-        losses: Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on model
-            and data].
+        losses: Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default:
+            depends on model and data].
         optimizer: Optimizer.
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
@@ -571,6 +591,8 @@ def finetune(
             minutes=10].
         keep_checkpoints: Number of checkpoints to keep while training, to resume from an earlier one
             [default: 1].
+        final_checkpoint: Folder for a checkpoint of the last step, or of the last one before the decay of
+            `decay_steps`: --resume with a larger max_steps or epochs continues from it.
         evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
             be the initial ones.
         patience: Stop after this many evaluations without improvement.
@@ -582,6 +604,8 @@ def finetune(
         augment: Change images randomly in each step: {flip: true, shift: PIXELS}.
         masking: Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
             {fraction: 0.15, mask_token: TOKEN}.
+        dropout: Set hidden states to zero with this probability: embeddings, and the results of attention and
+            feed-forward networks [default: none].
         adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
             alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
@@ -592,9 +616,10 @@ def finetune(
         gradient_accumulation=gradient_accumulation, clip_norm=clip_norm, precision=precision,
         gradient_checkpointing=gradient_checkpointing, batch_norm=batch_norm, scales=scales, average=average,
         offload=offload, shard=shard, shard_optimizer=shard_optimizer, memory_limit=memory_limit,
-        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints, evaluate_every=evaluate_every,
-        patience=patience, logs=logs, targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment,
-        masking=masking, adapter=adapter)
+        checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
+        final_checkpoint=final_checkpoint, evaluate_every=evaluate_every, patience=patience, logs=logs,
+        targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment, masking=masking,
+        dropout=dropout, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 
@@ -614,7 +639,7 @@ def cast(
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
         to: Format to convert to.
-        overflow: What to do with values that the format cannot hold.
+        overflow: Treatment of values beyond the range of the format.
         targets: Tensors to convert: names with `*`, or `re:` and a regular expression [default: all floats].
         ignore: Tensors to leave unchanged.
         settings: calibration, evaluation, force and more, as listed in `Settings`.
@@ -642,4 +667,20 @@ def dequantize(
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Dequantize(targets=targets, ignore=ignore)
+    return run_pass(step, model, output, settings)
+
+
+def split_experts(
+    model: Path,
+    output: Path,
+    **settings: Unpack[Settings],
+) -> Report:
+    """Store the experts of each layer, which are one tensor, as separate linear layers, which passes and runtimes can quantize.
+
+    Args:
+        model: the model: a folder or a file, or a remote one like hf:org/name.
+        output: folder to write.
+        settings: calibration, evaluation, force and more, as listed in `Settings`.
+    """
+    step = recipe.SplitExperts()
     return run_pass(step, model, output, settings)

@@ -373,12 +373,13 @@ SoftDivergence: TypeAlias = Literal["forward", "reverse", "jensen-shannon", "tot
   decoding
 """
 
-Task: TypeAlias = Literal["classification", "language-modelling", "embedding", "fidelity"]
+Task: TypeAlias = Literal["classification", "language-modelling", "embedding", "contrastive", "fidelity"]
 """Task that a data set is used for.
 
 - classification: Single-label classification: accuracy, F1
 - language-modelling: Next-token prediction: perplexity
 - embedding: Semantic textual similarity: Spearman correlation of the cosine similarity with a score
+- contrastive: Pairs of matching texts, for the contrastive loss of a training
 - fidelity: No labels: outputs are compared only with those of another model
 """
 
@@ -480,6 +481,10 @@ class Adapter(TypedDict, total=False):
     """Add the adapters to the weights; otherwise the weights do not change, and the adapters are written
     in the format of PEFT to the folder `adapter`."""
 
+    absorb: bool
+    """With merge: train the product through the rounding of the quantized weights, whose codes absorb it;
+    their scales do not change."""
+
 
 class Amounts(TypedDict, total=False):
     """Options by name."""
@@ -563,6 +568,22 @@ class CheckpointingEvery(TypedDict, total=False):
     every: Required[int]
 
 
+class ContrastiveLoss(TypedDict, total=False):
+    """Matching texts of a batch, each of which is compared with all others."""
+
+    weight: float
+    """Factor on the loss."""
+
+    temperature: float
+    """Temperature that the cosine similarities are divided by."""
+
+    symmetric: bool
+    """Whether the texts of `pair_column` are compared with those of `text_column` too."""
+
+    output: str | None
+    """Name of the embedding output [default: the only output with one vector per sample]."""
+
+
 class Correction(TypedDict, total=False):
     """Low-rank correction of the quantization error, written as a LoRA adapter."""
 
@@ -576,20 +597,20 @@ class Correction(TypedDict, total=False):
 class CostTargetLatency(TypedDict, total=False):
     """Latency of the built-in executor on synthetic samples."""
 
-    latency: Required[float]
+    latency: Required[float | str]
 
 
 class CostTargetMacs(TypedDict, total=False):
     """Multiply-accumulate operations for one sample: a text of 128 tokens, or an image of 224 x 224 if the
     size is dynamic."""
 
-    macs: Required[float]
+    macs: Required[float | str]
 
 
 class CostTargetParams(TypedDict, total=False):
     """Number of parameters."""
 
-    params: Required[float]
+    params: Required[float | str]
 
 
 class DataSets(TypedDict, total=False):
@@ -603,6 +624,22 @@ class DataSets(TypedDict, total=False):
 
     train: str | Samples | None
     """Training data."""
+
+
+class DraftHead(TypedDict, total=False):
+    """An EAGLE-3 head."""
+
+    vocabulary: str | None
+    """File with the ids of the tokens that the head proposes, one per line [default: all tokens]."""
+
+    layers: Sequence[int]
+    """Layers of the input model whose inputs the head reads [default: 2, the middle, and the third last]."""
+
+    steps: int
+    """Number of steps in training: in each one but the first, the head reads its own hidden states."""
+
+    decay: float
+    """Factor on the loss of a step, relative to that of the step before."""
 
 
 class EmbeddingLoss(TypedDict, total=False):
@@ -621,10 +658,10 @@ class EmbeddingLoss(TypedDict, total=False):
 class Goal(TypedDict, total=False):
     """Required quality of the quantized model: one of `max_drop` and `min_cosine`."""
 
-    max_drop: float | None
+    max_drop: float | str | None
     """Maximum drop of the score on the evaluation data (0.01: one point of accuracy)."""
 
-    min_cosine: float | None
+    min_cosine: float | str | None
     """Minimum mean cosine similarity of the outputs to those of the original, on the evaluation data or
     else the calibration data."""
 
@@ -682,21 +719,38 @@ class Losses(TypedDict, total=False):
     embedding: float | EmbeddingLoss | None
     """Embeddings of whole samples."""
 
+    contrastive: float | ContrastiveLoss | None
+    """Matching texts of a batch."""
+
 
 class Masking(TypedDict, total=False):
     """Randomly masked tokens, which a masked language model predicts; different ones in each step."""
 
-    fraction: float
+    fraction: float | str
     """Probability of each token to be predicted."""
 
-    mask_token: str | None
-    """Token that replaces predicted tokens [default: `mask_token` of the tokenizer]."""
+    mask_token: int | str | None
+    """Token that replaces predicted tokens, by its text or its id [default: `mask_token` of the
+    tokenizer]."""
+
+
+class MoreTeacher(TypedDict, total=False):
+    """A further teacher."""
+
+    model: Required[str]
+    """Folder of the model."""
+
+    weight: float
+    """Weight of its probabilities; that of `teacher` is 1."""
+
+    cache: str | None
+    """Folder that caches its largest logits, like `teacher_cache`."""
 
 
 class OnPolicy(TypedDict, total=False):
     """Samples that the student continues from their prompts, with its weights at the time of the step."""
 
-    fraction: float
+    fraction: float | str
     """Fraction of the samples that the student continues."""
 
     prompt_tokens: int | None
@@ -758,7 +812,7 @@ class Schedule(TypedDict, total=False):
     """Number of steps at the end in which the rate decays, after a constant rate [default: all steps after
     the warm-up]."""
 
-    min_rate: float
+    min_rate: float | str
     """Final rate, as a fraction of the peak rate."""
 
 
@@ -800,7 +854,7 @@ class StructureLimitBytes(TypedDict, total=False):
 class StructureLimitLayers(TypedDict, total=False):
     """Fraction of the parameters of the layers that remain."""
 
-    layers: Required[float]
+    layers: Required[float | str]
 
 
 class StructureLimitParams(TypedDict, total=False):
@@ -813,6 +867,12 @@ class StudentConfig(TypedDict, total=False):
     """Random weights for a configuration: a config.json, or a folder with one."""
 
     config: Required[str]
+
+
+class StudentEagle3(TypedDict, total=False):
+    """An EAGLE-3 head of the input model, for speculative decoding."""
+
+    eagle3: Required[DraftHead]
 
 
 class StudentEvery(TypedDict, total=False):
@@ -849,7 +909,7 @@ StructureLimit: TypeAlias = StructureLimitLayers | StructureLimitParams | Struct
 """Limit of the size of the result."""
 
 
-Student: TypeAlias = StudentLayers | StudentEvery | StudentModel | StudentConfig
+Student: TypeAlias = StudentLayers | StudentEvery | StudentModel | StudentConfig | StudentEagle3
 """The student: the input model with some of its layers, another model, or random weights."""
 
 
@@ -890,7 +950,7 @@ class PruneStructured:
     NAME: ClassVar[Literal["prune-structured"]] = "prune-structured"
 
     dims: Sequence[PrunedPart] = ()
-    """What to remove [default: heads, mlp and channels, where the model has them]."""
+    """Parts to remove [default: heads, mlp and channels, if the model has them]."""
 
     amount: float | int | str | Amounts | None = None
     """Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or an amount per
@@ -937,7 +997,7 @@ class SearchStructure:
     """Limit of the size: layers=0.5 (fraction of the parameters of all layers), params=12000000 or
     bytes=50MB."""
 
-    widths: Sequence[float] = ()
+    widths: Sequence[float | str] = ()
     """Fractions of the neurons and of the heads of a layer that options keep."""
 
     uniform: bool | None = None
@@ -969,6 +1029,10 @@ class PruneVocabulary:
 
     keep: str | Sequence[str] | None = None
     """Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl."""
+
+    languages: str | Sequence[str] | None = None
+    """Languages whose tokens remain, such as en,de: all tokens in their scripts, and digits, punctuation
+    and symbols."""
 
     text_column: int | str | None = None
     """Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
@@ -1038,11 +1102,11 @@ class Quantize:
     guide: Guide | None = None
     """With `method: gptq` or `autoround`, the weights of calibration tokens."""
 
-    damping: float | None = None
+    damping: float | str | None = None
     """With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a fraction
     of its mean [default: chosen for each layer input by the error on held-out samples]."""
 
-    propagation: float | None = None
+    propagation: float | str | None = None
     """With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is compensated,
     from 0 to 1; 0 does not run the original model in parallel [default: chosen for each layer by the
     error on held-out samples]."""
@@ -1191,8 +1255,9 @@ class Distill:
     """The teacher model [default: the input model, before all passes]."""
 
     student: Student | None = None
-    """The model to train: layers=0,2,4, every=2, model=FOLDER or config=FILE (random weights) [default:
-    the result of the previous passes]."""
+    """The model to train: layers=0,2,4, every=2, model=FOLDER, config=FILE (random weights), or
+    eagle3=FILE (a head for speculative decoding, with the ids of its tokens) [default: the result of
+    the previous passes]."""
 
     teacher_cache: str | None = None
     """A folder that caches the largest logits of the teacher, so that each sample is computed once over
@@ -1201,14 +1266,22 @@ class Distill:
     teacher_top: int | None = None
     """Number of logits per row to cache [default: 64]."""
 
+    teacher_logits: str | Sequence[str] | None = None
+    """Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl with the
+    responses of vLLM."""
+
+    more_teachers: Sequence[MoreTeacher] = ()
+    """Further teachers, whose probabilities are averaged with those of the teacher: a folder, or {model:
+    FOLDER, weight: 1, cache: FOLDER}."""
+
     on_policy: OnPolicy | None = None
     """Let the student continue a fraction of the texts itself, and compare it with the teacher on its
     continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
     [default: only texts of the data]."""
 
     losses: Losses | None = None
-    """Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on model and
-    data]."""
+    """Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default: depends on
+    model and data]."""
 
     optimizer: OptimizerKind = "adamw"
     """Optimizer."""
@@ -1281,6 +1354,10 @@ class Distill:
     keep_checkpoints: int | None = None
     """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
 
+    final_checkpoint: str | None = None
+    """Folder for a checkpoint of the last step, or of the last one before the decay of `decay_steps`:
+    --resume with a larger max_steps or epochs continues from it."""
+
     evaluate_every: int | None = None
     """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
     initial ones."""
@@ -1307,6 +1384,10 @@ class Distill:
     masking: Masking | None = None
     """Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
     {fraction: 0.15, mask_token: TOKEN}."""
+
+    dropout: float | None = None
+    """Set hidden states to zero with this probability: embeddings, and the results of attention and feed-
+    forward networks [default: none]."""
 
     adapter: Adapter | None = None
     """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
@@ -1326,8 +1407,8 @@ class Finetune:
     """Number of classes of a new classification head, instead of their names."""
 
     losses: Losses | None = None
-    """Losses and their weights: soft, hard, hidden, attention, embedding [default: depends on model and
-    data]."""
+    """Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default: depends on
+    model and data]."""
 
     optimizer: OptimizerKind = "adamw"
     """Optimizer."""
@@ -1400,6 +1481,10 @@ class Finetune:
     keep_checkpoints: int | None = None
     """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
 
+    final_checkpoint: str | None = None
+    """Folder for a checkpoint of the last step, or of the last one before the decay of `decay_steps`:
+    --resume with a larger max_steps or epochs continues from it."""
+
     evaluate_every: int | None = None
     """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
     initial ones."""
@@ -1427,6 +1512,10 @@ class Finetune:
     """Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
     {fraction: 0.15, mask_token: TOKEN}."""
 
+    dropout: float | None = None
+    """Set hidden states to zero with this probability: embeddings, and the results of attention and feed-
+    forward networks [default: none]."""
+
     adapter: Adapter | None = None
     """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
     32, targets: [PATTERN, ...], merge: false} [default: none]."""
@@ -1442,7 +1531,7 @@ class Cast:
     """Format to convert to."""
 
     overflow: Overflow = "error"
-    """What to do with values that the format cannot hold."""
+    """Treatment of values beyond the range of the format."""
 
     targets: Sequence[str] = ()
     """Tensors to convert: names with `*`, or `re:` and a regular expression [default: all floats]."""
@@ -1463,6 +1552,14 @@ class Dequantize:
 
     ignore: Sequence[str] = ()
     """Tensors to leave quantized; activations then stay quantized too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitExperts:
+    """Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
+    runtimes can quantize."""
+
+    NAME: ClassVar[Literal["split-experts"]] = "split-experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1509,7 +1606,7 @@ class Onnx:
     NAME: ClassVar[Literal["onnx"]] = "onnx"
 
     opset: int | None = None
-    """Opset version, 17 to 21; higher versions need newer runtimes. By default 17, or 21 for weights with
+    """Opset version, 17 to 24; higher versions need newer runtimes. By default 17, or 21 for weights with
     a scale per group."""
 
     precision: OnnxPrecision = "float32"
@@ -1567,6 +1664,9 @@ class Data:
 
     pair_column: int | str | None = None
     """Column of the second text of a pair; for encoder-decoder models, the target text."""
+
+    negative_column: int | str | None = None
+    """Column of a text that does not match the first one (a hard negative), for `task: contrastive`."""
 
     label_column: int | str | None = None
     """Column or array of the label: a class index or name, a score, or the decoder's target tokens."""
@@ -1659,7 +1759,7 @@ class Evaluate:
     `.eval_results`, in the form that the Hub reads."""
 
 
-Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "search-structure", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize"] | PruneUnstructured | PruneStructured | SearchStructure | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize
+Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "search-structure", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize", "split-experts"] | PruneUnstructured | PruneStructured | SearchStructure | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize | SplitExperts
 """One step of a recipe: a pass with its options, or only its name."""
 
 

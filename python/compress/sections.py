@@ -114,6 +114,10 @@ class PassReport:
     peak_vram_bytes: int | None = None
     """Peak GPU memory of the pass; `None` if it did not use a GPU."""
 
+    macs: int | None = None
+    """Multiply-accumulates of the models that it ran, counted if a memory trace was recorded; those of a
+    backward pass count twice."""
+
     rule: str = ""
     """How the weights were selected; empty for passes that do not select weights."""
 
@@ -726,6 +730,34 @@ class SignatureFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Estimated and actual times of a run."""
+
+    stages: Sequence[StageTime]
+    """The stages in order."""
+
+    estimated_seconds: float | None = None
+    """Sum of the estimated times of the stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """Estimated and actual time of a stage."""
+
+    name: str
+    """Name of the pass, or of the stage."""
+
+    estimated_seconds: float | None = None
+    """Estimated time in seconds; `None` if the work was not known in advance."""
+
+    at_most: bool = False
+    """Whether the estimate is an upper bound of the work, because the stage may do less."""
+
+    seconds: float | None = None
+    """Actual time in seconds; `None` if a cached result was used."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Totals:
     """Totals of a run."""
 
@@ -811,3 +843,6 @@ class Fields:
 
     signature: SignatureFile | None = None
     """The signature of the folder, if the run signed it."""
+
+    timing: Timing | None = None
+    """Estimated and actual times, if the rates of the machine were known."""
