@@ -165,13 +165,13 @@ pub use pipeline::Pipeline;
 pub use recipe::Recipe;
 pub use report::Report;
 
-use compress_core::{aliases, error, files, one_or_several, output, program, ratio, registry, store, work};
+use compress_core::{aliases, cache, error, files, one_or_several, output, program, ratio, registry, store, work};
 use compress_engine::{evaluation, model, yaml_text};
 use compress_graph::arch;
 use compress_kernels as kernel;
 #[cfg(feature = "run")]
 use {
-    compress_core::{cache, heap},
+    compress_core::heap,
     compress_engine::{calibration, data, exec, generation, train},
     compress_graph::{analysis, gpu, ir},
     compress_onnx::{self as onnx, runtime},

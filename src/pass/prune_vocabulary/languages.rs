@@ -133,7 +133,7 @@ mod tests {
         assert_eq!(kept(&["ja"]), ["12", "!?", "日本", "かな"]);
         assert_eq!(kept(&["ja", "en"]), ["[UNK]", "the", "##ß", "ça", "12", "!?", "a日", "日本", "かな", "na\u{301}"]);
         let error = scripts(&["en", "xx"]).map(drop).unwrap_err().to_string();
-        assert!(error.contains("languages): `xx` is not one of the languages af, am, ar,"), "{error}");
+        assert!(error.contains("languages: `xx` is not one of the languages af, am, ar,"), "{error}");
     }
 
     #[test]

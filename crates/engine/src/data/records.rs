@@ -391,9 +391,9 @@ mod tests {
         let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
         assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);
         let three = Record { negative: Some("n".into()), ..record("a", Some("p"), None, 2) };
-        assert_eq!(read("a.csv", "q,p,n\na,p,n\n", "{ text_column: q, pair_column: p, negative_column: n }", false).unwrap(), [three.clone()]);
-        let object = "\n{\"q\": \"a\", \"p\": \"p\", \"n\": \"n\"}\n";
-        assert_eq!(read("a.jsonl", object, "{ text_column: q, pair_column: p, negative_column: n }", false).unwrap(), [three]);
+        assert_eq!(read("a.csv", "q,p,m\na,p,n\n", "{ text_column: q, pair_column: p, negative_column: m }", false).unwrap(), [three.clone()]);
+        let object = "\n{\"q\": \"a\", \"p\": \"p\", \"m\": \"n\"}\n";
+        assert_eq!(read("a.jsonl", object, "{ text_column: q, pair_column: p, negative_column: m }", false).unwrap(), [three]);
         let json = "{\"text\": \"a\", \"label\": 1}\n\n{\"label\": true, \"text\": \"b\"}\n";
         let number = Record { label: Some(Label::Number("1".into())), ..record("a", None, None, 1) };
         assert_eq!(read("a.jsonl", json, "{}", true).unwrap(), [number, record("b", None, Some("true"), 3)]);
