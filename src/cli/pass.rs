@@ -32,7 +32,7 @@ pub(super) struct Args {
 impl Args {
     pub(super) fn run(self, steps: Vec<Step>, global: &Global) -> Result<()> {
         let Writing { force, allow_nonfinite, no_measure, runtimes, .. } = &self.writing;
-        let builder = with_rates(global.builder()?, global, false)?.passes(steps).force(*force).allow_nonfinite(*allow_nonfinite);
+        let builder = with_rates(global.builder()?, global, false).passes(steps).force(*force).allow_nonfinite(*allow_nonfinite);
         let mut builder = builder.measure(!no_measure).loads(runtimes.loads.iter().copied());
         for export in self.writing.exports() {
             builder = builder.export(export);

@@ -84,7 +84,7 @@ impl Args {
 
 /// The pipeline of a recipe. `measures`: the rates of the machine are measured, unless they are known.
 fn pipeline(path: &Path, recipe: &Recipe, (global, measures): (&Global, bool), runtimes: &Runtimes) -> Result<Pipeline> {
-    let builder = with_rates(global.builder()?, global, measures)?;
+    let builder = with_rates(global.builder()?, global, measures);
     builder.recipe(recipe).loads(runtimes.loads.iter().copied()).build().map_err(|e| named(path, e))
 }
 

@@ -148,7 +148,7 @@ impl Args {
         let builder = builder.loads(self.runtimes.loads.iter().copied());
         // Runs of a sweep share their first passes, so they use cached results.
         let builder = if self.no_cache { builder } else { with_cache(builder, !name.is_empty()) };
-        let builder = with_rates(builder, global, self.dry_run)?;
+        let builder = with_rates(builder, global, self.dry_run);
         let pipeline = self.records.configure(builder)?.build()?;
         let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`: add one to the recipe, or use -o"))?;
         let model = open_model(&self.recipe, &recipe)?;

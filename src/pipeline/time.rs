@@ -6,12 +6,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::cache;
-use crate::report::{Report, Timing};
+use crate::report::{Report, Timing, processor};
 
 /// Name of the stage that reads, transforms, hashes and writes the weights.
 pub(super) const WRITING: &str = "read and write";
-/// Name of the stage that measures the output.
-pub(super) const MEASURING: &str = "measure";
 /// Largest number of earlier runs whose times correct an estimate.
 const MAX_RUNS: usize = 16;
 
@@ -71,7 +69,7 @@ impl RateFile {
 
     /// The file at a path.
     pub fn new(path: PathBuf, device: &str, threads: usize) -> RateFile {
-        let processor = crate::report::Environment::detect().cpu.unwrap_or_default();
+        let processor = processor().unwrap_or_default();
         let key = format!("{processor} | {} | {device} | {threads} threads", env!("CARGO_PKG_VERSION"));
         RateFile { path, key }
     }

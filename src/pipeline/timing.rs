@@ -1,7 +1,7 @@
 //! The counted work of a run, and its estimated and actual times.
 
 use super::Pipeline;
-use super::time::{MEASURING, StageWork, WRITING, sum_of};
+use super::time::{StageWork, sum_of};
 use crate::error::Result;
 use crate::model::Model;
 use crate::report::{StageTime, Timing};
@@ -17,15 +17,15 @@ impl Pipeline {
     /// Estimated and actual times of a run, if the rates of the machine are known.
     pub(super) fn timing(&self, estimated: &[StageWork], state: &RunState, [writing, measuring]: [f64; 2]) -> Option<Timing> {
         self.rates.as_ref()?;
-        let mut passes = state.history.iter();
-        let stage = |stage: &StageWork| {
-            let seconds = match stage.name.as_str() {
-                WRITING => Some(writing),
-                MEASURING => Some(measuring),
-                name => passes.find(|applied| applied.name == name).and_then(|applied| applied.seconds),
-            };
-            StageTime { name: stage.name.clone(), estimated_seconds: stage.estimated_seconds, at_most: stage.at_most, seconds }
+        // The stages are those of `planned_work`. A pass that continues an earlier run may do less work.
+        let run_model = self.steps.iter().zip(&state.history).filter(|(step, _)| step.pass().runs_on().is_some());
+        let seconds = run_model.map(|(_, applied)| applied.seconds.filter(|_| !self.resume)).chain([Some(writing), Some(measuring)]);
+        let stage = |(stage, seconds): (&StageWork, Option<f64>)| StageTime {
+            name: stage.name.clone(),
+            estimated_seconds: stage.estimated_seconds,
+            at_most: stage.at_most,
+            seconds,
         };
-        Some(Timing { estimated_seconds: sum_of(estimated), stages: estimated.iter().map(stage).collect() })
+        Some(Timing { estimated_seconds: sum_of(estimated), stages: estimated.iter().zip(seconds).map(stage).collect() })
     }
 }

@@ -52,7 +52,7 @@ impl Environment {
     #[doc(hidden)]
     pub fn detect() -> Environment {
         Environment {
-            cpu: field("/proc/cpuinfo", "model name"),
+            cpu: processor(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_bytes: kilobytes("/proc/meminfo", "MemTotal"),
             gpu: gpu(Path::new("/proc/driver/nvidia/gpus"), "nvidia-smi"),
@@ -141,6 +141,11 @@ impl Peak {
 /// Peak of a lap, from the counter of the system before and after it and the maximum of the samples.
 fn peak_of_lap(before: Option<u64>, after: Option<u64>, sampled: Option<u64>) -> Option<u64> {
     if after > before { after } else { sampled }
+}
+
+/// The model of the processor, if the system reports it.
+pub(crate) fn processor() -> Option<String> {
+    field("/proc/cpuinfo", "model name")
 }
 
 /// Peak resident memory of this process since its start, if the system reports it.

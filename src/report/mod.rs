@@ -30,7 +30,7 @@ pub use budget::{Budgets, Finding};
 pub use compare::Comparison;
 pub use draft::DraftQuality;
 pub use environment::Environment;
-pub(crate) use environment::Peak;
+pub(crate) use environment::{Peak, processor};
 pub use search::FormatSearch;
 pub use sections::{
     CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, StageTime, Timing, Tool, Totals, Verified, WeightHistogram,

@@ -245,7 +245,7 @@ pub struct StageTime {
     /// Whether the estimate is an upper bound of the work, because the stage may do less.
     #[serde(default)]
     pub at_most: bool,
-    /// Actual time in seconds; `None` if a cached result was used.
+    /// Actual time in seconds; `None` if a result of an earlier run was used.
     pub seconds: Option<f64>,
 }
 

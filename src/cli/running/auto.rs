@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::args::{Global, Records, TextFile, open_input};
 use super::output;
-use super::rates::{rates, with_rates};
+use super::rates::{rates, record_times, with_rates};
 use super::samples::parse_data;
 use crate::contract::Target;
 use crate::data::{Data, DataSets};
@@ -153,7 +153,7 @@ impl Args {
         global.models.configure_model(&model)?;
         self.target().require_loads(&model)?;
         let builder = |writing: Writing, search: Option<FormatSearch>, calibration: &Option<Data>| -> Result<_> {
-            let builder = with_rates(global.builder()?, global, false)?.passes(writing.passes).force(self.force).resume(self.resume);
+            let builder = with_rates(global.builder()?, global, false).passes(writing.passes).force(self.force).resume(self.resume);
             let builder = calibration.iter().fold(builder, |builder, set| builder.calibration(set.clone()));
             let builder = builder.loads([self.runtime()]);
             let builder = search.into_iter().fold(builder, Builder::search);
@@ -195,7 +195,7 @@ impl Args {
             let (formats, fractions) = (&self.formats, &self.prune);
             let search = Search { model: &model, target, formats, fractions, budget, points: self.points, labelled, checkpoint, context: &context };
             if self.plan {
-                return Ok(Outcome::Planned(search.planned_work(rates(global)?.as_ref())?));
+                return Ok(Outcome::Planned(search.planned_work(rates(global).as_ref())?));
             }
             let known = measured.clone();
             let found = search.run(&mut measured);
@@ -227,6 +227,7 @@ impl Args {
         };
         let report = builder(writing, section, &calibration)?.run(model, output)?;
         if global.json {
+            record_times(&report, global);
             return output::json(&json!({ "search": front_of(&found), "report": report }));
         }
         output::report(&report, output, global)

@@ -17,9 +17,11 @@ use crate::ir::{Bindings, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
 use crate::pipeline::Pipeline;
-use crate::pipeline::time::{MEASURING, RateFile, Rates, StageWork, WRITING};
+use crate::pipeline::time::{RateFile, Rates, StageWork, WRITING};
 use crate::run_state::{ModelRun, RunState};
 
+/// Name of the stage that measures the output.
+const MEASURING: &str = "measure";
 /// Width of the matrices whose product is measured, and rows of its input.
 const WIDTH: usize = 768;
 const ROWS: usize = 256;
@@ -59,13 +61,19 @@ impl SampleSizes {
 
     /// Multiply-accumulates of runs over the samples.
     pub fn macs(&self, run: &ModelRun) -> u64 {
-        match (run.batches, self.0.first_key_value()) {
-            (Some((batches, size)), Some((first, _))) => {
-                let batch = first.get("batch").copied().unwrap_or(1);
-                run.macs(&with_batch(first, batch, size)).saturating_mul(batches)
+        let sum = |sized: &dyn Fn(&Bindings) -> Bindings| {
+            let macs = self.0.iter().map(|(sizes, count)| u128::from(run.macs(&sized(sizes))).saturating_mul((*count).into()));
+            macs.fold(0, u128::saturating_add)
+        };
+        let macs = match run.batches {
+            // The mean over the batches of the data set, whose texts differ in length.
+            Some((batches, size)) => {
+                let all = sum(&|sizes| with_batch(sizes, sizes.get("batch").copied().unwrap_or(1), size));
+                all.saturating_mul(batches.into()) / u128::from(self.0.values().sum::<u64>().max(1))
             }
-            _ => self.0.iter().map(|(sizes, count)| run.macs(sizes).saturating_mul(*count)).fold(0, u64::saturating_add),
-        }
+            None => sum(&Bindings::clone),
+        };
+        u64::try_from(macs).unwrap_or(u64::MAX)
     }
 }
 
@@ -193,4 +201,18 @@ fn macs_per_second(device: &Device) -> Result<f64> {
     }
     device.synchronize().map_err(|e| Error::candle("the speed of matrix products", e))?;
     Ok(f64::from(runs) * (ROWS * WIDTH * WIDTH) as f64 / start.elapsed().as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_batches_count_the_mean_of_all_lengths() {
+        let sizes = |batch: usize, sequence: usize| Bindings::from([("batch".to_owned(), batch), ("sequence".to_owned(), sequence)]);
+        let samples = SampleSizes([(sizes(1, 10), 3), (sizes(2, 20), 1)].into());
+        let run = ModelRun::new(|sizes| (sizes["batch"] * sizes["sequence"]) as u64);
+        assert_eq!(samples.macs(&run), 3 * 10 + 40);
+        assert_eq!(samples.macs(&ModelRun { batches: Some((8, 2)), ..run }), 8 * (3 * 20 + 40) / 4);
+    }
 }

@@ -70,6 +70,15 @@ impl DeviceChoice {
         }
     }
 
+    /// The device that is opened: for `auto` the first GPU if there is one, else the CPU.
+    pub fn resolved(self) -> DeviceChoice {
+        match self {
+            DeviceChoice::Auto if crate::gpu::count().ok().flatten().is_some_and(|count| count > 0) => DeviceChoice::Cuda(0),
+            DeviceChoice::Auto => DeviceChoice::Cpu,
+            other => other,
+        }
+    }
+
     /// The chosen device and the reason, for `auto` in a build that supports GPUs.
     pub fn reason(self) -> Option<String> {
         if self != DeviceChoice::Auto || !candle_core::utils::cuda_is_available() {
