@@ -328,8 +328,7 @@ impl Pass for QuantizeStatic {
         let quantizers = self.quantizers(&prepared, &prepared.layers, None)?;
         let planned = self.fit(&prepared, &quantizers, &prepared.layers, None, &meter)?;
         // Which layers are rescaled and which stay in floats depends on the samples.
-        let model_runs = self.model_runs(&prepared)?;
-        let applied = Applied { estimated: true, model_runs, ..self.record(&prepared, &prepared.layers, meter) };
+        let applied = Applied { estimated: true, model_runs: self.model_runs(&prepared)?, ..self.record(&prepared, &prepared.layers, meter) };
         Ok(Plan::new(planned, applied).with_execution(move |context| self.quantize(model, context)))
     }
 

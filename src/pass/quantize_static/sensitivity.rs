@@ -198,11 +198,15 @@ fn in_scheme(prepared: &Prepared, name: &str, scheme: &Quantize) -> Result<Optio
 /// Least loss of a layer: layers without a measured loss are the last that stay in floats.
 const LEAST_LOSS: f64 = 1e-12;
 
+/// Expected loss of a quantized layer: positive and finite.
+fn expected_loss(damage: &Damage) -> f64 {
+    Some(damage.lost()).filter(|loss| loss.is_finite()).map_or(1.0, |loss| loss.max(LEAST_LOSS))
+}
+
 /// The choices of layers to leave in floats that have the least expected loss for their number: the front
 /// over all layers, by ascending number.
 pub(super) fn front_of(damages: &[Damage]) -> Vec<Assignment> {
-    let loss = |damage: &Damage| Some(damage.lost()).filter(|loss| loss.is_finite()).map_or(1.0, |loss| loss.max(LEAST_LOSS));
-    let options = |damage: &Damage| vec![Choice { cost: 0, loss: loss(damage) }, Choice { cost: 1, loss: 0.0 }];
+    let options = |damage: &Damage| vec![Choice { cost: 0, loss: expected_loss(damage) }, Choice { cost: 1, loss: 0.0 }];
     front(&damages.iter().map(options).collect::<Vec<_>>())
 }
 
@@ -219,10 +223,27 @@ pub(super) fn quantized_and_floats(damages: &[Damage], choice: &Assignment) -> [
 /// layers cause at most half of the total damage, but at most a quarter of the layers, and only layers
 /// with at least 1.5 times the median damage.
 pub fn recommend_floats(damages: &[Damage]) -> Vec<String> {
-    let median = damages.get(damages.len() / 2).map_or(0.0, Damage::lost);
-    let large = damages.iter().take(damages.len() / 4).take_while(|damage| damage.lost() >= 1.5 * median).count();
+    let median = damages.get(damages.len() / 2).map_or(0.0, expected_loss);
+    // Layers without a loss are at most as large as the median.
+    let large = damages.iter().take(damages.len() / 4).take_while(|damage| expected_loss(damage) >= 1.5 * median).count();
     let front = front_of(damages);
     let all = front.first().map_or(0.0, |none| none.loss);
     let chosen = front.iter().take(large + 1).find(|choice| choice.loss <= all / 2.0).or(front.get(large));
     chosen.map(|choice| quantized_and_floats(damages, choice)).map(|[_, floats]| floats).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_without_a_loss_are_not_recommended() {
+        let recommended = |losses: [f64; 8]| {
+            let damages = losses.iter().enumerate().map(|(at, loss)| Damage { quantized: Some(1.0 - loss), ..Damage::new(&at.to_string()) });
+            recommend_floats(&damages.collect::<Vec<_>>())
+        };
+        assert!(recommended([0.0; 8]).is_empty());
+        assert_eq!(recommended([0.5, 0.25, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0]), ["0"]);
+        assert_eq!(recommended([0.5, 0.5, 0.125, 0.1, 0.1, 0.1, 0.1, 0.1]), ["0", "1"]);
+    }
 }
