@@ -66,11 +66,10 @@ fn unit_error(weights: &[String], error: impl Fn(&str) -> Result<f64>) -> Result
 }
 
 /// The squared error of a weight relative to the squares of its values. A few blocks of rows are in memory at
-/// a time, unless the rows of the original weight cannot be read separately: then it is in memory as a whole.
+/// a time, unless the rows of the blocks cannot be read separately: then the original weight is in memory.
 fn weight_error(name: &str, before: &Weight, after: &Weight) -> Result<f64> {
     let row = before.row().max(1);
-    let whole = if before.rows(&before.all_rows(), 1).is_none() { before.floats(name)? } else { Vec::new() };
-    let (mut at, mut all, mut buffers) = (0, Difference::default(), [Vec::new(), Vec::new()]);
+    let (mut at, mut all, mut buffers, mut whole) = (0, Difference::default(), [Vec::new(), Vec::new()], Vec::new());
     after.visit(row, &mut |block| {
         let (from, count) = (at, block.now.elements());
         at += count;
@@ -81,7 +80,12 @@ fn weight_error(name: &str, before: &Weight, after: &Weight) -> Result<f64> {
         }
         match before.rows(&(from / row..at.div_ceil(row)), 1) {
             Some((rows, _)) if rows.elements() == count => rows.floats_into(name, original)?,
-            _ => original.copy_from_slice(whole.get(from..at).ok_or_else(|| Error::tensor(name, "has another shape after rounding", "report this error"))?),
+            _ => {
+                if whole.is_empty() {
+                    whole = before.floats(name)?;
+                }
+                original.copy_from_slice(whole.get(from..at).ok_or_else(|| Error::tensor(name, "has another shape after rounding", "report this error"))?);
+            }
         }
         original.chunks(RUN).zip(rounded.chunks(RUN)).for_each(|(before, after)| all.add(&compare::floats(before, after)));
         Ok(())
