@@ -102,9 +102,11 @@ impl<'a> Pruned<'a> {
 
     /// The pass that removes units of the branches with these targets.
     fn pass(&self, part: PrunedPart, remaining: f64, targets: Vec<Pattern>) -> PruneStructured {
+        // Without the rounding of the difference: 0.3, not 0.30000000000000004.
+        let removed = ((1.0 - remaining) * 1e9).round() / 1e9;
         PruneStructured {
             dims: vec![part],
-            amount: Some(Amounts::All(Amount::fraction(1.0 - remaining))),
+            amount: Some(Amounts::All(Amount::fraction(removed))),
             importance: Importance::Activation,
             uniform: Some(false),
             repair: Repair::LeastSquares,
