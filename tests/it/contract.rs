@@ -347,8 +347,8 @@ fn test_of(runtime: &str, rule: &str) -> Option<&'static str> {
     tests.filter(|text| is_for(text)).find_map(|text| Some(text.split_once("fn ")?.1.split_once('(')?.0))
 }
 
-/// The table of docs/runtimes.md has a row for each rule, with the test that holds it. `COMPRESS_ACCEPT=1 cargo
-/// test --test it contract::documentation` writes it.
+/// The table of docs/runtimes.md has a row for each rule, with the test that holds it. `COMPRESS_ACCEPT=1
+/// cargo test --test it contract::documentation` writes it.
 #[test]
 fn documentation_lists_every_rule() {
     let desk = Desk::new();

@@ -27,8 +27,8 @@ pub struct BodyLayer {
     pub(super) position: Position,
 }
 
-/// The position of a node: the nodes and their bodies that contain it, from the outermost one, and the node in
-/// the last body.
+/// The position of a node: the nodes and their bodies that contain it, from the outermost one, and the node
+/// in the last body.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Position {
     pub within: Vec<(usize, usize)>,
@@ -82,8 +82,8 @@ pub(super) fn layers(parts: &SubgraphParts) -> Vec<BodyLayer> {
     parts.inputs.iter().enumerate().filter_map(layer).collect()
 }
 
-/// A use of a value: the position of the node, the node, and the position of its input. `None` for a use as the
-/// result of a body.
+/// A use of a value: the position of the node, the node, and the position of its input. `None` for a use as
+/// the result of a body.
 type Use<'p> = Option<(Position, &'p NodeProto, usize)>;
 
 /// The uses of all values.
@@ -111,8 +111,8 @@ pub(super) fn node_of(op: &str, input: Vec<String>, output: &str, attribute: Vec
     NodeProto { op_type: Some(op.into()), name: Some(output.to_owned()), input, output: vec![output.to_owned()], attribute, ..NodeProto::default() }
 }
 
-/// Inserts quantizers of the inputs of layers into the bodies, and dequantizes weights there, because runtimes
-/// fuse only nodes of the same graph. `fresh` returns unique names.
+/// Inserts quantizers of the inputs of layers into the bodies, and dequantizes weights there, because
+/// runtimes fuse only nodes of the same graph. `fresh` returns unique names.
 pub(super) fn insert_quantizers(
     nodes: &mut Vec<NodeProto>,
     quantized: &[(BodyLayer, FakeQuantize)],

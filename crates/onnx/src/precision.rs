@@ -1,5 +1,5 @@
-//! Files that compute with 16-bit floats. They are lifted to graphs of 32-bit floats, which compute statistics
-//! and quantization parameters more precisely than a runtime would.
+//! Files that compute with 16-bit floats. They are lifted to graphs of 32-bit floats, which compute
+//! statistics and quantization parameters more precisely than a runtime would.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -26,7 +26,8 @@ impl ModelFile {
         self.is_half
     }
 
-    /// The precision in which a changed graph is written: 16 bits unless the file has layers of 32-bit floats.
+    /// The precision in which a changed graph is written: 16 bits unless the file has layers of 32-bit
+    /// floats.
     pub fn precision(&self) -> Precision {
         let is_layer = |name: &String| {
             let usages = self.usages.get(name).map_or(&[][..], Vec::as_slice);

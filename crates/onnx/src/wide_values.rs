@@ -1,5 +1,6 @@
-//! Values of 32 bits in files with 16-bit floats. Integer layers compute with 32-bit floats, and runtimes do not
-//! fuse layers with quantizers across casts, so that nodes between quantizers read the values before the casts.
+//! Values of 32 bits in files with 16-bit floats. Integer layers compute with 32-bit floats, and runtimes do
+//! not fuse layers with quantizers across casts, so that nodes between quantizers read the values before the
+//! casts.
 
 use std::collections::BTreeSet;
 

@@ -26,8 +26,8 @@ fn file(nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
     ModelProto { ir_version: Some(7), graph: Some(graph), opset_import, ..ModelProto::default() }
 }
 
-/// A product before an `If`, whose branches have a product each. The second branch runs if the largest input is
-/// at least 0.9.
+/// A product before an `If`, whose branches have a product each. The second branch runs if the largest input
+/// is at least 0.9.
 fn branches(weights: [&str; 2]) -> ModelProto {
     let branch = |attribute: &str, weight: &str| {
         let output = format!("{attribute}_out");

@@ -81,10 +81,10 @@ fn add(sums: &mut Vec<usize>, counts: impl ExactSizeIterator<Item = usize>) {
 
 impl LanguageModel {
     /// Decodes speculatively: `draft`, a smaller model with the same token ids
-    /// ([`Vocabulary::require_draft`]), or a head of the model proposes up to `tokens` tokens per step. Greedy texts equal those
-    /// without a draft, except between tokens whose logits differ by less than the rounding of a forward
-    /// pass; samples have the same distribution. Texts with tokens that the draft lacks are continued
-    /// without proposals. Fails if the draft does not take the same kind of input.
+    /// ([`Vocabulary::require_draft`]), or a head of the model proposes up to `tokens` tokens per step.
+    /// Greedy texts equal those without a draft, except between tokens whose logits differ by less than the
+    /// rounding of a forward pass; samples have the same distribution. Texts with tokens that the draft lacks
+    /// are continued without proposals. Fails if the draft does not take the same kind of input.
     ///
     /// [`Vocabulary::require_draft`]: super::Vocabulary::require_draft
     pub fn with_draft(mut self, draft: LanguageModel, tokens: usize) -> Result<LanguageModel> {

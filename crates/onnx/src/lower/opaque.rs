@@ -72,8 +72,8 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// The integer weights of quantized layers, in the axis order of the file. Runtimes fold transpositions when they
-/// load the file.
+/// The integer weights of quantized layers, in the axis order of the file. Runtimes fold transpositions when
+/// they load the file.
 fn integer_weights<'l>(quantized: &'l [(BodyLayer, FakeQuantize)], n: &mut Lowering) -> Result<BTreeMap<&'l str, IntegerWeight>> {
     let mut weights = BTreeMap::new();
     for (layer, _) in quantized {
