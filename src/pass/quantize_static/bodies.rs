@@ -1,5 +1,5 @@
-//! Layers in bodies of `If`, `Loop` and `Scan` of ONNX files. Their inputs are observed as outputs of the nodes
-//! that contain the bodies, and quantized in the bodies.
+//! Layers in bodies of `If`, `Loop` and `Scan` of ONNX files. Their inputs are observed as outputs of the
+//! nodes that contain the bodies, and quantized in the bodies.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::prepare::Prepared;
 use super::{GranularityKind, QuantizeStatic};
 use crate::calibration::{Axis, Request, ValueStatistics};
-use crate::error::{Result, counted};
+use crate::error::{Error, Result, counted};
 use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::model::Model;
@@ -22,7 +22,8 @@ fn selected(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String> {
     control_flow::layers(graph).into_keys().filter(|weight| layers.contains(weight)).collect()
 }
 
-/// The graph with the inputs of the selected layers in bodies as values, and the statistics to collect of them.
+/// The graph with the inputs of the selected layers in bodies as values, and the statistics to collect of
+/// them.
 pub(super) fn observed(prepared: &Prepared, requests: &mut BTreeMap<String, Request>) -> Result<Graph> {
     let weights = selected(&prepared.graph, &prepared.layers);
     if weights.is_empty() {
@@ -34,25 +35,33 @@ pub(super) fn observed(prepared: &Prepared, requests: &mut BTreeMap<String, Requ
 
 /// Deselects layers in bodies without statistics of their inputs, and notes the reasons. `graph` is that of
 /// [`observed`], which has run.
-pub(super) fn deselect_unobserved(prepared: &mut Prepared, graph: &Graph, statistics: &BTreeMap<String, ValueStatistics>) {
+///
+/// # Errors
+/// If no layer remains.
+pub(super) fn deselect_unobserved(prepared: &mut Prepared, graph: &Graph, statistics: &BTreeMap<String, ValueStatistics>) -> Result<()> {
     let failures = control_flow::failures(graph);
     let is_observed = |name: &String| !failures.contains_key(name) && statistics.get(name).is_some_and(|found| found.histogram.range() != (0.0, 0.0));
     let weights = selected(&prepared.graph, &prepared.layers).into_iter();
     let unobserved: Vec<String> = weights.filter(|weight| !is_observed(&observed_input(weight))).collect();
-    let Some(first) = unobserved.first() else { return };
+    let Some(first) = unobserved.first() else { return Ok(()) };
     let reason = failures.get(&observed_input(first)).map_or_else(
         || "no calibration sample reaches it with values other than zero".to_owned(),
         |reason| format!("its input could not be observed: {reason}"),
     );
+    if unobserved.len() == prepared.layers.len() {
+        let hint = "use other calibration samples, or `quantize-dynamic`, which needs none";
+        return Err(Error::tensor(first, format!("cannot be quantized: {reason}"), hint));
+    }
     prepared
         .notes
         .push(format!("{} in bodies of control flow operators left in floats (the first: `{first}`, because {reason})", counted(unobserved.len(), "layer")));
     prepared.layers.retain(|weight| !unobserved.contains(weight));
+    Ok(())
 }
 
 impl QuantizeStatic {
-    /// Quantizes these layers in bodies: the weights of the model, and the inputs in the graph. Without statistics,
-    /// quantizers are placeholders.
+    /// Quantizes these layers in bodies: the weights of the model, and the inputs in the graph. Without
+    /// statistics, quantizers are placeholders.
     pub(super) fn fit_bodies(
         &self,
         (prepared, graph): (&Prepared, Graph),

@@ -225,8 +225,7 @@ impl QuantizeStatic {
         let mut requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, weights)?;
         let graph = bodies::observed(prepared, &mut requests)?;
         let statistics = calibrate::statistics(NAME, &graph, &prepared.model, &requests, context)?;
-        bodies::deselect_unobserved(prepared, &graph, &statistics);
-        Ok(statistics)
+        bodies::deselect_unobserved(prepared, &graph, &statistics).map(|()| statistics)
     }
 
     /// Prepares the model, collects statistics, and migrates scales.
