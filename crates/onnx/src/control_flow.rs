@@ -1,5 +1,5 @@
-//! Layers in the bodies of `If`, `Loop` and `Scan`: their inputs are observed as values of a graph for calibration,
-//! and quantized in the bodies.
+//! Layers in the bodies of `If`, `Loop` and `Scan`: their inputs are observed as values of a graph for
+//! calibration, and quantized in the bodies.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -200,7 +200,8 @@ fn subgraph(op: &Opaque) -> Option<&OpaqueSubgraph> {
     op.function.as_ref()?.as_any().downcast_ref::<OpaqueSubgraph>()
 }
 
-/// The layers in bodies of the subgraphs of a graph, by the names of their weights, which no other node reads.
+/// The layers in bodies of the subgraphs of a graph, by the names of their weights, which no other node
+/// reads.
 pub fn layers(graph: &Graph) -> BTreeMap<String, BodyLayer> {
     let mut readers: BTreeMap<_, usize> = BTreeMap::new();
     for id in graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id)) {
@@ -228,8 +229,10 @@ pub fn quantized(graph: &Graph, catalog: &dyn Catalog, quantizers: &BTreeMap<Str
     rebuild(graph, catalog, &mut |step: Rewrite| {
         let Op::Opaque(op) = &step.node.op else { return step.copy() };
         let own = subgraph(op).map(|subgraph| body_layers::layers(subgraph.parts())).unwrap_or_default();
-        let own = own.into_iter().filter_map(|layer| Some((layer.weight.clone(), *quantizers.get(&layer.weight)?))).collect();
-        let op = op.clone().with_quantizers(own).map_err(|reason| crate::error::Error::graph(format!("graph node `{}`", step.name), reason))?;
+        let own = own.into_iter().filter_map(|layer| Some((layer.weight.clone(), *quantizers.get(&layer.weight)?)));
+        // A pass before may have quantized other layers of the subgraph.
+        let all = op.quantizers.clone().into_iter().chain(own).collect();
+        let op = op.clone().with_quantizers(all).map_err(|reason| crate::error::Error::graph(format!("graph node `{}`", step.name), reason))?;
         step.builder.node(step.name, op, &step.inputs)
     })
 }
@@ -305,8 +308,8 @@ mod tests {
         op.eval(&node.inputs.iter().map(input).collect::<Vec<_>>()).unwrap()
     }
 
-    /// Observes and quantizes `v` and `w`, and writes the graph with integer weights. Returns the inputs of the
-    /// layers and the operators in the bodies.
+    /// Observes and quantizes `v` and `w`, and writes the graph with integer weights. Returns the inputs of
+    /// the layers and the operators in the bodies.
     fn check(file: &ModelFile, graph: &Graph) -> ([Tensor; 2], Vec<String>) {
         let weights = file.all_weights();
         assert_eq!(layers(graph).into_keys().collect::<Vec<_>>(), ["v", "w"]);
@@ -314,11 +317,14 @@ mod tests {
         let inputs = ["v", "w"].map(|weight| computed(file, &observed, &observed_input(weight)));
         assert_eq!(failures(&observed), BTreeMap::new());
         let by = FakeQuantize { scale: 0.02, zero_point: 3 };
+        let one = |graph: &Graph, name: &str| quantized(graph, &weights, &[(name.to_owned(), by)].into()).unwrap();
+        let in_turn = one(&one(graph, "v"), "w");
         let quantized = quantized(graph, &weights, &["v", "w"].map(|name| (name.to_owned(), by)).into()).unwrap();
         let name = graph.value(graph.nodes().last().unwrap().output).name.clone();
         let [before, after] = [graph, &quantized].map(|graph| computed(file, graph, &name).flatten_all().unwrap().to_vec1::<f32>().unwrap());
         let differences: Vec<f32> = before.iter().zip(&after).map(|(a, b)| (a - b).abs()).collect();
         assert!(differences.iter().all(|difference| *difference < 0.1) && differences.iter().any(|difference| *difference > 0.0), "{before:?} {after:?}");
+        assert_eq!(computed(file, &in_turn, &name).flatten_all().unwrap().to_vec1::<f32>().unwrap(), after);
         // JSON contains the quantizers, and functions are restored with them.
         let text = serde_json::to_string(&GraphFile::from(&quantized)).unwrap();
         let restored: GraphFile = serde_json::from_str(&text).unwrap();
