@@ -108,9 +108,10 @@ impl<'t> Exchange<'t> {
         let mut own = own.map(|(name, kept)| Ok((name.clone(), kept.open()?))).collect::<Result<BTreeMap<String, Tensor>>>()?;
         weights.add_scale_gradients(&mut own)?;
         weights.mask(&mut own)?;
-        self.names.extend(bucket.names.iter().map(String::as_str));
         let shapes: Shapes = own.iter().map(|(name, gradient)| (name.clone(), gradient.dims().to_vec())).collect();
         let pending = if own.is_empty() { None } else { Some(self.team.start_sum(&own)?) };
+        // If memory was insufficient before, the repeated step computes these gradients again.
+        self.names.extend(bucket.names.iter().map(String::as_str));
         self.started.push((shapes, pending));
         Ok(())
     }
