@@ -328,7 +328,10 @@ impl Training {
                 return wrong("targets", "`targets` and `ignore` cannot be combined with `adapter`, which selects its layers by its own `targets`".into());
             }
             if self.scales != QuantizerScales::Fixed {
-                return wrong("scales", "`learnable` and `only` cannot be combined with `adapter`, which does not change the scales of quantized weights".into());
+                return wrong(
+                    "scales",
+                    "`learnable` and `only` cannot be combined with `adapter`, which does not change the scales of quantized weights".into(),
+                );
             }
         }
         Ok(())
