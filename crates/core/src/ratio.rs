@@ -36,41 +36,49 @@ fn require_no_percentage(number: f64) -> Result<f64, String> {
 /// # Errors
 /// The text is not a finite number or a percentage, or it is a percentage without its sign.
 pub fn parse(text: &str) -> Result<f64, ParseError> {
-    let number = parse_fraction(text).filter(|number| number.is_finite());
-    let number = number.ok_or_else(|| ParseError::from(format!("`{text}` is not a fraction like 0.4 or a percentage like 40%")))?;
+    let number = parse_number(text)?;
     if text.contains('%') { Ok(number) } else { require_no_percentage(number).map_err(ParseError::from) }
 }
 
-/// A ratio in a recipe.
-struct Ratio(f64);
+fn parse_number(text: &str) -> Result<f64, ParseError> {
+    let number = parse_fraction(text).filter(|number| number.is_finite());
+    number.ok_or_else(|| ParseError::from(format!("`{text}` is not a fraction like 0.4 or a percentage like 40%")))
+}
 
-impl<'de> Deserialize<'de> for Ratio {
+/// A number or a percentage in a recipe. Ratios reject percentages without their sign.
+struct Number<const IS_RATIO: bool>(f64);
+
+type Ratio = Number<true>;
+
+impl<'de, const IS_RATIO: bool> Deserialize<'de> for Number<IS_RATIO> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Form;
-        impl Visitor<'_> for Form {
-            type Value = Ratio;
+        struct Form<const IS_RATIO: bool>;
+        impl<const IS_RATIO: bool> Visitor<'_> for Form<IS_RATIO> {
+            type Value = Number<IS_RATIO>;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a fraction like 0.4 or a percentage like 40%")
             }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Ratio, E> {
-                parse(text).map(Ratio).map_err(E::custom)
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Self::Value, E> {
+                let parsed = if IS_RATIO { parse(text) } else { parse_number(text) };
+                parsed.map(Number).map_err(E::custom)
             }
 
-            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Ratio, E> {
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Self::Value, E> {
                 self.visit_f64(number as f64)
             }
 
-            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Ratio, E> {
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Self::Value, E> {
                 self.visit_f64(number as f64)
             }
 
-            fn visit_f64<E: de::Error>(self, number: f64) -> Result<Ratio, E> {
-                require_no_percentage(number).map(Ratio).map_err(E::custom)
+            fn visit_f64<E: de::Error>(self, number: f64) -> Result<Self::Value, E> {
+                let checked = if IS_RATIO { require_no_percentage(number) } else { Ok(number) };
+                checked.map(Number).map_err(E::custom)
             }
         }
-        deserializer.deserialize_any(Form)
+        deserializer.deserialize_any(Form::<IS_RATIO>)
     }
 }
 
@@ -82,6 +90,11 @@ pub fn ratio<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error
 /// Deserializes a ratio that may be missing.
 pub fn optional_ratio<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
     Ok(Option::<Ratio>::deserialize(deserializer)?.map(|ratio| ratio.0))
+}
+
+/// Deserializes a difference of scores that may be missing: a perplexity can rise by 5.
+pub fn optional_difference<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
+    Ok(Option::<Number<false>>::deserialize(deserializer)?.map(|difference| difference.0))
 }
 
 /// Deserializes a list of ratios.
@@ -133,6 +146,8 @@ mod tests {
         assert!(read("true").unwrap_err().contains("a percentage like 40%"));
         let optional = |text: &str| optional_ratio(&mut serde_json::Deserializer::from_str(text)).unwrap();
         assert_eq!((optional("null"), optional("\"5%\"")), (None, Some(0.05)));
+        let difference = |text: &str| optional_difference(&mut serde_json::Deserializer::from_str(text)).unwrap();
+        assert_eq!(["5", "2.5", "\"5%\"", "null"].map(difference), [Some(5.0), Some(2.5), Some(0.05), None]);
         assert_eq!(ratios(&mut serde_json::Deserializer::from_str("[0.25, \"50%\"]")).unwrap(), [0.25, 0.5]);
     }
 }

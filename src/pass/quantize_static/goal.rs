@@ -27,7 +27,7 @@ use crate::run_state::WARNING;
 #[serde(deny_unknown_fields)]
 pub struct Goal {
     /// Maximum drop of the score on the evaluation data (0.01: one point of accuracy)
-    #[serde(default, deserialize_with = "crate::ratio::optional_ratio", skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "crate::ratio::optional_difference", skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::optional_ratio_schema"))]
     pub max_drop: Option<f64>,
     /// Minimum mean cosine similarity of the outputs to those of the original, on the evaluation data or
@@ -245,6 +245,8 @@ mod tests {
         let goal = |text: &str| text.parse::<Goal>().unwrap();
         let drop = goal("{max_drop: 0.01}");
         assert!(drop.margin(0.005) > 0.0 && drop.margin(0.02) < 0.0 && drop.margin(-0.5) > drop.margin(0.0));
+        // A perplexity can rise by more than 1.
+        assert_eq!([goal("{max_drop: 5}"), goal("{max_drop: 1%}")].map(|goal| goal.max_drop), [Some(5.0), Some(0.01)]);
         let cosine = goal("{min_cosine: 0.99}");
         assert!(cosine.margin(0.995) > 0.0 && cosine.margin(0.98) < 0.0);
         assert_eq!([drop.margin(0.01), cosine.margin(0.99)], [0.0; 2]);
