@@ -49,7 +49,7 @@ impl FromStr for Masking {
 
     /// Parses a probability, or an object like that of a recipe.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
-        if text.contains('{') {
+        if text.contains(['{', ':']) {
             return parse_option("masking", text);
         }
         let fraction = ratio::parse(text).map_err(|e| with_example("masking", e))?;
@@ -177,7 +177,9 @@ mod tests {
     #[test]
     fn unsuitable_samples_and_options_are_rejected() {
         assert_eq!("0.3".parse::<Masking>().unwrap(), Masking { fraction: 0.3, mask_token: None });
-        assert_eq!("30%".parse::<Masking>().unwrap(), "{ fraction: 30% }".parse().unwrap());
+        for text in ["30%", "fraction: 0.3"] {
+            assert_eq!(text.parse::<Masking>().unwrap(), "{ fraction: 30% }".parse().unwrap(), "{text}");
+        }
         let token = |text: &str| text.parse::<Masking>().unwrap().mask_token.unwrap();
         assert_eq!(token("{ mask_token: <mask> }"), MaskToken::Text("<mask>".to_owned()));
         assert_eq!(token("{ mask_token: 103 }"), MaskToken::Id(103));

@@ -50,7 +50,7 @@ impl FromStr for OnPolicy {
 
     /// Parses a fraction, or an object like that of a recipe.
     fn from_str(text: &str) -> std::result::Result<Self, ParseError> {
-        if text.contains('{') {
+        if text.contains(['{', ':']) {
             return parse_option("on_policy", text);
         }
         let fraction = ratio::parse(text).map_err(|e| with_example("on_policy", e))?;
