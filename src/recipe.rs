@@ -185,15 +185,17 @@ impl Recipe {
         if path.is_dir() {
             return Err(Error::Recipe { path: path.to_owned(), message: "is a folder; a recipe is a YAML file".into() });
         }
-        if path.file_name().is_some_and(|name| name == "config.json") {
-            return Err(Error::Recipe { path: path.to_owned(), message: "describes a model; a recipe is a YAML file".into() });
-        }
         if path == Path::new(STDIN) {
             let text = io::read_to_string(io::stdin()).map_err(Error::io("read", path))?;
             return Recipe::parse(&text, Path::new("recipe"));
         }
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-        let recipe = Recipe::parse(&text, path)?;
+        // The key of the type is in all of these files.
+        let describes_a_model = path.file_name().is_some_and(|name| name == "config.json") && text.contains("\"model_type\"");
+        let recipe = Recipe::parse(&text, path).map_err(|error| match describes_a_model {
+            true => Error::Recipe { path: path.to_owned(), message: "describes a model; a recipe is a YAML file".into() },
+            false => error,
+        })?;
         shell_paths::require_none(&recipe, &text).map_err(|message| Error::Recipe { path: path.to_owned(), message })?;
         Ok(recipe)
     }

@@ -13,6 +13,8 @@ use crate::ir::Element;
 pub(super) const NOT_LOCAL: &str = "is not a file: data sets are not downloaded, so data must be local files";
 /// Extensions of texts.
 const TEXTS: [&str; 5] = ["txt", "raw", "csv", "tsv", "jsonl"];
+/// Files with the weights of a model.
+const WEIGHTS: [&str; 3] = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"];
 /// Extensions of arrays.
 const ARRAYS: [&str; 3] = ["safetensors", "npz", "npy"];
 
@@ -81,7 +83,7 @@ pub(super) fn unknown_extension(name: &str) -> String {
 /// The data in a folder.
 fn in_folder(folder: &Path) -> Result<Data, String> {
     let name = folder.display();
-    if folder.join("config.json").is_file() {
+    if folder.join("config.json").is_file() && WEIGHTS.iter().any(|name| folder.join(name).is_file()) {
         return Err(format!("`{name}` is the folder of a model, not data: specify a file of texts ({}) or arrays ({})", listed(&TEXTS), listed(&ARRAYS)));
     }
     if arrays::folder_has_arrays(folder) {
