@@ -61,7 +61,7 @@ pub(in crate::cli) struct Args {
     formats: Vec<String>,
     /// For ONNX Runtime: also remove heads, neurons and channels of layers. Fractions of them that may
     /// remain, as further options of each layer, which are measured: 0.75,0.5
-    #[arg(long, value_name = "FRACTIONS", value_delimiter = ',', conflicts_with = "latency")]
+    #[arg(long, value_name = "FRACTIONS", value_delimiter = ',', conflicts_with = "latency", value_parser = crate::ratio::parse)]
     prune: Vec<f64>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
     /// or ONNX file (300MB), or a fraction of the size of the input (0.25, 25%)

@@ -56,7 +56,8 @@ fn pruning_needs_samples_fractions_and_onnx_runtime() {
     encoder(folder);
     for (arguments, part) in [
         ("--for onnxruntime --prune 0.5", "--prune: needs `--calibration`"),
-        ("--for onnxruntime --prune 50 --data texts.safetensors", "--prune: 50 is not between 0 and 1"),
+        ("--for onnxruntime --prune 50 --data texts.safetensors", "`50` is not a fraction: write `0.5` or `50%`"),
+        ("--for onnxruntime --prune 100% --data texts.safetensors", "--prune: 1 is not between 0 and 1"),
         ("--for transformers --prune 0.5 --data texts.safetensors", "--prune: is not supported for transformers"),
     ] {
         let run = compress(folder, &format!("auto bert {arguments} --max-size 50% -o out"));
