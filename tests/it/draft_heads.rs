@@ -18,6 +18,7 @@ use compress_engine::train::losses::{DraftSteps, Loss, Soft, SoftLoss};
 use compress_engine::train::{BatchSize, Every};
 use compress_graph::arch::Settings;
 use compress_graph::arch::draft_head::{PREFIX, step_logits, unrolled};
+use compress_graph::ir::{Op, subgraph};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -120,6 +121,30 @@ fn steps_and_gradients_are_those_of_the_package() {
         let gradient = &found[&format!("gradient.{name}")];
         let difference = distance(&gradients[&format!("{PREFIX}{name}")], gradient);
         assert!(difference < TOLERANCE, "{name}: {difference}");
+    }
+}
+
+/// Position numbers above 256 are not exact in bf16.
+#[test]
+fn later_steps_see_the_same_keys_in_16_bits() {
+    let graph = Model::open(target()).unwrap().graph().unwrap();
+    let states = vec![compress_graph::analysis::layers(&graph).unwrap().state(0).unwrap().clone(); 3];
+    let graph = unrolled(&Settings::new(Model::open(head()).unwrap().config.values()), graph, &states, 2).unwrap();
+    let name = format!("{PREFIX}step1.bias");
+    let graph = subgraph(&graph, std::slice::from_ref(&name), &Op::clone).unwrap();
+    let count = 300;
+    let ids = Tensor::ones((1, count), DType::I64, &Device::Cpu).unwrap();
+    let inputs: Inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), ids.clone())).into();
+    let weights = Model::open(target()).unwrap().weights;
+    let parameters = work(|work| Parameters::load(&graph, &weights, &Device::Cpu, DType::BF16, Residence::Computed, work)).unwrap();
+    let bias = Executor::new(&graph, parameters, Device::Cpu).run(&inputs).unwrap().remove(&name).unwrap();
+    let rows = bias.squeeze(0).unwrap().to_vec2::<f32>().unwrap();
+    assert_eq!((rows.len(), rows[0].len()), (count, 2 * count));
+    for (query, row) in rows.iter().enumerate() {
+        for (key, bias) in row.iter().enumerate() {
+            let is_visible = if key < count { key <= query } else { key - count == query };
+            assert!(if is_visible { *bias == 0.0 } else { *bias < -9e3 }, "{query} {key}: {bias}");
+        }
     }
 }
 

@@ -6,11 +6,7 @@ use crate::arch::running::decoder::{Decoder, HeadNorms, Layer, LayerNames};
 use crate::arch::running::parts::{linear_with, text_inputs};
 use crate::arch::running::rope::{RopeDefaults, rotary};
 use crate::error::{Error, Result};
-use crate::ir::ops::{
-    Abs, Add, Attention, Binary, BinaryKind, Clip, Concat, Embedding, MergeHeads, Pad, Positions, Reshape, Scale, Slice,
-    TargetSize::{Copy, Number},
-    ToFloat,
-};
+use crate::ir::ops::{Add, Attention, ChunkBias, Clip, Concat, CumSum, Embedding, MergeHeads, Pad, Scale, Slice, Softmax};
 use crate::ir::{Builder, Dim, Graph, Op, TensorType, ValueId};
 
 /// Input of a head: hidden states of the target, or its own, `[batch, sequence, width]`.
@@ -57,7 +53,7 @@ impl Requirements {
 }
 
 fn unsupported(what: &str) -> Error {
-    Error::Unsupported { what: format!("config.json: {what}"), hint: "supported are heads with one layer of the width of the target".into() }
+    Error::Unsupported { what: format!("config.json: {what}"), hint: "supported are heads with one Llama or Qwen3 layer of the width of the target".into() }
 }
 
 /// Adds the graph of a head: logits over its vocabulary and its hidden states, of hidden states of the
@@ -108,11 +104,11 @@ pub fn unrolled(s: &Settings, target: Graph, states: &[String], steps: usize) ->
     if b.width(table)? != head.needs.width {
         return Err(unsupported("`hidden_size` other than the width of the embeddings"));
     }
-    let mut hidden = head.fused_of(&mut b, states)?;
+    let (mut hidden, mut next) = (head.fused_of(&mut b, states)?, tokens);
     let (mut keys, mut masks) = (Vec::new(), Vec::new());
     for step in 0..steps {
         let node = format!("{PREFIX}step{step}.");
-        let next = rolled(&mut b, &format!("{node}input_ids"), tokens, step.saturating_add(1))?;
+        next = rolled(&mut b, &format!("{node}input_ids"), next)?;
         let bias = bias(&mut b, &node, tokens, step)?;
         masks.push(mask);
         let all_masks = if step == 0 { mask } else { b.node(&format!("{node}mask"), Concat { axis: 1 }, &masks)? };
@@ -139,16 +135,15 @@ fn text_inputs_of(graph: &Graph) -> Result<[ValueId; 2]> {
     find("input_ids").zip(find("attention_mask")).map(Into::into).ok_or_else(|| Error::graph("the model", "has no inputs `input_ids` and `attention_mask`"))
 }
 
-/// Tokens `[batch, sequence]` moved to the left; the first ones become the last.
-fn rolled(b: &mut Builder, node: &str, tokens: ValueId, by: usize) -> Result<ValueId> {
-    let start = i64::try_from(by).unwrap_or(i64::MAX);
-    let rest = b.node(&format!("{node}.rest"), Slice { start, length: None, axis: 1, ..Slice::default() }, &[tokens])?;
-    let first = b.node(&format!("{node}.first"), Slice { start: 0, length: Some(by), axis: 1, ..Slice::default() }, &[tokens])?;
+/// Tokens `[batch, sequence]` moved to the left by one; the first one becomes the last.
+fn rolled(b: &mut Builder, node: &str, tokens: ValueId) -> Result<ValueId> {
+    let rest = b.node(&format!("{node}.rest"), Slice { start: 1, length: None, axis: 1, ..Slice::default() }, &[tokens])?;
+    let first = b.node(&format!("{node}.first"), Slice { start: 0, length: Some(1), axis: 1, ..Slice::default() }, &[tokens])?;
     b.node(node, Concat { axis: 1 }, &[rest, first])
 }
 
-/// The attention bias of a step after the first, `[batch, 1, sequence, (step + 1) · sequence]`: a query
-/// attends to the keys of the first step up to its position, and to those of later steps at its position.
+/// The attention bias of a step after the first, `[1, sequence, (step + 1) · sequence]`: a query attends to
+/// the keys of the first step up to its position, and to those of later steps at its position.
 fn bias(b: &mut Builder, node: &str, tokens: ValueId, step: usize) -> Result<Option<ValueId>> {
     if step == 0 {
         return Ok(None);
@@ -158,21 +153,17 @@ fn bias(b: &mut Builder, node: &str, tokens: ValueId, step: usize) -> Result<Opt
     let [ahead, apart] = match [".ahead", ".apart"].map(|part| b.find(&name(part))) {
         [Some(ahead), Some(apart)] => [ahead, apart],
         _ => {
-            let numbers = b.node(&name(".positions"), Positions::default(), &[tokens])?;
-            let numbers = b.node(&name(".floats"), ToFloat {}, &[numbers])?;
-            let queries = b.node(&name(".queries"), Reshape { shape: vec![Copy(0), Number(1), Copy(1), Number(1)] }, &[numbers])?;
-            let keys = b.node(&name(".keys"), Reshape { shape: vec![Copy(0), Number(1), Number(1), Copy(1)] }, &[numbers])?;
-            let distance = b.node(&name(""), Binary { kind: BinaryKind::Sub }, &[keys, queries])?;
-            let size = b.node(&name(".size"), Abs {}, &[distance])?;
-            let mut hidden = |part: &str, of: ValueId| {
-                let one = b.node(&name(&format!("{part}.clipped")), Clip { min: 0.0, max: 1.0 }, &[of])?;
-                b.node(&name(part), Scale { factor: HIDDEN }, &[one])
-            };
-            [hidden(".ahead", distance)?, hidden(".apart", size)?]
+            let apart = b.node(&name(".chunks"), ChunkBias { size: 1 }, &[tokens])?;
+            let apart = b.node(&name(".apart"), Clip { min: HIDDEN, max: 0.0 }, &[apart])?;
+            // 1 for the key at the position of the query, then for all keys after it. Position numbers would
+            // be rounded in 16 bits.
+            let same = b.node(&name(".same"), Softmax::default(), &[apart])?;
+            let after = b.node(&name(".after"), CumSum { exclusive: true, ..CumSum::default() }, &[same])?;
+            [b.node(&name(".ahead"), Scale { factor: HIDDEN }, &[after])?, apart]
         }
     };
     let blocks: Vec<ValueId> = std::iter::once(ahead).chain(std::iter::repeat_n(apart, step)).collect();
-    b.node(&format!("{node}bias"), Concat { axis: 3 }, &blocks).map(Some)
+    b.node(&format!("{node}bias"), Concat { axis: 2 }, &blocks).map(Some)
 }
 
 /// Inputs of a step.
