@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 use super::divergence::{Soft, with_gradient};
 use super::logits::{flat, index_tensor, log_softmax};
 use super::{Loss, LossSum};
-use crate::data::Batch;
+use crate::data::{Batch, SequenceRole};
 use crate::error::{self, Error};
 use crate::exec::transfer;
 
@@ -35,10 +35,15 @@ impl DraftSteps {
     fn rows(&self, batch: &Batch, sequence: usize, step: usize) -> error::Result<Rows> {
         let texts = batch.next_tokens()?;
         let texts = texts.ok_or_else(|| Error::option("distill: student", "a draft head needs texts with `task: language-modelling`"))?;
+        let read = |mask: &Tensor| Ok((mask.dim(1)?, transfer::read::<i64>(mask)?));
+        let mask: Result<Option<(usize, Vec<i64>)>> = batch.mask(SequenceRole::Input).map(read).transpose();
+        let mask = mask.map_err(|e| Error::candle("the attention mask", e))?;
+        // Texts may begin with padding, which has no hidden states.
+        let is_padding = |sample: usize, at: usize| mask.as_ref().is_some_and(|(width, mask)| mask.get(sample * width + at) == Some(&0));
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for (sample, text) in texts.iter().enumerate() {
             for (at, _) in text {
-                let Some(own) = at.checked_sub(step + 1) else { continue };
+                let Some(own) = at.checked_sub(step + 1).filter(|own| !is_padding(sample, *own)) else { continue };
                 ours.push((sample * sequence + own) as u32);
                 theirs.push((sample * sequence + at) as u32);
             }
@@ -125,6 +130,10 @@ mod tests {
         assert_eq!(loss.rows(&batch(), 5, 0).unwrap(), (vec![0, 1, 2, 6], vec![1, 2, 3, 7]));
         assert_eq!(loss.rows(&batch(), 5, 1).unwrap(), (vec![0, 1, 5], vec![2, 3, 7]));
         assert_eq!(loss.items(&batch()).unwrap(), 4.0);
+        let mut padded = batch();
+        let mask = Tensor::new(&[[0i64, 1, 1, 1, 1], [1; 5]], &Device::Cpu).unwrap();
+        padded.inputs.insert("attention_mask".to_owned(), mask);
+        assert_eq!(loss.rows(&padded, 5, 0).unwrap(), (vec![1, 2, 6], vec![2, 3, 7]));
     }
 
     #[test]
