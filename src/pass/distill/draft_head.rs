@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 use crate::analysis;
 use crate::arch::draft_head::{PREFIX, step_logits, unrolled};
 use crate::arch::{self, Settings};
+use crate::data::{Data, DataSets};
 use crate::error::{Error, Result};
 use crate::ir::ops::Linear;
 use crate::ir::{Builder, Dim, Graph, Kind, Op, ValueId};
@@ -222,6 +223,18 @@ impl AttachedHead {
     }
 }
 
+/// Rejects data on which a head cannot be trained or measured.
+pub(super) fn check_data(data: &DataSets) -> Result<()> {
+    if data.train.as_ref().is_some_and(Data::is_packed) {
+        return Err(Error::option("data: train", "`packing` cannot be combined with `student: eagle3`, whose steps read tokens across texts: remove it"));
+    }
+    if data.evaluation.is_some() {
+        let reason = "cannot be combined with `student: eagle3`: a head has no outputs without its model; measure it with `generate MODEL --draft HEAD`";
+        return Err(Error::option("data: evaluation", reason));
+    }
+    Ok(())
+}
+
 /// The tables of a target with a row for each token.
 struct Tables {
     /// Names of the weights.
@@ -325,6 +338,15 @@ mod tests {
         for wrong in ["", "3\n3\n", "5\n4\n", "9\n", "a\n", "1\n\n2\n"] {
             assert!(tokens(wrong).unwrap_err().contains("tokens.txt: expected ascending token ids below 9"), "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn packed_texts_and_evaluation_are_refused() {
+        let packed = Data { packing: Some(true), ..Data::default() };
+        let refused = |sets: DataSets| check_data(&sets).unwrap_err().to_string();
+        assert!(refused(DataSets { train: Some(packed), ..DataSets::default() }).contains("packing"));
+        assert!(refused(DataSets { evaluation: Some(Data::default()), ..DataSets::default() }).contains("data: evaluation"));
+        check_data(&DataSets { train: Some(Data::default()), ..DataSets::default() }).unwrap();
     }
 
     /// The written head has the tensors that its configuration requires, and the vocabulary maps.

@@ -39,6 +39,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
 use crate::run_state::{Applied, RunState};
+use crate::train::{Offload, QuantizerScales};
 
 training_pass! {
     /// Train a student on a teacher's outputs.
@@ -110,6 +111,8 @@ impl Distill {
             ("masking", training.masking.is_some()),
             ("dropout", training.dropout.is_some()),
             ("evaluate_every", training.evaluate_every.is_some()),
+            ("scales", training.scales != QuantizerScales::Fixed),
+            ("offload: teacher", training.offload.contains(&Offload::Teacher)),
             ("targets", !training.targets.is_empty()),
             ("ignore", !training.ignore.is_empty()),
         ];

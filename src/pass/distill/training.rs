@@ -9,7 +9,7 @@ use candle_core::{DType, Device};
 use serde_json::Value;
 
 use super::adapters::{self, Adapters};
-use super::draft_head::AttachedHead;
+use super::draft_head::{self, AttachedHead};
 use super::inputs::{Inputs, require_same_preprocessing, teacher_cache_key};
 use super::record::{self, Counts};
 use super::scoring::{ScoreData, Scoring};
@@ -271,6 +271,9 @@ impl<'a> Job<'a> {
             vocabulary::require_same(model, teacher)?;
         }
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs training samples: add `data: { train: ... }`"))?;
+        if self.head.is_some() {
+            draft_head::check_data(context.data)?;
+        }
         let subject = Subject::from_model(model.clone())?;
         let samples = context.data.open(data, subject.target())?;
         if let Some(teacher) = teacher.filter(|teacher| teacher.path != model.path) {
