@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::retained::Retained;
 use super::tokenizer::TokenizerFile;
 use super::{NAME, files};
-use crate::arch::role;
+use crate::arch::{ModelKind, family, role};
 use crate::data::DECODER_INPUT_IDS;
 use crate::error::{Error, Result};
 use crate::ir::ops::{TokenChoice, TokenPool};
@@ -53,6 +53,9 @@ impl TokenTables {
         };
         if model.onnx.is_some() {
             return Err(unsupported("an .onnx model fixes the size of its vocabulary in its operators"));
+        }
+        if family(model.config.model_type()).is_some_and(|family| family.kind == ModelKind::DraftHead) {
+            return Err(unsupported("a draft head has the token ids of its model: make a head of the smaller model"));
         }
         let graph = model.graph()?;
         let mut tables = TokenTables { graph: Graph::default(), rows: 0, axes: BTreeMap::new(), fixed: 0, pooled: None };
