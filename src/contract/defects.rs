@@ -65,7 +65,7 @@ impl Defects {
 
     /// The weights have the names and shapes that the configuration requires.
     pub(super) fn shapes(&self) -> Vec<Finding> {
-        let finding = |Defect { subject, reason, hints: [hint, in_run] }: &Defect| Finding::new(subject.clone(), reason.clone(), *hint).for_run(*in_run);
+        let finding = |Defect { subject, reason, hints: [hint, in_run] }: &Defect| Finding::new(subject.clone(), reason.clone(), *hint).for_run(in_run);
         self.mismatch.iter().map(finding).collect()
     }
 

@@ -52,7 +52,8 @@ fn adapters_are_checked_for_vllm() {
     let desk = Desk::new();
     assert_eq!(violated(&peft_adapter(&desk, |_| {}), "vllm"), BTreeSet::new());
     assert_eq!(violated(&peft_adapter(&desk, |config| config["modules_to_save"] = json!(["score"])), "vllm"), BTreeSet::new());
-    let cases: [(fn(&mut Value), &str); 6] = [
+    type Change = fn(&mut Value);
+    let cases: [(Change, &str); 6] = [
         (|config| config["use_dora"] = json!(true), "has `use_dora`"),
         (|config| config["r"] = json!(513), "has rank 513"),
         (|config| config["rank_pattern"] = json!({ "q_proj": 600 }), "has rank 600"),

@@ -34,13 +34,13 @@ impl Responses {
         let log_softmax = |logits: &Tensor| logits.broadcast_sub(&logits.exp().unwrap().sum_keepdim(D::Minus1).unwrap().log().unwrap()).unwrap();
         let (rows, ids) = (log_softmax(&logits).to_vec3::<f64>().unwrap(), inputs["input_ids"].to_vec2::<i64>().unwrap());
         let masks = inputs["attention_mask"].to_vec2::<i64>().unwrap();
-        let line = |((ids, mask), rows): ((Vec<i64>, Vec<i64>), Vec<Vec<f64>>)| {
+        let line = |ids: Vec<i64>, mask: Vec<i64>, rows: Vec<Vec<f64>>| {
             let length = mask.iter().filter(|real| **real != 0).count();
             let next = |row: &Vec<f64>| row.iter().enumerate().map(|(id, value)| (id.to_string(), json!({ "logprob": value }))).collect::<Map<_, _>>();
             let prompt: Vec<Value> = [Value::Null].into_iter().chain(rows[..length - 1].iter().map(|row| Value::Object(next(row)))).collect();
             json!({ "prompt_token_ids": ids[..length], "prompt_logprobs": prompt })
         };
-        let lines = ids.into_iter().zip(masks).zip(rows).map(line).collect();
+        let lines = ids.into_iter().zip(masks).zip(rows).map(|((ids, mask), rows)| line(ids, mask, rows)).collect();
         Responses { run, data, lines }
     }
 

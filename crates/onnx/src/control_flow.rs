@@ -71,12 +71,15 @@ struct Observer {
     spatial: usize,
 }
 
+/// The inputs of a run, and its results by name.
+type Run = (Vec<TensorId>, BTreeMap<String, Tensor>);
+
 /// A subgraph that also returns values of its bodies.
 #[derive(Debug)]
 struct ObservedSubgraph {
     loaded: LoadedSubgraph,
     /// The inputs and results of the last run, which all observers share.
-    last: Mutex<Option<(Vec<TensorId>, BTreeMap<String, Tensor>)>>,
+    last: Mutex<Option<Run>>,
     /// Why a run failed.
     failed: OnceLock<String>,
 }

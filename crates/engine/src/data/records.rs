@@ -391,7 +391,7 @@ mod tests {
         let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
         assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);
         let three = Record { negative: Some("n".into()), ..record("a", Some("p"), None, 2) };
-        assert_eq!(read("a.csv", "q,p,m\na,p,n\n", "{ text_column: q, pair_column: p, negative_column: m }", false).unwrap(), [three.clone()]);
+        assert_eq!(read("a.csv", "q,p,m\na,p,n\n", "{ text_column: q, pair_column: p, negative_column: m }", false).unwrap(), std::slice::from_ref(&three));
         let object = "\n{\"q\": \"a\", \"p\": \"p\", \"m\": \"n\"}\n";
         assert_eq!(read("a.jsonl", object, "{ text_column: q, pair_column: p, negative_column: m }", false).unwrap(), [three]);
         let json = "{\"text\": \"a\", \"label\": 1}\n\n{\"label\": true, \"text\": \"b\"}\n";
