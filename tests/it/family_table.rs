@@ -28,7 +28,8 @@ models.
 | GGUF | architecture in GGUF files, and models with files of the package `gguf` (`tests/it/gguf`) |
 
 A family without reference models has no graph. Roles and ties of its weights are compared with the modules of
-transformers (`tests/it/families.rs`), unless transformers does not have the family.
+transformers (`tests/it/families.rs`), unless transformers does not have the family. Heads (`eagle3`) are compared with
+the package speculators (`tests/it/draft_heads.rs`).
 
 | `model_type` | reference models | keys | texts | GGUF |
 | --- | --- | --- | --- | --- |
