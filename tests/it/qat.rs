@@ -138,8 +138,8 @@ fn codes_absorb_adapters() {
         }
         assert_eq!((count, changed), (14, 14), "{scheme}");
     }
-    let error = desk.run((&desk.model, "float"), vec![adapter(1).into()], both).unwrap_err().to_string();
-    assert!(error.contains("layers.0.") && error.contains("quantize it before"), "{error}");
+    let error = desk.run((&desk.model, "float"), vec![adapter(1).into()], both).unwrap_err();
+    assert!(error.to_string().contains("layers.0.") && error.hint().unwrap().contains("quantize it before"), "{error}");
 }
 
 /// Written codes and scales are numbers of their formats.

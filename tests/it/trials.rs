@@ -458,7 +458,7 @@ fn twins_of_sharded_folders_with_nested_configurations() {
     let tensors: Tensors = read(&source).into_iter().map(|(name, tensor)| (format!("language_model.{name}"), tensor)).collect();
     let folder = desk.shards(&tensors, 3);
     let text: Value = serde_json::from_slice(&std::fs::read(source.join("config.json")).unwrap()).unwrap();
-    let config = json!({ "architectures": ["OtherForConditionalGeneration"], "model_type": "other-vision", "text_config": text });
+    let config = json!({ "architectures": ["OtherForConditionalGeneration"], "model_type": "codegen", "text_config": text });
     std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     let stub = Stub::new(&desk, "python3", PYTHON);
     stub.put("result", "{}");
@@ -466,7 +466,7 @@ fn twins_of_sharded_folders_with_nested_configurations() {
     assert_eq!((code, &trial["status"], &trial["scope"]), (0, &json!("runs"), &json!("the first 2 of 4 layers")), "{lines}");
     let twin = stub.observed("folder");
     let config: Value = serde_json::from_slice(&std::fs::read(twin.join("config.json")).unwrap()).unwrap();
-    assert_eq!((&config["text_config"]["num_hidden_layers"], &config["model_type"]), (&json!(2), &json!("other-vision")));
+    assert_eq!((&config["text_config"]["num_hidden_layers"], &config["model_type"]), (&json!(2), &json!("codegen")));
     assert!(read(&twin).keys().all(|name| !name.contains("layers.2.") && !name.contains("layers.3.")));
     assert!(!twin.join("model.safetensors.index.json").exists());
 }

@@ -102,22 +102,25 @@ pub fn ratios<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f64>, D:
     Ok(Vec::<Ratio>::deserialize(deserializer)?.into_iter().map(|ratio| ratio.0).collect())
 }
 
-/// JSON schema of a ratio.
+/// JSON schemas of options.
 #[cfg(feature = "cli")]
-pub fn ratio_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({ "anyOf": [{ "type": "number" }, { "type": "string", "pattern": "^[0-9.]+ *%$", "description": "percentage" }] })
-}
+pub mod schema {
+    use schemars::{Schema, SchemaGenerator, json_schema};
 
-/// JSON schema of a ratio that may be missing.
-#[cfg(feature = "cli")]
-pub fn optional_ratio_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({ "anyOf": [{ "type": "number" }, { "type": "string", "pattern": "^[0-9.]+ *%$", "description": "percentage" }, { "type": "null" }] })
-}
+    /// JSON schema of a ratio.
+    pub fn ratio(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "anyOf": [{ "type": "number" }, { "type": "string", "pattern": "^[0-9.]+ *%$", "description": "percentage" }] })
+    }
 
-/// JSON schema of a list of ratios.
-#[cfg(feature = "cli")]
-pub fn ratios_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({ "type": "array", "items": ratio_schema(generator) })
+    /// JSON schema of a ratio that may be missing.
+    pub fn optional_ratio(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "anyOf": [{ "type": "number" }, { "type": "string", "pattern": "^[0-9.]+ *%$", "description": "percentage" }, { "type": "null" }] })
+    }
+
+    /// JSON schema of a list of ratios.
+    pub fn ratios(generator: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "type": "array", "items": ratio(generator) })
+    }
 }
 
 #[cfg(test)]

@@ -152,19 +152,19 @@ pub enum Target {
     /// the size is dynamic
     Macs(
         #[serde(deserialize_with = "crate::ratio::ratio")]
-        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratio"))]
         f64,
     ),
     /// Number of parameters
     Params(
         #[serde(deserialize_with = "crate::ratio::ratio")]
-        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratio"))]
         f64,
     ),
     /// Latency of the built-in executor on synthetic samples
     Latency(
         #[serde(deserialize_with = "crate::ratio::ratio")]
-        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratio"))]
         f64,
     ),
 }

@@ -131,14 +131,14 @@ pub struct Quantize {
     /// its mean
     /// [default: chosen for each layer input by the error on held-out samples]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION", value_parser = crate::ratio::parse))]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::optional_ratio_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::optional_ratio"))]
     #[serde(deserialize_with = "crate::ratio::optional_ratio", skip_serializing_if = "Option::is_none")]
     pub damping: Option<f64>,
     /// With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is compensated,
     /// from 0 to 1; 0 does not run the original model in parallel [default: chosen for each layer by the
     /// error on held-out samples]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION", value_parser = crate::ratio::parse))]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::optional_ratio_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::optional_ratio"))]
     #[serde(deserialize_with = "crate::ratio::optional_ratio", skip_serializing_if = "Option::is_none")]
     pub propagation: Option<f64>,
     /// With `method: gptq` or `autoround`, quantize columns with large inputs first; groups remain those of

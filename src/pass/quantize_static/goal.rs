@@ -28,12 +28,12 @@ use crate::run_state::WARNING;
 pub struct Goal {
     /// Maximum drop of the score on the evaluation data (0.01: one point of accuracy)
     #[serde(default, deserialize_with = "crate::ratio::optional_difference", skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::optional_ratio_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::optional_ratio"))]
     pub max_drop: Option<f64>,
     /// Minimum mean cosine similarity of the outputs to those of the original, on the evaluation data or
     /// else the calibration data
     #[serde(default, deserialize_with = "crate::ratio::optional_ratio", skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::optional_ratio_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::optional_ratio"))]
     pub min_cosine: Option<f64>,
     /// Maximum number of models to try
     #[serde(default = "trials")]

@@ -51,7 +51,7 @@ pub struct SearchStructure {
     pub limit: Limit,
     /// Fractions of the neurons and of the heads of a layer that options keep
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "FRACTION", default_values_t = Self::default().widths, value_parser = crate::ratio::parse))]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratios_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratios"))]
     #[serde(deserialize_with = "crate::ratio::ratios")]
     pub widths: Vec<f64>,
     /// Choose the same widths for all layers, and remove only whole layers [default: true if config.json

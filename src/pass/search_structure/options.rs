@@ -19,7 +19,7 @@ pub enum Limit {
     /// Fraction of the parameters of the layers that remain
     Layers(
         #[serde(deserialize_with = "crate::ratio::ratio")]
-        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+        #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratio"))]
         f64,
     ),
     /// Number of parameters of the model

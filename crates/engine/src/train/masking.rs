@@ -20,7 +20,7 @@ use crate::yaml_text::{parse_option, with_example};
 pub struct Masking {
     /// Probability of each token to be predicted
     #[serde(deserialize_with = "crate::ratio::ratio")]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratio"))]
     pub fraction: f64,
     /// Token that replaces predicted tokens, by its text or its id [default: `mask_token` of the tokenizer]
     #[serde(skip_serializing_if = "Option::is_none")]

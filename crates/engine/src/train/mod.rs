@@ -38,7 +38,7 @@ pub mod optimizer;
 #[macro_use]
 mod shared_options;
 
-mod options;
+pub mod options;
 mod output_norm;
 mod records;
 mod run;
@@ -70,8 +70,6 @@ pub use log::LogFormat;
 pub use masking::{MaskToken, Masker, Masking};
 pub use objective::Objective;
 pub use on_policy::{OnPolicy, OnPolicySampler};
-#[cfg(feature = "cli")]
-pub use options::batch_size_schema;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training, losses_or_none};
 pub use output_norm::OutputNorm;
 pub use records::{Evaluation, StepRecord};

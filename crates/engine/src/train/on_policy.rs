@@ -26,7 +26,7 @@ use crate::yaml_text::{parse_option, with_example};
 pub struct OnPolicy {
     /// Fraction of the samples that the student continues
     #[serde(deserialize_with = "crate::ratio::ratio")]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratio"))]
     pub fraction: f64,
     /// Minimum length of a prompt in tokens [default: up to the first token with a loss, or 32 if all tokens
     /// have a loss]

@@ -33,7 +33,7 @@ pub struct Schedule {
     pub decay_steps: Option<u64>,
     /// Final rate, as a fraction of the peak rate
     #[serde(deserialize_with = "crate::ratio::ratio")]
-    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::ratio_schema"))]
+    #[cfg_attr(feature = "cli", schemars(schema_with = "crate::ratio::schema::ratio"))]
     pub min_rate: f64,
 }
 

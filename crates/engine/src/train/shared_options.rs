@@ -50,7 +50,7 @@ macro_rules! training_options {
             epochs: Option<u64> = None,
             /// Samples per batch: a number, or auto
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().batch_size))]
-            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::batch_size_schema"))]
+            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::options::batch_size_schema"))]
             batch_size: crate::train::BatchSize = crate::train::BatchSize::Auto,
             /// Batches per step (gradient accumulation)
             #[cfg_attr(feature = "cli", arg(long, value_name = "N", default_value_t = Self::default().gradient_accumulation))]

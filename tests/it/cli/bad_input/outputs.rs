@@ -87,10 +87,13 @@ fn files_that_force_must_not_overwrite() {
     #[cfg(feature = "run")]
     check([case(
         "a recipe",
-        |folder: &Path| model(&folder.join("in")),
-        "init in -o in/model.safetensors --force",
+        |folder: &Path| {
+            model(&folder.join("in"));
+            std::fs::write(folder.join("notes.txt"), "notes").unwrap();
+        },
+        "init in -o notes.txt --force",
         1,
-        "in/model.safetensors: exists, and --force replaces only .yaml files here",
+        "notes.txt: exists, and --force replaces only .yaml files here",
         "name a file that ends with .yaml",
     )]);
     #[cfg(feature = "run")]
