@@ -55,7 +55,7 @@ impl TokenTables {
             return Err(unsupported("an .onnx model fixes the size of its vocabulary in its operators"));
         }
         if family(model.config.model_type()).is_some_and(|family| family.kind == ModelKind::DraftHead) {
-            return Err(unsupported("a draft head has the token ids of its model: make a head of the smaller model"));
+            return Err(unsupported("a draft head has the token ids of its model: prune the vocabulary of the model, and train a head for the result"));
         }
         let graph = model.graph()?;
         let mut tables = TokenTables { graph: Graph::default(), rows: 0, axes: BTreeMap::new(), fixed: 0, pooled: None };
