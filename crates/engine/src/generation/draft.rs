@@ -7,19 +7,10 @@ use serde::Serialize;
 use super::decoder::{Decoder, FEATURES, States};
 use super::draft_head::HeadDecoder;
 use super::sampling::{Proposal, Sampler};
-use super::{Continuation, InputKind, LanguageModel};
+use super::{Continuation, Draft, InputKind, LanguageModel};
 use crate::error::{Error, Result};
 use crate::exec::Inputs;
 use crate::work::Work;
-
-/// A draft model, which proposes tokens.
-pub(super) struct Draft {
-    pub model: LanguageModel,
-    /// Maximum number of tokens that it proposes per step.
-    pub tokens: usize,
-    /// For a head that reads hidden states of the model, the model's ids of its tokens.
-    pub ids: Option<Vec<usize>>,
-}
 
 /// How many of the proposed tokens were accepted.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]

@@ -4,9 +4,8 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::decoder::{CHUNK_TOKENS, States, token_inputs};
-use super::draft::Draft;
 use super::sampling::{Proposal, Sampler};
-use super::{InputKind, LanguageModel};
+use super::{Draft, InputKind, LanguageModel};
 use crate::analysis;
 use crate::arch::Settings;
 use crate::arch::draft_head::{HIDDEN_STATES, PREFIX, Requirements, step_graph, with_fused_states};

@@ -37,7 +37,7 @@ use crate::model::Model;
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 use decoder::{CHUNK_TOKENS, Decoder, FEATURES, token_inputs};
 use decoder_prompt::DecoderPrompt;
-use draft::{Draft, Drafter};
+use draft::Drafter;
 use run::{Prompt, Run};
 use sampling::Sampler;
 use settings::Settings;
@@ -136,6 +136,15 @@ pub struct LanguageModel {
     notes: Vec<String>,
     /// A model that proposes tokens.
     draft: Option<Box<Draft>>,
+}
+
+/// A draft model, which proposes tokens.
+struct Draft {
+    model: LanguageModel,
+    /// Maximum number of tokens that it proposes per step.
+    tokens: usize,
+    /// For a head that reads hidden states of the model, the model's ids of its tokens.
+    ids: Option<Vec<usize>>,
 }
 
 impl LanguageModel {
