@@ -8,6 +8,7 @@ use candle_core::npy::NpzTensors;
 
 use crate::data::Data;
 use crate::error::{Error, Result};
+use crate::exec::transfer;
 use crate::generation::LanguageModel;
 use crate::output::DRAFT_VOCABULARY;
 
@@ -20,7 +21,7 @@ pub fn write_vocabulary(count: usize, data: &Data, model: &LanguageModel, folder
     let arrays = data.arrays.clone().unwrap_or_default();
     let failed = |e| Error::candle(arrays.display().to_string(), e);
     let labels = NpzTensors::new(&arrays).and_then(|arrays| arrays.get("labels")).map_err(failed)?;
-    let labels = labels.map_or_else(|| Ok(Vec::new()), |labels| labels.flatten_all()?.to_vec1::<i64>()).map_err(failed)?;
+    let labels = labels.map_or_else(|| Ok(Vec::new()), |labels| transfer::read::<i64>(&labels)).map_err(failed)?;
     let ends: BTreeSet<usize> = model.ends().filter_map(|token| usize::try_from(token).ok()).collect();
     let ids = most_frequent(&labels, (count, model.tokens()?), &ends);
     let path = crate::files::absolute(&folder.join(DRAFT_VOCABULARY));
