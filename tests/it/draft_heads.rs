@@ -23,7 +23,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::cli::support::{command, compress, data, golden_model, names, ok, read_json};
-use crate::common::{device, work};
+use crate::common::{Tensors, device, read, work};
 use crate::train::{Run, cancelled_after};
 
 const STEPS: usize = 3;
@@ -41,6 +41,11 @@ fn target() -> PathBuf {
 
 fn outputs() -> HashMap<String, Tensor> {
     candle_core::safetensors::load(head().join("outputs.safetensors"), &Device::Cpu).unwrap()
+}
+
+/// The offsets of a head's tokens to their ids in the model.
+fn offsets(tensors: &Tensors) -> Vec<i64> {
+    tensors["d2t"].bytes.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect()
 }
 
 fn distance(a: &Tensor, b: &Tensor) -> f32 {
@@ -77,14 +82,14 @@ fn steps_and_gradients_are_those_of_the_package() {
     let graph = unrolled(&Settings::new(head.config.values()), graph, &states, STEPS).unwrap();
     model.weights.by_name.extend(head.weights.by_name.iter().map(|(name, weight)| (format!("{PREFIX}{name}"), weight.clone())));
     let parameters = parameters(&model, &graph);
-    let tokens = candle_core::safetensors::load(self::head().join("model.safetensors"), &Device::Cpu).unwrap()["d2t"].to_vec1::<i64>().unwrap();
+    let offsets = offsets(&read(&self::head().join("model.safetensors")));
     let target = graph.outputs().iter().find(|(name, _)| name == "logits").map(|(_, id)| graph.value(*id).name.clone()).unwrap();
     let loss = DraftSteps {
         soft: Soft::from(&SoftLoss { temperature: 1.0, ..SoftLoss::default() }),
         decay: 1.0,
         steps: (0..STEPS).map(step_logits).collect(),
         target,
-        tokens: tokens.iter().enumerate().map(|(own, offset)| (own as i64 + offset) as u32).collect(),
+        tokens: offsets.iter().enumerate().map(|(own, offset)| (own as i64 + offset) as u32).collect(),
     };
     let named = |name: &str| graph.ids().find(|id| graph.value(*id).name == name).unwrap();
     let values: Vec<_> = loss.student().iter().map(|name| named(name)).collect();
@@ -194,7 +199,8 @@ fn heads_of_other_models_are_refused() {
     let other = open(&target().with_file_name("t5")).unwrap().with_draft(open(&head()).unwrap(), 2).map(drop).unwrap_err().to_string();
     assert!(other.contains("is a head of a model that takes prompts"), "{other}");
     let alone = work(|work| open(&head()).unwrap().generate(&[vec![3]], &Generate::default(), &device(), MemoryLimit::default(), work));
-    assert!(alone.unwrap_err().to_string().contains("--draft HEAD"));
+    let alone = alone.unwrap_err();
+    assert!(alone.to_string().contains("only proposes tokens") && alone.hint().unwrap().contains("--draft HEAD"), "{alone}");
 }
 
 /// A Llama as the folder `in`, and prompts.
@@ -224,13 +230,14 @@ fn a_head_is_trained_and_its_recipe_reproduces_it() {
         }
     }
     assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([0, 1]));
-    let tensors = |path: &Path| candle_core::safetensors::load(path.join("model.safetensors"), &Device::Cpu).unwrap();
-    let (found, package) = (tensors(&out), tensors(&head()));
-    let sorted = |tensors: &HashMap<String, Tensor>| tensors.keys().cloned().collect::<std::collections::BTreeSet<_>>();
-    assert_eq!(sorted(&found), sorted(&package));
+    let [found, package] = [&out, &head()].map(|folder| read(&folder.join("model.safetensors")));
+    let types = |tensors: &Tensors| tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dtype)).collect::<Vec<_>>();
+    assert_eq!(types(&found), types(&package));
     let ids: Vec<i64> = fs::read_to_string(out.join("draft_vocabulary.txt")).unwrap().lines().map(|id| id.parse().unwrap()).collect();
-    let offsets: Vec<i64> = ids.iter().enumerate().map(|(own, id)| id - own as i64).collect();
-    assert_eq!((ids.len(), found["d2t"].to_vec1::<i64>().unwrap()), (20, offsets));
+    let expected: Vec<i64> = ids.iter().enumerate().map(|(own, id)| id - own as i64).collect();
+    assert_eq!((ids.len(), offsets(&found)), (20, expected));
+    let known: Vec<u8> = (0..48).map(|id| ids.contains(&id).into()).collect();
+    assert_eq!(found["t2d"].bytes, known);
     for run in report["draft"]["runs"].as_array().unwrap() {
         assert_eq!(run["same_texts"], 1, "{run}");
     }
@@ -289,7 +296,7 @@ fn options_of_other_drafts_are_refused() {
     let folder = folder.path();
     let refused = |arguments: &str, part: &str| {
         let result = compress(folder, arguments);
-        assert!(result.code == 1 && result.stderr.contains(part), "{arguments}: {}", result.stderr);
+        assert!(result.code == 2 && result.stderr.contains(part), "{arguments}: {}", result.stderr);
     };
     refused(&format!("{SHORT} -o out --layers 1"), "--layers");
     refused(&format!("{SHORT} -o out --vocabulary 0"), "from 1 to 48");
@@ -300,8 +307,7 @@ fn options_of_other_drafts_are_refused() {
         let student = format!("eagle3={tokens}");
         let arguments = ["distill", "in", "-o", "out", "--train", "{text: prompts.txt, max_length: 8}", "--max-steps", "1", "--student", &student];
         let output = command(folder).args(arguments).args(more).output().unwrap();
-        assert_eq!(output.status.code(), Some(1));
-        String::from_utf8(output.stderr).unwrap()
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
     let errors = [
         (distilled(&["--losses", "hidden=1"], "tokens.txt"), "only `soft`"),
@@ -309,7 +315,9 @@ fn options_of_other_drafts_are_refused() {
         (distilled(&[], "none.txt"), "none.txt"),
         (distilled(&[], "prompts.txt"), "ascending token ids below 48"),
     ];
-    for (error, part) in errors {
-        assert!(error.contains(part), "{error}");
+    for ((code, error), part) in errors {
+        // A file that cannot be read is not misuse.
+        let expected = if part == "none.txt" { 1 } else { 2 };
+        assert!(code == Some(expected) && error.contains(part), "{code:?}: {error}");
     }
 }
