@@ -117,6 +117,10 @@ impl Function for Observer {
         Err("its number of rows depends on values".into())
     }
 
+    fn has_open_shape(&self) -> bool {
+        true
+    }
+
     /// Without rows if the layer is not computed or the run fails, see [`failures`].
     fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let rows = self.rows(inputs).or_else(|reason| {

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Inputs, inputs};
 use crate::error::{Error, Result};
-use crate::ir::{Dim, Graph, Kind, TensorType, ValueId};
+use crate::ir::{Dim, Graph, Kind, Op, TensorType, ValueId};
 
 /// Maximum number of elements of a value.
 const MAX_ELEMENTS: usize = 1 << 34;
@@ -54,8 +54,9 @@ fn check_types(graph: &Graph, inputs: &[(ValueId, Tensor)]) -> Result<()> {
         };
         let operands: Vec<&TensorType> = node.inputs.iter().map(|id| &types[id.index()]).collect();
         let ty = node.op.spec().output(&operands).map_err(wrong)?;
+        let is_open = matches!(&node.op, Op::Opaque(op) if op.has_open_shape());
         let elements = ty.shape.iter().try_fold(1usize, |all, dim| all.checked_mul(dim.fixed()?));
-        if elements.is_none_or(|elements| elements == 0 || elements > MAX_ELEMENTS) {
+        if !is_open && elements.is_none_or(|elements| elements == 0 || elements > MAX_ELEMENTS) {
             return Err(wrong(format!("has the output {ty}, which is empty or too large")));
         }
         types[node.output.index()] = ty;

@@ -16,6 +16,10 @@ use crate::ir::{Dim, TensorType};
 pub trait Function: fmt::Debug + Send + Sync {
     /// The shape of the output for inputs of these shapes.
     fn shape(&self, inputs: &[Vec<usize>]) -> Result<Vec<usize>, String>;
+    /// Whether the shape of the output depends on the values of the inputs. No node reads such an output.
+    fn has_open_shape(&self) -> bool {
+        false
+    }
     /// Computes the output.
     fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
     /// The function with quantized inputs of layers within it, by the names of the weights.
@@ -66,6 +70,11 @@ impl Opaque {
         Ok(self)
     }
 
+    /// Whether the shape of the output depends on the values of the inputs. No node reads such an output.
+    pub fn has_open_shape(&self) -> bool {
+        self.function.as_ref().is_some_and(|function| function.has_open_shape())
+    }
+
     fn lost<T>(&self) -> Result<T, String> {
         Err(format!("{} can only be computed from the .onnx file that contains it", self.label))
     }
@@ -84,7 +93,7 @@ impl OpSpec for Opaque {
         }
         let sizes: Option<Vec<Vec<usize>>> = inputs.iter().map(|ty| ty.shape.iter().map(Dim::fixed).collect()).collect();
         match (sizes, &self.function) {
-            _ if inputs.iter().zip(&self.inputs).all(|(given, known)| **given == *known) => Ok(output.clone()),
+            _ if self.has_open_shape() || inputs.iter().zip(&self.inputs).all(|(given, known)| **given == *known) => Ok(output.clone()),
             (Some(sizes), Some(function)) => Ok(TensorType { element: output.element, shape: function.shape(&sizes)?.into_iter().map(Dim::Fixed).collect() }),
             (Some(_), None) => self.lost(),
             (None, _) => Ok(output.clone()),
