@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 
 use super::agreement::judge;
 use super::memory::{lack_for_onnx_runtime, memory_limit};
@@ -11,6 +11,7 @@ use crate::data::{self, Batch};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::{self, Fidelity, Outputs, Subject, quantized_values};
 use crate::exec::Rounding;
+use crate::exec::transfer::read;
 use crate::files;
 use crate::model::Model;
 use crate::onnx::ModelFile;
@@ -137,9 +138,8 @@ fn without_common_nonfinite(ours: &Outputs, theirs: &Outputs) -> candle_core::Re
     let (mut count, mut ignored) = (0, 0);
     for (name, a) in ours {
         let Some(b) = theirs.get(name).filter(|b| a.dtype().is_float() && b.dtype().is_float() && a.dims() == b.dims()) else { continue };
-        let values = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         let is_common = |(a, b): (&f32, &f32)| !a.is_finite() && (a == b || a.is_nan() && b.is_nan());
-        let (mut a_values, mut b_values) = (values(a)?, values(b)?);
+        let (mut a_values, mut b_values) = (read::<f32>(a)?, read::<f32>(b)?);
         let common: Vec<bool> = a_values.iter().zip(&b_values).map(is_common).collect();
         count += common.len();
         if !common.contains(&true) {
