@@ -69,7 +69,7 @@ class Schema:
 
     def has_section(self, name):
         definition = self.definitions[name]
-        if "properties" in definition:
+        if "properties" in definition or name in self.headings:
             return True
         values = choices(definition)
         return values is not None and (len(values) > INLINE_VALUES or self.uses[name] > 2)
@@ -138,6 +138,8 @@ class Schema:
             out += paragraph(sentence(description)) + "\n"
         if values := choices(definition):
             return out + table(["value", "meaning"], [[f"`{value}`", sentence(text)] for value, text in values])
+        if "properties" not in definition:
+            return out + "It has no keys.\n"
         return out + table(header(has_defaults), self.rows(definition, has_defaults))
 
     def sections(self, has_defaults):
@@ -261,7 +263,8 @@ def commands(program):
             out += f"\n### {name}\n\n{paragraph(sentence(page.summary))}\n```text\n{page.usage}\n```\n"
             if OUTPUT in page.sections and name not in ("chain", "draft"):
                 names = [item[0] for item in page.sections["Options"] if not item[0].startswith("-h, ")]
-                out += "\n" + paragraph(f"[Options](recipes.md#{name}): {', '.join(f'`{each}`' for each in names)}.")
+                listing = ", ".join(f"`{each}`" for each in names) or "only those of all passes"
+                out += "\n" + paragraph(f"[Options](recipes.md#{name}): {listing}.")
                 continue
             rows = [row for section in page.sections if section not in (GLOBAL, OUTPUT) for row in page.rows(section)]
             if rows:
