@@ -119,8 +119,8 @@ fn save_samples(folder: &Path) {
 }
 
 /// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
-/// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` without a
-/// tokenizer, `network` with a graph from a guide and `images`, `classifier` for these images with
+/// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` and `llama-4`
+/// without tokenizers, `network` with a graph from a guide and `images`, `classifier` for these images with
 /// `samples.safetensors` and `runs`, and the keys of a signer.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
@@ -141,6 +141,9 @@ fn with_all_models() -> tempfile::TempDir {
     copy("evaluation/answers.jsonl", "chats.jsonl");
     copy("models/llama/config.json", "smollm/config.json");
     copy("models/llama/model.safetensors", "smollm/model.safetensors");
+    for file in ["config.json", "model.safetensors"] {
+        copy(&format!("models/llama4/{file}"), &format!("llama-4/{file}"));
+    }
     copy("evaluation/book.txt", "book.txt");
     let book = std::fs::read_to_string(golden.join("evaluation/book.txt")).unwrap();
     std::fs::write(folder.path().join("validation.txt"), book.split_whitespace().rev().collect::<Vec<_>>().join(" ")).unwrap();

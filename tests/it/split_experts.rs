@@ -76,7 +76,7 @@ fn later_passes_quantize_separate_experts() {
     assert!(whole.notes.iter().any(|note| note.contains("leaves these uninitialized")), "{:?}", whole.notes);
     let (folder, report) = written("llama4", vec![cast.into(), split(), quantize.into()]).unwrap();
     let experts: Vec<_> = report.layers.iter().filter(|layer| is_expert(&layer.name)).collect();
-    assert!(experts.len() == 12 && experts.iter().all(|layer| layer.encoding == "int8 channel"), "{experts:?}");
+    assert!(experts.len() == 12 && experts.iter().all(|layer| layer.encoding == "int8 channel packed"), "{experts:?}");
     // transformers replaces experts of this family with linear layers in quantized folders.
     let fails = |note: &String| note.contains("leaves these uninitialized") || note.contains("transformers 5 fuses");
     assert!(!report.notes.iter().any(fails), "{:?}", report.notes);
