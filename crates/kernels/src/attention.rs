@@ -130,7 +130,8 @@ impl Attention<'_> {
         // Keys that all of these queries attend to.
         let common = padding.get(of_last.start..of_first.end).is_some_and(|keys| keys.contains(&false));
         match padding.iter().rposition(|padding| !padding) {
-            Some(to) if common => order.start..order.end.min(to + 1),
+            // A bias may hide the keys in the window.
+            Some(to) if common && !(self.bias.is_some() && self.window.is_some()) => order.start..order.end.min(to + 1),
             _ => 0..self.keys,
         }
     }

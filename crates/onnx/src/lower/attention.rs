@@ -4,6 +4,7 @@ use super::super::proto::AttributeProto;
 use super::{Lowering, kv_cache};
 use crate::error::Result;
 use crate::ir::ops::{Attention, ChunkBias, RelativeBias, RelativeProducts, SplitHeads, WindowBias};
+use crate::ir::{Node, Op};
 
 const HEADS_FIRST: [i64; 4] = [0, 2, 1, 3];
 
@@ -41,7 +42,13 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
             _ => given = Some(n.input(input)),
         }
     }
-    let added: Vec<String> = given.into_iter().chain(mask_bias(op, n)?).collect();
+    let added: Vec<String> = match (given, mask_bias(op, n)?) {
+        // Not their sum, in which keys that both hide are below those that one hides.
+        (Some(chunks), Some(hidden)) if has_chunks(n) => {
+            vec![n.emit("Min", "hidden_or_apart", &[&chunks, &hidden], vec![])]
+        }
+        (given, hidden) => given.into_iter().chain(hidden).collect(),
+    };
     if grouped {
         let shape = n.ints(&[0, groups, -1, n.fixed(0, 3)?]);
         q = n.emit("Reshape", "queries", &[&q, &shape], vec![]);
@@ -101,6 +108,12 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
         n.finish("MatMul", &[&weights, &v], vec![]);
     }
     Ok(())
+}
+
+/// Whether the current node reads a mask of chunks.
+fn has_chunks(n: &Lowering) -> bool {
+    let is_mask = |node: &Node| matches!(node.op, Op::ChunkBias(_));
+    n.node().is_some_and(|node| node.inputs.iter().any(|id| n.graph.producer(*id).is_some_and(is_mask)))
 }
 
 /// Reshapes scores `[batch, heads, rows, keys]` to another number of heads.

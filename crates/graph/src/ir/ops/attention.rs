@@ -50,7 +50,8 @@ impl Default for Attention {
     }
 }
 
-/// Replaces products with masked keys. A query all of whose keys are masked attends to all keys equally.
+/// Replaces products with masked keys. A query all of whose keys are masked, by this or by a bias of this
+/// number, attends to all keys equally.
 const HIDDEN: f32 = f32::MIN;
 /// Maximum number of query-key products in memory, unless [`ROWS`] queries need more.
 const PRODUCTS: usize = if cfg!(test) { 1 << 10 } else { 1 << 24 };
@@ -193,7 +194,15 @@ impl Attention {
         };
         let shape = scores.shape().clone();
         let mut five = scores.reshape((batch, groups, (), block.queries.len(), span))?;
-        for added in [bias, hidden].into_iter().flatten() {
+        let added = match (bias, hidden) {
+            (Some(bias), Some(hidden)) => {
+                // Not their sum, in which keys that both hide are below those that one hides.
+                let hidden = bias.zeros_like()?.broadcast_add(&hidden.to_dtype(bias.dtype())?)?;
+                Some(hidden.lt_scalar(0.0)?.where_cond(&hidden, &bias.broadcast_as(hidden.shape())?.contiguous()?)?)
+            }
+            (bias, hidden) => bias.or(hidden),
+        };
+        if let Some(added) = added {
             five = five.broadcast_add(&added.to_dtype(five.dtype())?)?;
         }
         let scores = five.reshape(shape)?;
@@ -399,7 +408,7 @@ impl Incremental for Attention {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ir::ops::{Op, PreparedOp, Saved};
+    use crate::ir::ops::{ChunkBias, Op, PreparedOp, Saved};
 
     /// Compares the blocked reference implementation, with several blocks, with the kernel, which does
     /// not use blocks.
@@ -411,11 +420,12 @@ mod tests {
         let (q, k, v) = (random((batch, heads, sequence, width)), random((batch, groups, sequence, width)), random((batch, groups, sequence, out)));
         let gradient = random((batch, heads, sequence, out));
         // In the second sample, every early key is padding: with causal attention, its first queries have
-        // no visible key.
-        let mask: Vec<i64> = (0..batch * sequence).map(|i| i64::from(i < sequence || i > sequence + 70)).collect();
+        // no visible key. In the first sample, every late key is: with chunks, its last queries have none.
+        let mask: Vec<i64> = (0..batch * sequence).map(|i| i64::from(i < sequence - 55 || i > sequence + 70)).collect();
         let mask = Tensor::from_vec(mask, (batch, sequence), &device).unwrap();
         let biases = |shape: &[usize]| Tensor::randn(0f32, 1f32, shape, &device).unwrap();
         let (by_head, whole, by_key) = (biases(&[heads, sequence, sequence]), biases(&[batch, heads, sequence, sequence]), biases(&[batch, 1, 1, sequence]));
+        let chunks = ChunkBias { size: 40 }.eval(std::slice::from_ref(&mask)).unwrap();
         // All keys of the third query of the second sample are hidden.
         let numbers: Vec<f32> = (0..batch * sequence).map(|row| if row == sequence + 2 { f32::NEG_INFINITY } else { row as f32 * 0.01 }).collect();
         let by_query = Tensor::from_vec(numbers, (batch, 1, sequence, 1), &device).unwrap();
@@ -431,6 +441,8 @@ mod tests {
             (false, Some(9), true, Some(0.7), Some(&by_head)),
             (false, None, false, None, Some(&by_head)),
             (true, None, true, None, Some(&by_head)),
+            (true, Some(40), false, None, Some(&chunks)),
+            (true, Some(40), true, None, Some(&chunks)),
             (false, None, false, None, Some(&whole)),
             (false, None, false, None, Some(&by_key)),
             (false, None, false, None, Some(&by_query)),
