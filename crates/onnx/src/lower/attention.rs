@@ -43,7 +43,7 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
         }
     }
     let added: Vec<String> = match (given, mask_bias(op, n)?) {
-        // Not their sum, in which keys that both hide are below those that one hides.
+        // Not their sum, in which keys that both hide would be below keys that one hides.
         (Some(chunks), Some(hidden)) if has_chunks(n) => {
             vec![n.emit("Min", "hidden_or_apart", &[&chunks, &hidden], vec![])]
         }

@@ -196,7 +196,7 @@ impl Attention {
         let mut five = scores.reshape((batch, groups, (), block.queries.len(), span))?;
         let added = match (bias, hidden) {
             (Some(bias), Some(hidden)) => {
-                // Not their sum, in which keys that both hide are below those that one hides.
+                // Not their sum, in which keys that both hide would be below keys that one hides.
                 let hidden = bias.zeros_like()?.broadcast_add(&hidden.to_dtype(bias.dtype())?)?;
                 Some(hidden.lt_scalar(0.0)?.where_cond(&hidden, &bias.broadcast_as(hidden.shape())?.contiguous()?)?)
             }
