@@ -6,7 +6,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -53,6 +53,8 @@ type TrialSizes = Result<BTreeMap<String, Vec<usize>>, String>;
 #[derive(Debug)]
 pub(super) struct LoadedSubgraph {
     parts: SubgraphParts,
+    /// The file that it is a part of.
+    path: PathBuf,
     /// Ranks of the inputs.
     ranks: Vec<usize>,
     /// ONNX element type numbers of the outputs.
@@ -96,22 +98,16 @@ impl LoadedSubgraph {
     /// Loads a subgraph of the file at `path` whose inputs have these ranks. Fails if the interpreter does
     /// not support the nodes, and ONNX Runtime is missing or refuses them.
     pub fn new(parts: SubgraphParts, ranks: &[usize], path: &Path, optimize: bool) -> Result<LoadedSubgraph, String> {
-        if let Some(interpreter) = Interpreter::new(&parts) {
-            let elements = interpreter.output_types();
-            return Ok(LoadedSubgraph {
-                parts,
-                ranks: ranks.to_vec(),
-                elements,
-                backend: Backend::BuiltIn(interpreter),
-                exceeded: OnceLock::new(),
-                sizes: Mutex::default(),
-            });
-        }
-        let model = parts.model(ranks);
-        let options = runtime::Options { optimize, limits: Some(limits(model.encoded_len())), ..runtime::Options::default() };
-        let session = Session::from_model(&model, path, options).map_err(|e| e.to_string())?;
-        let (elements, backend) = (session.output_types(), Backend::Runtime(Box::new(Mutex::new(session))));
-        Ok(LoadedSubgraph { parts, ranks: ranks.to_vec(), elements, backend, exceeded: OnceLock::new(), sizes: Mutex::default() })
+        let (elements, backend) = if let Some(interpreter) = Interpreter::new(&parts) {
+            (interpreter.output_types(), Backend::BuiltIn(interpreter))
+        } else {
+            let model = parts.model(ranks);
+            let options = runtime::Options { optimize, limits: Some(limits(model.encoded_len())), ..runtime::Options::default() };
+            let session = Session::from_model(&model, path, options).map_err(|e| e.to_string())?;
+            (session.output_types(), Backend::Runtime(Box::new(Mutex::new(session))))
+        };
+        let (path, ranks) = (path.to_owned(), ranks.to_vec());
+        Ok(LoadedSubgraph { parts, path, ranks, elements, backend, exceeded: OnceLock::new(), sizes: Mutex::default() })
     }
 
     pub(super) fn run_all(&self, inputs: &[Tensor], limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>, String> {
@@ -311,7 +307,7 @@ impl Function for OpaqueSubgraph {
         let mut parts = original.clone();
         // Names of weights are unique, and those of the file have no such parts.
         body_layers::insert_quantizers(&mut parts.nodes, &layers, true, &BTreeMap::new(), &mut |name| format!("{name}/inserted"))?;
-        let loaded = Arc::new(LoadedSubgraph::new(parts, &self.loaded.ranks, Path::new(super::file::MODEL), true)?);
+        let loaded = Arc::new(LoadedSubgraph::new(parts, &self.loaded.ranks, &self.loaded.path, true)?);
         let quantized = Some((original.clone(), layers));
         Ok(Arc::new(OpaqueSubgraph { loaded, output: self.output.clone(), element: self.element, quantized }))
     }
