@@ -754,7 +754,7 @@ class StageTime:
     """Whether the estimate is an upper bound of the work, because the stage may do less."""
 
     seconds: float | None = None
-    """Actual time in seconds; `None` if a cached result was used."""
+    """Actual time in seconds; `None` if a result of an earlier run was used."""
 
 
 @dataclass(frozen=True, kw_only=True)

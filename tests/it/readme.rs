@@ -119,9 +119,9 @@ fn save_samples(folder: &Path) {
 }
 
 /// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
-/// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` and `llama-4`
-/// without tokenizers, `network` with a graph from a guide and `images`, `classifier` for these images with
-/// `samples.safetensors` and `runs`, and the keys of a signer.
+/// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` and
+/// `llama-4` without tokenizers, `network` with a graph from a guide and `images`, `classifier` for these
+/// images with `samples.safetensors` and `runs`, and the keys of a signer.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");

@@ -12,7 +12,7 @@ import json
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -50,6 +50,8 @@ def head():
         for name, parameter in sorted(model.named_parameters()):
             mean = 1.0 if "norm" in name else 0.0
             parameter.copy_(mean + 0.3 * torch.randn(parameter.shape, generator=generator))
+        # A head has the embeddings of its target.
+        model.embed_tokens.weight.copy_(load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"])
     known = torch.zeros(layer["vocab_size"], dtype=torch.bool)
     known[TOKENS] = True
     model.load_vocab_mappings(known, torch.tensor(TOKENS) - torch.arange(len(TOKENS)))

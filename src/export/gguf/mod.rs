@@ -18,7 +18,7 @@ pub use self::file_type::FileType;
 use self::importance::{Importance, Matrix};
 use self::loss_notes::{loss_notes, quantized_inputs};
 use self::mixture::{Mixture, fit_row, keep_packed};
-use self::tensors::{LatentSizes, Planned, fallback_note, is_frequency, require_described, split_fused, tensors, width};
+use self::tensors::{LatentSizes, Planned, fallback_note, is_frequency, is_shape_of, require_described, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -457,7 +457,7 @@ fn weights_by_name(family: &GgufFamily, opened: &Model, names: &[String], items:
         let missing = |_| format!("`{name}` is missing or has another shape when read back");
         let find = |gguf_name: &str, shape: &[usize]| {
             let name = family.to_checkpoint(gguf_name).ok_or(())?;
-            back.get(&name).filter(|weight| weight.shape == shape).map(|weight| (name, weight.clone())).ok_or(())
+            back.get(&name).filter(|weight| is_shape_of(gguf_name, &weight.shape, shape)).map(|weight| (name, weight.clone())).ok_or(())
         };
         if family.joined_tensors(name).is_some() {
             by_name.insert(name.clone(), back.get(name).cloned().ok_or(()).map_err(missing)?);

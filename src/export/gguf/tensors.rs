@@ -57,6 +57,15 @@ pub(super) struct LatentSizes {
     pub rows: [usize; 2],
 }
 
+/// Whether a weight that was read from a file has the shape of the tensor there, in which filters lack their
+/// axis of length one.
+pub(super) fn is_shape_of(gguf_name: &str, weight: &[usize], tensor: &[usize]) -> bool {
+    match weight {
+        [channels, 1, length] if GgufFamily::is_filter(gguf_name) => *tensor == [*channels, *length],
+        _ => weight == tensor,
+    }
+}
+
 /// The tensors of a weight, by their names in the file. A weight that fuses the gate and up projections
 /// of all experts, or those of keys and values, becomes two tensors.
 ///

@@ -54,14 +54,17 @@ fn iterations() -> ModelProto {
         node("Reshape", &["mixed", "image"], &["pixels"], vec![]),
         node("Conv", &["pixels", "kernel"], &["blurred"], vec![AttributeProto::ints("pads", [1, 1])]),
         node("Reshape", &["blurred", "flat"], &["rows"], vec![]),
-        node("Tanh", &["rows"], &["next"], vec![]),
+        node("Mul", &["rows", "scale"], &["small"], vec![]),
+        node("Tanh", &["small"], &["next"], vec![]),
     ];
     let ports = vec![value("i", DataType::Int64, &[]), value("go", DataType::Bool, &[]), value("state", DataType::Float, &["n", "20"])];
     let results = vec![value("goes", DataType::Bool, &[]), value("next", DataType::Float, &["n", "20"])];
     let trips = TensorProto { int64_data: vec![3], ..tensor("trips", DataType::Int64, &[]) };
+    // Values grow from one iteration to the next, but do not saturate, which would amplify rounding.
+    let scale = TensorProto { float_data: vec![0.05], ..tensor("scale", DataType::Float, &[]) };
     let nodes =
         vec![node("Loop", &["trips", "", "x"], &["last"], vec![body("body", nodes, ports, results)]), node("MatMul", &["last", "head"], &["y"], vec![])];
-    let weights = vec![raw("turn", &[20, 20]), raw("mix", &[20, 20]), raw("bias", &[20]), raw("kernel", &[4, 4, 3]), raw("head", &[20, 8]), trips];
+    let weights = vec![raw("turn", &[20, 20]), raw("mix", &[20, 20]), raw("bias", &[20]), raw("kernel", &[4, 4, 3]), raw("head", &[20, 8]), trips, scale];
     file(nodes, [weights, vec![columns("image", vec![-1, 4, 5]), columns("flat", vec![-1, 20])]].concat())
 }
 
@@ -120,7 +123,8 @@ fn layers_of_loops_are_quantized() {
     let (ops, types) = written(&place, "body", &["turn", "mix", "kernel", "head", "bias"]);
     assert_eq!(types, [DataType::Int8, DataType::Int8, DataType::Int8, DataType::Int8, DataType::Float]);
     assert_eq!(ops.iter().filter(|op| *op == "QuantizeLinear").count(), 3, "{ops:?}");
-    assert!(agreement(&place) > 0.99, "{}", agreement(&place));
+    // With the ranges of the first iteration alone, it would be 0.988.
+    assert!(agreement(&place) > 0.995, "{}", agreement(&place));
 }
 
 /// ONNX Runtime converts the integers of a weight for one node only.

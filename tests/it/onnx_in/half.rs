@@ -141,8 +141,8 @@ fn is_unquantized(graph: &GraphProto, name: &str) -> bool {
     is_input || producers.any(|node| node.input.iter().any(|input| is_unquantized(graph, input)))
 }
 
-/// In an export with 16-bit floats, values are quantized after the same operators as in one with 32 bits. Only
-/// values from layers in floats, which compute with 16 bits, are cast before.
+/// In an export with 16-bit floats, values are quantized after the same operators as in one with 32 bits.
+/// Only values from layers in floats, which compute with 16 bits, are cast before.
 #[test]
 fn exports_have_the_same_integer_layers_in_both_precisions() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/resnet-basic");
