@@ -16,8 +16,8 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     move |e| Error::candle(format!("`{name}` between processes"), e)
 }
 
-/// Divides consecutive f32 tensors with these numbers of elements into groups of at most a [`BUCKETS`]th of
-/// their bytes, and at most [`BUCKET`] bytes, unless a tensor is larger. Returns the length of each group.
+/// Divides consecutive f32 tensors with these numbers of elements into groups of at most a `BUCKETS`th of
+/// their bytes, and at most `BUCKET` bytes, unless a tensor is larger. Returns the length of each group.
 pub fn buckets(elements: &[usize]) -> Vec<usize> {
     let limit = (4 * elements.iter().sum::<usize>()).div_ceil(BUCKETS).min(BUCKET);
     let (mut lengths, mut bytes) = (Vec::<usize>::new(), usize::MAX);
