@@ -6,7 +6,6 @@
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{DType, Device, Tensor, TensorId};
@@ -176,7 +175,7 @@ fn observers(op: &Opaque, subgraph: &OpaqueSubgraph, layers: &[BodyLayer]) -> Ve
     }
     parts.outputs = exposed.iter().map(|(_, output, ..)| output.clone()).collect();
     let ranks: Vec<usize> = op.inputs.iter().map(|ty| ty.shape.len()).collect();
-    let Ok(loaded) = LoadedSubgraph::new(parts, &ranks, Path::new(super::file::MODEL), true) else { return Vec::new() };
+    let Ok(loaded) = LoadedSubgraph::new(parts, &ranks, subgraph.path(), true) else { return Vec::new() };
     let observed = Arc::new(ObservedSubgraph { loaded, last: Mutex::new(None), failed: OnceLock::new() });
     let observer = |(name, output, channels, spatial): (String, String, usize, usize)| {
         let ty = TensorType { element: Element::Float, shape: vec![Dim::Named("observed_rows".into()), Dim::Fixed(channels)] };
@@ -246,6 +245,8 @@ pub fn quantized(graph: &Graph, catalog: &dyn Catalog, quantizers: &BTreeMap<Str
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use prost::Message;
 
     use super::super::file::{LARGEST, decode, layout};

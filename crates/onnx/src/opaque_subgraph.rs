@@ -162,6 +162,11 @@ impl OpaqueSubgraph {
         &self.loaded.parts
     }
 
+    /// The file that the subgraph is a part of.
+    pub fn path(&self) -> &Path {
+        &self.loaded.path
+    }
+
     /// Infers the type of the output by running the subgraph with several sizes for open axes. Axes for
     /// which `batch` returns true are batch axes. Fails if all trials fail or the element type is not
     /// supported.

@@ -123,7 +123,7 @@ fn layers_of_loops_are_quantized() {
     let (ops, types) = written(&place, "body", &["turn", "mix", "kernel", "head", "bias"]);
     assert_eq!(types, [DataType::Int8, DataType::Int8, DataType::Int8, DataType::Int8, DataType::Float]);
     assert_eq!(ops.iter().filter(|op| *op == "QuantizeLinear").count(), 3, "{ops:?}");
-    // With the ranges of the first iteration alone, it would be 0.988.
+    // With only the ranges of the first iteration, it would be 0.988.
     assert!(agreement(&place) > 0.995, "{}", agreement(&place));
 }
 

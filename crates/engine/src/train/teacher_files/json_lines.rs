@@ -1,38 +1,40 @@
 //! Records of vLLM and of servers with the API of OpenAI, one JSON object per line: requests' outputs with
 //! `prompt_logprobs`, and completions with `logprobs`.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::{Distribution, Record, Source};
 use crate::error::{Error, Result};
+use crate::files::File;
 
 /// Prefix of tokens with `return_tokens_as_token_ids` of vLLM.
 const ID: &str = "token_id:";
 
 pub(super) struct JsonLines {
     path: PathBuf,
-    /// Byte offsets of the records and their line numbers.
-    lines: Vec<(u64, u64)>,
+    file: File,
+    /// Byte offset, size and line number of each record.
+    lines: Vec<(u64, usize, u64)>,
 }
 
 impl JsonLines {
     pub fn open(path: &Path) -> Result<JsonLines> {
         let mut lines = Vec::new();
-        let mut reader = BufReader::new(File::open(path).map_err(Error::io("open", path))?);
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        let mut reader = BufReader::new(file.reader());
         let (mut offset, mut number, mut line) = (0u64, 0u64, Vec::new());
         loop {
             line.clear();
             let size = reader.read_until(b'\n', &mut line).map_err(Error::io("read", path))?;
             if size == 0 {
-                return Ok(JsonLines { path: path.to_owned(), lines });
+                return Ok(JsonLines { path: path.to_owned(), file, lines });
             }
             number = number.saturating_add(1);
             if !line.trim_ascii().is_empty() {
-                lines.push((offset, number));
+                lines.push((offset, size, number));
             }
             offset = offset.saturating_add(size as u64);
         }
@@ -46,19 +48,16 @@ impl Source for JsonLines {
 
     fn read(&self, location: u64) -> Result<Record> {
         let line = usize::try_from(location).ok().and_then(|location| self.lines.get(location));
-        let Some((offset, number)) = line else { return Err(Error::malformed(&self.path, "has fewer lines than before")) };
-        let failed = || Error::io("read", &self.path);
-        let mut reader = BufReader::new(File::open(&self.path).map_err(failed())?);
-        reader.seek(SeekFrom::Start(*offset)).map_err(failed())?;
-        let mut line = String::new();
-        reader.read_line(&mut line).map_err(failed())?;
+        let Some((offset, size, number)) = line else { return Err(Error::malformed(&self.path, "has fewer lines than before")) };
+        let mut line = vec![0; *size];
+        self.file.read_exact_at(&mut line, *offset).map_err(Error::io("read", &self.path))?;
         let wrong = |e: &dyn std::fmt::Display| Error::malformed(&self.path, format!("line {number}: {e}"));
-        record(&serde_json::from_str(&line).map_err(|e| wrong(&e))?).map_err(|e| wrong(&e))
+        record(&serde_json::from_slice(&line).map_err(|e| wrong(&e))?).map_err(|e| wrong(&e))
     }
 
     fn describe(&self, location: u64) -> String {
         let line = usize::try_from(location).ok().and_then(|location| self.lines.get(location));
-        format!("{}, line {}", self.path.display(), line.map_or(0, |(_, number)| *number))
+        format!("{}, line {}", self.path.display(), line.map_or(0, |(_, _, number)| *number))
     }
 }
 
