@@ -109,14 +109,12 @@ fn every_config_runs_and_sparse_int8_is_the_smallest() {
         for step in &mut recipe.passes {
             if let compress::pass::Step::Distill(pass) = step {
                 pass.max_steps = Some(2);
-                pass.schedule.warmup_steps = 0;
                 // Only sentence encoders compute one vector per sample.
                 pass.losses.embedding = None;
             }
             if let compress::pass::Step::Finetune(pass) = step {
                 pass.max_steps = Some(2);
                 pass.losses.contrastive = None;
-                pass.schedule.warmup_steps = 0;
                 // The arrays have no labels.
                 recipe.data.train.iter_mut().for_each(|data| data.task = Some(compress_engine::data::Task::LanguageModelling));
             }

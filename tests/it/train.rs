@@ -840,6 +840,24 @@ fn steps_without_labels_are_skipped() {
     assert!(compared > 0);
 }
 
+/// Plan and report state that the rate does not reach its peak; with `epochs`, only the report.
+#[test]
+fn a_warm_up_longer_than_the_training_is_noted() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    let data = samples(name, run.folder.path(), 16, classes(name));
+    let epochs = Finetune { max_steps: None, epochs: Some(1), ..finetune(2) };
+    for (pass, warmup_steps, is_planned, is_noted) in [(finetune(2), 2, true, true), (finetune(2), 1, false, false), (epochs, 50, false, true)] {
+        let pass = Finetune { schedule: Schedule { warmup_steps, ..pass.schedule }, ..pass };
+        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).force(true).build().unwrap();
+        let model = Model::open(golden(name)).unwrap();
+        let text = format!("the training of 2 steps ends during the warm-up of {warmup_steps}, so that");
+        let is_in = |notes: &[String]| notes.iter().any(|note| note.contains(&text));
+        assert_eq!(is_in(&pipeline.plan(&model).unwrap().notes), is_planned, "{warmup_steps}");
+        assert_eq!(is_in(&pipeline.run(model, run.out()).unwrap().notes), is_noted, "{warmup_steps}");
+    }
+}
+
 #[test]
 fn evaluations_without_a_score_are_refused() {
     let name = "bert-sequence-classification";

@@ -119,6 +119,7 @@ impl<'a> Job<'a> {
             counted(batch(&graph, training), "sample"),
             forecast.describe()
         ));
+        applied.notes.extend(training.max_steps.and_then(|steps| training.schedule.unfinished_warmup(steps)));
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
         applied.model_runs = self.model_runs(&small, teacher_graph.as_ref(), batch(&graph, training));
         let planned = self.finished(adapters.as_ref(), model.clone())?;

@@ -96,11 +96,6 @@ impl Trainer<'_> {
         // Options that may change on resume are not part of the identity.
         let identity = format!("{} {} {:?}", self.context.identity, batches.steps(), self.options.final_checkpoint);
         self.team.agree("model, data or options", &identity)?;
-        // Without samples, there is one step, whose error names the cause.
-        let epochs = self.options.max_steps.is_none() && batches.steps() > 1;
-        if let Some(reason) = self.options.schedule.require_steps(batches.steps(), "`epochs`").filter(|_| epochs) {
-            return Err(Error::option("schedule", reason));
-        }
         let optimizer = optimizer::build(self.options.optimizer, &settings, &home)?;
         if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_sharded() {
             self.team.shard_optimizer(&weights.trained, &*optimizer);
@@ -369,6 +364,7 @@ impl Trainer<'_> {
 
     fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
         let mut notes = self.objective.notes.clone();
+        notes.extend(self.options.schedule.unfinished_warmup(state.total));
         notes.extend(self.sampler.map(OnPolicySampler::note));
         notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps()?));
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::counted;
+
 /// Decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
@@ -40,7 +42,6 @@ pub struct Schedule {
 impl Schedule {
     /// Why the schedule is invalid for a training of `steps` steps, if they are known.
     pub(super) fn check(&self, steps: Option<u64>) -> Option<String> {
-        let (warmup, decay) = (self.warmup_steps, self.decay_steps.unwrap_or(0));
         if self.decay_steps == Some(0) {
             return Some("`decay_steps` must be at least 1".to_owned());
         }
@@ -50,17 +51,17 @@ impl Schedule {
         if !(0.0..=1.0).contains(&self.min_rate) {
             return Some(format!("`min_rate` {} is not between 0 and 1: it is a fraction of `learning_rate`", self.min_rate));
         }
-        self.require_steps(steps?, "`max_steps`").or_else(|| {
-            let steps = steps.filter(|steps| warmup.saturating_add(decay) > *steps)?;
-            Some(format!("`warmup_steps` {warmup} and `decay_steps` {decay} are more than the {steps} steps of the training: lower one of them"))
-        })
+        let (steps, warmup, decay) = (steps?, self.warmup_steps, self.decay_steps?);
+        (warmup.saturating_add(decay) > steps)
+            .then(|| format!("`warmup_steps` {warmup} and `decay_steps` {decay} are more than the {steps} steps of the training: lower one of them"))
     }
 
-    /// Why this number of steps is too small for the warm-up; `source` determines the number.
-    pub(super) fn require_steps(&self, steps: u64, source: &str) -> Option<String> {
+    /// A note if a training of `steps` steps ends during the warm-up.
+    pub fn unfinished_warmup(&self, steps: u64) -> Option<String> {
         let warmup = self.warmup_steps;
         (warmup > 0 && warmup >= steps).then(|| {
-            format!("the warm-up of {warmup} steps does not end before the training, which has {steps} steps: lower `warmup_steps`, or raise {source}")
+            let steps = counted(steps as usize, "step");
+            format!("the training of {steps} ends during the warm-up of {warmup}, so that the learning rate does not reach its peak: lower `warmup_steps`, or train longer")
         })
     }
 
@@ -142,12 +143,10 @@ mod tests {
     #[test]
     fn steps_and_schedule_must_fit() {
         let schedule = |warmup_steps, decay_steps| Schedule { warmup_steps, decay_steps, ..Schedule::default() };
-        for (schedule, steps) in [(schedule(0, None), Some(1)), (schedule(9, None), Some(10)), (schedule(9, Some(1)), Some(10)), (schedule(99, None), None)] {
+        for (schedule, steps) in [(schedule(0, None), Some(1)), (schedule(50, None), Some(20)), (schedule(9, Some(1)), Some(10)), (schedule(99, None), None)] {
             assert_eq!(schedule.check(steps), None, "{schedule:?}");
         }
         for (schedule, steps, parts) in [
-            (schedule(50, None), Some(20), ["warm-up of 50 steps", "has 20 steps"]),
-            (schedule(20, None), Some(20), ["lower `warmup_steps`", "raise `max_steps`"]),
             (schedule(5, Some(16)), Some(20), ["`warmup_steps` 5 and `decay_steps` 16", "more than the 20 steps"]),
             (schedule(5, Some(0)), None, ["`decay_steps`", "at least 1"]),
             (Schedule { kind: Curve::Constant, ..schedule(5, Some(1)) }, None, ["`decay_steps` needs", "constant"]),
@@ -156,6 +155,18 @@ mod tests {
             let reason = schedule.check(steps).unwrap();
             assert!(parts.iter().all(|part| reason.contains(part)), "{reason}");
         }
+    }
+
+    /// A note states exactly whether the rate of a step is the peak.
+    #[test]
+    fn warm_ups_without_a_peak_are_noted() {
+        for (warmup_steps, steps) in [(0, 1), (1, 1), (9, 10), (10, 10), (50, 20), (1, 0)] {
+            let schedule = Schedule { kind: Curve::Constant, warmup_steps, ..Schedule::default() };
+            let has_peak = steps == 0 && warmup_steps == 0 || (0..steps).any(|step| schedule.rate(step, steps, 1.0) >= 1.0);
+            assert_eq!(schedule.unfinished_warmup(steps).is_none(), has_peak, "{warmup_steps} of {steps}");
+        }
+        let note = Schedule { warmup_steps: 50, ..Schedule::default() }.unfinished_warmup(1).unwrap();
+        assert!(note.starts_with("the training of 1 step ends during the warm-up of 50"), "{note}");
     }
 
     #[test]

@@ -83,14 +83,6 @@ fn structured_options_have_examples() {
     refused(path, "run recipe.yaml -o out --set finetune.schedule=fast", "example: `schedule: { kind: cosine, warmup_steps: 100 }`");
 }
 
-/// A training that ends during the warm-up never reaches its learning rate.
-#[test]
-fn a_warm_up_longer_than_the_training_is_refused() {
-    let folder = prepared();
-    let args = "finetune in -o out --train ids.safetensors --max-steps 20 --schedule cosine,warmup_steps=50";
-    refused(folder.path(), args, "the warm-up of 50 steps does not end before the training, which has 20 steps: lower `warmup_steps`, or raise `max_steps`");
-}
-
 #[test]
 fn arguments_of_other_tools_lead_to_ours() {
     let folder = prepared();
