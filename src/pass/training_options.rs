@@ -29,10 +29,10 @@ macro_rules! define_options {
         }
 
         impl $name {
-            /// The options without the number of steps, which a resumed training may change.
+            /// The options without those that a resumed training may change.
             fn fixed(&self) -> serde_json::Value {
                 let mut options = $crate::pass::options_of(self);
-                for name in ["max_steps", "epochs", "final_checkpoint"] {
+                for name in ["max_steps", "epochs", "patience", "final_checkpoint"] {
                     options.as_object_mut().and_then(|options| options.remove(name));
                 }
                 options

@@ -2,6 +2,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use compress::pass::Finetune;
@@ -35,6 +36,7 @@ impl Trainings {
     fn start(&self, pass: &Finetune, out: &str, resume: bool, stop: Option<u64>) -> compress::Result<Report> {
         let (cancel, watch) = cancelled_after(stop);
         let builder = Pipeline::builder().pass(pass.clone()).train(self.data.clone()).seed(3).resume(resume).progress(watch).cancel(cancel);
+        let builder = if pass.evaluate_every.is_some() { builder.evaluation(self.data.clone()) } else { builder };
         builder.build()?.run(Model::open(golden(MODEL)).unwrap(), self.out(out))
     }
 
@@ -114,4 +116,45 @@ fn an_interrupted_training_is_extended() {
     assert!(extension(&report).is_some_and(|note| note.contains("of 6 steps, and now has 9")), "{:?}", report.notes);
     trainings.start(&pass(9), "whole", false, None).unwrap();
     trainings.require_equal("extended", "whole", "interrupted");
+}
+
+/// A training that `patience` ends continues with a larger one, like a training that had it from the start.
+#[test]
+fn a_training_without_patience_is_extended() {
+    for schedule in ["constant", "linear,decay_steps=4"] {
+        let trainings = Trainings::new();
+        let pass = |steps, patience| Finetune {
+            final_checkpoint: Some(trainings.out("last")),
+            evaluate_every: Some(2),
+            patience,
+            // No score improves.
+            learning_rate: 1e-12,
+            ..with_schedule(finetune(steps), schedule)
+        };
+        let report = trainings.start(&pass(10, Some(2)), "short", false, None).unwrap();
+        assert!(report.notes.iter().any(|note| note.contains("stopped early after step 4")), "{:?}", report.notes);
+        assert!(is_checkpoint(&trainings.out("last")));
+        for (steps, patience, expected) in [(12, 2, "ended the training after step 4, with 2 evaluations"), (12, 1, "smaller than that of the checkpoint, 2")] {
+            let error = trainings.start(&pass(steps, Some(patience)), "refused", true, None).unwrap_err();
+            assert!(error.is_misuse() && error.to_string().contains("finetune: patience") && error.to_string().contains(expected), "{error}");
+        }
+        let report = trainings.start(&pass(12, Some(4)), "extended", true, None).unwrap();
+        assert!(extension(&report).is_some_and(|note| note.contains("after 4 of 10 steps, and now has 12")), "{:?}", report.notes);
+        assert!(report.notes.iter().any(|note| note.contains("stopped early after step 8")), "{:?}", report.notes);
+        let whole = Finetune { final_checkpoint: Some(trainings.out("other")), ..pass(12, Some(4)) };
+        trainings.start(&whole, "whole", false, None).unwrap();
+        trainings.require_equal("extended", "whole", schedule);
+        let checkpoint = |folder: &str| weights_of(&trainings.out(folder));
+        assert_eq!(checkpoint("last"), checkpoint("other"), "{schedule}");
+    }
+}
+
+/// The tensors of a checkpoint, as bits.
+fn weights_of(folder: &Path) -> BTreeMap<String, Vec<u32>> {
+    let tensors = candle_core::safetensors::load(folder.join("checkpoint.safetensors"), &candle_core::Device::Cpu).unwrap();
+    let bits = |tensor: &candle_core::Tensor| {
+        let values = tensor.to_dtype(candle_core::DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        values.into_iter().map(f32::to_bits).collect()
+    };
+    tensors.iter().map(|(name, tensor)| (name.clone(), bits(tensor))).collect()
 }

@@ -4,12 +4,13 @@ use super::batches::Batches;
 use super::run::State;
 use super::state;
 use super::trainer::Trainer;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 
 impl Trainer<'_> {
     /// Restores the checkpoint of an interrupted run, or else that of `final_checkpoint`, if the run resumes.
     /// Returns a note if the number of steps is different. Fails if it is smaller than that of the completed
-    /// steps, or if a new training would replace a final checkpoint or could not be resumed.
+    /// steps, if `patience` prevents further steps, or if a new training would replace a final checkpoint or
+    /// could not be resumed.
     pub(super) fn restore(&self, state: &mut State, batches: &Batches) -> Result<Option<String>> {
         let last = self.options.final_checkpoint.as_deref();
         if last.is_some() && self.context.folder.is_none() {
@@ -30,7 +31,25 @@ impl Trainer<'_> {
         state.train.restore(folder, self.graph, self.team)?;
         state.earlier = state.train.position.step;
         let earlier = std::mem::replace(&mut state.train.position.total, state.total);
+        self.require_patience(state, earlier)?;
         if earlier == state.total { Ok(None) } else { self.extended(state, batches, earlier).map(Some) }
+    }
+
+    /// Checks that `patience` is at least that of the earlier run, which might have ended before otherwise, and
+    /// that it permits additional steps.
+    fn require_patience(&self, state: &mut State, total: u64) -> Result<()> {
+        let patience = self.options.patience;
+        let earlier = std::mem::replace(&mut state.train.position.patience, patience);
+        let waited = counted(state.train.position.waited as usize, "evaluation");
+        let reason = if patience.is_some_and(|patience| earlier.is_none_or(|earlier| patience < earlier)) {
+            let earlier = earlier.map_or("no limit".to_owned(), |earlier| earlier.to_string());
+            format!("is smaller than that of the checkpoint, {earlier}: resume with at least as much")
+        } else if total != state.total && self.out_of_patience(state) {
+            format!("ended the training after step {}, with {waited} without improvement: resume with a larger one", state.train.position.step)
+        } else {
+            return Ok(());
+        };
+        Err(Error::option(format!("{}: patience", self.context.name), reason))
     }
 
     /// A note on a training that was started with `earlier` steps.
@@ -59,14 +78,14 @@ impl Trainer<'_> {
         Ok(note)
     }
 
-    /// Writes the checkpoint from which a longer training can continue, if it is due: after the last step, or
-    /// before the decay of `decay_steps`.
+    /// Writes the checkpoint from which a longer training can continue, if it is due: after the last step,
+    /// which `patience` can determine, or before the decay of `decay_steps`.
     pub(super) fn save_for_extension(&self, state: &State) -> Result<()> {
         let Some(folder) = &self.options.final_checkpoint else { return Ok(()) };
         let position = &state.train.position;
-        let (updates, is_last) = (position.step - position.idle(), position.step == state.total);
+        let (updates, is_last) = (position.step - position.idle(), position.step == state.total || self.out_of_patience(state));
         let is_due = match self.options.schedule.stable_steps(state.total) {
-            // With many idle steps, the training ends before the decay.
+            // With many idle steps, or without patience, the training ends before the decay.
             Some(stable) => updates == stable || is_last && updates < stable,
             None => is_last,
         };

@@ -17,7 +17,7 @@ use super::records::{Evaluation, StepRecord};
 use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
 use super::trainer::Trainer;
-use super::{Every, Offload, OnPolicySampler, Weights, clip};
+use super::{Every, Offload, OnPolicySampler, Training, Weights, clip};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
@@ -94,7 +94,8 @@ impl Trainer<'_> {
         let average_home = if weights.home().is_sharded() { weights.home().clone() } else { home.clone() };
         let batches = Batches::new(self.data, self.batch, self.options, self.context.seed, (self.team.rank(), self.team.size()))?;
         // Options that may change on resume are not part of the identity.
-        let identity = format!("{} {} {:?}", self.context.identity, batches.steps(), self.options.final_checkpoint);
+        let Training { final_checkpoint, patience, .. } = self.options;
+        let identity = format!("{} {} {final_checkpoint:?} {patience:?}", self.context.identity, batches.steps());
         self.team.agree("model, data or options", &identity)?;
         let optimizer = optimizer::build(self.options.optimizer, &settings, &home)?;
         if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_sharded() {
@@ -106,6 +107,7 @@ impl Trainer<'_> {
             processes: self.team.size(),
             seed: self.context.seed,
             total: batches.steps(),
+            patience: self.options.patience,
             scale: (super::step::FIRST_SCALE, 0),
             ..Position::default()
         };
@@ -185,7 +187,7 @@ impl Trainer<'_> {
         Ok(Samples { batches, ..samples })
     }
 
-    fn out_of_patience(&self, state: &State) -> bool {
+    pub(super) fn out_of_patience(&self, state: &State) -> bool {
         self.options.patience.is_some_and(|patience| state.train.position.waited >= patience)
     }
 

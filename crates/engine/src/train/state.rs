@@ -38,6 +38,9 @@ pub struct Position {
     pub step: u64,
     /// Number of steps of the whole training.
     pub total: u64,
+    /// Evaluations without improvement after which the training ends.
+    #[serde(default)]
+    pub patience: Option<u64>,
     /// Position in the data at which the next step begins.
     pub data: Cursor,
     /// Micro-batch size that fits into memory, if a whole batch does not.
@@ -126,7 +129,7 @@ fn shard_path(folder: &Path, step: u64, rank: usize) -> PathBuf {
 }
 
 fn mismatch(path: PathBuf, reason: String) -> Error {
-    let hint = "resume with the model, data, options (except `max_steps` and `epochs`) and processes that it was started with, or start over with `force` and without `resume`";
+    let hint = "resume with the model, data, options (except `max_steps`, `epochs` and a larger `patience`) and processes that it was started with, or start over with `force` and without `resume`";
     Error::Output { path, reason, hint: hint.into() }
 }
 
