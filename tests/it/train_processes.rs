@@ -400,6 +400,32 @@ fn check_rank_0_evaluates(shard: &str) {
     assert!(report.to_string().contains("stopped early after step 4"), "{report}");
 }
 
+/// The first process converts files of logits, and the second one reads its results.
+#[test]
+fn files_of_logits_are_converted_once() {
+    let place = Workspace::tokens(24);
+    let ids = candle_core::safetensors::load(place.at("train.safetensors"), &Device::Cpu).unwrap()["input_ids"].to_vec2::<i64>().unwrap();
+    let response = |row: &Vec<i64>| {
+        let next = row[1..].iter().map(|id| serde_json::json!({ id.to_string(): -0.5 }));
+        let rows: Vec<serde_json::Value> = [serde_json::Value::Null].into_iter().chain(next).collect();
+        serde_json::json!({ "prompt_token_ids": row, "prompt_logprobs": rows })
+    };
+    std::fs::write(place.at("responses.jsonl"), ids.iter().map(|row| format!("{}\n", response(row))).collect::<String>()).unwrap();
+    let options = "student: { layers: [0] }, losses: { soft: { temperature: 1 } }, teacher_logits: responses.jsonl, teacher_cache: answers, teacher_top: 1, epochs: 1, batch_size: 4, optimizer: sgd";
+    let recipe = place.recipe_with("train: { arrays: train.safetensors, task: language-modelling }", "distill", options);
+    ranks::<2>().map(|rank| place.start(&recipe, "out", &[], &rank)).into_iter().for_each(|child| place.finish(child));
+    assert_eq!(std::fs::read_dir(place.at("answers")).unwrap().count(), 1, "each process would write its own file");
+    let texts: std::collections::BTreeSet<_> = ids.iter().collect();
+    let note = format!("the logits of 24 samples were read from files, {} of them", texts.len());
+    assert!(place.report("out").to_string().contains(&note), "{note}");
+    // The other process learns why the first one fails.
+    std::fs::write(place.at("responses.jsonl"), format!("{}\n", response(&ids[0]))).unwrap();
+    let children = ranks::<2>().map(|rank| place.start(&recipe, "refused", &[], &rank));
+    for error in children.map(|child| place.refused(child)) {
+        assert!(error.contains("no record has the token ids of sample"), "{error}");
+    }
+}
+
 /// Each process computes logits for other samples, and reads those of the others.
 #[test]
 fn processes_share_cached_logits() {

@@ -9,8 +9,8 @@ use super::masking;
 use crate::error::{Error, Result, counted};
 use crate::pass::Context;
 use crate::store::ContentKey;
-use crate::train::TeacherFiles;
 use crate::train::cache::Cache;
+use crate::train::{TeacherFiles, Team};
 
 const OPTION: &str = "distill: teacher_logits";
 
@@ -37,8 +37,14 @@ pub(super) fn check(pass: &Distill) -> Result<()> {
     Err(Error::option(OPTION, reason))
 }
 
-/// A cache with the logits of all samples from files, and a note.
-pub(super) fn cache(files: &[PathBuf], (folder, top): (Option<PathBuf>, usize), inputs: &Inputs, context: &Context) -> Result<(RefCell<Cache>, String)> {
+/// A cache with the logits of all samples from files, and a note. Of several ranks, the first one converts the
+/// files, and the others only what they do not find on their disk.
+pub(super) fn cache(
+    files: &[PathBuf],
+    (folder, top): (Option<PathBuf>, usize),
+    inputs: &Inputs,
+    (context, team): (&Context, &Team),
+) -> Result<(RefCell<Cache>, String)> {
     if inputs.data.is_packed() {
         return Err(Error::option(OPTION, "cannot be combined with `packing`: a sample must be one text"));
     }
@@ -51,8 +57,23 @@ pub(super) fn cache(files: &[PathBuf], (folder, top): (Option<PathBuf>, usize), 
     key.line(&format!("{} files", env!("CARGO_PKG_VERSION")));
     let folder = folder.or_else(|| Some(context.checkpoints.as_ref()?.folder.join(FOLDER)));
     let folder = folder.ok_or_else(|| Error::option(OPTION, "needs a folder for the converted logits: set `teacher_cache`"))?;
-    let mut cache = Cache::open(&folder, &key.name(), top, 1.0)?;
-    let added = TeacherFiles::open(files)?.fill(&mut cache, logits, &inputs.samples, &context.work)?;
+    let key = key.name();
+    let converted = || {
+        let mut cache = Cache::open(&folder, &key, top, 1.0)?;
+        let added = TeacherFiles::fill(files, &mut cache, logits, &inputs.samples, &context.work)?;
+        Ok((cache, added))
+    };
+    let in_turn = || {
+        let mut own = None;
+        let added = team.broadcast(|| {
+            let (cache, added) = converted()?;
+            own = Some(cache);
+            Ok(added)
+        })?;
+        let cache = own.map_or_else(|| converted().map(|(cache, _)| cache), Ok)?;
+        team.wait().map(|()| (cache, added))
+    };
+    let (cache, added) = in_turn().inspect_err(|error| team.stop(error))?;
     let note = format!("the logits of {} were read from files, {added} of them in this run", counted(inputs.samples.count()?, "sample"));
     Ok((RefCell::new(cache), note))
 }

@@ -187,7 +187,7 @@ impl<'a> Job<'a> {
         let (cache, cache_note) = match self.logits {
             Some(files) => {
                 let folder = self.cache.map(Path::to_owned);
-                teacher_files::cache(files, (folder, self.top), &inputs, context).map(|(cache, note)| (Some(cache), Some(note)))?
+                teacher_files::cache(files, (folder, self.top), &inputs, (context, &team)).map(|(cache, note)| (Some(cache), Some(note)))?
             }
             None => (self.open_cache(&inputs, context)?, None),
         };

@@ -64,7 +64,7 @@ fn wrong(reason: String) -> Error {
 
 impl TeacherFiles {
     /// Opens files and reads the token ids of all records.
-    pub fn open(paths: &[PathBuf]) -> Result<TeacherFiles> {
+    fn open(paths: &[PathBuf]) -> Result<TeacherFiles> {
         let (mut files, mut records): (Vec<Box<dyn Source>>, _) = (Vec::new(), HashMap::new());
         for path in paths {
             let source = open(path)?;
@@ -82,13 +82,14 @@ impl TeacherFiles {
         Ok(Some((source.read(location)?, source.describe(location))))
     }
 
-    /// Adds the logits of all samples to a cache. Returns the number of samples that it did not contain.
+    /// Adds the logits of all samples from files to a cache. Returns the number of samples that it did not
+    /// contain; without any, the files are not opened.
     ///
     /// # Errors
     /// A sample has no record, or its record lacks the distribution of a token; the error names the sample
     /// and the position.
-    pub fn fill(&self, cache: &mut Cache, losses: &Logits, data: &DataSet, work: &Work) -> Result<usize> {
-        let (mut number, mut added) = (0usize, 0usize);
+    pub fn fill(paths: &[PathBuf], cache: &mut Cache, losses: &Logits, data: &DataSet, work: &Work) -> Result<usize> {
+        let (mut number, mut added, mut opened) = (0usize, 0usize, None);
         data.for_each_batch("Reading logits", work, |batch| {
             let positions = losses.positions(&batch)?;
             let keys = cache::keys(&batch, &positions, losses.classes)?;
@@ -97,9 +98,13 @@ impl TeacherFiles {
                 if cache.contains(*key) {
                     continue;
                 }
-                let Some(place) = self.records.get(&hash(&tokens)) else { return Err(self.mismatch(number, &tokens)?) };
-                let Some((record, name)) = self.read(*place)?.filter(|(record, _)| record.tokens == tokens) else {
-                    return Err(self.mismatch(number, &tokens)?);
+                let files = match &opened {
+                    Some(files) => files,
+                    None => &*opened.insert(TeacherFiles::open(paths)?),
+                };
+                let Some(place) = files.records.get(&hash(&tokens)) else { return Err(files.mismatch(number, &tokens)?) };
+                let Some((record, name)) = files.read(*place)?.filter(|(record, _)| record.tokens == tokens) else {
+                    return Err(files.mismatch(number, &tokens)?);
                 };
                 let mut entries = Entries::default();
                 for position in positions {
@@ -208,9 +213,9 @@ mod tests {
         let cancel = Cancel::default();
         let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
         let mut cache = Cache::open(&folder.join("cache"), "abc", 2, 1.0)?;
-        let files = TeacherFiles::open(&[folder.join(file)])?;
-        assert_eq!(files.fill(&mut cache, &losses, &data, &work)?, 2);
-        assert_eq!(files.fill(&mut cache, &losses, &data, &work)?, 0);
+        assert_eq!(TeacherFiles::fill(&[folder.join(file)], &mut cache, &losses, &data, &work)?, 2);
+        // A full cache needs no files.
+        assert_eq!(TeacherFiles::fill(&[folder.join("missing.jsonl")], &mut cache, &losses, &data, &work)?, 0);
         let batch = data.first()?;
         cache.get(&cache::keys(&batch, &losses.positions(&batch)?, 12)?)
     }
