@@ -29,7 +29,7 @@ macro_rules! define_options {
         }
 
         impl $name {
-            /// The options without those that a resumed training may change.
+            /// The options, except the ones that a resumed training may change.
             fn fixed(&self) -> serde_json::Value {
                 let mut options = $crate::pass::options_of(self);
                 for name in ["max_steps", "epochs", "patience", "final_checkpoint"] {

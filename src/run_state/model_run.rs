@@ -16,6 +16,8 @@ pub struct ModelRun {
     pub batches: Option<(u64, usize)>,
     /// Whether the pass may stop earlier.
     pub at_most: bool,
+    /// Whether each sample runs at most once, because its results are cached.
+    pub is_cached: bool,
 }
 
 impl fmt::Debug for ModelRun {
@@ -27,7 +29,7 @@ impl fmt::Debug for ModelRun {
 impl ModelRun {
     /// One run over all samples.
     pub fn new(macs: impl Fn(&BTreeMap<String, usize>) -> u64 + Send + Sync + 'static) -> ModelRun {
-        ModelRun { macs: Arc::new(macs), batches: None, at_most: false }
+        ModelRun { macs: Arc::new(macs), batches: None, at_most: false, is_cached: false }
     }
 
     /// As many runs.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use compress::pass::WeightImportance as Importance;
-use compress::pass::{Amount, Guide, InputImportance, Method, Palettize, PruneUnstructured, Quantize, QuantizeStatic, Scheme, Step};
+use compress::pass::{Amount, Distill, Guide, InputImportance, Method, MoreTeacher, Palettize, PruneUnstructured, Quantize, QuantizeStatic, Scheme, Step};
 use compress::pipeline::{RateFile, Rates};
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
@@ -61,6 +61,41 @@ fn upper_bounds_of_work_are_marked() {
     let guided = Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, guide: Guide::Loss, ..Quantize::default() };
     let plain = Quantize { guide: Guide::None, ..guided.clone() };
     assert!(macs("llama", guided).0 > macs("llama", plain).0);
+}
+
+/// Each teacher adds its work in every epoch, or once if its logits are cached, and none if they are in files.
+#[test]
+fn the_work_of_all_teachers_is_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let planned = |pass: Distill| {
+        let pipeline = Pipeline::builder().train(tokens(folder.path())).pass(pass).threads(2).build().unwrap();
+        let work = pipeline.plan(&Model::open(golden("llama")).unwrap()).unwrap().work.remove(0);
+        (work.macs.unwrap(), work.at_most)
+    };
+    let soft = || "{ soft: { temperature: 1 } }".parse().unwrap();
+    let base = |max_steps: Option<u64>| Distill { losses: soft(), max_steps, epochs: max_steps.is_none().then_some(3), ..Distill::default() };
+    let more = |cache: Option<PathBuf>| vec![MoreTeacher { model: golden("llama"), weight: 1.0, cache }];
+    let file = folder.path().join("logits.jsonl");
+    std::fs::write(&file, "").unwrap();
+    for max_steps in [None, Some(100)] {
+        let (one, is_bound) = planned(base(max_steps));
+        let (student, _) = planned(Distill { teacher_logits: vec![file.clone()], ..base(max_steps) });
+        let teacher = one - student;
+        assert!(teacher > 1000 && !is_bound);
+        let two = Distill { more_teachers: more(None), ..base(max_steps) };
+        assert_eq!(planned(two), (student + 2 * teacher, false));
+        let cached = |pass: Distill| Distill { teacher_cache: Some(folder.path().join("cache")), ..pass };
+        let (once, is_bound) = planned(cached(base(max_steps)));
+        assert!(is_bound);
+        if max_steps.is_none() {
+            assert_eq!(once - student, teacher / 3);
+        }
+        let (both, _) = planned(cached(Distill { more_teachers: more(Some(folder.path().join("other"))), ..base(max_steps) }));
+        assert_eq!(both - student, 2 * (once - student));
+        assert!(once - student < teacher);
+        // A training that ends before the first epoch runs a cached teacher as often as another one.
+        assert_eq!(planned(cached(base(Some(1)))).0, planned(base(Some(1))).0);
+    }
 }
 
 /// Reports compare estimates with the actual times, and later estimates follow them.

@@ -13,6 +13,7 @@
 
 mod adapters;
 mod draft_head;
+mod forecast;
 mod inputs;
 mod masking;
 mod more_teachers;

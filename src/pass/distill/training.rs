@@ -23,14 +23,14 @@ use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, Port, subgraph};
 use crate::model::{Config, Model};
 use crate::output::REPORT_FILES;
-use crate::pass::{Context, Plan, calibrate};
-use crate::run_state::{Applied, ModelRun, RunState};
+use crate::pass::{Context, Plan};
+use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, Encoding, Selection, Weight, ZeroOrigin};
 use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
-    BatchNorm, BatchSize, Checkpointing, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights,
-    ZeroKind, dropout, forecast, largest_inputs, require_trainable,
+    BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
+    dropout, forecast, largest_inputs, require_trainable,
 };
 
 /// Advice if the outputs of a trained model are severely degraded.
@@ -105,8 +105,9 @@ impl<'a> Job<'a> {
         // A sample of a contrastive loss has at least two texts.
         let rows = batch(&graph, training).saturating_mul(if training.losses.contrastive.is_some() { 2 } else { 1 });
         let sizes = bindings(&small, rows, None);
+        let teachers = self.teachers(teacher_graph.as_ref())?;
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
-        let forecast = forecast((&small, &graph, model), training, teacher_graph.as_ref().zip(self.running_teacher()), &objective, (&sizes, processes))?;
+        let forecast = forecast((&small, &graph, model), training, &teachers, &objective, (&sizes, processes))?;
         let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
         let selection = Selection { targets: &training.targets, ignore: &training.ignore };
         let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
@@ -121,25 +122,9 @@ impl<'a> Job<'a> {
         ));
         applied.notes.extend(training.max_steps.and_then(|steps| training.schedule.unfinished_warmup(steps)));
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
-        applied.model_runs = self.model_runs(&small, teacher_graph.as_ref(), batch(&graph, training));
+        applied.model_runs = self.model_runs((&small, &teachers), &objective, batch(&graph, training));
         let planned = self.finished(adapters.as_ref(), model.clone())?;
         Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
-    }
-
-    /// The runs of the student, forward and backward, and of the teacher; `None` if the student writes
-    /// samples itself, or logits of the teacher may be cached.
-    fn model_runs(&self, student: &Graph, teacher: Option<&Graph>, batch: usize) -> Option<Vec<ModelRun>> {
-        let training = &self.training;
-        if self.on_policy.is_some() || self.cache.is_some() || self.logits.is_some() || !self.more_teachers.is_empty() || self.head.is_some() {
-            return None;
-        }
-        let recomputed = u64::from(training.gradient_checkpointing != Checkpointing::default());
-        let runs = [Some(calibrate::whole_run(student).times(3 + recomputed)), teacher.map(calibrate::whole_run)];
-        let length = |run: ModelRun| match training.max_steps {
-            Some(steps) => ModelRun { batches: Some((steps.saturating_mul(training.gradient_accumulation as u64), batch)), ..run },
-            None => run.times(training.epochs.unwrap_or(1)),
-        };
-        Some(runs.into_iter().flatten().map(length).collect())
     }
 
     /// The losses, bound to the graphs.
@@ -157,7 +142,7 @@ impl<'a> Job<'a> {
     }
 
     /// The teacher, unless its logits are in files.
-    fn running_teacher(&self) -> Option<&Model> {
+    pub(super) fn running_teacher(&self) -> Option<&Model> {
         self.teacher.as_ref().filter(|_| self.logits.is_none())
     }
 
@@ -197,8 +182,8 @@ impl<'a> Job<'a> {
         let first = inputs.samples.first()?;
         let largest = largest_inputs(&inputs.samples, batch, training, (context.seed, team.size()), &context.work)?;
         let sizes = bindings(&small, batch, Some(&largest));
-        let teacher_graph = inputs.teacher_graph.as_ref().zip(self.running_teacher());
-        let forecast = forecast((&small, &graph, &self.student), training, teacher_graph, &inputs.objective, (&sizes, team.size()))?;
+        let teachers = self.teachers(inputs.teacher_graph.as_ref())?;
+        let forecast = forecast((&small, &graph, &self.student), training, &teachers, &inputs.objective, (&sizes, team.size()))?;
         let data = ScoreData::open((name, training), &inputs.subject, self.running_teacher(), (context, team.rank()))?;
         let quantizers = quantizers.as_ref();
         let scoring = Scoring { data, model: &self.student, graph: &graph, adapters, quantizers, is_rounded_when_written, first: &first, context };

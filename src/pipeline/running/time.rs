@@ -65,13 +65,15 @@ impl SampleSizes {
             let macs = self.0.iter().map(|(sizes, count)| u128::from(run.macs(&sized(sizes))).saturating_mul((*count).into()));
             macs.fold(0, u128::saturating_add)
         };
+        let once = || sum(&Bindings::clone);
         let macs = match run.batches {
             // The mean over the batches of the data set, whose texts differ in length.
             Some((batches, size)) => {
                 let all = sum(&|sizes| with_batch(sizes, sizes.get("batch").copied().unwrap_or(1), size));
-                all.saturating_mul(batches.into()) / u128::from(self.0.values().sum::<u64>().max(1))
+                let macs = all.saturating_mul(batches.into()) / u128::from(self.0.values().sum::<u64>().max(1));
+                if run.is_cached { macs.min(once()) } else { macs }
             }
-            None => sum(&Bindings::clone),
+            None => once(),
         };
         u64::try_from(macs).unwrap_or(u64::MAX)
     }
@@ -213,6 +215,9 @@ mod tests {
         let samples = SampleSizes([(sizes(1, 10), 3), (sizes(2, 20), 1)].into());
         let run = ModelRun::new(|sizes| (sizes["batch"] * sizes["sequence"]) as u64);
         assert_eq!(samples.macs(&run), 3 * 10 + 40);
-        assert_eq!(samples.macs(&ModelRun { batches: Some((8, 2)), ..run }), 8 * (3 * 20 + 40) / 4);
+        let batches = |count, is_cached| samples.macs(&ModelRun { batches: Some((count, 2)), is_cached, ..run.clone() });
+        assert_eq!((batches(8, false), batches(2, true)), (8 * (3 * 20 + 40) / 4, 2 * (3 * 20 + 40) / 4));
+        // Cached results are computed once for each sample.
+        assert_eq!(batches(8, true), 3 * 10 + 40);
     }
 }

@@ -8,7 +8,7 @@ use super::{AdapterKind, Objective, QuantizerScales, Training, cuts, frozen, nor
 use crate::analysis;
 use crate::error::{Error, Result};
 use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
-use crate::ir::{Bindings, Element, Graph, TensorType, Value, ValueId};
+use crate::ir::{Bindings, Element, Graph, TensorType, Value};
 use crate::model::{Model, is_linear};
 use crate::store::Encoding;
 
@@ -48,11 +48,11 @@ fn elements(ty: &TensorType, sizes: &Bindings) -> u64 {
 
 /// Predicts the memory of a training step in each of `processes` processes, for inputs of these sizes.
 /// `graph` is the part of the `whole` graph of `model` that the losses depend on. Fails if parameters are
-/// offloaded or sharded, but the graph cannot be cut into blocks.
+/// offloaded or sharded, but the graph cannot be cut into blocks. `teachers` run in each step.
 pub fn forecast(
     (graph, whole, model): (&Graph, &Graph, &Model),
     options: &Training,
-    teacher: Option<(&Graph, &Model)>,
+    teachers: &[(Graph, &Model)],
     objective: &Objective,
     (sizes, processes): (&Bindings, usize),
 ) -> Result<MemoryForecast> {
@@ -139,11 +139,13 @@ pub fn forecast(
     let element = |ty: &TensorType| if ty.element == Element::Int { 8 } else { width };
     let batch: u64 = graph.inputs().map(|(_, value)| element(&value.ty) * elements(&value.ty)).sum();
     set(MemoryCategory::Data, batch * options.gradient_accumulation.max(1) as u64);
-    let teacher_bytes = teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |(graph, model)| {
-        let bytes = |(_, value): (ValueId, &Value)| model.weights.by_name.get(&value.name).map(|weight| Residence::Stored.bytes(weight, DType::F32));
-        let all = graph.params().filter_map(bytes);
-        if options.offloads_parameters() { all.max().unwrap_or(0) } else { all.sum() }
-    });
+    let of_teacher = |(graph, model): &(Graph, &Model)| {
+        let weights = graph.params().filter_map(|(_, value)| model.weights.by_name.get(&value.name));
+        let bytes = weights.map(|weight| Residence::Stored.bytes(weight, DType::F32));
+        if options.offloads_parameters() { bytes.max().unwrap_or(0) } else { bytes.sum() }
+    };
+    let bytes = teachers.iter().filter(|_| !objective.teacher_values().is_empty()).map(of_teacher);
+    let teacher_bytes = if options.offloads_parameters() { bytes.max().unwrap_or(0) } else { bytes.sum() };
     set(MemoryCategory::Teacher, teacher_bytes);
     let student_bytes = if paged {
         if cuts.is_empty() {
