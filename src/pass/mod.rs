@@ -88,7 +88,7 @@ mod running {
     impl Context<'_> {
         /// Device, memory and threads on which models run.
         pub(crate) fn resources(&self, rounding: Rounding) -> Resources<'_> {
-            Resources { device: &self.device, memory: self.memory, work: self.work, rounding }
+            Resources { device: &self.device, memory: self.memory, work: self.work, rounding, tracker: self.memory_tracker.as_ref() }
         }
     }
 }

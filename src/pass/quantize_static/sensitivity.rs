@@ -151,6 +151,19 @@ impl QuantizeStatic {
         })
     }
 
+    /// Runs of models over the calibration samples in [`analyze_with`](QuantizeStatic::analyze_with), at most: of
+    /// the observed model, of the original one before and after rescaling, and of each layer with static,
+    /// dynamic and float activations and in the schemes.
+    ///
+    /// # Errors
+    /// If no layer can be quantized.
+    pub(crate) fn analyzed_runs(&self, schemes: &[Quantize], model: Model) -> Result<u64> {
+        let prepared = super::prepare::prepare(super::NAME, model, &self.targets, &self.ignore)?;
+        // Images may be observed twice.
+        let observed = 1 + u64::from(prepared.has_images());
+        Ok(observed + 2 + (3 + schemes.len() as u64) * prepared.layers.len() as u64)
+    }
+
     /// Quantizes one layer of the model, with static scales of its activations.
     fn with_layer(&self, prepared: &Prepared, name: &str, statistics: &BTreeMap<String, ValueStatistics>) -> Result<Model> {
         let layers = BTreeSet::from([name.to_owned()]);

@@ -7,7 +7,7 @@ use candle_core::Device;
 use super::{Fidelity, FidelityAccumulator, Outputs, Runner, Score, Subject, evaluate, evaluate_in, load};
 use crate::data::{Batch, DataSet, Order};
 use crate::error::{Error, Result};
-use crate::exec::Rounding;
+use crate::exec::{MemoryTracker, Rounding};
 use crate::model::Model;
 use crate::work::{MemoryLimit, Work};
 
@@ -25,6 +25,8 @@ pub struct Resources<'a> {
     pub work: Work<'a>,
     /// How activations are quantized at run time.
     pub rounding: Rounding,
+    /// Records the memory of running models, and counts their work.
+    pub tracker: Option<&'a Arc<MemoryTracker>>,
 }
 
 impl Resources<'_> {
@@ -33,7 +35,7 @@ impl Resources<'_> {
     }
 
     fn subject(&self, model: Model) -> Result<Subject> {
-        Ok(Subject::from_model(model)?.with_rounding(self.rounding))
+        Ok(Subject::from_model(model)?.with_rounding(self.rounding).tracked(self.tracker))
     }
 }
 
@@ -211,7 +213,7 @@ mod tests {
         let fidelity = |bytes: Option<u64>| {
             let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
             let memory = MemoryLimit { bytes, explicit: false };
-            comparison.fidelity(&changed, Resources { device: &Device::Cpu, memory, work, rounding: Rounding::Token }).unwrap().cosine
+            comparison.fidelity(&changed, Resources { device: &Device::Cpu, memory, work, rounding: Rounding::Token, tracker: None }).unwrap().cosine
         };
         let first = fidelity(None);
         assert!(first < 0.9999, "{first}");

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
@@ -9,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use super::{Outputs, Precision, Runtime};
 use crate::data::{Batch, References};
 use crate::error::Result;
-use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Residence, Rounding, state_bytes};
+use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, MemoryTracker, Parameters, Residence, Rounding, state_bytes};
 use crate::ir::decoder::{MASK, TOKENS};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
@@ -69,6 +70,12 @@ impl<'g> Candle<'g> {
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Candle { executor: self.executor.with_rounding(rounding) }
+    }
+
+    /// Records values in a memory tracker, if there is one.
+    #[must_use]
+    pub fn tracked(self, tracker: Option<&Arc<MemoryTracker>>) -> Self {
+        Candle { executor: self.executor.tracked(tracker) }
     }
 }
 

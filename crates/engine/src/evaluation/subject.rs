@@ -1,6 +1,7 @@
 //! Models to evaluate: a folder of weights, or an ONNX file.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::Device;
 use serde_json::{Map, Value};
@@ -9,7 +10,7 @@ use super::{BlockwiseCandle, Candle, OnnxRuntime, Precision, Runner, Runtime};
 use crate::analysis;
 use crate::data::Target;
 use crate::error::{Error, Result};
-use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
+use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, MemoryTracker, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, preprocessing_folder};
 use crate::runtime::Limits;
@@ -46,6 +47,7 @@ pub struct Subject {
     inputs: Vec<Port>,
     outputs: Vec<Port>,
     rounding: Rounding,
+    tracker: Option<Arc<MemoryTracker>>,
     precision: Precision,
     source: Source,
 }
@@ -113,6 +115,7 @@ impl Subject {
             inputs,
             outputs,
             rounding: Rounding::Token,
+            tracker: None,
             precision: Precision::F32,
             source: Source::Folder { model: Box::new(model), graph: Box::new(graph) },
         })
@@ -129,6 +132,7 @@ impl Subject {
             inputs,
             outputs,
             rounding: Rounding::Tensor,
+            tracker: None,
             precision: Precision::F32,
             source: Source::Onnx(Some(session)),
         })
@@ -172,6 +176,12 @@ impl Subject {
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Subject {
         Subject { rounding, ..self }
+    }
+
+    /// Records the runs of the built-in executor in a memory tracker, if there is one.
+    #[must_use]
+    pub fn tracked(self, tracker: Option<&Arc<MemoryTracker>>) -> Subject {
+        Subject { tracker: tracker.cloned(), ..self }
     }
 
     /// Sets the floating-point type of the built-in executor.
@@ -226,13 +236,16 @@ impl Subject {
     }
 
     fn load_as<'s>(&'s mut self, schedule: Schedule, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
-        let (rounding, precision) = (self.rounding, self.precision);
+        let (rounding, precision, tracker) = (self.rounding, self.precision, self.tracker.clone());
         match (&mut self.source, schedule) {
             (Source::Folder { model, graph }, Schedule::Blockwise { states }) => {
-                let options = BlockwiseOptions { rounding, compute: precision.dtype(), ..BlockwiseOptions::on(device) };
+                let options = BlockwiseOptions { rounding, tracker, compute: precision.dtype(), ..BlockwiseOptions::on(device) };
                 Ok(Box::new(BlockwiseCandle::new(model, graph, options, states, work)))
             }
-            (Source::Folder { model, graph }, Schedule::Resident) => Ok(Box::new(Candle::load(model, graph, precision, device, work)?.with_rounding(rounding))),
+            (Source::Folder { model, graph }, Schedule::Resident) => {
+                let loaded = Candle::load(model, graph, precision, device, work)?;
+                Ok(Box::new(loaded.with_rounding(rounding).tracked(tracker.as_ref())))
+            }
             (Source::Onnx(session), _) => match session.take() {
                 Some(session) => Ok(Box::new(session.cancelled_by(work.cancel))),
                 None => Err(Error::option("ONNX Runtime", "the model is already loaded")),

@@ -6,18 +6,12 @@ use super::{Budget, ROUNDS, Search};
 use crate::analysis;
 use crate::error::Result;
 use crate::evaluation::Subject;
-use crate::ir::{Bindings, Graph, Op};
+use crate::ir::{Bindings, Graph};
 use crate::pass::{Score, Scores};
 use crate::pipeline::running::time::SampleSizes;
 use crate::pipeline::time::{Rates, StageWork};
 use crate::report::search::SearchLoss;
 use crate::run_state::ModelRun;
-
-/// Runs of the model for the scores of all layers: forward, backward (twice the work), and forward to the
-/// inputs of the layers.
-const SCORES: u64 = 4;
-/// Models that are compared for each layer of an ONNX file, without int4 weights.
-const DAMAGES: u64 = 3;
 
 impl Search<'_> {
     /// The counted work of the stages of the search, with estimated times at these rates: upper bounds,
@@ -48,8 +42,7 @@ impl Search<'_> {
         };
         let units = self.expected_units(&*formats)?;
         let is_onnx = formats.loss() == SearchLoss::CosineDistance;
-        let layers = graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))).count() as u64;
-        let of_layers = if is_onnx { used.saturating_mul(DAMAGES * layers + 3) } else { used.saturating_mul(SCORES) };
+        let of_layers = used.saturating_mul(formats.score_runs()?);
         // Mixtures of ONNX files are calibrated.
         let calibrated = if is_onnx { used } else { 0 };
         let tried = |count: usize| (count as u64).saturating_mul(held_out + calibrated + scored).saturating_add(held_out + scored);
@@ -77,4 +70,50 @@ impl Search<'_> {
 fn forward(graph: &Graph) -> ModelRun {
     let graph = graph.clone();
     ModelRun::new(move |sizes: &Bindings| analysis::cost(&graph, sizes).0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use candle_core::{Device, Tensor};
+
+    use super::super::onnx_layers::{Arithmetics, OnnxLayers};
+    use super::super::schemes::Schemes;
+    use super::*;
+    use crate::data::{Data, DataSets};
+    use crate::exec::MemoryTracker;
+    use crate::model::Model;
+    use crate::pass::{Context, Scheme};
+    use crate::work::{Cancel, MemoryLimit, Silent, Work};
+
+    /// Executed multiply-accumulates relative to those of a run over the calibration samples.
+    fn executed(model: &Model, run: impl FnOnce(&Context)) -> f64 {
+        let folder = tempfile::tempdir().unwrap();
+        let ids = Tensor::from_vec((0..48i64).map(|at| at * at * 7 % 41 % 40).collect::<Vec<_>>(), (6, 8), &Device::Cpu).unwrap();
+        let path = folder.path().join("ids.safetensors");
+        let arrays = [("attention_mask".to_owned(), ids.ones_like().unwrap()), ("input_ids".to_owned(), ids)];
+        candle_core::safetensors::save(&arrays.into(), &path).unwrap();
+        let set = Data { arrays: Some(path), ..Data::default() };
+        let data = DataSets { calibration: Some(set.clone()), ..DataSets::default() };
+        let (tracker, cancel) = (Arc::new(MemoryTracker::default().counting()), Cancel::default());
+        let (device, memory, work) = (Device::Cpu, MemoryLimit::default(), Work { threads: 2, progress: &Silent, cancel: &cancel });
+        run(&Context { work, seed: 0, data: &data, device, memory, memory_tracker: Some(tracker.clone()), checkpoints: None });
+        let (graph, subject) = (model.graph().unwrap(), Subject::from_model(model.clone()).unwrap());
+        let once = SampleSizes::new(&data.open(&set, subject.target()).unwrap(), &set, &graph).unwrap().macs(&forward(&graph));
+        tracker.macs().unwrap() as f64 / once as f64
+    }
+
+    /// Planned runs are an upper bound that exceeds the executed work by less than one run.
+    #[test]
+    fn the_runs_for_scores_are_those_of_the_search() {
+        let model = Model::open(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+        let formats: [Box<dyn Formats>; 2] =
+            [Box::new(Schemes::new(&model, &[(Scheme::W4A16, 8)])), Box::new(OnnxLayers::new(&model, Arithmetics::Fast).unwrap())];
+        for formats in formats {
+            let runs = executed(&model, |context| drop(formats.scores(context).unwrap()));
+            let planned = formats.score_runs().unwrap() as f64;
+            assert!(runs <= planned && runs > planned - 1.0, "{runs} of {planned} runs: {:?}", formats.names());
+        }
+    }
 }

@@ -120,6 +120,16 @@ pub(super) trait Formats {
     /// If the model cannot run, or no weight can be quantized.
     fn scores(&self, context: &Context) -> Result<Scores>;
 
+    /// Runs of whole models over the calibration samples that the [scores](Formats::scores) take, at most.
+    /// Without an implementation: a forward pass, a backward pass, which is twice the work, and a forward pass
+    /// to the inputs of the layers.
+    ///
+    /// # Errors
+    /// If no weight can be quantized.
+    fn score_runs(&self) -> Result<u64> {
+        Ok(4)
+    }
+
     /// Sizes of the formats of each weight, with losses of 0; `None` if they are only known with the scores.
     ///
     /// # Errors

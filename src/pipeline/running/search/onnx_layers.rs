@@ -97,6 +97,11 @@ impl<'a> OnnxLayers<'a> {
         Onnx { weight_only, float16_weights, ..Onnx::default() }
     }
 
+    /// Schemes of weights whose effect is measured in addition to int8.
+    fn schemes(&self) -> Vec<Quantize> {
+        if self.has_int4() { vec![int4(Vec::new())] } else { Vec::new() }
+    }
+
     /// The index of floats.
     fn floats(&self) -> usize {
         self.formats.len()
@@ -235,8 +240,7 @@ impl Formats for OnnxLayers<'_> {
     /// are measured later.
     fn scores(&self, context: &Context) -> Result<Scores> {
         let has_samples = context.data.calibration.is_some();
-        let schemes = if self.has_int4() { vec![int4(Vec::new())] } else { Vec::new() };
-        let damages = QuantizeStatic::default().analyze_with(self.rounding(), &schemes, self.model.clone(), context)?;
+        let damages = QuantizeStatic::default().analyze_with(self.rounding(), &self.schemes(), self.model.clone(), context)?;
         let mut scores = Scores::default();
         let weights = &self.model.weights.by_name;
         let row_major = if self.has_int4() { self.row_major()? } else { BTreeSet::new() };
@@ -271,6 +275,10 @@ impl Formats for OnnxLayers<'_> {
         }
         self.add_overhead(&mut scores)?;
         Ok(scores)
+    }
+
+    fn score_runs(&self) -> Result<u64> {
+        QuantizeStatic::default().analyzed_runs(&self.schemes(), self.model.clone())
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {

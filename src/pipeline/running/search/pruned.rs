@@ -189,6 +189,10 @@ impl Formats for Pruned<'_> {
         self.layers.scores(context)
     }
 
+    fn score_runs(&self) -> Result<u64> {
+        self.layers.score_runs()
+    }
+
     fn units(&self, scores: &Scores) -> Vec<Unit> {
         let (mut rest, mut units) = (self.layers.units(scores), Vec::new());
         for branch in &self.branches {
