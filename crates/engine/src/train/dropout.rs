@@ -1,6 +1,6 @@
 //! Dropout of the residual branches and of the embeddings of a transformer.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Training;
 use crate::analysis;
@@ -20,11 +20,12 @@ pub fn dropout(graph: &Graph, training: &Training) -> Result<Option<Dropout>> {
     let [stack] = &analysis::stacks(graph)[..] else {
         return Err(wrong("needs a transformer with one stack of layers, and no `attention` loss: remove it".into()));
     };
+    let branches = branches(graph);
     let by_name = |name: &str| graph.nodes().iter().position(|node| graph.value(node.output).name == name);
     let mut nodes = BTreeSet::new();
     for layer in &stack.layers {
-        let own = |(index, node): (usize, &Node)| layer.nodes.contains(&graph.value(node.output).name).then_some(index).filter(|_| is_branch(graph, node));
-        let found: Vec<usize> = graph.nodes().iter().enumerate().filter_map(own).collect();
+        let is_own = |index: &&usize| graph.nodes().get(**index).is_some_and(|node| layer.nodes.contains(&graph.value(node.output).name));
+        let found: Vec<usize> = branches.iter().filter(is_own).copied().collect();
         if found.len() != BRANCHES {
             let reason = format!(
                 "the layer that returns `{}` has {} linear layers whose result is added to its residual stream, but attention and feed-forward network have {BRANCHES}: remove it",
@@ -42,15 +43,23 @@ pub fn dropout(graph: &Graph, training: &Training) -> Result<Option<Dropout>> {
     Ok(Some(Dropout { rate, nodes }))
 }
 
-/// Whether a node is a linear layer whose only reader adds it to a value that no linear layer computes.
-fn is_branch(graph: &Graph, node: &Node) -> bool {
-    let is_linear = |id: &ValueId| graph.nodes().iter().any(|other| other.output == *id && matches!(other.op, Op::Linear(_)));
-    let readers: Vec<&Node> = graph.nodes().iter().filter(|other| other.inputs.contains(&node.output)).collect();
-    let [reader] = readers[..] else { return false };
-    let others: Vec<&ValueId> = reader.inputs.iter().filter(|id| **id != node.output).collect();
-    matches!(node.op, Op::Linear(_))
-        && matches!(reader.op, Op::Add(_))
-        && matches!(others[..], [other] if graph.value(*other).kind != Kind::Param && !is_linear(other))
+/// Indices of the linear layers whose only reader adds their result to a value that no linear layer computes.
+fn branches(graph: &Graph) -> Vec<usize> {
+    let is_linear = |id: ValueId| graph.producer(id).is_some_and(|node| matches!(node.op, Op::Linear(_)));
+    let mut readers: BTreeMap<ValueId, Vec<&Node>> = BTreeMap::new();
+    for node in graph.nodes() {
+        for id in node.inputs.iter().collect::<BTreeSet<_>>() {
+            readers.entry(*id).or_default().push(node);
+        }
+    }
+    let is_branch = |node: &Node| {
+        let Some([reader]) = readers.get(&node.output).map(Vec::as_slice) else { return false };
+        let others: Vec<ValueId> = reader.inputs.iter().copied().filter(|id| *id != node.output).collect();
+        matches!(node.op, Op::Linear(_))
+            && matches!(reader.op, Op::Add(_))
+            && matches!(others[..], [other] if graph.value(other).kind != Kind::Param && !is_linear(other))
+    };
+    graph.nodes().iter().enumerate().filter(|(_, node)| is_branch(node)).map(|(index, _)| index).collect()
 }
 
 #[cfg(test)]
