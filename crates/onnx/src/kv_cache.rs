@@ -63,7 +63,6 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
         return refuse("this model".into(), &format!("has no input `{name}`, which determines the number of tokens"));
     }
     let rank = |id: ValueId| graph.value(id).ty.shape.len();
-    let is_chunks = |id: ValueId| graph.producer(id).is_some_and(|node| matches!(node.op, Op::ChunkBias(_)));
     let mask = |id: ValueId| graph.value(id).kind == Kind::Input && graph.value(id).name == MASK;
     for node in graph.nodes() {
         let name = || format!("graph node `{}`", graph.value(node.output).name);
@@ -71,7 +70,7 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
             Op::Positions(op) if op.padding.is_some_and(|padding| padding != 0 || !node.inputs.iter().all(|id| mask(*id))) => {
                 return refuse(name(), "derives positions from a padding token, but a file with a KV cache has the input `position_ids`");
             }
-            Op::Attention(_) if node.inputs.iter().skip(3).any(|id| rank(*id) > 2 && !is_chunks(*id)) => {
+            Op::Attention(_) if node.inputs.iter().skip(3).any(|id| rank(*id) > 2 && !graph.is_chunk_mask(*id)) => {
                 return refuse(name(), "adds a bias to the attention scores, which has no columns for cached tokens");
             }
             Op::Attention(_) if node.inputs.iter().skip(3).any(|id| rank(*id) == 2 && !mask(*id)) => {

@@ -250,7 +250,7 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
 /// The types of all layers, if they differ and each of them mixes tokens.
 fn layer_types(graph: &Graph, found: &Layers) -> Option<Vec<Value>> {
     const FULL: &str = "full_attention";
-    let is_chunked = |node: &Node| node.inputs.iter().any(|id| graph.producer(*id).is_some_and(|node| matches!(node.op, Op::ChunkBias(_))));
+    let is_chunked = |node: &Node| node.inputs.iter().any(|id| graph.is_chunk_mask(*id));
     let kind = |node: &Node| match &node.op {
         Op::Attention(_) if is_chunked(node) => Some("chunked_attention"),
         Op::Attention(op) if op.window.is_some() => Some("sliding_attention"),

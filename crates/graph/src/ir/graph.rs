@@ -75,6 +75,11 @@ impl Graph {
         if let Kind::Node(index) = self.value(id).kind { self.nodes.get(index) } else { None }
     }
 
+    /// Whether a value is the mask of attention within chunks.
+    pub fn is_chunk_mask(&self, id: ValueId) -> bool {
+        self.producer(id).is_some_and(|node| matches!(node.op, Op::ChunkBias(_)))
+    }
+
     /// All nodes, in topological order.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes

@@ -4,7 +4,6 @@ use super::super::proto::AttributeProto;
 use super::{Lowering, kv_cache};
 use crate::error::Result;
 use crate::ir::ops::{Attention, ChunkBias, RelativeBias, RelativeProducts, SplitHeads, WindowBias};
-use crate::ir::{Node, Op};
 
 const HEADS_FIRST: [i64; 4] = [0, 2, 1, 3];
 
@@ -112,8 +111,7 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
 
 /// Whether the current node reads a mask of chunks.
 fn has_chunks(n: &Lowering) -> bool {
-    let is_mask = |node: &Node| matches!(node.op, Op::ChunkBias(_));
-    n.node().is_some_and(|node| node.inputs.iter().any(|id| n.graph.producer(*id).is_some_and(is_mask)))
+    n.node().is_some_and(|node| node.inputs.iter().any(|id| n.graph.is_chunk_mask(*id)))
 }
 
 /// Reshapes scores `[batch, heads, rows, keys]` to another number of heads.

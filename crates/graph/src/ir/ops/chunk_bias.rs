@@ -1,13 +1,11 @@
 //! The mask of chunked attention.
 
-use std::ops::Range;
-
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::decoding::{DecodingState, Forward, Incremental};
-use super::{Backward, OpSpec, require, require_rank};
+use super::decoding::{DecodingState, Forward, Incremental, of_tokens};
+use super::{OpSpec, require, require_rank};
 use crate::ir::{Dim, Element, TensorType};
 
 /// The mask of attention within chunks (Llama 4): tokens `[batch, sequence]`, of which only the shape is
@@ -51,9 +49,7 @@ impl Incremental for ChunkBias {
 }
 
 impl OpSpec for ChunkBias {
-    fn arity(&self) -> Range<usize> {
-        1..2
-    }
+    of_tokens!();
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Int, "the tokens")?;
@@ -72,17 +68,5 @@ impl OpSpec for ChunkBias {
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let sequence = inputs[0].dim(1)?;
         constant(format!("chunks of {} in {sequence}", self.size), inputs[0].device(), |device| self.pairs(0, sequence, device))
-    }
-
-    fn incremental(&self) -> Option<&dyn Incremental> {
-        Some(self)
-    }
-
-    fn backward(&self, _backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![None])
-    }
-
-    fn reads_input(&self, _input: usize) -> bool {
-        false
     }
 }

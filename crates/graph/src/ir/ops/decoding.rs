@@ -10,6 +10,29 @@ use crate::ir::{Bindings, TensorType};
 /// A function that computes an op from its inputs.
 pub type Forward<'f> = dyn Fn(&[Tensor]) -> Result<Tensor> + 'f;
 
+/// The methods of an op that reads only the number or the ids of tokens, so that it has no gradient.
+macro_rules! of_tokens {
+    () => {
+        fn arity(&self) -> std::ops::Range<usize> {
+            1..2
+        }
+
+        fn incremental(&self) -> Option<&dyn $crate::ir::ops::Incremental> {
+            Some(self)
+        }
+
+        fn backward(&self, _backward: &$crate::ir::ops::Backward) -> candle_core::Result<Vec<Option<candle_core::Tensor>>> {
+            Ok(vec![None])
+        }
+
+        fn reads_input(&self, _input: usize) -> bool {
+            false
+        }
+    };
+}
+
+pub(super) use of_tokens;
+
 /// An op whose result for a token depends on its position or on other tokens.
 pub trait Incremental: fmt::Debug {
     /// The axis of an input along which tokens are arranged; `None` if the input has no row for each

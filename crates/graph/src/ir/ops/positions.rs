@@ -1,13 +1,11 @@
 //! Position ids.
 
-use std::ops::Range;
-
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::ScalarOps;
-use super::decoding::{DecodingState, Forward, Incremental};
-use super::{Backward, OpSpec, require, require_rank};
+use super::decoding::{DecodingState, Forward, Incremental, of_tokens};
+use super::{OpSpec, require, require_rank};
 use crate::ir::{Element, TensorType};
 
 /// Position ids for tokens `[batch, sequence]`: 0, 1, 2, … in every row. With a padding token, padding
@@ -70,9 +68,7 @@ impl Incremental for Positions {
 }
 
 impl OpSpec for Positions {
-    fn arity(&self) -> Range<usize> {
-        1..2
-    }
+    of_tokens!();
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Int, "the tokens")?;
@@ -86,17 +82,5 @@ impl OpSpec for Positions {
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         self.following(&inputs[0], 0, None).map(|(positions, _)| positions)
-    }
-
-    fn incremental(&self) -> Option<&dyn Incremental> {
-        Some(self)
-    }
-
-    fn backward(&self, _backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![None])
-    }
-
-    fn reads_input(&self, _input: usize) -> bool {
-        false
     }
 }
