@@ -13,7 +13,7 @@
 //! the student, so that all divergences and their gradients are those of distributions over the `top`
 //! columns and the rest.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read};
 use std::ops::Range;
@@ -249,15 +249,15 @@ impl Cache {
         let Some((_, highest)) = row.first().copied().filter(|(_, highest)| highest.is_finite() && total <= LARGEST_SUM) else {
             return Err(format!("sum to {total:.2}"));
         };
+        let mut columns = BTreeSet::new();
+        if let Some((column, _)) = row.iter().find(|(column, _)| !columns.insert(*column)) {
+            return Err(format!("have the token {column} twice"));
+        }
         row.truncate(self.top);
         let rest = (1.0 - sum(&row)).max(0.0).ln() - f64::from(highest);
-        row.sort_unstable_by_key(|(column, _)| *column);
-        if let Some(pair) = row.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            return Err(format!("have the token {} twice", pair[0].0));
-        }
-        row.resize(self.top, row.first().copied().unwrap_or_default());
-        entries.logits.extend(row.into_iter().map(|(column, value)| (column, f16::from_f32((value - highest).max(f16::MIN.to_f32())))));
-        entries.rest.push(f16::from_f64(rest).max(ZERO_PROBABILITY));
+        let (logits, rest) = stored_row(row, self.top, highest, rest);
+        entries.logits.extend(logits);
+        entries.rest.push(rest);
         Ok(())
     }
 
@@ -298,9 +298,18 @@ fn parse_header(header: &[u8; HEADER_BYTES]) -> (u128, usize, u64) {
     )
 }
 
-/// The `top` largest values of a row, ordered by column, minus the largest one; shorter rows are padded
-/// by repeating their first column. With the logarithm of the probability of the other values at a
-/// temperature, relative to that of the largest one.
+/// A row of the cache: logits, ordered by column, minus the largest one, and the logarithm of the probability of
+/// the other columns, relative to that of the largest logit. Rows of fewer than `top` logits are padded by
+/// repeating their first column.
+fn stored_row(mut logits: Vec<(u32, f32)>, top: usize, highest: f32, rest: f64) -> (Vec<(u32, f16)>, f16) {
+    logits.sort_unstable_by_key(|(column, _)| *column);
+    let first = logits.first().copied().unwrap_or_default();
+    logits.resize(top, first);
+    let stored = |value: f32| f16::from_f32((value - highest).clamp(f16::MIN.to_f32(), f16::MAX.to_f32()));
+    (logits.into_iter().map(|(column, value)| (column, stored(value))).collect(), f16::from_f64(rest).max(ZERO_PROBABILITY))
+}
+
+/// The row of the cache for logits, of which the `top` largest are stored, and probabilities at a temperature.
 fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f16) {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
     let by_value = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
@@ -314,10 +323,8 @@ fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f1
         others.sort_unstable();
         rest = others.into_iter().map(|column| (f64::from(row[column as usize] - offset) / temperature).exp()).sum::<f64>();
     }
-    order.sort_unstable();
-    order.resize(top, order.first().copied().unwrap_or(0));
-    let entry = |column: u32| (column, f16::from_f32((row[column as usize] - offset).clamp(-65504.0, 65504.0)));
-    (order.into_iter().map(entry).collect(), f16::from_f64(rest.ln()).max(ZERO_PROBABILITY))
+    let logits = order.into_iter().map(|column| (column, row[column as usize])).collect();
+    stored_row(logits, top, offset, rest.ln())
 }
 
 /// Cache key of each sample of a batch: a hash of the model inputs without padding, of the positions of
