@@ -38,6 +38,17 @@ pub(crate) fn vllm_loads_embeddings(codes: Codes, packed: bool, symmetric: bool)
 /// Values of `--max-lora-rank` that all versions of vLLM accept (`vllm/config/lora.py`: `MaxLoRARanks`).
 const VLLM_LORA_RANKS: [u64; 8] = [8, 16, 32, 64, 128, 256, 320, 512];
 
+/// Changes of a run with which vLLM loads its adapter.
+pub(crate) const VLLM_ADAPTER_REMEDY: &str = "use `kind: lora`, a lower rank, or `merge: true`";
+
+/// The `--max-lora-rank` with which vLLM loads an adapter of this rank and kind, or why vLLM does not load it.
+pub(crate) fn vllm_adapter_rank(rank: u64, is_dora: bool) -> std::result::Result<u64, String> {
+    if is_dora {
+        return Err("vLLM does not load DoRA".into());
+    }
+    vllm_max_lora_rank(rank).ok_or_else(|| format!("vLLM loads ranks up to {}", VLLM_LORA_RANKS.into_iter().max().unwrap_or(0)))
+}
+
 /// The smallest `--max-lora-rank` with which vLLM loads a LoRA adapter of this rank; `None` if vLLM does not
 /// load it.
 pub(crate) fn vllm_max_lora_rank(rank: u64) -> Option<u64> {

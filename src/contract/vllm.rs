@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::facts::{VLLM_BITS, vllm_loads_embeddings, vllm_max_lora_rank};
+use super::facts::{VLLM_ADAPTER_REMEDY, VLLM_BITS, vllm_adapter_rank, vllm_loads_embeddings};
 use super::folder::{Adapter, Folder};
 use super::scheme::{Arguments, Group};
 use super::{Finding, Needs, Rule, Target, compressed_tensors, extra_layers, fused, shared};
@@ -202,7 +202,6 @@ fn unread_layers(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
 /// Modules that are stored as a whole, and that vLLM loads.
 const SAVED_MODULES: [&str; 2] = ["classifier", "score"];
 const MERGE: &str = "add it to the weights: `compress dequantize` for an output of compress, or `merge_and_unload` of PEFT";
-const MERGE_IN_RUN: &str = "use `kind: lora`, a lower rank, or `merge: true`";
 
 /// Why vLLM does not load an adapter.
 fn adapter_reason(Adapter { values, .. }: &Adapter) -> Option<String> {
@@ -211,19 +210,19 @@ fn adapter_reason(Adapter { values, .. }: &Adapter) -> Option<String> {
         return Some(format!("has no `{key}`, which vLLM requires"));
     }
     let patterns = of("rank_pattern").as_object().into_iter().flatten().filter_map(|(_, rank)| rank.as_u64());
-    let rank = of("r").as_u64().into_iter().chain(patterns).max();
+    let (rank, is_dora) = (of("r").as_u64().into_iter().chain(patterns).max().unwrap_or(0), *of("use_dora") == Value::Bool(true));
     let saved = of("modules_to_save").as_array().into_iter().flatten().find(|name| !name.as_str().is_some_and(|name| SAVED_MODULES.contains(&name)));
-    match (of("use_dora"), of("bias"), saved, rank.filter(|rank| vllm_max_lora_rank(*rank).is_none())) {
-        (Value::Bool(true), ..) => Some("has `use_dora`: vLLM does not load DoRA".into()),
-        (_, Value::String(bias), ..) if bias != "none" => Some(format!("has `bias` of `{bias}`: vLLM loads no biases")),
-        (_, _, Some(name), _) => Some(format!("has {name} in `modules_to_save`, which vLLM does not load")),
-        (.., Some(rank)) => Some(format!("has rank {rank}: vLLM loads ranks up to 512")),
+    match (vllm_adapter_rank(rank, is_dora), of("bias"), saved) {
+        (Err(reason), ..) if is_dora => Some(format!("has `use_dora`: {reason}")),
+        (_, Value::String(bias), _) if bias != "none" => Some(format!("has `bias` of `{bias}`: vLLM loads no biases")),
+        (.., Some(name)) => Some(format!("has {name} in `modules_to_save`, which vLLM does not load")),
+        (Err(reason), ..) => Some(format!("has rank {rank}: {reason}")),
         _ => None,
     }
 }
 
 fn adapter(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    let finding = |adapter: &Adapter| Some(Finding::new(adapter.file.clone(), adapter_reason(adapter)?, MERGE).for_run(MERGE_IN_RUN));
+    let finding = |adapter: &Adapter| Some(Finding::new(adapter.file.clone(), adapter_reason(adapter)?, MERGE).for_run(VLLM_ADAPTER_REMEDY));
     Ok(folder.adapter.iter().filter_map(finding).collect())
 }
 

@@ -1,6 +1,6 @@
 //! Requirements of PEFT on the adapters that passes write, and how runtimes load them.
 
-use crate::contract::facts::vllm_max_lora_rank;
+use crate::contract::facts::vllm_adapter_rank;
 use crate::error::Result;
 use crate::model::{Model, class};
 use crate::pass::targets::is_expert;
@@ -28,12 +28,8 @@ pub(super) fn obstacle(name: &str, model: &Model) -> Result<Option<&'static str>
     })
 }
 
-/// How vLLM loads an adapter of this rank as a model with this name.
-pub(super) fn vllm_note(rank: usize, name: &str) -> String {
-    match vllm_max_lora_rank(rank as u64) {
-        Some(limit) => {
-            format!("In vLLM: `--enable-lora --max-lora-rank {limit} --lora-modules {name}=FOLDER/adapter`, and requests for the model `{name}`")
-        }
-        None => "vLLM does not load adapters of this rank".to_owned(),
-    }
+/// How vLLM loads an adapter of this rank and kind as a model with this name, or why it does not.
+pub(super) fn vllm_note(rank: usize, is_dora: bool, name: &str) -> std::result::Result<String, String> {
+    let limit = vllm_adapter_rank(rank as u64, is_dora)?;
+    Ok(format!("In vLLM: `--enable-lora --max-lora-rank {limit} --lora-modules {name}=FOLDER/adapter`, and requests for the model `{name}`"))
 }

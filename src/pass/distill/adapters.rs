@@ -10,6 +10,7 @@ use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 
 use crate::analysis;
+use crate::contract::facts::VLLM_ADAPTER_REMEDY;
 use crate::error::{Error, Result, counted};
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node, low_rank};
@@ -20,9 +21,6 @@ use crate::store::{
     ActivationScheme, Computed, Corrected, DType, Encoding, Normalized, Origin, Pattern, Role, Scaled, Weight, ZeroOrigin, output_norms, select,
 };
 use crate::train::{Absorbed, Adapter, AdapterKind, BatchNorm, ClassifyZeros, OutputNorm, Training, ZeroKind, norm_names};
-
-/// How vLLM loads adapters with norms of outputs (`vllm/lora/peft_helper.py`).
-const VLLM_WITHOUT_DORA: &str = "vLLM does not load DoRA adapters: use `kind: lora` or `merge: true` for it";
 
 /// The adapters of a model.
 pub(super) struct Adapters {
@@ -228,7 +226,8 @@ impl Adapters {
     /// A note on the adapters.
     pub fn note(&self, pass: &str) -> String {
         let (rank, layers, parameters) = (self.options.rank, counted(self.layers.len(), "layer"), self.parameters());
-        let kind = if self.options.kind == AdapterKind::Dora { "DoRA" } else { "LoRA" };
+        let is_dora = self.options.kind == AdapterKind::Dora;
+        let kind = if is_dora { "DoRA" } else { "LoRA" };
         let trained =
             format!("{pass}: {kind} adapters of rank {rank} were trained for {layers}, {parameters} parameters of {}", self.base.weights.parameters());
         if self.options.absorb {
@@ -237,7 +236,7 @@ impl Adapters {
         if self.options.merge {
             return format!("{trained}; they are added to the weights");
         }
-        let loading = if self.options.kind == AdapterKind::Dora { VLLM_WITHOUT_DORA.to_owned() } else { peft::vllm_note(rank, "tuned") };
+        let loading = peft::vllm_note(rank, is_dora, "tuned").unwrap_or_else(|reason| format!("{reason}: {VLLM_ADAPTER_REMEDY}"));
         format!(
             "{trained}; the folder `adapter` has them as a {kind} adapter that must be loaded with the model, whose weights did not change: all figures of this report are those of both together. {loading}",
         )

@@ -132,7 +132,7 @@ impl Corrections {
             self.rank,
             counted(self.layers.len(), "layer"),
             self.bytes() as f64 / 1e6,
-            peft::vllm_note(self.rank, "corrected"),
+            peft::vllm_note(self.rank, false, "corrected").unwrap_or_else(|reason| reason),
         )
     }
 }
@@ -145,7 +145,7 @@ mod tests {
     fn the_note_states_whether_vllm_loads_the_adapter() {
         let note = |rank: usize| Corrections { rank, uses_samples: false, layers: BTreeMap::new(), notes: Vec::new() }.note();
         assert!(note(300).contains("`--enable-lora --max-lora-rank 320 "), "{}", note(300));
-        assert!(note(513).ends_with("vLLM does not load adapters of this rank"), "{}", note(513));
+        assert!(note(513).ends_with("vLLM loads ranks up to 512"), "{}", note(513));
     }
 
     #[test]
