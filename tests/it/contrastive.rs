@@ -1,5 +1,5 @@
-//! Contrastive training of sentence encoders on pairs of texts. Unit tests compare the loss with
-//! sentence-transformers (`scripts/goldens losses`).
+//! Contrastive training of sentence encoders on pairs of texts: steps equal those of sentence-transformers
+//! (`scripts/goldens training`), to whose loss unit tests compare gradients (`scripts/goldens losses`).
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -12,15 +12,19 @@ use compress_core::store::ByteSize;
 use compress_engine::data::Data;
 use compress_engine::train::BatchSize;
 use compress_engine::train::optimizer::Kind;
+use serde_json::Value;
 
 use crate::evaluation::{WORDS, model};
-use crate::train::{ends, finetune};
+use crate::train::{ends, finetune, weights};
+use crate::train_encoder_decoder::checksums;
 
-const PAIRS: &str = "query,match,other\nthe cat,a cat sat,the hat ate\na hat ate,the hat,cat\nthe mat,on the mat,a hat\nsat on,sat,ate\n";
+const PAIRS: &str = include_str!("../golden/training/contrastive.csv");
+const EXPECTED: &str = include_str!("../golden/training/contrastive.json");
 
 struct Encoder {
     folder: tempfile::TempDir,
     pairs: PathBuf,
+    out: tempfile::TempDir,
 }
 
 impl Encoder {
@@ -28,7 +32,7 @@ impl Encoder {
         let folder = model("sentence-mean", &[WORDS]);
         let pairs = folder.path().with_extension("csv");
         std::fs::write(&pairs, PAIRS).unwrap();
-        Encoder { folder, pairs }
+        Encoder { folder, pairs, out: tempfile::tempdir().unwrap() }
     }
 
     fn data(&self, options: &str) -> Data {
@@ -37,9 +41,12 @@ impl Encoder {
 
     fn train(&self, losses: &str, data: &str, pass: Finetune) -> compress::Result<Report> {
         let pass = Finetune { losses: losses.parse().unwrap(), batch_size: BatchSize::Samples(4), ..pass };
-        let out = tempfile::tempdir().unwrap();
-        let pipeline = Pipeline::builder().pass(pass).train(self.data(data)).seed(3).build()?;
-        pipeline.run(Model::open(self.folder.path()).unwrap(), out.path().join("out"))
+        let pipeline = Pipeline::builder().pass(pass).train(self.data(data)).seed(3).force(true).build()?;
+        pipeline.run(Model::open(self.folder.path()).unwrap(), self.out())
+    }
+
+    fn out(&self) -> PathBuf {
+        self.out.path().join("out")
     }
 
     fn first_loss(&self, losses: &str, data: &str) -> f64 {
@@ -58,12 +65,28 @@ const SWAPPED: &str = "{ task: contrastive, text_column: match, pair_column: que
 const ALL: &str = "{ task: contrastive, text_column: query, pair_column: match, negative_column: other }";
 
 #[test]
-fn matching_texts_become_similar() {
-    let encoder = Encoder::new();
-    for data in [BOTH, ALL] {
-        let report = encoder.train("{ contrastive: { temperature: 0.5 } }", data, finetune(60)).unwrap();
-        let (first, last) = ends(&report);
-        assert!(last < 0.7 * first, "{data}: {first} to {last}");
+fn steps_are_those_of_sentence_transformers() {
+    let (encoder, expected) = (Encoder::new(), serde_json::from_str::<Value>(EXPECTED).unwrap());
+    let sgd = Finetune { optimizer: Kind::Sgd, momentum: 0.0, weight_decay: 0.0, clip_norm: 0.0, learning_rate: 0.1, ..finetune(4) };
+    for (case, data) in [("pairs", BOTH), ("negatives", ALL)] {
+        let report = encoder.train("{ contrastive: { temperature: 0.5 } }", data, sgd.clone()).unwrap();
+        let curve = report.passes[0].details["training"]["curve"].as_array().unwrap();
+        let losses = expected[case]["losses"].as_array().unwrap();
+        assert_eq!((curve.len(), losses.len()), (4, 4));
+        for (step, (ours, theirs)) in curve.iter().zip(losses).enumerate() {
+            let (ours, theirs) = (ours["loss"].as_f64().unwrap(), theirs["contrastive"].as_f64().unwrap());
+            assert!((ours - theirs).abs() < 1e-4, "{case}, step {step}: {ours} instead of {theirs}");
+        }
+        let trained = weights(&encoder.out());
+        let expected = expected[case]["weights"].as_object().unwrap();
+        assert!(expected.len() > 20);
+        for (name, theirs) in expected {
+            let room = 1e-4 * (trained[name].len() as f64).sqrt();
+            for (at, (ours, theirs)) in checksums(&trained[name]).iter().zip(theirs.as_array().unwrap()).enumerate() {
+                let (theirs, room) = (theirs.as_f64().unwrap(), if at < 2 { room } else { 1e-4 });
+                assert!((ours - theirs).abs() < room, "{case}, {name}, number {at}: {ours} instead of {theirs}");
+            }
+        }
     }
 }
 

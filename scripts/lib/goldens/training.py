@@ -15,6 +15,10 @@ temperature 2, times 4, and "hard" the cross-entropy, both as means over the lab
 mean over tokens and pairs of layers of the mean squared difference of layer outputs, separately for encoder and
 decoder. Weights of the terms: TERMS.
 
+contrastive.csv has pairs of texts with hard negatives, and contrastive.json for "pairs" and "negatives" the same
+two keys for STEPS steps of SGD on all pairs with the loss of sentence-transformers at temperature TEMPERATURE,
+whose texts have the tokens of evaluation/word-pieces.json.
+
 letters.json is a tokenizer that appends an end token, and pairs.csv has texts for it. "pairs" in expected.json
 has their tokens by the tokenizer of transformers, and the mean cross-entropy of the second texts, given the
 first.
@@ -27,6 +31,7 @@ import random
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 
@@ -37,6 +42,8 @@ FOLDER = GOLDEN / "training"
 STEPS = 4
 RATE = 3e-3
 DECAY = 0.1
+SGD_RATE = 0.1
+TEMPERATURE = 0.5
 TERMS = {"soft": 1.0, "hard": 0.5, "hidden": 0.01}
 
 torch.set_num_threads(1)
@@ -94,9 +101,12 @@ def hidden(ours, theirs, masks):
     return total / count
 
 
-def train(student, inputs, losses_of, file):
+def adamw(student):
     groups = [[p for p in student.parameters() if (p.dim() > 1) == wide] for wide in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": p, "weight_decay": decay} for p, decay in zip(groups, (DECAY, 0.0))], lr=RATE)
+    return torch.optim.AdamW([{"params": p, "weight_decay": decay} for p, decay in zip(groups, (DECAY, 0.0))], lr=RATE)
+
+
+def train(student, optimizer, losses_of, file):
     # Names in the file, before tensors are updated.
     stored = load_file(file)
     names = {}
@@ -117,7 +127,7 @@ def train(student, inputs, losses_of, file):
 def finetune(name):
     model, inputs = load(name), samples(name)
     save_file(inputs, FOLDER / f"finetune-{name}.safetensors")
-    return train(model, inputs, lambda: {"hard": model(**inputs, use_cache=False).loss}, GOLDEN / "models" / name / "model.safetensors")
+    return train(model, adamw(model), lambda: {"hard": model(**inputs, use_cache=False).loss}, GOLDEN / "models" / name / "model.safetensors")
 
 
 def distill(student, teacher):
@@ -134,7 +144,45 @@ def distill(student, teacher):
         soft = F.kl_div(ours, target, log_target=True, reduction="batchmean") * 4.0
         return {"soft": soft, "hard": outputs.loss, "hidden": hidden(seen, beside, masks)}
 
-    return train(model, inputs, losses, GOLDEN / "models" / student / "model.safetensors")
+    return train(model, adamw(model), losses, GOLDEN / "models" / student / "model.safetensors")
+
+
+class Encoder(torch.nn.Module):
+    """The embeddings of texts, normalized means of hidden states, as modules.json of the model specifies."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, features):
+        mask = features["attention_mask"][..., None]
+        hidden = self.model(**features).last_hidden_state * mask
+        return {"sentence_embedding": F.normalize(hidden.sum(1) / mask.sum(1), dim=-1)}
+
+
+TRIPLES = [
+    ("the cat", "a cat sat", "the hat ate"),
+    ("a hat ate", "the hat", "cat"),
+    ("the mat", "on the mat", "a hat"),
+    ("sat on", "sat", "ate"),
+]
+
+
+def contrastive(columns):
+    file = GOLDEN / "models" / "sentence-mean" / "model.safetensors"
+    model = transformers.AutoModel.from_pretrained(file.parent, attn_implementation="eager", dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(GOLDEN / "evaluation" / "word-pieces.json"))
+    # As in sentence_bert_config.json of this model.
+    tokenizer.enable_truncation(12)
+    tokenizer.enable_padding()
+
+    def features(texts):
+        encoded = tokenizer.encode_batch(texts)
+        return {"input_ids": torch.tensor([text.ids for text in encoded]), "attention_mask": torch.tensor([text.attention_mask for text in encoded])}
+
+    texts = [features(column) for column in list(zip(*TRIPLES))[:columns]]
+    loss = MultipleNegativesRankingLoss(Encoder(model), scale=1 / TEMPERATURE)
+    return train(model, torch.optim.SGD(model.parameters(), lr=SGD_RATE), lambda: {"contrastive": loss(texts, None)}, file)
 
 
 PAIRS = [("a b c", "c b a"), ("the cat sat", "sat"), ("x", "x x x x x"), ("dog, cat", "a dog and a cat"), ("", "empty")]
@@ -161,7 +209,11 @@ FOLDER.mkdir(exist_ok=True)
 found = {f"finetune-{name}": finetune(name) for name in ("t5", "t5-gated", "mt5", "whisper")}
 found["distill"] = distill("t5", "t5-gated")
 found["pairs"] = pairs("t5")
-lines = ",\n".join(f'"{name}": {json.dumps(case)}' for name, case in found.items())
-(FOLDER / "expected.json").write_text(f"{{\n{lines}\n}}\n")
-for name, case in found.items():
+with open(FOLDER / "contrastive.csv", "w", newline="") as file:
+    csv.writer(file, lineterminator="\n").writerows([("query", "match", "other"), *TRIPLES])
+sentences = {"pairs": contrastive(2), "negatives": contrastive(3)}
+for name, cases in (("expected", found), ("contrastive", sentences)):
+    lines = ",\n".join(f'"{name}": {json.dumps(case)}' for name, case in cases.items())
+    (FOLDER / f"{name}.json").write_text(f"{{\n{lines}\n}}\n")
+for name, case in {**found, **sentences}.items():
     print(name, case.get("losses") or case["loss"])
