@@ -15,15 +15,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use super::distill::Job;
+use super::distill::{Job, with_previous_names};
 use super::new_head::{WithHead, add_head};
 use super::{Pass, Plan, Samples, distill, options_of};
 use crate::error::{Error, Result};
-use crate::ir::Graph;
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
 use crate::run_state::{Applied, RunState};
-use crate::store::Pattern;
 
 training_pass! {
     /// Train the model on labels, or on the next token.
@@ -104,9 +102,10 @@ impl Pass for Finetune {
         if !classes.is_empty() {
             WithHead { model: student, renamed } = add_head(&self.head_option(), student, &mut applied.notes, &classes, state.seed)?;
             let graph = student.graph()?;
+            let names: Vec<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
             let groups = training.groups.iter_mut().map(|group| &mut group.targets);
             for patterns in [&mut training.targets, &mut training.ignore].into_iter().chain(groups) {
-                *patterns = with_previous_names(std::mem::take(patterns), &graph, &renamed);
+                *patterns = with_previous_names(std::mem::take(patterns), &names, &renamed);
             }
         }
         Job { renamed, ..Job::new(applied, student, training, state) }.plan()
@@ -114,46 +113,5 @@ impl Pass for Finetune {
 
     fn remedy(&self) -> &'static str {
         distill::REMEDY
-    }
-}
-
-/// Patterns that also select renamed tensors by their names in the input.
-fn with_previous_names(patterns: Vec<Pattern>, graph: &Graph, renamed: &BTreeMap<String, String>) -> Vec<Pattern> {
-    let names: Vec<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
-    let mut found = Vec::new();
-    for pattern in patterns {
-        let matches_previous = |name: &str| !pattern.matches(name) && renamed.get(name).is_some_and(|previous| pattern.matches(previous));
-        let exact: Vec<Pattern> = names.iter().filter(|name| matches_previous(name)).filter_map(|name| name.parse::<Pattern>().ok()).collect();
-        // Patterns that match no tensor are rejected.
-        if exact.is_empty() || names.iter().any(|name| pattern.matches(name)) {
-            found.push(pattern);
-        }
-        found.extend(exact);
-    }
-    found
-}
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-
-    #[test]
-    fn patterns_select_renamed_tensors_by_both_names() {
-        let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert")).unwrap();
-        let WithHead { model, renamed } = add_head("finetune: labels", model, &mut Vec::new(), &["a".to_owned(), "b".to_owned()], 0).unwrap();
-        let graph = model.graph().unwrap();
-        let found = |text: &str| {
-            let patterns = with_previous_names(vec![text.parse().unwrap()], &graph, &renamed);
-            patterns.iter().map(|pattern| pattern.as_str().to_owned()).collect::<BTreeSet<_>>()
-        };
-        let set = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<BTreeSet<_>>();
-        let query = "bert.encoder.layer.0.attention.self.query";
-        assert_eq!(found("encoder.layer.0.attention.self.query.*"), set(&[&format!("{query}.weight"), &format!("{query}.bias")]));
-        assert_eq!(found("re:(classifier|pooler.dense)[.]bias"), set(&["re:(classifier|pooler.dense)[.]bias", "bert.pooler.dense.bias"]));
-        for text in ["classifier.*", "bert.encoder.*", "nosuch.*"] {
-            assert_eq!(found(text), set(&[text]));
-        }
     }
 }

@@ -16,7 +16,7 @@ use compress_engine::exec::{Executor, Inputs, MemoryTracker, Parameters, Residen
 use compress_engine::generation::{Continuation, Generate, LanguageModel, Sampling, Speculation};
 use compress_engine::train::losses::{DraftSteps, Loss, Soft, SoftLoss};
 use compress_engine::train::optimizer::Kind;
-use compress_engine::train::{BatchSize, Every};
+use compress_engine::train::{BatchSize, Every, ParameterGroup};
 use compress_graph::arch::Settings;
 use compress_graph::arch::draft_head::{PREFIX, step_logits, unrolled};
 use compress_graph::ir::{Op, subgraph};
@@ -282,6 +282,27 @@ fn an_interrupted_training_yields_the_same_head() {
     builder().resume(true).build().unwrap().run(model(), parts.out()).unwrap();
     let weights = |run: &Run| fs::read(run.out().join("model.safetensors")).unwrap();
     assert!(weights(&whole) == weights(&parts));
+}
+
+/// Groups name the tensors of a head as its file does, or with the prefix that they have in training.
+#[test]
+fn groups_select_tensors_of_a_head() {
+    let run = Run::new();
+    let data = token_samples(&run);
+    let trained = |groups: Vec<ParameterGroup>| {
+        let training = Distill { max_steps: Some(2), batch_size: BatchSize::Samples(4), learning_rate: 1e-2, groups, ..Distill::default() };
+        let pass = Distill { student: Some(Student::Eagle3(DraftHead::default())), ..training };
+        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).measure(false).force(true).build().unwrap();
+        pipeline.run(Model::open(target()).unwrap(), run.out()).map(|_| read(&run.out().join("model.safetensors"))).map_err(|e| e.to_string())
+    };
+    let frozen = |name: &str| trained(vec![format!("{{ targets: [{name}], learning_rate: 0 }}").parse().unwrap()]);
+    let (all, short, long) = (trained(Vec::new()).unwrap(), frozen("fc.weight").unwrap(), frozen("draft.fc.weight").unwrap());
+    assert!(short["fc.weight"].bytes != all["fc.weight"].bytes);
+    for (name, tensor) in &short {
+        assert!(tensor.bytes == long[name].bytes, "{name}");
+    }
+    let error = frozen("embed_tokens.weight").err().unwrap();
+    assert!(error.contains("groups") && error.contains("embed_tokens.weight"), "{error}");
 }
 
 /// A small step of gradient descent lowers the loss by the squared norm of the gradient times the rate.

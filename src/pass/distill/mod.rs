@@ -20,6 +20,7 @@ mod more_teachers;
 mod on_policy;
 mod packing;
 mod record;
+mod renamed;
 mod scoring;
 mod student;
 mod teacher_files;
@@ -32,6 +33,7 @@ use serde_json::Value;
 
 pub use draft_head::DraftHead;
 pub use more_teachers::MoreTeacher;
+pub(super) use renamed::with_previous_names;
 pub use student::Student;
 pub(super) use training::{Job, REMEDY};
 
@@ -192,8 +194,12 @@ impl Pass for Distill {
         let mut applied = Applied::new(NAME, self.options());
         if let Some(Student::Eagle3(options)) = &self.student {
             let head = options.attach(model, &self.losses, state.seed)?;
-            let training = crate::train::Training { targets: vec![head.pattern()?], ..self.training() };
+            let mut training = crate::train::Training { targets: vec![head.pattern()?], ..self.training() };
             let (student, renamed) = (head.model.clone(), head.names());
+            let names: Vec<&str> = renamed.keys().map(String::as_str).collect();
+            for group in &mut training.groups {
+                group.targets = with_previous_names(std::mem::take(&mut group.targets), &names, &renamed);
+            }
             return Job { renamed, head: Some(head), ..Job::new(applied, student, training, state) }.plan();
         }
         let teacher = Some(self.teacher(model, state)?);
