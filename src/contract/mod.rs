@@ -10,6 +10,7 @@
 mod compressed_tensors;
 mod config_values;
 mod defects;
+mod draft_head;
 pub(crate) mod facts;
 mod folder;
 mod fused;

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::facts::{VLLM_ADAPTER_REMEDY, VLLM_BITS, vllm_adapter_rank, vllm_loads_embeddings};
 use super::folder::{Adapter, Folder};
 use super::scheme::{Arguments, Group};
-use super::{Finding, Needs, Rule, Target, compressed_tensors, extra_layers, fused, shared};
+use super::{Finding, Needs, Rule, Target, compressed_tensors, draft_head, extra_layers, fused, shared};
 use crate::error::Result;
 use crate::store::Role;
 
@@ -40,6 +40,14 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         versions: &[],
         needs: Needs::Weights,
         check: adapter,
+    },
+    Rule {
+        name: "draft-head",
+        sentence: "An EAGLE-3 head names its verifier, has layers of Llama or Qwen3, the states of three layers, and a valid vocabulary.",
+        source: "vllm/model_executor/models/llama_eagle3.py, vllm/transformers_utils/configs/speculators, speculators/model.py: load_vocab_mappings",
+        versions: &[],
+        needs: Needs::Weights,
+        check: draft_head::draft_head,
     },
     shared::SHAPES.from("vllm/model_executor/model_loader/weight_utils.py: default_weight_loader"),
     shared::ACTIVATION_FUNCTION.from("vllm/model_executor/models/llama.py, qwen2.py"),

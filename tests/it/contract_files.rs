@@ -11,7 +11,7 @@ use compress_onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, NodeP
 use prost::Message;
 use serde_json::{Value, json};
 
-use crate::common::{DType, Desk, Tensor, write};
+use crate::common::{DType, Desk, Tensor, Tensors, write};
 use crate::contract::{changed, check, golden, model, violated};
 
 /// Only vLLM fails for tensors of layers that the configuration does not have.
@@ -73,6 +73,51 @@ fn adapters_are_checked_for_vllm() {
         let found = check(&peft_adapter(&desk, |_| {}), target).violations;
         assert!(found.len() == 1 && found[0].rule == rule && found[0].reason.contains("contains an adapter"), "{target}: {found:?}");
     }
+}
+
+/// The head of `scripts/goldens draft-head`, and heads that vLLM or `speculators` refuse.
+#[test]
+fn draft_heads_are_checked_for_vllm() {
+    let desk = Desk::new();
+    let head = golden("draft-head");
+    type Change = fn(&mut Value, &mut Tensors);
+    let cases: [(Change, &str); 14] = [
+        (|config, _| config["transformer_layer_config"] = json!(null), "transformer_layer_config: is missing"),
+        (|config, _| config["speculators_config"]["verifier"]["name_or_path"] = json!(""), "speculators_config: has no `verifier`"),
+        (|config, _| config["speculators_config"]["proposal_methods"] = json!([]), "speculators_config: has no `proposal_methods`"),
+        (|config, _| config["transformer_layer_config"]["model_type"] = json!("gpt2"), "transformer_layer_config: has the `model_type` `gpt2`"),
+        (|config, _| config["transformer_layer_config"]["hidden_size"] = json!(24), "embed_tokens.weight: has the shape [48, 16]"),
+        (|config, _| config["target_hidden_size"] = json!(24), "fc.weight: has the shape [16, 48], but config.json requires [16, 72]"),
+        (|config, _| config["eagle_aux_hidden_state_layer_ids"] = json!([0, 1]), "eagle_aux_hidden_state_layer_ids: has 2 layers"),
+        (|config, _| config["draft_vocab_size"] = json!(21), "lm_head.weight: has the shape [20, 16]"),
+        (|_, tensors| drop(tensors.remove("d2t")), "d2t: is missing, but the head has 20 of 48 tokens"),
+        (|_, tensors| drop(tensors.insert("d2t".into(), Tensor::new(DType::I64, &[19], vec![0; 19 * 8]))), "d2t: has the shape [19]"),
+        (|_, tensors| drop(tensors.insert("d2t".into(), Tensor::new(DType::I32, &[20], vec![0; 20 * 4]))), "d2t: has the dtype I32"),
+        (|_, tensors| drop(tensors.insert("t2d".into(), Tensor::new(DType::BOOL, &[47], vec![1; 47]))), "t2d: has the shape [47]"),
+        (|_, tensors| tensors.get_mut("d2t").unwrap().bytes[8..16].copy_from_slice(&47i64.to_le_bytes()), "d2t: maps token 1 of the head to the id 48"),
+        (
+            |_, tensors| drop(tensors.insert("layers.0.self_attn.q_norm.weight".into(), Tensor::random(DType::F32, &[8], 1))),
+            "layers.0.self_attn.q_norm.weight: does not belong to a layer of `llama`",
+        ),
+    ];
+    for target in ["vllm", "vllm@0.11"] {
+        assert!(!violated(&head, target).contains("draft-head"), "{target}");
+        for (change, expected) in cases {
+            let found = check(&changed(&desk, &head, change), target).violations;
+            let reasons: Vec<String> = found
+                .iter()
+                .filter(|violation| violation.rule == "draft-head")
+                .map(|violation| format!("{}: {}", violation.subject, violation.reason))
+                .collect();
+            assert!(reasons.iter().any(|reason| reason.starts_with(expected)), "{target}: {expected}: {reasons:?}");
+        }
+    }
+    // Layers of Qwen3 have norms of heads, which vLLM 0.11 does not create.
+    let qwen3 = changed(&desk, &head, |config, tensors| {
+        config["transformer_layer_config"]["model_type"] = json!("qwen3");
+        tensors.insert("layers.0.self_attn.q_norm.weight".into(), Tensor::random(DType::F32, &[8], 1));
+    });
+    assert_eq!(["vllm", "vllm@0.11"].map(|target| violated(&qwen3, target).contains("draft-head")), [false, true]);
 }
 
 /// Changes a few bytes that follow a text in a file.
