@@ -319,6 +319,10 @@ impl Pass for Decompose {
         applied.checkpoint_bytes = Some(factorizations.iter().map(Factorization::checkpoint_bytes).sum());
         let [before, after] = parameters(&factorizations);
         applied.details = json!({ "decomposed": factorizations.len(), "parameters_before": before, "parameters_after": after });
+        if self.importance == InputImportance::Activation {
+            // The original model runs in parallel.
+            applied.model_runs = layerwise::runs_to_supported(&applied.tensors, 2, model)?;
+        }
         let mut planned = model.clone();
         for factorization in &factorizations {
             for (name, shape) in factorization.parts.iter().zip(&factorization.shapes) {

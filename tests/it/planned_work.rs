@@ -6,7 +6,11 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use compress::pass::WeightImportance as Importance;
-use compress::pass::{Amount, Distill, Guide, InputImportance, Method, MoreTeacher, Palettize, PruneUnstructured, Quantize, QuantizeStatic, Scheme, Step};
+use compress::pass::prune_structured::{Importance as UnitImportance, Repair};
+use compress::pass::{
+    Amount, Decompose, Distill, Guide, InputImportance, Method, MoreTeacher, Palettize, PruneStructured, PruneUnstructured, Quantize, QuantizeStatic, Scheme,
+    Step,
+};
 use compress::pipeline::{RateFile, Rates};
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
@@ -39,7 +43,18 @@ fn planned_work_is_the_executed_work() {
     let gptq = |propagation| Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, propagation, ..Quantize::default() };
     let sparsegpt = PruneUnstructured { importance: Importance::Sparsegpt, amount: Some(Amount::fraction(0.4)), ..PruneUnstructured::default() };
     let palettize = Palettize { importance: InputImportance::Activation, ..Palettize::default() };
-    let passes: [Step; 5] = [gptq(Some(0.0)).into(), gptq(None).into(), sparsegpt.into(), palettize.into(), QuantizeStatic::default().into()];
+    let decompose = Decompose { importance: InputImportance::Activation, ..Decompose::default() };
+    let pruned = |importance| PruneStructured { importance, ..PruneStructured::default() };
+    let passes: [Step; 8] = [
+        gptq(Some(0.0)).into(),
+        gptq(None).into(),
+        sparsegpt.into(),
+        palettize.into(),
+        QuantizeStatic::default().into(),
+        decompose.into(),
+        pruned(UnitImportance::Activation).into(),
+        pruned(UnitImportance::Taylor).into(),
+    ];
     for pass in passes {
         let name = format!("{pass:?}");
         let (planned, counted, at_most) = macs("llama", pass);
@@ -53,7 +68,8 @@ fn planned_work_is_the_executed_work() {
 fn upper_bounds_of_work_are_marked() {
     let wanda = PruneUnstructured { importance: Importance::Wanda, amount: Some(Amount::fraction(0.4)), ..PruneUnstructured::default() };
     let goal = QuantizeStatic { accuracy_goal: Some("{ min_cosine: 0.5 }".parse().unwrap()), ..QuantizeStatic::default() };
-    for pass in [Step::from(wanda), goal.into()] {
+    let repaired = PruneStructured { importance: UnitImportance::Activation, repair: Repair::LeastSquares, ..PruneStructured::default() };
+    for pass in [Step::from(wanda), goal.into(), repaired.into()] {
         let name = format!("{pass:?}");
         let (planned, counted, at_most) = macs("llama", pass);
         assert!(at_most && counted > 1000 && counted <= planned, "{name}: {counted} of {planned}");

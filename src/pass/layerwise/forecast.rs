@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::unsupported;
 use crate::error::Result;
 use crate::model::Model;
 use crate::pass::calibrate;
@@ -11,6 +12,12 @@ use crate::run_state::ModelRun;
 /// Runs of as many models up to the inputs of the layers with these weights.
 pub(in crate::pass) fn runs_to_layers(weights: &BTreeSet<String>, models: u64, model: &Model) -> Result<Option<Vec<ModelRun>>> {
     Ok(Some(vec![calibrate::run_to_inputs(&model.graph()?, weights).times(models)]))
+}
+
+/// As [`runs_to_layers`], without layers that layerwise passes do not support.
+pub(in crate::pass) fn runs_to_supported(weights: &BTreeSet<String>, models: u64, model: &Model) -> Result<Option<Vec<ModelRun>>> {
+    let unsupported: BTreeSet<&str> = unsupported(model, &weights.iter().map(String::as_str).collect())?.into_values().flatten().collect();
+    runs_to_layers(&weights.iter().filter(|name| !unsupported.contains(name.as_str())).cloned().collect(), models, model)
 }
 
 /// The runs of the model for a pass that changes these weights; `None` if the pass has other runs too.

@@ -54,7 +54,7 @@ pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use checks::{require_bytes, require_finite};
 use corrections::CorrectedError;
 pub(in crate::pass) use corrections::{correct, correction_bytes, declare_corrections};
-pub(in crate::pass) use forecast::{model_runs, runs_to_layers};
+pub(in crate::pass) use forecast::{model_runs, runs_to_layers, runs_to_supported};
 use guide::{Factors, Guide};
 use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;

@@ -20,6 +20,7 @@
 
 pub(super) mod cut;
 mod experts;
+mod forecast;
 mod latency;
 pub(super) mod layers;
 mod options;
@@ -353,7 +354,8 @@ impl Pass for PruneStructured {
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
-        let (planned, applied) = self.prune(model.clone(), Ranking::Arbitrary)?;
+        let (planned, mut applied) = self.prune(model.clone(), Ranking::Arbitrary)?;
+        applied.model_runs = self.model_runs(model)?;
         Ok(Plan::new(planned, applied).with_execution(move |context| self.prune(model.clone(), Ranking::Measured(context))))
     }
 

@@ -31,6 +31,12 @@ pub(in crate::pass) fn sum_except(tensor: &Tensor, axis: usize) -> Result<Vec<f6
     numbers(&tensor.sum(summed).map_err(tensor_error)?)
 }
 
+/// The inputs of layers, from which the importance by activation is computed.
+pub(super) fn layer_inputs(graph: &Graph) -> BTreeSet<&str> {
+    let layers = graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_)));
+    layers.filter_map(|node| node.inputs.first()).map(|id| graph.value(*id).name.as_str()).collect()
+}
+
 /// Importance by activation: magnitudes of the inputs of the layers that read a unit, times their weights.
 pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
     // Inputs of layers. The channel axis of an input depends on whether a convolution or a linear layer
@@ -43,7 +49,7 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
             read.push((value, &node.op, Moments::default()));
         }
     }
-    let observed: BTreeSet<&str> = read.iter().map(|(value, ..)| *value).collect();
+    let observed = layer_inputs(graph);
     let sides = SequenceRoles::new(graph);
     calibrate::observe(
         graph,

@@ -1,0 +1,35 @@
+//! Counted runs of the model.
+
+use super::sensitivity::layer_inputs;
+use super::{Importance, PruneStructured, PrunedPart, Repair, Target};
+use crate::error::Result;
+use crate::model::Model;
+use crate::pass::calibrate;
+use crate::run_state::ModelRun;
+
+impl PruneStructured {
+    /// The runs for the importance of layers, experts and units, and for the repair; `None` if there are none, or
+    /// if the latency of smaller models is measured.
+    pub(super) fn model_runs(&self, model: &Model) -> Result<Option<Vec<ModelRun>>> {
+        if matches!(self.target, Some(Target::Latency(_))) {
+            return Ok(None);
+        }
+        let graph = model.graph()?;
+        let at_most = |run: ModelRun| ModelRun { at_most: true, ..run };
+        // Each of these parts is ranked in a run of its own, and removed before units are ranked.
+        let mut runs: Vec<ModelRun> = PrunedPart::WHOLE.into_iter().filter(|part| self.selects(*part)).map(|_| calibrate::whole_run(&graph)).collect();
+        let is_smaller = !runs.is_empty();
+        if self.selects_units() {
+            let inputs = layer_inputs(&graph);
+            runs.extend(match self.importance {
+                Importance::Auto | Importance::L1 | Importance::L2 => None,
+                Importance::Activation => Some(calibrate::run_to(&graph, |name| inputs.contains(name))),
+                Importance::Taylor => Some(calibrate::whole_run(&graph).times(3)),
+            });
+            // The original and the smaller model run in parallel.
+            runs.extend((self.repair != Repair::None).then(|| at_most(calibrate::whole_run(&graph).times(2))));
+        }
+        let runs: Vec<ModelRun> = runs.into_iter().map(|run| if is_smaller { at_most(run) } else { run }).collect();
+        Ok((!runs.is_empty()).then_some(runs))
+    }
+}
