@@ -1,5 +1,7 @@
-"""The tiny models of which `scripts/goldens gguf` writes GGUF files: names, architectures of llama.cpp, and changes of
-their configurations and tensors that llama.cpp requires."""
+"""The tiny models of which `scripts/goldens gguf` writes GGUF files: names, architectures of llama.cpp or `None` if its
+converter writes the file, and changes of their configurations and tensors that llama.cpp requires."""
+
+import numpy as np
 
 # llama.cpp supports one scale of the attention scores with latent attention.
 SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.9, "mscale_all_dim": 0.9}
@@ -39,6 +41,9 @@ FAMILIES = [
     ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0}),
     ("deepseek-v3", "deepseek2", {"attention_bias": False, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6, "rope_scaling": SCALING}),
     # The number of neurons is that of the weights.
+    ("qwen3-next", None, {"mlp_only_layers": [], "linear_key_head_dim": 5}),
+    ("qwen3_5", None, {"attention_bias": False, "linear_key_head_dim": 5}),
+    ("qwen3_5-moe", None, {"linear_key_head_dim": 5}),
     ("lfm2", "lfm2", {"intermediate_size": 28, "block_auto_adjust_ff_dim": False}),
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
 ]
@@ -57,5 +62,39 @@ def without_biases(name, tensor):
     return None if ".self_attn." in name and name.endswith(".bias") else tensor
 
 
-# llama.cpp supports no output biases in these families, and one width of heads.
-OTHER_TENSORS = {"cohere": without_biases, "deepseek-v3": without_biases, "hunyuan-alpha": without_biases, "glm": narrowed}
+def equal_widths(name, tensor):
+    """Keys of gated delta networks with 5 of 6 elements, like values."""
+    first = lambda heads: heads.reshape(2, 6, -1)[:, :5].reshape(10, -1)
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        keys = [first(tensor[start : start + 12]) for start in (0, 12)]
+        return np.concatenate([*(part.reshape(10, *tensor.shape[1:]) for part in keys), tensor[24:]])
+    if name.endswith("in_proj_qkvz.weight"):
+        heads = tensor.reshape(2, 32, -1)
+        return np.concatenate([heads[:, :5], heads[:, 6:11], heads[:, 12:]], axis=1).reshape(60, -1)
+    return without_biases(name, tensor)
+
+
+def changed(name, tensors):
+    """The tensors of a family that llama.cpp supports."""
+    change = OTHER_TENSORS[name]
+    tensors = {key: changed for key, tensor in tensors.items() if (changed := change(key, tensor)) is not None}
+    if name == "qwen3-next":
+        # Experts in all layers.
+        start = "model.layers.1.mlp."
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(start)}
+        experts = {key.replace(".0.mlp.", ".1.mlp.", 1): tensor[::-1].copy() for key, tensor in tensors.items() if ".0.mlp." in key}
+        tensors |= experts
+    return tensors
+
+
+# llama.cpp supports no output biases in these families, one width of heads, and equal widths of keys and values of gated
+# delta networks.
+OTHER_TENSORS = {
+    "cohere": without_biases,
+    "deepseek-v3": without_biases,
+    "hunyuan-alpha": without_biases,
+    "glm": narrowed,
+    "qwen3-next": equal_widths,
+    "qwen3_5": equal_widths,
+    "qwen3_5-moe": equal_widths,
+}

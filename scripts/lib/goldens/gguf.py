@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lib import GOLDEN, ROOT, llama_cpp
 from lib.arrays import save_file
-from lib.gguf_families import FAMILIES, OTHER_TENSORS
+from lib.gguf_families import FAMILIES, OTHER_TENSORS, changed
 
 import gguf
 import numpy as np
@@ -341,10 +341,37 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
 def source(name):
     """The tensors of a family, which are those of tests/golden/models or changed ones next to the GGUF file."""
     tensors = load_file(MODELS / name / "model.safetensors")
-    if change := OTHER_TENSORS.get(name):
-        tensors = {key: changed for key, tensor in tensors.items() if (changed := change(key, tensor)) is not None}
+    if name in OTHER_TENSORS:
+        tensors = changed(name, tensors)
         save_file(tensors, FOLDER / f"{name}.safetensors")
     return tensors
+
+
+# Arguments: the folder of llama.cpp, that of the model, and the file.
+CONVERT = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
+import gguf
+import conversion
+folder, out = map(Path, sys.argv[2:])
+hparams = conversion.ModelBase.load_hparams(folder, False)
+model = conversion.get_model_class(hparams["architectures"][0])
+model.set_vocab = lambda self: gguf.SpecialVocab(folder, load_merges=False).add_to_gguf(self.gguf_writer)
+model.no_mtp = True
+model(folder, gguf.LlamaFileType.ALL_F32, out, model_name="A tiny model", hparams=hparams).write()
+"""
+
+
+def convert(path, config, tensors):
+    """Writes a file by llama.cpp's converter, without a vocabulary."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, model = llama_cpp.source(folder, ["conversion/", "gguf-py/"]), Path(folder, "model")
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(config))
+        (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+        save_file(tensors, model / "model.safetensors")
+        subprocess.run([sys.executable, "-c", CONVERT, source, model, path], check=True)
 
 
 def families():
@@ -355,7 +382,10 @@ def families():
         if original := changes.pop("original_max_position_embeddings", None):
             config["rope_scaling"]["original_max_position_embeddings"] = original
         config |= changes
-        write_model(FOLDER / f"{name}.gguf", architecture, config, source(name))
+        if architecture:
+            write_model(FOLDER / f"{name}.gguf", architecture, config, source(name))
+        else:
+            convert(FOLDER / f"{name}.gguf", config, source(name))
         (FOLDER / f"{name}.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -363,12 +393,13 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BEFORE = r"[^\r\n\p{L}\p{N}]?"
-# From the tokenizer.json of GPT-2, SmolLM2, Llama 3, Qwen 2.5, Mistral Nemo, gpt-oss and DeepSeek-V3.
+# From the tokenizer.json of GPT-2, SmolLM2, Llama 3, Qwen 2.5 and 3.5, Mistral Nemo, gpt-oss and DeepSeek-V3.
 PATTERNS = {
     "gpt-2": None,
     "smollm": None,
     "llama-bpe": CONTRACTIONS + "|" + BEFORE + r"\p{L}+|\p{N}{1,3}" + END,
     "qwen2": CONTRACTIONS + "|" + BEFORE + r"\p{L}+|\p{N}" + END,
+    "qwen35": CONTRACTIONS + "|" + BEFORE + r"[\p{L}\p{M}]+|\p{N}" + END.replace(r"\p{L}", r"\p{L}\p{M}"),
     "tekken": f"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*" + r"|\p{N}" + END.replace(r"[\r\n]*", r"[\r\n/]*"),
     "gpt-4o": f"{BEFORE}{UPPER}*{LOWER}+{CONTRACTIONS}?|{BEFORE}{UPPER}+{LOWER}*{CONTRACTIONS}?" + r"|\p{N}{1,3}" + END.replace(r"[\r\n]*", r"[\r\n/]*"),
     "deepseek-v3": [
@@ -406,7 +437,7 @@ def corpus():
 
 def bytes_tokenizer(name):
     tokenizer = Tokenizer(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
-    if name == "qwen2":
+    if name in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     if PATTERNS[name]:
         patterns = PATTERNS[name] if isinstance(PATTERNS[name], list) else [PATTERNS[name]]

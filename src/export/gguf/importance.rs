@@ -5,9 +5,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::tensors::{Planned, width};
+use super::tensors::{Layout, Planned, width};
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::model::gguf::Arrangement;
 use crate::run_state::ColumnImportance;
 use crate::store::gguf::{ImportanceFile, InputSums, Kind, Value};
 
@@ -76,7 +78,7 @@ impl Importance<'_> {
     ///
     /// # Errors
     /// The importance matrix has another number of columns.
-    pub fn columns(&self, planned: &Planned, experts: usize) -> Result<Option<Arc<Vec<f32>>>> {
+    pub fn columns(&self, planned: &Planned, layout: &Layout) -> Result<Option<Arc<Vec<f32>>>> {
         if !planned.kind.uses_importance() {
             return Ok(None);
         }
@@ -87,9 +89,10 @@ impl Importance<'_> {
             // head.
             Importance::Samples(all) => {
                 let is_used = planned.gguf_name.starts_with("blk.") && !GgufFamily::is_latent_part(&planned.gguf_name);
-                Ok(all.columns.get(&planned.name).filter(|_| is_used).cloned())
+                let columns = all.columns.get(&planned.name).filter(|_| is_used).cloned();
+                Ok(columns.map(|columns| layout.arrangement.columns(&planned.gguf_name, columns)))
             }
-            Importance::Matrix(matrix) => matrix.columns(planned, experts),
+            Importance::Matrix(matrix) => matrix.columns(planned, layout.experts),
         }
     }
 
@@ -156,11 +159,15 @@ impl Importance<'_> {
 }
 
 /// The importance computed from samples, in the format of llama.cpp; `None` if it is too large.
-pub(super) fn matrix_file(importance: &ColumnImportance, family: &GgufFamily) -> Option<Vec<u8>> {
-    let mut found: BTreeMap<(String, usize), &InputSums> = BTreeMap::new();
+pub(super) fn matrix_file(importance: &ColumnImportance, family: &'static GgufFamily, model: &Model) -> Option<Vec<u8>> {
+    let arrangement = Arrangement::new(family, model.config.values());
+    let mut found: BTreeMap<(String, usize), InputSums> = BTreeMap::new();
     for (name, sums) in &importance.sums {
-        let gguf_names = family.fused_tensors(name).or_else(|| family.to_gguf(name).map(|gguf_name| vec![gguf_name])).unwrap_or_default();
+        let split = family.fused_tensors(name).or_else(|| family.delta_tensors(name));
+        let gguf_names = split.or_else(|| family.to_gguf(name).map(|gguf_name| vec![gguf_name])).unwrap_or_default();
         for gguf_name in gguf_names.into_iter().filter(|gguf_name| gguf_name.starts_with("blk.")) {
+            let squares = arrangement.columns(&gguf_name, Arc::new(sums.squares.clone()));
+            let sums = InputSums { squares: squares.to_vec(), counts: sums.counts.clone() };
             found.insert(GgufFamily::split_expert(&gguf_name).unwrap_or((gguf_name, 0)), sums);
         }
     }

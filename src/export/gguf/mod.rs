@@ -18,7 +18,7 @@ pub use self::file_type::FileType;
 use self::importance::{Importance, Matrix};
 use self::loss_notes::{loss_notes, quantized_inputs};
 use self::mixture::{Mixture, fit_row, keep_packed};
-use self::tensors::{LatentSizes, Planned, fallback_note, is_frequency, is_shape_of, require_described, split_fused, tensors, width};
+use self::tensors::{Layout, Planned, fallback_note, is_frequency, is_shape_of, require_described, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -27,7 +27,7 @@ use crate::contract::Planned as PlannedFile;
 use crate::error::{Error, ParseError, Result, counted};
 use crate::files::Destination;
 use crate::model::Model;
-use crate::model::gguf::{Metadata, describe, vocabulary};
+use crate::model::gguf::{Arrangement, Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
 use crate::store::gguf::{Kind, Outline, RowPermutation, Value, header};
 use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt, WeightMeasurement};
@@ -118,7 +118,8 @@ impl Gguf {
         let Metadata { family, experts, mut values, factors, mut notes } = describe(model)?;
         let size = |key: &str| model.config.get(key).and_then(Json::as_u64).map_or(0, |size| size as usize);
         let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
-        let latent = LatentSizes { heads, rows: [size("qk_nope_head_dim"), size("v_head_dim")] };
+        let arrangement = Arrangement::new(family, model.config.values());
+        let layout = Layout { experts, heads, latent_rows: [size("qk_nope_head_dim"), size("v_head_dim")], arrangement };
         let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
         let head_stored = stores_head(model, family, read_values)?;
         if !head_stored && family.head == GgufHead::Separate {
@@ -145,7 +146,7 @@ impl Gguf {
         let mut requested = RequestedTypes::new(&self.types);
         let mut predicting = 0usize;
         for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| *name != HEAD || head_stored) {
-            if GgufFamily::layer(name).is_some_and(|layer| layer as usize >= layers) {
+            if name.starts_with("mtp.") || GgufFamily::layer(name).is_some_and(|layer| layer as usize >= layers) {
                 predicting = predicting.saturating_add(1);
                 continue;
             }
@@ -157,7 +158,7 @@ impl Gguf {
                 module_items.push(Item { name: name.clone(), weight: weight.dense(name), storage_format: StorageFormat::Plain });
                 continue;
             }
-            let parts = split_fused(family, name, weight.dense(name), (experts, latent))?;
+            let parts = split_fused(family, name, weight.dense(name), &layout)?;
             let is_split = parts.len() > 1 || family.joined_tensors(name).is_some();
             for (gguf_name, dense) in parts {
                 if gguf_name == "token_embd.weight" {
@@ -165,9 +166,8 @@ impl Gguf {
                 }
                 let (stacked, expert) = GgufFamily::split_expert(&gguf_name).map_or((gguf_name.clone(), None), |(stacked, expert)| (stacked, Some(expert)));
                 let is_head = gguf_name == "output.weight" || (gguf_name == "token_embd.weight" && !head_stored);
-                // Routers, biases and filters are never quantized.
-                let is_float = gguf_name.contains(".ffn_gate_inp") || GgufFamily::is_filter(&gguf_name);
-                let is_matrix = dense.shape.len() > 1 && dense.is_float() && gguf_name.ends_with(".weight") && !is_float;
+                let can_quantize = gguf_name.ends_with(".weight") && !GgufFamily::is_always_float(&gguf_name);
+                let is_matrix = dense.shape.len() > 1 && dense.is_float() && can_quantize;
                 let row = width(&dense);
                 let target = if is_matrix { mixture.kind(&stacked, is_head, row) } else { Kind::Plain(DType::F32) };
                 let target = if is_matrix { keep_packed(weight, target, row) } else { target };
@@ -184,8 +184,9 @@ impl Gguf {
                 }
                 let is_changed = order.is_some() || added != 0.0;
                 let weight = if is_changed { RowPermutation { upstream: dense, order, added, name: name.clone() }.weight()? } else { dense };
-                let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged: is_changed || is_split, expert, importance: None };
-                planned.importance = importance.columns(&planned, experts)?;
+                let rearranged = is_changed || is_split || arrangement.is_changed(&gguf_name);
+                let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged, expert, importance: None };
+                planned.importance = importance.columns(&planned, &layout)?;
                 importance.require(&planned, mixture.requires_importance(&stacked, kind))?;
                 all.push(planned);
             }
@@ -355,7 +356,7 @@ impl Format for Gguf {
 
     fn attached(&self, model: &Model, run: &RunState) -> Result<BTreeMap<String, Vec<u8>>> {
         let Some(all) = run.importance.as_ref().filter(|_| self.write_imatrix) else { return Ok(BTreeMap::new()) };
-        let bytes = importance::matrix_file(all, describe(model)?.family);
+        let bytes = importance::matrix_file(all, describe(model)?.family, model);
         let too_large = || Error::option("gguf: write_imatrix", "the importance is too large for a file");
         Ok(BTreeMap::from([(importance::FILE.to_owned(), bytes.ok_or_else(too_large)?)]))
     }

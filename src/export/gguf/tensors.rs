@@ -7,6 +7,7 @@ use super::types::mixed_experts;
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
 use crate::model::Model;
+use crate::model::gguf::Arrangement;
 use crate::store::Weight;
 use crate::store::gguf::{Kind, Outputs, expert_outputs, expert_rows, latent_parts};
 
@@ -49,12 +50,15 @@ pub(super) struct Planned {
     pub importance: Option<Arc<Vec<f32>>>,
 }
 
-/// Sizes of heads whose keys and values are computed from latent vectors.
+/// Sizes by which weights are split.
 #[derive(Clone, Copy)]
-pub(super) struct LatentSizes {
+pub(super) struct Layout {
+    pub experts: usize,
     pub heads: usize,
-    /// Rows of keys and of values of a head.
-    pub rows: [usize; 2],
+    /// Rows of keys and of values of a head that are computed from latent vectors.
+    pub latent_rows: [usize; 2],
+    /// The heads of recurrent layers.
+    pub arrangement: Arrangement,
 }
 
 /// Whether a weight that was read from a file has the shape of the tensor there, in which filters lack their
@@ -71,9 +75,13 @@ pub(super) fn is_shape_of(gguf_name: &str, weight: &[usize], tensor: &[usize]) -
 ///
 /// # Errors
 /// The family has no name for the weight, or it contains a wrong number of experts.
-pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, (experts, latent): (usize, LatentSizes)) -> Result<Vec<(String, Weight)>> {
+pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, layout: &Layout) -> Result<Vec<(String, Weight)>> {
+    let experts = layout.experts;
     if let Some(gguf_names) = family.latent_tensors(name) {
-        return Ok(gguf_names.into_iter().zip(latent_parts(&weight, latent.heads, latent.rows, name)?).collect());
+        return Ok(gguf_names.into_iter().zip(latent_parts(&weight, layout.heads, layout.latent_rows, name)?).collect());
+    }
+    if let Some(tensors) = layout.arrangement.to_gguf(name, &weight)? {
+        return Ok(tensors);
     }
     let Some(gguf_names) = family.fused_tensors(name) else {
         let nameless = || Error::tensor(name, format!("has no name in GGUF files of `{}`", family.architecture), "");

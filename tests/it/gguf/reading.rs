@@ -172,6 +172,16 @@ fn keys_of_families_are_read_or_refused() {
     refused("deepseek-v3", "deepseek2.expert_gating_func", None, "`deepseek2.expert_gating_func` is missing: only DeepSeek-V3");
     refused("deepseek-v3", "deepseek2.attention.head_count_kv", Some(gguf::Value::Unsigned(4)), "latent attention with 4 key heads");
     refused("deepseek-v3", "deepseek2.attention.key_length_mla", Some(gguf::Value::Unsigned(4)), "`deepseek2.attention.key_length_mla` of 4");
+    refused("qwen3_5", "qwen35.rope.dimension_sections", None, "`qwen35.rope.dimension_sections` is missing");
+    refused("qwen3_5", "qwen35.rope.dimension_sections", Some(gguf::Value::Integers(vec![1, 0, 0, 1])), "`qwen35.rope.dimension_sections` of [1, 0, 0, 1]");
+    refused("qwen3_5", "qwen35.ssm.inner_size", Some(gguf::Value::Unsigned(21)), "`qwen35.ssm.inner_size` is 21, but there are 4 heads of 5");
+    refused("qwen3_5", "qwen35.attention.recurrent_layers", Some(gguf::Value::Bools(vec![true])), "must have a flag for each of 3 layers");
+    refused("qwen3-next", "qwen3next.ssm.group_count", Some(gguf::Value::Unsigned(3)), "config.json specifies 3 key heads");
+    let (_folder, model) = rewritten("qwen3-next", |_, tensors| drop(tensors.remove("blk.0.attn_gate.weight")));
+    assert!(model.err().unwrap().to_string().contains("`blk.0.attn_gate.weight`: is missing"));
+    // Layers are recurrent except every fourth by default.
+    let (_folder, model) = rewritten("qwen3-next", |values, _| drop(values.remove("qwen3next.attention.recurrent_layers")));
+    assert_eq!(model.unwrap().config.get("layer_types"), Some(&serde_json::json!(vec!["linear_attention"; 3])));
     for name in ["blk.0.attn_v_b.weight", "blk.1.attn_k_b.weight"] {
         let (_folder, model) = rewritten("deepseek-v3", |_, tensors| drop(tensors.remove(name)));
         assert!(model.err().unwrap().to_string().contains("kv_b_proj.weight`: is stored in parts that are missing"), "{name}");

@@ -25,7 +25,10 @@ fn written_files_equal_the_reference() {
         let ours = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
         assert!(ours.tensors.keys().eq(theirs.tensors.keys()), "{name}: {:?}", ours.tensors.keys());
         for (tensor, weight) in &theirs.tensors {
-            assert_eq!(ours.tensors[tensor].floats(tensor).unwrap(), weight.floats(tensor).unwrap(), "{name}: {tensor}");
+            let [found, expected] = [&ours.tensors[tensor], weight].map(|weight| weight.floats(tensor).unwrap());
+            // Exponential functions differ in the last bit.
+            let close = |(a, b): (&f32, &f32)| if tensor.ends_with(".ssm_a") { (a - b).abs() <= 1e-6 * b.abs() } else { a == b };
+            assert!(found.len() == expected.len() && found.iter().zip(&expected).all(close), "{name}: {tensor}");
         }
         let own: Vec<_> = theirs.values.iter().filter(|(key, _)| !key.starts_with("general.") && !key.starts_with("tokenizer.")).collect();
         own.iter().for_each(|(key, value)| assert_eq!(ours.values.get(*key), Some(*value), "{name}: {key}"));
@@ -112,6 +115,16 @@ fn unsupported_models_are_rejected_by_name() {
         ("deepseek-v3", "config.json", |json| json["rope_interleave"] = false.into(), "`rope_interleave` of false"),
         ("deepseek-v3", "config.json", |json| json["rope_scaling"]["mscale"] = 1.0.into(), "`yarn` without equal, positive `mscale` and `mscale_all_dim`"),
         ("deepseek-v3", "config.json", |json| json["num_hidden_layers"] = 27.into(), "`num_hidden_layers` of 27"),
+        ("qwen3_5", "config.json", |json| json["linear_value_head_dim"] = 6.into(), "`linear_value_head_dim` of 6"),
+        ("qwen3_5", "config.json", |json| json["attention_bias"] = true.into(), "`attention_bias` of true"),
+        (
+            "qwen3_5",
+            "config.json",
+            |json| json["rope_parameters"] = serde_json::json!({ "rope_theta": 100.0, "mrope_section": [0, 1, 1] }),
+            "`mrope_section` of [0, 1, 1, 0]",
+        ),
+        ("qwen3-next", "config.json", |json| json["mlp_only_layers"] = serde_json::json!([1]), "`mlp_only_layers` of [1]"),
+        ("qwen3-next", "config.json", |json| json["norm_topk_prob"] = false.into(), "`norm_topk_prob` of false"),
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
         ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "`layer_types` is not supported"),
         ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),

@@ -1,6 +1,6 @@
 //! LFM2: gated short convolutions, and attention in some layers, with norms of queries and keys.
 
-use super::gguf::{self, GgufFamily, Setting};
+use super::gguf::{self, GgufFamily, Recurrent, Setting};
 use super::{DECODER, DECODER_SIZES, Family, IndirectSizes, Keys, Sizes};
 use crate::store::Role;
 
@@ -52,25 +52,11 @@ pub(super) const LFM2: Family = Family {
         settings: &[Setting::required("shortconv.l_cache", "conv_L_cache", "3")],
         required: &[("conv_bias", "false")],
         theta: 1e6,
-        has_short_convolutions: true,
+        recurrent: Recurrent::ShortConvolution,
         ..gguf::LLAMA
     }),
     ..DECODER
 };
-
-impl GgufFamily {
-    /// Whether a GGUF tensor contains the filter of a short convolution, without the axis of length one
-    /// that it has in checkpoints.
-    pub fn is_filter(name: &str) -> bool {
-        name.ends_with(".shortconv.conv.weight")
-    }
-
-    /// Whether a layer of the checkpoint is a short convolution.
-    pub fn is_convolution<'n>(&self, layer: u64, mut names: impl Iterator<Item = &'n String>) -> bool {
-        let filter = format!("blk.{layer}.shortconv.conv.weight");
-        self.has_short_convolutions && names.any(|name| self.to_gguf(name).as_ref() == Some(&filter))
-    }
-}
 
 #[cfg(feature = "run")]
 mod running {

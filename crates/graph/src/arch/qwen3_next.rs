@@ -1,6 +1,7 @@
 //! Qwen3-Next and the text models of Qwen3.5: gated delta networks in most layers, and attention with a gate
 //! in the others; mixtures of experts with a shared expert, or dense networks.
 
+use super::gguf::{self, GgufExperts, GgufFamily, Recurrent};
 use super::{DECODER, DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, Sizes};
 use crate::store::Role;
 
@@ -39,6 +40,51 @@ const EXPERT_SIZES: Sizes = Sizes {
     ..SIZES
 };
 
+const GGUF: GgufFamily = GgufFamily {
+    architecture: "qwen3next",
+    class: "Qwen3NextForCausalLM",
+    layer: &[
+        gguf::NORM_OF_ATTENTION,
+        gguf::ATTENTION,
+        gguf::HEAD_NORMS,
+        gguf::NORM_AFTER_ATTENTION,
+        gguf::DELTA,
+        &[("ssm_ba", "linear_attn.in_proj_ba")],
+        gguf::ROUTER,
+        gguf::SHARED_EXPERT,
+    ],
+    tensors: gguf::DELTA_HEADS,
+    interleaved_rope: false,
+    norms_plus_one: true,
+    flags: &[],
+    settings: gguf::DELTA_SETTINGS,
+    required: &[gguf::NO_ATTENTION_BIAS],
+    head_dim: Some(256),
+    partial_rotary: Some(("partial_rotary_factor", 0.25)),
+    recurrent: Recurrent::JointDelta,
+    has_query_gate: true,
+    experts: Some(GgufExperts { shared: true, ..gguf::QWEN_EXPERTS }),
+    ..gguf::LLAMA
+};
+
+/// Projections of gated delta networks.
+const DELTA_PROJECTIONS: &[gguf::Pair] = &[
+    ("attn_qkv", "linear_attn.in_proj_qkv"),
+    ("attn_gate", "linear_attn.in_proj_z"),
+    ("ssm_alpha", "linear_attn.in_proj_a"),
+    ("ssm_beta", "linear_attn.in_proj_b"),
+];
+
+const QWEN3_5_GGUF: GgufFamily = GgufFamily {
+    architecture: "qwen35",
+    class: "Qwen3_5ForCausalLM",
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORM_AFTER_ATTENTION, gguf::DELTA, DELTA_PROJECTIONS, gguf::NETWORK],
+    required: &[gguf::NO_ATTENTION_BIAS, ("attn_output_gate", "true"), ("output_gate_type", "\"swish\"")],
+    recurrent: Recurrent::TiledDelta,
+    experts: None,
+    ..GGUF
+};
+
 pub(super) const QWEN3_NEXT: Family = Family {
     model_type: "qwen3_next",
     graph: graph!(running::build),
@@ -47,6 +93,7 @@ pub(super) const QWEN3_NEXT: Family = Family {
     routers: &["mlp.gate", "shared_expert_gate"],
     exempt: &[("linear_attn.conv1d", Role::Other), ("linear_attn.in_proj_ba", Role::LinearAttentionGate)],
     experts: Some(ExpertLayout { dense: &[DenseLayers::Indices("mlp_only_layers", "decoder_sparse_step")], ..ExpertLayout::SEPARATE }),
+    gguf: Some(&GGUF),
     ..DECODER
 };
 
@@ -57,6 +104,7 @@ pub(super) const QWEN3_5: Family = Family {
     sizes: Some(&SIZES),
     fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["in_proj_qkv", "in_proj_z"], &["in_proj_b", "in_proj_a"]],
     exempt: &[("linear_attn.conv1d", Role::Other), ("linear_attn.in_proj_a", Role::LinearAttentionGate), ("linear_attn.in_proj_b", Role::LinearAttentionGate)],
+    gguf: Some(&QWEN3_5_GGUF),
     ..DECODER
 };
 
@@ -66,6 +114,23 @@ pub(super) const QWEN3_5_MOE: Family = Family {
     sizes: Some(&EXPERT_SIZES),
     routers: &["mlp.gate", "shared_expert_gate"],
     experts: Some(ExpertLayout::SEPARATE),
+    gguf: Some(&GgufFamily {
+        architecture: "qwen35moe",
+        class: "Qwen3_5MoeForCausalLM",
+        layer: &[
+            gguf::NORM_OF_ATTENTION,
+            gguf::ATTENTION,
+            gguf::HEAD_NORMS,
+            gguf::NORM_AFTER_ATTENTION,
+            gguf::DELTA,
+            DELTA_PROJECTIONS,
+            gguf::ROUTER,
+            gguf::SHARED_EXPERT,
+        ],
+        // The weights of the selected experts are always normalized.
+        experts: Some(GgufExperts { normalized: None, shared: true, ..gguf::QWEN_EXPERTS }),
+        ..QWEN3_5_GGUF
+    }),
     ..QWEN3_5
 };
 

@@ -8,6 +8,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod block_quantized;
+mod concatenated_rows;
 mod data_section;
 mod fused_experts;
 mod header;
@@ -23,6 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use self::block_quantized::BlockQuantized;
+pub use self::concatenated_rows::concatenated_rows;
 pub use self::fused_experts::expert_rows;
 pub use self::header::{ALIGNMENT, Kind, Outline, TensorDescription, Value, block_type};
 pub use self::importance_file::{ImportanceFile, InputSums, model_files};

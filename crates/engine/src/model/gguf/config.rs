@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
+use super::recurrent;
 use super::values::Values;
-use crate::arch::{ATTENTION_MULTIPLIER, GgufFamily, LOGIT_DIVISOR, Windows};
+use crate::arch::{ATTENTION_MULTIPLIER, GgufFamily, LOGIT_DIVISOR, Recurrent, Windows};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 use crate::store::{DType, Weight};
@@ -25,8 +26,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let mut config = Map::new();
     let mut set = |key: &str, value: Json| drop(config.insert(key.to_owned(), value));
     let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
-    let inner = values.required("feed_forward_length")?;
-    let convolutions = if family.has_short_convolutions { Some(layers_with_convolutions(values, layers)?) } else { None };
+    let key = values.own("feed_forward_length");
+    let inner = if family.has_optional_neurons() { values.size(&key)? } else { Some(values.required("feed_forward_length")?) };
+    let convolutions = if family.recurrent == Recurrent::ShortConvolution { Some(layers_with_convolutions(values, layers)?) } else { None };
     let groups = match convolutions {
         Some((groups, _)) => groups,
         None => values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads),
@@ -55,7 +57,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     set("architectures", json!([family.class]));
     set("model_type", json!(model_type));
     set("hidden_size", json!(hidden));
-    set("intermediate_size", json!(inner));
+    if let Some(inner) = inner {
+        set("intermediate_size", json!(inner));
+    }
     set("num_hidden_layers", json!(layers));
     set("num_attention_heads", json!(heads));
     set("num_key_value_heads", json!(groups));
@@ -198,6 +202,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
             _ => "float32",
         }),
     );
+    config.extend(recurrent::config(family, values, &config, rotary_width.unwrap_or(head_dim))?.into_iter().map(|(key, value)| (key.to_owned(), value)));
     Ok(config)
 }
 

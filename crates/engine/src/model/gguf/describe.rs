@@ -3,7 +3,9 @@
 use serde_json::Value as Json;
 
 use super::config::{FACTORS, llama3_factors};
-use crate::arch::{self, GgufFamily, Setting, Windows};
+use super::reader::Reader;
+use super::recurrent;
+use crate::arch::{self, GgufFamily, Recurrent, Windows};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::store::gguf::Value;
@@ -45,77 +47,6 @@ const NEUTRAL: [(&str, &str); 6] = [
     ("pruned_heads", "{}"),
 ];
 
-/// Typed access to `config.json`.
-struct Reader<'m> {
-    model: &'m Model,
-    family: &'static GgufFamily,
-}
-
-impl Reader<'_> {
-    fn get(&self, key: &str) -> Option<&Json> {
-        self.model.config.get(key).filter(|value| !value.is_null())
-    }
-
-    fn refused(&self, what: &str, hint: impl Into<String>) -> Error {
-        Error::Unsupported { what: format!("gguf: config.json: {what}"), hint: hint.into() }
-    }
-
-    fn number(&self, key: &str) -> Result<Option<f64>> {
-        let wrong = |value| self.refused(&format!("`{key}` of {value}"), "must be a number");
-        self.get(key).map(|value| value.as_f64().ok_or_else(|| wrong(value))).transpose()
-    }
-
-    fn size(&self, key: &str) -> Result<Option<u64>> {
-        let wrong = |value| self.refused(&format!("`{key}` of {value}"), "must be a positive integer");
-        self.get(key).map(|value| value.as_u64().filter(|size| *size > 0).ok_or_else(|| wrong(value))).transpose()
-    }
-
-    /// A setting in the form of GGUF files.
-    fn setting(&self, setting: &Setting) -> Result<Value> {
-        let wrong = |value: &Json, what: &str| self.refused(&format!("`{}` of {value}", setting.key), format!("must be {what}"));
-        let default = setting.default_value();
-        let value = self.get(setting.key).unwrap_or(&default);
-        match &default {
-            Json::Bool(_) => value.as_bool().map(Value::Bool).ok_or_else(|| wrong(value, "true or false")),
-            Json::Number(number) if number.is_u64() => value.as_u64().map(Value::Unsigned).ok_or_else(|| wrong(value, "an integer")),
-            _ => value.as_f64().map(Value::Float).ok_or_else(|| wrong(value, "a number")),
-        }
-    }
-
-    /// The number of neurons of the weights, if other keys than `intermediate_size` change it.
-    fn stored_neurons(&self) -> Option<u64> {
-        let is_down = |name: &str| self.family.to_gguf(name).is_some_and(|name| name == "blk.0.ffn_down.weight");
-        let mut down = self.model.weights.by_name.iter().filter(|(name, _)| self.family.has_short_convolutions && is_down(name));
-        down.next().and_then(|(_, weight)| weight.shape.last().copied()).map(|neurons| neurons as u64)
-    }
-
-    /// The number of key-value heads of each layer, if some layers have none.
-    fn groups_of_layers(&self, groups: u64) -> Result<Option<Vec<i64>>> {
-        if !self.family.has_short_convolutions {
-            return Ok(None);
-        }
-        let own = |layer| if self.family.is_convolution(layer, self.model.weights.by_name.keys()) { 0 } else { i64::try_from(groups).unwrap_or(i64::MAX) };
-        Ok(Some((0..self.required("num_hidden_layers")?).map(own).collect()))
-    }
-
-    /// Number of rotated elements of a head.
-    fn rotary_width(&self, head_dim: u64) -> Result<u64> {
-        let Some((key, default)) = self.family.partial_rotary else { return Ok(head_dim) };
-        let nested = self.get("rope_parameters").and_then(|parameters| parameters.get(key)).and_then(Json::as_f64);
-        let width = self.family.rotary_width.map_or(Ok(None), |key| self.size(key))?;
-        let part = match (nested.or(self.number(key)?), width) {
-            (Some(part), _) => part,
-            (None, Some(width)) => return Ok(width),
-            (None, None) => default,
-        };
-        Ok((head_dim as f64 * part) as u64)
-    }
-
-    fn required(&self, key: &str) -> Result<u64> {
-        self.size(key)?.ok_or_else(|| self.refused(&format!("a configuration without `{key}`"), "GGUF files require it"))
-    }
-}
-
 /// Builds the GGUF metadata of a model.
 pub fn describe(model: &Model) -> Result<Metadata> {
     let kind = model.config.model_type();
@@ -127,7 +58,12 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     check(&reader, &mut notes)?;
     let mut own = Vec::new();
     for (gguf_key, key) in SIZES {
-        let neurons = if gguf_key == "feed_forward_length" { reader.stored_neurons() } else { None };
+        let is_width = gguf_key == "feed_forward_length";
+        // Models without dense networks may not specify it.
+        if is_width && family.has_optional_neurons() && reader.size(key)?.is_none() {
+            continue;
+        }
+        let neurons = if is_width { reader.stored_neurons() } else { None };
         own.push((gguf_key, Value::Unsigned(neurons.map_or_else(|| reader.required(key), Ok)?)));
     }
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
@@ -157,7 +93,7 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     if family.is_latent {
         own.extend(latent_widths(&reader, heads, head_dim)?.map(|(key, width)| (key, Value::Unsigned(width))));
     } else {
-        require_head_shapes(model, [heads, groups], head_dim)?;
+        require_head_shapes(model, [if family.has_query_gate { heads.saturating_mul(2) } else { heads }, groups], head_dim)?;
     }
     if family.has_implied_heads && heads.checked_mul(head_dim) != Some(hidden) {
         let hint = format!("llama.cpp supports only `hidden_size / num_attention_heads` for `{}`", family.architecture);
@@ -169,6 +105,7 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     if family.interleaved_rope || family.is_latent || family.partial_rotary.is_some() {
         own.push(("rope.dimension_count", Value::Unsigned(reader.rotary_width(head_dim)?)));
     }
+    own.extend(recurrent::describe(&reader, reader.rotary_width(head_dim)?)?);
     let Positions { theta, local_theta, scaling } = positions(&reader, head_dim)?;
     own.push(("rope.freq_base", Value::Float(theta)));
     own.extend(local_theta.map(|theta| ("rope.freq_base_swa", Value::Float(theta))));
@@ -342,7 +279,7 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         }
     }
     let layers = reader.required("num_hidden_layers")?;
-    let types = reader.get("layer_types").filter(|_| !family.has_short_convolutions).and_then(Json::as_array);
+    let types = reader.get("layer_types").filter(|_| family.recurrent == Recurrent::None).and_then(Json::as_array);
     if let (Some(types), Windows::None | Windows::AllBut(_)) = (types, family.windows) {
         let named = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
         let other = |(layer, kind): (u64, &Json)| kind.as_str() != Some(named(family.windows.slides(layer)));

@@ -4,9 +4,12 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod arrangement;
 mod config;
 mod describe;
 mod pre_tokenizer;
+mod reader;
+mod recurrent;
 mod token_types;
 mod tokenizer;
 mod values;
@@ -18,6 +21,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
+pub use self::arrangement::Arrangement;
 pub use self::describe::{Metadata, describe};
 use self::values::Values;
 pub use self::vocabulary::vocabulary;
@@ -147,8 +151,9 @@ fn join_parts(family: &GgufFamily, file: &mut GgufFile) -> Result<BTreeMap<Strin
 }
 
 /// The weights of a file, by their names in Hugging Face checkpoints.
-fn weights(family: &GgufFamily, mut opened: GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
-    let joined = join_parts(family, &mut opened)?;
+fn weights(family: &'static GgufFamily, mut opened: GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+    let mut joined = Arrangement::new(family, config).from_gguf(&mut opened)?;
+    joined.append(&mut join_parts(family, &mut opened)?);
     let (file, tensors) = (opened.path.clone(), split_experts(family, &mut opened, config)?);
     let size = |key: &str| config.get(key).and_then(Json::as_u64).and_then(|size| usize::try_from(size).ok());
     let heads = |key: &str| size(key).filter(|count| *count > 0);

@@ -20,7 +20,7 @@ pub(super) struct PreTokenizer {
     pub adds_first: bool,
 }
 
-const PRE_TOKENIZERS: [PreTokenizer; 7] = [
+const PRE_TOKENIZERS: [PreTokenizer; 8] = [
     PreTokenizer { names: &["gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "gigachat", "mellum"], ..GPT2 },
     PreTokenizer { names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], digits: true, ..GPT2 },
     PreTokenizer {
@@ -33,6 +33,12 @@ const PRE_TOKENIZERS: [PreTokenizer; 7] = [
     PreTokenizer {
         names: &["qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "kormo"],
         patterns: &[r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
+        is_nfc: true,
+        ..GPT2
+    },
+    PreTokenizer {
+        names: &["qwen35"],
+        patterns: &[r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
         is_nfc: true,
         ..GPT2
     },

@@ -1,0 +1,137 @@
+//! Layers without attention in GGUF files.
+
+use super::names::split_layer;
+use super::{GgufFamily, Pair, Setting};
+
+/// Layers without attention of a family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recurrent {
+    /// None.
+    None,
+    /// Short convolutions, as in LFM2: layers without key-value heads. The number of neurons is that of the
+    /// weights.
+    ShortConvolution,
+    /// Gated delta networks, of which checkpoints have one projection to queries, keys, values and output
+    /// gates, ordered by key head, as in Qwen3-Next.
+    JointDelta,
+    /// Gated delta networks, whose heads of values are ordered by key head in checkpoints, and in GGUF files
+    /// by their number within the key head, as in Qwen3.5.
+    TiledDelta,
+}
+
+/// Elements of a tensor of a gated delta network that are ordered by value head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tiling {
+    /// Rows after those of queries and keys.
+    RowsAfterKeys,
+    /// All rows.
+    Rows,
+    /// A row for each head.
+    Heads,
+    /// All columns.
+    Columns,
+}
+
+/// Gated delta networks.
+pub(in crate::arch) const DELTA: &[Pair] = &[("ssm_conv1d", "linear_attn.conv1d"), ("ssm_norm", "linear_attn.norm"), ("ssm_out", "linear_attn.out_proj")];
+pub(in crate::arch) const DELTA_HEADS: &[Pair] = &[("ssm_a", "linear_attn.A_log"), ("ssm_dt.bias", "linear_attn.dt_bias")];
+pub(in crate::arch) const DELTA_SETTINGS: &[Setting] = &[
+    Setting::required("ssm.conv_kernel", "linear_conv_kernel_dim", "4"),
+    Setting::required("ssm.state_size", "linear_key_head_dim", "128"),
+    Setting::required("ssm.group_count", "linear_num_key_heads", "16"),
+    Setting::required("ssm.time_step_rank", "linear_num_value_heads", "32"),
+    Setting::optional("full_attention_interval", "full_attention_interval", ["4", "4"]),
+];
+
+/// The projection of [`Recurrent::JointDelta`], and its parts in GGUF files: queries, keys and values, and
+/// gates.
+const JOINT: (&str, [&str; 2]) = ("linear_attn.in_proj_qkvz.weight", ["attn_qkv.weight", "attn_gate.weight"]);
+
+impl Recurrent {
+    /// Whether layers are gated delta networks.
+    pub fn is_delta(self) -> bool {
+        matches!(self, Recurrent::JointDelta | Recurrent::TiledDelta)
+    }
+}
+
+impl GgufFamily {
+    /// Whether models may not specify the number of neurons of dense networks, because all layers have
+    /// experts.
+    pub fn has_optional_neurons(&self) -> bool {
+        self.recurrent.is_delta() && self.experts.is_some()
+    }
+
+    /// Whether a GGUF tensor contains the filter of a convolution, without the axis of length one that it has
+    /// in checkpoints.
+    pub fn is_filter(name: &str) -> bool {
+        name.ends_with(".shortconv.conv.weight") || name.ends_with(".ssm_conv1d.weight")
+    }
+
+    /// Whether a GGUF tensor contains negated decay rates, of which checkpoints contain the logarithms.
+    pub fn is_decay(name: &str) -> bool {
+        name.ends_with(".ssm_a")
+    }
+
+    /// Whether llama.cpp never quantizes a GGUF tensor: routers, filters and norms.
+    pub fn is_always_float(name: &str) -> bool {
+        name.contains(".ffn_gate_inp") || GgufFamily::is_filter(name) || name.ends_with("_norm.weight")
+    }
+
+    /// Whether a layer of the checkpoint has no attention.
+    pub fn is_recurrent<'n>(&self, layer: u64, mut names: impl Iterator<Item = &'n String>) -> bool {
+        let start = format!("blk.{layer}.");
+        self.recurrent != Recurrent::None && names.any(|name| self.to_gguf(name).is_some_and(|name| name.starts_with(&start) && GgufFamily::is_filter(&name)))
+    }
+
+    /// The parts of a checkpoint tensor that contains queries, keys, values and output gates of a gated delta
+    /// network; `None` for other names.
+    pub fn delta_tensors(&self, name: &str) -> Option<Vec<String>> {
+        let (joint, parts) = JOINT;
+        let (layer, tensor) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.").filter(|_| self.recurrent == Recurrent::JointDelta)?;
+        (tensor == joint).then(|| parts.iter().map(|part| format!("blk.{layer}.{part}")).collect())
+    }
+
+    /// The checkpoint tensor whose parts begin with this GGUF tensor, and the name of the other part.
+    pub fn delta_projection(&self, name: &str) -> Option<(String, String)> {
+        let (joint, [first, second]) = JOINT;
+        let (layer, tensor) = split_layer(name, "blk.").filter(|_| self.recurrent == Recurrent::JointDelta)?;
+        (tensor == first).then(|| (format!("model.layers.{layer}.{joint}"), format!("blk.{layer}.{second}")))
+    }
+
+    /// Which elements of a GGUF tensor have another order of value heads than in checkpoints.
+    pub fn tiling(&self, name: &str) -> Option<Tiling> {
+        let (_, tensor) = split_layer(name, "blk.").filter(|_| self.recurrent == Recurrent::TiledDelta)?;
+        match tensor {
+            "attn_qkv.weight" | "ssm_conv1d.weight" => Some(Tiling::RowsAfterKeys),
+            "attn_gate.weight" => Some(Tiling::Rows),
+            "ssm_alpha.weight" | "ssm_beta.weight" | "ssm_a" | "ssm_dt.bias" => Some(Tiling::Heads),
+            "ssm_out.weight" => Some(Tiling::Columns),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_recurrent_layers_are_found_by_name() {
+        let [next, newer, lfm2] = ["qwen3_next", "qwen3_5_text", "lfm2"].map(|name| crate::arch::family(name).unwrap().gguf.unwrap());
+        let joint = "model.layers.2.linear_attn.in_proj_qkvz.weight";
+        assert_eq!(next.joined_tensors(joint).unwrap(), ["blk.2.attn_qkv.weight", "blk.2.attn_gate.weight"]);
+        assert_eq!(next.delta_projection("blk.2.attn_qkv.weight"), Some((joint.to_owned(), "blk.2.attn_gate.weight".to_owned())));
+        assert_eq!((newer.joined_tensors(joint), newer.delta_projection("blk.2.attn_qkv.weight"), next.tiling("blk.2.ssm_a")), (None, None, None));
+        assert_eq!(newer.to_gguf("model.layers.2.linear_attn.in_proj_qkv.weight").as_deref(), Some("blk.2.attn_qkv.weight"));
+        assert_eq!(
+            ["ssm_a", "ssm_out.weight", "ssm_norm.weight"].map(|part| newer.tiling(&format!("blk.2.{part}"))),
+            [Some(Tiling::Heads), Some(Tiling::Columns), None]
+        );
+        let names =
+            ["model.layers.0.self_attn.q_proj.weight", "model.layers.12.conv.conv.weight", "model.layers.3.linear_attn.conv1d.weight"].map(str::to_owned);
+        assert_eq!(
+            [0, 1, 3, 12].map(|layer| (lfm2.is_recurrent(layer, names.iter()), next.is_recurrent(layer, names.iter()))),
+            [(false, false), (false, false), (false, true), (true, false)]
+        );
+    }
+}
