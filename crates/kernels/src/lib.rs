@@ -62,6 +62,7 @@ mod running {
     pub mod one_row;
     pub mod refinement;
     pub mod resize;
+    pub mod rotation;
     pub mod rows;
     pub mod rows_gradient;
     pub mod scratch;
