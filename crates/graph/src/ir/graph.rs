@@ -95,6 +95,11 @@ impl Graph {
         self.outputs.iter().any(|(_, output)| *output == id)
     }
 
+    /// Removes the output with this name.
+    pub fn remove_output(&mut self, name: &str) {
+        self.outputs.retain(|(output, _)| output != name);
+    }
+
     /// For each value, indexed by id, whether one of the values in `of` depends on it or is it.
     pub fn dependencies(&self, of: impl IntoIterator<Item = ValueId>) -> Vec<bool> {
         let mut needed = vec![false; self.values.len()];
