@@ -17,7 +17,7 @@ use crate::analysis;
 use crate::arch;
 use crate::data::{self, Batch, Data};
 use crate::error::{Error, Result};
-use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, SamplesFrom, Subject};
+use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, SamplesFrom, Subject, without_folded_states};
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence, Rounding, sizes_of};
 use crate::export::Exported;
 use crate::ir::{Bindings, Dim, Graph};
@@ -128,7 +128,8 @@ impl Run<'_> {
         let device = self.pipeline.running.device()?;
         let (samples_from, HeldOut { data, note }, mut samples) = self.samples(graph)?;
         let written = self.written()?;
-        let (input, output) = ((graph, &self.before.weights), (&written.graph()?, &written.weights));
+        let (graph, output_graph) = (without_folded_states(graph.clone(), &self.before.weights), without_folded_states(written.graph()?, &written.weights));
+        let (input, output) = ((&graph, &self.before.weights), (&output_graph, &written.weights));
         let rows = EmbeddingRows::from_samples([input, output], &mut samples)?;
         let ((graph, weights), (output_graph, output_weights)) = (rows.reduce(input)?, rows.reduce(output)?);
         let (options, work) = (BlockwiseOptions::on(&device), self.work.quiet());

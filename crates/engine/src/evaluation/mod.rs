@@ -21,6 +21,7 @@ mod running {
     mod custom_metric;
     mod embedding;
     mod fidelity;
+    mod folded_states;
     mod language_modelling;
     mod latency;
     mod measure;
@@ -33,6 +34,7 @@ mod running {
     pub use comparison::{Baseline, Comparison, Resources, Samples};
     pub use custom_metric::{CustomMetric, register_metric};
     pub use fidelity::FidelityAccumulator;
+    pub use folded_states::without_folded_states;
     pub use latency::latency;
     pub use measure::{Outcome, Outcomes, compare, evaluate, evaluate_in, output_fidelity};
     pub use metric::Outputs;

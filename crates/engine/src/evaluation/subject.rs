@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::Device;
 use serde_json::{Map, Value};
 
-use super::{BlockwiseCandle, Candle, OnnxRuntime, Precision, Runner, Runtime};
+use super::{BlockwiseCandle, Candle, OnnxRuntime, Precision, Runner, Runtime, without_folded_states};
 use crate::analysis;
 use crate::data::Target;
 use crate::error::{Error, Result};
@@ -103,7 +103,7 @@ impl Subject {
                     hint: "write the model first, then open the written file".into(),
                 });
             }
-            (graph, _) => graph?,
+            (graph, _) => without_folded_states(graph?, &model.weights),
         };
         let (inputs, outputs) = Port::from_graph(&graph);
         let (folder, config) = model.preprocessing()?;
