@@ -61,6 +61,7 @@ mod running {
     pub mod prune_structured;
     pub(crate) mod prune_vocabulary;
     mod quantize_static;
+    mod rotate;
     pub mod search_structure;
     mod split_experts;
     pub(in crate::pass) mod testing;
@@ -78,6 +79,7 @@ mod running {
     pub use quantize_static::{ActivationTarget, Goal, QuantizeStatic, Smooth};
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
+    pub use rotate::{Rotate, RotatedPart};
     pub use search_structure::SearchStructure;
     pub use split_experts::SplitExperts;
 
@@ -299,6 +301,9 @@ crate::entry::gather! { passes []
     /// Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
     /// runtimes can quantize
     "split-experts" => SplitExperts if runs,
+    /// Rotate the residual stream and the values of attention heads by orthogonal matrices, which distribute
+    /// outliers of activations and weights over all features
+    "rotate" => Rotate if runs,
 }
 
 impl Step {

@@ -67,6 +67,7 @@ mod qat;
 mod quantization_config;
 mod readme;
 mod report;
+mod rotate;
 mod run;
 mod runtime;
 mod search;

@@ -330,11 +330,7 @@ impl Model {
     /// Unties a head in the configuration. Its bias is then stored under two names: transformers 5 reads
     /// one of them, transformers 4 the other.
     fn untie(&mut self, alias: &str, original: &str) -> String {
-        self.config.set("tie_word_embeddings", false.into());
-        // A key of LFM2, which takes precedence.
-        if self.config.get("tie_embedding").is_some() {
-            self.config.set("tie_embedding", false.into());
-        }
+        self.config.untie();
         let weights = &mut self.weights.by_name;
         if let Some(module) = alias.strip_suffix("decoder.weight") {
             let [own, shared] = [format!("{module}decoder.bias"), format!("{module}bias")];

@@ -19,7 +19,7 @@ const fn sentence(pass: &'static str, text: &'static str, options: &'static [&'s
     Sentence { pass, text, options }
 }
 
-const SENTENCES: [Sentence; 14] = [
+const SENTENCES: [Sentence; 15] = [
     sentence("prune-unstructured", "Weights with the smallest absolute values were set to zero", &["amount"]),
     sentence("prune-structured", "Heads, neurons, channels, width, layers or experts were removed", &["amount"]),
     sentence("search-structure", "The widths of layers and the parts to remove were chosen for a limit of the size", &["limit"]),
@@ -34,6 +34,7 @@ const SENTENCES: [Sentence; 14] = [
     sentence("cast", "Floats were converted to another float format", &["to"]),
     sentence("dequantize", "Weights were dequantized", &[]),
     sentence("split-experts", "Experts in one tensor were stored as separate linear layers", &[]),
+    sentence("rotate", "The residual stream and the values of attention heads were rotated by orthogonal matrices, which preserves the outputs", &[]),
 ];
 
 /// Longest option that is repeated in the card.

@@ -9,7 +9,7 @@ use crate::kernel::convert;
 ///
 /// # Errors
 /// The weight has no floats. The error has the name of the weight.
-pub(super) fn visit(name: &str, weight: &Weight, dtype: DType, unit: usize, sink: BlockSink, mut change: impl FnMut(usize, &mut [f32])) -> Result<()> {
+pub fn visit(name: &str, weight: &Weight, dtype: DType, unit: usize, sink: BlockSink, mut change: impl FnMut(usize, &mut [f32])) -> Result<()> {
     let (mut values, mut bytes) = (Vec::new(), Vec::new());
     let mut first = 0;
     weight.visit(unit, &mut |block| {

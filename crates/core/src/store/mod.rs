@@ -9,7 +9,7 @@ mod bias;
 mod bits_and_bytes;
 mod block;
 mod block_packing;
-mod changed_floats;
+pub mod changed_floats;
 pub mod checkpoint;
 mod code_packing;
 #[cfg(feature = "zstd")]

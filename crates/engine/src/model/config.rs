@@ -128,6 +128,15 @@ impl Config {
         }
     }
 
+    /// Specifies that the output head is not tied to the embedding table.
+    pub fn untie(&mut self) {
+        self.set("tie_word_embeddings", json!(false));
+        // A key of LFM2, which takes precedence.
+        if self.get("tie_embedding").is_some() {
+            self.set("tie_embedding", json!(false));
+        }
+    }
+
     /// Sets the dtype of the weights, under the key that the file already uses.
     pub fn set_dtype(&mut self, name: &str) {
         if self.values.is_empty() {
