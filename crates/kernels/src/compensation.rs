@@ -79,6 +79,11 @@ impl Compensation {
         Compensation { size, ratios, costs }
     }
 
+    /// `R[k][j] / R[j][j]` above the diagonal, in processing order.
+    pub fn ratios(&self) -> &[f32] {
+        &self.ratios
+    }
+
     /// Cost of the squared error of each column, in processing order.
     pub fn costs(&self) -> &[f32] {
         &self.costs

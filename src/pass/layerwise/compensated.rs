@@ -3,9 +3,11 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use super::held_out::{Errors, HeldOut, LayerChoice};
-use super::sampled::{Sampled, stacks};
+use super::output_feedback::OutputFeedback;
+use super::sampled::{Sampled, outputs_step, stacks};
 use super::solver::{Change, Correction, Part, Solver};
 use super::{Layer, MethodReport, Moments, MomentsRequest, Readers};
 use crate::error::{Error, Result};
@@ -58,6 +60,11 @@ pub(super) trait Compensating {
         false
     }
 
+    /// Compensation between outputs of a layer at a distance of `step`, if there is any.
+    fn feedback(&self, _layer: &Layer, _step: usize) -> Result<Option<Rc<OutputFeedback>>> {
+        Ok(None)
+    }
+
     /// Replaces values `[n, size]` of a weight by a solution, for some or all outputs of the layer.
     fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()>;
 }
@@ -77,13 +84,14 @@ impl Chosen {
     }
 
     /// The solution of the weight of a layer.
-    pub fn attempt(&self, layer: &Layer, values: &[f32]) -> Result<Attempt> {
+    pub fn attempt(&self, layer: &Layer, values: &[f32], method: &dyn Compensating) -> Result<Attempt> {
         let fraction = match self.solution(layer) {
             Solution::Plain(index) => return Ok(Attempt::Plain(index)),
             Solution::Compensated(fraction) => fraction,
         };
         let change = if fraction == 0.0 { None } else { self.prepared.change(values)? };
-        Ok(Attempt::Compensated(Correction { parts: vec![Part { rows: values.len() / layer.size.max(1), fraction }], change }))
+        let parts = vec![Part { rows: values.len() / layer.size.max(1), fraction }];
+        Ok(Attempt::Compensated(Correction { parts, change, feedback: method.feedback(layer, 1)? }))
     }
 
     /// The values of a weight that its solution approximates.
@@ -162,7 +170,12 @@ impl Choosing {
         }
         // The host solves rows one after another anyway.
         let stacks = stacks(readers.layers, |layers| moments.is_on_device() && method.can_stack(layers));
-        let sampled: Vec<Sampled> = stacks.into_iter().map(|stack| Sampled::new(readers, stack, &moments.folds)).collect::<Result<_>>()?;
+        let sampled = stacks.into_iter().map(|stack| {
+            let sampled = Sampled::new(readers, stack, &moments.folds)?;
+            let feedback = method.feedback(&sampled.layer, outputs_step(&sampled.layer))?;
+            Ok(Sampled { feedback, ..sampled })
+        });
+        let sampled: Vec<Sampled> = sampled.collect::<Result<_>>()?;
         let tried = (0..method.plain().len()).map(Tried::Plain);
         let plain: Vec<Vec<Trial>> = tried.map(|tried| self.trials(value, &moments, &sampled, method, tried)).collect::<Result<_>>()?;
         let (damping, trials) = self.best_damping(value, &moments, &sampled, (method, &plain[0]))?;
@@ -265,16 +278,21 @@ impl Choosing {
             let fitted = fitted.as_ref().unwrap_or(moments);
             let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
             for sampled in sampled {
-                let Sampled { layer, weight, layers, values, outputs } = sampled;
+                let Sampled { layer, weight, layers, values, outputs, feedback } = sampled;
                 let attempt = match tried {
                     Tried::Plain(index) => Attempt::Plain(index),
                     Tried::Damping(_) => Attempt::Compensated(self.correction(sampled, &prepared, (held_out, &outputs[fold]), &mut trials)?),
                 };
                 let mut solved = values.clone();
                 method.solve(layer, weight, &mut solved, &prepared, attempt)?;
-                let solved = held_out.outputs(&solved, layer.size)?;
+                let mut solved = held_out.outputs(&solved, layer.size)?;
+                let mut targets = Cow::Borrowed(&outputs[fold][0]);
+                if let Some(feedback) = feedback {
+                    solved = feedback.weighted_errors(&solved, &targets);
+                    targets = Cow::Owned(vec![0.0; solved.len()]);
+                }
                 for (index, columns) in layers {
-                    trials[*index].errors.add_held_out_columns(held_out, [&solved, &outputs[fold][0]], sampled.width(), columns.clone());
+                    trials[*index].errors.add_held_out_columns(held_out, [&solved, &targets], sampled.width(), columns.clone());
                 }
             }
         }
@@ -305,7 +323,7 @@ impl Choosing {
             trials[*index].propagation.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
             parts.push(Part { rows: columns.len(), fraction: self.fraction(sums) });
         }
-        Ok(Correction { parts, change })
+        Ok(Correction { parts, change, feedback: sampled.feedback.clone() })
     }
 }
 

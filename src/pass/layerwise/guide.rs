@@ -1,18 +1,19 @@
-//! Weights of calibration tokens by the gradients of the loss: one backward pass of the original model, block
-//! by block, finds the mean square of the gradients of each layer's outputs for each token (Kim et al. 2025,
-//! GuidedQuant, <https://arxiv.org/abs/2505.07004>, with one group of outputs). The targets are drawn from
-//! the model's own predictions, so that the expected squares are those of the Fisher information, the
-//! second-order approximation of the KL divergence.
+//! Gradients of the loss on calibration tokens, by one backward pass of the original model, block by block:
+//! the mean square of the gradients of each layer's outputs for each token (Kim et al. 2025, GuidedQuant,
+//! <https://arxiv.org/abs/2505.07004>, with one group of outputs), and their second moments. The targets are
+//! drawn from the model's own predictions, so that the expected products are those of the Fisher information,
+//! the second-order approximation of the KL divergence.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
 
-use super::Site;
+use super::output_moments::{self, OutputMoments, OutputSums};
 use super::ranks::Ranks;
+use super::{Layer, Site, sites};
 use crate::analysis;
 use crate::data::{Batch, DataSet, Padding, SequenceRoles};
 use crate::error::{Error, Result};
@@ -27,8 +28,23 @@ use crate::pass::calibrate::{numbers, parameters_to_differentiate, rows, tensor_
 const LOGITS: &str = "logits";
 /// File of the factors next to the checkpoints of blocks.
 const FILE: &str = "guide.safetensors";
+/// Folder of second moments next to the checkpoints of blocks.
+const MOMENTS: &str = "guide";
+/// Memory of the second moments that one pass over the samples sums, in bytes, unless a limit is given.
+const MOMENTS_BYTES: u64 = 1 << 29;
 /// Smallest squared factor, relative to the mean of all tokens: gradients of other samples differ.
 const LEAST: f64 = 0.05;
+
+/// How the gradients of the loss are used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Guidance {
+    #[default]
+    None,
+    /// The inputs of each layer are weighted by the mean squares of the gradients of its outputs.
+    Tokens,
+    /// Errors of the outputs of each layer are weighted by the second moments of their gradients.
+    Outputs,
+}
 
 /// Factors of the rows of the inputs of layers and of the outputs of blocks.
 #[derive(Debug)]
@@ -38,20 +54,32 @@ pub(super) struct Guide {
     by_name: BTreeMap<String, Vec<Vec<f32>>>,
     /// Mean square of the gradients of each output of a layer over all tokens, by the name of its weight.
     pub outputs: BTreeMap<String, Vec<f64>>,
+    moments: StoredMoments,
+}
+
+/// Where second moments of the gradients of outputs are, by the name of the weight.
+#[derive(Debug)]
+enum StoredMoments {
+    None,
+    /// Without checkpoints.
+    InMemory(BTreeMap<String, OutputMoments>),
+    /// A file of each layer, by its number.
+    Files(PathBuf, BTreeMap<String, usize>),
 }
 
 /// The factors of the next rows of a layer.
 pub(super) struct Factors<'g>(Box<dyn Iterator<Item = f32> + 'g>);
 
 impl Guide {
-    /// Loads the factors from the checkpoint, or computes and stores them.
-    pub fn open(sites: &[Site], (graph, model): (&Graph, &Model), samples: &DataSet, ranks: &Ranks, context: &Context) -> Result<Guide> {
+    /// Loads the factors and moments from the checkpoint, or computes and stores them.
+    pub fn open(guidance: Guidance, sites: &[Site], subject: (&Graph, &Model), samples: &DataSet, ranks: &Ranks, context: &Context) -> Result<Guide> {
         let path = ranks.checkpoints().map(|checkpoints| checkpoints.folder().join(FILE));
         let is_stored = ranks.first(|| Ok(path.as_ref().is_some_and(|path| path.is_file())))?;
         if let Some(path) = path.as_ref().filter(|_| is_stored) {
-            return Guide::load(path).map_err(tensor_error);
+            let by_name = Guide::load(path).map_err(tensor_error)?;
+            return Ok(Guide { by_name, outputs: BTreeMap::new(), moments: StoredMoments::new(guidance, sites, ranks) });
         }
-        let guide = Guide::compute(sites, (graph, model), samples, ranks, context)?;
+        let guide = Guide::compute(guidance, sites, subject, samples, ranks, context)?;
         if let Some(path) = path.filter(|_| ranks.is_first()) {
             let unfinished = path.with_extension("unfinished");
             guide.store(&unfinished).map_err(tensor_error)?;
@@ -61,13 +89,12 @@ impl Guide {
     }
 
     /// Reads a matrix of each name, whose rows end at the first negative number.
-    fn load(path: &Path) -> candle_core::Result<Guide> {
+    fn load(path: &Path) -> candle_core::Result<BTreeMap<String, Vec<Vec<f32>>>> {
         let tensors = candle_core::safetensors::load(path, &Device::Cpu)?;
         let row = |row: &[f32]| row.iter().copied().take_while(|factor| *factor >= 0.0).collect();
         let factors = |tensor: &Tensor| read(tensor, |values| Ok(values.chunks(tensor.dim(1)?).map(row).collect()));
-        let by_name = tensors.into_iter().map(|(name, tensor)| Ok((name, factors(&tensor)?)));
         // Only a search needs the gradients of outputs, and it has no checkpoints.
-        Ok(Guide { by_name: by_name.collect::<candle_core::Result<_>>()?, outputs: BTreeMap::new() })
+        tensors.into_iter().map(|(name, tensor)| Ok((name, factors(&tensor)?))).collect()
     }
 
     fn store(&self, path: &Path) -> candle_core::Result<()> {
@@ -81,7 +108,7 @@ impl Guide {
     }
 
     /// Each rank differentiates its own samples.
-    fn compute(sites: &[Site], (graph, model): (&Graph, &Model), samples: &DataSet, ranks: &Ranks, context: &Context) -> Result<Guide> {
+    fn compute(guidance: Guidance, sites: &[Site], (graph, model): (&Graph, &Model), samples: &DataSet, ranks: &Ranks, context: &Context) -> Result<Guide> {
         let Some((_, logits)) = graph.outputs().iter().find(|(name, _)| name == LOGITS) else {
             return Err(Error::option("guide: loss", format!("requires a model with the output `{LOGITS}`")));
         };
@@ -105,35 +132,50 @@ impl Guide {
         let (roles, op) = (SequenceRoles::new(graph), Op::Linear(crate::ir::ops::Linear::default()));
         let mut squares: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
         let mut by_output: BTreeMap<String, Vec<f64>> = BTreeMap::new();
-        let (own, mut number, mut window) = (ranks.batches(samples)?, 0, 0);
-        samples.for_each_batch("Differentiating", &context.work, |batch| {
-            number += 1;
-            if !own.contains(&(number - 1)) {
-                window += batch.samples as u64;
-                return Ok(());
+        let mut moments = StoredMoments::new(guidance, sites, ranks);
+        let portions = if guidance == Guidance::Outputs { portions(sites, context.memory.bytes) } else { vec![Vec::new()] };
+        for (portion, layers) in portions.into_iter().enumerate() {
+            let mut sums: BTreeMap<&str, OutputSums> = layers.iter().map(|layer| (layer.weight.as_str(), OutputSums::new(layer.rows))).collect();
+            let (own, mut number, mut window) = (ranks.batches(samples)?, 0, 0);
+            samples.for_each_batch("Differentiating", &context.work, |batch| {
+                number += 1;
+                if !own.contains(&(number - 1)) {
+                    window += batch.samples as u64;
+                    return Ok(());
+                }
+                for sample in 0..batch.samples {
+                    let batch = batch.narrow(sample, 1)?;
+                    tracker.begin_step(None);
+                    let forward = tape.forward(&parameters, &batch.inputs, &tracker, None)?;
+                    let outputs = forward.taps().get(logits).cloned().ok_or_else(|| Error::graph(LOGITS, "is not computed"))?;
+                    let gradient = gradient_of_drawn_targets(&outputs, &batch, &roles, context.seed.wrapping_add(window)).map_err(tensor_error)?;
+                    drop(outputs);
+                    window += 1;
+                    tape.backward(forward, [(*logits, gradient)].into(), &parameters, &tracker, &mut |name, gradient| {
+                        let Some(key) = names.get(name) else { return Ok(()) };
+                        let rows = rows(&gradient, &op, &batch, roles.token_axis(name))?;
+                        if let Some(sums) = sums.get_mut(key) {
+                            sums.add(key, &rows)?;
+                        }
+                        if portion > 0 {
+                            return Ok(());
+                        }
+                        let rows = rows.sqr().map_err(tensor_error)?;
+                        let sums = numbers(&rows.sum(0).map_err(tensor_error)?)?;
+                        let all = by_output.entry((*key).to_owned()).or_insert_with(|| vec![0.0; sums.len()]);
+                        all.iter_mut().zip(sums).for_each(|(all, sum)| *all += sum);
+                        squares.entry((*key).to_owned()).or_default().push(numbers(&rows.mean(D::Minus1).map_err(tensor_error)?)?);
+                        Ok(())
+                    })?;
+                    parameters.enter(&BTreeSet::new(), Some(&tracker))?;
+                }
+                Ok(())
+            })?;
+            for layer in layers {
+                let Some(sums) = sums.remove(layer.weight.as_str()) else { continue };
+                moments.insert(&layer.weight, sums.finish(&layer.weight, ranks, &context.device)?, ranks)?;
             }
-            for sample in 0..batch.samples {
-                let batch = batch.narrow(sample, 1)?;
-                tracker.begin_step(None);
-                let forward = tape.forward(&parameters, &batch.inputs, &tracker, None)?;
-                let outputs = forward.taps().get(logits).cloned().ok_or_else(|| Error::graph(LOGITS, "is not computed"))?;
-                let gradient = gradient_of_drawn_targets(&outputs, &batch, &roles, context.seed.wrapping_add(window)).map_err(tensor_error)?;
-                drop(outputs);
-                window += 1;
-                tape.backward(forward, [(*logits, gradient)].into(), &parameters, &tracker, &mut |name, gradient| {
-                    let Some(key) = names.get(name) else { return Ok(()) };
-                    let rows = rows(&gradient, &op, &batch, roles.token_axis(name))?;
-                    let rows = rows.sqr().map_err(tensor_error)?;
-                    let sums = numbers(&rows.sum(0).map_err(tensor_error)?)?;
-                    let all = by_output.entry((*key).to_owned()).or_insert_with(|| vec![0.0; sums.len()]);
-                    all.iter_mut().zip(sums).for_each(|(all, sum)| *all += sum);
-                    squares.entry((*key).to_owned()).or_default().push(numbers(&rows.mean(D::Minus1).map_err(tensor_error)?)?);
-                    Ok(())
-                })?;
-                parameters.enter(&BTreeSet::new(), Some(&tracker))?;
-            }
-            Ok(())
-        })?;
+        }
         tracker.set(MemoryCategory::Weights, 0)?;
         if ranks.count() > 1 {
             squares = all_squares(names.values().copied().collect(), &squares, ranks)?;
@@ -142,7 +184,19 @@ impl Guide {
             let tokens = squares.get(name).map_or(0, |samples| samples.iter().map(Vec::len).sum::<usize>());
             sums.iter_mut().for_each(|sum| *sum /= tokens.max(1) as f64);
         }
-        Ok(Guide { by_name: squares.into_iter().map(|(name, squares)| (name, factors(&squares))).collect(), outputs: by_output })
+        Ok(Guide { by_name: squares.into_iter().map(|(name, squares)| (name, factors(&squares))).collect(), outputs: by_output, moments })
+    }
+
+    /// The second moments of the gradients of a layer's outputs; `None` if they were not requested.
+    pub fn moments(&self, weight: &str) -> Result<Option<OutputMoments>> {
+        match &self.moments {
+            StoredMoments::None => Ok(None),
+            StoredMoments::InMemory(moments) => Ok(moments.get(weight).cloned()),
+            StoredMoments::Files(folder, numbers) => {
+                let path = |number: &usize| moments_path(folder, *number);
+                numbers.get(weight).map(|number| OutputMoments::load(&path(number)).map_err(tensor_error)).transpose()
+            }
+        }
     }
 
     /// The factors of the rows of a layer's input, in the order of the samples, from the sample `first` on.
@@ -154,6 +208,63 @@ impl Guide {
     pub fn sample(&self, value: &str, sample: usize) -> Option<&[f32]> {
         self.by_name.get(value)?.get(sample).map(Vec::as_slice)
     }
+}
+
+impl StoredMoments {
+    fn new(guidance: Guidance, sites: &[Site], ranks: &Ranks) -> StoredMoments {
+        let numbers = || (0..).zip(layers(sites)).map(|(number, layer)| (layer.weight.clone(), number)).collect();
+        match (guidance, ranks.checkpoints()) {
+            (Guidance::None | Guidance::Tokens, _) => StoredMoments::None,
+            (Guidance::Outputs, None) => StoredMoments::InMemory(BTreeMap::new()),
+            (Guidance::Outputs, Some(checkpoints)) => StoredMoments::Files(checkpoints.folder().join(MOMENTS), numbers()),
+        }
+    }
+
+    /// Stores the moments of a layer. Rank 0 writes the files of all ranks.
+    fn insert(&mut self, weight: &str, moments: OutputMoments, ranks: &Ranks) -> Result<()> {
+        match self {
+            StoredMoments::None => Ok(()),
+            StoredMoments::InMemory(all) => {
+                all.insert(weight.to_owned(), moments);
+                Ok(())
+            }
+            StoredMoments::Files(folder, numbers) => ranks.first(|| {
+                fs::create_dir_all(&*folder).map_err(Error::io("create", &*folder))?;
+                numbers.get(weight).map_or(Ok(()), |number| moments.store(&moments_path(folder, *number)))
+            }),
+        }
+    }
+}
+
+fn moments_path(folder: &Path, number: usize) -> PathBuf {
+    folder.join(format!("{number}.safetensors"))
+}
+
+fn layers(sites: &[Site]) -> impl Iterator<Item = &Layer> {
+    sites.iter().flat_map(|site| &site.layers)
+}
+
+/// Number of passes over the samples for the second moments of all layers with these weights, if the memory is
+/// not limited.
+pub(super) fn passes(name: &str, graph: &Graph, weights: &BTreeSet<String>) -> Result<u64> {
+    let weights = weights.iter().map(String::as_str).collect();
+    Ok(portions(&sites(name, graph, &weights, false)?, None).len() as u64)
+}
+
+/// Layers whose moments fit into memory at the same time: a quarter of the limit, if there is one.
+fn portions(sites: &[Site], limit: Option<u64>) -> Vec<Vec<&Layer>> {
+    let limit = limit.map_or(MOMENTS_BYTES, |limit| limit / 4) as usize;
+    let (mut portions, mut bytes) = (vec![Vec::new()], 0);
+    for layer in layers(sites) {
+        let added = output_moments::bytes(layer.rows);
+        if bytes > 0 && bytes + added > limit {
+            portions.push(Vec::new());
+            bytes = 0;
+        }
+        portions.last_mut().into_iter().for_each(|portion| portion.push(layer));
+        bytes += added;
+    }
+    portions
 }
 
 /// The squares of the samples of all ranks, which are in the order of ranks.
@@ -240,8 +351,8 @@ mod tests {
         let by_name = BTreeMap::from([("a".to_owned(), vec![vec![1.0, 0.5], vec![], vec![2.0]]), ("b".to_owned(), vec![vec![0.25]])]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(FILE);
-        Guide { by_name: by_name.clone(), outputs: BTreeMap::new() }.store(&path).unwrap();
-        let guide = Guide::load(&path).unwrap();
+        Guide { by_name: by_name.clone(), outputs: BTreeMap::new(), moments: StoredMoments::None }.store(&path).unwrap();
+        let guide = Guide { by_name: Guide::load(&path).unwrap(), outputs: BTreeMap::new(), moments: StoredMoments::None };
         assert_eq!(guide.by_name, by_name);
         let mut rows = Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
         let mut factors = guide.factors("a", 0).unwrap();

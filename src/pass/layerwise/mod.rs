@@ -14,6 +14,8 @@ mod guide;
 mod held_out;
 mod low_rank;
 mod moments;
+mod output_feedback;
+mod output_moments;
 mod palettes;
 mod parallel;
 mod preserved_zeros;
@@ -55,7 +57,7 @@ use checks::{require_bytes, require_finite};
 use corrections::CorrectedError;
 pub(in crate::pass) use corrections::{correct, correction_bytes, declare_corrections};
 pub(in crate::pass) use forecast::{model_runs, runs_to_layers, runs_to_supported};
-use guide::{Factors, Guide};
+use guide::{Factors, Guidance, Guide};
 use held_out::{LayerChoice, Split};
 pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
@@ -85,7 +87,7 @@ trait Method {
     fn check(&self, layer: &Layer, weight: &Weight) -> Result<()>;
 
     /// Receives the gradients of a guided run before the first layer.
-    fn guided(&mut self, _guide: &Guide) {}
+    fn guided(&mut self, _guide: &Rc<Guide>) {}
 
     /// Receives the statistics of a value before the layers that read it are modified.
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()>;
@@ -180,8 +182,8 @@ struct Flow {
     pub whole_block: bool,
     /// Whether the method refines blocks: the original model runs in parallel, one sample at a time.
     pub refined: bool,
-    /// Whether tokens are weighted by the gradients of the loss, for each layer.
-    pub guided: bool,
+    /// How the gradients of the loss are used.
+    pub guidance: Guidance,
 }
 
 impl Layerwise<'_> {
@@ -201,7 +203,7 @@ impl Layerwise<'_> {
     /// Runs as one of several processes.
     fn run_in(&self, team: &Rc<Team>, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
         let graph = model.graph()?;
-        let sites = sites(self.name, &graph, self.targets, self.flow.guided)?;
+        let sites = sites(self.name, &graph, self.targets, self.flow.guidance == Guidance::Tokens)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
         self.require_memory(&graph, model, &sites, method)?;
         let context = self.context;
@@ -215,7 +217,9 @@ impl Layerwise<'_> {
         let options = self.blockwise_options(model, ranks.scratch()?);
         let original = model.weights.clone();
         let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
-        let guide = self.flow.guided.then(|| Guide::open(&sites, (&graph, model), &samples, &ranks, context)).transpose()?;
+        let guidance = self.flow.guidance;
+        let guide = || Guide::open(guidance, &sites, (&graph, model), &samples, &ranks, context).map(Rc::new);
+        let guide = (guidance != Guidance::None).then(guide).transpose()?;
         guide.iter().for_each(|guide| method.guided(guide));
         let reference = (self.runs() > 1).then(|| start(options.clone()));
         let mut runs = Runs { reference, blocks: start(options), roles: SequenceRoles::new(&graph), guide, ranks };
@@ -338,7 +342,8 @@ impl Layerwise<'_> {
                 let Runs { blocks, reference, guide, ranks, .. } = &mut *runs;
                 let mut observe = |moments: &mut Moments| {
                     let first = ranks.share.first_sample;
-                    let factors = guide.as_ref().and_then(|guide| guide.factors(&site.layers.first()?.weight, first));
+                    let factors =
+                        guide.as_ref().filter(|_| self.flow.guidance == Guidance::Tokens).and_then(|guide| guide.factors(&site.layers.first()?.weight, first));
                     self.observe(site, moments, (&mut *blocks, &*ranks), reference.as_mut().filter(|_| self.requested.original), factors)?;
                     moments.finish(&site.value)
                 };

@@ -1,6 +1,7 @@
 //! Quantization with calibration samples: round to nearest with weighted errors, or GPTQ, in which later
 //! columns compensate for the error (`kernel/compensation.rs`).
 
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
@@ -10,17 +11,20 @@ use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::divided_rows::DividedRows;
+use super::guide::{Guidance, Guide};
 use super::held_out::LayerChoice;
+use super::output_feedback::OutputFeedback;
+use super::output_moments;
 use super::parallel::floats;
 use super::preserved_zeros::{is_sparse, preserved_zeros};
 use super::rescale::RoundingMode;
-use super::solver::Steps;
+use super::solver::{Correction, Part, Steps};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
 use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
 use crate::model::Model;
-use crate::pass::quantize::{Corrections, Guide, Method as By, Quantize};
+use crate::pass::quantize::{self, Corrections, Method as By, Quantize};
 use crate::pass::weight_quantizer::stored_scale;
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
@@ -38,8 +42,9 @@ pub(super) struct Quantization<'a> {
     gptq: Option<Choosing>,
     /// The options of trained rounding, which starts from the result of GPTQ.
     training: Option<Training>,
-    /// Whether tokens are weighted by the gradients of the loss.
-    guided: bool,
+    guidance: Guidance,
+    /// The gradients of the loss, once they are computed.
+    guide: OnceCell<Rc<Guide>>,
     pass: &'a Quantize,
     /// Rescaling before rounding.
     strength: Option<Strength>,
@@ -111,8 +116,8 @@ pub(in crate::pass) fn quantize(
     });
     let strength = strength(pass).filter(|_| !pass.stores_scales());
     let rounding = Quantization::rounding(pass, encodings, model, &applied.meter)?;
-    let guided = pass.guide == Guide::Loss;
-    let quantization = Quantization { gptq, training, guided, strength, ignored: pass.ignore.clone(), corrections, ..rounding };
+    let guidance = if pass.guide == quantize::Guide::Loss { Guidance::Outputs } else { Guidance::None };
+    let quantization = Quantization { gptq, training, guidance, strength, ignored: pass.ignore.clone(), corrections, ..rounding };
     let inputs = Inputs::Nearest { costs: Vec::new(), products: Vec::new() };
     let mut rounder = Rounder { quantization: &quantization, inputs, trained: Vec::new(), rows: None, report: MethodReport::default() };
     let summary = quantization.run(model, context, &mut rounder)?;
@@ -154,7 +159,8 @@ impl<'a> Quantization<'a> {
         let groups = groups.filter_map(|(name, group)| encodings.get(&name).and_then(|affine| affine.codes.float()).map(|format| (name, group, format)));
         let global_scales = groups.map(|(name, group, format)| Ok((name, group.global_scale(format, meter)?))).collect::<Result<_>>()?;
         let (name, ignored) = (pass.name(), Vec::new());
-        Ok(Quantization { name, encodings, global_scales, gptq: None, training: None, guided: false, pass, strength: None, ignored, corrections: None })
+        let (guidance, guide) = (Guidance::None, OnceCell::new());
+        Ok(Quantization { name, encodings, global_scales, gptq: None, training: None, guidance, guide, pass, strength: None, ignored, corrections: None })
     }
 }
 
@@ -182,7 +188,7 @@ impl Quantization<'_> {
         });
         let mut requested = self.gptq.map_or_else(MomentsRequest::default, |choosing| choosing.request());
         requested.products |= self.corrections.is_some_and(|corrections| corrections.uses_samples);
-        let flow = Flow { refined: self.training.is_some(), guided: self.guided, ..Flow::default() };
+        let flow = Flow { refined: self.training.is_some(), guidance: self.guidance, ..Flow::default() };
         let work = Layerwise { name: self.name, context, targets: &targets, requested, rescale, flow };
         work.run(model, method)
     }
@@ -324,6 +330,16 @@ impl Quantization<'_> {
         let (Some(solver), Attempt::Compensated(correction)) = (&prepared.solver, attempt) else {
             return self.nearest(layer, weight, values, &costs(&prepared.squares));
         };
+        // Targets that compensate for other rows have no zeros to preserve.
+        if let Some(feedback) = correction.feedback.clone().filter(|_| !is_sparse(values)) {
+            if let Some((change, fractions)) = correction.used() {
+                change.add_to(values, &fractions)?;
+            }
+            return feedback.round(values, layer.size, |rows| {
+                let parts = vec![Part { rows: rows.len() / layer.size.max(1), fraction: 0.0 }];
+                self.round(layer, weight, rows, prepared, Attempt::Compensated(Correction { parts, change: None, feedback: None }))
+            });
+        }
         let order = &prepared.order;
         let mut grid = self.grid(layer, weight, order)?;
         let zeros = preserved_zeros(values, layer.size, &correction.parts);
@@ -351,7 +367,12 @@ impl Compensating for Quantization<'_> {
     fn can_stack(&self, layers: [&Layer; 2]) -> bool {
         let [scheme, other] = layers.map(|layer| self.encodings.get(&layer.weight).map(QuantizationSpec::scheme));
         let [scale, other_scale] = layers.map(|layer| global_scale(&self.global_scales, layer));
-        scheme.is_some() && scheme == other && scale == other_scale
+        self.guidance != Guidance::Outputs && scheme.is_some() && scheme == other && scale == other_scale
+    }
+
+    fn feedback(&self, layer: &Layer, step: usize) -> Result<Option<Rc<OutputFeedback>>> {
+        let moments = self.guide.get().map(|guide| guide.moments(&layer.weight)).transpose()?.flatten();
+        Ok(moments.and_then(|moments| OutputFeedback::new(&moments, step)).map(Rc::new))
     }
 
     fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
@@ -364,10 +385,15 @@ impl Method for Rounder<'_> {
         self.quantization.grid(layer, weight, &[]).map(drop)
     }
 
+    fn guided(&mut self, guide: &Rc<Guide>) {
+        self.quantization.guide.get_or_init(|| guide.clone());
+    }
+
     fn bytes(&self, layer: &Layer) -> usize {
         // Sweeps also hold the targets, the gradients, and a full set of second moments.
         let rounding = if self.quantization.sweeps() > 0 { 24 * layer.rows * layer.size + 4 * layer.size * layer.size } else { 16 * layer.rows * layer.size };
-        rounding.max(self.quantization.corrections.map_or(0, |_| correction_bytes([layer.rows, layer.size])))
+        let feedback = if self.quantization.guidance == Guidance::Outputs { 4 * layer.rows * layer.size + 3 * output_moments::bytes(layer.rows) } else { 0 };
+        (rounding + feedback).max(self.quantization.corrections.map_or(0, |_| correction_bytes([layer.rows, layer.size])))
     }
 
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
@@ -386,7 +412,7 @@ impl Method for Rounder<'_> {
         let target = corrections.map(|_| self.inputs.target(layer, values)).transpose()?;
         let round = |layer: &Layer, values: &mut [f32]| match &self.inputs {
             Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs),
-            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?),
+            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values, self.quantization)?),
         };
         let steps = match &self.rows {
             // Zeros are preserved by their fraction in the complete layer.
@@ -423,6 +449,8 @@ impl Method for Rounder<'_> {
     }
 
     fn divide_rows(&mut self, team: Option<&Rc<Team>>) -> bool {
+        // Rows that compensate for the errors of others are rounded in sequence.
+        let team = team.filter(|_| self.quantization.guidance != Guidance::Outputs);
         self.rows = team.map(DividedRows::new);
         self.rows.is_some()
     }
@@ -466,7 +494,8 @@ mod tests {
             global_scales: BTreeMap::from([("d".to_owned(), 2.0)]),
             gptq: None,
             training: None,
-            guided: false,
+            guidance: Guidance::None,
+            guide: OnceCell::new(),
             pass: &pass,
             strength: None,
             ignored: Vec::new(),

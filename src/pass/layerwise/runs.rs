@@ -1,6 +1,7 @@
 //! The models of a layerwise run, which go through their blocks together.
 
 use std::collections::BTreeSet;
+use std::rc::Rc;
 
 use super::guide::Guide;
 use super::ranks::Ranks;
@@ -15,8 +16,8 @@ pub(super) struct Runs<'a> {
     /// The unmodified model.
     pub reference: Option<Blockwise<'a>>,
     pub roles: SequenceRoles<'a>,
-    /// Weights of tokens.
-    pub guide: Option<Guide>,
+    /// Gradients of the loss.
+    pub guide: Option<Rc<Guide>>,
     pub ranks: Ranks<'a>,
 }
 

@@ -1,8 +1,10 @@
 //! Outputs of layers by which solutions are compared on held-out tokens.
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use super::held_out::HeldOut;
+use super::output_feedback::OutputFeedback;
 use super::solver::Change;
 use super::{Layer, Readers};
 use crate::error::Result;
@@ -25,6 +27,8 @@ pub(super) struct Sampled {
     pub values: Vec<f32>,
     /// Outputs of the original model, and of these weights for the current inputs.
     pub outputs: Vec<[Vec<f32>; 2]>,
+    /// Compensation between these outputs.
+    pub feedback: Option<Rc<OutputFeedback>>,
 }
 
 impl Sampled {
@@ -38,7 +42,7 @@ impl Sampled {
             if at > 0 {
                 complete = readers.values(layer)?.1;
             }
-            let rows = complete.chunks_exact(layer.size.max(1)).step_by(layer.rows.div_ceil(MAX_OUTPUTS).max(1));
+            let rows = complete.chunks_exact(layer.size.max(1)).step_by(outputs_step(layer));
             parts.push((index, rows.flatten().copied().collect()));
         }
         Sampled::with_values(first, weight, parts, folds)
@@ -54,7 +58,7 @@ impl Sampled {
         }
         let outputs = |fold: &HeldOut| Ok([fold.original_outputs(&values, layer.size)?, fold.outputs(&values, layer.size)?]);
         let outputs = folds.iter().map(outputs).collect::<Result<_>>()?;
-        Ok(Sampled { layer: layer.clone(), weight, layers, values, outputs })
+        Ok(Sampled { layer: layer.clone(), weight, layers, values, outputs, feedback: None })
     }
 
     /// Number of outputs.
@@ -72,6 +76,11 @@ impl Sampled {
             Change::Device { weight, change } => held_out.outputs_on_device(&(weight + change).map_err(tensor_error)?),
         }
     }
+}
+
+/// Distance of the compared outputs of a layer.
+pub(super) fn outputs_step(layer: &Layer) -> usize {
+    layer.rows.div_ceil(MAX_OUTPUTS).max(1)
 }
 
 /// Indices of the layers that are solved together.

@@ -5,11 +5,12 @@
 //! GuidedQuant, <https://arxiv.org/abs/2505.07004>).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::guide::Guide;
+use super::guide::{Guidance, Guide};
 use super::rounding::{Quantization, costs};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, sites, unsupported};
 use crate::error::Result;
@@ -91,7 +92,7 @@ pub fn scores(formats: &[WeightFormat], model: &Model, context: &Context) -> Res
     let options = options.collect::<Result<Vec<_>>>()?;
     let targets = targets(&encodings, model)?;
     let requested = MomentsRequest { rows: ROWS, ..MomentsRequest::default() };
-    let flow = Flow { guided: true, ..Flow::default() };
+    let flow = Flow { guidance: Guidance::Tokens, ..Flow::default() };
     let work = Layerwise { name: "auto", context, targets: &targets, requested, rescale: None, flow };
     let mut scorer = Scorer { options, moments: None, outputs: BTreeMap::new(), scores: Scores::default(), report: MethodReport::default() };
     work.run(&mut model.clone(), &mut scorer)?;
@@ -187,7 +188,7 @@ impl Method for Scorer<'_> {
         })
     }
 
-    fn guided(&mut self, guide: &Guide) {
+    fn guided(&mut self, guide: &Rc<Guide>) {
         self.outputs.clone_from(&guide.outputs);
     }
 

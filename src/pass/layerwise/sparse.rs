@@ -183,7 +183,7 @@ impl Method for Sparse<'_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         match &self.inputs {
             Inputs::Norms(norms) => remove(values, norms, self.zeros.zeros(layer)?),
-            Inputs::Sparsegpt(chosen) => self.zeros.solve(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values)?)?,
+            Inputs::Sparsegpt(chosen) => self.zeros.solve(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values, &self.zeros)?)?,
         }
         let new = weight.with_values(&layer.weight, &layer.stored(values.to_vec()))?;
         Ok(vec![(layer.weight.clone(), new)])

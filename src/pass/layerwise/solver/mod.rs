@@ -3,10 +3,13 @@
 mod device;
 mod refinement;
 
+use std::rc::Rc;
+
 use candle_core::Tensor;
 use device::{DeviceSolver, download, upload};
 
 use super::moments::{DeviceSums, Moments};
+use super::output_feedback::OutputFeedback;
 use crate::error::Result;
 use crate::kernel::column_solver::ColumnSolver;
 use crate::kernel::compensation::Compensation;
@@ -182,11 +185,13 @@ pub(super) struct Correction {
     pub parts: Vec<Part>,
     /// The complete change; `None` if there is none.
     pub change: Option<Change>,
+    /// Compensation between rows.
+    pub feedback: Option<Rc<OutputFeedback>>,
 }
 
 impl Correction {
     /// The change and the fraction of each row, if a row changes.
-    fn used(self) -> Option<(Change, Vec<f32>)> {
+    pub fn used(self) -> Option<(Change, Vec<f32>)> {
         let change = self.change.filter(|_| self.parts.iter().any(|part| part.fraction != 0.0))?;
         Some((change, self.parts.iter().flat_map(|part| std::iter::repeat_n(part.fraction, part.rows)).collect()))
     }
@@ -249,7 +254,7 @@ mod tests {
     }
 
     fn uncorrected() -> Correction {
-        Correction { parts: Vec::new(), change: None }
+        Correction { parts: Vec::new(), change: None, feedback: None }
     }
 
     fn orders(size: usize) -> [Vec<usize>; 2] {
