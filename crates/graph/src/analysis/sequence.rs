@@ -1,10 +1,10 @@
 //! Token axes of the values of a graph, for incremental decoding.
 
 use crate::error::{Error, Result};
-use crate::ir::{Axes, Axis, Dim, Graph, Node, Slicing, ValueId};
+use crate::ir::{Axes, Axis, Dim, Graph, Node, Slicing, ValueId, decoder};
 
 /// Inputs with the token ids to continue: of encoder-decoder models, and of decoders.
-const TOKENS: [&str; 2] = ["decoder_input_ids", "input_ids"];
+const TOKENS: [&str; 2] = [decoder::DECODER_TOKENS, decoder::TOKENS];
 
 /// The token axis of each value of a graph.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -102,10 +102,15 @@ impl Graph {
 
     /// For each value, indexed by id, whether one of the values in `of` depends on it or is it.
     pub fn dependencies(&self, of: impl IntoIterator<Item = ValueId>) -> Vec<bool> {
+        self.dependencies_after(of, &[])
+    }
+
+    /// [`dependencies`](Graph::dependencies), without those of the values in `given`.
+    pub fn dependencies_after(&self, of: impl IntoIterator<Item = ValueId>, given: &[ValueId]) -> Vec<bool> {
         let mut needed = vec![false; self.values.len()];
         of.into_iter().for_each(|id| needed[id.index()] = true);
         for node in self.nodes.iter().rev() {
-            if needed[node.output.index()] {
+            if needed[node.output.index()] && !given.contains(&node.output) {
                 node.inputs.iter().for_each(|id| needed[id.index()] = true);
             }
         }

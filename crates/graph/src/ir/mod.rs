@@ -29,5 +29,5 @@ pub use file::GraphFile;
 pub use graph::{Graph, Kind, Node, Value, ValueId};
 pub use ops::{Op, OpSpec};
 pub use port::{Port, input_tensor};
-pub use rebuild::{Rewrite, difference, is_equivalent, rebuild, subgraph};
+pub use rebuild::{Rewrite, difference, is_equivalent, part, rebuild, subgraph};
 pub use tensor_type::{Element, TensorType};

@@ -98,6 +98,36 @@ pub fn subgraph(graph: &Graph, values: &[String], op: &dyn Fn(&super::Op) -> sup
     rebuild(&smaller, &Own(graph), &mut |step| step.builder.node(step.name, op(&step.node.op), &step.inputs))
 }
 
+/// Extracts the part of a graph that computes `outputs` from `inputs`, which are named values of the graph.
+/// Inputs that the part does not need are left out. Fails if it needs others.
+pub fn part(graph: &Graph, inputs: &[(String, ValueId)], outputs: &[(String, ValueId)]) -> Result<Graph> {
+    let given: Vec<ValueId> = inputs.iter().map(|(_, id)| *id).collect();
+    let needed = graph.dependencies_after(outputs.iter().map(|(_, id)| *id), &given);
+    let catalog = Own(graph);
+    let mut builder = Builder::new(&catalog);
+    let mut built: Vec<Option<ValueId>> = vec![None; graph.values().len()];
+    for (name, id) in inputs.iter().filter(|(_, id)| needed[id.index()]) {
+        built[id.index()] = Some(builder.input(name, graph.value(*id).ty.clone())?);
+    }
+    let find = |builder: &mut Builder, built: &[Option<ValueId>], id: ValueId| match built[id.index()] {
+        Some(new) => Ok(new),
+        None if graph.value(id).kind == Kind::Param => parameter(builder, &catalog, &graph.value(id).name),
+        None => Err(Error::graph(format!("graph value `{}`", graph.value(id).name), "is needed by a part of the graph that does not have it as an input")),
+    };
+    for node in graph.nodes().iter().filter(|node| needed[node.output.index()]) {
+        if built[node.output.index()].is_some() {
+            continue;
+        }
+        let operands = node.inputs.iter().map(|id| find(&mut builder, &built, *id)).collect::<Result<Vec<_>>>()?;
+        built[node.output.index()] = Some(builder.node(&graph.value(node.output).name, node.op.clone(), &operands)?);
+    }
+    for (name, id) in outputs {
+        let value = find(&mut builder, &built, *id)?;
+        builder.output(name, value);
+    }
+    builder.finish()
+}
+
 /// Adds a parameter with the shape that the checkpoint has.
 fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result<ValueId> {
     match catalog.shape(name) {
