@@ -6,15 +6,18 @@
 //! only the rows that are looked up are dequantized.
 
 mod genai;
+mod parts;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
+use self::parts::Part;
 use super::{Exported, Format, LostResult, SizeForecast};
+use crate::analysis::EncoderDecoder;
 use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
 use crate::files::{Destination, LocalNames};
@@ -22,7 +25,7 @@ use crate::generation::LanguageModel;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::onnx::proto::{DataType, TensorProto};
-use crate::onnx::{Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
+use crate::onnx::{Cache, Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
 use crate::run_state::{RunState, WARNING};
 use crate::store::writer::{self, Item, Piece, Prebuilt};
 use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weights};
@@ -50,7 +53,8 @@ pub struct Onnx {
     /// Whether matrices with 16-bit floats, as after `cast`, are stored as such, and converted to 32 bits
     /// when a runtime loads the file
     pub float16_weights: bool,
-    /// Whether a decoder has inputs and outputs for a KV cache, so that each step computes only new tokens
+    /// Whether a decoder has inputs and outputs for a KV cache, so that each step computes only new tokens;
+    /// encoder-decoder models become three files
     pub cache: bool,
 }
 
@@ -81,11 +85,26 @@ const CAST: &str = "cast";
 /// A planned export.
 struct Prepared {
     graph: Graph,
-    draft: Draft,
+    /// One file for each.
+    drafts: Vec<Draft>,
     items: Vec<Item>,
+    /// Indices of the items that an earlier file has too.
+    repeated: BTreeSet<usize>,
     layout: file::Pieces,
     /// Notes about the KV cache and about options.
     notes: Vec<String>,
+}
+
+impl Prepared {
+    fn tensors(&self) -> usize {
+        self.drafts.iter().map(Draft::tensors).sum()
+    }
+
+    /// The weights of all files, each once.
+    fn weights(&self) -> impl Iterator<Item = &InitializerLayout> {
+        let all = self.drafts.iter().flat_map(|draft| &draft.weights).enumerate();
+        all.filter(|(index, _)| !self.repeated.contains(index)).map(|(_, slot)| slot)
+    }
 }
 
 impl Onnx {
@@ -117,12 +136,13 @@ impl Onnx {
             signed: self.activations == ActivationType::Int8 || (self.activations == ActivationType::Auto && model.signed_activations),
             weight_only: self.weight_only,
             tied_head: self.tied_head,
-            cache: self.cache,
+            cache: if self.cache { Cache::Decoder } else { Cache::None },
             input_types: file.map(ModelFile::input_types).unwrap_or_default(),
             output_types: file.map(ModelFile::output_types).unwrap_or_default(),
             ..Style::default()
         };
-        let decoder = if self.cache { Some(LanguageModel::new(model.clone())?) } else { None };
+        let is_split = self.cache && EncoderDecoder::is_in(&graph);
+        let decoder = if self.cache && !is_split { Some(LanguageModel::new(model.clone())?) } else { None };
         if self.float16_weights && self.precision == Precision::Float16 {
             return Err(Error::option(
                 "onnx: float16_weights",
@@ -145,23 +165,41 @@ impl Onnx {
             }
         }
         style.opset = style.opset.max(self.opset.unwrap_or_else(|| first_opset(&graph, &style)));
-        let mut draft = draft(&graph, &style, &metadata(model, run))?;
-        model.onnx.iter().for_each(|file| draft.copy_descriptions(&file.model));
-        let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
-        let mut layout = file::layout_as(file_names(run), &draft, file::LARGEST)?;
+        let parts = match is_split {
+            true => parts::encoder_decoder(&graph, &style, model, run)?,
+            false => vec![Part { names: file_names(run).map(str::to_owned), graph: graph.clone(), style }],
+        };
+        let (mut drafts, mut items, mut repeated, mut layout) = (Vec::new(), Vec::new(), BTreeSet::new(), Vec::new());
+        let mut written: BTreeSet<String> = BTreeSet::new();
+        for Part { names: [name, data_name], graph, style } in &parts {
+            let mut draft = draft(graph, style, &metadata(model, run))?;
+            model.onnx.iter().for_each(|file| draft.copy_descriptions(&file.model));
+            let mut files = file::layout_as([name, data_name], &draft, file::LARGEST)?;
+            for piece in files.iter_mut().flat_map(|(_, pieces)| pieces) {
+                if let Piece::Item { index, .. } = piece {
+                    *index += items.len();
+                }
+            }
+            layout.append(&mut files);
+            let again = draft.weights.iter().enumerate().filter(|(_, slot)| written.contains(&slot.weight));
+            repeated.extend(again.map(|(index, _)| items.len() + index));
+            written.extend(draft.weights.iter().map(|slot| slot.weight.clone()));
+            items.extend(draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<Vec<_>>>()?);
+            drafts.push(draft);
+        }
         let mut notes = Vec::new();
-        if draft.integer_heads == Some(0) {
+        if drafts.iter().all(|draft| draft.integer_heads == Some(0)) {
             notes.push(format!(
                 "{}: `tied_head: int8` has no effect: no output head is tied to an int8 embedding (set `embeddings: true` of `quantize-dynamic`)",
                 file::MODEL
             ));
         }
-        if self.float16_weights && draft.weights.iter().all(|slot| !slot.widened) {
+        if self.float16_weights && drafts.iter().flat_map(|draft| &draft.weights).all(|slot| !slot.widened) {
             let reason = "`float16_weights` has no effect: no matrix has 16-bit floats (add `cast: { to: f16 }` to the passes)";
             notes.push(format!("{}: {reason}", file::MODEL));
         }
-        if let Some(decoder) = &decoder {
-            match genai::config(model, decoder, &graph, &draft, file_names(run)[0])? {
+        if let Some((decoder, draft)) = decoder.as_ref().zip(drafts.first()) {
+            match genai::config(model, decoder, &graph, draft, file_names(run)[0])? {
                 _ if run.file.is_some() => notes.push(format!("{} is not written, because the output is a file and not a folder", genai::FILE)),
                 Ok(text) => layout.push((genai::FILE.into(), vec![Piece::Bytes(text.into_bytes())])),
                 Err(reason) => notes.push(format!("{} is not written: {reason}", genai::FILE)),
@@ -170,7 +208,7 @@ impl Onnx {
                 format!("{}: rotary embeddings use other frequencies in texts of more than {tokens} tokens; a text that grows beyond that must be recomputed with an empty cache", file::MODEL)
             }));
         }
-        Ok(Prepared { graph, draft, items, layout, notes })
+        Ok(Prepared { graph, drafts, items, repeated, layout, notes })
     }
 
     /// Plans a model that was opened from an ONNX file, with its original graph.
@@ -267,7 +305,7 @@ fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {
 }
 
 /// Notes about how weights are stored and about tensors that are not written.
-fn notes(model: &Model, graph: &Graph, slots: &[InitializerLayout]) -> Vec<String> {
+fn notes(model: &Model, graph: &Graph, slots: &[&InitializerLayout]) -> Vec<String> {
     let mut notes = Vec::new();
     let mut remarks: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for slot in slots {
@@ -350,8 +388,9 @@ impl Format for Onnx {
                 (rewritten.layout, rewritten.tensors)
             }
             None => {
-                let Prepared { draft, layout, .. } = self.prepare(model, run)?;
-                (layout, draft.tensors())
+                let prepared = self.prepare(model, run)?;
+                let tensors = prepared.tensors();
+                (prepared.layout, tensors)
             }
         };
         Ok(SizeForecast {
@@ -364,18 +403,21 @@ impl Format for Onnx {
 
     fn planned(&self, model: &Model, run: &RunState) -> Result<Option<Planned>> {
         if let Some(file) = original_file(model) {
-            return Ok(Some(Planned::onnx(file.model.clone(), false)));
+            return Ok(Some(Planned::onnx(vec![file.model.clone()], false)));
         }
-        let Draft { mut model, weights, .. } = self.prepare(model, run)?.draft;
-        let initializers = weights.into_iter().flat_map(|weight| weight.tensors).map(|tensor| TensorProto {
-            name: Some(tensor.name),
-            data_type: Some(tensor.data_type as i32),
-            ..TensorProto::default()
-        });
-        if let Some(graph) = &mut model.graph {
-            graph.initializer.extend(initializers);
-        }
-        Ok(Some(Planned::onnx(model, true)))
+        let with_initializers = |Draft { mut model, weights, .. }: Draft| {
+            let initializers = weights.into_iter().flat_map(|weight| weight.tensors).map(|tensor| TensorProto {
+                name: Some(tensor.name),
+                data_type: Some(tensor.data_type as i32),
+                ..TensorProto::default()
+            });
+            if let Some(graph) = &mut model.graph {
+                graph.initializer.extend(initializers);
+            }
+            model
+        };
+        let drafts = self.prepare(model, run)?.drafts;
+        Ok(Some(Planned::onnx(drafts.into_iter().map(with_initializers).collect(), true)))
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, _prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported> {
@@ -384,18 +426,22 @@ impl Format for Onnx {
         if let Some(file) = original_file(model) {
             return self.write_original_graph(file, model, run, folder, work);
         }
-        let Prepared { graph, draft, items, layout, notes: export_notes } = self.prepare(model, run)?;
-        let (files, measured) = writer::write_pieces(folder, &layout, &items, work)?;
+        let prepared = self.prepare(model, run)?;
+        let (files, measured) = writer::write_pieces(folder, &prepared.layout, &prepared.items, work)?;
+        let (tensors, slots) = (prepared.tensors(), prepared.weights().collect::<Vec<_>>());
+        let notes = [notes(model, &prepared.graph, &slots), prepared.notes.clone()].concat();
+        let weights = prepared.items.into_iter().zip(measured).enumerate().filter(|(index, _)| !prepared.repeated.contains(index));
+        let weights: Vec<_> = weights.map(|(_, weight)| weight).collect();
         Ok(Exported {
             files,
             how: "read back: the graph and the bytes of every weight are equal to the computed ones".into(),
             max_abs_error: 0.0,
-            tensors: draft.tensors(),
-            encodings: items.iter().map(|item| item.weight.describe()).collect(),
+            tensors,
+            encodings: weights.iter().map(|(item, _)| item.weight.describe()).collect(),
             stored_weights: None,
             config: None,
-            notes: [notes(model, &graph, &draft.weights), export_notes].concat(),
-            weights: items.into_iter().map(|item| item.name).zip(measured).collect(),
+            notes,
+            weights: weights.into_iter().map(|(item, measured)| (item.name, measured)).collect(),
         })
     }
 }

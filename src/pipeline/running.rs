@@ -48,6 +48,7 @@ use crate::export::Exported;
 use crate::heap;
 use crate::ir::GraphFile;
 use crate::model::Model;
+use crate::onnx::file::{ENCODER, MODEL};
 use crate::output::ResumeFolder;
 use crate::pass::{Checkpoints, Context, Pass, Samples, input_importance};
 use crate::report::{Environment, Peak};
@@ -267,7 +268,8 @@ impl Pipeline {
         exports: &mut [(&'static str, Exported)],
         start: Instant,
     ) -> Result<Measured> {
-        let file = file.unwrap_or(crate::onnx::file::MODEL);
+        let is_split = exports.iter().flat_map(|(_, exported)| &exported.files).any(|written| written.name == ENCODER);
+        let file = file.unwrap_or(if is_split { ENCODER } else { MODEL });
         let run = Run { pipeline: self, before, after, folder, file, work: self.work(), start };
         let mut measured = run.measure(exports)?;
         measured.draft = run.draft(&mut measured.notes)?;

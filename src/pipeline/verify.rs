@@ -71,15 +71,21 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
     let is = |extension: &str| report.outputs.iter().any(|output| output.path.ends_with(extension));
     let safetensors = is(".safetensors");
     if safetensors || (is(".onnx") && super::running::OPENS_ONNX) {
-        let (ok, finding) = match Model::open(output) {
-            // ONNX stores quantization scales as separate tensors.
-            Ok(model) if !safetensors || model.weights.parameters() == report.size.after.parameters => {
-                (true, format!("opens with {}", counted(model.weights.by_name.len(), "weight")))
-            }
-            Ok(model) => (false, format!("opens with {} parameters, the report states {}", model.weights.parameters(), report.size.after.parameters)),
-            Err(error) => (false, error.to_string()),
-        };
-        checks.push(Check::new((".".into(), Some(ok), finding)));
+        let models: Vec<&str> = report.outputs.iter().map(|file| file.path.as_str()).filter(|path| path.ends_with(".onnx")).collect();
+        // An encoder-decoder model in several ONNX files.
+        let opened =
+            if safetensors || models.len() < 2 { vec![(".", output.to_owned())] } else { models.iter().map(|name| (*name, folder.join(name))).collect() };
+        for (name, path) in opened {
+            let (ok, finding) = match Model::open(path) {
+                // ONNX stores quantization scales as separate tensors.
+                Ok(model) if !safetensors || model.weights.parameters() == report.size.after.parameters => {
+                    (true, format!("opens with {}", counted(model.weights.by_name.len(), "weight")))
+                }
+                Ok(model) => (false, format!("opens with {} parameters, the report states {}", model.weights.parameters(), report.size.after.parameters)),
+                Err(error) => (false, error.to_string()),
+            };
+            checks.push(Check::new((name.to_owned(), Some(ok), finding)));
+        }
     }
     checks.extend(super::running::check_onnx(output, folder, &report, work)?.map(Check::new));
     let is_output = |name: &str| report.outputs.iter().any(|file| file.path == name);

@@ -45,6 +45,7 @@ mod mutated;
 mod on_policy;
 mod onnx;
 mod onnx_cached;
+mod onnx_encoder_decoder;
 mod onnx_in;
 mod onnx_int8;
 mod onnx_lift;

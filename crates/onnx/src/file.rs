@@ -6,11 +6,15 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use std::path::{Path, PathBuf};
+
 use prost::Message;
 
 use super::proto::{DataLocation, ModelProto, StringStringEntryProto, TensorProto};
 use super::{Draft, TensorSpec};
 use crate::error::{Error, Result};
+use crate::files;
+pub use crate::runtime::{DECODERS, ENCODER, encoder_decoder};
 use crate::store::writer::Piece;
 
 /// Name of the model file.
@@ -29,6 +33,13 @@ pub(super) const SMALL: u64 = 1024;
 const GRAPH: u8 = 7 << 3 | 2;
 const INITIALIZER: u8 = 5 << 3 | 2;
 const RAW_DATA: u8 = 9 << 3 | 2;
+
+/// The file to open of a model that was written to a folder.
+pub fn entry(folder: &Path) -> PathBuf {
+    let model = folder.join(MODEL);
+    let encoder = || encoder_decoder(folder).map(|[encoder, ..]| encoder);
+    if files::is_file(&model) { model } else { encoder().unwrap_or(model) }
+}
 
 /// Names and pieces of the files. Items have the indices of the draft's weights.
 pub type Pieces = Vec<(String, Vec<Piece>)>;

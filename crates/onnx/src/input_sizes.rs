@@ -65,9 +65,11 @@ impl ModelFile {
         }
     }
 
-    /// Whether the model is a decoder with a KV cache.
+    /// Whether the model is a decoder with a KV cache, all of whose inputs are outputs too.
     pub fn has_kv_cache(&self) -> bool {
-        self.inputs().any(|input| successor(input.name()).is_some())
+        let is_returned = |name: String| self.model.graph.iter().flat_map(|graph| &graph.output).any(|output| output.name() == name);
+        let mut past = self.inputs().filter_map(|input| successor(input.name())).peekable();
+        past.peek().is_some() && past.all(is_returned)
     }
 
     fn inputs(&self) -> impl Iterator<Item = &ValueInfoProto> {

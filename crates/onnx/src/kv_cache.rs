@@ -3,15 +3,16 @@
 //!
 //! Keys and values of cached tokens are inputs, those of all tokens are outputs: `past_key_values.N.key`
 //! `[batch, groups, past_sequence, d]` and `present.N.key`, where `N` numbers the attentions in graph
-//! order. Rotary embeddings are applied before keys are cached. The mask covers all tokens,
-//! `position_ids` only the new ones, so that padding can be at any position.
+//! order. In an encoder-decoder model, `N` is followed by `decoder` or `encoder`, the source of the keys.
+//! Rotary embeddings are applied before keys are cached. The mask covers all tokens, `position_ids` only
+//! the new ones, so that padding can be at any position.
 
 use std::collections::BTreeSet;
 
 use super::proto::{DataType, ValueInfoProto};
-use super::value_info::value_info_proto;
+use super::value_info::{value_info_proto, value_info_proto_as};
 use crate::error::{Error, Result};
-use crate::ir::decoder::{LOGITS, MASK, POSITIONS, TOKENS, past, present};
+use crate::ir::decoder::{LOGITS, MASK, POSITIONS, SIDES, TOKENS, past, present, successor};
 use crate::ir::ops::RotaryScaling;
 use crate::ir::{Dim, Graph, Kind, Op, TensorType, ValueId};
 
@@ -36,6 +37,38 @@ pub(super) struct KvCache {
     pub attentions: Vec<CachedAttention>,
     /// Whether `position_ids` is used.
     pub positions: bool,
+    /// Whether keys and values over the output of an encoder are inputs of the graph.
+    pub after_encoder: bool,
+}
+
+impl KvCache {
+    /// The part of the names of cached keys and values that identifies the attention.
+    pub fn label(&self, number: usize) -> String {
+        if self.after_encoder { format!("{number}.{}", SIDES[0]) } else { number.to_string() }
+    }
+}
+
+/// Rejects decoders of encoder-decoder models with ops that need more than tokens, keys and values of earlier
+/// steps.
+pub(super) fn check_after_encoder(graph: &Graph) -> Result<()> {
+    let rank = |id: &ValueId| graph.value(*id).ty.shape.len();
+    let is_relative = |id: &ValueId| graph.producer(*id).is_some_and(|node| matches!(node.op, Op::RelativeBias(_)));
+    for node in graph.nodes() {
+        let reason = match &node.op {
+            op if has_other_state(op) => "has a state that is not part of a cache of keys and values",
+            Op::Positions(op) if op.padding.is_some() => "derives positions from a padding token, but the file reads only new tokens",
+            Op::Rotary(_) | Op::PositionScale(_) | Op::ChunkBias(_) | Op::RelativeProducts(_) => {
+                "needs the positions of tokens, which are not an input of the file"
+            }
+            Op::Attention(op) if op.causal && node.inputs.iter().skip(3).any(|id| rank(id) > 1 && !is_relative(id)) => {
+                "has a mask or a bias that has no columns for cached tokens"
+            }
+            _ => continue,
+        };
+        let name = &graph.value(node.output).name;
+        return Err(Error::graph(format!("graph node `{name}`"), format!("{reason}: remove the option `cache` of `onnx`")));
+    }
+    Ok(())
 }
 
 /// Rejects graphs that cannot have a KV cache: unknown inputs, other uses of the mask, or positions that
@@ -108,14 +141,19 @@ fn reads_mask(op: &Op) -> bool {
 /// Inputs of a decoder with a KV cache.
 pub(super) fn inputs(graph: &Graph, cache: &KvCache, half: bool) -> Vec<ValueInfoProto> {
     let tokens = tokens(graph);
-    let mut ports: Vec<ValueInfoProto> = Vec::new();
+    let (mut ports, mut crossing) = (Vec::new(), Vec::new());
     for (_, value) in graph.inputs() {
-        let shape = if value.name == MASK { total_shape(&tokens) } else { tokens.clone() };
-        ports.push(value_info_proto(&value.name, &TensorType::int(shape)));
+        let ty = if value.name == MASK { TensorType::int(total_shape(&tokens)) } else { value.ty.clone() };
+        let port = value_info_proto_as(&value.name, &ty, half.then_some(DataType::Float16));
+        if successor(&value.name).is_some() { crossing.push(port) } else { ports.push(port) }
     }
     ports.extend(cache.positions.then(|| value_info_proto(POSITIONS, &TensorType::int(tokens.clone()))));
     let earlier: Vec<Dim> = tokens.first().cloned().into_iter().chain([Dim::named(PAST)]).collect();
-    ports.extend(cache_ports(cache, &earlier, half, past));
+    // optimum assigns keys and values to inputs in this order: layer by layer, those of cross-attention last.
+    let mut crossing = crossing.into_iter();
+    for pair in cache_ports(cache, &earlier, half, past).chunks(2) {
+        ports.extend(pair.iter().cloned().chain(crossing.by_ref().take(2)));
+    }
     ports
 }
 
@@ -136,7 +174,7 @@ fn total_shape(tokens: &[Dim]) -> Vec<Dim> {
     tokens.iter().enumerate().map(all).collect()
 }
 
-fn cache_ports(cache: &KvCache, tokens: &[Dim], half: bool, names: fn(usize) -> [String; 2]) -> Vec<ValueInfoProto> {
+fn cache_ports(cache: &KvCache, tokens: &[Dim], half: bool, names: fn(String) -> [String; 2]) -> Vec<ValueInfoProto> {
     let [batch, sequence] = tokens else { return Vec::new() };
     let port = |(number, attention): (usize, &CachedAttention)| {
         let of = |(name, width): (String, usize)| {
@@ -146,7 +184,7 @@ fn cache_ports(cache: &KvCache, tokens: &[Dim], half: bool, names: fn(usize) -> 
             }
             port
         };
-        names(number).into_iter().zip(attention.widths).map(of).collect::<Vec<_>>()
+        names(cache.label(number)).into_iter().zip(attention.widths).map(of).collect::<Vec<_>>()
     };
     cache.attentions.iter().enumerate().flat_map(port).collect()
 }

@@ -50,7 +50,7 @@ pub use initializer_layout::{InitializerLayout, TensorSpec, first_opset};
 pub use kv_cache::CachedAttention;
 pub use model_file::ModelFile;
 pub use rewrite::Rewritten;
-pub use style::{OPSETS, Precision, Style, TiedHead, WeightOnly};
+pub use style::{Cache, OPSETS, Precision, Style, TiedHead, WeightOnly};
 pub use write::{Draft, draft};
 
 use compress_core::{cache, error, files, program, store, work};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::initializer_layout::InitializerLayout;
 use super::kv_cache::KvCache;
 use super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
-use super::style::{Precision, Style, TiedHead};
+use super::style::{Cache, Precision, Style, TiedHead};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Binary, BinaryKind};
 use crate::ir::{Element, Graph, Kind, Node, Op, TensorType, ValueId};
@@ -61,7 +61,7 @@ impl<'g> Lowering<'g> {
             half,
             signed: style.signed,
             integer_heads: (style.tied_head == TiedHead::Int8).then_some(0),
-            cache: style.cache.then(KvCache::default),
+            cache: (style.cache != Cache::None).then(|| KvCache { after_encoder: style.cache == Cache::AfterEncoder, ..KvCache::default() }),
             names,
             used_names,
             value_names: graph.values().iter().map(|value| value.name.as_str()).collect(),

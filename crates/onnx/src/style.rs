@@ -47,6 +47,19 @@ pub enum TiedHead {
     Int8,
 }
 
+/// The KV cache of a file.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Cache {
+    /// No cache
+    #[default]
+    None,
+    /// Keys and values of a decoder, as inputs and outputs
+    Decoder,
+    /// The same of an encoder-decoder model after its first step; keys and values of cross-attention are
+    /// inputs of the graph
+    AfterEncoder,
+}
+
 /// Options for lowering a graph.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Style {
@@ -68,8 +81,8 @@ pub struct Style {
     pub weight_only: WeightOnly,
     /// Representation of an output head that shares its weight with an int8 embedding table.
     pub tied_head: TiedHead,
-    /// Whether to add a KV cache as inputs and outputs.
-    pub cache: bool,
+    /// The KV cache of the file.
+    pub cache: Cache,
     /// Element types of float inputs that are not 32-bit floats.
     pub input_types: BTreeMap<String, DataType>,
     /// The same for outputs.
@@ -88,7 +101,7 @@ impl Default for Style {
             signed: false,
             weight_only: WeightOnly::default(),
             tied_head: TiedHead::default(),
-            cache: false,
+            cache: Cache::None,
             input_types,
             output_types,
         }

@@ -9,7 +9,7 @@ use super::kv_cache::{self, CachedAttention};
 use super::lower::{lower, palette};
 use super::lowering::Lowering;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, ValueInfoProto};
-use super::style::{OPSETS, Precision, Style};
+use super::style::{Cache, OPSETS, Precision, Style};
 use super::value_info::value_info_proto_as;
 use crate::error::{Error, Result};
 use crate::ir::decoder::LOGITS;
@@ -72,11 +72,13 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         return Err(Error::option("onnx opset", format!("{opset} is not one of {} to {}", OPSETS.start(), OPSETS.end())));
     }
     let half = style.precision == Precision::Float16;
-    if style.cache {
-        kv_cache::check(graph)?;
+    match style.cache {
+        Cache::None => {}
+        Cache::Decoder => kv_cache::check(graph)?,
+        Cache::AfterEncoder => kv_cache::check_after_encoder(graph)?,
     }
     // Decoders with a KV cache output only logits and the cache, as in other exporters.
-    let results: Vec<(String, ValueId)> = graph.outputs().iter().filter(|(name, _)| !style.cache || name == LOGITS).cloned().collect();
+    let results: Vec<(String, ValueId)> = graph.outputs().iter().filter(|(name, _)| style.cache == Cache::None || name == LOGITS).cloned().collect();
     let (names, aliases) = names(graph, &results, style)?;
     let mut taken = names.iter().cloned().chain(results.iter().map(|(name, _)| name.clone())).collect();
     let layouts = layouts(graph, style, &names, &mut taken)?;

@@ -120,7 +120,7 @@ impl Args {
     /// The file or folder to run.
     fn subject(&self) -> Result<PathBuf> {
         match (self.runtime, is_file(&self.model)) {
-            (Some(Runtime::OnnxRuntime), false) => Ok(self.model.join(crate::onnx::file::MODEL)),
+            (Some(Runtime::OnnxRuntime), false) => Ok(crate::onnx::file::entry(&self.model)),
             _ => Ok(self.model.clone()),
         }
     }

@@ -7,7 +7,7 @@ use crate::contract::{Checked, Finding, Needs, Planned, ReadByRuntime, Rule, Tar
 use crate::error::{Error, Result};
 use crate::files;
 use crate::onnx::ModelFile;
-use crate::onnx::file::MODEL;
+use crate::onnx::file::{MODEL, encoder_decoder};
 use crate::onnx::proto::{DataLocation, DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 
 /// Newest opset and format version of each version.
@@ -91,27 +91,54 @@ struct Contents {
     defect: Option<String>,
 }
 
-/// Checks the ONNX file at a path, or `model.onnx` or the only ONNX file in a folder.
+/// Checks the ONNX file at a path, or `model.onnx`, the files of an encoder-decoder model, or the only ONNX
+/// file in a folder.
 pub(in crate::contract) fn check(path: &Path, target: Target) -> Result<Checked> {
-    let Some(file) = find(path)? else { return Ok(Checked::without_file(target, path)) };
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
-    let model = ModelFile::messages(&file)?;
-    let defect = ModelFile::structural_defect(&model).or_else(|| invalid_tensor(&file, &model));
-    Contents { folder, model, defect }.check(target, Needs::Files)
+    let split = encoder_decoder(path).filter(|_| files::is_dir(path) && !files::is_file(&path.join(MODEL)));
+    let found = split.map_or_else(|| Ok(find(path)?.into_iter().collect()), |files| Ok::<_, Error>(files.to_vec()))?;
+    if found.is_empty() {
+        return Ok(Checked::without_file(target, path));
+    }
+    let contents = |file: &PathBuf| {
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
+        let model = ModelFile::messages(file)?;
+        let defect = ModelFile::structural_defect(&model).or_else(|| invalid_tensor(file, &model));
+        Ok(Contents { folder, model, defect })
+    };
+    found.iter().map(contents).collect::<Result<Vec<_>>>()?.check(target, Needs::Files)
 }
 
-impl ReadByRuntime for Contents {
+/// The files of a model, each of which must comply with the rules.
+impl ReadByRuntime for Vec<Contents> {
     fn check(&self, target: Target, determined: Needs) -> Result<Checked> {
-        apply(RULES, self, target, determined)
+        let mut all = Checked::new(target);
+        for contents in self {
+            all.add(apply(RULES, contents, target, determined)?);
+        }
+        Ok(all)
+    }
+}
+
+impl Checked {
+    /// Adds the result for another file of the same output.
+    fn add(&mut self, other: Checked) {
+        for rule in other.rules {
+            match self.rules.iter_mut().find(|known| known.name == rule.name) {
+                Some(known) => known.is_met &= rule.is_met,
+                None => self.rules.push(rule),
+            }
+        }
+        self.violations.extend(other.violations);
     }
 }
 
 impl Planned {
-    /// An ONNX file with these messages. `has_final_types`: whether the initializers have the types of the
+    /// ONNX files with these messages. `has_final_types`: whether the initializers have the types of the
     /// output.
-    pub(crate) fn onnx(model: ModelProto, has_final_types: bool) -> Planned {
+    pub(crate) fn onnx(models: Vec<ModelProto>, has_final_types: bool) -> Planned {
         let determined = if has_final_types { Needs::Tensors } else { Needs::Weights };
-        Planned { files: Box::new(Contents { folder: PathBuf::new(), model, defect: None }), determined }
+        let contents = |model| Contents { folder: PathBuf::new(), model, defect: None };
+        Planned { files: Box::new(models.into_iter().map(contents).collect::<Vec<_>>()), determined }
     }
 }
 

@@ -16,7 +16,7 @@ use crate::export::{Export, Exported};
 use crate::files::Destination;
 use crate::ir::Graph;
 use crate::model::Model;
-use crate::onnx::file::MODEL;
+use crate::onnx::file::entry;
 use crate::pass::prune_vocabulary::with_tokens_of;
 use crate::pipeline::running::Running;
 use crate::pipeline::running::agreement::{explanation, judge};
@@ -155,7 +155,7 @@ impl Run<'_> {
             && !runtimes.contains(&Runtime::OnnxRuntime)
             && let Err(reason) = &library
         {
-            measured.notes.push(format!("{MODEL} was verified byte by byte but not run: {reason}; {}", reason.hint().unwrap_or_default()));
+            measured.notes.push(format!("{} was verified byte by byte but not run: {reason}; {}", self.file, reason.hint().unwrap_or_default()));
         }
         match requested {
             Some(evaluate) => {
@@ -189,7 +189,7 @@ impl Run<'_> {
                 (Role::OutputAsOnnx, Runtime::Candle) => Subject::from_model(self.written()?)?.with_rounding(Rounding::Tensor),
                 (Role::Input, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::open_original_file(self.before, self.work.threads)?,
                 // The input is exported under the default name.
-                (Role::Input, Runtime::OnnxRuntime) => self.session(&self.folder.join(INPUT_FOLDER).join(MODEL))?,
+                (Role::Input, Runtime::OnnxRuntime) => self.session(&entry(&self.folder.join(INPUT_FOLDER)))?,
                 (Role::Output | Role::OutputAsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
                 (_, other) => return Err(Error::option("runtime", format!("`{other}` cannot be evaluated"))),
             };
@@ -218,12 +218,12 @@ impl Run<'_> {
     /// unless `required`.
     fn compare(&self, required: bool, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         if self.pipeline.allow_nonfinite {
-            measured.notes.push(format!("{MODEL} was not run: with weights that are not finite, outputs cannot be compared"));
+            measured.notes.push(format!("{} was not run: with weights that are not finite, outputs cannot be compared", self.file));
             return Ok(());
         }
         let lack = lack_for_onnx_runtime(&[self.after], self.pipeline.running.memory);
         if let Some(lack) = lack.filter(|_| !required) {
-            measured.notes.push(format!("{MODEL} was not run: {lack}"));
+            measured.notes.push(format!("{} was not run: {lack}", self.file));
             return Ok(());
         }
         let model = self.written()?;
@@ -362,7 +362,7 @@ impl Run<'_> {
         let half = self.option("precision").is_some_and(|precision| precision == "float16");
         let (agree, difference) = judge(fidelity, half || has_integers(self.after));
         let differ = format!("outputs of ONNX Runtime and the built-in executor differ on {samples}: {difference}");
-        let failure = |reason| Error::Verification { path: MODEL.into(), reason };
+        let failure = |reason| Error::Verification { path: self.file.into(), reason };
         let mut how = format!("; run in ONNX Runtime on {samples}: {difference}");
         let written = self.written()?;
         let values = compare_quantized_values(&written, &self.folder.join(self.file), verified, half, &self.work)?;

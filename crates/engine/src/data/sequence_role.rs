@@ -6,14 +6,13 @@ use candle_core::Tensor;
 
 use super::{Batch, References};
 use crate::error::{Error, Result};
+pub use crate::ir::decoder::DECODER_TOKENS as DECODER_INPUT_IDS;
 use crate::ir::{Dim, Graph, ValueId};
 
 /// The input with token ids.
 pub(crate) const INPUT_IDS: &str = "input_ids";
 /// The attention mask of the input tokens.
 pub(crate) const ATTENTION_MASK: &str = "attention_mask";
-/// The decoder's token ids of an encoder-decoder model.
-pub const DECODER_INPUT_IDS: &str = "decoder_input_ids";
 /// The attention mask of the decoder's tokens. Models with causal decoder attention do not take it.
 pub(super) const DECODER_ATTENTION_MASK: &str = "decoder_attention_mask";
 

@@ -14,7 +14,7 @@ use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, MemoryTracker, 
 use crate::ir::decoder::{MASK, TOKENS};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
-use crate::runtime::{self, DecoderCache, Limits, Session};
+use crate::runtime::{self, DecoderCache, EncoderDecoderSession, Limits, Session};
 use crate::store::Weights;
 use crate::work::{Cancel, MemoryLimit, Work};
 
@@ -146,10 +146,17 @@ impl Runner for BlockwiseCandle<'_> {
     }
 }
 
-/// A model file in ONNX Runtime.
+/// The sessions of a model in ONNX Runtime.
+#[derive(Debug)]
+enum Sessions {
+    One(Box<Session>),
+    EncoderDecoder(Box<EncoderDecoderSession>),
+}
+
+/// A model in ONNX Runtime: a file, or the files of an encoder-decoder model.
 #[derive(Debug)]
 pub struct OnnxRuntime {
-    session: Session,
+    model: Sessions,
     /// Number of tokens at the end of a text that a decoder with a KV cache processes one at a time.
     steps: usize,
 }
@@ -157,41 +164,66 @@ pub struct OnnxRuntime {
 impl OnnxRuntime {
     /// Loads a model file.
     pub fn open(path: &Path, threads: usize) -> Result<OnnxRuntime> {
-        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads, ..runtime::Options::default() })?, steps: 0 })
+        let session = Session::open(path, runtime::Options { threads, ..runtime::Options::default() })?;
+        Ok(OnnxRuntime { model: Sessions::One(Box::new(session)), steps: 0 })
     }
 
-    /// The session that runs the model.
-    pub fn session_mut(&mut self) -> &mut Session {
-        &mut self.session
+    /// Loads a written model: a file, or the files of an encoder-decoder model if the path is that of its
+    /// encoder.
+    pub fn open_written(path: &Path, threads: usize) -> Result<OnnxRuntime> {
+        match EncoderDecoderSession::open(path, runtime::Options { threads, ..runtime::Options::default() })? {
+            Some(model) => Ok(OnnxRuntime { model: Sessions::EncoderDecoder(Box::new(model)), steps: 0 }),
+            None => OnnxRuntime::open(path, threads),
+        }
+    }
+
+    /// The sessions that run the model.
+    pub fn sessions_mut(&mut self) -> &mut [Session] {
+        match &mut self.model {
+            Sessions::One(session) => std::slice::from_mut(session),
+            Sessions::EncoderDecoder(model) => model.sessions_mut(),
+        }
+    }
+
+    fn map(self, mut change: impl FnMut(Session) -> Session) -> OnnxRuntime {
+        let model = match self.model {
+            Sessions::One(session) => Sessions::One(Box::new(change(*session))),
+            Sessions::EncoderDecoder(model) => Sessions::EncoderDecoder(Box::new(model.map(change))),
+        };
+        OnnxRuntime { model, ..self }
     }
 
     /// Terminates runs that exceed these limits.
     #[must_use]
     pub fn with_limits(self, limits: Limits) -> OnnxRuntime {
-        OnnxRuntime { session: self.session.with_limits(limits), ..self }
+        self.map(|session| session.with_limits(limits))
     }
 
     /// Without other limits, limits the memory of each run on inputs of this size: it may need a few
     /// copies of weights and inputs, or part of the memory that models may take.
-    pub fn with_default_limits(self, inputs: u64, memory: MemoryLimit) -> OnnxRuntime {
-        if self.session.limits().is_some() {
+    pub fn with_default_limits(mut self, inputs: u64, memory: MemoryLimit) -> OnnxRuntime {
+        if self.sessions_mut().iter().any(|session| session.limits().is_some()) {
             return self;
         }
+        let bytes = self.sessions_mut().iter().map(Session::bytes).fold(inputs, u64::saturating_add);
         // A run is only stopped between operators, each of which may double the memory.
         let part = memory.bytes.map_or(0, |bytes| if memory.explicit { bytes } else { bytes / 3 });
-        let limits = Limits::for_size(Duration::MAX, self.session.bytes().saturating_add(inputs));
+        let limits = Limits::for_size(Duration::MAX, bytes);
         self.with_limits(Limits { memory: limits.memory.max(part), ..limits })
     }
 
     /// Terminates runs when this handle is cancelled.
     #[must_use]
     pub fn cancelled_by(self, cancel: &Cancel) -> OnnxRuntime {
-        OnnxRuntime { session: self.session.cancelled_by(cancel), ..self }
+        self.map(|session| session.cancelled_by(cancel))
     }
 
     /// Inputs and outputs of the model, without those of its KV cache.
     pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
-        self.session.public_ports()
+        match &self.model {
+            Sessions::One(session) => session.public_ports(),
+            Sessions::EncoderDecoder(model) => model.ports(),
+        }
     }
 
     /// Processes the last `steps` tokens of each text one at a time, if the model has a KV cache.
@@ -201,7 +233,7 @@ impl OnnxRuntime {
     }
 
     /// Runs a decoder with a KV cache incrementally and concatenates the outputs of all tokens.
-    fn run_incrementally(&mut self, inputs: &Inputs) -> Result<Outputs> {
+    fn run_incrementally(session: &mut Session, steps: usize, inputs: &Inputs) -> Result<Outputs> {
         let columns = |from: usize, to: usize| {
             let part = |(name, tensor): (&String, &Tensor)| {
                 let from = if name == MASK { 0 } else { from };
@@ -210,10 +242,10 @@ impl OnnxRuntime {
             inputs.iter().map(part).collect::<candle_core::Result<Inputs>>().map_err(super::tensor_error)
         };
         let length = inputs.get(TOKENS).and_then(|tokens| tokens.dim(1).ok()).unwrap_or(0);
-        let first = length.saturating_sub(self.steps).max(1).min(length);
+        let first = length.saturating_sub(steps).max(1).min(length);
         let (mut cache, mut parts) = (DecoderCache::default(), Vec::new());
         for (from, to) in [(0, first)].into_iter().chain((first..length).map(|at| (at, at + 1))) {
-            parts.push(self.session.run_next(&columns(from, to)?, &mut cache)?);
+            parts.push(session.run_next(&columns(from, to)?, &mut cache)?);
         }
         let names: Vec<String> = parts.first().into_iter().flat_map(Outputs::keys).cloned().collect();
         let concatenated = |name: String| {
@@ -230,7 +262,11 @@ impl Runner for OnnxRuntime {
     }
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
-        if self.session.has_kv_cache() { self.run_incrementally(inputs) } else { self.session.run(inputs) }
+        match &mut self.model {
+            Sessions::EncoderDecoder(model) => model.run(inputs, self.steps),
+            Sessions::One(session) if session.has_kv_cache() => OnnxRuntime::run_incrementally(session, self.steps, inputs),
+            Sessions::One(session) => session.run(inputs),
+        }
     }
 }
 

@@ -13,8 +13,7 @@ use crate::error::{Error, Result};
 use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, MemoryTracker, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, preprocessing_folder};
-use crate::runtime::Limits;
-use crate::runtime::Session;
+use crate::runtime::{Limits, Session, encoder_decoder};
 use crate::work::{MemoryLimit, Work};
 
 /// Loads models to be compared. They are loaded completely if they fit into memory together with the
@@ -58,18 +57,25 @@ enum Source {
 }
 
 impl Subject {
-    /// Opens a folder, a `.safetensors` file, or an `.onnx` file. [`preprocessing_folder`] locates the
+    /// Opens a folder, a `.safetensors` file, or an `.onnx` file. The file of an encoder next to those of its
+    /// decoder stands for the whole encoder-decoder model. [`preprocessing_folder`] locates the
     /// tokenizer and `config.json` of the latter.
     pub fn open(path: &Path, threads: usize) -> Result<Subject> {
-        if path.extension().is_none_or(|e| e != "onnx") {
-            let model = Model::open(path)?;
-            return match &model.onnx {
-                // The built-in executor cannot provide the inputs of a KV cache.
-                Some(file) if file.has_kv_cache() => Subject::open_onnx_file(&file.path, threads),
-                _ => Subject::from_model(model),
-            };
+        let is_file = path.extension().is_some_and(|e| e == "onnx");
+        let model = if is_file { None } else { Some(Model::open(path)) };
+        // A folder with several ONNX files only, or the file of the encoder.
+        if !matches!(model, Some(Ok(_)))
+            && let Some([encoder, ..]) = encoder_decoder(path)
+        {
+            let folder = preprocessing_folder(&encoder);
+            return Subject::with_session(OnnxRuntime::open_written(&encoder, threads)?, &folder, Subject::config_of(&folder)?);
         }
-        Subject::open_onnx_file(path, threads)
+        let Some(model) = model.transpose()? else { return Subject::open_onnx_file(path, threads) };
+        match &model.onnx {
+            // The built-in executor cannot provide the inputs of a KV cache.
+            Some(file) if file.has_kv_cache() => Subject::open_onnx_file(&file.path, threads),
+            _ => Subject::from_model(model),
+        }
     }
 
     /// Opens the ONNX file that a model was opened from, without the modifications of the model. Fails if the
@@ -88,8 +94,12 @@ impl Subject {
     /// Opens an ONNX file with a tokenizer and `config.json` in its folder or in the parent folder.
     fn open_onnx_file(path: &Path, threads: usize) -> Result<Subject> {
         let folder = preprocessing_folder(path);
-        let config = Config::open(&auxiliary_path(&folder, "config.json"))?;
-        Subject::open_onnx(path, &folder, config.values().clone(), threads)
+        let config = Subject::config_of(&folder)?;
+        Subject::open_onnx(path, &folder, config, threads)
+    }
+
+    fn config_of(folder: &Path) -> Result<Map<String, Value>> {
+        Ok(Config::open(&auxiliary_path(folder, "config.json"))?.values().clone())
     }
 
     /// Wraps an open model. Fails if an ONNX file that only ONNX Runtime can run has modified weights that
@@ -123,7 +133,10 @@ impl Subject {
 
     /// Opens an ONNX file with a separate configuration and tokenizer folder.
     pub fn open_onnx(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
-        let session = OnnxRuntime::open(path, threads)?;
+        Subject::with_session(OnnxRuntime::open(path, threads)?, folder, config)
+    }
+
+    fn with_session(session: OnnxRuntime, folder: &Path, config: Map<String, Value>) -> Result<Subject> {
         let (inputs, outputs) = session.ports();
         Ok(Subject {
             folder: folder.to_owned(),
@@ -138,18 +151,19 @@ impl Subject {
         })
     }
 
-    /// Opens an ONNX file that compress has written, like [`open_onnx`](Subject::open_onnx). Returns an
-    /// error if ONNX Runtime cannot load it with the session option for exact int8 accumulation.
+    /// Opens an ONNX file that compress has written, like [`open_onnx`](Subject::open_onnx), or the files
+    /// of an encoder-decoder model. Returns an error if ONNX Runtime cannot load them with the session
+    /// option for exact int8 accumulation.
     pub fn open_written(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
-        let mut subject = Subject::open_onnx(path, folder, config, threads)?;
-        subject.session_mut().map_or(Ok(()), Session::require_exact_sums)?;
-        Ok(subject)
+        let mut session = OnnxRuntime::open_written(path, threads)?;
+        session.sessions_mut().iter_mut().try_for_each(Session::require_exact_sums)?;
+        Subject::with_session(session, folder, config)
     }
 
     /// The session of an ONNX file that is not loaded yet.
     pub fn session_mut(&mut self) -> Option<&mut Session> {
         match &mut self.source {
-            Source::Onnx(session) => session.as_mut().map(OnnxRuntime::session_mut),
+            Source::Onnx(session) => session.as_mut().and_then(|session| session.sessions_mut().first_mut()),
             Source::Folder { .. } => None,
         }
     }

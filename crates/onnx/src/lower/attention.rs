@@ -28,7 +28,8 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
         return Err(n.node_error("reads several texts in each row, as in training, but a file for inference reads one".into()));
     }
     let [mut q, mut k, mut v] = [0, 1, 2].map(|i| n.input(i));
-    if n.cache.is_some() {
+    // The keys of cross-attention are those of all steps.
+    if n.cache.is_some() && op.causal {
         [k, v] = kv_cache::append(n, [k, v])?;
     }
     let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
@@ -160,7 +161,7 @@ fn lowest(n: &mut Lowering) -> String {
 /// Keys that are hidden because of their position, `[queries, keys]`. With a KV cache, windows skip
 /// padding.
 fn position_mask(op: &Attention, n: &mut Lowering, mask: Option<&str>) -> Result<String> {
-    let [queries, keys] = if n.cache.is_some() { kv_cache::position_ranges(n)? } else { [n.range(0, 2)?, n.range(1, 2)?] };
+    let [queries, keys] = if n.cache.is_some() { kv_cache::position_ranges(n, 2)? } else { [n.range(0, 2)?, n.range(1, 2)?] };
     let column = n.ints(&[1]);
     let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);
     let after = op.causal.then(|| n.emit("Greater", "later", &[&keys, &queries], vec![]));
@@ -190,14 +191,15 @@ pub(super) fn relative_bias(op: &RelativeBias, n: &mut Lowering) -> Result<()> {
 }
 
 fn biases(op: &RelativeBias, n: &mut Lowering) -> Result<String> {
-    let (places, table) = (n.range(0, 1)?, n.input(1));
+    let [queries, keys] = if n.cache.is_some() { kv_cache::position_ranges(n, 1)? } else { [n.range(0, 1)?, n.range(0, 1)?] };
+    let table = n.input(1);
     let (column, rows) = (n.ints(&[1]), n.ints(&op.by_distance()));
     let far = op.max_distance as i64;
     let (far, least) = (n.int(far), n.int(-far));
     let by_distance = n.emit("Gather", "by_distance", &[&table, &rows], vec![AttributeProto::int("axis", 0)]);
     let by_head = n.emit("Transpose", "by_head", &[&by_distance], vec![AttributeProto::ints("perm", [1, 0])]);
-    let queries = n.emit("Unsqueeze", "queries", &[&places, &column], vec![]);
-    let behind = n.emit("Sub", "behind", &[&places, &queries], vec![]);
+    let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);
+    let behind = n.emit("Sub", "behind", &[&keys, &queries], vec![]);
     let held = n.emit("Clip", "held", &[&behind, &least, &far], vec![]);
     let at = n.emit("Add", "at", &[&held, &far], vec![]);
     Ok(n.emit("Gather", "bias", &[&by_head, &at], vec![AttributeProto::int("axis", 1)]))

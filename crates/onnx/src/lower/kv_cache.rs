@@ -12,9 +12,9 @@ pub(super) fn append(n: &mut Lowering, new: [String; 2]) -> Result<[String; 2]> 
     let size = |n: &Lowering, input, axis| Ok::<_, Error>(usize::try_from(n.fixed(input, axis)?).unwrap_or(0));
     let attention = CachedAttention { heads: size(n, 0, 1)?, groups: size(n, 1, 1)?, widths: [size(n, 1, 3)?, size(n, 2, 3)?] };
     let Some(cache) = &mut n.cache else { return Ok(new) };
-    let number = cache.attentions.len();
+    let label = cache.label(cache.attentions.len());
     cache.attentions.push(attention);
-    let ([keys, values], [earlier_keys, earlier_values], [all_keys, all_values]) = (new, past(number), present(number));
+    let ([keys, values], [earlier_keys, earlier_values], [all_keys, all_values]) = (new, past(&label), present(&label));
     let axis = || vec![AttributeProto::int("axis", 2)];
     Ok([n.publish(&all_keys, "Concat", &[&earlier_keys, &keys], axis()), n.publish(&all_values, "Concat", &[&earlier_values, &values], axis())])
 }
@@ -37,11 +37,12 @@ pub(super) fn length(n: &mut Lowering) -> Result<String> {
     })
 }
 
-/// Column numbers of the new tokens in the mask, and of all tokens.
-pub(super) fn position_ranges(n: &mut Lowering) -> Result<[String; 2]> {
-    let new = n.size(0, 2)?;
+/// Column numbers of the new tokens in the mask, and of all tokens. `axis` is the token axis of the first
+/// input of the current node.
+pub(super) fn position_ranges(n: &mut Lowering, axis: usize) -> Result<[String; 2]> {
+    let new = n.size(0, axis)?;
     n.share_many("places", |n| {
-        let [first, _] = past(0);
+        let [first, _] = past(n.cache.as_ref().map_or_else(String::new, |cache| cache.label(0)));
         let (axis, zero, one) = (n.ints(&[0]), n.int(0), n.int(1));
         let size = n.emit("Shape", "past_shape", &[&first], vec![AttributeProto::int("start", 2), AttributeProto::int("end", 3)]);
         let past = n.emit("Squeeze", "past", &[&size, &axis], vec![]);

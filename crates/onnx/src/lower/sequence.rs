@@ -14,14 +14,14 @@ pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
 }
 
 pub(super) fn positions(op: &Positions, n: &mut Lowering) -> Result<()> {
-    if n.cache.is_some() {
+    if n.cache.as_ref().is_some_and(|cache| !cache.after_encoder) {
         let (positions, first) = (kv_cache::positions(n), n.int(op.first() as i64));
         n.finish("Add", &[&positions, &first], vec![]);
         return Ok(());
     }
     let tokens = n.input(0);
     let Some(padding) = op.padding else {
-        let mut range = n.range(0, 1)?;
+        let [mut range, _] = if n.cache.is_some() { kv_cache::position_ranges(n, 1)? } else { [n.range(0, 1)?, String::new()] };
         if op.offset != 0 {
             let offset = n.int(op.offset);
             range = n.emit("Add", "moved", &[&range, &offset], vec![]);

@@ -27,9 +27,13 @@ fn is_past(port: &Port) -> bool {
 }
 
 impl Session {
-    /// Whether the model has a KV cache as inputs.
+    /// Whether the model is a decoder with a KV cache, all of whose inputs are outputs too. The decoder of an
+    /// encoder-decoder model also reads keys and values that it does not return.
     pub fn has_kv_cache(&self) -> bool {
-        self.ports().0.iter().any(is_past)
+        let (inputs, outputs) = self.ports();
+        let is_returned = |name: String| outputs.iter().any(|output| output.name == name);
+        let mut past = inputs.iter().filter_map(|port| successor(&port.name)).peekable();
+        past.peek().is_some() && past.all(is_returned)
     }
 
     /// The input and output ports without the KV cache and the position ids of decoders that have a
@@ -37,7 +41,7 @@ impl Session {
     pub fn public_ports(&self) -> (Vec<Port>, Vec<Port>) {
         let (mut inputs, mut outputs) = self.ports();
         let cache_outputs: Vec<String> = inputs.iter().filter_map(|port| successor(&port.name)).collect();
-        if !cache_outputs.is_empty() {
+        if self.has_kv_cache() {
             inputs.retain(|port| !is_past(port) && port.name != POSITIONS);
             outputs.retain(|port| !cache_outputs.contains(&port.name));
         }

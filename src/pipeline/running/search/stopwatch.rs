@@ -13,7 +13,7 @@ use crate::exec::Inputs;
 use crate::export::{Export, Onnx};
 use crate::files::Destination;
 use crate::model::Model;
-use crate::onnx::file::MODEL;
+use crate::onnx::file::entry;
 use crate::output::ScratchFolder;
 use crate::pass::{Context, Scores};
 use crate::pipeline::running::memory::lack_for_onnx_runtime;
@@ -77,7 +77,7 @@ fn open(model: &Model, export: &Export, folder: &ScratchFolder, context: &Contex
     let work = context.work.quiet();
     std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
     export.format().write(model, &RunState::default(), &Destination::local(&folder), None, &work)?;
-    let session = OnnxRuntime::open(&folder.join(MODEL), work.threads)?.cancelled_by(work.cancel);
+    let session = OnnxRuntime::open_written(&entry(&folder), work.threads)?.cancelled_by(work.cancel);
     std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
     Ok(session)
 }

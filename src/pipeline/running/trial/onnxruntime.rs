@@ -7,6 +7,7 @@ use crate::contract;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::model::Model;
+use crate::onnx::file::encoder_decoder;
 use crate::pipeline::running::memory::lack_for_onnx_runtime;
 use crate::pipeline::running::onnx_comparison::{Comparison, SYNTHETIC, compare_onnx_model};
 use crate::runtime;
@@ -14,6 +15,9 @@ use crate::work::Work;
 
 /// Loads and runs an ONNX file. A graph has no numbered layers, so that no twin is made.
 pub(super) fn run(path: &Path, scope: Scope, work: &Work) -> Result<Trial> {
+    if files::is_dir(path) && encoder_decoder(path).is_some() {
+        return Ok(Trial::not_run("the model is in several files, which `compress verify` runs together"));
+    }
     let Some(file) = contract::running::find(path)? else { return Ok(Trial::not_run("the output has no .onnx file")) };
     if files::is_remote(&file) {
         return Ok(Trial::not_run("the file is remote: download it first"));
