@@ -58,7 +58,7 @@ enum Source {
 
 impl Subject {
     /// Opens a folder, a `.safetensors` file, or an `.onnx` file. The file of an encoder next to those of its
-    /// decoder stands for the whole encoder-decoder model. [`preprocessing_folder`] locates the
+    /// decoder opens the whole encoder-decoder model. [`preprocessing_folder`] locates the
     /// tokenizer and `config.json` of the latter.
     pub fn open(path: &Path, threads: usize) -> Result<Subject> {
         let is_file = path.extension().is_some_and(|e| e == "onnx");

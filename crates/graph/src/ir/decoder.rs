@@ -18,7 +18,7 @@ pub const ENCODER_STATES: &str = "encoder_hidden_states";
 /// Input of the separate decoder of an encoder-decoder model: the attention mask of the encoder.
 pub const ENCODER_MASK: &str = "encoder_attention_mask";
 /// Suffixes of the numbers of attentions in [`past`] and [`present`] names of encoder-decoder models: over
-/// tokens of the decoder, and over the output of the encoder.
+/// decoder tokens, and over the output of the encoder.
 pub const SIDES: [&str; 2] = ["decoder", "encoder"];
 
 /// Names of the inputs with the cached keys and values of an attention.

@@ -65,7 +65,7 @@ impl EncoderDecoderSession {
         (inputs, outputs.into_iter().filter(|port| port.name == LOGITS).collect())
     }
 
-    /// Computes the logits of all tokens of the decoder, `[batch, sequence, vocabulary]`. The last `steps`
+    /// Computes the logits of all decoder tokens, `[batch, sequence, vocabulary]`. The last `steps`
     /// tokens are processed one at a time with cached keys and values, the tokens before them at once.
     /// Fails if an input is missing, or a file does not return an output that the others need.
     pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>, steps: usize) -> Result<BTreeMap<String, Tensor>> {
