@@ -31,7 +31,7 @@ const FILE: &str = "guide.safetensors";
 /// Folder of second moments next to the checkpoints of blocks.
 const MOMENTS: &str = "guide";
 /// Memory of the second moments that one pass over the samples sums, in bytes, unless a limit is given.
-const MOMENTS_BYTES: u64 = 1 << 29;
+const MOMENTS_BYTES: u64 = 1 << 30;
 /// Smallest squared factor, relative to the mean of all tokens: gradients of other samples differ.
 const LEAST: f64 = 0.05;
 

@@ -15,7 +15,7 @@ use crate::exec::{floats_on_host, read, transfer::Cause};
 use crate::pass::calibrate::tensor_error;
 
 /// Maximum number of consecutive outputs whose gradients are multiplied with each other.
-const GROUP: usize = 1024;
+const GROUP: usize = 2048;
 
 /// Sizes of the groups of consecutive outputs of a layer.
 fn groups(outputs: usize) -> impl Iterator<Item = usize> {
