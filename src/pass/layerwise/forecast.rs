@@ -38,7 +38,7 @@ pub(in crate::pass) fn model_runs(pass: &Quantize, weights: &BTreeSet<String>, m
     };
     let mut runs = vec![inputs().times(scales + solver)];
     if pass.guide == Guide::Loss {
-        runs.push(calibrate::whole_run(&graph).times(3 * guide::passes(pass.name(), &graph, weights)?));
+        runs.push(calibrate::whole_run(&graph).times(3 * guide::passes(&graph, weights)?));
     }
     if pass.method == By::Autoround {
         let steps = (pass.iterations() * pass.batch()) as u64;

@@ -246,9 +246,9 @@ fn layers(sites: &[Site]) -> impl Iterator<Item = &Layer> {
 
 /// Number of passes over the samples for the second moments of all layers with these weights, if the memory is
 /// not limited.
-pub(super) fn passes(name: &str, graph: &Graph, weights: &BTreeSet<String>) -> Result<u64> {
+pub(super) fn passes(graph: &Graph, weights: &BTreeSet<String>) -> Result<u64> {
     let weights = weights.iter().map(String::as_str).collect();
-    Ok(portions(&sites(name, graph, &weights, false)?, None).len() as u64)
+    Ok(portions(&sites("quantize", graph, &weights, false)?, None).len() as u64)
 }
 
 /// Layers whose moments fit into memory at the same time: a quarter of the limit, if there is one.
