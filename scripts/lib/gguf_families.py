@@ -44,6 +44,9 @@ FAMILIES = [
     ("qwen3-next", None, {"mlp_only_layers": [], "linear_key_head_dim": 5}),
     ("qwen3_5", None, {"attention_bias": False, "linear_key_head_dim": 5}),
     ("qwen3_5-moe", None, {"linear_key_head_dim": 5}),
+    ("granite-moe", None, {}),
+    # The converter writes another length of the context for models without positions.
+    ("granite-hybrid", None, {"max_position_embeddings": 1 << 20}),
     ("lfm2", "lfm2", {"intermediate_size": 28, "block_auto_adjust_ff_dim": False}),
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
 ]

@@ -359,7 +359,7 @@ hparams = conversion.ModelBase.load_hparams(folder, False)
 model = conversion.get_model_class(hparams["architectures"][0])
 model.set_vocab = lambda self: gguf.SpecialVocab(folder, load_merges=False).add_to_gguf(self.gguf_writer)
 model.no_mtp = True
-model(folder, gguf.LlamaFileType.ALL_F32, out, model_name="A tiny model", hparams=hparams).write()
+model(folder, gguf.LlamaFileType.ALL_F32, out, model_name="A tiny model").write()
 """
 
 

@@ -65,6 +65,8 @@ pub(super) struct Layout {
 /// axis of length one.
 pub(super) fn is_shape_of(gguf_name: &str, weight: &[usize], tensor: &[usize]) -> bool {
     match weight {
+        // Vectors of state space layers, which are matrices in files.
+        [count] => tensor.iter().product::<usize>() == *count,
         [channels, 1, length] if GgufFamily::is_filter(gguf_name) => *tensor == [*channels, *length],
         _ => weight == tensor,
     }

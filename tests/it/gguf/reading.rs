@@ -176,6 +176,9 @@ fn keys_of_families_are_read_or_refused() {
     refused("qwen3_5", "qwen35.rope.dimension_sections", Some(gguf::Value::Integers(vec![1, 0, 0, 1])), "`qwen35.rope.dimension_sections` of [1, 0, 0, 1]");
     refused("qwen3_5", "qwen35.ssm.inner_size", Some(gguf::Value::Unsigned(21)), "`qwen35.ssm.inner_size` is 21, but there are 4 heads of 5");
     refused("qwen3_5", "qwen35.attention.recurrent_layers", Some(gguf::Value::Bools(vec![true])), "must have a flag for each of 3 layers");
+    refused("granite-hybrid", "granitehybrid.ssm.inner_size", Some(gguf::Value::Unsigned(48)), "`granitehybrid.ssm.inner_size` is 48");
+    let (_folder, model) = rewritten("granite-hybrid", |_, tensors| drop(tensors.remove("blk.0.ffn_up_exps.weight")));
+    assert!(model.err().unwrap().to_string().contains("`blk.0.ffn_up_exps.weight`: is missing"));
     refused("qwen3-next", "qwen3next.ssm.group_count", Some(gguf::Value::Unsigned(3)), "config.json specifies 3 key heads");
     let (_folder, model) = rewritten("qwen3-next", |_, tensors| drop(tensors.remove("blk.0.attn_gate.weight")));
     assert!(model.err().unwrap().to_string().contains("`blk.0.attn_gate.weight`: is missing"));

@@ -124,6 +124,8 @@ fn unsupported_models_are_rejected_by_name() {
             "`mrope_section` of [0, 1, 1, 0]",
         ),
         ("qwen3-next", "config.json", |json| json["mlp_only_layers"] = serde_json::json!([1]), "`mlp_only_layers` of [1]"),
+        ("granite-hybrid", "config.json", |json| json["time_step_limit"] = serde_json::json!([0.1, 2.0]), "`time_step_limit` of [0.1,2.0]"),
+        ("granite-hybrid", "config.json", |json| json["mamba_expand"] = 4.into(), "`mamba_expand` of 4"),
         ("qwen3-next", "config.json", |json| json["norm_topk_prob"] = false.into(), "`norm_topk_prob` of false"),
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
         ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "`layer_types` is not supported"),

@@ -7,8 +7,8 @@ mod recurrent;
 
 use serde_json::Value as Json;
 
-pub(super) use self::recurrent::{DELTA, DELTA_HEADS, DELTA_SETTINGS};
-pub use self::recurrent::{Recurrent, Tiling};
+pub(super) use self::recurrent::{DELTA, DELTA_HEADS, DELTA_SETTINGS, STATE_SPACE, STATE_SPACE_HEADS};
+pub use self::recurrent::{Recurrent, StoredShape, Tiling};
 
 /// A model family in GGUF files.
 #[derive(Debug, Clone, Copy)]
@@ -23,6 +23,11 @@ pub struct GgufFamily {
     pub(super) layer: &'static [&'static [Pair]],
     /// Tensors within a layer that are neither the weight nor the bias of a module, by their complete names.
     pub(super) tensors: &'static [Pair],
+    /// Tensors of checkpoints with the rows of two tensors of GGUF files, for experts those of each expert,
+    /// by their complete names within a layer.
+    pub(super) concatenated: &'static [(&'static str, [&'static str; 2])],
+    /// The names of models whose number of experts is zero, if they are another variant.
+    pub without_experts: Option<&'static GgufFamily>,
     /// Whether rows of query and key weights are permuted for interleaved rotary embeddings.
     pub interleaved_rope: bool,
     /// Whether GGUF files store norm weights plus one, since the family computes `(1 + weight) * x`.
@@ -235,6 +240,8 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     global: GLOBAL,
     layer: &[NORM_OF_ATTENTION, ATTENTION, NORM_BEFORE, NETWORK],
     tensors: &[],
+    concatenated: &[],
+    without_experts: None,
     interleaved_rope: true,
     norms_plus_one: false,
     epsilon: RMS_EPSILON,

@@ -2,11 +2,57 @@
 //! rotary embeddings in some layers or in all, and a dense network, in addition to a mixture of experts if
 //! there is one.
 
+use super::gguf::{self, GgufExperts, GgufFamily, Recurrent, Setting};
 use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Keys, Sizes};
 use crate::store::Role;
 
 const EXPERT_SIZE: (&str, &str, usize) = ("intermediate_size", "layers.0.block_sparse_moe.output_linear.weight", 2);
 const SHARED_SIZE: (&str, &str, usize) = ("shared_intermediate_size", "layers.0.shared_mlp.output_linear.weight", 1);
+
+/// The router and the down projections of all experts.
+const EXPERTS: &[gguf::Pair] = &[("ffn_gate_inp", "block_sparse_moe.router.layer"), ("ffn_down_exps", "block_sparse_moe.output_linear")];
+const GATE_AND_UP: (&str, [&str; 2]) = ("block_sparse_moe.input_linear.weight", ["ffn_gate_exps.weight", "ffn_up_exps.weight"]);
+
+const GGUF: GgufFamily = GgufFamily {
+    architecture: "granitemoe",
+    class: "GraniteMoeForCausalLM",
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, EXPERTS],
+    concatenated: &[GATE_AND_UP],
+    flags: &[],
+    required: &[gguf::NO_ATTENTION_BIAS],
+    multipliers: gguf::GRANITE_MULTIPLIERS,
+    experts: Some(GgufExperts { count: "num_local_experts", normalized: None, inner: None, ..gguf::QWEN_EXPERTS }),
+    ..gguf::LLAMA
+};
+
+/// Granite 4 without experts.
+const DENSE_HYBRID_GGUF: GgufFamily = GgufFamily {
+    architecture: "granitehybrid",
+    class: "GraniteMoeHybridForCausalLM",
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::STATE_SPACE, &[("ffn_down", "shared_mlp.output_linear")]],
+    tensors: gguf::STATE_SPACE_HEADS,
+    concatenated: &[("shared_mlp.input_linear.weight", ["ffn_gate.weight", "ffn_up.weight"])],
+    flags: &[("mamba_conv_bias", "ssm_conv1d.bias")],
+    settings: &[
+        Setting::required("ssm.conv_kernel", "mamba_d_conv", "4"),
+        Setting::required("ssm.state_size", "mamba_d_state", "256"),
+        Setting::required("ssm.group_count", "mamba_n_groups", "1"),
+        Setting::required("ssm.time_step_rank", "mamba_n_heads", "128"),
+        Setting::required("expert_shared_feed_forward_length", "shared_intermediate_size", "1024"),
+    ],
+    required: &[gguf::NO_ATTENTION_BIAS, ("mamba_expand", "2"), ("mamba_proj_bias", "false"), ("normalization_function", "\"rmsnorm\"")],
+    recurrent: Recurrent::StateSpace,
+    experts: None,
+    ..GGUF
+};
+
+const HYBRID_GGUF: GgufFamily = GgufFamily {
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::STATE_SPACE, EXPERTS, &[("ffn_down_shexp", "shared_mlp.output_linear")]],
+    concatenated: &[GATE_AND_UP, ("shared_mlp.input_linear.weight", ["ffn_gate_shexp.weight", "ffn_up_shexp.weight"])],
+    without_experts: Some(&DENSE_HYBRID_GGUF),
+    experts: GGUF.experts,
+    ..DENSE_HYBRID_GGUF
+};
 
 pub(super) const GRANITE_MOE: Family = Family {
     model_type: "granitemoe",
@@ -21,6 +67,7 @@ pub(super) const GRANITE_MOE: Family = Family {
     routers: &["block_sparse_moe.router"],
     experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], parts: None, ..ExpertLayout::SEPARATE }),
     renames: &[("block_sparse_moe.router.layer", "block_sparse_moe.router")],
+    gguf: Some(&GGUF),
     ..DECODER
 };
 
@@ -28,6 +75,7 @@ pub(super) const GRANITE_MOE_SHARED: Family = Family {
     model_type: "granitemoeshared",
     graph: graph!(running::build_shared),
     sizes: Some(&Sizes { other_sizes: &[EXPERT_SIZE, SHARED_SIZE], ..DECODER_SIZES }),
+    gguf: None,
     ..GRANITE_MOE
 };
 
@@ -63,6 +111,7 @@ pub(super) const GRANITE_MOE_HYBRID: Family = Family {
         neutral: &[("normalization_function", "\"rmsnorm\""), ("partial_rotary_factor", "1.0")],
     },
     exempt: &[("mamba.conv1d", Role::Other)],
+    gguf: Some(&HYBRID_GGUF),
     ..GRANITE_MOE_SHARED
 };
 

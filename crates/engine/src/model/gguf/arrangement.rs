@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
-use crate::arch::{GgufFamily, Recurrent, Tiling};
+use crate::arch::{GgufFamily, StoredShape, Tiling};
 use crate::error::{Error, Result};
 use crate::store::gguf::{GgufFile, RowPermutation, concatenated_rows, expert_rows};
 use crate::store::{Computed, Weight};
@@ -16,7 +16,7 @@ use crate::store::{Computed, Weight};
 /// Maximum number of heads of a layer.
 const MAX_HEADS: usize = 1 << 16;
 
-/// The heads of gated delta networks, for conversion of their tensors in both directions.
+/// The heads of recurrent layers, for conversion of their tensors in both directions.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrangement {
     family: &'static GgufFamily,
@@ -26,6 +26,8 @@ pub struct Arrangement {
     each: usize,
     /// Width of a key, which is that of a value.
     width: usize,
+    /// Number of groups of heads of state space layers.
+    groups: usize,
 }
 
 impl Arrangement {
@@ -37,7 +39,8 @@ impl Arrangement {
             value.and_then(|value| usize::try_from(value).ok()).unwrap_or(0)
         };
         let (keys, values) = (size("linear_num_key_heads"), size("linear_num_value_heads"));
-        Arrangement { family, keys, each: values.checked_div(keys).unwrap_or(0), width: size("linear_key_head_dim") }
+        let groups = family.settings.iter().find(|setting| setting.gguf == "ssm.group_count").map_or(0, |setting| size(setting.key));
+        Arrangement { family, groups, keys, each: values.checked_div(keys).unwrap_or(0), width: size("linear_key_head_dim") }
     }
 
     /// Whether the order of value heads differs from that of checkpoints.
@@ -47,7 +50,7 @@ impl Arrangement {
 
     /// Whether a GGUF tensor differs from the one of checkpoints in more than its name.
     pub fn is_changed(&self, gguf_name: &str) -> bool {
-        self.tiling(gguf_name).is_some() || GgufFamily::is_decay(gguf_name)
+        self.tiling(gguf_name).is_some() || GgufFamily::is_decay(gguf_name) || self.family.stored_shape(gguf_name).is_some()
     }
 
     fn mismatch(&self, name: &str, shape: &[usize]) -> Error {
@@ -80,6 +83,19 @@ impl Arrangement {
             let parts = [whole(qkv, keys.saturating_add(values))?, whole(gate, values)?];
             return Ok(Some(gguf_names.into_iter().zip(parts).collect()));
         }
+        if let Some(gguf_names) = self.family.concatenated_tensors(name) {
+            let (matrices, [rows, columns]) = match weight.shape[..] {
+                [matrices, rows, columns] => (Some(matrices), [rows, columns]),
+                [rows, columns] => (None, [rows, columns]),
+                _ => return Err(self.mismatch(name, &weight.shape)),
+            };
+            let half = rows.checked_div(2).filter(|half| half.checked_mul(2) == Some(rows) && *half > 0);
+            let half = half.ok_or_else(|| self.mismatch(name, &weight.shape))?;
+            let whole = with_shape(weight, vec![matrices.unwrap_or(1), rows, columns]);
+            let shape: Vec<usize> = matrices.into_iter().chain([half, columns]).collect();
+            let part = |from: usize| with_shape(&expert_rows(&whole, from, half, name), shape.clone());
+            return Ok(Some(gguf_names.into_iter().zip([part(0), part(half)]).collect()));
+        }
         let Some(gguf_name) = self.family.to_gguf(name).filter(|gguf_name| self.is_changed(gguf_name)) else { return Ok(None) };
         let mut weight = weight.clone();
         if GgufFamily::is_filter(&gguf_name) && weight.shape.get(1) == Some(&1) {
@@ -90,6 +106,14 @@ impl Arrangement {
         }
         if GgufFamily::is_decay(&gguf_name) {
             weight = mapped(&weight, name, |logarithm| -logarithm.exp());
+        }
+        if let Some(shape) = self.family.stored_shape(&gguf_name) {
+            let ([count], groups) = (weight.shape[..], self.groups) else { return Err(self.mismatch(name, &weight.shape)) };
+            weight.shape = match (shape, count.checked_div(groups)) {
+                (StoredShape::Column, _) => vec![count, 1],
+                (StoredShape::Groups, Some(width)) if width.checked_mul(groups) == Some(count) => vec![groups, width],
+                _ => return Err(self.mismatch(name, &weight.shape)),
+            };
         }
         Ok(Some(vec![(gguf_name, weight)]))
     }
@@ -154,9 +178,6 @@ impl Arrangement {
     /// The shapes do not match the configuration.
     pub(super) fn from_gguf(&self, file: &mut GgufFile) -> Result<BTreeMap<String, Weight>> {
         let mut found = BTreeMap::new();
-        if self.family.recurrent == Recurrent::None {
-            return Ok(found);
-        }
         let heads = self.keys.saturating_mul(self.each);
         if self.family.recurrent.is_delta() && (heads == 0 || heads > MAX_HEADS || self.keys > MAX_HEADS || self.width == 0) {
             return Err(Error::malformed(&file.path, format!("specifies {} key heads with {} value heads each", self.keys, self.each)));
@@ -166,6 +187,13 @@ impl Arrangement {
             if let Some((checkpoint, gates)) = self.family.delta_projection(&name) {
                 found.insert(checkpoint.clone(), self.joint_projection(file, &checkpoint, [&name, &gates])?);
                 for part in [&name, &gates] {
+                    file.tensors.remove(part);
+                }
+                continue;
+            }
+            if let Some((checkpoint, other)) = self.family.concatenation(&name) {
+                found.insert(checkpoint.clone(), concatenated(file, &checkpoint, [&name, &other])?);
+                for part in [&name, &other] {
                     file.tensors.remove(part);
                 }
                 continue;
@@ -181,6 +209,9 @@ impl Arrangement {
             };
             if GgufFamily::is_decay(&name) {
                 weight = mapped(&weight, &checkpoint, |rate| (-rate).ln());
+            }
+            if self.family.stored_shape(&name).is_some() {
+                weight.shape = vec![weight.elements()];
             }
             if GgufFamily::is_filter(&name) && weight.shape.len() == 2 {
                 weight.shape.insert(1, 1);
@@ -230,6 +261,22 @@ impl Arrangement {
         let slices = file.slices(name)?.ok_or_else(|| self.mismatch(name, &shape))?;
         Ok((shape, slices))
     }
+}
+
+/// The rows of two GGUF tensors, for experts those of each expert.
+fn concatenated(file: &GgufFile, checkpoint: &str, [first, second]: [&str; 2]) -> Result<Weight> {
+    let tensor = |name: &str| file.tensors.get(name).cloned().ok_or_else(|| Error::tensor(name, "is missing", "the file is incomplete"));
+    let [one, other] = [tensor(first)?, tensor(second)?];
+    let mismatch = || Error::tensor(checkpoint, "is stored in parts of different shapes", "the tensors do not match each other");
+    let mut shape = one.shape.clone();
+    let axis = shape.len().checked_sub(2).filter(|axis| *axis < 2 && one.shape == other.shape).ok_or_else(mismatch)?;
+    shape.get_mut(axis).into_iter().for_each(|rows| *rows = rows.saturating_mul(2));
+    if axis == 0 {
+        return concatenated_rows(vec![one, other], shape, checkpoint);
+    }
+    let slices = |name: &str| file.slices(name)?.ok_or_else(mismatch);
+    let (first, second) = (slices(first)?, slices(second)?);
+    concatenated_rows(first.into_iter().zip(second).flat_map(|(one, other)| [one, other]).collect(), shape, checkpoint)
 }
 
 /// The same elements with another shape.

@@ -28,8 +28,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
     let key = values.own("feed_forward_length");
     let inner = if family.has_optional_neurons() { values.size(&key)? } else { Some(values.required("feed_forward_length")?) };
-    let convolutions = if family.recurrent == Recurrent::ShortConvolution { Some(layers_with_convolutions(values, layers)?) } else { None };
-    let groups = match convolutions {
+    let has_list = matches!(family.recurrent, Recurrent::ShortConvolution | Recurrent::StateSpace);
+    let without_heads = if has_list { Some(layers_without_heads(values, layers, family.recurrent)?) } else { None };
+    let groups = match without_heads {
         Some((groups, _)) => groups,
         None => values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads),
     };
@@ -66,8 +67,10 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     if !family.is_latent && (family.head_dim.is_some() || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads))) {
         set("head_dim", json!(head_dim));
     }
-    if let Some((_, types)) = convolutions {
+    if let Some((_, types)) = without_heads {
         set("layer_types", types);
+    }
+    if family.recurrent == Recurrent::ShortConvolution {
         set("block_auto_adjust_ff_dim", json!(false));
     }
     if let Some(experts) = &family.experts {
@@ -121,7 +124,10 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let theta = values.number(&values.own("rope.freq_base"))?.unwrap_or(10_000.0);
     // llama.cpp omits the rotary embedding of families with multipliers if this key is false.
     let finetuned = values.own("rope.scaling.finetuned");
-    if values.flag(&finetuned)? == Some(false) && !family.multipliers.is_empty() {
+    let has_positions = values.flag(&finetuned)? != Some(false);
+    if family.recurrent == Recurrent::StateSpace {
+        set("position_embedding_type", json!(if has_positions { "rope" } else { "nope" }));
+    } else if !has_positions && !family.multipliers.is_empty() {
         return Err(Error::Unsupported {
             what: format!("{}: `{finetuned}` of false", values.path.display()),
             hint: format!("the model has no position embeddings, which is not supported for the architecture `{}`", family.architecture),
@@ -206,16 +212,16 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     Ok(config)
 }
 
-/// The number of key-value heads of layers with attention, and the types of all layers. The others are short
-/// convolutions.
-fn layers_with_convolutions(values: &mut Values, layers: u64) -> Result<(u64, Json)> {
+/// The number of key-value heads of layers with attention, and the types of all layers.
+fn layers_without_heads(values: &mut Values, layers: u64, recurrent: Recurrent) -> Result<(u64, Json)> {
     let key = values.own("attention.head_count_kv");
     let list = values.integers(&key)?.unwrap_or_default();
     let groups = list.iter().copied().max().unwrap_or(0);
     if list.len() as u64 != layers || groups <= 0 || list.iter().any(|count| ![0, groups].contains(count)) {
         return Err(values.wrong(format!("`{key}` must have zero or the same number of heads for each of {layers} layers")));
     }
-    let named = |count: &i64| if *count == 0 { "conv" } else { "full_attention" };
+    let [without, with] = if recurrent == Recurrent::StateSpace { ["mamba", "attention"] } else { ["conv", "full_attention"] };
+    let named = |count: &i64| if *count == 0 { without } else { with };
     Ok((groups.unsigned_abs(), list.iter().map(named).collect()))
 }
 

@@ -53,6 +53,9 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     let (described, family) = arch::family(kind)
         .and_then(|described| Some((described, described.gguf?)))
         .ok_or_else(|| Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint: format!("supported: {}", GgufFamily::model_types()) })?;
+    let count = described.experts_key(model.config.values()).and_then(|key| model.config.get(key));
+    let variant = family.without_experts.filter(|_| count.and_then(Json::as_u64) == Some(0));
+    let family = variant.unwrap_or(family);
     let reader = Reader { model, family };
     let mut notes = Vec::new();
     check(&reader, &mut notes)?;

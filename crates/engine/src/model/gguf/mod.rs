@@ -88,7 +88,8 @@ const MAX_EXPERTS: usize = 1 << 18;
 fn split_experts(family: &GgufFamily, file: &mut GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
     let Some(experts) = &family.experts else { return Ok(std::mem::take(&mut file.tensors)) };
     let count = config.get(experts.count).and_then(Json::as_u64).and_then(|count| usize::try_from(count).ok()).unwrap_or(0);
-    let names: Vec<String> = file.tensors.keys().filter(|name| GgufFamily::is_fused_tensor(name)).cloned().collect();
+    let is_split = |name: &String| !family.has_stacked_experts() && GgufFamily::is_fused_tensor(name);
+    let names: Vec<String> = file.tensors.keys().filter(|name| is_split(name)).cloned().collect();
     if names.len().saturating_mul(count) > MAX_EXPERTS {
         return Err(Error::malformed(&file.path, format!("has {count} experts in {} tensors, more than are supported", names.len())));
     }

@@ -13,6 +13,10 @@ use crate::store::gguf::Value;
 
 /// Key with the width of the values of all heads.
 const INNER: &str = "ssm.inner_size";
+/// Key of `config.json` with the kind of position embeddings of Granite 4.
+const POSITIONS: &str = "position_embedding_type";
+/// The only width of state space layers that llama.cpp supports, relative to that of the residual stream.
+const EXPANSION: u64 = 2;
 /// Key with a flag for each layer.
 const LAYERS: &str = "attention.recurrent_layers";
 /// Key with the number of rotated pairs for each axis of images and videos, and a fourth axis.
@@ -20,10 +24,13 @@ const SECTIONS: &str = "rope.dimension_sections";
 /// The sections of configurations that do not specify them.
 const DEFAULT_SECTIONS: [i64; 4] = [11, 11, 10, 0];
 
-/// Keys of gated delta networks, in addition to the settings of the family. `rotary` is the number of rotated
+/// Keys of recurrent layers, in addition to the settings of the family. `rotary` is the number of rotated
 /// elements of a head.
 pub(super) fn describe(reader: &Reader, rotary: u64) -> Result<Vec<(&'static str, Value)>> {
     let family = reader.family;
+    if family.recurrent == Recurrent::StateSpace {
+        return describe_state_space(reader);
+    }
     if !family.recurrent.is_delta() {
         return Ok(Vec::new());
     }
@@ -49,6 +56,30 @@ pub(super) fn describe(reader: &Reader, rotary: u64) -> Result<Vec<(&'static str
     Ok(keys)
 }
 
+/// Keys of state space layers. llama.cpp does not limit step sizes, and needs a list of layers with
+/// attention.
+fn describe_state_space(reader: &Reader) -> Result<Vec<(&'static str, Value)>> {
+    let (architecture, layers) = (reader.family.architecture, 0..reader.required("num_hidden_layers")?);
+    if !layers.clone().any(|layer| reader.is_recurrent(layer)) {
+        let hint = format!("llama.cpp has another architecture for such models than `{architecture}`, which is not supported");
+        return Err(reader.refused("a model without state space layers", hint));
+    }
+    if let Some(limits) = reader.get("time_step_limit") {
+        let is_infinite = |value: &Json| value.get("__float__").and_then(Json::as_str) == Some("Infinity");
+        let has_none = limits.get(0).and_then(Json::as_f64).is_some_and(|min| min <= 0.0) && limits.get(1).is_some_and(is_infinite);
+        if !has_none {
+            return Err(reader.refused(&format!("`time_step_limit` of {limits}"), format!("llama.cpp has no limits for `{architecture}`")));
+        }
+    }
+    let has_positions = match reader.get(POSITIONS).map(|kind| kind.as_str()) {
+        None | Some(Some("nope")) => false,
+        Some(Some("rope")) => true,
+        Some(other) => return Err(reader.refused(&format!("`{POSITIONS}` of {other:?}"), "supported: rope, nope")),
+    };
+    let inner = reader.required("hidden_size")?.saturating_mul(EXPANSION);
+    Ok(vec![(INNER, Value::Unsigned(inner)), ("rope.scaling.finetuned", Value::Bool(has_positions))])
+}
+
 /// Whether the axes of interleaved sections contain all pairs, so that texts, whose positions are the same on
 /// all of these axes, have usual rotary embeddings.
 fn covers(sections: &[i64], rotary: u64) -> bool {
@@ -59,12 +90,24 @@ fn covers(sections: &[i64], rotary: u64) -> bool {
     all.iter().all(|size| (0..1 << 16).contains(size)) && all.iter().sum::<i64>() >= pairs && (0..).zip(all).all(|(axis, size)| is_first(axis, size))
 }
 
-/// Keys of `config.json` for gated delta networks, whose settings are in `config`.
+/// Keys of `config.json` for recurrent layers, whose settings are in `config`.
 pub(super) fn config(family: &GgufFamily, values: &mut Values, config: &Map<String, Json>, rotary: u64) -> Result<Vec<(&'static str, Json)>> {
+    let size = |key: &str| config.get(key).and_then(Json::as_u64).unwrap_or(0);
+    if family.recurrent == Recurrent::StateSpace {
+        let inner = values.required(INNER)?;
+        let width = inner.checked_div(size("mamba_n_heads")).filter(|_| size("hidden_size").checked_mul(EXPANSION) == Some(inner));
+        let width = width.ok_or_else(|| values.wrong(format!("`{}` is {inner}, which llama.cpp does not support", values.own(INNER))))?;
+        if family.experts.is_none() {
+            // Files of llama.cpp's converter have it for models without experts.
+            values.take(&values.own("expert_used_count"));
+        }
+        let mut keys = vec![("mamba_expand", json!(EXPANSION)), ("mamba_d_head", json!(width))];
+        keys.extend(family.experts.is_none().then(|| ("num_local_experts", json!(0))));
+        return Ok(keys);
+    }
     if !family.recurrent.is_delta() {
         return Ok(Vec::new());
     }
-    let size = |key: &str| config.get(key).and_then(Json::as_u64).unwrap_or(0);
     let (inner, width, heads) = (values.required(INNER)?, size("linear_key_head_dim"), size("linear_num_value_heads"));
     if heads.checked_mul(width) != Some(inner) {
         return Err(values.wrong(format!("`{}` is {inner}, but there are {heads} heads of {width}", values.own(INNER))));

@@ -14,7 +14,9 @@ impl GgufFamily {
     /// The `model_type` and the names of an architecture, with or without experts. If several families
     /// remain, they differ in whether they have sliding windows.
     pub fn from_architecture(name: &str, experts: bool, windows: bool) -> Option<(&'static str, &'static GgufFamily)> {
+        let variants = |gguf: &'static GgufFamily| [Some(gguf), gguf.without_experts].into_iter().flatten();
         let families = families().filter_map(|family| Some((family.model_type, family.gguf?)));
+        let families = families.flat_map(|(model_type, gguf)| variants(gguf).map(move |gguf| (model_type, gguf)));
         let mut families = families.filter(|(_, gguf)| gguf.architecture == name && gguf.experts.is_some() == experts);
         let first = families.next()?;
         let is_same = |(_, gguf): &(&'static str, &'static GgufFamily)| (gguf.windows != Windows::None) == windows;
@@ -152,7 +154,10 @@ impl GgufFamily {
 
     /// The GGUF tensors that are joined to a checkpoint tensor when a file is opened; `None` for other names.
     pub fn joined_tensors(&self, name: &str) -> Option<Vec<String>> {
-        self.latent_tensors(name).or_else(|| self.delta_tensors(name)).or_else(|| self.fused_tensors(name).filter(|_| self.is_input_major(name)))
+        self.latent_tensors(name)
+            .or_else(|| self.delta_tensors(name))
+            .or_else(|| self.concatenated_tensors(name))
+            .or_else(|| self.fused_tensors(name).filter(|_| self.is_input_major(name)))
     }
 
     /// The checkpoint tensor to which a GGUF tensor is joined, and its position among the joined ones.

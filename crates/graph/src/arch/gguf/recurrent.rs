@@ -17,6 +17,17 @@ pub enum Recurrent {
     /// Gated delta networks, whose heads of values are ordered by key head in checkpoints, and in GGUF files
     /// by their number within the key head, as in Qwen3.5.
     TiledDelta,
+    /// State space layers of Mamba 2, as in Granite 4: layers without key-value heads.
+    StateSpace,
+}
+
+/// Shape of a tensor of a state space layer, which is a vector in checkpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredShape {
+    /// A row for each element.
+    Column,
+    /// A row for each group of heads.
+    Groups,
 }
 
 /// Elements of a tensor of a gated delta network that are ordered by value head.
@@ -42,6 +53,11 @@ pub(in crate::arch) const DELTA_SETTINGS: &[Setting] = &[
     Setting::required("ssm.time_step_rank", "linear_num_value_heads", "32"),
     Setting::optional("full_attention_interval", "full_attention_interval", ["4", "4"]),
 ];
+
+/// State space layers.
+pub(in crate::arch) const STATE_SPACE: &[Pair] =
+    &[("ssm_in", "mamba.in_proj"), ("ssm_conv1d", "mamba.conv1d"), ("ssm_norm", "mamba.norm"), ("ssm_out", "mamba.out_proj")];
+pub(in crate::arch) const STATE_SPACE_HEADS: &[Pair] = &[("ssm_a", "mamba.A_log"), ("ssm_d", "mamba.D"), ("ssm_dt.bias", "mamba.dt_bias")];
 
 /// The projection of [`Recurrent::JointDelta`], and its parts in GGUF files: queries, keys and values, and
 /// gates.
@@ -98,6 +114,35 @@ impl GgufFamily {
         (tensor == first).then(|| (format!("model.layers.{layer}.{joint}"), format!("blk.{layer}.{second}")))
     }
 
+    /// The GGUF tensors whose rows a checkpoint tensor concatenates; `None` for other names.
+    pub fn concatenated_tensors(&self, name: &str) -> Option<Vec<String>> {
+        let (layer, tensor) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.")?;
+        let (_, parts) = self.concatenated.iter().find(|(whole, _)| *whole == tensor)?;
+        Some(parts.iter().map(|part| format!("blk.{layer}.{part}")).collect())
+    }
+
+    /// The checkpoint tensor whose rows begin with those of this GGUF tensor, and the name of the other part.
+    pub fn concatenation(&self, name: &str) -> Option<(String, String)> {
+        let (layer, tensor) = split_layer(name, "blk.")?;
+        let (whole, [_, second]) = self.concatenated.iter().find(|(_, [first, _])| *first == tensor)?;
+        Some((format!("model.layers.{layer}.{whole}"), format!("blk.{layer}.{second}")))
+    }
+
+    /// Whether checkpoints have one tensor for a projection of all experts, like GGUF files.
+    pub fn has_stacked_experts(&self) -> bool {
+        self.concatenated.iter().any(|(_, parts)| parts.iter().any(|part| GgufFamily::is_fused_tensor(&format!("blk.0.{part}"))))
+    }
+
+    /// The shape in which a vector of a checkpoint is stored, if it is not a vector in GGUF files.
+    pub fn stored_shape(&self, name: &str) -> Option<StoredShape> {
+        let (_, tensor) = split_layer(name, "blk.").filter(|_| self.recurrent == Recurrent::StateSpace)?;
+        match tensor {
+            "ssm_a" | "ssm_d" => Some(StoredShape::Column),
+            "ssm_norm.weight" => Some(StoredShape::Groups),
+            _ => None,
+        }
+    }
+
     /// Which elements of a GGUF tensor have another order of value heads than in checkpoints.
     pub fn tiling(&self, name: &str) -> Option<Tiling> {
         let (_, tensor) = split_layer(name, "blk.").filter(|_| self.recurrent == Recurrent::TiledDelta)?;
@@ -127,6 +172,20 @@ mod tests {
             ["ssm_a", "ssm_out.weight", "ssm_norm.weight"].map(|part| newer.tiling(&format!("blk.2.{part}"))),
             [Some(Tiling::Heads), Some(Tiling::Columns), None]
         );
+        let hybrid = crate::arch::family("granitemoehybrid").unwrap().gguf.unwrap();
+        let (stacked, dense) = ("model.layers.2.block_sparse_moe.input_linear.weight", "model.layers.2.shared_mlp.input_linear.weight");
+        assert_eq!(hybrid.joined_tensors(stacked).unwrap(), ["blk.2.ffn_gate_exps.weight", "blk.2.ffn_up_exps.weight"]);
+        let variant = hybrid.without_experts.unwrap();
+        assert_eq!(variant.concatenation("blk.2.ffn_gate.weight"), Some((dense.to_owned(), "blk.2.ffn_up.weight".to_owned())));
+        assert_eq!((variant.concatenation("blk.2.ffn_up.weight"), hybrid.has_stacked_experts(), variant.has_stacked_experts()), (None, true, false));
+        assert_eq!(
+            ["ssm_d", "ssm_norm.weight", "ssm_dt.bias"].map(|part| hybrid.stored_shape(&format!("blk.2.{part}"))),
+            [Some(StoredShape::Column), Some(StoredShape::Groups), None]
+        );
+        for experts in [true, false] {
+            let (model_type, found) = GgufFamily::from_architecture("granitehybrid", experts, false).unwrap();
+            assert_eq!((model_type, found.experts.is_some()), ("granitemoehybrid", experts));
+        }
         let names =
             ["model.layers.0.self_attn.q_proj.weight", "model.layers.12.conv.conv.weight", "model.layers.3.linear_attn.conv1d.weight"].map(str::to_owned);
         assert_eq!(
