@@ -108,7 +108,7 @@ impl Arrangement {
             weight = mapped(&weight, name, |logarithm| -logarithm.exp());
         }
         if let Some(shape) = self.family.stored_shape(&gguf_name) {
-            let ([count], groups) = (weight.shape[..], self.groups) else { return Err(self.mismatch(name, &weight.shape)) };
+            let (&[count], groups) = (weight.shape.as_slice(), self.groups) else { return Err(self.mismatch(name, &weight.shape)) };
             weight.shape = match (shape, count.checked_div(groups)) {
                 (StoredShape::Column, _) => vec![count, 1],
                 (StoredShape::Groups, Some(width)) if width.checked_mul(groups) == Some(count) => vec![groups, width],
