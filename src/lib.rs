@@ -100,9 +100,10 @@
 //! run("static", vec![QuantizeStatic::default().into(), Dequantize::default().into()])?;
 //! // One step of training on the classes, and one on the outputs of the model before pruning.
 //! let prune = PruneUnstructured { amount: Some(Amount::fraction(0.5)), ..Default::default() };
-//! let finetune = Finetune { max_steps: Some(1), ..Default::default() };
+//! let training = Training { max_steps: Some(1), ..Default::default() };
+//! let finetune = Finetune { training: training.clone(), ..Default::default() };
 //! run("finetuned", vec![prune.clone().into(), finetune.into()])?;
-//! run("distilled", vec![prune.into(), Distill { max_steps: Some(1), ..Default::default() }.into()])?;
+//! run("distilled", vec![prune.into(), Distill { training, ..Default::default() }.into()])?;
 //! # Ok(())
 //! # }
 //! ```

@@ -14,7 +14,7 @@ pub use crate::work::{Cancel, Event, Progress};
 pub use crate::{
     data::Data,
     export::Onnx,
-    pass::{Distill, Finetune, PruneStructured, QuantizeStatic},
+    pass::{Distill, Finetune, PruneStructured, QuantizeStatic, Training},
 };
 
 #[cfg(test)]

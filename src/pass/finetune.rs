@@ -27,12 +27,12 @@ training_pass! {
     /// Train the model on labels, or on the next token.
     Finetune {
         /// Names of the classes of a new classification head, for an encoder or a CNN without one
-        #[cfg_attr(feature = "cli", arg(long, value_name = "NAME,...", value_delimiter = ',', conflicts_with = "labels"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "NAME,...", value_delimiter = ',', conflicts_with = "labels"))]
         #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<String>"))]
         #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
         classes: Vec<String>,
         /// Number of classes of a new classification head, instead of their names
-        #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         labels: Option<usize>,
     }
@@ -73,7 +73,7 @@ impl Pass for Finetune {
         let count = self.labels.unwrap_or(self.classes.len());
         let names: BTreeSet<&str> = self.classes.iter().map(|name| name.trim()).collect();
         let adds_head = self.labels.is_some() || !self.classes.is_empty();
-        let reason = if adds_head && self.adapter.is_some() {
+        let reason = if adds_head && self.training.adapter.is_some() {
             Some("cannot be combined with `adapter`, which does not train a new head: train the head first, in a pass without `adapter`")
         } else if self.labels.is_some() && !self.classes.is_empty() {
             Some("`labels` and `classes` exclude each other")
@@ -85,11 +85,11 @@ impl Pass for Finetune {
             None
         };
         reason.map_or(Ok(()), |reason| Err(Error::option(self.head_option(), reason)))?;
-        self.training().check(NAME)
+        self.training.check(NAME)
     }
 
     fn resolve(&mut self, folder: &std::path::Path) {
-        self.final_checkpoint.iter_mut().for_each(|path| *path = crate::files::resolve(folder, path));
+        self.training.final_checkpoint.iter_mut().for_each(|path| *path = crate::files::resolve(folder, path));
     }
 
     fn runs_on(&self) -> Option<Samples> {
@@ -97,7 +97,7 @@ impl Pass for Finetune {
     }
 
     fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
-        let (mut applied, classes, mut training) = (Applied::new(NAME, self.options()), self.new_classes(), self.training());
+        let (mut applied, classes, mut training) = (Applied::new(NAME, self.options()), self.new_classes(), self.training.clone());
         let (mut student, mut renamed) = (model.clone(), BTreeMap::new());
         if !classes.is_empty() {
             WithHead { model: student, renamed } = add_head(&self.head_option(), student, &mut applied.notes, &classes, state.seed)?;

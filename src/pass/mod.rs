@@ -83,6 +83,8 @@ mod running {
     pub use search_structure::SearchStructure;
     pub use split_experts::SplitExperts;
 
+    pub use crate::train::Training;
+
     use crate::evaluation::Resources;
     use crate::exec::Rounding;
     use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Plan, Samples, Scope, WeightObserver, options_of};

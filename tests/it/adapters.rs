@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::Gguf;
-use compress::pass::{Dequantize, Distill, Finetune, PruneUnstructured, Quantize, Step};
+use compress::pass::{Dequantize, Distill, Finetune, PruneUnstructured, Quantize, Step, Training};
 use compress::pipeline::{Builder, verify};
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
@@ -20,7 +20,7 @@ use compress_engine::train::{Adapter, AdapterKind, BatchSize, Every, Offload, Pr
 use serde_json::Value;
 
 use crate::contract::violated;
-use crate::train::{Run, cancelled_after, furthest, weights};
+use crate::train::{Run, cancelled_after, furthest, weights, with_training};
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -37,21 +37,24 @@ fn samples() -> Data {
 /// Options of the steps of `scripts/goldens adapters`.
 fn finetune(adapter: &str) -> Finetune {
     Finetune {
-        adapter: Some(adapter.parse().unwrap()),
-        max_steps: Some(4),
-        batch_size: BatchSize::Samples(4),
-        learning_rate: 1e-2,
-        weight_decay: 0.1,
-        clip_norm: 0.0,
-        schedule: serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap(),
+        training: Training {
+            adapter: Some(adapter.parse().unwrap()),
+            max_steps: Some(4),
+            batch_size: BatchSize::Samples(4),
+            learning_rate: 1e-2,
+            weight_decay: 0.1,
+            clip_norm: 0.0,
+            schedule: serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap(),
+            ..Training::default()
+        },
         ..Finetune::default()
     }
 }
 
 fn distill(adapter: &str) -> Distill {
-    let Finetune { adapter, max_steps, batch_size, learning_rate, schedule, .. } = finetune(adapter);
     let losses: Losses = "soft=1".parse().unwrap();
-    Distill { adapter, max_steps, batch_size, learning_rate, schedule, losses, ..Distill::default() }
+    let Training { adapter, max_steps, batch_size, learning_rate, schedule, .. } = finetune(adapter).training;
+    Distill { training: Training { adapter, max_steps, batch_size, learning_rate, schedule, losses, ..Training::default() }, ..Distill::default() }
 }
 
 const SEPARATE: &str = "{rank: 4, alpha: 6, merge: false}";
@@ -121,7 +124,7 @@ fn steps_are_those_of_peft() {
         let kind = if case.ends_with("-dora") { AdapterKind::Dora } else { AdapterKind::Lora };
         let train = |merge: bool| {
             let mut pass = finetune(MERGED);
-            pass.adapter = pass.adapter.map(|options| Adapter { kind, rslora: case.ends_with("-rslora"), merge, ..options });
+            pass.training.adapter = pass.training.adapter.map(|options| Adapter { kind, rslora: case.ends_with("-rslora"), merge, ..options });
             let run = Run::new();
             let losses = curve(&train(&run, name, pass));
             let theirs: Vec<f64> = expected["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect();
@@ -163,7 +166,7 @@ fn training_starts_at_the_base() {
     let initial = candle_core::safetensors::load(goldens().join("training/adapters-initial.safetensors"), &Device::Cpu).unwrap();
     for name in ["llama", "phi3", "gpt2"] {
         let run = Run::new();
-        let still = Finetune { learning_rate: 1e-30, weight_decay: 0.0, max_steps: Some(1), ..finetune(SEPARATE) };
+        let still = with_training!(finetune(SEPARATE), learning_rate: 1e-30, weight_decay: 0.0, max_steps: Some(1));
         let report = train(&run, name, still.clone());
         let flat = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         for (factor, tensor) in adapter(&run) {
@@ -173,7 +176,7 @@ fn training_starts_at_the_base() {
             }
         }
         assert!(distance(&outputs(&run.out()), &outputs(&golden(name))) < 1e-6);
-        let plain = train(&Run::new(), name, Finetune { adapter: None, ..still });
+        let plain = train(&Run::new(), name, with_training!(still, adapter: None));
         assert!((curve(&report)[0] - curve(&plain)[0]).abs() < 1e-6, "{name}");
     }
 }
@@ -187,7 +190,7 @@ fn merged_weights_are_the_base_with_its_adapter() {
         let (kept, merged, folded) = (Run::new(), Run::new(), Run::new());
         let finetune = |adapter: &str| {
             let mut pass = finetune(adapter);
-            pass.adapter = pass.adapter.map(|options| Adapter { kind, ..options });
+            pass.training.adapter = pass.training.adapter.map(|options| Adapter { kind, ..options });
             pass
         };
         let report = train(&kept, name, finetune(SEPARATE));
@@ -232,7 +235,7 @@ fn memory_is_that_of_the_factors() {
     let bytes = parameters.unwrap();
     assert!(gradients[0] == 4 * bytes && gradients[1] <= gradients[0], "{gradients:?}");
     assert!(optimizer[0] >= optimizer[1] && (8 * bytes..12 * bytes).contains(&optimizer[1]), "{optimizer:?}");
-    let (all, _, _) = phases(Finetune { adapter: None, ..finetune("2") });
+    let (all, _, _) = phases(with_training!(finetune("2"), adapter: None));
     assert!(all[1] > 4 * gradients[1]);
 }
 
@@ -254,14 +257,7 @@ fn memory_includes_the_norms() {
 #[test]
 fn an_interrupted_training_of_adapters_resumes() {
     for (adapter, offload) in [(SEPARATE, vec![]), (MERGED, vec![Offload::Parameters]), (DORA, vec![])] {
-        let pass = Finetune {
-            max_steps: Some(7),
-            checkpoint_every: Some(Every::Steps(2)),
-            average: Some(0.9),
-            offload,
-            batch_size: BatchSize::Samples(2),
-            ..finetune(adapter)
-        };
+        let pass = with_training!(finetune(adapter), max_steps: Some(7), checkpoint_every: Some(Every::Steps(2)), average: Some(0.9), offload, batch_size: BatchSize::Samples(2));
         let builder = || -> Builder { Pipeline::builder().pass(pass.clone()).train(samples()).seed(3) };
         let (whole, parts) = (Run::new(), Run::new());
         builder().build().unwrap().run(Model::open(golden("llama")).unwrap(), whole.out()).unwrap();
@@ -282,7 +278,7 @@ fn an_interrupted_training_of_adapters_resumes() {
 #[test]
 fn adapters_learn_from_a_teacher() {
     let run = Run::new();
-    let report = train(&run, "llama", Distill { max_steps: Some(40), student: Some("every=2".parse().unwrap()), ..distill("{rank: 8}") });
+    let report = train(&run, "llama", Distill { student: Some("every=2".parse().unwrap()), ..with_training!(distill("{rank: 8}"), max_steps: Some(40)) });
     let losses = curve(&report);
     assert!(losses[39] < 0.9 * losses[0], "{losses:?}");
     // A student equal to its teacher has nothing to learn.
@@ -300,7 +296,7 @@ fn quantized_bases_get_adapters() {
         let (base, run) = (Run::new(), Run::new());
         let quantize: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme, "ignore": ["*down_proj*"] })).unwrap();
         base.steps(&golden("llama"), samples(), vec![quantize.clone().into()]).unwrap();
-        let long = Finetune { max_steps: Some(30), ..finetune(adapter_options) };
+        let long = with_training!(finetune(adapter_options), max_steps: Some(30));
         let report = run.steps(&base.out(), samples(), vec![long.clone().into()]).unwrap();
         let losses = curve(&report);
         assert!(losses[29] < 0.8 * losses[0], "{scheme}: {losses:?}");
@@ -326,7 +322,7 @@ fn quantized_bases_get_adapters() {
 #[test]
 fn adapters_learn_in_16_bits() {
     for (precision, adapter) in [(Precision::Bf16, MERGED), (Precision::F16, MERGED), (Precision::Bf16, DORA)] {
-        let losses = curve(&train(&Run::new(), "llama", Finetune { max_steps: Some(30), precision, ..finetune(adapter) }));
+        let losses = curve(&train(&Run::new(), "llama", with_training!(finetune(adapter), max_steps: Some(30), precision)));
         assert!(losses[29] < 0.8 * losses[0], "{losses:?}");
     }
 }
@@ -334,7 +330,7 @@ fn adapters_learn_in_16_bits() {
 /// Muon treats the factors as matrices, and not as the other parameters, which it leaves to AdamW.
 #[test]
 fn muon_trains_factors_as_matrices() {
-    let [adamw, muon] = [Kind::AdamW, Kind::Muon].map(|optimizer| curve(&train(&Run::new(), "llama", Finetune { optimizer, ..finetune(MERGED) })));
+    let [adamw, muon] = [Kind::AdamW, Kind::Muon].map(|optimizer| curve(&train(&Run::new(), "llama", with_training!(finetune(MERGED), optimizer))));
     assert!(adamw[0] == muon[0] && adamw[3] != muon[3], "{adamw:?} {muon:?}");
 }
 
@@ -377,7 +373,7 @@ fn unsuitable_options_are_refused_by_name() {
         change(&mut pass);
         vec![pass.into()]
     };
-    assert!(refused("llama", with(|pass| pass.targets = vec!["*q_proj*".parse().unwrap()])).contains("`targets` and `ignore` cannot be combined"));
+    assert!(refused("llama", with(|pass| pass.training.targets = vec!["*q_proj*".parse().unwrap()])).contains("`targets` and `ignore` cannot be combined"));
     assert!(refused("bert", with(|pass| pass.labels = Some(2))).contains("does not train a new head"));
     assert!(refused("llama", vec![finetune("{rank: 17}").into()]).contains("`model.layers.0.self_attn."));
     assert!(refused("llama", vec![finetune("{rank: 2, targets: [\"*nosuch*\"]}").into()]).contains("nosuch"));

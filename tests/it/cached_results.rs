@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use compress::export::Safetensors;
-use compress::pass::{Cast, Distill, Finetune, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student};
+use compress::pass::{Cast, Distill, Finetune, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student, Training};
 use compress::pipeline::{Builder, ResultCache};
 use compress::report::Report;
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
 use compress_engine::exec::DeviceChoice;
 use compress_engine::train::BatchSize;
+
+use crate::train::with_training;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -88,7 +90,8 @@ impl Workspace {
 }
 
 fn finetune() -> Step {
-    Finetune { max_steps: Some(3), batch_size: BatchSize::Samples(4), learning_rate: 1e-3, ..Finetune::default() }.into()
+    Finetune { training: Training { max_steps: Some(3), batch_size: BatchSize::Samples(4), learning_rate: 1e-3, ..Training::default() }, ..Finetune::default() }
+        .into()
 }
 
 const MODEL: &str = "torchvision-resnet18";
@@ -140,8 +143,12 @@ fn reused_weights_are_compared_with_those_they_were_derived_from() {
         halved.run(Model::open(golden(model)).unwrap(), place.path("halved")).unwrap();
         fs::remove_dir_all(place.path("in")).unwrap();
         fs::rename(place.path("halved"), place.path("in")).unwrap();
-        let distill = Distill { student: Some(student.clone()), losses: "soft=1".parse().unwrap(), max_steps: Some(2), ..Distill::default() };
-        let steps = [Step::from(Distill { batch_size: BatchSize::Samples(4), ..distill })];
+        let distill = Distill {
+            student: Some(student.clone()),
+            training: Training { losses: "soft=1".parse().unwrap(), max_steps: Some(2), ..Training::default() },
+            ..Distill::default()
+        };
+        let steps = [Step::from(with_training!(distill, batch_size: BatchSize::Samples(4)))];
         let (first, _) = place.again(&steps, "first");
         let (second, is_reused) = place.again(&steps, "second");
         assert!(is_reused, "{student:?}: {:?}", first.notes);
@@ -224,7 +231,10 @@ fn only_results_of_equal_inputs_are_reused() {
     assert!(!fresh.notes.iter().any(|note| note.contains("earlier run")));
     let reused = place.run(place.builder(&steps).cache(place.cache(), true), "out");
     assert!(reused.notes.iter().any(|note| note.contains("earlier run")));
-    let other = Finetune { max_steps: Some(4), batch_size: BatchSize::Samples(4), learning_rate: 1e-3, ..Finetune::default() };
+    let other = Finetune {
+        training: Training { max_steps: Some(4), batch_size: BatchSize::Samples(4), learning_rate: 1e-3, ..Training::default() },
+        ..Finetune::default()
+    };
     assert!(!place.again(&[other.into()], "out").1);
     assert!(!place.again(&[Cast::default().into(), finetune()], "out").1);
     let seeded = place.run(place.builder(&steps).cache(place.cache(), true).seed(7), "out");

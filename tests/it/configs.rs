@@ -108,13 +108,13 @@ fn every_config_runs_and_sparse_int8_is_the_smallest() {
         #[cfg(feature = "run")]
         for step in &mut recipe.passes {
             if let compress::pass::Step::Distill(pass) = step {
-                pass.max_steps = Some(2);
+                pass.training.max_steps = Some(2);
                 // Only sentence encoders compute one vector per sample.
-                pass.losses.embedding = None;
+                pass.training.losses.embedding = None;
             }
             if let compress::pass::Step::Finetune(pass) = step {
-                pass.max_steps = Some(2);
-                pass.losses.contrastive = None;
+                pass.training.max_steps = Some(2);
+                pass.training.losses.contrastive = None;
                 // The arrays have no labels.
                 recipe.data.train.iter_mut().for_each(|data| data.task = Some(compress_engine::data::Task::LanguageModelling));
             }

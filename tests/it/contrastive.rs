@@ -15,7 +15,7 @@ use compress_engine::train::optimizer::Kind;
 use serde_json::Value;
 
 use crate::evaluation::{WORDS, model};
-use crate::train::{ends, finetune, weights};
+use crate::train::{ends, finetune, weights, with_training};
 use crate::train_encoder_decoder::checksums;
 
 const PAIRS: &str = include_str!("../golden/training/contrastive.csv");
@@ -40,7 +40,7 @@ impl Encoder {
     }
 
     fn train(&self, losses: &str, data: &str, pass: Finetune) -> compress::Result<Report> {
-        let pass = Finetune { losses: losses.parse().unwrap(), batch_size: BatchSize::Samples(4), ..pass };
+        let pass = with_training!(pass, losses: losses.parse().unwrap(), batch_size: BatchSize::Samples(4));
         let pipeline = Pipeline::builder().pass(pass).train(self.data(data)).seed(3).force(true).build()?;
         pipeline.run(Model::open(self.folder.path()).unwrap(), self.out())
     }
@@ -67,7 +67,7 @@ const ALL: &str = "{ task: contrastive, text_column: query, pair_column: match, 
 #[test]
 fn steps_are_those_of_sentence_transformers() {
     let (encoder, expected) = (Encoder::new(), serde_json::from_str::<Value>(EXPECTED).unwrap());
-    let sgd = Finetune { optimizer: Kind::Sgd, momentum: 0.0, weight_decay: 0.0, clip_norm: 0.0, learning_rate: 0.1, ..finetune(4) };
+    let sgd = with_training!(finetune(4), optimizer: Kind::Sgd, momentum: 0.0, weight_decay: 0.0, clip_norm: 0.0, learning_rate: 0.1);
     for (case, data) in [("pairs", BOTH), ("negatives", ALL)] {
         let report = encoder.train("{ contrastive: { temperature: 0.5 } }", data, sgd.clone()).unwrap();
         let curve = report.passes[0].details["training"]["curve"].as_array().unwrap();
@@ -111,7 +111,7 @@ fn other_data_evaluate_the_encoder() {
     let texts = encoder.folder.path().join("texts.csv");
     std::fs::write(&texts, "query\nthe mat ate\non a hat\n").unwrap();
     let evaluation = Data { text: Some(texts), ..encoder.data("{ task: fidelity, text_column: query }") };
-    let pass = Finetune { losses: "contrastive=1".parse().unwrap(), ..finetune(2) };
+    let pass = with_training!(finetune(2), losses: "contrastive=1".parse().unwrap());
     let pipeline = Pipeline::builder().pass(pass).train(encoder.data(BOTH)).evaluation(evaluation).build().unwrap();
     let out = tempfile::tempdir().unwrap();
     let report = pipeline.run(Model::open(encoder.folder.path()).unwrap(), out.path().join("out")).unwrap();
@@ -125,10 +125,10 @@ fn other_data_and_divided_batches_are_refused() {
     let error = refused("contrastive=1", "{ task: fidelity, text_column: query, pair_column: match }", finetune(1));
     assert!(error.contains("losses: contrastive") && error.contains("set `task: contrastive`"), "{error}");
     // Without optimizer state, activations are part of the peak.
-    let pass = Finetune { optimizer: Kind::Sgd, momentum: 0.0, ..finetune(1) };
+    let pass = with_training!(finetune(1), optimizer: Kind::Sgd, momentum: 0.0);
     let report = encoder.train("contrastive=1", BOTH, pass.clone()).unwrap();
     let peak = report.passes[0].details["memory"]["peak_bytes"].as_u64().unwrap();
-    let error = refused("contrastive=1", BOTH, Finetune { memory_limit: Some(ByteSize(peak - 1)), ..pass });
+    let error = refused("contrastive=1", BOTH, with_training!(pass, memory_limit: Some(ByteSize(peak - 1))));
     assert!(error.contains("`contrastive` compares all its texts: lower `batch_size`"), "{error}");
     let evaluated = Pipeline::builder().evaluation(encoder.data(BOTH)).pass(compress::pass::Cast::default()).build().unwrap();
     let error = evaluated.run(Model::open(encoder.folder.path()).unwrap(), encoder.folder.path().with_extension("out")).unwrap_err().to_string();

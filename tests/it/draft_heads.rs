@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use compress::pass::{Distill, DraftHead, Student};
+use compress::pass::{Distill, DraftHead, Student, Training};
 use compress::{Error, Model, Pipeline};
 use compress_core::work::MemoryLimit;
 use compress_engine::data::{Batch, Data, References};
@@ -25,7 +25,7 @@ use tempfile::TempDir;
 
 use crate::cli::support::{command, compress, data, golden_model, names, ok, read_json};
 use crate::common::{Tensors, device, read, work};
-use crate::train::{Run, cancelled_after};
+use crate::train::{Run, cancelled_after, with_training};
 
 const STEPS: usize = 3;
 const TOLERANCE: f32 = 1e-4;
@@ -271,8 +271,11 @@ fn token_samples(run: &Run) -> Data {
 fn an_interrupted_training_yields_the_same_head() {
     let (whole, parts) = (Run::new(), Run::new());
     let data = token_samples(&whole);
-    let training = Distill { max_steps: Some(6), batch_size: BatchSize::Samples(2), learning_rate: 1e-2, ..Distill::default() };
-    let pass = Distill { student: Some(Student::Eagle3(DraftHead::default())), checkpoint_every: Some(Every::Steps(2)), ..training };
+    let training = Distill {
+        training: Training { max_steps: Some(6), batch_size: BatchSize::Samples(2), learning_rate: 1e-2, ..Training::default() },
+        ..Distill::default()
+    };
+    let pass = Distill { student: Some(Student::Eagle3(DraftHead::default())), ..with_training!(training, checkpoint_every: Some(Every::Steps(2))) };
     let builder = || Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3).measure(false);
     let model = || Model::open(target()).unwrap();
     builder().build().unwrap().run(model(), whole.out()).unwrap();
@@ -290,7 +293,10 @@ fn groups_select_tensors_of_a_head() {
     let run = Run::new();
     let data = token_samples(&run);
     let trained = |groups: Vec<ParameterGroup>| {
-        let training = Distill { max_steps: Some(2), batch_size: BatchSize::Samples(4), learning_rate: 1e-2, groups, ..Distill::default() };
+        let training = Distill {
+            training: Training { max_steps: Some(2), batch_size: BatchSize::Samples(4), learning_rate: 1e-2, groups, ..Training::default() },
+            ..Distill::default()
+        };
         let pass = Distill { student: Some(Student::Eagle3(DraftHead::default())), ..training };
         let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).measure(false).force(true).build().unwrap();
         pipeline.run(Model::open(target()).unwrap(), run.out()).map(|_| read(&run.out().join("model.safetensors"))).map_err(|e| e.to_string())
@@ -311,8 +317,11 @@ fn a_step_lowers_the_loss_as_the_gradient_predicts() {
     let run = Run::new();
     let data = token_samples(&run);
     let curve = |learning_rate: f64| {
-        let plain = Distill { optimizer: Kind::Sgd, momentum: 0.0, weight_decay: 0.0, clip_norm: 0.0, ..Distill::default() };
-        let steps = Distill { max_steps: Some(2), batch_size: BatchSize::Samples(8), schedule: "constant".parse().unwrap(), learning_rate, ..plain };
+        let plain = Distill {
+            training: Training { optimizer: Kind::Sgd, momentum: 0.0, weight_decay: 0.0, clip_norm: 0.0, ..Training::default() },
+            ..Distill::default()
+        };
+        let steps = with_training!(plain, max_steps: Some(2), batch_size: BatchSize::Samples(8), schedule: "constant".parse().unwrap(), learning_rate);
         let pass = Distill { student: Some(Student::Eagle3(DraftHead::default())), ..steps };
         let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).measure(false).force(true).build().unwrap();
         let report = pipeline.run(Model::open(target()).unwrap(), run.out()).unwrap();

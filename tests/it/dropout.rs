@@ -11,7 +11,7 @@ use compress_core::store::ByteSize;
 use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Checkpointing, Every, Offload};
 
-use crate::train::{Run, cancelled_after, classes, finetune, furthest, golden, samples};
+use crate::train::{Run, cancelled_after, classes, finetune, furthest, golden, samples, with_training};
 
 const MODEL: &str = "bert-sequence-classification";
 
@@ -27,33 +27,33 @@ fn train(pass: &Finetune) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn masks_do_not_depend_on_micro_batches_recomputation_and_offloading() {
-    let plain = Finetune { optimizer: Kind::Sgd, learning_rate: 0.1, ..finetune(5) };
-    let pass = Finetune { dropout: Some(0.3), ..plain.clone() };
+    let plain = with_training!(finetune(5), optimizer: Kind::Sgd, learning_rate: 0.1);
+    let pass = with_training!(plain.clone(), dropout: Some(0.3));
     let expected = train(&pass);
     assert_eq!(train(&pass), expected);
     let (report, _) = trained(&pass);
     let memory = &report.passes[0].details["memory"];
     let activations = memory["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == "activations").unwrap();
     let [peak, activations] = [&memory["peak_bytes"], &activations["measured_bytes"]].map(|bytes| bytes.as_u64().unwrap());
-    let (report, weights) = trained(&Finetune { memory_limit: Some(ByteSize(peak - activations / 2)), ..pass.clone() });
+    let (report, weights) = trained(&with_training!(pass.clone(), memory_limit: Some(ByteSize(peak - activations / 2))));
     assert!(report.notes.iter().any(|note| note.contains("micro-batches")), "{:?}", report.notes);
     let apart = furthest(&expected, &weights);
     assert!(apart < 1e-5, "micro-batches: {apart}");
     assert!(furthest(&expected, &train(&plain)) > 1e-4, "dropout has no effect");
-    assert!(furthest(&expected, &train(&Finetune { dropout: Some(0.31), ..pass.clone() })) > 1e-4);
+    assert!(furthest(&expected, &train(&with_training!(pass.clone(), dropout: Some(0.31)))) > 1e-4);
     for other in [
-        Finetune { gradient_checkpointing: Checkpointing::Blocks, ..pass.clone() },
-        Finetune { gradient_checkpointing: Checkpointing::Every(2), ..pass.clone() },
-        Finetune { offload: vec![Offload::Parameters], ..pass.clone() },
+        with_training!(pass.clone(), gradient_checkpointing: Checkpointing::Blocks),
+        with_training!(pass.clone(), gradient_checkpointing: Checkpointing::Every(2)),
+        with_training!(pass.clone(), offload: vec![Offload::Parameters]),
     ] {
         let apart = furthest(&expected, &train(&other));
-        assert!(apart < 1e-5, "{:?} {:?}: {apart}", other.gradient_checkpointing, other.offload);
+        assert!(apart < 1e-5, "{:?} {:?}: {apart}", other.training.gradient_checkpointing, other.training.offload);
     }
 }
 
 #[test]
 fn a_resumed_training_has_the_same_masks() {
-    let pass = Finetune { dropout: Some(0.3), checkpoint_every: Some(Every::Steps(1)), ..finetune(7) };
+    let pass = with_training!(finetune(7), dropout: Some(0.3), checkpoint_every: Some(Every::Steps(1)));
     let (whole, parts) = (Run::new(), Run::new());
     let data = samples(MODEL, whole.folder.path(), 24, classes(MODEL));
     whole.train(MODEL, data.clone(), pass.clone()).unwrap();
@@ -71,6 +71,6 @@ fn a_resumed_training_has_the_same_masks() {
 fn models_without_recognized_branches_are_refused() {
     let run = Run::new();
     let error = |name: &str, pass: Finetune| run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err().to_string();
-    assert!(error("resnet-basic", Finetune { dropout: Some(0.1), ..finetune(1) }).contains("needs a transformer with one stack of layers"));
-    assert!(error(MODEL, Finetune { dropout: Some(1.0), ..finetune(1) }).contains("must be greater than 0 and less than 1"));
+    assert!(error("resnet-basic", with_training!(finetune(1), dropout: Some(0.1))).contains("needs a transformer with one stack of layers"));
+    assert!(error(MODEL, with_training!(finetune(1), dropout: Some(1.0))).contains("must be greater than 0 and less than 1"));
 }

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use compress::pass::Distill;
+use compress::pass::{Distill, Training};
 use compress::pipeline::Builder;
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
@@ -15,7 +15,7 @@ use compress_engine::data::{Data, Task};
 use compress_engine::train::{BatchSize, Every, Offload, OnPolicy};
 use serde_json::Value;
 
-use crate::train::{Run, cancelled_after, furthest};
+use crate::train::{Run, cancelled_after, furthest, with_training};
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -39,11 +39,14 @@ fn samples(folder: &Path) -> Data {
 fn distill(fraction: f64) -> Distill {
     Distill {
         student: Some("layers=0".parse().unwrap()),
-        losses: "{ soft: { temperature: 1, divergence: reverse } }".parse().unwrap(),
         on_policy: Some(OnPolicy { fraction, prompt_tokens: Some(2), ..OnPolicy::default() }),
-        max_steps: Some(7),
-        batch_size: BatchSize::Samples(4),
-        learning_rate: 1e-2,
+        training: Training {
+            losses: "{ soft: { temperature: 1, divergence: reverse } }".parse().unwrap(),
+            max_steps: Some(7),
+            batch_size: BatchSize::Samples(4),
+            learning_rate: 1e-2,
+            ..Training::default()
+        },
         ..Distill::default()
     }
 }
@@ -59,7 +62,7 @@ fn losses(report: &Report) -> Vec<f64> {
 
 #[test]
 fn a_student_equal_to_its_teacher_has_no_loss_on_its_continuations() {
-    let pass = Distill { student: None, max_steps: Some(2), learning_rate: 1e-30, ..distill(1.0) };
+    let pass = Distill { student: None, ..with_training!(distill(1.0), max_steps: Some(2), learning_rate: 1e-30) };
     let report = train(&Run::new(), pass);
     assert!(losses(&report).iter().all(|loss| loss.abs() < 1e-5), "{:?}", losses(&report));
     // Each sample is longer than its prompt.
@@ -85,7 +88,7 @@ fn the_seed_determines_the_continuations() {
 
 #[test]
 fn an_interrupted_training_resumes_with_the_same_continuations() {
-    let pass = Distill { checkpoint_every: Some(Every::Steps(2)), keep_checkpoints: Some(2), average: Some(0.9), ..distill(0.5) };
+    let pass = with_training!(distill(0.5), checkpoint_every: Some(Every::Steps(2)), keep_checkpoints: Some(2), average: Some(0.9));
     let (whole, parts) = (Run::new(), Run::new());
     let data = samples(whole.folder.path());
     let builder = || -> Builder { Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3) };
@@ -118,9 +121,9 @@ fn unsuitable_options_are_refused_by_name() {
     let cached = Distill { teacher_cache: Some(run.folder.path().join("cache")), ..distill(0.5) };
     assert!(refused("llama", cached).contains("cannot be combined with `teacher_cache`: the student writes"));
     for losses in ["soft=1,hard=1", "hard=1", "hidden=1"] {
-        assert!(refused("llama", Distill { losses: losses.parse().unwrap(), ..distill(0.5) }).contains("without `hard`"), "{losses}");
+        assert!(refused("llama", with_training!(distill(0.5), losses: losses.parse().unwrap())).contains("without `hard`"), "{losses}");
     }
-    assert!(refused("llama", Distill { offload: vec![Offload::Parameters], ..distill(0.5) }).contains("`offload: parameters`"));
+    assert!(refused("llama", with_training!(distill(0.5), offload: vec![Offload::Parameters])).contains("`offload: parameters`"));
     assert!(refused("llama", distill(1.5)).contains("`fraction`"));
     assert!(refused("bert-masked-lm", distill(0.5)).contains("needs a student that continues texts"));
 }

@@ -9,7 +9,7 @@ use compress::pass::WeightImportance as Importance;
 use compress::pass::prune_structured::{Importance as UnitImportance, Repair};
 use compress::pass::{
     Amount, Decompose, Distill, Guide, InputImportance, Method, MoreTeacher, Palettize, PruneStructured, PruneUnstructured, Quantize, QuantizeStatic, Scheme,
-    Step,
+    Step, Training,
 };
 use compress::pipeline::{RateFile, Rates};
 use compress::{Model, Pipeline};
@@ -89,7 +89,10 @@ fn the_work_of_all_teachers_is_planned() {
         (work.macs.unwrap(), work.at_most)
     };
     let soft = || "{ soft: { temperature: 1 } }".parse().unwrap();
-    let base = |max_steps: Option<u64>| Distill { losses: soft(), max_steps, epochs: max_steps.is_none().then_some(3), ..Distill::default() };
+    let base = |max_steps: Option<u64>| Distill {
+        training: Training { losses: soft(), max_steps, epochs: max_steps.is_none().then_some(3), ..Training::default() },
+        ..Distill::default()
+    };
     let more = |cache: Option<PathBuf>| vec![MoreTeacher { model: golden("llama"), weight: 1.0, cache }];
     let file = folder.path().join("logits.jsonl");
     std::fs::write(&file, "").unwrap();

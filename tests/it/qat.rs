@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use compress::pass::{Distill, Finetune, Palettize, Step};
+use compress::pass::{Distill, Finetune, Palettize, Step, Training};
 use compress::report::Report;
 use compress::{Model, Pipeline};
 use compress_core::store::{Codes, Encoding, ScaleFormat};
@@ -15,6 +15,7 @@ use compress_engine::train::{BatchSize, QuantizerScales};
 use serde_json::json;
 
 use crate::low_bits::{SCHEMES, llama, quantize};
+use crate::train::with_training;
 
 /// Random token ids. Different seeds have different texts.
 fn ids(folder: &Path, count: usize, seed: u64, task: Task) -> Data {
@@ -57,7 +58,10 @@ fn constant() -> Schedule {
 }
 
 fn finetune(steps: u64, learning_rate: f64, scales: QuantizerScales) -> Finetune {
-    Finetune { max_steps: Some(steps), learning_rate, scales, schedule: constant(), batch_size: BatchSize::Samples(12), ..Finetune::default() }
+    Finetune {
+        training: Training { max_steps: Some(steps), learning_rate, scales, schedule: constant(), batch_size: BatchSize::Samples(12), ..Training::default() },
+        ..Finetune::default()
+    }
 }
 
 /// The score of the written model.
@@ -74,7 +78,7 @@ fn losses_in_training_are_those_of_the_written_model() {
         for scales in [QuantizerScales::Fixed, QuantizerScales::Learnable] {
             let case = format!("{scheme}, {scales:?}");
             let out = format!("{scheme}-{scales:?}");
-            let pass = Finetune { evaluate_every: Some(3), ..finetune(3, 1e-3, scales) };
+            let pass = with_training!(finetune(3, 1e-3, scales), evaluate_every: Some(3));
             let steps = vec![quantize(json!({ "scheme": scheme })).into(), pass.into()];
             let report = desk.run((&desk.model, &out), steps, both).unwrap_or_else(|e| panic!("{case}: {e}"));
             let written = score(&report);
@@ -109,7 +113,7 @@ fn codes_absorb_adapters() {
     let both = (&data, &data);
     let adapter = |steps| {
         let options = "{ rank: 4, alpha: 8, absorb: true }".parse().unwrap();
-        Finetune { adapter: Some(options), ..finetune(steps, 0.05, QuantizerScales::Fixed) }
+        with_training!(finetune(steps, 0.05, QuantizerScales::Fixed), adapter: Some(options))
     };
     for scheme in ["W4A16", "W8A16", "W8A8", "W4A16-ASYM", "FP8-DYNAMIC", "NVFP4", "MXFP4"] {
         let [base, absorbed, longer] = ["base", "absorbed", "longer"].map(|out| format!("{scheme}-{out}"));
@@ -179,8 +183,16 @@ fn training_through_rounding_reduces_its_loss() {
     let desk = Desk::new();
     let (train, held_out) = (ids(desk.folder.path(), 192, 1, Task::Fidelity), ids(desk.folder.path(), 32, 2, Task::Fidelity));
     for scheme in ["W4A8", "NVFP4", "MXFP4"] {
-        let train_pass =
-            Distill { losses: "soft=1".parse().unwrap(), max_steps: Some(60), learning_rate: 1e-3, batch_size: BatchSize::Samples(16), ..Distill::default() };
+        let train_pass = Distill {
+            training: Training {
+                losses: "soft=1".parse().unwrap(),
+                max_steps: Some(60),
+                learning_rate: 1e-3,
+                batch_size: BatchSize::Samples(16),
+                ..Training::default()
+            },
+            ..Distill::default()
+        };
         let divergence = |out: &str, pass: Option<Distill>| {
             let steps = std::iter::once(quantize(json!({ "scheme": scheme })).into()).chain(pass.map(Step::from)).collect();
             let report = desk.run((&desk.model, &format!("{scheme}-{out}")), steps, (&train, &held_out)).unwrap();
@@ -198,7 +210,7 @@ fn scales_of_floats_are_trained_while_codes_stay() {
     for scheme in ["FP8-DYNAMIC", "NVFP4A16", "MXFP4A16"] {
         let quantized = format!("{scheme}-rounded");
         desk.run((&desk.model, &quantized), vec![quantize(json!({ "scheme": scheme })).into()], (&data, &data)).unwrap();
-        let pass = Finetune { targets: vec!["*proj.weight".parse().unwrap()], ..finetune(20, 0.1, QuantizerScales::Only) };
+        let pass = with_training!(finetune(20, 0.1, QuantizerScales::Only), targets: vec!["*proj.weight".parse().unwrap()]);
         let report = desk.run((&desk.at(&quantized), scheme), vec![pass.into()], (&data, &data)).unwrap();
         assert!(report.notes.iter().any(|note| note.contains("the codes of 14 quantized weights did not change")), "{:?}", report.notes);
         let [before, after] = [&quantized, scheme].map(|out| crate::common::read(&desk.at(out)));

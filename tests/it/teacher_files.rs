@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{D, DType, Device, Tensor};
 use compress::Model;
-use compress::pass::{Distill, Finetune, MoreTeacher, Student};
+use compress::pass::{Distill, MoreTeacher, Student};
 use compress_engine::data::{Data, Task};
 use compress_engine::exec::Rounding;
 use compress_engine::train::optimizer::Kind;
@@ -14,7 +14,7 @@ use half::f16;
 use serde_json::{Map, Value, json};
 
 use crate::low_bits::outputs;
-use crate::train::{Run, distill, ends, finetune, furthest, golden, losses, samples};
+use crate::train::{Run, distill, ends, finetune, furthest, golden, losses, samples, with_training};
 
 const MODEL: &str = "llama-grouped-tied";
 
@@ -58,7 +58,7 @@ impl Responses {
 
 fn pass() -> Distill {
     let student = Some(Student::Layers(vec![0]));
-    Distill { student, optimizer: Kind::Sgd, learning_rate: 0.1, ..distill(6, "{ soft: { temperature: 1 } }") }
+    Distill { student, ..with_training!(distill(6, "{ soft: { temperature: 1 } }"), optimizer: Kind::Sgd, learning_rate: 0.1) }
 }
 
 /// A row of a cache: tokens, and the bits of their logits relative to the largest one.
@@ -135,8 +135,8 @@ fn other_samples_and_options_are_refused() {
     let all = with(&responses.lines);
     for (pass, reason) in [
         (Distill { teacher: Some(golden(MODEL)), ..all.clone() }, "cannot be combined with `teacher`"),
-        (Distill { losses: losses("soft=1"), ..all.clone() }, "needs `soft: { temperature: 1 }`"),
-        (Distill { losses: losses("{ soft: { temperature: 1 }, hidden: 1 }"), ..all.clone() }, "contain only logits"),
+        (with_training!(all.clone(), losses: losses("soft=1")), "needs `soft: { temperature: 1 }`"),
+        (with_training!(all.clone(), losses: losses("{ soft: { temperature: 1 }, hidden: 1 }")), "contain only logits"),
     ] {
         let error = responses.error(pass);
         assert!(error.contains(reason), "{error}");
@@ -149,7 +149,7 @@ fn other_samples_and_options_are_refused() {
 fn probabilities_of_teachers_are_averaged() {
     let responses = Responses::new();
     let other = Run::new();
-    other.train(MODEL, responses.data.clone(), Finetune { learning_rate: 1e-2, ..finetune(10) }).unwrap();
+    other.train(MODEL, responses.data.clone(), with_training!(finetune(10), learning_rate: 1e-2)).unwrap();
     let train_with = |teacher: PathBuf, teacher_cache: Option<PathBuf>, more: Vec<MoreTeacher>| {
         let run = Run::new();
         let report = run.train(MODEL, responses.data.clone(), Distill { teacher: Some(teacher), teacher_cache, more_teachers: more, ..pass() }).unwrap();
@@ -187,7 +187,7 @@ fn teachers_with_other_vocabularies_and_losses_are_refused() {
     for (pass, reason) in [
         (Distill { more_teachers: more("bert", 1.0), ..pass() }, "logits"),
         (Distill { more_teachers: more(MODEL, 0.0), ..pass() }, "`weight` must be a finite number greater than 0"),
-        (Distill { more_teachers: more(MODEL, 1.0), losses: losses("soft=1,hidden=1"), ..pass() }, "only probabilities are averaged"),
+        (Distill { more_teachers: more(MODEL, 1.0), ..with_training!(pass(), losses: losses("soft=1,hidden=1")) }, "only probabilities are averaged"),
         (Distill { more_teachers: more(MODEL, 1.0), teacher_top: Some(4), ..pass() }, "which `teacher_top` requires"),
     ] {
         let error = responses.error(pass);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
 use compress::pass::{
-    Cast, Distill, Finetune, FloatFormat, Method, PruneUnstructured, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Scope, Step, Student,
+    Cast, Distill, Finetune, FloatFormat, Method, PruneUnstructured, Quantize, QuantizeDynamic, QuantizeStatic, Scheme, Scope, Step, Student, Training,
 };
 use compress::pipeline::Builder;
 use compress::report::Report;
@@ -133,17 +133,33 @@ pub fn constant() -> Schedule {
     serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap()
 }
 
+/// The pass with other training options, as fields in a literal: `with_training!(pass, learning_rate: 1e-3)`.
+macro_rules! with_training {
+    ($pass:expr, $($field:ident $(: $value:expr)?),+) => {{
+        let mut pass = $pass;
+        pass.training = compress::pass::Training { $($field $(: $value)?,)+ ..pass.training };
+        pass
+    }};
+}
+pub(crate) use with_training;
+
 pub fn finetune(steps: u64) -> Finetune {
-    Finetune { max_steps: Some(steps), batch_size: BatchSize::Samples(8), learning_rate: 3e-3, schedule: constant(), ..Finetune::default() }
+    Finetune {
+        training: Training { max_steps: Some(steps), batch_size: BatchSize::Samples(8), learning_rate: 3e-3, schedule: constant(), ..Training::default() },
+        ..Finetune::default()
+    }
 }
 
 pub fn distill(steps: u64, terms: &str) -> Distill {
     Distill {
-        losses: losses(terms),
-        max_steps: Some(steps),
-        batch_size: BatchSize::Samples(8),
-        learning_rate: 3e-3,
-        schedule: constant(),
+        training: Training {
+            losses: losses(terms),
+            max_steps: Some(steps),
+            batch_size: BatchSize::Samples(8),
+            learning_rate: 3e-3,
+            schedule: constant(),
+            ..Training::default()
+        },
         ..Distill::default()
     }
 }
@@ -198,7 +214,7 @@ fn new_heads_learn_their_classes() {
         for named in [true, false] {
             let data = two_classes(name, run.folder.path());
             let (classes, labels) = if named { (vec!["ham".into(), "spam".into()], None) } else { (Vec::new(), Some(2)) };
-            let pass = Finetune { classes, labels, learning_rate: 1e-2, ..finetune(60) };
+            let pass = Finetune { classes, labels, ..with_training!(finetune(60), learning_rate: 1e-2) };
             let exports: [compress::export::Export; 2] = [compress::export::Safetensors::default().into(), compress::export::Onnx::default().into()];
             let builder = exports.into_iter().fold(Pipeline::builder().pass(pass), Builder::export);
             let pipeline = builder.train(data.clone()).evaluation(data).seed(3).force(true).build().unwrap();
@@ -236,7 +252,7 @@ fn new_heads_learn_their_classes() {
 #[test]
 fn training_on_labels_is_not_judged_by_fidelity() {
     let (run, name) = (Run::new(), "bert-sequence-classification");
-    let report = run.train(name, two_classes(name, run.folder.path()), Finetune { learning_rate: 1e-2, ..finetune(60) }).unwrap();
+    let report = run.train(name, two_classes(name, run.folder.path()), with_training!(finetune(60), learning_rate: 1e-2)).unwrap();
     assert!(report.notes.iter().any(|note| note.starts_with("the loss on the labels of the training data was")), "{:?}", report.notes);
     assert!(!report.notes.iter().any(|note| note.contains("differ strongly")), "{:?}", report.notes);
 }
@@ -378,17 +394,17 @@ fn micro_batches_do_not_change_a_step() {
         let data = |run: &Run, count| samples(name, run.folder.path(), count, if name.starts_with("llama") { 0 } else { classes(name) });
         let perturbed = PruneUnstructured { amount: Some("0.3".parse().unwrap()), ..PruneUnstructured::default() };
         Pipeline::builder().pass(perturbed).build().unwrap().run(Model::open(golden(name)).unwrap(), teacher.out()).unwrap();
-        let pass = Distill { teacher: Some(teacher.out()), optimizer: Kind::Sgd, learning_rate: 0.1, ..pass };
+        let pass = Distill { teacher: Some(teacher.out()), ..with_training!(pass, optimizer: Kind::Sgd, learning_rate: 0.1) };
         let whole = Run::new();
         let report = whole.train(name, data(&whole, 16), pass.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
         let details = &report.passes[0].details["memory"];
         let peak = details["peak_bytes"].as_u64().unwrap();
         let phase = |at: &str| details["phases"].as_array().unwrap().iter().find(|p| p["name"] == at).unwrap()["measured_bytes"].as_u64().unwrap();
         let variants = [
-            ("accumulation", Distill { batch_size: BatchSize::Samples(4), gradient_accumulation: 2, ..pass.clone() }),
-            ("blocks", Distill { gradient_checkpointing: Checkpointing::Blocks, ..pass.clone() }),
-            ("every 2", Distill { gradient_checkpointing: Checkpointing::Every(2), ..pass.clone() }),
-            ("little memory", Distill { memory_limit: Some(ByteSize(peak - phase("activations") / 2)), ..pass.clone() }),
+            ("accumulation", with_training!(pass.clone(), batch_size: BatchSize::Samples(4), gradient_accumulation: 2)),
+            ("blocks", with_training!(pass.clone(), gradient_checkpointing: Checkpointing::Blocks)),
+            ("every 2", with_training!(pass.clone(), gradient_checkpointing: Checkpointing::Every(2))),
+            ("little memory", with_training!(pass.clone(), memory_limit: Some(ByteSize(peak - phase("activations") / 2)))),
         ];
         for (variant, pass) in variants {
             let run = Run::new();
@@ -410,17 +426,17 @@ fn offloaded_parameters_do_not_change_steps() {
     let distilled: Vec<(&str, &str, Distill)> = vec![
         ("llama-grouped-tied", "losses", short(all)),
         ("llama", "an output layer of its own", short(all)),
-        ("llama-grouped-tied", "parts", Distill { batch_size: BatchSize::Samples(4), gradient_accumulation: 2, ..short(all) }),
-        ("llama-grouped-tied", "16 bits", Distill { precision: Precision::F16, max_steps: Some(16), ..short(all) }),
-        ("bert", "all layers", Distill { optimizer: Kind::Adafactor, ..distill(3, "{ hidden: { distance: cosine }, attention: { target: relations } }") }),
+        ("llama-grouped-tied", "parts", with_training!(short(all), batch_size: BatchSize::Samples(4), gradient_accumulation: 2)),
+        ("llama-grouped-tied", "16 bits", with_training!(short(all), precision: Precision::F16, max_steps: Some(16))),
+        ("bert", "all layers", with_training!(distill(3, "{ hidden: { distance: cosine }, attention: { target: relations } }"), optimizer: Kind::Adafactor)),
     ];
     let on_labels: Vec<(&str, &str, Finetune)> = vec![
-        ("bert-sequence-classification", "clipped, with an average", Finetune { clip_norm: 0.1, average: Some(0.5), ..finetune(3) }),
-        ("bert-sequence-classification", "8 bits", Finetune { optimizer: Kind::AdamW8bit, evaluate_every: Some(1), ..finetune(3) }),
-        ("bert-sequence-classification", "matrices", Finetune { optimizer: Kind::Muon, ..finetune(3) }),
-        ("bert-sequence-classification", "some", Finetune { targets: vec!["*layer.1*".parse().unwrap()], ..finetune(3) }),
+        ("bert-sequence-classification", "clipped, with an average", with_training!(finetune(3), clip_norm: 0.1, average: Some(0.5))),
+        ("bert-sequence-classification", "8 bits", with_training!(finetune(3), optimizer: Kind::AdamW8bit, evaluate_every: Some(1))),
+        ("bert-sequence-classification", "matrices", with_training!(finetune(3), optimizer: Kind::Muon)),
+        ("bert-sequence-classification", "some", with_training!(finetune(3), targets: vec!["*layer.1*".parse().unwrap()])),
         ("torchvision-resnet18", "statistics of batches", finetune(3)),
-        ("bert-sequence-classification", "integers", Finetune { scales: QuantizerScales::Learnable, ..finetune(3) }),
+        ("bert-sequence-classification", "integers", with_training!(finetune(3), scales: QuantizerScales::Learnable)),
         ("bert-sequence-classification", "zeros", finetune(3)),
     ];
     let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
@@ -443,10 +459,10 @@ fn offloaded_parameters_do_not_change_steps() {
         assert!(runs[1].1 < 0.9 * runs[0].1 && runs[0].2 == runs[1].2, "{name}, {what}: {:?} and {:?}", runs[0].1, runs[1].1);
     };
     for (name, what, pass) in distilled {
-        same(name, what, 0, &|offload| Distill { offload, ..pass.clone() }.into());
+        same(name, what, 0, &|offload| with_training!(pass.clone(), offload).into());
     }
     for (name, what, pass) in on_labels {
-        same(name, what, classes(name), &|offload| Finetune { offload, ..pass.clone() }.into());
+        same(name, what, classes(name), &|offload| with_training!(pass.clone(), offload).into());
     }
 }
 
@@ -458,24 +474,24 @@ fn images_are_augmented_in_the_same_way_in_each_run() {
         let run = Run::new();
         let data = samples(name, run.folder.path(), 16, classes(name));
         let augment = augment.map(|text| text.parse().unwrap());
-        run.train(name, data, Finetune { augment, ..finetune(3) }).unwrap();
+        run.train(name, data, with_training!(finetune(3), augment)).unwrap();
         run.weights()
     };
     // The teacher sees the same images.
     let run = Run::new();
     let data = samples("vit-image-classification", run.folder.path(), 8, 0);
     let augment = Some("{ flip: true, shift: 2 }".parse().unwrap());
-    let report = run.train("vit-image-classification", data, Distill { augment, ..distill(1, "hidden=1") }).unwrap();
+    let report = run.train("vit-image-classification", data, with_training!(distill(1, "hidden=1"), augment)).unwrap();
     assert!(ends(&report).0 < 1e-9, "{}", ends(&report).0);
     let (plain, flipped) = (trained(None), trained(Some("{ flip: true, shift: 1 }")));
     assert!(furthest(&flipped, &trained(Some("{ flip: true, shift: 1 }"))) == 0.0 && furthest(&plain, &flipped) > 1e-5);
     let run = Run::new();
     let refused = |name: &str, pass: Step| run.train(name, samples(name, run.folder.path(), 8, 0), pass).unwrap_err().to_string();
     let augment = Some("{ flip: true }".parse().unwrap());
-    assert!(refused("llama", Distill { augment, ..distill(1, "soft=1") }.into()).contains("augment"));
-    let cached = Distill { augment, teacher_cache: Some(run.folder.path().join("cache")), ..distill(1, "soft=1") };
+    assert!(refused("llama", with_training!(distill(1, "soft=1"), augment).into()).contains("augment"));
+    let cached = Distill { teacher_cache: Some(run.folder.path().join("cache")), ..with_training!(distill(1, "soft=1"), augment) };
     assert!(refused("llama", cached.into()).contains("`teacher_cache`"));
-    assert!(refused("llama", Finetune { augment: Some("{}".parse().unwrap()), ..finetune(1) }.into()).contains("changes nothing"));
+    assert!(refused("llama", with_training!(finetune(1), augment: Some("{}".parse().unwrap())).into()).contains("changes nothing"));
 }
 
 #[test]
@@ -484,7 +500,7 @@ fn cached_logits_do_not_change_training() {
         let classes = if name.starts_with("llama") { 0 } else { classes(name) };
         let (asked, kept) = (Run::new(), Run::new());
         let student = Some(Student::Layers(vec![0]));
-        let pass = Distill { student, optimizer: Kind::Sgd, learning_rate: 0.1, ..distill(6, "soft=1") };
+        let pass = Distill { student, ..with_training!(distill(6, "soft=1"), optimizer: Kind::Sgd, learning_rate: 0.1) };
         asked.train(name, samples(name, asked.folder.path(), 16, classes), pass.clone()).unwrap();
         let cache = kept.folder.path().join("answers");
         let with = Distill { teacher_cache: Some(cache.clone()), teacher_top: Some(top), ..pass };
@@ -502,14 +518,14 @@ fn cached_logits_do_not_change_training() {
         // by block.
         let paged = Run::new();
         let cache = paged.folder.path().join("answers");
-        let pass = Distill { teacher_cache: Some(cache.clone()), offload: vec![Offload::Parameters], ..with.clone() };
+        let pass = Distill { teacher_cache: Some(cache.clone()), ..with_training!(with.clone(), offload: vec![Offload::Parameters]) };
         let told = |report: Report| report.notes.iter().any(|note| note.contains("of 16 samples were computed block by block"));
         assert!(told(paged.train(name, samples(name, paged.folder.path(), 16, classes), pass.clone()).unwrap()));
         let apart = furthest(&paged.weights(), &kept.weights());
         assert!(apart < 1e-5, "{name}: {apart}");
         assert_eq!(size(&cache), before, "{name}: logits were computed more than once");
         assert!(!told(Run::new().train(name, samples(name, paged.folder.path(), 16, classes), pass).unwrap()));
-        let other = Distill { losses: losses("soft=1,hidden=1"), ..with };
+        let other = with_training!(with, losses: losses("soft=1,hidden=1"));
         if classes == 0 {
             let error = again.train(name, samples(name, kept.folder.path(), 16, classes), other).unwrap_err();
             assert!(error.to_string().contains("teacher_cache"), "{error}");
@@ -526,7 +542,7 @@ fn zeros_of_pruned_weights_stay() {
         let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
         let only = Run::new();
         Pipeline::builder().pass(prune.clone()).build().unwrap().run(Model::open(golden(name)).unwrap(), only.out()).unwrap();
-        let pass = Finetune { optimizer, ..finetune(5) };
+        let pass = with_training!(finetune(5), optimizer);
         let pipeline = Pipeline::builder().pass(prune).pass(pass).train(data).build().unwrap();
         let report = pipeline.run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
         assert!(report.notes.iter().any(|note| note.contains("kept at zero")), "{:?}", report.notes);
@@ -593,7 +609,7 @@ fn zeros_without_pruning_are_trained() {
             std::fs::remove_file(at(input).join("report.json")).unwrap();
         }
         let output = at(&format!("{input}-{keep_zeros}"));
-        let report = passes(&at(input), &output, vec![Finetune { keep_zeros, ..finetune(3) }.into()], Some(&data));
+        let report = passes(&at(input), &output, vec![with_training!(finetune(3), keep_zeros).into()], Some(&data));
         assert_eq!((noted(&report, "kept at zero"), zeros(&output) == zeros(&at(input))), (stay, stay), "{input}: {:?}", report.notes);
     }
     let one = PruneUnstructured {
@@ -785,7 +801,7 @@ fn steps_with_overflowing_gradients_are_counted_and_skipped() {
     let run = Run::new();
     let data = samples(name, run.folder.path(), 8, classes(name));
     let schedule: Schedule = serde_json::from_str(r#"{ "kind": "linear" }"#).unwrap();
-    let with = |weight: &str| Finetune { precision: Precision::F16, losses: losses(weight), schedule: schedule.clone(), ..finetune(24) };
+    let with = |weight: &str| with_training!(finetune(24), precision: Precision::F16, losses: losses(weight), schedule: schedule.clone());
     let error = run.train(name, data.clone(), with("hard=1e30")).unwrap_err().to_string();
     assert!(error.contains("in all 24 steps") && error.contains("bf16"), "{error}");
     let report = run.train(name, data, with("hard=1")).unwrap();
@@ -811,7 +827,7 @@ fn steps_without_labels_are_skipped() {
     let path = data.arrays.clone().unwrap();
     let arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
     let schedule: Schedule = serde_json::from_str(r#"{ "kind": "linear" }"#).unwrap();
-    let with = |steps| Finetune { batch_size: BatchSize::Samples(1), weight_decay: 0.1, ..finetune(steps) };
+    let with = |steps| with_training!(finetune(steps), batch_size: BatchSize::Samples(1), weight_decay: 0.1);
     let mut compared = 0;
     // Samples are shuffled. At most one of the two is in the first step, which has no previous step to
     // compare with.
@@ -820,7 +836,7 @@ fn steps_without_labels_are_skipped() {
         let mut arrays = arrays.clone();
         arrays.insert("labels".into(), Tensor::from_vec(labels, 4, &Device::Cpu).unwrap());
         candle_core::safetensors::save(&arrays, &path).unwrap();
-        let report = run.train(name, data.clone(), Finetune { schedule: schedule.clone(), ..with(4) }).unwrap();
+        let report = run.train(name, data.clone(), with_training!(with(4), schedule: schedule.clone())).unwrap();
         assert!(report.notes.iter().any(|note| note.contains("1 of 4 steps were skipped because they had no usable labels")), "{:?}", report.notes);
         let curve = report.passes[0].details["training"]["curve"].as_array().unwrap();
         let empty = curve.iter().position(|row| row["gradient_norm"] == 0.0).unwrap();
@@ -846,9 +862,10 @@ fn a_warm_up_longer_than_the_training_is_noted() {
     let name = "bert-sequence-classification";
     let run = Run::new();
     let data = samples(name, run.folder.path(), 16, classes(name));
-    let epochs = Finetune { max_steps: None, epochs: Some(1), ..finetune(2) };
+    let epochs = with_training!(finetune(2), max_steps: None, epochs: Some(1));
     for (pass, warmup_steps, is_planned, is_noted) in [(finetune(2), 2, true, true), (finetune(2), 1, false, false), (epochs, 50, false, true)] {
-        let pass = Finetune { schedule: Schedule { warmup_steps, ..pass.schedule }, ..pass };
+        let schedule = Schedule { warmup_steps, ..pass.training.schedule.clone() };
+        let pass = with_training!(pass, schedule);
         let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).force(true).build().unwrap();
         let model = Model::open(golden(name)).unwrap();
         let text = format!("the training of 2 steps ends during the warm-up of {warmup_steps}, so that");
@@ -864,7 +881,7 @@ fn evaluations_without_a_score_are_refused() {
     let run = Run::new();
     let data = samples(name, run.folder.path(), 8, classes(name));
     let refused = |patience: Option<u64>, evaluation: Option<Data>| {
-        let builder = Pipeline::builder().pass(Finetune { evaluate_every: Some(1), patience, ..finetune(2) }).train(data.clone());
+        let builder = Pipeline::builder().pass(with_training!(finetune(2), evaluate_every: Some(1), patience)).train(data.clone());
         let builder = evaluation.into_iter().fold(builder, |builder, data| builder.evaluation(data));
         builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_err().to_string()
     };
@@ -872,7 +889,7 @@ fn evaluations_without_a_score_are_refused() {
         let error = refused(patience, evaluation);
         assert!(error.contains("evaluate_every") && error.contains("evaluation"), "{error}");
     }
-    let builder = Pipeline::builder().pass(Finetune { patience: Some(1), ..finetune(2) }).train(data.clone()).evaluation(data.clone());
+    let builder = Pipeline::builder().pass(with_training!(finetune(2), patience: Some(1))).train(data.clone()).evaluation(data.clone());
     let error = builder.build().err().unwrap();
     assert!(error.is_misuse() && error.to_string().contains("patience): requires `evaluate_every`"), "{error}");
 }
@@ -895,7 +912,7 @@ fn distillation_writes_the_evaluated_state_closest_to_the_teacher() {
     let (rounded, _) = written("rounded", None);
     for (out, learning_rate, improves) in [("tuned", 1e-2, true), ("diverged", 5.0, false)] {
         let targets = vec!["*proj.weight".parse().unwrap()];
-        let pass = Distill { scales: QuantizerScales::Only, learning_rate, targets, evaluate_every: Some(2), ..distill(4, "soft=1") };
+        let pass = with_training!(distill(4, "soft=1"), scales: QuantizerScales::Only, learning_rate, targets, evaluate_every: Some(2));
         let (kl, report) = written(out, Some(pass));
         let scores = report.passes[1].details["training"]["evaluations"].as_array().unwrap();
         assert!(scores.len() == 3 && scores.iter().all(|score| score["metric"] == "kl_divergence"), "{scores:?}");
@@ -916,11 +933,11 @@ fn scores_in_training_are_those_of_the_written_model() {
     let path = run.folder.path().join("arrays.safetensors");
     candle_core::safetensors::save(&without(&labelled(name), |at| at % 11 < 4), &path).unwrap();
     let data = Data { arrays: Some(path), ..Data::default() };
-    let train = Finetune { evaluate_every: Some(2), ..finetune(4) };
+    let train = with_training!(finetune(4), evaluate_every: Some(2));
     let rounded: [(&str, Vec<compress::pass::Step>); 3] = [
         ("int8", vec![QuantizeDynamic::default().into(), train.clone().into()]),
         ("cast", vec![Cast { to: FloatFormat::Bf16, ..Cast::default() }.into(), train.clone().into()]),
-        ("bf16", vec![Finetune { precision: Precision::Bf16, ..train }.into()]),
+        ("bf16", vec![with_training!(train, precision: Precision::Bf16).into()]),
     ];
     for (out, steps) in rounded {
         let builder = steps.into_iter().fold(Pipeline::builder(), |builder, step| builder.pass(step));
@@ -955,7 +972,7 @@ fn batches_with_batch_norm_statistics_are_not_split() {
     let data = samples(name, run.folder.path(), 8, classes(name));
     let report = run.train(name, data.clone(), finetune(1)).unwrap();
     let peak = report.passes[0].details["memory"]["peak_bytes"].as_u64().unwrap();
-    let with = |batch_norm| Finetune { batch_norm, memory_limit: Some(ByteSize(peak - peak / 20)), ..finetune(1) };
+    let with = |batch_norm| with_training!(finetune(1), batch_norm, memory_limit: Some(ByteSize(peak - peak / 20)));
     let error = run.train(name, data.clone(), with(BatchNorm::Batch)).unwrap_err();
     assert!(error.is_out_of_memory() && error.to_string().contains("`batch_norm: fixed`"), "{error}");
     let report = run.train(name, data, with(BatchNorm::Fixed)).unwrap();
@@ -971,7 +988,7 @@ fn a_run_resumes_only_with_the_data_of_earlier_passes() {
     std::fs::copy(data.arrays.as_ref().unwrap(), &calibration).unwrap();
     let prune: compress::pass::PruneStructured =
         serde_json::from_str(r#"{ "amount": 0.5, "dims": ["mlp"], "importance": "activation", "repair": "least-squares" }"#).unwrap();
-    let train = Finetune { checkpoint_every: Some(Every::Steps(1)), ..finetune(8) };
+    let train = with_training!(finetune(8), checkpoint_every: Some(Every::Steps(1)));
     let start = |stop: Option<u64>| {
         let (cancel, watch) = cancelled_after(stop);
         let calibration = Data { arrays: Some(calibration.clone()), ..Data::default() };
@@ -1000,15 +1017,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
         (Kind::AdamW, Some(0.9), Some(2), offloaded),
     ] {
         let name = "bert-sequence-classification";
-        let pass = Finetune {
-            optimizer,
-            average,
-            evaluate_every,
-            offload,
-            checkpoint_every: Some(Every::Steps(2)),
-            logs: vec![LogFormat::Tensorboard],
-            ..finetune(11)
-        };
+        let pass = with_training!(finetune(11), optimizer, average, evaluate_every, offload, checkpoint_every: Some(Every::Steps(2)), logs: vec![LogFormat::Tensorboard]);
         let (whole, parts) = (Run::new(), Run::new());
         let data = samples(name, whole.folder.path(), 41, classes(name));
         let builder = |pass: &Finetune| {
@@ -1026,7 +1035,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
         let again = builder(&pass).build().unwrap();
         let error = again.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
         assert!(error.hint().unwrap().contains("`resume`"), "{error}");
-        let other = Finetune { learning_rate: 1e-3, ..pass.clone() };
+        let other = with_training!(pass.clone(), learning_rate: 1e-3);
         let other = builder(&other).resume(true).build().unwrap();
         assert!(other.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err().to_string().contains("different options"));
         let rest = builder(&pass).resume(true).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap();
@@ -1056,7 +1065,7 @@ fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
 fn numbers_out_of_range_stop_the_run_by_name() {
     let name = "bert-sequence-classification";
     let run = Run::new();
-    let pass = Finetune { learning_rate: 1e30, clip_norm: 0.0, optimizer: Kind::Sgd, checkpoint_every: Some(Every::Steps(1)), ..finetune(20) };
+    let pass = with_training!(finetune(20), learning_rate: 1e30, clip_norm: 0.0, optimizer: Kind::Sgd, checkpoint_every: Some(Every::Steps(1)));
     let error = run.train(name, samples(name, run.folder.path(), 16, classes(name)), pass).unwrap_err();
     let text = error.to_string();
     assert!(matches!(error, Error::Diverged { .. }) && text.contains("step") && text.contains("checkpoint"), "{text}");
@@ -1076,7 +1085,7 @@ fn unsuitable_data_is_rejected() {
     assert!(error.to_string().contains("class") && error.to_string().contains("label"), "{error}");
     let error = run.train(name, samples(name, run.folder.path(), 8, 0), finetune(4)).unwrap_err();
     assert!(error.to_string().contains("hard"), "{error}");
-    let error = run.train(name, samples(name, run.folder.path(), 8, 0), Finetune { losses: losses("soft=1"), ..finetune(4) }).unwrap_err();
+    let error = run.train(name, samples(name, run.folder.path(), 8, 0), with_training!(finetune(4), losses: losses("soft=1"))).unwrap_err();
     assert!(error.to_string().contains("teacher"), "{error}");
     let error = run.train("bert", samples("bert", run.folder.path(), 8, 0), distill(1, "soft=1")).unwrap_err();
     assert!(error.to_string().contains("`logits`"), "{error}");
@@ -1091,12 +1100,12 @@ fn unsuitable_data_is_rejected() {
     candle_core::safetensors::save(&arrays, folder.join("one.safetensors")).unwrap();
     for terms in ["soft=1", "embedding=1"] {
         let error = run
-            .train(name, Data { arrays: Some(folder.clone()), ..Data::default() }, Distill { batch_size: BatchSize::Samples(1), ..distill(1, terms) })
+            .train(name, Data { arrays: Some(folder.clone()), ..Data::default() }, with_training!(distill(1, terms), batch_size: BatchSize::Samples(1)))
             .unwrap_err()
             .to_string();
         assert!(error.contains("8 rows for 1 samples") && error.contains("files with one row"), "{error}");
     }
-    let pass = Finetune { memory_limit: Some(ByteSize(1000)), ..finetune(1) };
+    let pass = with_training!(finetune(1), memory_limit: Some(ByteSize(1000)));
     let error = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
 }
@@ -1129,7 +1138,7 @@ fn a_student_with_other_modules_is_refused() {
 fn unsupported_offloading_is_rejected_before_training() {
     let run = Run::new();
     let offload = vec![Offload::Parameters];
-    let pass = Finetune { offload: offload.clone(), shard_optimizer: true, ..finetune(1) };
+    let pass = with_training!(finetune(1), offload: offload.clone(), shard_optimizer: true);
     let name = "bert-sequence-classification";
     let error = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err();
     assert!(error.is_misuse() && error.to_string().contains("`offload: parameters`"), "{error}");
@@ -1142,7 +1151,7 @@ fn unsupported_offloading_is_rejected_before_training() {
     let arrays = HashMap::from([("w".to_owned(), ones(&[2, 3])), ("v".to_owned(), ones(&[2, 3]))]);
     candle_core::safetensors::save(&arrays, folder.join("model.safetensors")).unwrap();
     let data = samples(name, run.folder.path(), 8, classes(name));
-    let pipeline = Pipeline::builder().pass(Finetune { offload, ..finetune(1) }).train(data).build().unwrap();
+    let pipeline = Pipeline::builder().pass(with_training!(finetune(1), offload)).train(data).build().unwrap();
     let error = pipeline.plan(&Model::open(&folder).unwrap()).unwrap_err();
     assert!(
         error.is_misuse() && error.to_string().starts_with("offload: parameters: ") && error.to_string().contains("2 values cross the narrowest cut: `a`, `b`"),
@@ -1157,7 +1166,7 @@ fn quantized_models_train_with_fake_quantization() {
         let run = Run::new();
         let name = if name == "resnet-basic" { "torchvision-resnet18" } else { name };
         let data = samples(name, run.folder.path(), 8, classes(name));
-        let pass = Finetune { learning_rate: 1e-3, ..finetune(20) };
+        let pass = with_training!(finetune(20), learning_rate: 1e-3);
         let pipeline = Pipeline::builder().pass(QuantizeStatic::default()).pass(pass).calibration(data.clone()).train(data);
         let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_or_else(|e| panic!("{name}: {e}"));
         let (first, last) = ends(&report);
@@ -1188,7 +1197,7 @@ fn scales_are_learned_and_written_as_they_were_trained() {
         let data = samples(name, run.folder.path(), 8, classes(name));
         let mut found = Vec::new();
         for (scales_of, steps) in [(QuantizerScales::Fixed, 20), (QuantizerScales::Learnable, 20), (QuantizerScales::Learnable, 21)] {
-            let pass = Finetune { learning_rate: 2e-3, scales: scales_of, batch_norm: BatchNorm::Fixed, ..finetune(steps) };
+            let pass = with_training!(finetune(steps), learning_rate: 2e-3, scales: scales_of, batch_norm: BatchNorm::Fixed);
             let pipeline = Pipeline::builder().pass(QuantizeStatic::default()).pass(pass).calibration(data.clone()).train(data.clone());
             let out = run.folder.path().join(format!("{scales_of:?}-{steps}"));
             let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), &out).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -1200,7 +1209,7 @@ fn scales_are_learned_and_written_as_they_were_trained() {
         assert!(moved > fixed.1.0.len() / 2, "{name}: {moved} of {} scales of weights moved", fixed.1.0.len());
         assert!(fixed.1.1.len() == learned.1.1.len() && fixed.1.1.iter().zip(&learned.1.1).all(|(a, b)| a != b), "{name}: {:?}", learned.1.1);
         // The loss of the written model on the same batch equals that of the next training step.
-        let pass = Finetune { learning_rate: 1e-12, scales: QuantizerScales::Learnable, batch_norm: BatchNorm::Fixed, ..finetune(1) };
+        let pass = with_training!(finetune(1), learning_rate: 1e-12, scales: QuantizerScales::Learnable, batch_norm: BatchNorm::Fixed);
         let again = Pipeline::builder().pass(pass).train(data).build().unwrap().run(Model::open(&learned.2).unwrap(), run.out()).unwrap();
         let (written, next) = (ends(&again).0, further.0.1);
         assert!((written - next).abs() < 1e-3 * next.max(0.1), "{name}: {written} is written, {next} was trained");
@@ -1235,8 +1244,11 @@ fn only_scales_are_trained_while_integers_stay() {
         let train = |steps: u64, batch_size: usize| {
             let targets = vec![targets.parse().unwrap()];
             let batch_size = BatchSize::Samples(batch_size);
-            let common = Distill { losses: losses("soft=1"), schedule: constant(), max_steps: Some(steps), weight_decay: 0.0, ..Distill::default() };
-            Distill { scales: QuantizerScales::Only, learning_rate: 3e-3, batch_size, targets, ..common }
+            let common = Distill {
+                training: Training { losses: losses("soft=1"), schedule: constant(), max_steps: Some(steps), weight_decay: 0.0, ..Training::default() },
+                ..Distill::default()
+            };
+            with_training!(common, scales: QuantizerScales::Only, learning_rate: 3e-3, batch_size, targets)
         };
         let mut found = Vec::new();
         for steps in [0, 30, 31] {
@@ -1255,7 +1267,7 @@ fn only_scales_are_trained_while_integers_stay() {
         assert!(last < 0.9 * first, "{name}: the loss went from {first} to {last}");
         // The loss of the written model is that of the next training step.
         let teacher = Some(golden(name));
-        let pass = Distill { learning_rate: 1e-12, teacher, ..train(1, 8) };
+        let pass = Distill { teacher, ..with_training!(train(1, 8), learning_rate: 1e-12) };
         let again = Pipeline::builder().pass(pass).train(data.clone()).build().unwrap().run(Model::open(&after.2).unwrap(), run.out()).unwrap();
         let (written, next) = (ends(&again).0, ends(&further.3).1);
         assert!((written - next).abs() < 1e-3 * next, "{name}: {written} is written, {next} was trained");
@@ -1264,7 +1276,10 @@ fn only_scales_are_trained_while_integers_stay() {
     // Without integers, there is nothing to keep.
     let (name, run) = ("llama", Run::new());
     let data = Data { task: Some(compress_engine::data::Task::Fidelity), ..samples(name, run.folder.path(), 8, 0) };
-    let pass = Distill { losses: losses("soft=1"), max_steps: Some(1), scales: QuantizerScales::Only, ..Distill::default() };
+    let pass = Distill {
+        training: Training { losses: losses("soft=1"), max_steps: Some(1), scales: QuantizerScales::Only, ..Training::default() },
+        ..Distill::default()
+    };
     let failed = Pipeline::builder().pass(pass).train(data).build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_err();
     assert!(failed.to_string().contains("quantize first"), "{failed}");
 }
@@ -1276,7 +1291,7 @@ fn every_precision_and_optimizer_learns() {
         for optimizer in Kind::ALL {
             let run = Run::new();
             let learning_rate = if optimizer == Kind::Sgd { 0.1 } else { 3e-3 };
-            let pass = Finetune { precision, optimizer, learning_rate, ..finetune(25) };
+            let pass = with_training!(finetune(25), precision, optimizer, learning_rate);
             let report =
                 run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_or_else(|e| panic!("{precision:?}, {optimizer:?}: {e}"));
             let (first, last) = ends(&report);
@@ -1327,7 +1342,7 @@ fn all_batches_of_a_step_count_as_memory() {
     let run = Run::new();
     let data = samples(name, run.folder.path(), 16, classes(name));
     let [one, four] = [1, 4].map(|gradient_accumulation| {
-        let pass = Finetune { batch_size: BatchSize::Samples(4), gradient_accumulation, ..finetune(1) };
+        let pass = with_training!(finetune(1), batch_size: BatchSize::Samples(4), gradient_accumulation);
         let report = run.train(name, data.clone(), pass).unwrap();
         let phases = report.passes[0].details["memory"]["phases"].as_array().unwrap().clone();
         let phase = phases.into_iter().find(|phase| phase["name"] == "data").unwrap();
@@ -1341,7 +1356,7 @@ fn planned_memory_matches_the_measured_memory() {
     for name in ["bert-sequence-classification", "torchvision-resnet18"] {
         for gradient_checkpointing in [Checkpointing::None, Checkpointing::Blocks] {
             let run = Run::new();
-            let pass = Finetune { gradient_checkpointing, ..finetune(2) };
+            let pass = with_training!(finetune(2), gradient_checkpointing);
             let report = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap();
             for phase in report.passes[0].details["memory"]["phases"].as_array().unwrap() {
                 let (predicted, measured) = (phase["predicted_bytes"].as_f64().unwrap(), phase["measured_bytes"].as_f64().unwrap());
@@ -1356,20 +1371,20 @@ fn planned_memory_matches_the_measured_memory() {
 fn planned_memory_is_an_upper_bound() {
     let some = |pattern: &str| vec![pattern.parse().unwrap()];
     let integers = || Step::from(Quantize { scheme: Scheme::W4A16, group_size: Some(8), ..Quantize::default() });
-    let scales = |scales, pass| vec![integers(), Distill { scales, targets: some("*proj.weight"), ..pass }.into()];
+    let scales = |scales, pass: Distill| vec![integers(), with_training!(pass, scales, targets: some("*proj.weight")).into()];
     let cases: Vec<(&str, Vec<Step>)> = vec![
         ("bert-sequence-classification", vec![finetune(3).into()]),
-        ("bert-sequence-classification", vec![Finetune { optimizer: Kind::Sgd, average: Some(0.9), gradient_accumulation: 2, ..finetune(3) }.into()]),
-        ("bert-sequence-classification", vec![Finetune { targets: some("*layer.1*"), precision: Precision::Bf16, ..finetune(3) }.into()]),
+        ("bert-sequence-classification", vec![with_training!(finetune(3), optimizer: Kind::Sgd, average: Some(0.9), gradient_accumulation: 2).into()]),
+        ("bert-sequence-classification", vec![with_training!(finetune(3), targets: some("*layer.1*"), precision: Precision::Bf16).into()]),
         ("torchvision-mobilenet-v2", vec![finetune(3).into()]),
-        ("torchvision-mobilenet-v2", vec![Finetune { gradient_checkpointing: Checkpointing::Blocks, ..finetune(3) }.into()]),
+        ("torchvision-mobilenet-v2", vec![with_training!(finetune(3), gradient_checkpointing: Checkpointing::Blocks).into()]),
         ("llama-grouped-tied", vec![Distill { student: Some(Student::Layers(vec![0])), ..distill(3, "{ soft: 1, hidden: 1 }") }.into()]),
-        ("llama-grouped-tied", vec![Distill { optimizer: Kind::Adafactor, ..distill(3, "soft=1") }.into()]),
-        ("llama-grouped-tied", vec![Distill { optimizer: Kind::Muon, ..distill(3, "soft=1") }.into()]),
+        ("llama-grouped-tied", vec![with_training!(distill(3, "soft=1"), optimizer: Kind::Adafactor).into()]),
+        ("llama-grouped-tied", vec![with_training!(distill(3, "soft=1"), optimizer: Kind::Muon).into()]),
         ("llama-grouped-tied", scales(QuantizerScales::Fixed, distill(3, "soft=1"))),
         ("llama-grouped-tied", scales(QuantizerScales::Learnable, distill(3, "soft=1"))),
         ("llama-grouped-tied", scales(QuantizerScales::Only, distill(3, "soft=1"))),
-        ("llama-grouped-tied", scales(QuantizerScales::Only, Distill { precision: Precision::Bf16, gradient_accumulation: 2, ..distill(3, "soft=1") })),
+        ("llama-grouped-tied", scales(QuantizerScales::Only, with_training!(distill(3, "soft=1"), precision: Precision::Bf16, gradient_accumulation: 2))),
     ];
     for (name, steps) in cases {
         let run = Run::new();

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use compress::pass::WeightImportance as Importance;
-use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student};
+use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student, Training};
 use compress::report::Report;
 use compress::{Model, Pipeline};
 use compress_core::work::{Cancel, Event};
@@ -17,7 +17,7 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{BatchSize, Checkpointing, Every, Offload, QuantizerScales};
 use serde_json::Value;
 
-use crate::train::{Run, furthest};
+use crate::train::{Run, furthest, with_training};
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -59,12 +59,22 @@ fn curve(report: &Report) -> Vec<Value> {
 /// Options of the steps of `scripts/goldens training`.
 fn finetune() -> Finetune {
     let schedule = serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap();
-    Finetune { max_steps: Some(4), batch_size: BatchSize::Samples(4), learning_rate: 3e-3, weight_decay: 0.1, clip_norm: 0.0, schedule, ..Finetune::default() }
+    Finetune {
+        training: Training {
+            max_steps: Some(4),
+            batch_size: BatchSize::Samples(4),
+            learning_rate: 3e-3,
+            weight_decay: 0.1,
+            clip_norm: 0.0,
+            schedule,
+            ..Training::default()
+        },
+        ..Finetune::default()
+    }
 }
 
 fn distill(terms: &str) -> Distill {
-    let Finetune { max_steps, batch_size, learning_rate, weight_decay, clip_norm, schedule, .. } = finetune();
-    Distill { losses: terms.parse().unwrap(), max_steps, batch_size, learning_rate, weight_decay, clip_norm, schedule, ..Distill::default() }
+    Distill { training: Training { losses: terms.parse().unwrap(), ..finetune().training }, ..Distill::default() }
 }
 
 const TERMS: &str = "soft=1,hard=0.5,hidden=0.01";
@@ -146,7 +156,8 @@ fn losses_of_a_batch_are_means_over_its_samples() {
     for (name, case, teacher, terms, of_encoder) in cases {
         let stored = stored(case);
         let losses = |from: usize, count: usize| {
-            let (run, pass) = (Run::new(), Distill { teacher: Some(teacher.clone()), max_steps: Some(1), learning_rate: 1e-9, ..distill(terms) });
+            let (run, pass) =
+                (Run::new(), Distill { teacher: Some(teacher.clone()), ..with_training!(distill(terms), max_steps: Some(1), learning_rate: 1e-9) });
             let report = run.train(name, saved(&run, &cut(&stored, from, count)), pass).unwrap_or_else(|e| panic!("{name}, {terms}: {e}"));
             curve(&report)[0].clone()
         };
@@ -185,14 +196,14 @@ fn a_student_equal_to_the_teacher_has_zero_loss() {
 #[test]
 fn micro_batches_and_memory_limits_do_not_change_steps() {
     let teacher = Some(model("t5-gated"));
-    let pass = Distill { teacher, optimizer: Kind::Sgd, learning_rate: 0.01, max_steps: Some(2), ..distill(TERMS) };
+    let pass = Distill { teacher, ..with_training!(distill(TERMS), optimizer: Kind::Sgd, learning_rate: 0.01, max_steps: Some(2)) };
     let whole = Run::new();
     whole.train("t5", samples("distill"), pass.clone()).unwrap();
-    let single = Distill { batch_size: BatchSize::Samples(1), gradient_accumulation: 4, ..pass.clone() };
+    let single = with_training!(pass.clone(), batch_size: BatchSize::Samples(1), gradient_accumulation: 4);
     for (what, pass) in [
         ("one by one", single),
-        ("layer by layer", Distill { gradient_checkpointing: Checkpointing::Blocks, ..pass.clone() }),
-        ("parameters that come and go", Distill { offload: vec![Offload::Parameters], ..pass.clone() }),
+        ("layer by layer", with_training!(pass.clone(), gradient_checkpointing: Checkpointing::Blocks)),
+        ("parameters that come and go", with_training!(pass.clone(), offload: vec![Offload::Parameters])),
     ] {
         let run = Run::new();
         run.train("t5", samples("distill"), pass).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -211,7 +222,7 @@ fn cached_logits_depend_on_both_texts() {
     };
     let grown: Arrays = twice.keys().map(|name| (name.clone(), again(name, if name == "labels" { 1 } else { 0 }, &twice))).collect();
     twice = grown;
-    let pass = Distill { teacher: Some(model("t5-gated")), optimizer: Kind::Sgd, learning_rate: 0.01, max_steps: Some(4), ..distill("soft=1") };
+    let pass = Distill { teacher: Some(model("t5-gated")), ..with_training!(distill("soft=1"), optimizer: Kind::Sgd, learning_rate: 0.01, max_steps: Some(4)) };
     let (asked, kept) = (Run::new(), Run::new());
     asked.train("t5", saved(&asked, &twice), pass.clone()).unwrap();
     let cache = kept.folder.path().join("answers");
@@ -229,7 +240,7 @@ fn cached_logits_depend_on_both_texts() {
     assert_eq!((again.weights(), size()), (kept.weights(), before));
     let paged = Run::new();
     let cache = paged.folder.path().join("answers");
-    paged.train("t5", saved(&paged, &twice), Distill { teacher_cache: Some(cache), offload: vec![Offload::Parameters], ..with }).unwrap();
+    paged.train("t5", saved(&paged, &twice), Distill { teacher_cache: Some(cache), ..with_training!(with, offload: vec![Offload::Parameters]) }).unwrap();
     let apart = furthest(&paged.weights(), &kept.weights());
     assert!(apart < 1e-5, "{apart}");
 }
@@ -238,11 +249,7 @@ fn cached_logits_depend_on_both_texts() {
 fn an_interrupted_run_yields_the_result_of_an_uninterrupted_one() {
     let pass = Distill {
         teacher: Some(model("t5-gated")),
-        batch_size: BatchSize::Samples(2),
-        max_steps: Some(6),
-        checkpoint_every: Some(Every::Steps(1)),
-        evaluate_every: Some(2),
-        ..distill(TERMS)
+        ..with_training!(distill(TERMS), batch_size: BatchSize::Samples(2), max_steps: Some(6), checkpoint_every: Some(Every::Steps(1)), evaluate_every: Some(2))
     };
     let builder = || Pipeline::builder().pass(pass.clone()).train(samples("distill")).evaluation(samples("distill")).seed(3);
     let (whole, parts) = (Run::new(), Run::new());
@@ -280,7 +287,7 @@ fn pairs(path: PathBuf) -> Data {
 fn pairs_of_texts_are_sources_and_targets() {
     let (run, expected) = (Run::new(), expected()["pairs"].clone());
     let folder = with_tokenizer(&run);
-    let pass = Finetune { max_steps: Some(1), batch_size: BatchSize::Samples(5), ..finetune() };
+    let pass = with_training!(finetune(), max_steps: Some(1), batch_size: BatchSize::Samples(5));
     let data = Data { batch_size: Some(5), ..pairs(goldens().join("training/pairs.csv")) };
     let pipeline = Pipeline::builder().pass(pass.clone()).train(data.clone()).evaluation(data).build().unwrap();
     let report = pipeline.run(Model::open(&folder).unwrap(), run.out()).unwrap();
@@ -361,7 +368,7 @@ fn decoder_inputs_and_labels_may_be_arrays() {
 #[test]
 fn quantized_models_train_with_fake_quantization() {
     let run = Run::new();
-    let pass = Finetune { scales: QuantizerScales::Learnable, ..finetune() };
+    let pass = with_training!(finetune(), scales: QuantizerScales::Learnable);
     let pipeline = Pipeline::builder().pass(QuantizeDynamic::default()).pass(pass).train(samples("finetune-t5")).build().unwrap();
     let report = pipeline.run(Model::open(model("t5")).unwrap(), run.out()).unwrap();
     let curve = curve(&report);

@@ -11,7 +11,7 @@ use compress::{Error, Model, Pipeline};
 use compress_engine::data::Data;
 use compress_engine::train::Every;
 
-use crate::train::{Run, cancelled_after, classes, finetune, golden, samples, weights};
+use crate::train::{Run, cancelled_after, classes, finetune, golden, samples, weights, with_training};
 
 const MODEL: &str = "bert-sequence-classification";
 
@@ -36,7 +36,7 @@ impl Trainings {
     fn start(&self, pass: &Finetune, out: &str, resume: bool, stop: Option<u64>) -> compress::Result<Report> {
         let (cancel, watch) = cancelled_after(stop);
         let builder = Pipeline::builder().pass(pass.clone()).train(self.data.clone()).seed(3).resume(resume).progress(watch).cancel(cancel);
-        let builder = if pass.evaluate_every.is_some() { builder.evaluation(self.data.clone()) } else { builder };
+        let builder = if pass.training.evaluate_every.is_some() { builder.evaluation(self.data.clone()) } else { builder };
         builder.build()?.run(Model::open(golden(MODEL)).unwrap(), self.out(out))
     }
 
@@ -49,7 +49,7 @@ impl Trainings {
 }
 
 fn with_schedule(pass: Finetune, schedule: &str) -> Finetune {
-    Finetune { schedule: schedule.parse().unwrap(), average: Some(0.9), ..pass }
+    with_training!(pass, schedule: schedule.parse().unwrap(), average: Some(0.9))
 }
 
 fn extension(report: &Report) -> Option<&String> {
@@ -63,19 +63,19 @@ fn is_checkpoint(folder: &Path) -> bool {
 /// Constant rates, and those before the decay of `decay_steps`, do not depend on the number of steps.
 #[test]
 fn an_extended_training_equals_a_longer_one() {
-    let epochs = |epochs| Finetune { max_steps: None, epochs: Some(epochs), ..finetune(1) };
+    let epochs = |epochs| with_training!(finetune(1), max_steps: None, epochs: Some(epochs));
     for (schedule, short, long) in [
         ("constant,warmup_steps=3", finetune(10), finetune(20)),
         ("linear,warmup_steps=2,decay_steps=4", finetune(10), finetune(20)),
         ("constant", epochs(2), epochs(3)),
     ] {
         let trainings = Trainings::new();
-        let pass = |pass: Finetune| Finetune { final_checkpoint: Some(trainings.out("last")), ..with_schedule(pass, schedule) };
+        let pass = |pass: Finetune| with_training!(with_schedule(pass, schedule), final_checkpoint: Some(trainings.out("last")));
         trainings.start(&pass(short.clone()), "short", false, None).unwrap();
         assert!(is_checkpoint(&trainings.out("last")));
         let error = trainings.start(&pass(long.clone()), "extended", false, None).unwrap_err();
         assert!(error.to_string().contains("earlier training") && error.hint().unwrap().contains("`resume`"), "{error}");
-        let other = Finetune { learning_rate: 1e-3, ..pass(long.clone()) };
+        let other = with_training!(pass(long.clone()), learning_rate: 1e-3);
         assert!(trainings.start(&other, "other", true, None).unwrap_err().to_string().contains("different options"));
         let report = trainings.start(&pass(long.clone()), "extended", true, None).unwrap();
         let note = extension(&report).unwrap();
@@ -94,14 +94,14 @@ fn an_extended_training_equals_a_longer_one() {
 #[test]
 fn an_extension_of_a_decay_is_reported() {
     let trainings = Trainings::new();
-    let pass = |steps| Finetune { final_checkpoint: Some(trainings.out("last")), ..with_schedule(finetune(steps), "cosine,warmup_steps=2") };
+    let pass = |steps| with_training!(with_schedule(finetune(steps), "cosine,warmup_steps=2"), final_checkpoint: Some(trainings.out("last")));
     trainings.start(&pass(5), "short", false, None).unwrap();
     let report = trainings.start(&pass(8), "long", true, None).unwrap();
     let note = extension(&report).unwrap();
     assert!(note.contains("after 5 of 5 steps, and now has 8; from step 4 on, learning rates"), "{note}");
     let table = std::fs::read_to_string(trainings.out("long").join("finetune.csv")).unwrap();
     let rates: Vec<f64> = table.lines().skip(1).map(|line| line.split(',').nth(4).unwrap().parse().unwrap()).collect();
-    let schedule = pass(8).schedule;
+    let schedule = pass(8).training.schedule;
     assert_eq!(rates, (5..8).map(|step| schedule.rate(step, 8, 3e-3)).collect::<Vec<_>>());
 }
 
@@ -109,7 +109,7 @@ fn an_extension_of_a_decay_is_reported() {
 #[test]
 fn an_interrupted_training_is_extended() {
     let trainings = Trainings::new();
-    let pass = |steps| Finetune { checkpoint_every: Some(Every::Steps(2)), ..with_schedule(finetune(steps), "constant") };
+    let pass = |steps| with_training!(with_schedule(finetune(steps), "constant"), checkpoint_every: Some(Every::Steps(2)));
     let error = trainings.start(&pass(6), "extended", false, Some(3)).unwrap_err();
     assert!(matches!(error, Error::Paused { .. }), "{error}");
     let report = trainings.start(&pass(9), "extended", true, None).unwrap();
@@ -123,14 +123,9 @@ fn an_interrupted_training_is_extended() {
 fn a_training_without_patience_is_extended() {
     for schedule in ["constant", "linear,decay_steps=4"] {
         let trainings = Trainings::new();
-        let pass = |steps, patience| Finetune {
-            final_checkpoint: Some(trainings.out("last")),
-            evaluate_every: Some(2),
-            patience,
-            // No score improves.
-            learning_rate: 1e-12,
-            ..with_schedule(finetune(steps), schedule)
-        };
+        // No score improves.
+        let with_rate = |steps| with_training!(with_schedule(finetune(steps), schedule), learning_rate: 1e-12);
+        let pass = |steps, patience| with_training!(with_rate(steps), final_checkpoint: Some(trainings.out("last")), evaluate_every: Some(2), patience);
         let report = trainings.start(&pass(10, Some(2)), "short", false, None).unwrap();
         assert!(report.notes.iter().any(|note| note.contains("stopped early after step 4")), "{:?}", report.notes);
         assert!(is_checkpoint(&trainings.out("last")));
@@ -141,7 +136,7 @@ fn a_training_without_patience_is_extended() {
         let report = trainings.start(&pass(12, Some(4)), "extended", true, None).unwrap();
         assert!(extension(&report).is_some_and(|note| note.contains("after 4 of 10 steps, and now has 12")), "{:?}", report.notes);
         assert!(report.notes.iter().any(|note| note.contains("stopped early after step 8")), "{:?}", report.notes);
-        let whole = Finetune { final_checkpoint: Some(trainings.out("other")), ..pass(12, Some(4)) };
+        let whole = with_training!(pass(12, Some(4)), final_checkpoint: Some(trainings.out("other")));
         trainings.start(&whole, "whole", false, None).unwrap();
         trainings.require_equal("extended", "whole", schedule);
         let checkpoint = |folder: &str| weights_of(&trainings.out(folder));

@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use compress::pass::{Distill, Finetune, Step, Student};
+use compress::pass::{Distill, Finetune, Step, Student, Training};
 use compress::{Model, Pipeline};
 use compress_engine::data::{Batch, Data, DataSet, DataSets, LossOn, Order};
 use compress_engine::evaluation::Subject;
@@ -17,7 +17,7 @@ use compress_engine::train::BatchSize;
 use compress_engine::train::optimizer::Kind;
 
 use crate::evaluation::{LETTERS, WORDS, batches, expected, model, options, refused, score, texts};
-use crate::train::{furthest, weights};
+use crate::train::{furthest, weights, with_training};
 
 const SPECIAL: (&str, &str) = ("special.json", "tokenizer_config.json");
 const CHATS: [(&str, &str); 3] = [("merged.json", "tokenizer.json"), SPECIAL, ("answers.jinja", "chat_template.jinja")];
@@ -66,8 +66,16 @@ fn answers_are_those_of_transformers() {
 fn masked_language_models_learn_from_texts() {
     let (folder, out) = (model("bert-masked-lm", &[WORDS]), tempfile::tempdir().unwrap());
     let data = texts("pairs.tsv", "{ header: false, text_column: 1, max_length: 12 }");
-    let pass =
-        Finetune { masking: Some("0.5".parse().unwrap()), max_steps: Some(60), batch_size: BatchSize::Samples(5), learning_rate: 1e-2, ..Finetune::default() };
+    let pass = Finetune {
+        training: Training {
+            masking: Some("0.5".parse().unwrap()),
+            max_steps: Some(60),
+            batch_size: BatchSize::Samples(5),
+            learning_rate: 1e-2,
+            ..Training::default()
+        },
+        ..Finetune::default()
+    };
     let run = |name: &str, input: &Path, step: Step| {
         let pipeline = Pipeline::builder().pass(step).train(data.clone()).seed(3).force(true).build().unwrap();
         pipeline.run(Model::open(input).unwrap(), out.path().join(name))
@@ -79,8 +87,8 @@ fn masked_language_models_learn_from_texts() {
     run("two", folder.path(), pass.clone().into()).unwrap();
     assert!(furthest(&weights(&out.path().join("one")), &weights(&out.path().join("two"))) == 0.0);
     let error = |input: &Path, step: Step| run("three", input, step).unwrap_err().to_string();
-    assert!(error(folder.path(), Finetune { masking: None, ..pass.clone() }.into()).contains("language-modelling"));
-    let with_token = |token: &str| Finetune { masking: Some(format!("{{ mask_token: {token} }}").parse().unwrap()), ..pass.clone() };
+    assert!(error(folder.path(), with_training!(pass.clone(), masking: None).into()).contains("language-modelling"));
+    let with_token = |token: &str| with_training!(pass.clone(), masking: Some(format!("{{ mask_token: {token} }}").parse().unwrap()));
     assert!(error(folder.path(), with_token("nosuch").into()).contains("the mask token `nosuch` is not in the vocabulary of"));
     // The id of a token is as good as its text.
     let tokenizer: serde_json::Value = serde_json::from_str(&fs::read_to_string(folder.path().join("tokenizer.json")).unwrap()).unwrap();
@@ -127,12 +135,25 @@ fn difference(a: &[f64], b: &[f64]) -> f64 {
 }
 
 fn finetune(steps: u64) -> Finetune {
-    Finetune { max_steps: Some(steps), batch_size: BatchSize::Samples(64), learning_rate: 3e-3, ..Finetune::default() }
+    Finetune {
+        training: Training { max_steps: Some(steps), batch_size: BatchSize::Samples(64), learning_rate: 3e-3, ..Training::default() },
+        ..Finetune::default()
+    }
 }
 
 fn distill(losses: &str) -> Distill {
     let student = Some(Student::Layers(vec![0]));
-    Distill { student, losses: losses.parse().unwrap(), max_steps: Some(3), batch_size: BatchSize::Samples(64), learning_rate: 3e-3, ..Distill::default() }
+    Distill {
+        student,
+        training: Training {
+            losses: losses.parse().unwrap(),
+            max_steps: Some(3),
+            batch_size: BatchSize::Samples(64),
+            learning_rate: 3e-3,
+            ..Training::default()
+        },
+        ..Distill::default()
+    }
 }
 
 /// Losses, distillation losses and perplexity are those of the same tokens with labels of -100 elsewhere.
@@ -323,9 +344,9 @@ fn packed_texts_are_trained_like_separate_ones() {
     let step = |losses: &str| -> Step {
         let (optimizer, learning_rate, clip_norm, weight_decay) = (Kind::Sgd, 0.1, 0.0, 0.0);
         if losses.contains("soft") {
-            return Distill { optimizer, learning_rate, clip_norm, weight_decay, max_steps: Some(1), ..distill(losses) }.into();
+            return with_training!(distill(losses), optimizer, learning_rate, clip_norm, weight_decay, max_steps: Some(1)).into();
         }
-        Finetune { losses: losses.parse().unwrap(), optimizer, learning_rate, clip_norm, weight_decay, ..finetune(1) }.into()
+        with_training!(finetune(1), losses: losses.parse().unwrap(), optimizer, learning_rate, clip_norm, weight_decay).into()
     };
     let cases = [
         ("llama", "{ hard: 1 }"),
@@ -381,7 +402,7 @@ fn memory_is_predicted_for_the_longest_texts() {
     assert_eq!(lengths, [3, 4, 16, 5].map(Some));
     // One epoch, more than one, and the first batches of one.
     for (epochs, max_steps) in [(Some(1), None), (None, Some(7)), (None, Some(1))] {
-        let pass = Finetune { batch_size: BatchSize::Samples(4), epochs, max_steps, ..Finetune::default() };
+        let pass = Finetune { training: Training { batch_size: BatchSize::Samples(4), epochs, max_steps, ..Training::default() }, ..Finetune::default() };
         let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).build().unwrap();
         let report = pipeline.run(Model::open(folder.path()).unwrap(), tempfile::tempdir().unwrap().path().join("out")).unwrap();
         let memory = &report.passes[0].details["memory"];

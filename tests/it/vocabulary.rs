@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Export, Gguf, Safetensors};
-use compress::pass::{Distill, PruneVocabulary, QuantizeDynamic, Step};
+use compress::pass::{Distill, PruneVocabulary, QuantizeDynamic, Step, Training};
 use compress::{Error, Model, Pipeline, Report};
 use compress_engine::data::{Column, Data, Target, Task, Tokenizer, synthetic_with_sizes};
 use compress_engine::evaluation::Runtime;
@@ -406,7 +406,7 @@ fn later_passes_use_the_new_vocabulary_or_are_refused() {
     let quantized = case.error(vec![QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() }.into(), case.pass().into()]);
     assert!(quantized.contains("is quantized, so that its rows cannot be selected"), "{quantized}");
     let text = Data { text: Some(case.corpus()), ..Data::default() };
-    let distill = Distill { max_steps: Some(1), ..Distill::default() };
+    let distill = Distill { training: Training { max_steps: Some(1), ..Training::default() }, ..Distill::default() };
     let error = case.run_with(vec![case.pass().into(), distill.into()], |builder| builder.measure(false).train(text)).map(drop).unwrap_err().to_string();
     assert!(error.contains("distill: teacher: has a different tokenizer"), "{error}");
     assert!(error.contains("the teacher is the input before `prune-vocabulary`: set `teacher`"), "{error}");

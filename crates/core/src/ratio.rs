@@ -121,6 +121,11 @@ pub mod schema {
     pub fn ratios(generator: &mut SchemaGenerator) -> Schema {
         json_schema!({ "type": "array", "items": ratio(generator) })
     }
+
+    /// JSON schema of a batch size: a number of samples, or `auto`.
+    pub fn batch_size(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({ "anyOf": [{ "type": "integer", "minimum": 1 }, { "const": "auto" }] })
+    }
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::export::Safetensors;
 use crate::generation::LanguageModel;
 use crate::model::Model;
 use crate::output::ResumeFolder;
-use crate::pass::{Context, Distill, DraftHead, Pass, Student};
+use crate::pass::{Context, Distill, DraftHead, Pass, Student, Training};
 use crate::pipeline::draft::{self, Continuations, DraftTest, PromptSource, Prompts, Samples, Steps};
 use crate::pipeline::search::parse_time;
 use crate::pipeline::{Builder, Pipeline, memory_limit};
@@ -210,7 +210,7 @@ impl Args {
 
     fn distillation(&self, student: &Student, steps: u64) -> Distill {
         let schedule = Schedule { kind: Curve::Cosine, warmup_steps: steps / WARMUP_DIVISOR, ..Schedule::default() };
-        let training = Distill { learning_rate: self.learning_rate, schedule, max_steps: Some(steps), batch_size: self.batch_size, ..Distill::default() };
+        let training = Training { learning_rate: self.learning_rate, schedule, max_steps: Some(steps), batch_size: self.batch_size, ..Training::default() };
         draft::distillation(student.clone(), training)
     }
 

@@ -42,45 +42,45 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
 use crate::run_state::{Applied, RunState};
-use crate::train::{Offload, QuantizerScales};
+use crate::train::{Offload, QuantizerScales, Training};
 
 training_pass! {
     /// Train a student on a teacher's outputs.
     Distill {
         /// The teacher model [default: the input model, before all passes]
-        #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher: Option<PathBuf>,
         /// The model to train: layers=0,2,4, every=2, model=FOLDER, config=FILE (random weights), or
         /// eagle3=FILE (a head for speculative decoding, with the ids of its tokens) [default: the result of
         /// the previous passes]
-        #[cfg_attr(feature = "cli", arg(long, value_name = "STUDENT"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "STUDENT"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         student: Option<Student>,
         /// A folder that caches the largest logits of the teacher, so that each sample is computed once
         /// over all epochs and runs
-        #[cfg_attr(feature = "cli", arg(long, value_name = "FOLDER"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "FOLDER"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_cache: Option<PathBuf>,
         /// Number of logits per row to cache [default: 64]
-        #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_top: Option<usize>,
         /// Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl with the
         /// responses of vLLM
-        #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
         #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<PathBuf>"))]
         #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
         teacher_logits: Vec<PathBuf>,
         /// Further teachers, whose probabilities are averaged with those of the teacher: a folder, or {model:
         /// FOLDER, weight: 1, cache: FOLDER}
-        #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
         #[serde(skip_serializing_if = "Vec::is_empty")]
         more_teachers: Vec<MoreTeacher>,
         /// Let the student continue a fraction of the texts itself, and compare it with the teacher on its
         /// continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
         /// [default: only texts of the data]
-        #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
+        @ #[cfg_attr(feature = "cli", arg(long, value_name = "FRACTION"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         on_policy: Option<crate::train::OnPolicy>,
     }
@@ -103,7 +103,7 @@ impl Distill {
 
     /// Rejects options that do not apply to a draft head, whose teacher is the model that it belongs to.
     fn check_head(&self, head: &DraftHead) -> Result<()> {
-        let training = self.training();
+        let training = &self.training;
         let set = [
             ("teacher", self.teacher.is_some()),
             ("teacher_cache", self.teacher_cache.is_some()),
@@ -150,7 +150,7 @@ impl Pass for Distill {
         if !self.more_teachers.is_empty() {
             more_teachers::check(self)?;
         }
-        let training = self.training();
+        let training = &self.training;
         let is_cached = self.teacher_cache.is_some() || self.more_teachers.iter().any(|teacher| teacher.cache.is_some());
         let changing = [("augment", training.augment.is_some()), ("masking", training.masking.is_some())];
         if let Some((what, _)) = changing.iter().find(|(_, is_set)| *is_set && is_cached) {
@@ -159,7 +159,7 @@ impl Pass for Distill {
         if let Some(Student::Eagle3(head)) = &self.student {
             self.check_head(head)?;
         }
-        self.on_policy.as_ref().map_or(Ok(()), |options| on_policy::check(NAME, options, &training, self.teacher_cache.is_some()))?;
+        self.on_policy.as_ref().map_or(Ok(()), |options| on_policy::check(NAME, options, training, self.teacher_cache.is_some()))?;
         training.check(NAME)
     }
 
@@ -170,7 +170,7 @@ impl Pass for Distill {
             .chain(self.teacher_cache.iter_mut())
             .chain(self.teacher_logits.iter_mut())
             .chain(self.more_teachers.iter_mut().flat_map(|teacher| [Some(&mut teacher.model), teacher.cache.as_mut()].into_iter().flatten()))
-            .chain(self.final_checkpoint.iter_mut())
+            .chain(self.training.final_checkpoint.iter_mut())
             .chain(self.student.as_mut().and_then(Student::path));
         paths.for_each(|path| *path = crate::files::resolve(folder, path));
     }
@@ -193,8 +193,8 @@ impl Pass for Distill {
     fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
         let mut applied = Applied::new(NAME, self.options());
         if let Some(Student::Eagle3(options)) = &self.student {
-            let head = options.attach(model, &self.losses, state.seed)?;
-            let mut training = crate::train::Training { targets: vec![head.pattern()?], ..self.training() };
+            let head = options.attach(model, &self.training.losses, state.seed)?;
+            let mut training = Training { targets: vec![head.pattern()?], ..self.training.clone() };
             let (student, renamed) = (head.model.clone(), head.names());
             let names: Vec<&str> = renamed.keys().map(String::as_str).collect();
             for group in &mut training.groups {
@@ -210,7 +210,7 @@ impl Pass for Distill {
         let logits = (!self.teacher_logits.is_empty()).then_some(self.teacher_logits.as_slice());
         let more_teachers = more_teachers::open(&self.more_teachers, &student)?;
         let (cache, top) = (self.teacher_cache.as_deref(), self.teacher_top.unwrap_or(TOP));
-        let job = Job { teacher, cache, top, logits, more_teachers, on_policy: self.on_policy, ..Job::new(applied, student, self.training(), state) };
+        let job = Job { teacher, cache, top, logits, more_teachers, on_policy: self.on_policy, ..Job::new(applied, student, self.training.clone(), state) };
         job.plan()
     }
 

@@ -53,7 +53,7 @@ impl FromStr for MoreTeacher {
 
 /// Rejects options that several teachers exclude.
 pub(super) fn check(pass: &Distill) -> Result<()> {
-    let losses = &pass.losses;
+    let losses = &pass.training.losses;
     let has_others = losses.hidden.is_some() || losses.attention.is_some() || losses.embedding.is_some();
     let reason = if pass.more_teachers.iter().any(|teacher| !(teacher.weight.is_finite() && teacher.weight > 0.0)) {
         "`weight` must be a finite number greater than 0"

@@ -19,8 +19,9 @@ const FOLDER: &str = "teacher-logits";
 
 /// Rejects options that files of logits exclude.
 pub(super) fn check(pass: &Distill) -> Result<()> {
-    let soft = pass.losses.soft.as_ref();
-    let others = pass.losses.hidden.is_some() || pass.losses.attention.is_some() || pass.losses.embedding.is_some();
+    let losses = &pass.training.losses;
+    let soft = losses.soft.as_ref();
+    let others = losses.hidden.is_some() || losses.attention.is_some() || losses.embedding.is_some();
     let reason = if pass.teacher.is_some() {
         "cannot be combined with `teacher`, whose logits the files contain: remove one of them"
     } else if others || soft.is_none() {
@@ -29,7 +30,7 @@ pub(super) fn check(pass: &Distill) -> Result<()> {
         "needs `soft: { temperature: 1 }`, because the probability of tokens that the files do not list is known only at this temperature"
     } else if pass.on_policy.is_some() {
         "cannot be combined with `on_policy`, which changes the texts in each step"
-    } else if pass.augment.is_some() || pass.masking.is_some() {
+    } else if pass.training.augment.is_some() || pass.training.masking.is_some() {
         "cannot be combined with `augment` and `masking`, which change the samples in each step"
     } else {
         return Ok(());

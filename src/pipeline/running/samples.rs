@@ -145,7 +145,7 @@ mod tests {
     /// The order of classes and files that are not read are noted for every data set that is used.
     #[test]
     fn notes_name_the_order_of_classes_and_skipped_files() {
-        use crate::pass::{Finetune, QuantizeStatic, Step};
+        use crate::pass::{Finetune, QuantizeStatic, Step, Training};
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
         let model = Model::open(golden.join("models/torchvision-resnet18")).unwrap();
         let folder = tempfile::tempdir().unwrap();
@@ -160,7 +160,8 @@ mod tests {
             let pipeline = Pipeline::builder().pass(pass).train(images()).calibration(images()).evaluation(images()).build().unwrap();
             pipeline.plan(&model).unwrap().notes
         };
-        let training = notes(Finetune { max_steps: Some(1), ..Finetune::default() }.into());
+        let options = Training { max_steps: Some(1), ..Training::default() };
+        let training = notes(Finetune { training: options, ..Finetune::default() }.into());
         let calibrated = notes(QuantizeStatic::default().into());
         // Calibration does not use labels.
         for (notes, key, has_order) in [(&training, "train", true), (&calibrated, "calibration", false), (&calibrated, "evaluation", true)] {
@@ -188,7 +189,7 @@ mod tests {
     /// Student and teacher run on the same samples, which the notes describe.
     #[test]
     fn students_and_teachers_that_preprocess_images_differently_are_refused() {
-        use crate::pass::{Distill, Student};
+        use crate::pass::{Distill, Student, Training};
         let folder = tempfile::tempdir().unwrap();
         let images = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/images");
         let [student, same, other] = [0.5, 0.50001, 0.9].map(|mean| classifier(folder.path(), mean));
@@ -198,8 +199,7 @@ mod tests {
             let pass = Distill {
                 student: Some(Student::Model(student.clone())),
                 teacher: teacher.map(Path::to_owned),
-                losses,
-                max_steps: Some(1),
+                training: Training { losses, max_steps: Some(1), ..Training::default() },
                 ..Distill::default()
             };
             let data = Data { images: Some(images.clone()), task: Some(crate::data::Task::Fidelity), mean: mean.to_vec(), ..Data::default() };

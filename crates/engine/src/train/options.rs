@@ -98,12 +98,6 @@ pub fn losses_or_none(text: &str) -> std::result::Result<Losses, ParseError> {
     if text.is_empty() { Ok(Losses::default()) } else { text.parse() }
 }
 
-/// JSON schema of a batch size: a number of samples, or `auto`.
-#[cfg(feature = "cli")]
-pub fn batch_size_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    schemars::json_schema!({ "anyOf": [{ "type": "integer", "minimum": 1 }, { "const": "auto" }] })
-}
-
 macro_rules! from_yaml {
     ($($type:ty: $key:literal),+) => {
         $(impl FromStr for $type {
@@ -201,12 +195,11 @@ impl<'de> Deserialize<'de> for BatchSize {
 
 /// Defines the struct of the shared options.
 macro_rules! define_training {
-    ([shared] $($(#[$attribute:meta])* $field:ident: $type:ty = $default:expr,)*) => {
-        /// Training options: the keys that `distill` and `finetune` share.
+    ([shared] $($(#[$doc:meta])* @ $(#[$attribute:meta])* $field:ident: $type:ty = $default:expr,)*) => {
+        /// Options of training that all passes which train have. In recipes they are keys of the pass.
         #[derive(Debug, Clone, PartialEq)]
-        #[allow(missing_docs)]
         pub struct Training {
-            $(pub $field: $type,)*
+            $($(#[$doc])* pub $field: $type,)*
         }
 
         impl Default for Training {
@@ -219,6 +212,7 @@ macro_rules! define_training {
 
 training_options! { [define_training] }
 
+#[doc(hidden)]
 impl Training {
     /// Whether parameters are offloaded, and in memory only while they are used.
     pub fn offloads_parameters(&self) -> bool {

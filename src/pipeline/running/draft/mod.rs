@@ -11,7 +11,7 @@ mod vocabulary;
 use crate::analysis;
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
-use crate::pass::{Distill, Student};
+use crate::pass::{Distill, Student, Training};
 use crate::pipeline::Builder;
 use crate::train::losses::{Losses, SoftDivergence, SoftLoss};
 
@@ -50,9 +50,10 @@ fn evenly_spread(kept: usize, count: usize) -> Vec<usize> {
 }
 
 /// The pass that trains a draft: `training` with this student and the loss for the acceptance of proposals.
-pub fn distillation(student: Student, training: Distill) -> Distill {
+pub fn distillation(student: Student, training: Training) -> Distill {
     let soft = SoftLoss { temperature: 1.0, divergence: SoftDivergence::Acceptance, ..SoftLoss::default() };
-    Distill { student: Some(student), losses: Losses { soft: Some(soft), ..Losses::default() }, ..training }
+    let losses = Losses { soft: Some(soft), ..Losses::default() };
+    Distill { student: Some(student), training: Training { losses, ..training }, ..Distill::default() }
 }
 
 impl Builder {

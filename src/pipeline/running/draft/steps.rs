@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::error::{Error, Result, counted};
 use crate::model::Model;
-use crate::pass::{Context, Distill, Pass};
+use crate::pass::{Context, Distill, Pass, Training};
 use crate::report::format;
 use crate::run_state::RunState;
 use crate::work::{Event, Work};
@@ -58,7 +58,8 @@ impl Steps<'_> {
 
     /// The mean time of a step in seconds.
     fn measure(&self, context: &Context) -> Result<f64> {
-        let distill = Distill { max_steps: Some(MEASURED), ..self.distill.clone() };
+        let training = Training { max_steps: Some(MEASURED), ..self.distill.training.clone() };
+        let distill = Distill { training, ..self.distill.clone() };
         let state = RunState { input: Some(self.model.path.clone()), seed: context.seed, ..RunState::default() };
         let (_, applied) = distill.plan(self.model, &state)?.execute(context)?;
         let curve = applied.details.pointer("/training/curve").and_then(Value::as_array).into_iter().flatten();
