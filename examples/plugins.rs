@@ -80,7 +80,7 @@ struct TopTwo {
 
 impl Metric for TopTwo {
     fn add(&mut self, outputs: &BTreeMap<String, Array>, classes: Option<&[Option<usize>]>) -> Result<()> {
-        let logits = outputs.values().next().and_then(|array| Some((array.as_floats()?, *array.shape.last()?)));
+        let logits = outputs.values().next().and_then(|array| Some((array.as_floats()?, *array.shape().last()?)));
         let (Some((logits, count)), Some(classes)) = (logits, classes) else {
             return Err(Error::option("top-two", "needs logits and classes"));
         };

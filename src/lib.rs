@@ -91,7 +91,7 @@
 //!     builder.passes(passes).measure(false).build()?.run(model, folder.path().join(name))
 //! };
 //! // Removes half of the neurons.
-//! let amount = Some(prune_structured::Amounts::All(Amount::fraction(0.5)));
+//! let amount = Some(Amounts::All(Amount::fraction(0.5)));
 //! let smaller = run("structured", vec![PruneStructured { amount, ..Default::default() }.into()])?;
 //! assert!(smaller.size.after.parameters < smaller.size.before.parameters);
 //! // Two layers with half of the parameters in place of each layer.

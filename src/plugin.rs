@@ -8,6 +8,6 @@ pub use crate::export::custom::{CustomFormat as Format, WeightValues, register_f
 pub use crate::pass::custom::{CustomPass as Pass, register_pass};
 #[cfg(feature = "run")]
 pub use crate::{
-    data::{Array, DataSource, Sample, Values, register_source},
+    data::{Array, DataSource, Sample, register_source},
     evaluation::{CustomMetric as Metric, register_metric},
 };

@@ -5,7 +5,7 @@
 pub use crate::evaluation::Evaluate;
 pub use crate::export::{ByteSize, Export, Layout, Safetensors};
 pub use crate::model::Model;
-pub use crate::pass::{Amount, Cast, FloatFormat, GranularityKind, PruneUnstructured, Quantize, QuantizeDynamic, Scope, Step, WeightObserver};
+pub use crate::pass::{Amount, Cast, FloatFormat, PruneUnstructured, Quantize, QuantizeDynamic, Step};
 pub use crate::pipeline::{Cached, Pipeline};
 pub use crate::recipe::Recipe;
 pub use crate::report::Report;

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
+#[doc(hidden)]
 pub use self::custom::Custom;
 #[doc(hidden)]
 pub use self::gguf::TensorType;
@@ -178,6 +179,7 @@ macro_rules! formats {
         pub enum Export {
             $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
             /// A format that the program has registered.
+            #[doc(hidden)]
             #[cfg_attr(feature = "cli", schemars(skip))]
             Custom(Custom),
         }

@@ -30,6 +30,7 @@ use serde_json::Value;
 
 pub use amount::{Amount, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
+#[doc(hidden)]
 pub use custom::Custom;
 pub use palettize::Palettize;
 #[doc(hidden)]
@@ -58,11 +59,11 @@ mod running {
     mod kv_cache_scales;
     pub(in crate::pass) mod layerwise;
     mod new_head;
-    pub mod prune_structured;
+    pub(in crate::pass) mod prune_structured;
     pub(crate) mod prune_vocabulary;
     mod quantize_static;
     mod rotate;
-    pub mod search_structure;
+    mod search_structure;
     mod split_experts;
     pub(in crate::pass) mod testing;
     pub(in crate::pass) mod training_options;
@@ -74,13 +75,13 @@ mod running {
     pub(crate) use input_importance::input_importance;
     #[doc(hidden)]
     pub use layerwise::{Remaining, Score, Scores, WeightFormat, scores, sizes};
-    pub use prune_structured::PruneStructured;
+    pub use prune_structured::{Amounts, Importance as UnitImportance, PruneStructured, PrunedPart, Repair, Target as PruningTarget};
     pub use prune_vocabulary::PruneVocabulary;
     pub use quantize_static::{ActivationTarget, Goal, QuantizeStatic, Smooth};
     #[doc(hidden)]
     pub use quantize_static::{Damage, recommend_floats};
     pub use rotate::{Rotate, RotatedPart};
-    pub use search_structure::SearchStructure;
+    pub use search_structure::{Limit as StructureLimit, SearchStructure};
     pub use split_experts::SplitExperts;
 
     pub use crate::train::Training;
@@ -233,6 +234,7 @@ macro_rules! passes {
         pub enum Step {
             $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
             /// A pass that the program has registered
+            #[doc(hidden)]
             #[serde(untagged)]
             #[cfg_attr(feature = "cli", command(skip), schemars(skip))]
             Custom(Custom),

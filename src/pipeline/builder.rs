@@ -173,19 +173,14 @@ impl Pipeline {
 
     /// Checks that the output can be written, or replaced if [`force`](Builder::force) is set. Leftovers
     /// of killed runs that would write it are removed.
-    ///
-    /// # Errors
-    /// The output exists and may not be replaced, or it overlaps with an input of the run.
-    pub fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
+    pub(crate) fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
         self.provenance.check_output(output)?;
         output::check_output(output, self.replace(), &self.protected(model))
     }
 
-    /// As [`check_output`](Pipeline::check_output), and creates a folder next to a local output for a moment,
-    /// for work that precedes the run.
-    ///
-    /// # Errors
-    /// As [`check_output`](Pipeline::check_output), or the location is not writable.
+    /// As `check_output`, and creates a folder next to a local output for a moment, for work that precedes the
+    /// run.
+    #[doc(hidden)]
     pub fn check_writable(&self, model: &Model, output: &Path) -> Result<()> {
         self.provenance.check_output(output)?;
         output::check_writable(output, self.replace(), &self.protected(model))

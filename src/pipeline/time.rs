@@ -114,18 +114,18 @@ impl RateFile {
 #[non_exhaustive]
 pub struct StageWork {
     /// Name of the pass, or of the stage.
-    pub name: String,
+    pub(crate) name: String,
     /// Multiply-accumulates of models on samples; those of a backward pass count twice. `None` if they are
     /// not known in advance.
-    pub macs: Option<u64>,
+    pub(crate) macs: Option<u64>,
     /// Bytes read.
-    pub read_bytes: u64,
+    pub(crate) read_bytes: u64,
     /// Bytes written.
-    pub written_bytes: u64,
+    pub(crate) written_bytes: u64,
     /// Whether the stage may do less.
-    pub at_most: bool,
+    pub(crate) at_most: bool,
     /// Estimated time; `None` if the work or the rates of the machine are not known.
-    pub estimated_seconds: Option<f64>,
+    pub(crate) estimated_seconds: Option<f64>,
 }
 
 impl StageWork {

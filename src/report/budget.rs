@@ -111,11 +111,13 @@ impl MeasureUnit {
 
 impl Finding {
     /// How to meet the limit.
+    #[doc(hidden)]
     pub fn advice(&self) -> &'static str {
         self.advice
     }
 
     /// The measured and the allowed value as text, with all digits if they would look equal otherwise.
+    #[doc(hidden)]
     pub fn formatted(&self) -> [String; 2] {
         let texts = [self.measured, self.allowed].map(|value| self.unit.format(value));
         if texts[0] == texts[1] && self.measured != self.allowed { [self.measured, self.allowed].map(|value| value.to_string()) } else { texts }

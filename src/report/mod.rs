@@ -1,7 +1,7 @@
 //! Reports of runs: the passes, sizes, quality and files of the output.
 //!
 //! The fields of [`Report`] are the keys of `report.json`. Keys may be added, but are never renamed. Types
-//! whose fields are not public, such as [`Environment`] and [`FormatSearch`], have the same keys if they
+//! whose fields are not public, such as [`Environment`] and [`Timing`], have the same keys if they
 //! are serialized.
 
 mod budget;
@@ -32,8 +32,9 @@ pub use draft::DraftQuality;
 pub use environment::Environment;
 pub(crate) use environment::{Peak, processor};
 pub use search::FormatSearch;
+pub(crate) use sections::StageTime;
 pub use sections::{
-    CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, StageTime, Timing, Tool, Totals, Verified, WeightHistogram,
+    CarriedFile, Layer, ModelId, OutputFile, PassReport, RuntimeCheck, SignatureFile, Size, Sizes, Timing, Tool, Totals, Verified, WeightHistogram,
 };
 
 use crate::error::{Error, Result, counted};

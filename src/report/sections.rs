@@ -133,15 +133,15 @@ pub struct Layer {
 #[non_exhaustive]
 pub struct WeightHistogram {
     /// Name in the checkpoint.
-    pub name: String,
+    pub(crate) name: String,
     /// Lower end of the first bin, which also counts smaller values.
-    pub low: f32,
+    pub(crate) low: f32,
     /// Upper end of the last bin, which also counts larger values.
-    pub high: f32,
+    pub(crate) high: f32,
     /// Counts of the input's values.
-    pub before: Vec<u32>,
+    pub(crate) before: Vec<u32>,
     /// Counts of the written values.
-    pub after: Vec<u32>,
+    pub(crate) after: Vec<u32>,
 }
 
 /// A runtime whose rules the output complies with.
@@ -216,9 +216,9 @@ pub struct Verified {
 #[non_exhaustive]
 pub struct Timing {
     /// Sum of the estimated times of the stages.
-    pub estimated_seconds: Option<f64>,
+    pub(crate) estimated_seconds: Option<f64>,
     /// The stages in order.
-    pub stages: Vec<StageTime>,
+    pub(crate) stages: Vec<StageTime>,
 }
 
 impl Timing {
@@ -236,17 +236,16 @@ impl Timing {
 /// Estimated and actual time of a stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[non_exhaustive]
-pub struct StageTime {
+pub(crate) struct StageTime {
     /// Name of the pass, or of the stage.
-    pub name: String,
+    pub(crate) name: String,
     /// Estimated time in seconds; `None` if the work was not known in advance.
-    pub estimated_seconds: Option<f64>,
+    pub(crate) estimated_seconds: Option<f64>,
     /// Whether the estimate is an upper bound of the work, because the stage may do less.
     #[serde(default)]
-    pub at_most: bool,
+    pub(crate) at_most: bool,
     /// Actual time in seconds; `None` if a result of an earlier run was used.
-    pub seconds: Option<f64>,
+    pub(crate) seconds: Option<f64>,
 }
 
 /// Totals of a run.

@@ -15,9 +15,9 @@ use crate::store::Weight;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PartIndex {
     /// Number of this part, from 1.
-    pub number: usize,
+    pub(crate) number: usize,
     /// Number of parts.
-    pub count: usize,
+    pub(crate) count: usize,
 }
 
 /// Maximum number of parts.

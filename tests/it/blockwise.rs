@@ -10,8 +10,7 @@ use std::sync::Arc;
 use crate::common::{Desk, pipeline, work};
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
-use compress::pass::prune_structured::{Amounts, Importance, Repair};
-use compress::pass::{Amount, PruneStructured, Quantize, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pass::{Amount, Amounts, PruneStructured, Quantize, QuantizeDynamic, QuantizeStatic, Repair, Step, UnitImportance};
 use compress_core::work::{Cancel, MemoryLimit, Silent, Work};
 use compress_engine::calibration::{Axis, Request, calibrate, calibrate_blockwise};
 use compress_engine::data::{Batch, Data, DataSet, synthetic_with_sizes};
@@ -419,8 +418,8 @@ fn passes_do_not_depend_on_the_memory_limit() {
     let need = need(&model, &DataSet::open(&data, subject.target()).unwrap().first().unwrap());
     assert!(need.blockwise() < need.total(), "{need:?}");
     let amount = Some(Amounts::All(Amount::fraction(0.5)));
-    let prune = PruneStructured { amount, importance: Importance::Activation, repair: Repair::LeastSquares, ..PruneStructured::default() };
-    let by_gradient = PruneStructured { importance: Importance::Taylor, repair: Repair::None, ..prune.clone() };
+    let prune = PruneStructured { amount, importance: UnitImportance::Activation, repair: Repair::LeastSquares, ..PruneStructured::default() };
+    let by_gradient = PruneStructured { importance: UnitImportance::Taylor, repair: Repair::None, ..prune.clone() };
     for pass in [Step::from(prune), Step::from(by_gradient), Step::from(QuantizeStatic::default())] {
         let written = |memory: Option<u64>| {
             let builder = pipeline().calibration(data.clone()).memory(memory).pass(pass.clone());

@@ -98,7 +98,7 @@ const MODEL: &str = "torchvision-resnet18";
 
 #[test]
 fn a_reused_result_equals_a_fresh_one() {
-    let prune = PruneStructured { dims: vec![compress::pass::prune_structured::PrunedPart::Channels], ..PruneStructured::default() };
+    let prune = PruneStructured { dims: vec![compress::pass::PrunedPart::Channels], ..PruneStructured::default() };
     let pipelines: [Vec<Step>; 4] = [
         vec![finetune(), QuantizeStatic::default().into()],
         vec![PruneUnstructured::default().into(), finetune(), QuantizeDynamic::default().into()],

@@ -9,8 +9,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Gguf, Layout, Onnx, Safetensors};
-use compress::pass::prune_structured::PrunedPart;
-use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, PruneUnstructured, Quantize, Step};
+use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, PruneUnstructured, PrunedPart, Quantize, Step};
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
 use compress_core::store::{Bytes, Encoding, Weight};

@@ -6,8 +6,7 @@
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use compress::pass::prune_structured::{Amounts, PrunedPart};
-use compress::pass::{Cast, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pass::{Amounts, Cast, PruneStructured, PruneUnstructured, PrunedPart, QuantizeDynamic, QuantizeStatic, Step};
 use compress::{Model, Pipeline};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::data::Data;

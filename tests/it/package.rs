@@ -70,3 +70,12 @@ fn packages_are_complete() {
         }
     }
 }
+
+/// The listing by `scripts/public-api`, whose lines users of the library have to learn.
+#[test]
+fn the_public_api_is_small() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/public-api");
+    let lines = |name: &str| std::fs::read_to_string(format!("{folder}/{name}.txt")).unwrap().lines().count();
+    let found = lines("light") + lines("run");
+    assert!(found <= 900, "{found} lines");
+}

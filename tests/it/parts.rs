@@ -26,7 +26,7 @@ fn in_parts(steps: &str, model: &Path, output: &Path, count: usize) -> usize {
     let pipeline = builder(steps).build().unwrap();
     for round in 1..=6 {
         // In reverse order, because parts do not depend on previous parts.
-        let shares = PartIndex { number: 1, count }.all().collect::<Vec<_>>().into_iter().rev();
+        let shares = PartIndex::new(1, count).unwrap().all().collect::<Vec<_>>().into_iter().rev();
         let outcomes: Vec<PartOutcome> = shares.map(|share| pipeline.run_part(Model::open(model).unwrap(), output, share).unwrap()).collect();
         if !outcomes.contains(&PartOutcome::Counted) {
             return round;
@@ -116,7 +116,7 @@ fn a_missing_part_is_written_again() {
     let (model, output, steps) = (golden("llama"), folder.path().join("out"), "passes: [quantize-dynamic]");
     in_parts(steps, &model, &output, 3);
     let pipeline = builder(steps).build().unwrap();
-    let part = |number| pipeline.run_part(Model::open(&model).unwrap(), &output, PartIndex { number, count: 3 });
+    let part = |number| pipeline.run_part(Model::open(&model).unwrap(), &output, PartIndex::new(number, 3).unwrap());
     assert_eq!(part(2).unwrap(), PartOutcome::Found);
     let second = parts_folder(&output).join("00002-of-00003");
     std::fs::remove_dir_all(&second).unwrap();
@@ -142,7 +142,11 @@ fn parts_of_different_runs_are_not_merged() {
     let (model, output) = (golden("llama"), folder.path().join("out"));
     assert!(recipe_from_parts(&output).unwrap_err().to_string().contains("no finished part"));
     let part = |steps: &str, name: &str, number, count| {
-        builder(steps).build().unwrap().run_part(Model::open(golden(name)).unwrap(), &output, PartIndex { number, count }).map_err(|error| error.to_string())
+        builder(steps)
+            .build()
+            .unwrap()
+            .run_part(Model::open(golden(name)).unwrap(), &output, PartIndex::new(number, count).unwrap())
+            .map_err(|error| error.to_string())
     };
     let (int8, half) = ("passes: [quantize-dynamic]", "passes: [prune-unstructured]");
     part(int8, "llama", 1, 2).unwrap();
@@ -195,7 +199,7 @@ fn force_removes_parts_of_other_runs_and_keeps_foreign_files() {
     in_parts("passes: [quantize-dynamic]", &model, &output, 2);
     std::fs::write(parts_folder(&output).join("notes.txt"), "mine").unwrap();
     let global = builder("passes: [{ prune-unstructured: { scope: global } }]").force(true).build().unwrap();
-    let outcome = |number| global.run_part(Model::open(&model).unwrap(), &output, PartIndex { number, count: 2 }).unwrap();
+    let outcome = |number| global.run_part(Model::open(&model).unwrap(), &output, PartIndex::new(number, 2).unwrap()).unwrap();
     assert_eq!([outcome(1), outcome(2)], [PartOutcome::Counted; 2]);
     assert!(merged(&model, &output).unwrap_err().to_string().contains("no finished part"));
     while [outcome(1), outcome(2)].contains(&PartOutcome::Counted) {}
@@ -210,7 +214,7 @@ fn unsupported_passes_and_formats_are_rejected_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |steps: &str| {
         let pipeline = builder(steps).build().unwrap();
-        pipeline.run_part(Model::open(golden("llama")).unwrap(), folder.path().join("out"), PartIndex { number: 1, count: 2 }).unwrap_err().to_string()
+        pipeline.run_part(Model::open(golden("llama")).unwrap(), folder.path().join("out"), PartIndex::new(1, 2).unwrap()).unwrap_err().to_string()
     };
     assert!(refused("passes: [{ decompose: { rank: 4 } }]").contains("decompose runs the model"));
     assert!(refused("passes: [cast: { to: f32 }]\nexport: [onnx]").contains("`onnx` writes a single file"));
@@ -219,7 +223,7 @@ fn unsupported_passes_and_formats_are_rejected_by_name() {
     let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/book.txt");
     let weighted = format!("passes: [palettize: {{ bits: 4 }}]\ndata: {{ calibration: {{ text: {} }} }}", book.display());
     assert!(refused(&weighted).contains("palettize runs the model"));
-    let file = builder("passes: []").build().unwrap().run_part(Model::open(golden("llama")).unwrap(), "out.onnx", PartIndex { number: 1, count: 2 });
+    let file = builder("passes: []").build().unwrap().run_part(Model::open(golden("llama")).unwrap(), "out.onnx", PartIndex::new(1, 2).unwrap());
     assert!(file.unwrap_err().to_string().contains("out.onnx is a file"));
     assert!(!folder.path().join("out.parts").exists());
 }

@@ -52,7 +52,7 @@ fn builder(steps: &str) -> Builder {
 }
 
 fn part(steps: &str, model: &Path, output: &Path, number: usize, count: usize) -> PartOutcome {
-    builder(steps).build().unwrap().run_part(Model::open(model).unwrap(), output, PartIndex { number, count }).unwrap()
+    builder(steps).build().unwrap().run_part(Model::open(model).unwrap(), output, PartIndex::new(number, count).unwrap()).unwrap()
 }
 
 /// Runs all parts in reverse order until each is written.
@@ -80,7 +80,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 /// Bytes of weights in each part.
 fn sizes(output: &Path, count: usize) -> Vec<u64> {
     let size = |share: PartIndex| std::fs::metadata(parts_folder(output).join(share.name()).join("model.safetensors")).unwrap().len();
-    PartIndex { number: 1, count }.all().map(size).collect()
+    PartIndex::new(1, count).unwrap().all().map(size).collect()
 }
 
 fn manifest_path(output: &Path, share: PartIndex) -> PathBuf {
@@ -94,7 +94,7 @@ fn law(model: &Path, folder: &Path, steps: &str, cut: bool) {
     for count in [1, 3, 16] {
         let output = folder.join(format!("out-{count}"));
         in_parts(steps, model, &output, count);
-        let texts = PartIndex { number: 1, count }.all().map(|share| std::fs::read_to_string(manifest_path(&output, share)).unwrap());
+        let texts = PartIndex::new(1, count).unwrap().all().map(|share| std::fs::read_to_string(manifest_path(&output, share)).unwrap());
         let pieces = texts.filter(|text| text.contains("\"rows\":[")).count();
         assert_eq!(pieces > 1, cut && count > 1, "{steps} in {count} parts: {pieces}");
         let after = merged(model, &output, count == 3).unwrap();
@@ -210,7 +210,7 @@ fn inconsistent_parts_are_rejected_by_name() {
     let model = model(folder.path(), DType::BF16, (BIG, vec![ROWS, WIDTH]));
     let (steps, output) = ("passes: [quantize-dynamic]", folder.path().join("out"));
     in_parts(steps, &model, &output, 3);
-    let place = manifest_path(&output, PartIndex { number: 2, count: 3 });
+    let place = manifest_path(&output, PartIndex::new(2, 3).unwrap());
     let text = std::fs::read_to_string(&place).unwrap();
     let tell = |change: &dyn Fn(&mut serde_json::Value)| {
         let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();

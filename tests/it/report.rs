@@ -192,8 +192,9 @@ fn extreme_values_do_not_break_a_page() {
         (layer.sqnr_db, layer.shape) = (Some(value), vec![usize::MAX, usize::MAX]);
         (layer.bytes_before, layer.bytes_after) = (u64::MAX / 8, 0);
     }
-    odd.histograms[0].before.clear();
-    odd.histograms[0].after = vec![0; 3];
+    let mut histograms = serde_json::to_value(&odd.histograms).unwrap();
+    (histograms[0]["before"], histograms[0]["after"]) = (json!([]), json!([0, 0, 0]));
+    odd.histograms = serde_json::from_value(histograms).unwrap();
     odd.passes[0].details =
         json!({ "training": { "curve": [{ "step": "x" }, 3, { "step": 1e308, "loss": -1e308 }] }, "memory": { "timeline": 5, "phases": [null] } });
     let page = odd.to_html();

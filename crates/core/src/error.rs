@@ -190,11 +190,13 @@ impl Error {
     }
 
     /// A malformed file.
+    #[doc(hidden)]
     pub fn malformed(path: &Path, reason: impl fmt::Display) -> Error {
         Error::Malformed { path: redact_path(path), reason: reason.to_string() }
     }
 
     /// A tensor that is not supported.
+    #[doc(hidden)]
     pub fn tensor(name: &str, reason: impl fmt::Display, hint: impl fmt::Display) -> Error {
         Error::Tensor { name: name.to_owned(), reason: reason.to_string(), hint: hint.to_string() }
     }
@@ -226,6 +228,7 @@ impl Error {
     }
 
     /// Whether memory was exhausted, so that a smaller batch may succeed.
+    #[doc(hidden)]
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Error::OutOfMemory { .. })
     }

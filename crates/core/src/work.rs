@@ -69,6 +69,7 @@ pub struct Cancel(Arc<AtomicBool>);
 impl Cancel {
     /// The process-wide handle, used by signal handlers. It stops all work that was started without a
     /// handle of its own.
+    #[doc(hidden)]
     pub fn process() -> Cancel {
         static PROCESS: OnceLock<Cancel> = OnceLock::new();
         PROCESS.get_or_init(Cancel::default).clone()

@@ -46,6 +46,7 @@ pub struct Gguf {
     /// matches applies
     #[serde(skip_serializing_if = "Vec::is_empty", with = "types::ordered_map")]
     #[cfg_attr(feature = "cli", schemars(with = "BTreeMap<String, TensorType>"))]
+    #[doc(hidden)]
     pub types: Vec<(Pattern, TensorType)>,
     /// How errors are weighted in the search for the scales of blocks
     pub importance: InputImportance,
@@ -59,8 +60,8 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Adds an entry to [`types`](Gguf::types): a pattern, and the name of a type in llama.cpp, such as
-    /// `Q6_K`.
+    /// Stores the matrices that match a pattern, by their names in GGUF files or in the model, in the type with
+    /// this name in llama.cpp, such as `Q6_K`. The first pattern that matches applies.
     ///
     /// # Errors
     /// The pattern or the name of the type is invalid.

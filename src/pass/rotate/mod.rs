@@ -32,6 +32,7 @@ use crate::store::{DType, Origin, Role, Weight, ZeroOrigin};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum RotatedPart {
     /// The residual stream (R1)
     Residual,

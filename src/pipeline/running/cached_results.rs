@@ -175,6 +175,7 @@ impl ResultCache {
     }
 
     /// The folder of the cache.
+    #[doc(hidden)]
     pub fn folder(&self) -> &Path {
         self.store.folder()
     }

@@ -3,8 +3,7 @@
 use std::fs;
 
 use compress::export::{FileType, Gguf};
-use compress::pass::prune_structured::{Amounts, PrunedPart};
-use compress::pass::{Amount, PruneStructured};
+use compress::pass::{Amount, Amounts, PruneStructured, PrunedPart};
 use compress::{Error, Model, Pipeline};
 use compress_core::store::gguf;
 use compress_core::store::{BlockSink, Bytes, DType, Encoding, Weight, WeightSource};

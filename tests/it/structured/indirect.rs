@@ -1,6 +1,6 @@
 //! Sizes and types of layers that `config.json` specifies by other keys than the usual ones.
 
-use compress::pass::prune_structured::PrunedPart;
+use compress::pass::PrunedPart;
 use compress::{Model, Pipeline};
 use serde_json::{Map, Value, json};
 

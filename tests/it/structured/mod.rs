@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Layout, Onnx, Safetensors};
-use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair, Target};
-use compress::pass::{ActivationRounding, Amount, PruneStructured, PruneUnstructured, QuantizeDynamic, Scope};
+use compress::pass::{
+    ActivationRounding, Amount, Amounts, PruneStructured, PruneUnstructured, PrunedPart, PruningTarget, QuantizeDynamic, Repair, Scope, UnitImportance,
+};
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
 use compress_engine::data::{Data, synthetic};
@@ -357,12 +358,12 @@ fn the_same_options_yield_the_same_bytes() {
 fn targets_are_met_and_a_global_ranking_yields_different_widths() {
     for (name, target) in [("torchvision-resnet18", 0.5), ("torchvision-mobilenet-v2", 0.6)] {
         for scope in [Scope::Tensor, Scope::Global] {
-            let pass = PruneStructured { target: Some(Target::Macs(target)), scope: Some(scope), round_to: 1, ..Default::default() };
+            let pass = PruneStructured { target: Some(PruningTarget::Macs(target)), scope: Some(scope), round_to: 1, ..Default::default() };
             let done = run(name, Pipeline::builder().pass(pass));
             assert!((done.macs() - target).abs() < 0.05, "{name} {scope:?}: {}", done.macs());
         }
     }
-    let pass = PruneStructured { target: Some(Target::Params(0.7)), ..half(&[]) };
+    let pass = PruneStructured { target: Some(PruningTarget::Params(0.7)), ..half(&[]) };
     let done = run("llama", Pipeline::builder().pass(PruneStructured { amount: None, ..pass }));
     let part = done.report.size.after.parameters as f64 / done.report.size.before.parameters as f64;
     assert!((part - 0.7).abs() < 0.06, "{part}");
@@ -383,7 +384,7 @@ fn data_ranks_and_repairs() {
     let folder = tempfile::tempdir().unwrap();
     let data = pictures(folder.path());
     let name = "torchvision-resnet18";
-    for importance in [Importance::Taylor, Importance::Activation] {
+    for importance in [UnitImportance::Taylor, UnitImportance::Activation] {
         let pass = PruneStructured { importance, ..half(&[PrunedPart::Channels]) };
         run(name, Pipeline::builder().calibration(data.clone()).pass(pass));
     }
@@ -405,13 +406,13 @@ fn labels_of_calibration_arrays_are_ignored() {
     let count = arrays.values().next().unwrap().dim(0).unwrap();
     arrays.insert("labels".to_owned(), Tensor::full(0.5f32, count, &Device::Cpu).unwrap());
     candle_core::safetensors::save(&arrays, &path).unwrap();
-    let attempt = |importance: Importance| {
+    let attempt = |importance: UnitImportance| {
         let pass = PruneStructured { importance, ..half(&[PrunedPart::Channels]) };
         let pipeline = Pipeline::builder().calibration(Data::at(&path)).pass(pass).build().unwrap();
         pipeline.run(Model::open(golden("torchvision-resnet18")).unwrap(), folder.path().join(format!("{importance:?}")))
     };
-    attempt(Importance::Activation).unwrap();
-    let error = attempt(Importance::Taylor).unwrap_err().to_string();
+    attempt(UnitImportance::Activation).unwrap();
+    let error = attempt(UnitImportance::Taylor).unwrap_err().to_string();
     assert!(error.contains("0.5 is not an integer"), "{error}");
 }
 
@@ -429,7 +430,7 @@ fn a_repair_by_few_samples_does_not_hurt_other_tokens() {
         candle_core::safetensors::save(&inputs(seed, 2).into_iter().collect(), &path).unwrap();
         let (data, others) = (Data { batch_size: Some(1), ..Data::at(&path) }, inputs(seed + 100, 64));
         let [none, least] = [Repair::None, Repair::LeastSquares].map(|repair| {
-            let pass = PruneStructured { importance: Importance::Activation, repair, ..half(&[PrunedPart::Mlp]) };
+            let pass = PruneStructured { importance: UnitImportance::Activation, repair, ..half(&[PrunedPart::Mlp]) };
             error(&run("llama", Pipeline::builder().calibration(data.clone()).pass(pass)), "llama", &others)
         });
         assert!(least <= none, "seed {seed}: {none} without repair, {least} with");
@@ -454,7 +455,7 @@ fn batches_count_by_their_samples() {
     candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
     let [four, one] = [4, 1].map(|batch_size| {
         let data = Data { batch_size: Some(batch_size), ..Data::at(&path) };
-        let pass = PruneStructured { importance: Importance::Taylor, ..half(&[PrunedPart::Mlp]) };
+        let pass = PruneStructured { importance: UnitImportance::Taylor, ..half(&[PrunedPart::Mlp]) };
         let done = run("llama", Pipeline::builder().calibration(data).pass(pass));
         std::fs::read(done.folder.path().join("out/model.safetensors")).unwrap()
     });
@@ -473,7 +474,7 @@ fn transformers_are_ranked_by_activation_if_there_are_samples() {
     let pass = || half(&[PrunedPart::Mlp]);
     let bytes = |done: &Done| std::fs::read(done.folder.path().join("out/model.safetensors")).unwrap();
     let calibrated = |importance| run("llama", Pipeline::builder().calibration(tokens(folder.path())).pass(PruneStructured { importance, ..pass() }));
-    let (auto, activation) = (calibrated(Importance::Auto), calibrated(Importance::Activation));
+    let (auto, activation) = (calibrated(UnitImportance::Auto), calibrated(UnitImportance::Activation));
     assert_eq!(chosen(&auto), "activation");
     assert!(bytes(&auto) == bytes(&activation) && !blind(&auto.report));
     // Training data can be used instead, and the recipe states how many samples were used.

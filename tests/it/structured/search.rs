@@ -4,9 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{D, DType, Device, Tensor};
-use compress::pass::SearchStructure;
-use compress::pass::prune_structured::Repair;
-use compress::pass::search_structure::Limit;
+use compress::pass::{Repair, SearchStructure, StructureLimit};
 use compress::{Model, Pipeline};
 use serde_json::Value;
 
@@ -19,7 +17,7 @@ fn search(name: &str, pass: SearchStructure) -> Done {
 
 /// A search in steps of two neurons.
 fn pass(fraction: f64, uniform: bool) -> SearchStructure {
-    SearchStructure { limit: Limit::Layers(fraction), uniform: Some(uniform), round_to: 2, ..SearchStructure::default() }
+    SearchStructure { limit: StructureLimit::Layers(fraction), uniform: Some(uniform), round_to: 2, ..SearchStructure::default() }
 }
 
 fn details(done: &Done) -> &Value {
@@ -156,7 +154,7 @@ fn parts_without_an_effect_are_removed_first() {
     std::fs::copy(golden("llama").join("config.json"), input.join("config.json")).unwrap();
     let original = Model::open(&input).unwrap();
     // The network has 3 x 384 parameters, and its norm 16.
-    let limit = Limit::Params(parameters(&original) - 1168);
+    let limit = StructureLimit::Params(parameters(&original) - 1168);
     let pipeline = Pipeline::builder().calibration(tokens(folder.path())).pass(SearchStructure { limit, ..pass(0.5, false) }).build().unwrap();
     let out = folder.path().join("out");
     let report = pipeline.run(original.clone(), &out).unwrap();

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair};
-use compress::pass::{Amount, PruneStructured};
+use compress::pass::{Amount, Amounts, PruneStructured, PrunedPart, Repair, UnitImportance};
 use compress::{Model, Pipeline};
 use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_engine::model::Config;
@@ -245,7 +244,7 @@ fn experts_needed_by_the_router_are_kept() {
     for pass in [
         PruneStructured { ignore: vec!["*".parse().unwrap()], ..half(&[PrunedPart::Experts]) },
         PruneStructured { repair: Repair::Bias, ..half(&[PrunedPart::Layers]) },
-        PruneStructured { importance: Importance::Taylor, ..half(&[PrunedPart::Layers, PrunedPart::Experts]) },
+        PruneStructured { importance: UnitImportance::Taylor, ..half(&[PrunedPart::Layers, PrunedPart::Experts]) },
     ] {
         let message = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).build().map(|_| ()).unwrap_err().to_string();
         assert!(message.contains("`dims` lists none of them"), "{message}");

@@ -71,7 +71,7 @@ pub use preprocessing::{has_renumbered_tokens, has_same_preprocessing};
 pub use sequence_role::SequenceRole;
 pub(crate) use sequence_role::{ATTENTION_MASK, INPUT_IDS, NextTokens};
 pub use sequence_role::{DECODER_INPUT_IDS, SequenceRoles, TokenAxis};
-pub use source_registry::{Array, DataSource, Sample, Values, register_source};
+pub use source_registry::{Array, DataSource, Sample, register_source};
 pub use speech::Speech;
 pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
 pub use target::{Target, fixed_batch};

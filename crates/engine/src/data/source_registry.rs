@@ -8,18 +8,14 @@ use crate::registry::Registry;
 
 /// An array in row-major order.
 #[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
 pub struct Array {
-    /// Sizes of the axes, outermost first.
-    pub shape: Vec<usize>,
-    /// The values.
-    pub values: Values,
+    pub(super) shape: Vec<usize>,
+    pub(super) values: Values,
 }
 
 /// Values of an array.
 #[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub enum Values {
+pub(super) enum Values {
     /// Floats.
     Float(Vec<f32>),
     /// Integers, such as token ids.
@@ -35,6 +31,11 @@ impl Array {
     /// An array of integers.
     pub fn ints(shape: impl Into<Vec<usize>>, values: impl Into<Vec<i64>>) -> Array {
         Array { shape: shape.into(), values: Values::Int(values.into()) }
+    }
+
+    /// Sizes of the axes, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
     }
 
     /// The values, if they are floats.

@@ -14,8 +14,8 @@ use crate::analysis::{self, GroupUnit};
 use crate::error::{Error, Result};
 use crate::exec::Rounding;
 use crate::model::Model;
-use crate::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair};
 use crate::pass::{Amount, Context, Method, Pass, PruneStructured, Score, Scores, Step};
+use crate::pass::{Amounts, PrunedPart, Repair, UnitImportance};
 use crate::report::format::natural;
 use crate::report::search::SearchLoss;
 use crate::run_state::RunState;
@@ -107,7 +107,7 @@ impl<'a> Pruned<'a> {
         PruneStructured {
             dims: vec![part],
             amount: Some(Amounts::All(Amount::fraction(removed))),
-            importance: Importance::Activation,
+            importance: UnitImportance::Activation,
             uniform: Some(false),
             repair: Repair::LeastSquares,
             targets,
