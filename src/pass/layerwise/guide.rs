@@ -404,19 +404,23 @@ mod tests {
             let subject = Subject::from_model(model.clone()).unwrap();
             let samples = context.data.open(context.data.calibration.as_ref().unwrap(), subject.target()).unwrap();
             let team = super::super::ranks::connect(context).unwrap();
-            Guide::open(&sites, (&graph, &model), &samples, &Ranks::open(&team, context).unwrap(), context).unwrap()
+            Guide::open(Guidance::Outputs, &sites, (&graph, &model), &samples, &Ranks::open(&team, context).unwrap(), context).unwrap()
         };
         let guide = testing::calibrated(&inputs, open).unwrap();
 
         let values = testing::values(&graph, &model, &inputs, |_| true).unwrap();
         let b = Tensor::from_vec(testing::numbers(&[3, 6]), (3, 6), &Device::Cpu).unwrap();
         let mut squares: BTreeMap<&str, Vec<Vec<f64>>> = BTreeMap::new();
+        let mut products: BTreeMap<&str, Tensor> = BTreeMap::new();
         for sample in 0..3 {
             let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 1 };
             let part = |name: &str| values[name].narrow(0, sample, 1).unwrap();
             let logits = gradient_of_drawn_targets(&part("logits"), &batch, &SequenceRoles::new(&graph), sample as u64).unwrap().squeeze(0).unwrap();
             let slope = (1.0 - part("t").sqr().unwrap()).unwrap().squeeze(0).unwrap();
             for (name, gradient) in [("a", (logits.matmul(&b).unwrap() * slope).unwrap()), ("b", logits)] {
+                let product = gradient.t().unwrap().matmul(&gradient).unwrap();
+                let sum = products.remove(name).map_or(product.clone(), |sum| (sum + product).unwrap());
+                products.insert(name, sum);
                 let rows = gradient.to_vec2::<f32>().unwrap();
                 let mean = |row: &Vec<f32>| row.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>() / row.len() as f64;
                 squares.entry(name).or_default().push(rows.iter().map(mean).collect());
@@ -426,6 +430,13 @@ mod tests {
             let (found, expected) = (&guide.by_name[name], factors(&squares));
             let is_close = |found: &[f32], expected: &[f32]| found.len() == 5 && found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-4);
             assert!(found.len() == 3 && found.iter().zip(&expected).all(|(a, b)| is_close(a, b)), "{name}: {found:?}, not {expected:?}");
+        }
+        for (name, products) in products {
+            let found = guide.moments(name).unwrap().unwrap();
+            let [group] = &found.groups[..] else { panic!("{found:?}") };
+            let expected = products.to_vec2::<f32>().unwrap();
+            let is_close = |row: usize, column: usize| (group.products[row * group.size + column] - expected[row][column]).abs() < 1e-4;
+            assert!(group.size == expected.len() && (0..group.size).all(|row| (row..group.size).all(|column| is_close(row, column))), "{name}: {found:?}");
         }
     }
 }

@@ -80,7 +80,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 28] = [
+    let cases: [(&str, &str, Change, &str); 35] = [
         ("glm4-moe", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (

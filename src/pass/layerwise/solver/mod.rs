@@ -352,7 +352,7 @@ mod tests {
         for solver in solvers(&moments, &sums, &order, 0.1, false) {
             let change = |values: &[f32]| solver.change(values, &order, &moments.differences).unwrap();
             let mut corrected = Vec::new();
-            let correction = Correction { parts: parts.to_vec(), change: change(&weight) };
+            let correction = Correction { parts: parts.to_vec(), change: change(&weight), feedback: None };
             let mut values = weight.clone();
             let steps = Steps { block: 128, frozen: &[], sweeps: 0 };
             let rule = |values: &[f32]| {
