@@ -187,19 +187,27 @@ mod tests {
         a.iter().zip(b).map(|(a, b)| a - b).collect()
     }
 
+    /// Half of the squares of the gradients is common to all outputs: in three blocks and more, compensation
+    /// removes at least a quarter of the loss on average.
     #[test]
     fn compensated_rows_lose_less_and_have_their_scales() {
         for rows in [1, 3, BLOCK, BLOCK + 1, 3 * BLOCK + 5] {
             let group = single(rows, 0.1);
             let moments = damped(&group);
             let feedback = OutputFeedback::new(&OutputMoments { groups: vec![group] }, 1).unwrap();
-            let weight: Vec<f32> = (0..rows * SIZE).map(|i| number(7 * i + 1)).collect();
-            let (mut plain, mut compensated) = (weight.clone(), weight.clone());
-            halves(&mut plain).unwrap();
-            let steps = feedback.round(&mut compensated, SIZE, halves).unwrap();
-            assert!(steps.iter().zip(compensated.chunks(SIZE)).all(|(step, row)| step.scale == row[0]) && steps.len() == rows);
-            let [plain, compensated] = [&plain, &compensated].map(|values| loss(&moments, &errors(values, &weight)));
-            assert!(if rows <= BLOCK { plain == compensated } else { compensated < 0.8 * plain }, "{rows}: {compensated} of {plain}");
+            let mut losses = [0.0; 2];
+            for seed in 0..12 {
+                let mut random = fastrand::Rng::with_seed(seed);
+                let weight: Vec<f32> = (0..rows * SIZE).map(|_| random.f32()).collect();
+                let (mut plain, mut compensated) = (weight.clone(), weight.clone());
+                halves(&mut plain).unwrap();
+                let steps = feedback.round(&mut compensated, SIZE, halves).unwrap();
+                assert!(steps.iter().zip(compensated.chunks(SIZE)).all(|(step, row)| step.scale == row[0]) && steps.len() == rows);
+                assert_eq!(plain == compensated, rows <= BLOCK);
+                losses.iter_mut().zip([&plain, &compensated]).for_each(|(sum, values)| *sum += loss(&moments, &errors(values, &weight)));
+            }
+            let [plain, compensated] = losses;
+            assert!(rows < 3 * BLOCK || compensated < 0.75 * plain, "{rows}: {compensated} of {plain}");
         }
     }
 
