@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
+use super::MAX_EXPERTS;
 use crate::arch::{GgufFamily, StoredShape, Tiling};
 use crate::error::{Error, Result};
 use crate::store::gguf::{GgufFile, RowPermutation, concatenated_rows, expert_rows};
@@ -183,6 +184,7 @@ impl Arrangement {
             return Err(Error::malformed(&file.path, format!("specifies {} key heads with {} value heads each", self.keys, self.each)));
         }
         let names: Vec<String> = file.tensors.keys().cloned().collect();
+        let mut experts = 0;
         for name in names {
             if let Some((checkpoint, gates)) = self.family.delta_projection(&name) {
                 found.insert(checkpoint.clone(), self.joint_projection(file, &checkpoint, [&name, &gates])?);
@@ -192,7 +194,7 @@ impl Arrangement {
                 continue;
             }
             if let Some((checkpoint, other)) = self.family.concatenation(&name) {
-                found.insert(checkpoint.clone(), concatenated(file, &checkpoint, [&name, &other])?);
+                found.insert(checkpoint.clone(), concatenated(file, &checkpoint, [&name, &other], &mut experts)?);
                 for part in [&name, &other] {
                     file.tensors.remove(part);
                 }
@@ -263,8 +265,8 @@ impl Arrangement {
     }
 }
 
-/// The rows of two GGUF tensors, for experts those of each expert.
-fn concatenated(file: &GgufFile, checkpoint: &str, [first, second]: [&str; 2]) -> Result<Weight> {
+/// The rows of two GGUF tensors, for experts those of each expert, whose number is added to `experts`.
+fn concatenated(file: &GgufFile, checkpoint: &str, [first, second]: [&str; 2], experts: &mut usize) -> Result<Weight> {
     let tensor = |name: &str| file.tensors.get(name).cloned().ok_or_else(|| Error::tensor(name, "is missing", "the file is incomplete"));
     let [one, other] = [tensor(first)?, tensor(second)?];
     let mismatch = || Error::tensor(checkpoint, "is stored in parts of different shapes", "the tensors do not match each other");
@@ -273,6 +275,11 @@ fn concatenated(file: &GgufFile, checkpoint: &str, [first, second]: [&str; 2]) -
     shape.get_mut(axis).into_iter().for_each(|rows| *rows = rows.saturating_mul(2));
     if axis == 0 {
         return concatenated_rows(vec![one, other], shape, checkpoint);
+    }
+    // Checked before allocating, since the count is untrusted.
+    *experts = experts.saturating_add(one.shape.first().copied().unwrap_or(0));
+    if *experts > MAX_EXPERTS {
+        return Err(Error::malformed(&file.path, format!("has at least {experts} expert tensors, more than are supported")));
     }
     let slices = |name: &str| file.slices(name)?.ok_or_else(mismatch);
     let (first, second) = (slices(first)?, slices(second)?);
