@@ -9,8 +9,8 @@ use super::{Finding, Target, layer_number};
 use crate::error::Result;
 use crate::store::DType;
 
-/// Number of layers of the verifier whose hidden states a head reads, unless `num_aux_hidden_states` specifies
-/// another one.
+/// Number of layers of the verifier whose hidden states a head reads, unless `num_aux_hidden_states`
+/// specifies another one.
 const STATES: u64 = 3;
 /// Types of layers, and the parts that only layers of this type have.
 const TYPES: [(&str, &[&str]); 2] = [("llama", &[]), ("qwen3", &["self_attn.q_norm", "self_attn.k_norm"])];

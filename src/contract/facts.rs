@@ -41,7 +41,7 @@ const VLLM_LORA_RANKS: [u64; 8] = [8, 16, 32, 64, 128, 256, 320, 512];
 /// Changes of a run with which vLLM loads its adapter.
 pub(crate) const VLLM_ADAPTER_REMEDY: &str = "use `kind: lora`, a lower rank, or `merge: true`";
 
-/// The `--max-lora-rank` with which vLLM loads an adapter of this rank and kind, or why vLLM does not load it.
+/// The `--max-lora-rank` with which vLLM loads an adapter of this rank and kind, or why it does not.
 pub(crate) fn vllm_adapter_rank(rank: u64, is_dora: bool) -> std::result::Result<u64, String> {
     if is_dora {
         return Err("vLLM does not load DoRA".into());

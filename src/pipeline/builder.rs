@@ -178,8 +178,8 @@ impl Pipeline {
         output::check_output(output, self.replace(), &self.protected(model))
     }
 
-    /// As `check_output`, and creates a folder next to a local output for a moment, for work that precedes the
-    /// run.
+    /// As `check_output`, and creates a folder next to a local output for a moment, for work that precedes
+    /// the run.
     #[doc(hidden)]
     pub fn check_writable(&self, model: &Model, output: &Path) -> Result<()> {
         self.provenance.check_output(output)?;

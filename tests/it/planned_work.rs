@@ -84,7 +84,7 @@ fn upper_bounds_of_work_are_marked() {
     assert!(macs("llama", guided).0 > macs("llama", plain).0);
 }
 
-/// Each teacher adds its work in every epoch, or once if its logits are cached, and none if they are in files.
+/// Each teacher adds its work in every epoch, once if its logits are cached, and none if they are in files.
 #[test]
 fn the_work_of_all_teachers_is_planned() {
     let folder = tempfile::tempdir().unwrap();

@@ -115,8 +115,8 @@ fn files_of_logits_replace_the_teacher() {
     let report = responses.run.train(MODEL, responses.data.clone(), with).unwrap();
     assert!(report.notes.iter().any(|note| note.contains("the logits of 16 samples were read from files, 16 of them")), "{:?}", report.notes);
     assert_eq!(stored(&cache, tokens), texts);
-    // Half a unit in the last place of the logits changes logarithms of probabilities by at most twice as much,
-    // and the mean of the differences of two of them accordingly.
+    // Half a unit in the last place of the logits changes logarithms of probabilities by at most twice as
+    // much, and the mean of the differences of two of them accordingly.
     let error = f64::from(range) * 2f64.powi(-11);
     let bound = 2.0 * error * (1.0 + f64::from(range));
     assert!((ends(&report).0 - direct).abs() < bound, "{} instead of {direct}, with an error of at most {bound}", ends(&report).0);

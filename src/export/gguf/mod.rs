@@ -60,8 +60,8 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Stores the matrices that match a pattern, by their names in GGUF files or in the model, in the type with
-    /// this name in llama.cpp, such as `Q6_K`. The first pattern that matches applies.
+    /// Stores the matrices that match a pattern, by their names in GGUF files or in the model, in the type
+    /// with this name in llama.cpp, such as `Q6_K`. The first pattern that matches applies.
     ///
     /// # Errors
     /// The pattern or the name of the type is invalid.
@@ -386,8 +386,7 @@ impl Format for Gguf {
         // It contains the vocabulary.
         drop(outline);
         let (mut files, mut measured) = writer::write_pieces(folder, &[(file_name(run).to_owned(), pieces)], &items, work)?;
-        // The bytes were read in another order than they are stored in the input, so their hash does not
-        // apply.
+        // The bytes were read in another order than they are stored, so the hash of the input is unknown.
         for index in rearranged {
             measured[index].input_hash = None;
         }

@@ -38,8 +38,8 @@ pub(super) fn check(pass: &Distill) -> Result<()> {
     Err(Error::option(OPTION, reason))
 }
 
-/// A cache with the logits of all samples from files, and a note. Of several ranks, the first one converts the
-/// files, and the others only what they do not find on their disk.
+/// A cache with the logits of all samples from files, and a note. Of several ranks, the first one converts
+/// the files, and the others only what they do not find on their disk.
 pub(super) fn cache(
     files: &[PathBuf],
     (folder, top): (Option<PathBuf>, usize),

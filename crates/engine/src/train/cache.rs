@@ -298,8 +298,8 @@ fn parse_header(header: &[u8; HEADER_BYTES]) -> (u128, usize, u64) {
     )
 }
 
-/// A row of the cache: logits, ordered by column, minus the largest one, and the logarithm of the probability of
-/// the other columns, relative to that of the largest logit. Rows of fewer than `top` logits are padded by
+/// A row of the cache: logits, ordered by column, minus the largest one, and the logarithm of the probability
+/// of the other columns, relative to that of the largest logit. Rows of fewer than `top` logits are padded by
 /// repeating their first column.
 fn stored_row(mut logits: Vec<(u32, f32)>, top: usize, highest: f32, rest: f64) -> (Vec<(u32, f16)>, f16) {
     logits.sort_unstable_by_key(|(column, _)| *column);
@@ -309,7 +309,7 @@ fn stored_row(mut logits: Vec<(u32, f32)>, top: usize, highest: f32, rest: f64) 
     (logits.into_iter().map(|(column, value)| (column, stored(value))).collect(), f16::from_f64(rest).max(ZERO_PROBABILITY))
 }
 
-/// The row of the cache for logits, of which the `top` largest are stored, and probabilities at a temperature.
+/// The row of the cache for logits, of which the `top` largest are stored, at a temperature.
 fn top_of_row(row: &[f32], top: usize, temperature: f64) -> (Vec<(u32, f16)>, f16) {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
     let by_value = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));

@@ -35,8 +35,8 @@ impl Trainer<'_> {
         if earlier == state.total { Ok(None) } else { self.extended(state, batches, earlier).map(Some) }
     }
 
-    /// Checks that `patience` is at least that of the earlier run, which might have ended before otherwise, and
-    /// that it permits additional steps.
+    /// Checks that `patience` is at least that of the earlier run, which might have ended before otherwise,
+    /// and that it permits additional steps.
     fn require_patience(&self, state: &mut State, total: u64) -> Result<()> {
         let patience = self.options.patience;
         let earlier = std::mem::replace(&mut state.train.position.patience, patience);

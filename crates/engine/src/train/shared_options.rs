@@ -1,7 +1,7 @@
 //! The options that all training passes share.
 
-/// Calls the macro in brackets with `context` and the list of options: documentation, attributes of the keys of
-/// recipes after `@`, name, type and default.
+/// Calls the macro in brackets with `context` and the list of options: documentation, attributes of the keys
+/// of recipes after `@`, name, type and default.
 // Each crate imports the modules below it at its root, so the paths are valid in all of them.
 #[allow(clippy::crate_in_macro_def)]
 #[doc(hidden)]

@@ -121,8 +121,8 @@ pub(super) trait Formats {
     fn scores(&self, context: &Context) -> Result<Scores>;
 
     /// Runs of whole models over the calibration samples that the [scores](Formats::scores) take, at most.
-    /// Without an implementation: a forward pass, a backward pass, which is twice the work, and a forward pass
-    /// to the inputs of the layers.
+    /// Without an implementation: a forward pass, a backward pass, which is twice the work, and a forward
+    /// pass to the inputs of the layers.
     ///
     /// # Errors
     /// If no weight can be quantized.

@@ -18,13 +18,13 @@ struct ConcatenatedRows {
 /// The elements of all parts in this order, with the given shape.
 ///
 /// # Errors
-/// The parts do not have the number of elements of the shape, or are not floats of the same type.
+/// The parts do not have the number of elements of the shape, or do not have the same floating-point type.
 pub fn concatenated_rows(parts: Vec<Weight>, shape: Vec<usize>, name: &str) -> Result<Weight> {
     let elements = parts.iter().fold(0usize, |sum, part| sum.saturating_add(part.elements()));
     let first = parts.first().filter(|first| first.is_float() && parts.iter().all(|part| part.dtype == first.dtype));
     let is_complete = Some(elements) == shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
     let Some(first) = first.filter(|_| is_complete) else {
-        return Err(Error::tensor(name, format!("has parts that do not form floats of the shape {shape:?}"), "the tensors do not match each other"));
+        return Err(Error::tensor(name, format!("has parts that do not form a float tensor of the shape {shape:?}"), "the tensors do not match each other"));
     };
     let stored_as: std::collections::BTreeSet<String> = parts.iter().flat_map(|part| part.stored_as.clone()).collect();
     let stored_bytes = parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.stored_bytes));
