@@ -34,7 +34,7 @@ pub struct GgufFamily {
     pub norms_plus_one: bool,
     /// Keys of the epsilon of normalizations, and its default in transformers.
     pub epsilon: Setting,
-    /// Keys of `config.json` that specify whether a tensor of the first layers is present, with that tensor.
+    /// Keys of `config.json` that specify whether a tensor of a layer is present, with that tensor.
     pub flags: &'static [Pair],
     /// Keys of `config.json` that specify whether a tensor of the first layer is absent, with that tensor.
     pub absences: &'static [Pair],

@@ -3,7 +3,7 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value as Json, json};
 
@@ -185,8 +185,10 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         }
     }
     let has = |name: &str| tensors.contains_key(name);
+    // The first layers of hybrid models may be of another kind.
+    let parts: BTreeSet<&str> = tensors.keys().filter_map(|name| Some(name.strip_prefix("blk.")?.split_once('.')?.1)).collect();
     for (key, tensor) in family.flags {
-        set(key, json!(has(&format!("blk.0.{tensor}"))));
+        set(key, json!(parts.contains(tensor)));
     }
     for (key, tensor) in family.absences {
         set(key, json!(!has(&format!("blk.0.{tensor}"))));
