@@ -179,6 +179,16 @@ fn keys_of_families_are_read_or_refused() {
     refused("granite-hybrid", "granitehybrid.ssm.inner_size", Some(gguf::Value::Unsigned(48)), "`granitehybrid.ssm.inner_size` is 48");
     let (_folder, model) = rewritten("granite-hybrid", |_, tensors| drop(tensors.remove("blk.0.ffn_up_exps.weight")));
     assert!(model.err().unwrap().to_string().contains("`blk.0.ffn_up_exps.weight`: is missing"));
+    // The first layer may have attention instead of a convolution with biases.
+    let (_folder, model) = rewritten("granite-hybrid", |values, tensors| {
+        let Some(gguf::Value::Integers(heads)) = values.get_mut("granitehybrid.attention.head_count_kv") else { panic!("no list of heads") };
+        heads.swap(0, 1);
+        let swapped = |name: &str| name.replace("blk.0.", "blk.X.").replace("blk.1.", "blk.0.").replace("blk.X.", "blk.1.");
+        *tensors = std::mem::take(tensors).into_iter().map(|(name, weight)| (swapped(&name), weight)).collect();
+    });
+    let model = model.unwrap();
+    assert_eq!(model.config.get("mamba_conv_bias"), Some(&Value::Bool(true)));
+    model.require_matching_weights().unwrap();
     refused("qwen3-next", "qwen3next.ssm.group_count", Some(gguf::Value::Unsigned(3)), "config.json specifies 3 key heads");
     let (_folder, model) = rewritten("qwen3-next", |_, tensors| drop(tensors.remove("blk.0.attn_gate.weight")));
     assert!(model.err().unwrap().to_string().contains("`blk.0.attn_gate.weight`: is missing"));
