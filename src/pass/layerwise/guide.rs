@@ -244,8 +244,8 @@ fn layers(sites: &[Site]) -> impl Iterator<Item = &Layer> {
     sites.iter().flat_map(|site| &site.layers)
 }
 
-/// Number of passes over the samples for the second moments of all layers with these weights, if the memory is
-/// not limited.
+/// Number of passes over the samples for the second moments of all layers with these weights, if the memory
+/// is not limited.
 pub(super) fn passes(graph: &Graph, weights: &BTreeSet<String>) -> Result<u64> {
     let weights = weights.iter().map(String::as_str).collect();
     Ok(portions(&sites("quantize", graph, &weights, false)?, None).len() as u64)

@@ -57,8 +57,8 @@ impl OutputFeedback {
         Ok(steps)
     }
 
-    /// The errors of outputs `[n, rows]`, weighted so that half of the sum of their squares is the increase of
-    /// the loss.
+    /// The errors of outputs `[n, rows]`, weighted so that half of the sum of their squares is the increase
+    /// of the loss.
     pub fn weighted_errors(&self, outputs: &[f32], targets: &[f32]) -> Vec<f32> {
         let mut weighted = vec![0f32; outputs.len()];
         let mut first = 0;

@@ -90,8 +90,8 @@ impl OutputSums {
     }
 }
 
-/// The damping of the second moments of `count` gradients with which they approximate those of all tokens best
-/// in the Frobenius norm (Ledoit and Wolf 2004, <https://doi.org/10.1016/S0047-259X(03)00096-4>).
+/// The damping of the second moments of `count` gradients with which they approximate those of all tokens
+/// best in the Frobenius norm (Ledoit and Wolf 2004, <https://doi.org/10.1016/S0047-259X(03)00096-4>).
 fn damping(products: &[f32], size: usize, count: usize, fourth_powers: f64) -> f32 {
     let count = count.max(1) as f64;
     let (mut squares, mut trace) = (0.0, 0.0);

@@ -8,8 +8,8 @@ use crate::pass::calibrate;
 use crate::run_state::ModelRun;
 
 impl PruneStructured {
-    /// The runs for the importance of layers, experts and units, and for the repair; `None` if there are none,
-    /// or if the latency of smaller models is measured.
+    /// The runs for the importance of layers, experts and units, and for the repair; `None` if there are
+    /// none, or if the latency of smaller models is measured.
     pub(super) fn model_runs(&self, model: &Model) -> Result<Option<Vec<ModelRun>>> {
         if matches!(self.target, Some(Target::Latency(_))) {
             return Ok(None);

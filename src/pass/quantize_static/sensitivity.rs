@@ -151,9 +151,9 @@ impl QuantizeStatic {
         })
     }
 
-    /// Runs of models over the calibration samples in [`analyze_with`](QuantizeStatic::analyze_with), at most:
-    /// of the observed model, of the original one before and after rescaling, and of each layer with static,
-    /// dynamic and float activations and in the schemes.
+    /// Runs of models over the calibration samples in [`analyze_with`](QuantizeStatic::analyze_with), at
+    /// most: of the observed model, of the original one before and after rescaling, and of each layer with
+    /// static, dynamic and float activations and in the schemes.
     ///
     /// # Errors
     /// If no layer can be quantized.
