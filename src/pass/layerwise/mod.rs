@@ -10,6 +10,7 @@ mod compensated;
 mod corrections;
 mod divided_rows;
 mod forecast;
+mod grids;
 mod guide;
 mod held_out;
 mod low_rank;

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::rounding::costs;
+use super::grids::costs;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, unsupported};
 use crate::error::{Error, Result, counted};
 use crate::kernel::palette::nearest;

@@ -11,6 +11,7 @@ use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::divided_rows::DividedRows;
+use super::grids::{costs, global_scale, grid};
 use super::guide::{Guidance, Guide};
 use super::held_out::LayerChoice;
 use super::output_feedback::OutputFeedback;
@@ -22,13 +23,12 @@ use super::solver::{Correction, Part, Steps};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
-use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
+use crate::kernel::grid::QuantizationParams;
 use crate::model::Model;
 use crate::pass::quantize::{self, Corrections, Method as By, Quantize};
-use crate::pass::weight_quantizer::stored_scale;
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
-use crate::store::{ActivationScheme, Codes, Granularity, Pattern, QuantizationSpec, Scales, Weight};
+use crate::store::{ActivationScheme, Granularity, Pattern, QuantizationSpec, Scales, Weight};
 use crate::train::Team;
 use crate::work::Meter;
 
@@ -201,46 +201,6 @@ impl Quantization<'_> {
 /// How scales are chosen: with the least error, or covering the largest values.
 fn range(pass: &Quantize, affine: &QuantizationSpec) -> Range {
     if pass.observer(affine.codes) == WeightObserver::Mse { Range::MinError(MIN_RANGE_PERCENT) } else { Range::MinMax }
-}
-
-/// Error weights of columns, proportional to their mean squares plus a small constant.
-pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
-    let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
-    let least = if mean > 0.0 { 1e-3 } else { 1.0 };
-    squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
-}
-
-/// The quantization grids of a layer, with columns in the given order.
-fn grid<'o>(
-    (layer, weight): (&Layer, &Weight),
-    affine: &QuantizationSpec,
-    global_scales: &BTreeMap<String, f32>,
-    order: &'o [usize],
-) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
-    let group = match affine.granularity {
-        Granularity::Channel => Some(layer.size),
-        Granularity::Group(size) => Some(size),
-        Granularity::Tensor | Granularity::Block(_) => None,
-    };
-    let levels = match affine.codes {
-        Codes::Integer(bits) => Some(Levels::Integers(IntegerGrid { bits: bits.into(), symmetric: affine.symmetric })),
-        Codes::Float(format) => Some(Levels::Floats(format.codec())),
-        Codes::Palette(_) => None,
-    };
-    let (Some(levels), Some(group), false) = (levels, group, layer.input_major) else {
-        return Err(Error::tensor(
-            &layer.weight,
-            format!("cannot be quantized with calibration samples to {} of {:?} in shape {:?}", affine.codes, affine.granularity, weight.shape),
-            "use `method: rtn`, or add it to `ignore`",
-        ));
-    };
-    let store = stored_scale(affine, global_scale(global_scales, layer));
-    Ok(Grid { levels, group, steps: Vec::new(), order, store })
-}
-
-/// The global scale of a layer's weight; 1 if it has none.
-fn global_scale(global_scales: &BTreeMap<String, f32>, layer: &Layer) -> f32 {
-    global_scales.get(&layer.weight).copied().unwrap_or(1.0)
 }
 
 /// The inputs of the next layers.
@@ -505,11 +465,5 @@ mod tests {
         let found = ["b", "c", "d", "ignored"].map(|name| quantization.can_stack([&layer("a"), &layer(name)]));
         assert_eq!(found, [true, false, false, false]);
         assert!(!quantization.can_stack([&layer("ignored"), &layer("ignored")]));
-    }
-
-    #[test]
-    fn costs_are_relative_to_the_mean() {
-        assert_eq!(costs(&[1.0, 3.0, 8.0, 0.0]), [1.0 / 3.0 + 1e-3, 1.0 + 1e-3, 8.0 / 3.0 + 1e-3, 1e-3].map(|cost: f64| cost as f32));
-        assert_eq!(costs(&[0.0; 2]), [1.0; 2], "without samples, all columns are equal");
     }
 }

@@ -10,8 +10,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::grids::costs;
 use super::guide::{Guidance, Guide};
-use super::rounding::{Quantization, costs};
+use super::rounding::Quantization;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, sites, unsupported};
 use crate::error::Result;
 use crate::kernel::epilogue::Epilogue;
