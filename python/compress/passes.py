@@ -13,7 +13,7 @@ from ._process import Path
 from ._run import Settings, run_pass
 from .report import Report
 
-__all__ = ["prune_unstructured", "prune_structured", "search_structure", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize", "split_experts"]
+__all__ = ["prune_unstructured", "prune_structured", "search_structure", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize", "split_experts", "rotate"]
 
 
 def prune_unstructured(
@@ -683,4 +683,26 @@ def split_experts(
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.SplitExperts()
+    return run_pass(step, model, output, settings)
+
+
+def rotate(
+    model: Path,
+    output: Path,
+    *,
+    parts: Sequence[recipe.RotatedPart] = (),
+    untie: bool = False,
+    **settings: Unpack[Settings],
+) -> Report:
+    """Rotate the residual stream and the values of attention heads by orthogonal matrices, which distribute outliers of activations and weights over all features.
+
+    Args:
+        model: the model: a folder or a file, or a remote one like hf:org/name.
+        output: folder to write.
+        parts: Features to rotate [default: both].
+        untie: Store the output head separately if it is tied to the embedding table, which `residual`
+            requires, because the factors of the last normalization are folded into the head.
+        settings: calibration, evaluation, force and more, as listed in `Settings`.
+    """
+    step = recipe.Rotate(parts=parts, untie=untie)
     return run_pass(step, model, output, settings)

@@ -300,6 +300,13 @@ Repair: TypeAlias = Literal["none", "bias", "least-squares"]
 - least-squares: Refit the remaining weights by least squares; recompute statistics of batch normalization
 """
 
+RotatedPart: TypeAlias = Literal["residual", "heads"]
+"""Features that are rotated.
+
+- residual: The residual stream (R1)
+- heads: The values of each attention head (R2)
+"""
+
 Runtime: TypeAlias = Literal["candle", "onnxruntime"]
 """Runtime that runs a model.
 
@@ -1563,6 +1570,21 @@ class SplitExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rotate:
+    """Rotate the residual stream and the values of attention heads by orthogonal matrices, which
+    distribute outliers of activations and weights over all features."""
+
+    NAME: ClassVar[Literal["rotate"]] = "rotate"
+
+    parts: Sequence[RotatedPart] = ()
+    """Features to rotate [default: both]."""
+
+    untie: bool = False
+    """Store the output head separately if it is tied to the embedding table, which `residual` requires,
+    because the factors of the last normalization are folded into the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Safetensors:
     """The safetensors format."""
 
@@ -1627,7 +1649,8 @@ class Onnx:
     when a runtime loads the file."""
 
     cache: bool = False
-    """Whether a decoder has inputs and outputs for a KV cache, so that each step computes only new tokens."""
+    """Whether a decoder has inputs and outputs for a KV cache, so that each step computes only new tokens;
+    encoder-decoder models become three files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1759,7 +1782,7 @@ class Evaluate:
     `.eval_results`, in the form that the Hub reads."""
 
 
-Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "search-structure", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize", "split-experts"] | PruneUnstructured | PruneStructured | SearchStructure | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize | SplitExperts
+Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "search-structure", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize", "split-experts", "rotate"] | PruneUnstructured | PruneStructured | SearchStructure | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize | SplitExperts | Rotate
 """One step of a recipe: a pass with its options, or only its name."""
 
 

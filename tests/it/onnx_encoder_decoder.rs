@@ -63,7 +63,7 @@ fn angle(a: &Tensor, b: &Tensor) -> f64 {
 fn executor_logits(model: &Model, inputs: &Inputs) -> Tensor {
     let graph = model.graph().unwrap();
     let parameters = work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Token).run(inputs).unwrap().remove("logits").unwrap()
+    Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Tensor).run(inputs).unwrap().remove("logits").unwrap()
 }
 
 /// The graph of a file, with its weights.
@@ -132,9 +132,12 @@ fn quantized_and_half_precision_models_continue_texts() {
         written(&golden(name), &out, steps, vec![Export::default(), onnx.into()]).unwrap_or_else(|error| panic!("{case}: {error}"));
         let (inputs, whole) = expected(name);
         let ours = executor_logits(&Model::open(&out).unwrap(), &inputs);
-        let theirs = logits(&out, &inputs, whole.dim(1).unwrap() - 1);
-        let apart = angle(&ours, &theirs);
+        let [theirs, single] = [0, whole.dim(1).unwrap() - 1].map(|steps| logits(&out, &inputs, steps));
+        let (apart, by_steps) = (angle(&ours, &theirs), angle(&ours, &single));
         assert!(apart < tolerance, "{case}: {apart:e}");
+        // Dynamic scales of single tokens differ from those of the whole text.
+        let tolerance = if tolerance == 1e-2 { 0.1 } else { tolerance };
+        assert!(by_steps < tolerance, "{case} token by token: {by_steps:e}");
         // Values that pass from one file to another have the precision of the model.
         let element = |name: &str, input: &str| {
             let port = parsed(&out.join(name)).input.into_iter().find(|port| port.name() == input).unwrap();
@@ -159,13 +162,20 @@ fn statically_quantized_models_continue_texts() {
         let arrays = folder.path().join("arrays.safetensors");
         candle_core::safetensors::save(&inputs.clone().into_iter().collect::<HashMap<_, _>>(), &arrays).unwrap();
         let (out, data) = (folder.path().join("out"), Data { arrays: Some(arrays), ..Data::default() });
-        let pipeline = Pipeline::builder().threads(2).pass(QuantizeStatic::default()).calibration(data).export(cached()).build().unwrap();
-        pipeline.run(Model::open(golden(name)).unwrap(), &out).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let run = |out: &Path, onnx: Onnx| {
+            let pipeline = Pipeline::builder().threads(2).pass(QuantizeStatic::default()).calibration(data.clone()).export(onnx).build().unwrap();
+            pipeline.run(Model::open(golden(name)).unwrap(), out).unwrap_or_else(|error| panic!("{name}: {error}"));
+        };
+        run(&out, cached());
         let [all, single] = [0, theirs.dim(1).unwrap() - 1].map(|steps| logits(&out, &inputs, steps));
+        let whole = folder.path().join("whole");
+        run(&whole, Onnx::default());
+        let whole = Session::open(&whole.join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap().remove("logits").unwrap();
         let integers = parsed(&out.join(file::DECODERS[1]));
         assert!(integers.node.iter().any(|node| node.op_type() == "QuantizeLinear"), "{name}");
-        assert!(angle(&theirs, &all) < 0.05, "{name}: {}", angle(&theirs, &all));
-        assert!(angle(&all, &single) < 0.01, "{name}: {}", angle(&all, &single));
+        // Rounding rarely turns differences in the last bits into whole steps.
+        assert!(angle(&whole, &all) < 1e-3, "{name}: {}", angle(&whole, &all));
+        assert!(angle(&whole, &single) < 1e-2, "{name}: {}", angle(&whole, &single));
     }
 }
 
@@ -209,6 +219,10 @@ fn files_and_names_are_those_of_optimum() {
     assert!(checks.iter().any(|check| check.finding.starts_with("ONNX Runtime runs it")), "{checks:?}");
     let checked = contract::check(&out, "onnxruntime@1.16".parse().unwrap()).unwrap();
     assert!(checked.is_met() && !checked.rules.is_empty(), "{checked:?}");
+    // Other weights in the folder are those of the model, also if they cannot be read.
+    std::fs::write(out.join("model.safetensors"), [0; 9]).unwrap();
+    let error = Subject::open(&out, 1).err().unwrap().to_string();
+    assert!(error.contains("model.safetensors"), "{error}");
 }
 
 #[test]

@@ -49,7 +49,7 @@ fn planned_work_is_the_executed_work() {
     let sparsegpt = PruneUnstructured { importance: Importance::Sparsegpt, amount: Some(Amount::fraction(0.4)), ..PruneUnstructured::default() };
     let palettize = Palettize { importance: InputImportance::Activation, ..Palettize::default() };
     let decompose = Decompose { importance: InputImportance::Activation, ..Decompose::default() };
-    let pruned = |importance| PruneStructured { importance, ..PruneStructured::default() };
+    let pruned = |importance| PruneStructured { amount: Some("0.5".parse().unwrap()), importance, ..PruneStructured::default() };
     let passes: [Step; 8] = [
         gptq(Some(0.0)).into(),
         gptq(None).into(),
@@ -73,7 +73,12 @@ fn planned_work_is_the_executed_work() {
 fn upper_bounds_of_work_are_marked() {
     let wanda = PruneUnstructured { importance: Importance::Wanda, amount: Some(Amount::fraction(0.4)), ..PruneUnstructured::default() };
     let goal = QuantizeStatic { accuracy_goal: Some("{ min_cosine: 0.5 }".parse().unwrap()), ..QuantizeStatic::default() };
-    let repaired = PruneStructured { importance: UnitImportance::Activation, repair: Repair::LeastSquares, ..PruneStructured::default() };
+    let repaired = PruneStructured {
+        importance: UnitImportance::Activation,
+        repair: Repair::LeastSquares,
+        amount: Some("0.5".parse().unwrap()),
+        ..PruneStructured::default()
+    };
     for pass in [Step::from(wanda), goal.into(), repaired.into()] {
         let name = format!("{pass:?}");
         let (planned, counted, at_most) = macs("llama", pass);

@@ -47,9 +47,9 @@ fn outputs_are_those_of_transformers() {
         ("mistral", false),
         ("phi3", false),
         ("phi3-tied-partial", true),
-        ("qwen2", false),
+        ("qwen2", true),
         ("qwen2-moe", false),
-        ("qwen3", false),
+        ("qwen3", true),
         ("deepseek-v3", false),
         ("lfm2", true),
         ("mamba2-tied", true),
@@ -140,8 +140,6 @@ fn rotations_combine_with_other_passes() {
 /// distributes it over all features.
 #[test]
 fn a_rotation_reduces_the_error_of_rounded_activations() {
-    let draw = Draw::family(1, "llama");
-    let inputs = draw.samples(8, 5);
     let folder = tempfile::tempdir().unwrap();
     std::fs::copy(golden("llama").join("config.json"), folder.path().join("config.json")).unwrap();
     let mut weights = tensors(&golden("llama"));
@@ -150,15 +148,10 @@ fn a_rotation_reduces_the_error_of_rounded_activations() {
     let factors = Tensor::new(factors, &Device::Cpu).unwrap();
     weights.insert("model.embed_tokens.weight".into(), table.broadcast_mul(&factors).unwrap());
     candle_core::safetensors::save(&weights, folder.path().join("model.safetensors")).unwrap();
-    let expected = outputs(folder.path(), &inputs);
-    let error = |passes: Value| {
-        let (output, _) = written(folder.path(), 3, passes).unwrap();
-        let found = outputs(&output.path().join("out"), &inputs);
-        (&expected["logits"] - &found["logits"]).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap()
-    };
+    let quality = |passes: Value| written(folder.path(), 3, passes).unwrap().1.fidelity.unwrap().fidelity.sqnr_db.unwrap();
     let quantize = json!({ "quantize": { "scheme": "W8A8" } });
-    let [plain, rotated] = [json!([quantize]), json!([{ "rotate": {} }, quantize])].map(error);
-    assert!(rotated < 0.8 * plain, "{rotated} instead of {plain}");
+    let [plain, rotated] = [json!([quantize]), json!([{ "rotate": {} }, quantize])].map(quality);
+    assert!(rotated > plain + 3.0, "{rotated} instead of {plain}");
 }
 
 #[test]

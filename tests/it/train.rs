@@ -110,7 +110,7 @@ impl Run {
 
 pub fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
     let model = Model::open(folder).unwrap();
-    let floats = model.weights.by_name.iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
+    let floats = model.weights.by_name.iter().filter(|(name, _)| !name.ends_with("num_batches_tracked") && !name.ends_with("position_ids"));
     floats.map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
 }
 

@@ -465,6 +465,11 @@ fn only_file(
     }
 }
 
+/// Whether a folder has weights in other files than ONNX files.
+pub fn has_other_weights_than_onnx(folder: &Path) -> bool {
+    names::files(folder).is_ok_and(|files| has_checkpoint(&files) || files.iter().any(|file| has_extension(file, "gguf")))
+}
+
 /// Whether files of a folder are a checkpoint in safetensors or PyTorch files.
 fn has_checkpoint(files: &[PathBuf]) -> bool {
     let is_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);

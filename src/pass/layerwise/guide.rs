@@ -133,7 +133,7 @@ impl Guide {
         let mut squares: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
         let mut by_output: BTreeMap<String, Vec<f64>> = BTreeMap::new();
         let mut moments = StoredMoments::new(guidance, sites, ranks);
-        let portions = if guidance == Guidance::Outputs { portions(sites, context.memory.bytes) } else { vec![Vec::new()] };
+        let portions = if guidance == Guidance::Outputs { portions(sites, context.memory.bytes.filter(|_| context.memory.explicit)) } else { vec![Vec::new()] };
         for (portion, layers) in portions.into_iter().enumerate() {
             let mut sums: BTreeMap<&str, OutputSums> = layers.iter().map(|layer| (layer.weight.as_str(), OutputSums::new(layer.rows))).collect();
             let (own, mut number, mut window) = (ranks.batches(samples)?, 0, 0);

@@ -12,7 +12,7 @@ use crate::data::Target;
 use crate::error::{Error, Result};
 use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, MemoryTracker, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
-use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, preprocessing_folder};
+use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, has_other_weights_than_onnx, preprocessing_folder};
 use crate::runtime::{Limits, Session, encoder_decoder};
 use crate::work::{MemoryLimit, Work};
 
@@ -63,8 +63,10 @@ impl Subject {
     pub fn open(path: &Path, threads: usize) -> Result<Subject> {
         let is_file = path.extension().is_some_and(|e| e == "onnx");
         let model = if is_file { None } else { Some(Model::open(path)) };
-        // A folder with several ONNX files only, or the file of the encoder.
+        // A folder with several ONNX files only, or the file of the encoder. Other weights that cannot be read are
+        // an error.
         if !matches!(model, Some(Ok(_)))
+            && (is_file || !has_other_weights_than_onnx(path))
             && let Some([encoder, ..]) = encoder_decoder(path)
         {
             let folder = preprocessing_folder(&encoder);
