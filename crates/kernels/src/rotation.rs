@@ -169,7 +169,7 @@ fn paley(order: usize) -> Option<Vec<i8>> {
 }
 
 fn is_prime(number: usize) -> bool {
-    number > 1 && (2..).take_while(|divisor| divisor * divisor <= number).all(|divisor| number % divisor != 0)
+    number > 1 && (2..).take_while(|divisor| divisor * divisor <= number).all(|divisor| !number.is_multiple_of(divisor))
 }
 
 /// For each number less than a prime, 0 for zero, 1 for squares modulo the prime, and -1 for others.

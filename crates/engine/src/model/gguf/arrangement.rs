@@ -177,7 +177,7 @@ impl Arrangement {
     ///
     /// # Errors
     /// The shapes do not match the configuration.
-    pub(super) fn from_gguf(&self, file: &mut GgufFile) -> Result<BTreeMap<String, Weight>> {
+    pub(super) fn read_gguf(&self, file: &mut GgufFile) -> Result<BTreeMap<String, Weight>> {
         let mut found = BTreeMap::new();
         let heads = self.keys.saturating_mul(self.each);
         if self.family.recurrent.is_delta() && (heads == 0 || heads > MAX_HEADS || self.keys > MAX_HEADS || self.width == 0) {

@@ -153,7 +153,7 @@ fn join_parts(family: &GgufFamily, file: &mut GgufFile) -> Result<BTreeMap<Strin
 
 /// The weights of a file, by their names in Hugging Face checkpoints.
 fn weights(family: &'static GgufFamily, mut opened: GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
-    let mut joined = Arrangement::new(family, config).from_gguf(&mut opened)?;
+    let mut joined = Arrangement::new(family, config).read_gguf(&mut opened)?;
     joined.append(&mut join_parts(family, &mut opened)?);
     let (file, tensors) = (opened.path.clone(), split_experts(family, &mut opened, config)?);
     let size = |key: &str| config.get(key).and_then(Json::as_u64).and_then(|size| usize::try_from(size).ok());
