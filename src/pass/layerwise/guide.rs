@@ -57,7 +57,7 @@ pub(super) struct Guide {
     moments: StoredMoments,
 }
 
-/// Where second moments of the gradients of outputs are, by the name of the weight.
+/// Storage of the second moments of the gradients of outputs, by the name of the weight.
 #[derive(Debug)]
 enum StoredMoments {
     None,

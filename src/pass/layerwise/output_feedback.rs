@@ -42,8 +42,8 @@ impl OutputFeedback {
         Some(OutputFeedback { groups, rows })
     }
 
-    /// Replaces the rows of a weight `[rows, size]` by those that `round` chooses for blocks of rows, and
-    /// returns the scales of all rows.
+    /// Replaces the rows of a weight `[rows, size]` by the values that `round` chooses for blocks of rows,
+    /// and returns the scales of all rows.
     pub fn round(
         &self,
         values: &mut [f32],
@@ -128,7 +128,7 @@ impl GroupFeedback {
         Ok(())
     }
 
-    /// What to add to a block of rows so that all of them compensate for the errors of previous rows.
+    /// The change of a block of rows with which they compensate for the errors of previous rows.
     fn compensation(&self, errors: &[f32], first: usize, count: usize, size: usize) -> Vec<f32> {
         let rows = self.order.len();
         let mut added = vec![0f32; count * size];
@@ -136,7 +136,7 @@ impl GroupFeedback {
             let left = Left::pack_transposed(&self.ratios[first..], count, first, rows);
             product(&left, &Rows { values: errors, count: size, stride: size }, size, Epilogue::NONE, &mut added);
         }
-        // A row need not compensate for what previous rows of the block already do.
+        // Previous rows of the block already compensate for a part of the errors.
         for at in 0..count {
             let (done, rest) = added.split_at_mut((at + 1) * size);
             let ratios = &self.ratios[(first + at) * rows + first + at + 1..];
