@@ -284,7 +284,7 @@ pub struct Checked {
     pub version: &'static str,
     /// The rules of this version.
     pub rules: Vec<CheckedRule>,
-    /// All violations, at most ten for each rule.
+    /// All violations, at most ten for each rule and file.
     pub violations: Vec<Violation>,
 }
 
