@@ -134,10 +134,12 @@ fn quantized_and_half_precision_models_continue_texts() {
         let ours = executor_logits(&Model::open(&out).unwrap(), &inputs);
         let [theirs, single] = [0, whole.dim(1).unwrap() - 1].map(|steps| logits(&out, &inputs, steps));
         let (apart, by_steps) = (angle(&ours, &theirs), angle(&ours, &single));
-        assert!(apart < tolerance, "{case}: {apart:e}");
-        // Dynamic scales of single tokens differ from those of the whole text.
-        let tolerance = if tolerance == 1e-2 { 0.1 } else { tolerance };
-        assert!(by_steps < tolerance, "{case} token by token: {by_steps:e}");
+        // Dynamic scales of single tokens differ from those of the whole text, and activations in 16 bits are
+        // rounded to other integers: the error of rounding is then another one, but not larger.
+        let rounded = if tolerance == 1e-2 { angle(&whole, &ours).max(tolerance) } else { tolerance };
+        let limit = if onnx.precision == Precision::Float16 { rounded } else { tolerance };
+        assert!(apart < limit, "{case}: {apart:e}, not below {limit:e}");
+        assert!(by_steps < rounded, "{case} token by token: {by_steps:e}, not below {rounded:e}");
         // Values that pass from one file to another have the precision of the model.
         let element = |name: &str, input: &str| {
             let port = parsed(&out.join(name)).input.into_iter().find(|port| port.name() == input).unwrap();
