@@ -63,8 +63,8 @@ impl Subject {
     pub fn open(path: &Path, threads: usize) -> Result<Subject> {
         let is_file = path.extension().is_some_and(|e| e == "onnx");
         let model = if is_file { None } else { Some(Model::open(path)) };
-        // A folder with several ONNX files only, or the file of the encoder. Other weights that cannot be read
-        // are an error.
+        // A folder with several ONNX files only, or the file of the encoder. Other weights that cannot be
+        // read are an error.
         if !matches!(model, Some(Ok(_)))
             && (is_file || !has_other_weights_than_onnx(path))
             && let Some([encoder, ..]) = encoder_decoder(path)
