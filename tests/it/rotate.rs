@@ -2,8 +2,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::recipe::Recipe;
@@ -11,15 +10,8 @@ use compress::{Model, Pipeline, Report};
 use serde_json::{Value, json};
 
 use crate::parity::differences;
-use crate::properties::draws::{Draw, outputs};
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
-
-fn tensors(folder: &Path) -> HashMap<String, Tensor> {
-    candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap()
-}
+use crate::properties::draws::{Draw, golden, outputs};
+use crate::split_experts::tensors;
 
 /// The folder with the output `out` of these passes.
 fn written(model: &Path, seed: u64, passes: Value) -> compress::Result<(tempfile::TempDir, Report)> {

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::pass::{Cast, Quantize, SplitExperts, Step};
@@ -11,12 +11,9 @@ use compress::{Model, Pipeline, Report};
 use serde_json::json;
 
 use crate::parity::differences;
+use crate::properties::draws::golden;
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
-
-fn tensors(folder: &Path) -> HashMap<String, Tensor> {
+pub fn tensors(folder: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap()
 }
 

@@ -27,7 +27,7 @@ pub const DAMPING_F32: f64 = 0.01;
 /// Error compensation between the columns of a layer's weight.
 pub struct Compensation {
     size: usize,
-    /// `R[k][j] / R[j][j]`; elements on and below the diagonal are undefined.
+    /// `R[k][j] / R[j][j]` above the diagonal, and zeros elsewhere.
     ratios: Vec<f32>,
     /// `R[j][j]²`: the cost of a column's squared error after compensation by all later columns.
     costs: Vec<f32>,
@@ -79,7 +79,7 @@ impl Compensation {
         Compensation { size, ratios, costs }
     }
 
-    /// `R[k][j] / R[j][j]` above the diagonal, in processing order.
+    /// `R[k][j] / R[j][j]` above the diagonal, in processing order, and zeros elsewhere.
     pub fn ratios(&self) -> &[f32] {
         &self.ratios
     }

@@ -19,7 +19,7 @@ use crate::pass::{Context, Guide, Method, Quantize, Smooth, Step, WeightObserver
 use crate::report::search::SearchMethod;
 use crate::work::{Cancel, Work};
 
-/// Methods from the fastest to the slowest: their names, weights of tokens, and numbers of steps per block.
+/// Methods from the fastest to the slowest: their names, guides, and numbers of steps per block.
 const METHODS: [(&str, Method, Guide, Option<usize>); 5] = [
     ("gptq", Method::Gptq, Guide::None, None),
     ("gptq, guide: loss", Method::Gptq, Guide::Loss, None),
