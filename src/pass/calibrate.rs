@@ -38,7 +38,7 @@ pub(in crate::pass) fn observe(
     model: &Model,
     selected: impl Fn(&str) -> bool,
     context: &Context,
-    mut observe: impl FnMut(&Batch, &str, &Tensor) -> Result<()>,
+    mut observe: impl FnMut(&Batch, &str, &Tensor) -> Result<()> + Send,
 ) -> Result<()> {
     let data = open(model, context)?;
     let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Computed, &sizes_of(graph, &data.first()?.inputs));

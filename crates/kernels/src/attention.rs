@@ -23,6 +23,10 @@ const HALF: usize = PANEL / 2;
 const GROUP: usize = 4;
 /// Number of keys whose products with a panel are stored at a time.
 const KEYS: usize = 22 * BLOCK;
+/// Minimum number of multiply-accumulates of a job.
+const MACS: usize = 1 << 18;
+/// Minimum number of elements that a job copies or rotates.
+const ELEMENTS: usize = 1 << 14;
 
 /// A tensor `[batch, heads, rows, width]` whose last dimension is contiguous.
 #[derive(Clone, Copy)]
@@ -85,7 +89,8 @@ impl Attention<'_> {
         if self.is_single() {
             return self.run_single(queries, keys, values, output);
         }
-        output.par_chunks_mut((self.sequence * self.out).max(1)).enumerate().for_each(|(job, output)| {
+        let heads = MACS / (self.sequence * self.keys * (self.width + self.out)).max(1);
+        output.par_chunks_mut((self.sequence * self.out).max(1)).with_min_len(heads.max(1)).enumerate().for_each(|(job, output)| {
             let (batch, head) = (job / self.heads, job % self.heads);
             let group = head / (self.heads / self.groups);
             let padding = self.padding.map(|p| &p[batch * self.keys..][..self.keys]);
@@ -331,7 +336,8 @@ simd! {
 
 /// Transposes `[batch, heads, sequence, width]` to `[batch, sequence, heads · width]`.
 pub fn merge_heads(heads: Heads, [count, sequence, width]: [usize; 3], output: &mut [f32]) {
-    output.par_chunks_mut((count * width).max(1)).with_min_len(16).enumerate().for_each(|(index, out)| {
+    let size = (count * width).max(1);
+    output.par_chunks_mut(size).with_min_len(ELEMENTS.div_ceil(size)).enumerate().for_each(|(index, out)| {
         let (batch, row) = (index / sequence, index % sequence);
         for (head, out) in out.chunks_exact_mut(width.max(1)).enumerate() {
             out.copy_from_slice(&heads.head(batch, head)[row * heads.strides[2]..][..width]);
@@ -343,7 +349,8 @@ pub fn merge_heads(heads: Heads, [count, sequence, width]: [usize; 3], output: &
 /// elements / 2]`. The result is contiguous.
 pub fn rotate_heads(heads: Heads, [count, sequence, width]: [usize; 3], cosines: &[f32], sines: &[f32], output: &mut [f32]) {
     let half = cosines.len() / sequence.max(1);
-    output.par_chunks_mut((sequence * width).max(1)).enumerate().for_each(|(index, output)| {
+    let size = (sequence * width).max(1);
+    output.par_chunks_mut(size).with_min_len(ELEMENTS.div_ceil(size)).enumerate().for_each(|(index, output)| {
         let head = heads.head(index / count, index % count);
         for (row, out) in output.chunks_exact_mut(width.max(1)).enumerate() {
             let ((rotated, rest), (out, out_rest)) = (head[row * heads.strides[2]..][..width].split_at(2 * half), out.split_at_mut(2 * half));

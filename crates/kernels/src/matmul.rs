@@ -212,6 +212,9 @@ pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize
     multiply_into(left, blocks, panels, column, epilogue, out, width, column, stride);
 }
 
+/// Products with fewer multiply-accumulates take less time than starting other threads.
+const SERIAL: usize = 1 << 19;
+
 /// Computes the product of a left matrix and a right matrix of `width` columns with all threads. Rows of
 /// `out` are contiguous.
 pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
@@ -222,7 +225,7 @@ pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue
     if left.inner == 0 {
         return by_panels(left.rows, width, epilogue, out, |_, _, _| {});
     }
-    if left.rows * width * left.inner < 1 << 17 {
+    if left.rows * width * left.inner < SERIAL {
         return product_serial(left, right, width, epilogue, out, width);
     }
     let size = (PANEL * left.inner).max(1);
@@ -329,7 +332,7 @@ mod tests {
     #[test]
     fn the_epilogue_is_applied_once_when_accumulating() {
         // Three code paths: few rows with many threads, few rows with one thread, and many rows.
-        for (rows, inner, width) in [(2, 3, 5), (30, 200, 70), (600, 64, 40)] {
+        for (rows, inner, width) in [(2, 3, 5), (30, 400, 70), (600, 64, 40)] {
             let (a, b, old) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = Left::pack(&a, rows, inner, inner);
             let right = Columns { values: &b, count: width, stride: inner };

@@ -11,6 +11,7 @@ mod inputs;
 mod load;
 mod memory;
 mod plan;
+mod pool;
 mod prefetch;
 mod rounding;
 mod run;
@@ -34,7 +35,8 @@ pub use memory::{
     Collective, Fetch, ManagedTensor, MemoryCategory, MemoryNeed, MemoryTrace, MemoryTracker, Peak, Pending, Placement, Schedule, Segment, Sharding,
     axis_sizes, segments_of, sizes_of, split_evenly, state_bytes,
 };
+pub(crate) use pool::on_pool_thread;
 pub use rounding::Rounding;
-pub use run::{Executor, Observation, PartialRun};
+pub use run::{Executor, Observation, Observe, PartialRun};
 pub use sequence::{OutputTokens, SequenceCache};
 pub use tape::{Forward, GradientSink, Pages, Tape, TapeForecast, Watch};

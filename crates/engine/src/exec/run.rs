@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::inputs::Inputs;
 use super::memory::{Account, Accounts};
 use super::plan::{self, FusedNodes};
+use super::pool::on_pool_thread;
 use super::sizes::InputCheck;
 use super::{MemoryTracker, Parameters, Rounding, bytes_of};
 use crate::analysis;
@@ -15,6 +16,9 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{DecodingState, Fused, Op, PreparedOp, contiguous};
 use crate::ir::{Graph, Kind, Node, ValueId};
 use crate::store::ActivationScheme;
+
+/// Observes values by name.
+pub type Observe<'o> = &'o mut (dyn FnMut(&str, &Tensor) -> Result<()> + Send);
 
 /// A graph with its parameters, ready to run.
 #[derive(Debug)]
@@ -87,11 +91,13 @@ impl<'g> Executor<'g> {
     /// wrong shape, or contains an index out of range for an embedding.
     pub fn run(&self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
         let mut run = self.start(inputs)?;
-        for step in &self.steps {
-            self.step(step, &mut run)?;
-            run.drop_dead(step);
-        }
-        self.outputs(&run)
+        on_pool_thread(&self.device, || {
+            for step in &self.steps {
+                self.step(step, &mut run)?;
+                run.drop_dead(step);
+            }
+            self.outputs(&run)
+        })
     }
 
     /// The outputs of a finished run, under their public names; floats are f32.
@@ -116,17 +122,19 @@ impl<'g> Executor<'g> {
     }
 
     /// Calls `observe` with the selected values, contiguous, in the order of computation.
-    pub fn run_observed(&self, observation: &Observation, inputs: &Inputs, observe: &mut dyn FnMut(&str, &Tensor) -> Result<()>) -> Result<()> {
+    pub fn run_observed(&self, observation: &Observation, inputs: &Inputs, observe: Observe) -> Result<()> {
         let mut run = self.start(inputs)?;
-        for step in &observation.steps {
-            self.step(step, &mut run)?;
-            let last = self.last(step).output;
-            if observation.observed[last.index()] {
-                observe(&self.graph.value(last).name, &self.contiguous_value(&run, last)?)?;
+        on_pool_thread(&self.device, || {
+            for step in &observation.steps {
+                self.step(step, &mut run)?;
+                let last = self.last(step).output;
+                if observation.observed[last.index()] {
+                    observe(&self.graph.value(last).name, &self.contiguous_value(&run, last)?)?;
+                }
+                run.drop_dead(step);
             }
-            run.drop_dead(step);
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Runs the graph with the values of the named nodes replaced by the results of `replace`, and
@@ -135,20 +143,23 @@ impl<'g> Executor<'g> {
         &self,
         is_replaced: impl Fn(&str) -> bool,
         inputs: &Inputs,
-        replace: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
+        replace: &mut (dyn FnMut(&str, Tensor) -> Result<Tensor> + Send),
     ) -> Result<BTreeMap<String, Tensor>> {
-        let is_replaced = |id: ValueId| is_replaced(&self.graph.value(id).name);
+        let is_replaced: Vec<bool> = self.graph.values().iter().map(|value| is_replaced(&value.name)).collect();
         let mut run = self.start(inputs)?;
-        for step in &plan::steps(self.graph, &|id| self.graph.is_output(id) || is_replaced(id)) {
-            self.step(step, &mut run)?;
-            let last = self.last(step).output;
-            if is_replaced(last) {
-                let replaced = replace(&self.graph.value(last).name, self.contiguous_value(&run, last)?)?;
-                run.set(last, replaced);
+        let steps = plan::steps(self.graph, &|id| self.graph.is_output(id) || is_replaced[id.index()]);
+        on_pool_thread(&self.device, || {
+            for step in &steps {
+                self.step(step, &mut run)?;
+                let last = self.last(step).output;
+                if is_replaced[last.index()] {
+                    let replaced = replace(&self.graph.value(last).name, self.contiguous_value(&run, last)?)?;
+                    run.set(last, replaced);
+                }
+                run.drop_dead(step);
             }
-            run.drop_dead(step);
-        }
-        self.outputs(&run)
+            self.outputs(&run)
+        })
     }
 
     /// Starts a run that can be suspended.
@@ -177,29 +188,33 @@ impl<'g> Executor<'g> {
     pub fn advance(&self, observation: &Observation, run: &mut PartialRun, value: &str) -> Result<Tensor> {
         let missing = || Error::graph(format!("graph value `{value}`"), "is not computed");
         let id = self.graph.ids().find(|id| self.graph.value(*id).name == value).ok_or_else(missing)?;
-        while run.values[id.index()].is_none() {
-            let step = observation.steps.get(run.done).ok_or_else(missing)?;
-            self.step(step, run)?;
-            run.done += 1;
-            if self.last(step).output == id {
-                let tensor = self.contiguous_value(run, id)?;
+        on_pool_thread(&self.device, || {
+            while run.values[id.index()].is_none() {
+                let step = observation.steps.get(run.done).ok_or_else(missing)?;
+                self.step(step, run)?;
+                run.done += 1;
+                if self.last(step).output == id {
+                    let tensor = self.contiguous_value(run, id)?;
+                    run.drop_dead(step);
+                    return Ok(tensor);
+                }
                 run.drop_dead(step);
-                return Ok(tensor);
             }
-            run.drop_dead(step);
-        }
-        self.contiguous_value(run, id)
+            self.contiguous_value(run, id)
+        })
     }
 
     /// Continues a run until `steps` steps of the observation are complete.
     pub(super) fn advance_to(&self, observation: &Observation, run: &mut PartialRun, steps: usize) -> Result<()> {
-        while run.done < steps {
-            let step = &observation.steps[run.done];
-            self.step(step, run)?;
-            run.done += 1;
-            run.drop_dead(step);
-        }
-        Ok(())
+        on_pool_thread(&self.device, || {
+            while run.done < steps {
+                let step = &observation.steps[run.done];
+                self.step(step, run)?;
+                run.done += 1;
+                run.drop_dead(step);
+            }
+            Ok(())
+        })
     }
 
     /// A run that continues from a snapshot.

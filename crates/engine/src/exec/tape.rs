@@ -17,6 +17,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::dropout::{Dropout, DropoutSeed};
 use super::memory::GRADIENT;
+use super::pool::on_pool_thread;
 use super::sizes::InputCheck;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, Rounding, bytes_of, run};
 use crate::error::{Error, Result};
@@ -88,13 +89,13 @@ impl Forward {
 }
 
 /// Receives gradients of parameters and of requested values by name.
-pub type GradientSink<'s> = &'s mut dyn FnMut(&str, Tensor) -> Result<()>;
+pub type GradientSink<'s> = &'s mut (dyn FnMut(&str, Tensor) -> Result<()> + Send);
 
 /// Observes a node with its operands and its result.
 type NodeObserver<'s> = &'s mut dyn FnMut(&Node, &[Tensor], &Tensor) -> Result<()>;
 
 /// Observes nodes with their operands when they are computed for the first time.
-pub type Watch<'w> = &'w mut dyn FnMut(&Node, &[Tensor]) -> Result<()>;
+pub type Watch<'w> = &'w mut (dyn FnMut(&Node, &[Tensor]) -> Result<()> + Send);
 
 impl<'g> Tape<'g> {
     /// Plans gradients of the parameters selected by `trained`, and the requested values `taps`. `cuts`
@@ -242,8 +243,7 @@ impl<'g> Tape<'g> {
         memory_tracker: &MemoryTracker,
         mut watch: Option<Watch>,
     ) -> Result<Forward> {
-        let count = self.graph.values().len();
-        let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new(), dropout };
+        let mut forward = Forward { values: vec![None; self.reached.len()], dims: vec![Vec::new(); self.reached.len()], taps: BTreeMap::new(), dropout };
         for (id, tensor) in start {
             if self.taps.contains(&id) {
                 forward.taps.insert(id, tensor.clone());
@@ -252,21 +252,20 @@ impl<'g> Tape<'g> {
             memory_tracker.allocate_named(self.category(id), &self.graph.value(id).name, bytes_of(&tensor))?;
             forward.values[id.index()] = Some(tensor);
         }
-        for segment in &self.segments {
-            let (dims, taps) = (&mut forward.dims, &mut forward.taps);
-            let first = self.compute(segment, parameters, &mut forward.values, memory_tracker, (false, dropout), &mut |node, operands, result| {
-                dims[node.output.index()] = result.dims().to_vec();
-                if self.taps.contains(&node.output) {
-                    taps.insert(node.output, result.clone());
-                }
-                watch.as_mut().map_or(Ok(()), |watch| watch(node, operands))
-            });
-            if let Err(e) = first {
-                self.release_all(&mut forward.values, memory_tracker);
-                return Err(e);
+        let Forward { values, dims, taps, .. } = &mut forward;
+        let mut observe = |node: &Node, operands: &[Tensor], result: &Tensor| {
+            dims[node.output.index()] = result.dims().to_vec();
+            if self.taps.contains(&node.output) {
+                taps.insert(node.output, result.clone());
             }
+            watch.as_mut().map_or(Ok(()), |watch| watch(node, operands))
+        };
+        let mut compute = |segment: &Segment| self.compute(segment, parameters, values, memory_tracker, (false, dropout), &mut observe);
+        let computed = on_pool_thread(&self.device, || self.segments.iter().try_for_each(&mut compute));
+        if computed.is_err() {
+            self.release_all(&mut forward.values, memory_tracker);
         }
-        Ok(forward)
+        computed.map(|()| forward)
     }
 
     fn compute(
@@ -326,7 +325,8 @@ impl<'g> Tape<'g> {
         drop(taps);
         let mut gradients = Gradients { graph: self.graph, by_value: vec![None; values.len()], memory_tracker };
         let done = from.into_iter().try_for_each(|(id, gradient)| gradients.add(id, gradient).map_err(run::failed(&self.graph.value(id).name))?);
-        let done = done.and_then(|()| self.walk_back(&mut values, (&dims, dropout), &mut gradients, parameters, memory_tracker, sink));
+        let walk = || self.walk_back(&mut values, (&dims, dropout), &mut gradients, parameters, memory_tracker, sink);
+        let done = done.and_then(|()| on_pool_thread(&self.device, walk));
         self.release_all(&mut values, memory_tracker);
         gradients.clear();
         done

@@ -62,6 +62,18 @@ pub fn copies() -> Copies {
     COPIES.with_borrow(Clone::clone)
 }
 
+/// Computes, and returns the copies that were made, which this thread does not count.
+pub(super) fn counting<R>(work: impl FnOnce() -> R) -> (R, Copies) {
+    let before = COPIES.take();
+    let result = work();
+    (result, COPIES.replace(before))
+}
+
+/// Adds copies that another thread has made for this one.
+pub(super) fn add_copies(made: Copies) {
+    COPIES.with_borrow_mut(|copies| made.into_iter().for_each(|(kind, count)| *copies.entry(kind).or_default() += count));
+}
+
 fn count(direction: Direction, cause: Cause, crosses: bool) {
     if crosses || is_strict() {
         COPIES.with_borrow_mut(|copies| *copies.entry((direction, cause)).or_default() += 1);

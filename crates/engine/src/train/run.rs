@@ -21,7 +21,7 @@ use super::{Every, Offload, OnPolicySampler, Training, Weights, clip};
 use crate::error::{Error, Result, counted};
 use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
-use crate::exec::{ManagedTensor, MemoryCategory, Placement};
+use crate::exec::{ManagedTensor, MemoryCategory, Placement, on_pool_thread};
 use crate::work::{Event, ProgressUnit};
 
 /// Result of a training.
@@ -266,45 +266,47 @@ impl Trainer<'_> {
     /// Updates all trained parameters, with gradients of the given global norm.
     fn update(&self, state: &mut State, mut gradients: BTreeMap<String, ManagedTensor>, norm: f64, (rate, number): (f64, u64)) -> Result<()> {
         let TrainState { weights, optimizer, average, .. } = &mut state.train;
-        let max_norm = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
-        average.iter_mut().for_each(Average::begin_step);
-        for names in weights.home().name_groups(weights.trained.keys()) {
-            self.memory_tracker.work_on("optimizer", "");
-            let mut reservation = MemoryReservation::for_gradients(self.memory_tracker, &gradients, &names)?;
-            let mut own = BTreeMap::new();
-            for name in &names {
-                let local = gradients.remove(name).filter(ManagedTensor::is_local);
-                own.extend(local.map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
-            }
-            clip::scale_to_norm(&mut own, norm, max_norm)?;
-            let mut changed = BTreeMap::new();
-            for name in names {
-                let Some(kept) = weights.trained.get(&name).filter(|kept| kept.is_local()) else { continue };
-                reservation.add(MemoryCategory::Weights, &name, kept)?;
-                let parameter = kept.open()?;
-                if let Some(gradient) = own.remove(&name) {
-                    if weights.home().is_offloaded() {
-                        let average_bytes = average.as_ref().map_or(0, |_| kept.size());
-                        reservation.add_bytes(MemoryCategory::Optimizer, &name, optimizer.state_bytes(&name, parameter.dims()) + average_bytes)?;
-                    }
-                    let mut workspace = MemoryReservation::new(self.memory_tracker);
-                    workspace.add_bytes(MemoryCategory::Optimizer, &name, optimizer.workspace_bytes(&name, parameter.dims()))?;
-                    // The part that this process updates, in the memory of the parameter.
-                    let part = self.team.own_part(&name).filter(|part| part.len() < parameter.elem_count());
-                    let narrow = |part: &Range<usize>| parameter.flatten_all()?.narrow(0, part.start, part.len());
-                    let elements = part.as_ref().map_or(Ok(parameter.clone()), narrow).map_err(|e| Error::candle(format!("parameter `{name}`"), e))?;
-                    optimizer.update_part(&name, kept.dims(), &elements, &gradient, rate, number)?;
-                    weights.keep_zeros(&name, part.as_ref(), &elements)?;
+        on_pool_thread(self.device, || {
+            let max_norm = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
+            average.iter_mut().for_each(Average::begin_step);
+            for names in weights.home().name_groups(weights.trained.keys()) {
+                self.memory_tracker.work_on("optimizer", "");
+                let mut reservation = MemoryReservation::for_gradients(self.memory_tracker, &gradients, &names)?;
+                let mut own = BTreeMap::new();
+                for name in &names {
+                    let local = gradients.remove(name).filter(ManagedTensor::is_local);
+                    own.extend(local.map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
                 }
-                changed.insert(name, parameter);
+                clip::scale_to_norm(&mut own, norm, max_norm)?;
+                let mut changed = BTreeMap::new();
+                for name in names {
+                    let Some(kept) = weights.trained.get(&name).filter(|kept| kept.is_local()) else { continue };
+                    reservation.add(MemoryCategory::Weights, &name, kept)?;
+                    let parameter = kept.open()?;
+                    if let Some(gradient) = own.remove(&name) {
+                        if weights.home().is_offloaded() {
+                            let average_bytes = average.as_ref().map_or(0, |_| kept.size());
+                            reservation.add_bytes(MemoryCategory::Optimizer, &name, optimizer.state_bytes(&name, parameter.dims()) + average_bytes)?;
+                        }
+                        let mut workspace = MemoryReservation::new(self.memory_tracker);
+                        workspace.add_bytes(MemoryCategory::Optimizer, &name, optimizer.workspace_bytes(&name, parameter.dims()))?;
+                        // The part that this process updates, in the memory of the parameter.
+                        let part = self.team.own_part(&name).filter(|part| part.len() < parameter.elem_count());
+                        let narrow = |part: &Range<usize>| parameter.flatten_all()?.narrow(0, part.start, part.len());
+                        let elements = part.as_ref().map_or(Ok(parameter.clone()), narrow).map_err(|e| Error::candle(format!("parameter `{name}`"), e))?;
+                        optimizer.update_part(&name, kept.dims(), &elements, &gradient, rate, number)?;
+                        weights.keep_zeros(&name, part.as_ref(), &elements)?;
+                    }
+                    changed.insert(name, parameter);
+                }
+                self.team.gather_parameters(&changed)?;
+                average.as_mut().map_or(Ok(()), |average| average.update(&changed))?;
+                for (name, parameter) in changed {
+                    weights.trained.get_mut(&name).map_or(Ok(()), |kept| kept.put(parameter))?;
+                }
             }
-            self.team.gather_parameters(&changed)?;
-            average.as_mut().map_or(Ok(()), |average| average.update(&changed))?;
-            for (name, parameter) in changed {
-                weights.trained.get_mut(&name).map_or(Ok(()), |kept| kept.put(parameter))?;
-            }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// In strict mode, checks that a step copies only its samples to the device and one tensor of

@@ -19,7 +19,7 @@ use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Tape, bytes_of};
 use crate::ir::ops;
-use crate::ir::{Op, ValueId};
+use crate::ir::{Graph, Op, ValueId};
 
 /// Initial loss scale for `f16`.
 pub(super) const FIRST_SCALE: f64 = 65536.0;
@@ -306,7 +306,7 @@ impl<'t> Stepper<'t> {
         let losses = trainer.objective.over_logits().filter(|_| !trainer.further_teachers.is_empty());
         let further =
             losses.map_or(Ok(Vec::new()), |losses| trainer.further_teachers.iter().map(|teacher| teacher.run(losses, batch)).collect::<Result<_>>())?;
-        let statistics = &mut accumulated.statistics;
+        let (statistics, graph) = (&mut accumulated.statistics, trainer.graph);
         let forward = self.tape.forward_with(
             Some(dropout),
             parameters,
@@ -316,7 +316,7 @@ impl<'t> Stepper<'t> {
                 if let (Op::BatchNorm(op), [x, ..]) = (&node.op, operands)
                     && op.batch
                 {
-                    statistics.extend(moments(trainer, node, x)?);
+                    statistics.extend(moments(graph, node, x)?);
                 }
                 Ok(())
             }),
@@ -438,8 +438,8 @@ fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
 }
 
 /// Mean and unbiased variance of the input of a batch normalization, by the names of its running statistics.
-fn moments(trainer: &Trainer, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<(String, Tensor)>> {
-    let name = |at: usize| node.inputs.get(at).map(|id| trainer.graph.value(*id).name.clone()).unwrap_or_default();
+fn moments(graph: &Graph, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<(String, Tensor)>> {
+    let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
     let compute = || {
         let (mean, variance) = ops::moments(x)?;
         let count = (x.elem_count() / x.dim(1)?.max(1)) as f64;

@@ -1,9 +1,8 @@
 //! The processes of a data-parallel training, or of a pass that shares its calibration samples.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::{Device, Tensor};
@@ -16,7 +15,7 @@ use super::objective::Items;
 use super::optimizer::{self, Optimizer};
 use crate::error::{Error, Result};
 use crate::exec::{Collective, ManagedTensor, Pending, Segment};
-use crate::work::Cancel;
+use crate::work::{Cancel, lock};
 
 /// Timeout while other ranks evaluate or write a checkpoint.
 const LONG_TIMEOUT: Duration = Duration::from_secs(86_400);
@@ -26,7 +25,7 @@ pub struct Team {
     queue: Arc<Queue>,
     /// Elements of each parameter by rank, which holds their optimizer state and updates them; empty unless
     /// the state is sharded.
-    parts: RefCell<BTreeMap<String, Vec<Range<usize>>>>,
+    parts: Mutex<BTreeMap<String, Vec<Range<usize>>>>,
 }
 
 impl Team {
@@ -42,7 +41,7 @@ impl Team {
 
     /// A team that uses an open communicator.
     pub fn new(communicator: Box<dyn Communicator>) -> Result<Team> {
-        Ok(Team { queue: Arc::new(Queue::new(communicator)?), parts: RefCell::default() })
+        Ok(Team { queue: Arc::new(Queue::new(communicator)?), parts: Mutex::default() })
     }
 
     /// The collectives for sharded tensors.
@@ -136,23 +135,23 @@ impl Team {
     /// Shards the optimizer state within tensors, such that all ranks have about the same number of bytes.
     pub fn shard_optimizer(&self, parameters: &BTreeMap<String, ManagedTensor>, optimizer: &dyn Optimizer) {
         let dims = parameters.iter().map(|(name, kept)| (name.as_str(), kept.dims()));
-        *self.parts.borrow_mut() = optimizer::shard(optimizer, dims, self.size()).0;
+        *lock(&self.parts) = optimizer::shard(optimizer, dims, self.size()).0;
     }
 
     /// Whether the optimizer state is sharded.
     pub fn is_optimizer_sharded(&self) -> bool {
-        !self.parts.borrow().is_empty()
+        !lock(&self.parts).is_empty()
     }
 
     /// The elements of a parameter that this process updates, as a part of the flat tensor; `None` if it
     /// updates all.
     pub fn own_part(&self, name: &str) -> Option<Range<usize>> {
-        self.parts.borrow().get(name)?.get(self.rank()).cloned()
+        lock(&self.parts).get(name)?.get(self.rank()).cloned()
     }
 
     /// Segments of concatenated parameters; `None` unless the optimizer state is sharded.
     fn segments<'n>(&self, names: impl Iterator<Item = &'n String>) -> Option<Vec<Segment>> {
-        let parts = self.parts.borrow();
+        let parts = lock(&self.parts);
         let (mut start, mut segments) = (0, Vec::new());
         for ranges in names.map(|name| parts.get(name)) {
             let ranges = ranges?;

@@ -54,7 +54,7 @@ impl Kind {
 }
 
 /// An optimizer with its state.
-pub trait Optimizer: Send {
+pub trait Optimizer: Send + Sync {
     /// Updates a parameter of this shape in place, or a part of its elements, which is flat and consists of
     /// whole units. `step` counts from 1. Elements are contiguous f32; the gradient has their shape.
     fn update_part(&mut self, name: &str, dims: &[usize], elements: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()>;
@@ -130,7 +130,7 @@ struct StepContext {
 
 /// State layout and update rule of an algorithm. State tensors are passed in the order of
 /// [`parts`](Algorithm::parts).
-trait Algorithm: Send {
+trait Algorithm: Send + Sync {
     /// All possible names of state tensors.
     const PARTS: &'static [&'static str];
 
