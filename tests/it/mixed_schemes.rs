@@ -105,7 +105,6 @@ fn rules_that_cannot_apply_are_refused() {
         (json!({"rules": [{"targets": [], "scheme": "W8A16"}]}), "a rule has no `targets`"),
         (json!({"method": "gptq", "rules": rule("*mlp*", "FP8-BLOCK")}), "FP8-BLOCK supports only `method: rtn`"),
         (json!({"method": "awq", "rules": rule("*mlp*", "W8A8")}), "W4A16 and W8A8 differ"),
-        (json!({"method": "autoround", "rules": rule("*mlp*", "NVFP4A16")}), "use `gptq` for NVFP4A16"),
         (json!({"observer": "l4", "rules": rule("*mlp*", "NVFP4A16")}), "NVFP4A16 supports minmax and mse"),
         (json!({"rules": [{"targets": ["*mlp*"], "scheme": "FP8-DYNAMIC", "group_size": 32}]}), "`group_size` is not supported for FP8-DYNAMIC"),
         (json!({"rules": [{"targets": ["*mlp*"], "scheme": "W8A16", "group_size": 0}]}), "at least 1"),

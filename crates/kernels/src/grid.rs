@@ -121,6 +121,45 @@ impl Levels {
         }
     }
 
+    /// The [positions](Self::position) of the smallest and the largest level.
+    #[inline(always)]
+    pub fn bounds(self) -> (f32, f32) {
+        match self {
+            Levels::Integers(integers) => integers.bounds(),
+            Levels::Floats(format) => {
+                let last = f32::from(format.encode(format.largest()));
+                (-last, last)
+            }
+        }
+    }
+
+    /// The position of a value among the levels, which have consecutive integers as positions. It is linear
+    /// between two levels, and beyond the outermost ones.
+    #[inline(always)]
+    pub fn position(self, value: f32, params: QuantizationParams) -> f32 {
+        match self {
+            Levels::Integers(_) => value / params.scale + params.zero,
+            Levels::Floats(format) => format.position(value / params.scale),
+        }
+    }
+
+    /// The number that the scale is multiplied with, at an integer position within the bounds.
+    #[inline(always)]
+    pub fn level_at(self, position: f32, params: QuantizationParams) -> f32 {
+        match self {
+            Levels::Integers(_) => position - params.zero,
+            Levels::Floats(format) => format.decode(position.abs() as u8).copysign(position),
+        }
+    }
+
+    /// The code at an integer position within the bounds.
+    pub fn code_at(self, position: f32) -> i8 {
+        match self {
+            Levels::Integers(_) => position as i8,
+            Levels::Floats(format) => format.encode(format.decode(position.abs() as u8).copysign(position)) as i8,
+        }
+    }
+
     /// The parameters for a range; for floats, the scale with which the largest magnitude is the largest
     /// value.
     pub fn params(self, (low, high): (f32, f32), store: impl Fn(f64) -> f32) -> QuantizationParams {

@@ -162,26 +162,11 @@ macro_rules! codecs {
                 }
             }
 
-            /// The nearest value.
+            /// The value of a code.
             #[inline(always)]
-            pub fn nearest(self, value: f32) -> f32 {
+            pub fn decode(self, code: u8) -> f32 {
                 match self {
-                    $(Minifloat::$format => $decode($encode(value))),*
-                }
-            }
-
-            /// The ratio of the two largest values.
-            pub fn largest_ratio(self) -> f32 {
-                match self {
-                    $(Minifloat::$format => $largest / $decode($encode($largest) - 1)),*
-                }
-            }
-
-            /// The magnitude beyond which clipping to the range changes a value by more than half of the last
-            /// step, the largest change by rounding.
-            pub fn clipping_limit(self) -> f32 {
-                match self {
-                    $(Minifloat::$format => (3.0 * $largest - $decode($encode($largest) - 1)) / 2.0),*
+                    $(Minifloat::$format => $decode(code)),*
                 }
             }
 
@@ -199,6 +184,41 @@ codecs! {
     E4m3: to_e4m3, from_e4m3, E4M3_MAX;
     E2m3: to_e2m3, from_e2m3, E2M3_MAX;
     E2m1: to_e2m1, from_e2m1, E2M1_MAX;
+}
+
+impl Minifloat {
+    /// The nearest value.
+    #[inline(always)]
+    pub fn nearest(self, value: f32) -> f32 {
+        self.decode(self.encode(value))
+    }
+
+    /// The second largest value.
+    fn second_largest(self) -> f32 {
+        self.decode(self.encode(self.largest()) - 1)
+    }
+
+    /// The ratio of the two largest values.
+    pub fn largest_ratio(self) -> f32 {
+        self.largest() / self.second_largest()
+    }
+
+    /// The magnitude beyond which clipping to the range changes a value by more than half of the last
+    /// step, the largest change by rounding.
+    pub fn clipping_limit(self) -> f32 {
+        (3.0 * self.largest() - self.second_largest()) / 2.0
+    }
+
+    /// The position of a value among the values of the format. A magnitude in the format has its code as
+    /// position, which is linear between two values, and beyond the largest one; the sign is that of the value.
+    #[inline(always)]
+    pub fn position(self, value: f32) -> f32 {
+        let magnitude = value.abs();
+        let nearest = self.encode(magnitude);
+        let below = nearest - u8::from(self.decode(nearest) > magnitude || magnitude >= self.largest());
+        let [low, high] = [below, below + 1].map(|code| self.decode(code));
+        (f32::from(below) + (magnitude - low) / (high - low)).copysign(value)
+    }
 }
 
 impl<C: Codec> Rounding for (C, f32) {
@@ -268,6 +288,27 @@ mod tests {
         assert_eq!((to_e4m3(f32::NAN), from_e4m3(0x7F).is_nan(), from_e4m3(0xFF).is_nan()), (0x7F, true, true));
         assert_eq!((to_e4m3(f32::INFINITY), to_e4m3(-1e9), to_e2m1(f32::NEG_INFINITY), to_e2m1(f32::NAN)), (0x7E, 0xFE, 0xF, 0));
         assert_eq!((to_e2m3(f32::INFINITY), to_e2m3(f32::NEG_INFINITY), to_e2m3(-f32::NAN)), (0x1F, 0x3F, 0));
+    }
+
+    /// Positions are rounded to the code of the nearest value, including ties.
+    #[test]
+    fn positions_are_codes() {
+        for format in [Minifloat::E4m3, Minifloat::E2m3, Minifloat::E2m1] {
+            let last = format.encode(format.largest());
+            for code in 0..=last {
+                assert_eq!(format.position(format.decode(code)), f32::from(code));
+                assert_eq!(format.position(-format.decode(code)), -f32::from(code));
+            }
+            for bits in 0..=u16::MAX {
+                let value = half::bf16::from_bits(bits).to_f32();
+                let position = format.position(value).round_ties_even();
+                if value.is_finite() {
+                    assert_eq!(format.decode(position.abs().min(last.into()) as u8).copysign(position), format.nearest(value), "{format:?} of {value}");
+                }
+            }
+        }
+        let positions = [2.5, -5.0, 0.125, 8.0].map(|value| Minifloat::E2m1.position(value));
+        assert_eq!(positions, [4.5, -6.5, 0.25, 8.0], "halfway from 2 to 3 and from 4 to 6, a quarter of 0.5, and a step of 2 beyond 6");
     }
 
     #[test]

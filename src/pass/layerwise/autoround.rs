@@ -17,17 +17,20 @@ use crate::exec::transfer::{self, Cause};
 use crate::exec::{MemoryTracker, Parameters, Tape, floats_on_host, read};
 use crate::ir::ValueId;
 use crate::kernel::column_solver::Grid;
-use crate::kernel::convert;
-use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
+use crate::kernel::grid::{Levels, QuantizationParams};
 use crate::kernel::trained_rounding::{self, TrainedRange};
 use crate::pass::calibrate::tensor_error;
+use crate::pass::weight_quantizer::stored_scale;
 use crate::store::{QuantizationSpec, Scales, Weight};
 use crate::work::{Event, ProgressUnit};
 
-/// Distance of initial offsets from the ends of the rounding interval of their integers.
+/// Distance of initial offsets from the ends of the rounding interval of their codes.
 const MARGIN: f32 = 0.25;
 /// Learning rate of the ranges, relative to that of the offsets.
 const RANGE_RATE: f32 = 0.05;
+/// The same of ranges whose scales have one byte, relative also to the distance of consecutive scales: a range
+/// whose gradient has the same sign in every step moves by about half of this distance.
+const COARSE_RANGE_RATE: f32 = 2.0;
 /// Number of times that the error on held-out tokens is measured, and of measurements without an improvement
 /// after which training ends.
 const MEASUREMENTS: usize = 8;
@@ -49,7 +52,8 @@ pub(super) struct TrainedLayer {
     layer: Layer,
     weight: Weight,
     affine: QuantizationSpec,
-    integers: IntegerGrid,
+    global_scale: f32,
+    levels: Levels,
     group: usize,
     values: Vec<f32>,
     state: State,
@@ -63,29 +67,25 @@ struct State {
 }
 
 impl TrainedLayer {
-    /// A layer with the weight `values` `[rows, size]`, which was rounded to `rounded` on a grid of integers.
+    /// A layer with the weight `values` `[rows, size]`, which was rounded to `rounded` on a grid.
     pub fn new<S: Fn(f64) -> f32 + Sync>(
         layer: &Layer,
         weight: &Weight,
-        affine: &QuantizationSpec,
+        (affine, global_scale): (&QuantizationSpec, f32),
         values: Vec<f32>,
         rounded: &[f32],
         grid: &Grid<'_, S>,
-    ) -> Result<TrainedLayer> {
-        let Levels::Integers(integers) = grid.levels else {
-            return Err(Error::tensor(&layer.weight, "trained rounding requires integers", "use `method: gptq`"));
-        };
+    ) -> TrainedLayer {
         let groups = layer.size.div_ceil(grid.group.max(1)).max(1);
-        let (size, codes) = (layer.size.max(1), grid.codes_of(rounded));
-        let rows = values.par_chunks(size).zip(codes.par_chunks(size)).zip(grid.steps.par_chunks(groups));
-        let offsets = rows.flat_map_iter(|((values, codes), steps)| {
-            let offset =
-                |(at, (value, code)): (usize, (&f32, &i8))| trained_rounding::offset(*value, f32::from(*code), steps[at / grid.group], integers, MARGIN);
-            values.iter().zip(codes).enumerate().map(offset).collect::<Vec<f32>>()
+        let (size, levels) = (layer.size.max(1), grid.levels);
+        let rows = values.par_chunks(size).zip(rounded.par_chunks(size)).zip(grid.steps.par_chunks(groups));
+        let offsets = rows.flat_map_iter(|((values, rounded), steps)| {
+            let offset = |(at, (value, rounded)): (usize, (&f32, &f32))| trained_rounding::offset(levels, [*value, *rounded], steps[at / grid.group], MARGIN);
+            values.iter().zip(rounded).enumerate().map(offset).collect::<Vec<f32>>()
         });
         let state = State { offsets: offsets.collect(), ranges: grid.steps.iter().map(|step| TrainedRange::new(*step)).collect() };
         let (layer, weight, affine) = (layer.clone(), weight.clone(), affine.clone());
-        Ok(TrainedLayer { layer, weight, affine, integers, group: grid.group, values, state })
+        TrainedLayer { layer, weight, affine, global_scale, levels, group: grid.group, values, state }
     }
 
     /// Number of groups of a row.
@@ -94,7 +94,7 @@ impl TrainedLayer {
     }
 
     fn params(&self, range: &TrainedRange) -> QuantizationParams {
-        range.params(self.integers, |exact| convert::scale(self.affine.scale_dtype, exact))
+        range.params(self.levels, stored_scale(&self.affine, self.global_scale))
     }
 
     /// The weight on its grid.
@@ -104,7 +104,7 @@ impl TrainedLayer {
         rows.zip(self.state.ranges.par_chunks(self.groups())).for_each(|(((out, values), offsets), ranges)| {
             let groups = out.chunks_mut(self.group).zip(values.chunks(self.group)).zip(offsets.chunks(self.group));
             for (((out, values), offsets), range) in groups.zip(ranges) {
-                trained_rounding::round(self.integers, values, offsets, self.params(range), out);
+                trained_rounding::round(self.levels, values, offsets, self.params(range), out);
             }
         });
         out
@@ -112,15 +112,16 @@ impl TrainedLayer {
 
     /// Moves all numbers against the signs of their gradients. `gradients` are those of the rounded weight.
     fn step(&mut self, gradients: &[f32], rate: f32) {
-        let (size, groups, group, integers) = (self.layer.size.max(1), self.groups(), self.group, self.integers);
-        let store = |exact| convert::scale(self.affine.scale_dtype, exact);
+        let (size, groups, group, levels) = (self.layer.size.max(1), self.groups(), self.group, self.levels);
+        let store = stored_scale(&self.affine, self.global_scale);
+        let range_rate = rate * RANGE_RATE.max(COARSE_RANGE_RATE * self.affine.scale_format().resolution());
         let State { offsets, ranges } = &mut self.state;
         let rows = offsets.par_chunks_mut(size).zip(self.values.par_chunks(size)).zip(gradients.par_chunks(size));
         rows.zip(ranges.par_chunks_mut(groups)).for_each(|(((offsets, values), gradients), ranges)| {
             let parts = offsets.chunks_mut(group).zip(values.chunks(group)).zip(gradients.chunks(group));
             for (((offsets, values), gradients), range) in parts.zip(ranges) {
-                let of_range = trained_rounding::step(integers, values, offsets, gradients, range.params(integers, store), rate);
-                range.step(integers, of_range, RANGE_RATE * rate);
+                let of_range = trained_rounding::step(levels, values, offsets, gradients, range.params(levels, store), rate);
+                range.step(levels, of_range, range_rate);
             }
         });
     }
@@ -131,11 +132,12 @@ impl TrainedLayer {
         let parts = self.values.chunks(self.layer.size.max(1)).zip(self.state.offsets.chunks(self.layer.size.max(1))).zip(params.chunks(self.groups()));
         let codes = parts.flat_map(|((values, offsets), params)| {
             let groups = values.chunks(self.group).zip(offsets.chunks(self.group)).zip(params);
-            groups.flat_map(|((values, offsets), params)| trained_rounding::integers_of(self.integers, values, offsets, *params))
+            groups.flat_map(|((values, offsets), params)| trained_rounding::codes_of(self.levels, values, offsets, *params))
         });
         let (codes, run) = (codes.collect(), self.group);
-        let (scales, zero_points) = params.into_iter().map(|QuantizationParams { scale, zero }| (scale, zero)).unzip();
-        self.weight.quantized(&self.layer.weight, self.affine.clone(), codes, &Scales { run, scales, zero_points, global_scale: 1.0 })
+        let global_scale = self.global_scale;
+        let (scales, zero_points) = params.into_iter().map(|QuantizationParams { scale, zero }| (scale * global_scale, zero)).unzip();
+        self.weight.quantized(&self.layer.weight, self.affine.clone(), codes, &Scales { run, scales, zero_points, global_scale })
     }
 }
 
@@ -208,6 +210,7 @@ impl Training {
                 let rounded = Tensor::from_vec(layer.rounded(), (layer.layer.rows, layer.layer.size), &training.block.context.device);
                 parameters = parameters.with(&layer.layer.weight, rounded.map_err(tensor_error)?);
             }
+            drop(gradients);
             work.advance(1)?;
             let interval = self.iterations.div_ceil(MEASUREMENTS).max(1);
             if (step + 1).is_multiple_of(interval) || step + 1 == self.iterations {
@@ -343,31 +346,46 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::store::{ActivationScheme, Bytes, Codes, DType, Encoding, Granularity};
+    use crate::kernel::grid::IntegerGrid;
+    use crate::store::{ActivationScheme, Bytes, Codes, DType, Encoding, FloatFormat, Granularity};
 
-    /// A layer of eight weights in rows of `size`, with codes that differ from the nearest ones.
-    fn layer(symmetric: bool, size: usize) -> (TrainedLayer, Vec<f32>) {
-        const SCALES: [f32; 8] = [0.25, 0.25, 0.5, 0.5, 0.125, 0.125, 0.75, 0.75];
+    /// A layer of eight weights in rows of `size`, with codes that differ from the nearest ones, and the
+    /// weight that they represent.
+    fn layer(codes: Codes, symmetric: bool, scale_dtype: DType, size: usize) -> (TrainedLayer, Vec<f32>) {
+        const POSITIONS: [f32; 8] = [2.0, -4.0, 1.0, 3.0, 0.0, -1.0, 1.0, -3.0];
         let values = vec![0.3f32, -0.9, 0.2, 2.0, 0.1, -0.26, 0.5, -3.0];
         let bytes = Bytes { dtype: DType::F32, bytes: values.iter().flat_map(|value| value.to_le_bytes()).collect() };
         let (rows, group) = (8 / size, size.min(2));
         let weight = Weight::new(DType::F32, vec![rows, size], Encoding::Dense, Arc::new(bytes));
-        let (codes, granularity) = (Codes::Integer(3), Granularity::Group(group));
-        let affine = QuantizationSpec { codes, granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
-        let zero = if symmetric { 0.0 } else { 1.0 };
-        let steps = SCALES.iter().step_by(group).map(|scale| QuantizationParams { scale: *scale, zero }).collect();
+        let affine = QuantizationSpec { codes, granularity: Granularity::Group(group), symmetric, scale_dtype, activations: ActivationScheme::None };
+        let global_scale = if affine.has_global_scale() { 37.0 } else { 1.0 };
+        let (zero, store) = (if symmetric { 0.0 } else { 1.0 }, stored_scale(&affine, global_scale));
+        let scales = [0.25, 0.25, 0.5, 0.5, 0.125, 0.125, 0.75, 0.75];
+        let step = |scale: f64| QuantizationParams { scale: store(scale), zero };
+        let levels = match codes {
+            Codes::Float(format) => Levels::Floats(format.codec()),
+            codes => Levels::Integers(IntegerGrid { bits: codes.bits().into(), symmetric }),
+        };
+        let rounded: Vec<f32> = POSITIONS.iter().zip(scales).map(|(at, scale)| levels.level_at(*at, step(scale)) * step(scale).scale).collect();
         let order: Vec<usize> = (0..size).collect();
-        let grid = Grid { levels: Levels::Integers(IntegerGrid { bits: 3, symmetric }), group, steps, order: &order, store: |exact| exact as f32 };
-        let codes = [2.0, -4.0, 1.0, 3.0, 0.0, -1.0, 1.0, -3.0f32];
-        let rounded: Vec<f32> = codes.iter().zip(SCALES).map(|(code, scale)| (code - zero) * scale).collect();
+        let grid = Grid { levels, group, steps: scales.iter().step_by(group).map(|scale| step(*scale)).collect(), order: &order, store };
         let layer = Layer { weight: "w".into(), rows, size, input_major: false };
-        (TrainedLayer::new(&layer, &weight, &affine, values, &rounded, &grid).unwrap(), rounded)
+        (TrainedLayer::new(&layer, &weight, (&affine, global_scale), values, &rounded, &grid), rounded)
     }
 
+    /// The weights of the trained model are those of the file, bit for bit.
     #[test]
     fn training_starts_from_the_given_codes() {
-        for (symmetric, size) in [(true, 4), (false, 4), (true, 1)] {
-            let (mut layer, rounded) = layer(symmetric, size);
+        let [e2m1, e4m3] = [FloatFormat::E2m1, FloatFormat::E4m3].map(Codes::Float);
+        for (codes, symmetric, scales, size) in [
+            (Codes::Integer(3), true, DType::F32, 4),
+            (Codes::Integer(3), false, DType::F32, 4),
+            (Codes::Integer(3), true, DType::F32, 1),
+            (e2m1, true, DType::F8_E4M3, 4),
+            (e2m1, true, DType::F8_E8M0, 4),
+            (e4m3, true, DType::F32, 4),
+        ] {
+            let (mut layer, rounded) = layer(codes, symmetric, scales, size);
             let gradients = [1.0f32, -1.0, 2.0, -0.5, 1.0, 0.0, -3.0, 1.0];
             layer.step(&gradients, 0.0);
             assert_eq!(layer.rounded(), rounded);
@@ -376,7 +394,8 @@ mod tests {
             let product = |values: &[f32]| values.iter().zip(&gradients).map(|(value, gradient)| value * gradient).sum::<f32>();
             (0..8).for_each(|_| layer.step(&gradients, 0.125));
             let trained = layer.rounded();
-            assert!(product(&trained) < product(&rounded) - 0.5, "{trained:?} {rounded:?}");
+            let least = if codes == e4m3 { 0.0 } else { 0.5 };
+            assert!(product(&trained) < product(&rounded) - least, "{codes} {scales}: {trained:?} {rounded:?}");
             assert_eq!(layer.quantized().unwrap().floats("w").unwrap(), trained);
         }
     }

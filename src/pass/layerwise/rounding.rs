@@ -382,11 +382,11 @@ impl Method for Rounder<'_> {
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();
         let grid = Grid { steps, ..self.quantization.grid(layer, weight, &order)? };
+        let global_scale = global_scale(&self.quantization.global_scales, layer);
         if let Some(original) = original {
-            self.trained.push(TrainedLayer::new(layer, weight, affine, original, values, &grid)?);
+            self.trained.push(TrainedLayer::new(layer, weight, (affine, global_scale), original, values, &grid));
         }
         let codes = grid.codes_of(values);
-        let global_scale = global_scale(&self.quantization.global_scales, layer);
         let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale * global_scale, *zero)).unzip();
         let new = weight.quantized(&layer.weight, affine.clone(), codes, &Scales { run: grid.group, scales, zero_points, global_scale })?;
         let mut changed = Vec::with_capacity(3);

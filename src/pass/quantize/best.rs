@@ -22,11 +22,10 @@ impl Quantize {
         if sets.is_empty() || !runs || !can_compensate {
             return Method::Rtn;
         }
-        let are_integers = schemes.iter().all(|scheme| scheme.codes().is_integer());
         let round_activations = schemes.iter().all(|scheme| scheme.rounds_activations() && scheme.rounds_activations_like(self.scheme));
         match narrowest {
             // Trained rounding has no corrections.
-            ..=TRAINED_BITS if are_integers && self.correct.is_none() => Method::Autoround,
+            ..=TRAINED_BITS if self.correct.is_none() => Method::Autoround,
             ..ROUNDED_BITS => Method::Gptq,
             _ if round_activations => Method::Smoothquant,
             _ => Method::Rtn,
@@ -62,7 +61,9 @@ mod tests {
             assert_eq!(best("llama", &[], json!({ "scheme": scheme })), Method::Rtn, "{scheme}");
         }
         let rules = json!([{ "targets": ["*mlp*"], "scheme": "W3A16" }]);
-        assert_eq!(best("llama", &samples, json!({ "scheme": "W8A16", "rules": rules })), Method::Autoround);
+        for scheme in ["W8A16", "NVFP4A16"] {
+            assert_eq!(best("llama", &samples, json!({ "scheme": scheme, "rules": rules })), Method::Autoround, "{scheme}");
+        }
         assert_eq!(best("llama", &samples, json!({ "scheme": "W2A16", "correct": { "rank": 2 } })), Method::Gptq);
         assert_eq!(best("gpt2", &samples, json!({ "scheme": "W4A16" })), Method::Rtn);
     }

@@ -296,9 +296,6 @@ impl Pass for Quantize {
                 let reason = format!("{} supports only `method: rtn`; the other methods require scales within rows", scheme.name());
                 return Err(Error::option(NAME, reason));
             }
-            if let Some(scheme) = self.schemes().find(|scheme| self.method == Method::Autoround && !scheme.codes().is_integer()) {
-                return Err(Error::option(NAME, format!("`method: autoround` requires an integer scheme; use `gptq` for {}", scheme.name())));
-            }
         }
         if self.method.rescales()
             && let Some(scheme) = self.schemes().find(|scheme| !scheme.rounds_activations_like(self.scheme))
