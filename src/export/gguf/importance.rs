@@ -98,7 +98,7 @@ impl Importance<'_> {
 
     /// Checks that a tensor that needs importance has it.
     pub fn require(&self, planned: &Planned, is_required: bool) -> Result<()> {
-        if !is_required || planned.importance.is_some() || matches!(self, Importance::Planned) {
+        if !is_required || planned.is_weighted() || matches!(self, Importance::Planned) {
             return Ok(());
         }
         let hint = match self {
@@ -128,7 +128,7 @@ impl Importance<'_> {
     /// The importance matrix contains none of the tensors.
     pub fn notes(&self, all: &[Planned], file: &str) -> Result<Vec<String>> {
         let (with, without): (Vec<&Planned>, Vec<&Planned>) =
-            all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_))).partition(|planned| planned.importance.is_some());
+            all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_)) && !planned.is_kept()).partition(|planned| planned.is_weighted());
         let (source, reasons) = match self {
             Importance::Unused | Importance::Planned => return Ok(Vec::new()),
             Importance::Samples(importance) => (

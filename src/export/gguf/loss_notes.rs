@@ -13,9 +13,11 @@ use crate::store::{ActivationScheme, DType, Encoding, Weight};
 /// Notes about precision and quantization that the file cannot represent.
 pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, run: &RunState, file: &str) -> Vec<String> {
     let weights = &model.weights.by_name;
-    let quantized = weights.values().filter(|weight| weight.encoding != Encoding::Dense).count();
-    let by_pass = |name: &String| run.history.iter().any(|applied| applied.tensors.contains(name));
-    let is_quantized_twice = weights.iter().any(|(name, weight)| weight.encoding != Encoding::Dense && by_pass(name)) && !is_float(file_type);
+    let kept: BTreeSet<&String> = all.iter().filter(|planned| planned.is_kept()).map(|planned| &planned.name).collect();
+    let is_dequantized = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && !kept.contains(name);
+    let dequantized: BTreeMap<&String, &Weight> = weights.iter().filter(is_dequantized).collect();
+    let by_pass = |name: &&String| run.history.iter().any(|applied| applied.tensors.contains(*name));
+    let is_quantized_twice = dequantized.keys().any(by_pass) && !is_float(file_type);
     let activations = quantized_inputs(model);
     let mut notes = Vec::new();
     let halves: BTreeSet<&str> = all.iter().filter(|planned| planned.target == Kind::Plain(DType::F16)).map(|planned| planned.name.as_str()).collect();
@@ -32,7 +34,10 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
             counted(frequencies, "tensor")
         ));
     }
-    if quantized > 0 {
+    if !kept.is_empty() {
+        notes.push(format!("{file}: {} written with the same codes, and scales as 16-bit floats", counted(kept.len(), "quantized weight")));
+    }
+    if !dequantized.is_empty() {
         let smaller = smaller_type(weights, file_type).map_or(String::new(), |smaller| {
             format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `compress cast MODEL -o {file} --to f32 --export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
         });
@@ -40,7 +45,10 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
         let twice = format!("; the weights are quantized twice, with the errors of both: quantize them only to the types of the file, as in {once}");
         let twice = if is_quantized_twice { twice } else { String::new() };
         let warning = if smaller.is_empty() && twice.is_empty() { "" } else { WARNING };
-        notes.push(format!("{warning}{file}: {} dequantized and converted to the types of the file{smaller}{twice}", counted(quantized, "quantized weight")));
+        notes.push(format!(
+            "{warning}{file}: {} dequantized and converted to the types of the file{smaller}{twice}",
+            counted(dequantized.len(), "quantized weight")
+        ));
     }
     if activations > 0 {
         notes.push(format!(

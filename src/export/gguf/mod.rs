@@ -1,6 +1,7 @@
 //! GGUF files as written by llama.cpp's converter and quantizer: one file that includes the vocabulary.
 
 mod file_type;
+mod head;
 mod importance;
 mod loss_notes;
 mod mixture;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
 pub use self::file_type::FileType;
+use self::head::{EMBEDDING, HEAD, stores_head, ties_head};
 use self::importance::{Importance, Matrix};
 use self::loss_notes::{loss_notes, quantized_inputs};
 use self::mixture::{Mixture, fit_row, keep_packed};
@@ -29,7 +31,7 @@ use crate::files::Destination;
 use crate::model::Model;
 use crate::model::gguf::{Arrangement, Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
-use crate::store::gguf::{Kind, Outline, RowPermutation, Value, header};
+use crate::store::gguf::{BlockScales, Kind, Outline, RowPermutation, Value, header};
 use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt, WeightMeasurement};
 use crate::store::{Bytes, DType, Encoding, Module, Pattern, StorageFormat, Weight, Weights};
 use crate::work::Work;
@@ -99,10 +101,6 @@ pub(crate) struct Prepared {
     /// Weights of modules, which are written to separate safetensors files.
     module_items: Vec<Item>,
 }
-
-/// Names of the head and of the embedding to which it may be tied.
-const HEAD: &str = "lm_head.weight";
-const EMBEDDING: &str = "model.embed_tokens.weight";
 
 impl Gguf {
     /// Plans the file. Without `read_values`, no tensor is read, and a head that may be equal to the
@@ -183,11 +181,16 @@ impl Gguf {
                 if !dense.is_float() {
                     return Err(Error::tensor(name, format!("is {}, but `{gguf_name}` must be a float tensor", dense.describe()), ""));
                 }
-                let is_changed = order.is_some() || added != 0.0;
-                let weight = if is_changed { RowPermutation { upstream: dense, order, added, name: name.clone() }.weight()? } else { dense };
-                let rearranged = is_changed || is_split || arrangement.is_changed(&gguf_name);
-                let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged, expert, importance: None };
-                planned.importance = importance.columns(&planned, &layout)?;
+                let is_split = is_split || arrangement.is_changed(&gguf_name);
+                let rearranged = order.is_some() || added != 0.0 || is_split;
+                let params = if let Kind::Blocks(kind) = kind { weight.block_params(kind, name).filter(|_| !is_split) } else { None };
+                let in_order = |upstream| RowPermutation { upstream, order: order.clone(), added, name: name.clone() }.weight();
+                let weight = if order.is_some() || added != 0.0 { in_order(dense)? } else { dense };
+                let scales = params.map(in_order).transpose()?.map_or(BlockScales::Plain, BlockScales::Kept);
+                let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged, expert, scales };
+                if let (false, Some(columns)) = (planned.is_kept(), importance.columns(&planned, &layout)?) {
+                    planned.scales = BlockScales::Weighted(columns);
+                }
                 importance.require(&planned, mixture.requires_importance(&stacked, kind))?;
                 all.push(planned);
             }
@@ -207,7 +210,7 @@ impl Gguf {
             let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
             let weight = Weight::new(DType::F32, vec![factors.len()], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));
             let (name, kind) = (name.to_owned(), Kind::Plain(DType::F32));
-            all.push(Planned { gguf_name: name.clone(), name, weight, target: kind, kind, rearranged: false, expert: None, importance: None });
+            all.push(Planned { gguf_name: name.clone(), name, weight, target: kind, kind, rearranged: false, expert: None, scales: BlockScales::Plain });
         }
         let file = file_name(run);
         notes.extend(fallback_note(&all, file));
@@ -241,7 +244,7 @@ impl Gguf {
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
         notes.extend(loss_notes(model, &all, self.file_type, run, file));
         let tensors = tensors(&mut all, experts)?;
-        let encoding = |planned: &Planned| planned.kind.to_string().to_lowercase() + if planned.importance.is_some() { " by importance" } else { "" };
+        let encoding = |planned: &Planned| planned.kind.to_string().to_lowercase() + if planned.is_weighted() { " by importance" } else { "" };
         let encodings = all.iter().map(encoding).collect();
         let (start, padding) = header(&values, &tensors).ok_or_else(|| unsupported("tensors that are too large", ""))?;
         let outline = Outline::planned(values, tensors).ok_or_else(|| unsupported("tensors that are too large", ""))?;
@@ -250,7 +253,7 @@ impl Gguf {
         let (mut items, mut names, mut rearranged) = (Vec::new(), Vec::new(), Vec::new());
         for (index, planned) in all.into_iter().enumerate() {
             let bytes = planned.kind.byte_count(&planned.weight.shape).unwrap_or(0);
-            let (weight, storage_format) = planned.weight.in_gguf(planned.kind, &planned.name, planned.importance);
+            let (weight, storage_format) = planned.weight.in_gguf(planned.kind, &planned.name, planned.scales);
             pieces.push(Piece::Item { index, part: 0, bytes });
             // Only the last expert of a stacked tensor is followed by padding.
             if planned.expert.is_none_or(|expert| expert.saturating_add(1) == experts) {
@@ -292,27 +295,6 @@ impl Gguf {
     fn can_use_importance(&self) -> bool {
         self.file_type.uses_importance() || self.types.iter().any(|(_, kind)| kind.uses_importance())
     }
-}
-
-/// Whether the checkpoint contains a head that `config.json` ties to the embedding.
-fn ties_head(model: &Model) -> bool {
-    model.weights.by_name.contains_key(HEAD) && model.tied_names().contains(&(HEAD, EMBEDDING))
-}
-
-/// Whether the head is stored as a separate tensor. Without `read_values`, heads that may be equal to
-/// the embedding count as separate.
-fn stores_head(model: &Model, family: &GgufFamily, read_values: bool) -> Result<bool> {
-    let (stored, tied) = (model.weights.by_name.contains_key(HEAD), ties_head(model));
-    if family.head == GgufHead::Separate {
-        return Ok(stored);
-    }
-    if !stored || family.head == GgufHead::Any {
-        return Ok(stored && !(tied && read_values && model.same_bytes(HEAD, EMBEDDING)?));
-    }
-    if tied || !read_values || model.same_bytes(HEAD, EMBEDDING)? {
-        return Ok(false);
-    }
-    Err(Error::tensor(HEAD, "differs from the embedding", format!("llama.cpp uses the embedding as the head of `{}`", family.architecture)))
 }
 
 /// Layout of the separate files for the weights of modules; `None` if the output is a single file.

@@ -1,7 +1,6 @@
 //! Maps the weights of a model to the tensors of a GGUF file.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use super::types::mixed_experts;
 use crate::arch::GgufFamily;
@@ -9,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::model::gguf::Arrangement;
 use crate::store::Weight;
-use crate::store::gguf::{Kind, Outputs, expert_outputs, expert_rows, latent_parts};
+use crate::store::gguf::{BlockScales, Kind, Outputs, expert_outputs, expert_rows, latent_parts};
 
 /// Checks that the configuration, from which the metadata are written, describes the weights: the file has no
 /// config.json that could be corrected later.
@@ -46,8 +45,20 @@ pub(super) struct Planned {
     pub rearranged: bool,
     /// Number of the expert, if it belongs to one.
     pub expert: Option<usize>,
-    /// Importance of its columns.
-    pub importance: Option<Arc<Vec<f32>>>,
+    /// How the scales of its blocks are found.
+    pub scales: BlockScales,
+}
+
+impl Planned {
+    /// Whether errors are weighted by the importance of columns.
+    pub fn is_weighted(&self) -> bool {
+        matches!(self.scales, BlockScales::Weighted(_))
+    }
+
+    /// Whether the codes and scales of a quantized weight are written.
+    pub fn is_kept(&self) -> bool {
+        matches!(self.scales, BlockScales::Kept(_))
+    }
 }
 
 /// Sizes by which weights are split.

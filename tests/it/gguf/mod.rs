@@ -5,6 +5,7 @@
 
 mod experts;
 mod importance;
+mod kept;
 mod quantizer;
 mod reading;
 mod types;

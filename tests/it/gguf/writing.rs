@@ -6,7 +6,7 @@ use std::path::Path;
 use compress::export::{FileType, Gguf};
 use compress::pass::Cast;
 use compress::{Model, Pipeline};
-use compress_core::store::gguf::{self, Kind};
+use compress_core::store::gguf::{self, BlockScales, Kind};
 use compress_core::store::{Bytes, DType, Encoding, Weight};
 use serde_json::Value;
 
@@ -296,7 +296,7 @@ fn heads_that_llama_cpp_does_not_support_are_rejected() {
 fn blocks_hold_finite_values() {
     let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0xFF; 64 * 4] });
     let weight = Weight::new(DType::F32, vec![2, 32], Encoding::Dense, bytes);
-    let (blocks, _) = weight.in_gguf(Kind::Blocks(compress_kernels::ggml::BlockType::Q8_0), "embedding", None);
+    let (blocks, _) = weight.in_gguf(Kind::Blocks(compress_kernels::ggml::BlockType::Q8_0), "embedding", BlockScales::Plain);
     let error = blocks.visit(1, &mut |_| Ok(())).unwrap_err().to_string();
     assert!(error.contains("`embedding`: contains NaN or infinite values"), "{error}");
 }

@@ -7,12 +7,14 @@ use super::decode::{E2M1, half_power_of_two};
 use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, higher, interleaved, lanes, lower, nearest, with_minimum};
 
 mod grid;
+mod integers;
 mod low_bits;
 mod one_bit;
 mod ternary;
 mod uneven;
 
 pub(super) use grid::{iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs};
+pub(super) use integers::on_grid;
 pub(super) use low_bits::{q2_k, q3_k};
 pub(super) use one_bit::{iq1_m, iq1_s};
 pub(super) use ternary::{tq1_0, tq2_0};

@@ -11,6 +11,8 @@ mod search;
 
 mod table;
 
+use crate::grid::{IntegerGrid, QuantizationParams};
+
 /// Number of elements in large blocks.
 pub const LARGE: usize = 256;
 /// Number of elements in small blocks.
@@ -102,6 +104,33 @@ impl BlockType {
     /// Quantizes values to blocks like the reference implementation.
     pub fn encode(self, values: &[f32], blocks: &mut [u8]) {
         self.encode_row(values, &[], blocks);
+    }
+
+    /// The integers of blocks with one scale; `None` for other types. Those that are not symmetric have a
+    /// minimum instead of a zero point.
+    pub fn integers(self) -> Option<IntegerGrid> {
+        let integers = |bits, symmetric| Some(IntegerGrid { bits, symmetric });
+        match self {
+            BlockType::Q8_0 => integers(8, true),
+            BlockType::Q5_0 => integers(5, true),
+            BlockType::Q5_1 => integers(5, false),
+            BlockType::Q4_0 => integers(4, true),
+            BlockType::Q4_1 => integers(4, false),
+            _ => None,
+        }
+    }
+
+    /// Writes values of a grid of [such integers](Self::integers) to blocks with the same integers. `params`
+    /// are those of each block; the scale is rounded to binary16. Blocks whose scale it cannot represent, and
+    /// other types, are [quantized](Self::encode).
+    pub fn encode_on_grid(self, values: &[f32], params: &[QuantizationParams], blocks: &mut [u8]) {
+        let parts = values.chunks(self.elements()).zip(blocks.chunks_mut(self.bytes())).zip(params);
+        for ((values, block), params) in parts {
+            let grid = self.integers().zip(<&[f32; SMALL]>::try_from(values).ok());
+            if !grid.is_some_and(|(integers, values)| encode::on_grid(integers, values, *params, block)) {
+                self.encode(values, block);
+            }
+        }
     }
 
     /// Whether the importance of columns affects the blocks.
@@ -214,6 +243,34 @@ mod tests {
                     assert_eq!(block, expected, "{} block {index}", kind.name());
                 }
             }
+        }
+    }
+
+    /// Values of a grid have the same integers in blocks, whatever their largest magnitude is.
+    #[test]
+    fn integers_of_a_grid_are_kept() {
+        for kind in BlockType::ALL {
+            let Some(integers) = kind.integers() else { continue };
+            let (lowest, highest) = integers.bounds();
+            for (scale, zero) in [(0.25f32, 0.0), (0.375, -2.0), (3e-3, 1.0)] {
+                let zero = if integers.symmetric { 0.0 } else { zero };
+                let code = |i: usize| (lowest + (i * i % 13) as f32).min(highest);
+                let values: Vec<f32> = (0..64).map(|i| (code(i) - zero) * scale).collect();
+                let mut blocks = vec![0; 2 * kind.bytes()];
+                kind.encode_on_grid(&values, &[QuantizationParams { scale, zero }; 2], &mut blocks);
+                let mut back = vec![0f32; 64];
+                kind.decode(&blocks, &mut back);
+                let stored = half::f16::from_f32(scale).to_f32();
+                let far = back.iter().enumerate().map(|(i, value)| (value - (code(i) - zero) * stored).abs()).fold(0.0, f32::max);
+                // Minima are rounded to binary16.
+                assert!(far <= if integers.symmetric { 0.0 } else { 0.01 * scale }, "{} {scale} {zero}: {far}", kind.name());
+            }
+            // A scale that underflows binary16.
+            let values: Vec<f32> = (0..32).map(|i| (i % 3) as f32 * 1e-9).collect();
+            let [mut blocks, mut plain] = [(); 2].map(|()| vec![0; kind.bytes()]);
+            kind.encode_on_grid(&values, &[QuantizationParams { scale: 1e-9, zero: 0.0 }], &mut blocks);
+            kind.encode(&values, &mut plain);
+            assert_eq!(blocks, plain, "{}", kind.name());
         }
     }
 

@@ -9,7 +9,7 @@ use crate::export::{FileType, Gguf, TensorType};
 use crate::model::Model;
 use crate::pass::{self, Context, Method, Score, Scores, WeightFormat};
 use crate::run_state::InputImportance;
-use crate::store::gguf::{ALIGNMENT, Kind};
+use crate::store::gguf::{ALIGNMENT, BlockScales, Kind};
 
 /// Types in ascending order of bits, with llama.cpp's file type of files in which most matrices have the
 /// type. Q4_0 is left out: IQ4_NL has the same size and a lower error.
@@ -181,7 +181,8 @@ impl Formats for Blocks<'_> {
                 for name in aliases.chain([name.clone()]) {
                     let Some(weight) = model.weights.by_name.get_mut(&name) else { continue };
                     let importance = scores.importance.get(&name).filter(|_| !unit.measured).cloned();
-                    *weight = weight.dense(&name).in_gguf(self.kind(*option), &name, importance).0;
+                    let scales = importance.map_or(BlockScales::Plain, BlockScales::Weighted);
+                    *weight = weight.dense(&name).in_gguf(self.kind(*option), &name, scales).0;
                 }
             }
         }

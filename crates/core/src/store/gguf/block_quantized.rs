@@ -6,22 +6,69 @@ use super::Kind;
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::kernel::ggml::BlockType;
-use crate::store::{BlockSink, DType, Decoded, Encoding, StorageFormat, View, Weight, WeightSource, least_common_multiple};
+use crate::kernel::grid::QuantizationParams;
+use crate::store::{BlockSink, Bytes, DType, Decoded, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, least_common_multiple};
 
 /// Quantizes a dense weight to blocks. Yields the blocks and their dequantized values.
 pub struct BlockQuantized {
     upstream: Weight,
     kind: BlockType,
     name: String,
-    /// Importance of the columns, for each matrix.
-    importance: Option<Arc<Vec<f32>>>,
+    scales: BlockScales,
+}
+
+/// How the scales of blocks are found.
+#[derive(Debug, Clone, Default)]
+pub enum BlockScales {
+    /// By the type, with errors of equal weight.
+    #[default]
+    Plain,
+    /// By the type, with errors weighted by the importance of the columns, matrix by matrix if the weight
+    /// contains several.
+    Weighted(Arc<Vec<f32>>),
+    /// They are the [scales and zero points](Weight::block_params) of the quantized weight, whose codes are
+    /// kept.
+    Kept(Weight),
+}
+
+/// Scales and zero points of the blocks of a quantized weight.
+struct BlockParams {
+    upstream: Weight,
+    name: String,
+    kind: BlockType,
+}
+
+impl WeightSource for BlockParams {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        let scales = self.upstream.scales()?.ok_or_else(|| Error::tensor(&self.name, "is not quantized", ""))?;
+        let blocks = scales.run.checked_div(self.kind.elements()).unwrap_or(0);
+        let is_symmetric = self.kind.integers().is_some_and(|integers| integers.symmetric);
+        let zeros = scales.zero_points.iter().map(|zero| if is_symmetric { 0.0 } else { *zero });
+        let params = scales.scales.iter().zip(zeros).flat_map(|(scale, zero)| std::iter::repeat_n([*scale, zero], blocks)).flatten();
+        Bytes { dtype: DType::F32, bytes: params.flat_map(f32::to_le_bytes).collect() }.visit(unit, sink)
+    }
 }
 
 impl Weight {
-    /// The weight as it will be stored in a GGUF file, with its storage format. `importance` weights the
-    /// errors of each column, matrix by matrix if the weight contains several.
+    /// The scale and the zero point of each block of this type, as a dense weight with the same rows, if the
+    /// blocks can contain the codes of this quantized matrix.
+    pub fn block_params(&self, kind: BlockType, name: &str) -> Option<Weight> {
+        let (Encoding::Quantized(spec), Some(integers), [rows, row]) = (&self.encoding, kind.integers(), &self.shape[..]) else { return None };
+        let size = kind.elements();
+        let is_whole = matches!(spec.granularity, Granularity::Channel | Granularity::Group(_)) && spec.granularity.run(*row, *row).is_multiple_of(size);
+        // Differences of codes and zero points have one more bit.
+        let bits = u32::from(spec.codes.bits()).saturating_add(u32::from(integers.symmetric && !spec.symmetric));
+        if !spec.codes.is_integer() || bits > integers.bits || !is_whole || !row.is_multiple_of(size) {
+            return None;
+        }
+        let shape = vec![*rows, row.checked_div(size)?.checked_mul(2)?];
+        let source = BlockParams { upstream: self.clone(), name: name.to_owned(), kind };
+        Some(Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(source)))
+    }
+
+    /// The weight as it will be stored in a GGUF file, with its storage format.
     #[must_use]
-    pub fn in_gguf(self, kind: Kind, name: &str, importance: Option<Arc<Vec<f32>>>) -> (Weight, StorageFormat) {
+    pub fn in_gguf(self, kind: Kind, name: &str, scales: BlockScales) -> (Weight, StorageFormat) {
         match kind {
             Kind::Plain(dtype) if self.is_float() => {
                 let source = Decoded { upstream: self.source(), dtype, name: name.to_owned() };
@@ -30,7 +77,7 @@ impl Weight {
             Kind::Plain(_) => (self, StorageFormat::Plain),
             Kind::Blocks(kind) => {
                 let (weight, name) = (self.clone(), name.to_owned());
-                (weight.then(DType::F32, Encoding::Dense, Arc::new(BlockQuantized { upstream: self, kind, name, importance })), StorageFormat::Gguf(kind))
+                (weight.then(DType::F32, Encoding::Dense, Arc::new(BlockQuantized { upstream: self, kind, name, scales })), StorageFormat::Gguf(kind))
             }
         }
     }
@@ -38,11 +85,7 @@ impl Weight {
 
 impl BlockQuantized {
     /// Quantizes rows starting at row `at`, and advances `at`.
-    fn encode(&self, values: &[f32], row: usize, at: &mut usize, blocks: &mut [u8]) -> Result<()> {
-        let Some(importance) = &self.importance else {
-            self.kind.encode(values, blocks);
-            return Ok(());
-        };
+    fn encode_rows(&self, importance: &[f32], values: &[f32], row: usize, at: &mut usize, blocks: &mut [u8]) -> Result<()> {
         let matrices = importance.len().checked_div(row).unwrap_or(0);
         let rows = self.upstream.elements().checked_div(row).and_then(|rows| rows.checked_div(matrices)).unwrap_or(0);
         let bytes = row.checked_div(self.kind.elements()).unwrap_or(0).saturating_mul(self.kind.bytes());
@@ -57,17 +100,28 @@ impl BlockQuantized {
         }
         Ok(())
     }
+
+    /// Scales and zero points of all blocks, if they are given.
+    fn params(&self) -> Result<Vec<QuantizationParams>> {
+        let BlockScales::Kept(params) = &self.scales else { return Ok(Vec::new()) };
+        let params: Vec<QuantizationParams> =
+            params.floats(&self.name)?.as_chunks().0.iter().map(|[scale, zero]| QuantizationParams { scale: *scale, zero: *zero }).collect();
+        let blocks = self.upstream.elements().checked_div(self.kind.elements());
+        if blocks == Some(params.len()) { Ok(params) } else { Err(Error::tensor(&self.name, format!("has {} scales for {blocks:?} blocks", params.len()), "")) }
+    }
 }
 
 impl WeightSource for BlockQuantized {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (mut values, mut blocks, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
         let (row, mut at) = (self.upstream.shape.last().copied().unwrap_or(1).max(1), 0);
-        let alignment = if self.importance.is_some() { row } else { 1 };
+        let (params, mut first) = (self.params()?, 0usize);
+        let alignment = if matches!(self.scales, BlockScales::Weighted(_)) { row } else { 1 };
         self.upstream.visit(least_common_multiple(least_common_multiple(unit, self.kind.elements()), alignment), &mut |block| {
             let count = block.now.elements();
             values.resize(count, 0f32);
-            blocks.resize(count.checked_div(self.kind.elements()).unwrap_or(0).saturating_mul(self.kind.bytes()), 0);
+            let number = count.checked_div(self.kind.elements()).unwrap_or(0);
+            blocks.resize(number.saturating_mul(self.kind.bytes()), 0);
             bytes.resize(count.saturating_mul(4), 0);
             let wrong = |reason: String| Error::tensor(&self.name, reason, "write it as F16, BF16 or F32");
             if !block.now.decode(0, &mut values) || !count.is_multiple_of(self.kind.elements()) {
@@ -76,7 +130,12 @@ impl WeightSource for BlockQuantized {
             if values.iter().any(|value| !value.is_finite()) {
                 return Err(wrong("contains NaN or infinite values, which blocks cannot represent".into()));
             }
-            self.encode(&values, row, &mut at, &mut blocks)?;
+            match &self.scales {
+                BlockScales::Plain => self.kind.encode(&values, &mut blocks),
+                BlockScales::Weighted(importance) => self.encode_rows(importance, &values, row, &mut at, &mut blocks)?,
+                BlockScales::Kept(_) => self.kind.encode_on_grid(&values, params.get(first..).unwrap_or_default(), &mut blocks),
+            }
+            first = first.saturating_add(number);
             self.kind.decode(&blocks, &mut values);
             if values.iter().any(|value| !value.is_finite()) {
                 return Err(wrong(format!("contains values beyond the range of {} scales", self.kind.name())));

@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use self::block_quantized::BlockQuantized;
+pub use self::block_quantized::{BlockQuantized, BlockScales};
 pub use self::concatenated_rows::concatenated_rows;
 pub use self::fused_experts::expert_rows;
 pub use self::header::{ALIGNMENT, Kind, Outline, TensorDescription, Value, block_type};
