@@ -128,7 +128,7 @@ impl Importance<'_> {
     /// The importance matrix contains none of the tensors.
     pub fn notes(&self, all: &[Planned], file: &str) -> Result<Vec<String>> {
         let (with, without): (Vec<&Planned>, Vec<&Planned>) =
-            all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_)) && !planned.is_kept()).partition(|planned| planned.is_weighted());
+            all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_)) && !planned.keeps_codes()).partition(|planned| planned.is_weighted());
         let (source, reasons) = match self {
             Importance::Unused | Importance::Planned => return Ok(Vec::new()),
             Importance::Samples(importance) => (

@@ -13,8 +13,8 @@ use crate::store::{ActivationScheme, DType, Encoding, Weight};
 /// Notes about precision and quantization that the file cannot represent.
 pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, run: &RunState, file: &str) -> Vec<String> {
     let weights = &model.weights.by_name;
-    let kept: BTreeSet<&String> = all.iter().filter(|planned| planned.is_kept()).map(|planned| &planned.name).collect();
-    let is_dequantized = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && !kept.contains(name);
+    let with_codes: BTreeSet<&String> = all.iter().filter(|planned| planned.keeps_codes()).map(|planned| &planned.name).collect();
+    let is_dequantized = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && !with_codes.contains(name);
     let dequantized: BTreeMap<&String, &Weight> = weights.iter().filter(is_dequantized).collect();
     let by_pass = |name: &&String| run.history.iter().any(|applied| applied.tensors.contains(*name));
     let is_quantized_twice = dequantized.keys().any(by_pass) && !is_float(file_type);
@@ -34,8 +34,8 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
             counted(frequencies, "tensor")
         ));
     }
-    if !kept.is_empty() {
-        notes.push(format!("{file}: {} written with the same codes, and scales as 16-bit floats", counted(kept.len(), "quantized weight")));
+    if !with_codes.is_empty() {
+        notes.push(format!("{file}: {} written with the same codes, and scales as 16-bit floats", counted(with_codes.len(), "quantized weight")));
     }
     if !dequantized.is_empty() {
         let smaller = smaller_type(weights, file_type).map_or(String::new(), |smaller| {

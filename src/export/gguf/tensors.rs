@@ -56,8 +56,8 @@ impl Planned {
     }
 
     /// Whether the codes and scales of a quantized weight are written.
-    pub fn is_kept(&self) -> bool {
-        matches!(self.scales, BlockScales::Kept(_))
+    pub fn keeps_codes(&self) -> bool {
+        matches!(self.scales, BlockScales::Existing(_))
     }
 }
 

@@ -5,9 +5,9 @@
 
 mod experts;
 mod importance;
-mod kept;
 mod quantizer;
 mod reading;
+mod same_codes;
 mod types;
 mod vocabularies;
 mod writing;

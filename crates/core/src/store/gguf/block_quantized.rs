@@ -28,7 +28,7 @@ pub enum BlockScales {
     Weighted(Arc<Vec<f32>>),
     /// They are the [scales and zero points](Weight::block_params) of the quantized weight, whose codes are
     /// kept.
-    Kept(Weight),
+    Existing(Weight),
 }
 
 /// Scales and zero points of the blocks of a quantized weight.
@@ -103,7 +103,7 @@ impl BlockQuantized {
 
     /// Scales and zero points of all blocks, if they are given.
     fn params(&self) -> Result<Vec<QuantizationParams>> {
-        let BlockScales::Kept(params) = &self.scales else { return Ok(Vec::new()) };
+        let BlockScales::Existing(params) = &self.scales else { return Ok(Vec::new()) };
         let params: Vec<QuantizationParams> =
             params.floats(&self.name)?.as_chunks().0.iter().map(|[scale, zero]| QuantizationParams { scale: *scale, zero: *zero }).collect();
         let blocks = self.upstream.elements().checked_div(self.kind.elements());
@@ -133,7 +133,7 @@ impl WeightSource for BlockQuantized {
             match &self.scales {
                 BlockScales::Plain => self.kind.encode(&values, &mut blocks),
                 BlockScales::Weighted(importance) => self.encode_rows(importance, &values, row, &mut at, &mut blocks)?,
-                BlockScales::Kept(_) => self.kind.encode_on_grid(&values, params.get(first..).unwrap_or_default(), &mut blocks),
+                BlockScales::Existing(_) => self.kind.encode_on_grid(&values, params.get(first..).unwrap_or_default(), &mut blocks),
             }
             first = first.saturating_add(number);
             self.kind.decode(&blocks, &mut values);
