@@ -21,16 +21,16 @@ use crate::kernel::grid::{Levels, QuantizationParams};
 use crate::kernel::trained_rounding::{self, TrainedRange};
 use crate::pass::calibrate::tensor_error;
 use crate::pass::weight_quantizer::stored_scale;
-use crate::store::{QuantizationSpec, Scales, Weight};
+use crate::store::{QuantizationSpec, ScaleFormat, Scales, Weight};
 use crate::work::{Event, ProgressUnit};
 
 /// Distance of initial offsets from the ends of the rounding interval of their codes.
 const MARGIN: f32 = 0.25;
 /// Learning rate of the ranges, relative to that of the offsets.
 const RANGE_RATE: f32 = 0.05;
-/// The same of ranges whose scales have one byte, relative also to the distance of consecutive scales: a range
-/// whose gradient has the same sign in every step moves by about half of this distance.
-const COARSE_RANGE_RATE: f32 = 2.0;
+/// Learning rate of the offsets of weights with scales of one byte, relative to that of others. These scales
+/// are fixed, because the next one changes all weights of its group by several percent.
+const FIXED_RANGE_RATE: f32 = 2.0;
 /// Number of times that the error on held-out tokens is measured, and of measurements without an improvement
 /// after which training ends.
 const MEASUREMENTS: usize = 8;
@@ -114,7 +114,10 @@ impl TrainedLayer {
     fn step(&mut self, gradients: &[f32], rate: f32) {
         let (size, groups, group, levels) = (self.layer.size.max(1), self.groups(), self.group, self.levels);
         let store = stored_scale(&self.affine, self.global_scale);
-        let range_rate = rate * RANGE_RATE.max(COARSE_RANGE_RATE * self.affine.scale_format().resolution());
+        let (rate, range_rate) = match self.affine.scale_format() {
+            ScaleFormat::Float => (rate, RANGE_RATE * rate),
+            ScaleFormat::PowerOfTwo | ScaleFormat::Relative => (FIXED_RANGE_RATE * rate, 0.0),
+        };
         let State { offsets, ranges } = &mut self.state;
         let rows = offsets.par_chunks_mut(size).zip(self.values.par_chunks(size)).zip(gradients.par_chunks(size));
         rows.zip(ranges.par_chunks_mut(groups)).for_each(|(((offsets, values), gradients), ranges)| {

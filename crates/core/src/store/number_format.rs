@@ -261,15 +261,6 @@ impl ScaleFormat {
         }
     }
 
-    /// The largest distance of consecutive normal scales, relative to the smaller one; 0 for floats.
-    pub fn resolution(self) -> f32 {
-        match self {
-            ScaleFormat::Float => 0.0,
-            ScaleFormat::PowerOfTwo => 1.0,
-            ScaleFormat::Relative => 0.125,
-        }
-    }
-
     /// The dtype in memory; `floats` for floats.
     pub fn dtype(self, floats: DType) -> DType {
         match self {
