@@ -5,6 +5,12 @@ import numpy as np
 
 # llama.cpp supports one scale of the attention scores with latent attention.
 SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.9, "mscale_all_dim": 0.9}
+LLAMA4 = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4, "layer_types": ["chunked_attention"] * 3 + ["full_attention"], "moe_layers": [1, 3]}
+LLAMA4 |= {"attention_bias": False, "attention_chunk_size": 8192, "use_qk_norm": True, "rope_theta": 5e5, "max_position_embeddings": 65536}
+LLAMA4 |= {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}}
+# llama.cpp loads queries without low rank only with this number of layers.
+LITE = {"num_hidden_layers": 26, "first_k_dense_replace": 25, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 4}
+LITE |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_scaling": SCALING}
 FAMILIES = [
     ("llama", "llama", {}),
     ("llama-biases", "llama", {}),
@@ -39,6 +45,16 @@ FAMILIES = [
     ("glm4-moe-plain", "glm4moe", {"num_nextn_predict_layers": 0}),
     ("minimax-m2", "minimax-m2", {}),
     ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0}),
+    ("smollm3", None, {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "bos_token_id": 1, "eos_token_id": 2}),
+    # llama.cpp ignores windows.
+    ("phi3", None, {"sliding_window": 64, "eos_token_id": 2}),
+    ("phi3-longrope", None, {"eos_token_id": 2}),
+    ("phi3-tied-partial", None, {"eos_token_id": 2}),
+    # llama.cpp has constants for chunks and scales of queries.
+    ("llama4-plain", None, LLAMA4),
+    # llama.cpp selects groups of experts by other scores.
+    ("deepseek-v2", None, {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_scaling": SCALING, "topk_method": "greedy", "n_group": None, "topk_group": None}),
+    ("deepseek-v2-lite", None, LITE),
     ("deepseek-v3", "deepseek2", {"attention_bias": False, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6, "rope_scaling": SCALING}),
     # The number of neurons is that of the weights.
     ("qwen3-next", None, {"mlp_only_layers": [], "linear_key_head_dim": 5}),
@@ -77,10 +93,43 @@ def equal_widths(name, tensor):
     return without_biases(name, tensor)
 
 
+def unchanged(name, tensor):
+    return tensor
+
+
+def narrow(name, tensor):
+    """One head, 4 neurons and a residual stream of 8 elements of DeepSeek-V2-Lite."""
+    sizes = {"q_proj": (12, 8), "kv_b_proj": (14, 10), "o_proj": (8, 6), "mlp.gate_proj": (4, 8), "mlp.up_proj": (4, 8), "mlp.down_proj": (8, 4)}
+    for end, (rows, columns) in sizes.items():
+        if name.endswith(f"{end}.weight"):
+            return tensor[:rows, :columns].copy()
+    if name.endswith("kv_a_layernorm.weight"):
+        return tensor
+    return (tensor[:8] if tensor.ndim == 1 or name.endswith("down_proj.weight") else tensor[:, :8]).copy()
+
+
+# The layers of the checkpoint with which layers of larger models begin.
+LAYERS = {"smollm3": [0, 1, 0, 1], "llama4-plain": [0, 1, 0, 1], "deepseek-v2-lite": [0] * 25 + [1]}
+
+
+def with_layers(tensors, sources):
+    """A model with copies of layers, of which every second one has its rows in reverse order."""
+    split = lambda name: name.removeprefix("model.layers.").partition(".")
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")}
+    for layer, source in enumerate(sources):
+        for name, tensor in tensors.items():
+            number, _, rest = split(name)
+            if number == str(source):
+                others[f"model.layers.{layer}.{rest}"] = tensor if layer // 2 % 2 == 0 else tensor[::-1].copy()
+    return others
+
+
 def changed(name, tensors):
     """The tensors of a family that llama.cpp supports."""
     change = OTHER_TENSORS[name]
     tensors = {key: changed for key, tensor in tensors.items() if (changed := change(key, tensor)) is not None}
+    if name in LAYERS:
+        tensors = with_layers(tensors, LAYERS[name])
     if name == "qwen3-next":
         # Experts in all layers.
         start = "model.layers.1.mlp."
@@ -94,6 +143,10 @@ def changed(name, tensors):
 # delta networks.
 OTHER_TENSORS = {
     "cohere": without_biases,
+    "smollm3": unchanged,
+    "llama4-plain": without_biases,
+    "deepseek-v2": without_biases,
+    "deepseek-v2-lite": narrow,
     "deepseek-v3": without_biases,
     "hunyuan-alpha": without_biases,
     "glm": narrowed,

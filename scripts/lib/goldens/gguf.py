@@ -379,6 +379,7 @@ def families():
         if ONLY and not any(text in name for text in ONLY):
             continue
         config = json.loads((MODELS / name / "config-4.json").read_text())
+        changes = dict(changes)
         if original := changes.pop("original_max_position_embeddings", None):
             config["rope_scaling"]["original_max_position_embeddings"] = original
         config |= changes

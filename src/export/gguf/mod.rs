@@ -5,6 +5,7 @@ mod head;
 mod importance;
 mod loss_notes;
 mod mixture;
+mod read_back;
 mod tensors;
 mod types;
 
@@ -20,7 +21,8 @@ use self::head::{EMBEDDING, HEAD, stores_head, ties_head};
 use self::importance::{Importance, Matrix};
 use self::loss_notes::{loss_notes, quantized_inputs};
 use self::mixture::{Mixture, fit_row, keep_packed};
-use self::tensors::{Layout, Planned, fallback_note, is_frequency, is_shape_of, require_described, split_fused, tensors, width};
+use self::read_back::{has_renamed_experts, merge_split_weights, weights_by_name};
+use self::tensors::{Layout, Planned, fallback_note, is_frequency, require_described, split_fused, tensors, width};
 use self::types::RequestedTypes;
 pub use self::types::TensorType;
 use super::{Exported, Format, SizeForecast};
@@ -32,7 +34,7 @@ use crate::model::Model;
 use crate::model::gguf::{Arrangement, Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
 use crate::store::gguf::{BlockScales, Kind, Outline, RowPermutation, Value, header};
-use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt, WeightMeasurement};
+use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt};
 use crate::store::{Bytes, DType, Encoding, Module, Pattern, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
@@ -203,10 +205,10 @@ impl Gguf {
         let size_key = format!("{}.vocab_size", family.architecture);
         values.iter_mut().filter(|(key, _)| *key == size_key).for_each(|(_, value)| *value = Value::Unsigned(rows as u64));
         let rounds = model.config.cache().ok().flatten().is_some() || quantized_inputs(model) > 0;
-        let is_complete = notes.is_empty() && factors.is_none() && head_stored == model.weights.by_name.contains_key(HEAD) && !rounds;
+        let is_complete = notes.is_empty() && factors.is_empty() && head_stored == model.weights.by_name.contains_key(HEAD) && !rounds;
         // The file does not describe modules.
         let is_complete = is_complete && Module::try_list(&model.path)?.is_ok_and(|modules| modules.is_empty());
-        if let Some((name, factors)) = factors {
+        for (name, factors) in factors {
             let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
             let weight = Weight::new(DType::F32, vec![factors.len()], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));
             let (name, kind) = (name.to_owned(), Kind::Plain(DType::F32));
@@ -421,62 +423,4 @@ impl Format for Gguf {
             weights,
         })
     }
-}
-
-/// Whether experts have other names when the file is read back: stacked experts become separate tensors,
-/// and names of modules are normalized.
-fn has_renamed_experts(family: &GgufFamily, names: &[String]) -> bool {
-    let is_same = |name: &String| family.to_gguf(name).and_then(|gguf_name| family.to_checkpoint(&gguf_name)).is_none_or(|back| back == *name);
-    family.experts.is_some()
-        && names.iter().filter(|name| family.joined_tensors(name).is_none()).any(|name| family.fused_tensors(name).is_some() || !is_same(name))
-}
-
-/// The weights of a file that was read back, by their names in the model, or by their names in the
-/// opened file if experts are renamed.
-fn weights_by_name(family: &GgufFamily, opened: &Model, names: &[String], items: &[Item]) -> std::result::Result<BTreeMap<String, Weight>, String> {
-    let (back, mut by_name) = (&opened.weights.by_name, BTreeMap::new());
-    let renamed = has_renamed_experts(family, names);
-    for (name, Item { name: gguf_name, weight, .. }) in names.iter().zip(items) {
-        let missing = |_| format!("`{name}` is missing or has another shape when read back");
-        let find = |gguf_name: &str, shape: &[usize]| {
-            let name = family.to_checkpoint(gguf_name).ok_or(())?;
-            back.get(&name).filter(|weight| is_shape_of(gguf_name, &weight.shape, shape)).map(|weight| (name, weight.clone())).ok_or(())
-        };
-        if family.joined_tensors(name).is_some() {
-            by_name.insert(name.clone(), back.get(name).cloned().ok_or(()).map_err(missing)?);
-        } else if let (Some(_), [experts, matrix @ ..]) = (family.fused_tensors(name), weight.shape.as_slice()) {
-            let module = gguf_name.trim_end_matches(".weight");
-            for expert in 0..*experts {
-                by_name.extend([find(&format!("{module}.{expert}.weight"), matrix).map_err(missing)?]);
-            }
-        } else if family.to_checkpoint(gguf_name).is_some() {
-            let (opened_name, weight) = find(gguf_name, &weight.shape).map_err(missing)?;
-            by_name.insert(if renamed { opened_name } else { name.clone() }, weight);
-        }
-    }
-    Ok(by_name)
-}
-
-/// Measurements and encodings by weight. The measurements of weights that became two tensors are merged.
-fn merge_split_weights(tensors: impl Iterator<Item = ((String, WeightMeasurement), String)>) -> (Vec<(String, WeightMeasurement)>, Vec<String>) {
-    let (mut weights, mut encodings): (Vec<(String, WeightMeasurement)>, Vec<String>) = (Vec::new(), Vec::new());
-    let mut indices: BTreeMap<String, usize> = BTreeMap::new();
-    for ((name, part), encoding) in tensors {
-        let index = *indices.entry(name.clone()).or_insert(weights.len());
-        match weights.get_mut(index) {
-            None => {
-                weights.push((name, part));
-                encodings.push(encoding);
-            }
-            Some((_, all)) => {
-                all.difference.add(&part.difference);
-                all.changed |= part.changed;
-                all.nonfinite += part.nonfinite;
-                all.bytes += part.bytes;
-                // Histograms of the parts have different bins.
-                all.histogram = None;
-            }
-        }
-    }
-    (weights, encodings)
 }

@@ -110,10 +110,13 @@ pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, layou
             let reason = format!("has the shape {:?}, but the model has {experts} experts", weight.shape);
             return Err(Error::tensor(name, reason, "the checkpoint does not match config.json"));
         }
-        let step = gguf_names.len();
+        let parts = gguf_names.len();
+        let count = outputs / parts;
         let inputs = if weight.shape.len() == 3 { weight.shape.get(1).copied().unwrap_or(1) } else { 1 };
-        let part = |start| expert_outputs(&weight, Outputs { inputs: 0..inputs, start, step }, name);
-        return Ok(gguf_names.into_iter().enumerate().map(|(start, gguf_name)| (gguf_name, part(start))).collect());
+        let alternates = family.experts.is_some_and(|experts| experts.alternates);
+        let of = |part: usize| if alternates { (part, parts) } else { (part * count, 1) };
+        let part = |(start, step)| expert_outputs(&weight, Outputs { inputs: 0..inputs, start, step, count }, name);
+        return Ok(gguf_names.into_iter().enumerate().map(|(at, gguf_name)| (gguf_name, part(of(at)))).collect());
     }
     let rows = match weight.shape[..] {
         [count, rows, _] if count == experts && rows.is_multiple_of(gguf_names.len()) => rows / gguf_names.len(),

@@ -3,7 +3,7 @@
 use std::fs;
 
 use compress::export::{FileType, Gguf};
-use compress::pass::{Amount, Amounts, PruneStructured, PrunedPart};
+use compress::pass::{Amount, Amounts, PruneStructured, PrunedPart, SplitExperts};
 use compress::{Error, Model, Pipeline};
 use compress_core::store::gguf;
 use compress_core::store::{BlockSink, Bytes, DType, Encoding, Weight, WeightSource};
@@ -97,6 +97,22 @@ fn stacked_experts_are_written() {
     let folder = tempfile::tempdir().unwrap();
     let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("but the model has 4 experts"), "{error}");
+}
+
+/// Files of Llama 4 have the same tensors, and are read back as stacked experts.
+#[test]
+fn separate_experts_of_input_major_families_are_written() {
+    let (_source, expected) = source("llama4-plain");
+    let out = tempfile::tempdir().unwrap();
+    let run = Pipeline::builder().pass(SplitExperts::default()).export(Gguf { file_type: FileType::F32, ..Gguf::default() }).measure(false).build().unwrap();
+    run.run(expected.clone(), out.path().join("out")).unwrap();
+    let path = out.path().join("out/model.gguf");
+    same_weights(&Model::open(&path).unwrap(), &expected, "llama4");
+    let [ours, theirs] = [path, golden("gguf/llama4-plain.gguf")].map(|path| gguf::GgufFile::open(&path).unwrap().tensors);
+    assert!(ours.keys().eq(theirs.keys()), "{:?}", ours.keys());
+    for (name, weight) in &theirs {
+        assert_eq!((&ours[name].shape, ours[name].floats(name).unwrap()), (&weight.shape, weight.floats(name).unwrap()), "{name}");
+    }
 }
 
 /// After a pass that changes the graph and config.json.

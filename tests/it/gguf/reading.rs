@@ -169,7 +169,16 @@ fn keys_of_families_are_read_or_refused() {
     refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "`minimax-m2.expert_gating_func`, which is 1");
     refused("phi", "phi2.attention.layer_norm_epsilon", None, "`phi2.attention.layer_norm_epsilon` is missing");
     refused("glm4-moe", "glm4moe.nextn_predict_layers", Some(gguf::Value::Unsigned(1)), "`glm4moe.nextn_predict_layers`, which is 1");
-    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "`deepseek2.expert_gating_func` is missing: only DeepSeek-V3");
+    // Scores of experts are a softmax by default, as in DeepSeek-V2, whose routers have no biases.
+    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "tensor `blk.1.exp_probs_b.bias`");
+    refused("deepseek-v2", "deepseek2.expert_group_count", Some(gguf::Value::Unsigned(2)), "`deepseek2.expert_group_count`, which is 2");
+    refused("phi3", "phi3.rope.scaling.original_context_length", None, "`phi3.rope.scaling.original_context_length` is missing");
+    // llama.cpp has no chunks in such files.
+    refused("llama4-plain", "llama4.attention.sliding_window", Some(gguf::Value::Unsigned(0)), "`llama4.attention.sliding_window`, which is 0");
+    let (_folder, model) = rewritten("phi3-longrope", |_, tensors| drop(tensors.remove("rope_factors_long.weight")));
+    assert!(model.err().unwrap().to_string().contains("has only one of the tensors"));
+    let (_folder, model) = rewritten("phi3-longrope", |values, _| drop(values.insert("phi3.rope.scaling.attn_factor".into(), gguf::Value::Float(1.5))));
+    assert_eq!(model.unwrap().config.get("rope_scaling").and_then(|scaling| scaling.get("attention_factor")), Some(&1.5.into()));
     refused("deepseek-v3", "deepseek2.attention.head_count_kv", Some(gguf::Value::Unsigned(4)), "latent attention with 4 key heads");
     refused("deepseek-v3", "deepseek2.attention.key_length_mla", Some(gguf::Value::Unsigned(4)), "`deepseek2.attention.key_length_mla` of 4");
     refused("qwen3_5", "qwen35.rope.dimension_sections", None, "`qwen35.rope.dimension_sections` is missing");

@@ -80,7 +80,16 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 35] = [
+    let cases: [(&str, &str, Change, &str); 44] = [
+        ("smollm3", "config.json", |json| json["no_rope_layers"] = serde_json::json!([1, 1, 0, 1]), "`no_rope_layers` of [1,1,0,1]"),
+        ("smollm3", "config.json", |json| (json["no_rope_layers"], json["no_rope_layer_interval"]) = (Value::Null, 3.into()), "`no_rope_layer_interval` of 3"),
+        ("phi3-longrope", "config.json", |json| json["rope_scaling"]["short_factor"] = serde_json::json!([1.0]), "`short_factor` with 1 numbers"),
+        ("llama4-plain", "config.json", |json| json["attention_chunk_size"] = 4.into(), "`attention_chunk_size` of 4"),
+        ("llama4-plain", "config.json", |json| json["attn_temperature_tuning"] = 0.into(), "`attn_temperature_tuning` of false"),
+        ("llama4-plain", "config.json", |json| json["use_qk_norm"] = false.into(), "`use_qk_norm` of false with 4 experts"),
+        ("llama4-plain", "config.json", |json| json["moe_layers"] = serde_json::json!([0]), "`moe_layers` of [0]"),
+        ("deepseek-v2", "config.json", |json| json["topk_method"] = "group_limited_greedy".into(), "`topk_method` of \"group_limited_greedy\""),
+        ("deepseek-v2-lite", "config.json", |json| json["num_hidden_layers"] = 25.into(), "`num_hidden_layers` of 25"),
         ("glm4-moe", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (

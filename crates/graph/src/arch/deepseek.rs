@@ -41,6 +41,7 @@ pub(super) const DEEPSEEK_V2: Family = Family {
     fused: &[&["q_a_proj", "kv_a_proj_with_mqa"], &["gate_proj", "up_proj"]],
     routers: &["mlp.gate"],
     experts: Some(ExpertLayout { keys: &["n_routed_experts"], dense: &[DenseLayers::Count("first_k_dense_replace")], ..ExpertLayout::SEPARATE }),
+    gguf: Some(&GGUF_2),
     ..DECODER
 };
 
@@ -71,13 +72,13 @@ pub(super) const DEEPSEEK_V3: Family = Family {
     ..DEEPSEEK_V2
 };
 
-/// DeepSeek-V3 with queries of low rank.
 const GGUF: GgufFamily = GgufFamily {
     architecture: "deepseek2",
     class: "DeepseekV3ForCausalLM",
     layer: &[
         gguf::NORM_OF_ATTENTION,
         &[
+            ("attn_q", "self_attn.q_proj"),
             ("attn_q_a", "self_attn.q_a_proj"),
             ("attn_q_a_norm", "self_attn.q_a_layernorm"),
             ("attn_q_b", "self_attn.q_b_proj"),
@@ -94,7 +95,6 @@ const GGUF: GgufFamily = GgufFamily {
     interleaved_rope: false,
     flags: &[],
     settings: &[
-        Setting::required("attention.q_lora_rank", "q_lora_rank", "1536"),
         Setting::required("attention.kv_lora_rank", "kv_lora_rank", "512"),
         Setting::required("attention.value_length_mla", "v_head_dim", "128"),
         Setting::optional("expert_shared_count", "n_shared_experts", ["1", "0"]),
@@ -118,6 +118,33 @@ const GGUF: GgufFamily = GgufFamily {
     is_latent: true,
     experts: Some(GgufExperts { count: "n_routed_experts", normalized: None, ..gguf::QWEN_EXPERTS }),
     ..gguf::LLAMA
+};
+
+/// DeepSeek-V2 with routers that ignore groups, which llama.cpp selects by other scores than transformers.
+const GGUF_2: GgufFamily = GgufFamily {
+    class: "DeepseekV2ForCausalLM",
+    tensors: &[],
+    settings: &[
+        Setting::required("attention.kv_lora_rank", "kv_lora_rank", "512"),
+        Setting::required("attention.value_length_mla", "v_head_dim", "128"),
+        Setting::optional("expert_shared_count", "n_shared_experts", ["2", "0"]),
+        Setting::optional("leading_dense_block_count", "first_k_dense_replace", ["0", "0"]),
+        Setting::optional("expert_weights_scale", "routed_scaling_factor", ["1.0", "1.0"]),
+        Setting::optional("expert_weights_norm", "norm_topk_prob", ["false", "false"]),
+    ],
+    constants: &[gguf::SOFTMAX_SCORES, ("expert_group_count", 1), ("expert_group_used_count", 1)],
+    required: &[
+        ("attention_bias", "false"),
+        ("mlp_bias", "false"),
+        ("moe_layer_freq", "1"),
+        ("n_group", "1"),
+        ("norm_topk_prob", "false"),
+        ("rms_norm_eps", "1e-6"),
+        ("scoring_func", "\"softmax\""),
+        ("topk_group", "1"),
+        ("topk_method", "\"greedy\""),
+    ],
+    ..GGUF
 };
 
 /// Kimi K2, whose checkpoints contain a copy of the code of DeepSeek-V3.

@@ -30,6 +30,13 @@ pub struct GgufFamily {
     pub without_experts: Option<&'static GgufFamily>,
     /// Whether rows of query and key weights are permuted for interleaved rotary embeddings.
     pub interleaved_rope: bool,
+    /// Divisors of rotary frequencies that llama.cpp reads, if they do not follow from `interleaved_rope`.
+    pub(super) other_divisors: Option<Divisors>,
+    /// The number of layers of which the last one has no rotary embedding, if there are such layers: llama.cpp
+    /// has one number for the family.
+    pub rope_period: Option<u64>,
+    /// Key of the number of neurons of dense networks.
+    pub neurons: &'static str,
     /// Whether GGUF files store norm weights plus one, since the family computes `(1 + weight) * x`.
     pub norms_plus_one: bool,
     /// Keys of the epsilon of normalizations, and its default in transformers.
@@ -115,9 +122,10 @@ pub struct GgufExperts {
     pub inner: Option<&'static str>,
     /// Whether there is a shared expert.
     pub shared: bool,
-    /// Whether checkpoints store projections of all experts as `[experts, in, out]`, with alternating outputs
-    /// of gate and up, and biases.
+    /// Whether checkpoints store projections of all experts as `[experts, in, out]`, and their biases.
     pub is_input_major: bool,
+    /// Whether outputs of gate and up alternate in these tensors; otherwise, those of gate precede those of up.
+    pub alternates: bool,
 }
 
 /// GGUF tensors that contain one projection of all experts.
@@ -126,6 +134,24 @@ const FUSED: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 /// GGUF tensors with the keys and the values of the projection of latent vectors, and the module in
 /// checkpoints.
 const LATENT: ([&str; 2], &str) = (["attn_k_b", "attn_v_b"], "self_attn.kv_b_proj");
+
+/// Divisors of rotary frequencies in files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Divisors {
+    /// None.
+    None,
+    /// One tensor, as in Llama 3.
+    Single,
+    /// A tensor for short and one for long texts, as in Phi-3.
+    ShortAndLong,
+}
+
+impl GgufFamily {
+    /// Divisors of rotary frequencies that llama.cpp reads.
+    pub fn divisors(&self) -> Divisors {
+        self.other_divisors.unwrap_or(if self.interleaved_rope { Divisors::Single } else { Divisors::None })
+    }
+}
 
 /// Layers with sliding-window attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,13 +162,17 @@ pub enum Windows {
     AllBut(usize),
     /// Those that the file lists, by default all except every n-th.
     Listed(usize),
+    /// All, or none if the size is zero; llama.cpp attends to all tokens.
+    Ignored,
+    /// Chunks of a constant length in all layers with rotary embedding.
+    Chunks,
 }
 
 impl Windows {
     /// Whether a layer has a window by default.
     pub fn slides(self, layer: u64) -> bool {
         match self {
-            Windows::None => false,
+            Windows::None | Windows::Ignored | Windows::Chunks => false,
             Windows::AllBut(every) | Windows::Listed(every) => !layer.saturating_add(1).is_multiple_of(every as u64),
         }
     }
@@ -231,6 +261,7 @@ pub(super) const QWEN_EXPERTS: GgufExperts = GgufExperts {
     inner: Some("moe_intermediate_size"),
     shared: false,
     is_input_major: false,
+    alternates: false,
 };
 pub(super) const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm")];
 
@@ -243,6 +274,9 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     concatenated: &[],
     without_experts: None,
     interleaved_rope: true,
+    other_divisors: None,
+    rope_period: None,
+    neurons: "intermediate_size",
     norms_plus_one: false,
     epsilon: RMS_EPSILON,
     flags: &[ATTENTION_BIAS, ("mlp_bias", "ffn_gate.bias")],
@@ -285,8 +319,11 @@ pub(super) const ATTENTION_BIAS: Pair = ("attention_bias", "attn_q.bias");
 /// Families without biases of output projections.
 pub(super) const NO_ATTENTION_BIAS: Pair = ("attention_bias", "false");
 
-/// Scores of experts are sigmoids.
-pub(super) const SIGMOID_SCORES: (&str, u64) = ("expert_gating_func", 2);
+/// Scores of experts are a softmax, or sigmoids.
+pub(super) const SOFTMAX_SCORES: (&str, u64) = (EXPERT_SCORES, 1);
+pub(super) const SIGMOID_SCORES: (&str, u64) = (EXPERT_SCORES, 2);
+/// Key of the function of the scores of experts.
+pub const EXPERT_SCORES: &str = "expert_gating_func";
 
 /// Key of the factor on attention scores.
 pub const ATTENTION_MULTIPLIER: &str = "attention.scale";

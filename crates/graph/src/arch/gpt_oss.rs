@@ -44,6 +44,7 @@ pub(super) const GPT_OSS: Family = Family {
             normalized: None,
             inner: Some("intermediate_size"),
             is_input_major: true,
+            alternates: true,
             ..gguf::QWEN_EXPERTS
         }),
         ..gguf::LLAMA

@@ -2,6 +2,7 @@
 //! position embedding in the others, whose queries are scaled by their position, and experts with scaled
 //! inputs next to a shared expert.
 
+use super::gguf::{self, Divisors, GgufExperts, GgufFamily, Setting, Windows};
 use super::{DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, Sizes, without_graph};
 
 pub(super) const LLAMA4_TEXT: Family = Family {
@@ -36,6 +37,42 @@ pub(super) const LLAMA4_TEXT: Family = Family {
         ..DECODER_SIZES
     }),
     experts: Some(ExpertLayout { dense: &[DenseLayers::Experts("moe_layers")], ..without_graph::LLAMA4_EXPERTS }),
+    gguf: Some(&GgufFamily {
+        architecture: "llama4",
+        class: "Llama4ForCausalLM",
+        layer: &[
+            gguf::NORM_OF_ATTENTION,
+            gguf::ATTENTION,
+            gguf::NORM_BEFORE,
+            &[("ffn_gate", "feed_forward.gate_proj"), ("ffn_up", "feed_forward.up_proj"), ("ffn_down", "feed_forward.down_proj")],
+            &[
+                ("ffn_gate_inp", "feed_forward.router"),
+                ("ffn_gate_shexp", "feed_forward.shared_expert.gate_proj"),
+                ("ffn_up_shexp", "feed_forward.shared_expert.up_proj"),
+                ("ffn_down_shexp", "feed_forward.shared_expert.down_proj"),
+            ],
+        ],
+        interleaved_rope: false,
+        other_divisors: Some(Divisors::Single),
+        rope_period: Some(4),
+        neurons: "intermediate_size_mlp",
+        epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+        flags: &[],
+        settings: &[Setting::required("interleave_moe_layer_step", "interleave_moe_layer_step", "1")],
+        required: &[gguf::NO_ATTENTION_BIAS, ("attention_chunk_size", "8192"), ("attn_scale", "0.1"), ("floor_scale", "8192")],
+        head_dim: Some(128),
+        theta: 500_000.0,
+        windows: Windows::Chunks,
+        experts: Some(GgufExperts {
+            block: "feed_forward.experts",
+            count: "num_local_experts",
+            normalized: None,
+            inner: Some("intermediate_size"),
+            is_input_major: true,
+            ..gguf::QWEN_EXPERTS
+        }),
+        ..gguf::LLAMA
+    }),
     ..without_graph::LLAMA4
 };
 

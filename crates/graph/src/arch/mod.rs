@@ -43,6 +43,7 @@ mod layer_list;
 mod lfm2;
 mod llama;
 mod llama4;
+mod long_rope;
 mod mamba2;
 mod minimax_m2;
 mod ministral3;
@@ -75,8 +76,11 @@ use serde_json::{Map, Value};
 
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, SELECTION_BIAS, VISION_TRANSFORMER, classifier};
 pub use family::{ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
-pub use gguf::{ATTENTION_MULTIPLIER, GgufExperts, GgufFamily, GgufHead, LOGIT_DIVISOR, Recurrent, Setting, StoredShape, Tiling, Windows};
+pub use gguf::{
+    ATTENTION_MULTIPLIER, Divisors, EXPERT_SCORES, GgufExperts, GgufFamily, GgufHead, LOGIT_DIVISOR, Recurrent, Setting, StoredShape, Tiling, Windows,
+};
 pub use layer_list::{BLOCK_TYPES, LAYER_PATTERN, LAYER_TYPES, listed_layers};
+pub use long_rope::long_rope_attention;
 pub use module_names::{UNSTORED_HEADS, module_spellings};
 pub use roles::{fused_layer, is_embedding_table, mark_roles, role, shared_tables, stays_float32, tied};
 pub use running::*;

@@ -1,6 +1,7 @@
 //! Phi-3 and Phi-4: fused projections of queries, keys and values and of gate and up, and partial rotary
 //! embeddings.
 
+use super::gguf::{self, Divisors, GgufFamily, Setting, Windows};
 use super::{DECODER, DECODER_SIZES, Family, Groups, Keys, Sizes};
 
 pub(super) const PHI3: Family = Family {
@@ -13,6 +14,26 @@ pub(super) const PHI3: Family = Family {
     sizes: Some(&Sizes { groups: Some(("num_key_value_heads", "layers.0.self_attn.qkv_proj.weight", Groups::Fused)), ..DECODER_SIZES }),
     fused: &[],
     counts_rope_factors: true,
+    gguf: Some(&GgufFamily {
+        architecture: "phi3",
+        class: "Phi3ForCausalLM",
+        layer: &[
+            gguf::NORM_OF_ATTENTION,
+            &[("attn_qkv", "self_attn.qkv_proj"), ("attn_output", "self_attn.o_proj")],
+            gguf::NORM_BEFORE,
+            &[("ffn_up", "mlp.gate_up_proj"), ("ffn_down", "mlp.down_proj")],
+        ],
+        interleaved_rope: false,
+        other_divisors: Some(Divisors::ShortAndLong),
+        epsilon: Setting { default: "1e-5", ..gguf::RMS_EPSILON },
+        flags: &[],
+        required: &[("lm_head_bias", "false")],
+        accepted: &["auto_map"],
+        has_implied_heads: true,
+        partial_rotary: Some(("partial_rotary_factor", 1.0)),
+        windows: Windows::Ignored,
+        ..gguf::LLAMA
+    }),
     genai: "phi3",
     ..DECODER
 };

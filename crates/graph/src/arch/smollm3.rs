@@ -1,5 +1,6 @@
 //! SmolLM3: every few layers have no position embedding.
 
+use super::gguf::{self, Divisors, GgufFamily};
 use super::{DECODER, Family, Keys};
 
 pub(super) const SMOLLM3: Family = Family {
@@ -9,6 +10,16 @@ pub(super) const SMOLLM3: Family = Family {
         harmless: &["attention_dropout", "max_position_embeddings", "max_window_layers", "no_rope_layer_interval", "pretraining_tp", "sliding_window"],
         neutral: &[("partial_rotary_factor", "1.0")],
     },
+    gguf: Some(&GgufFamily {
+        architecture: "smollm3",
+        class: "SmolLM3ForCausalLM",
+        other_divisors: Some(Divisors::None),
+        rope_period: Some(4),
+        flags: &[],
+        required: &[gguf::NO_ATTENTION_BIAS, ("mlp_bias", "false")],
+        theta: 2e6,
+        ..gguf::LLAMA
+    }),
     genai: "smollm3",
     ..DECODER
 };

@@ -1,6 +1,7 @@
-//! Projections of all experts that checkpoints store as `[experts, in, out]`, as in gpt-oss. GGUF files store
-//! each projection as `[experts, out, in]`, and gate and up separately, whose outputs alternate in
-//! checkpoints. Biases `[experts, out]` are handled like matrices with one input.
+//! Projections of all experts that checkpoints store as `[experts, in, out]`, as in gpt-oss and Llama 4. GGUF
+//! files store each projection as `[experts, out, in]`, and gate and up separately, whose outputs alternate in
+//! checkpoints of gpt-oss, and follow each other in those of Llama 4. Biases `[experts, out]` are handled like
+//! matrices with one input.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -31,6 +32,8 @@ pub struct Outputs {
     pub start: usize,
     /// Every `step`-th output from `start` on.
     pub step: usize,
+    /// Number of selected outputs.
+    pub count: usize,
 }
 
 /// Selected outputs of all experts.
@@ -46,9 +49,10 @@ struct ExpertOutputs {
 /// of another rank are returned unchanged.
 pub fn expert_outputs(upstream: &Weight, selected: Outputs, name: &str) -> Weight {
     let Some([experts, inputs, outputs]) = sizes(&upstream.shape) else { return upstream.clone() };
-    let count = outputs.checked_div(selected.step).unwrap_or(0);
+    let count = selected.count;
     let shape = if upstream.shape.len() == 2 { vec![experts, count] } else { vec![experts, count, selected.inputs.len()] };
-    let stored = upstream.stored_bytes.saturating_mul(selected.inputs.len() as u64).checked_div(inputs.saturating_mul(selected.step) as u64);
+    let part = selected.inputs.len().saturating_mul(count);
+    let stored = upstream.stored_bytes.saturating_mul(part as u64).checked_div(inputs.saturating_mul(outputs) as u64);
     let source = ExpertOutputs { upstream: upstream.clone(), selected, inputs, outputs, name: name.to_owned() };
     let mut weight = Weight::new(upstream.dtype, shape, Encoding::Dense, Arc::new(source));
     weight.origin = upstream.origin;
@@ -64,7 +68,7 @@ impl ExpertOutputs {
         let size = (dtype.bitsize() / 8).max(1);
         bytes.clear();
         for expert in values.chunks_exact(self.inputs.saturating_mul(self.outputs).saturating_mul(size).max(1)) {
-            for output in (self.selected.start..self.outputs).step_by(self.selected.step.max(1)) {
+            for output in (self.selected.start..self.outputs).step_by(self.selected.step.max(1)).take(self.selected.count) {
                 let rows = expert.chunks_exact(self.outputs.saturating_mul(size).max(1));
                 for row in rows.skip(self.selected.inputs.start).take(self.selected.inputs.len()) {
                     bytes.extend(row.chunks_exact(size).nth(output).unwrap_or_default());
@@ -78,7 +82,7 @@ impl ExpertOutputs {
 impl WeightSource for ExpertOutputs {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let each = self.inputs.saturating_mul(self.outputs).max(1);
-        let written = self.outputs.checked_div(self.selected.step).unwrap_or(0).saturating_mul(self.selected.inputs.len()).max(1);
+        let written = self.selected.count.saturating_mul(self.selected.inputs.len()).max(1);
         let experts = least_common_multiple(unit, written).checked_div(written).unwrap_or(1);
         let (mut now, mut before) = (Vec::new(), Vec::new());
         self.upstream.visit(experts.saturating_mul(each), &mut |block| {
@@ -92,8 +96,9 @@ impl WeightSource for ExpertOutputs {
     }
 }
 
-/// The projections of each expert, whose outputs alternate in the result.
+/// The projections of each expert, whose outputs alternate in the result or follow each other.
 struct JoinedExperts {
+    alternates: bool,
     experts: Vec<Vec<Weight>>,
     inputs: usize,
     outputs: usize,
@@ -102,11 +107,11 @@ struct JoinedExperts {
 }
 
 /// The weight `[experts, in, out · parts]`, or the bias `[experts, out · parts]`, of the projections `[out,
-/// in]` or biases `[out]` of each expert.
+/// in]` or biases `[out]` of each expert. Their outputs alternate, or follow each other.
 ///
 /// # Errors
 /// The projections have different shapes or dtypes.
-pub fn joined_experts(experts: Vec<Vec<Weight>>, name: &str) -> Result<Weight> {
+pub fn joined_experts(experts: Vec<Vec<Weight>>, alternates: bool, name: &str) -> Result<Weight> {
     let all = || experts.iter().flatten();
     let (Some(first), Some(parts)) = (all().next().cloned(), experts.first().map(Vec::len)) else {
         return Err(Error::tensor(name, "has no experts", "the tensors do not match the metadata of the file"));
@@ -120,7 +125,7 @@ pub fn joined_experts(experts: Vec<Vec<Weight>>, name: &str) -> Result<Weight> {
     let bytes = all().fold(0u64, |sum, weight| sum.saturating_add(weight.stored_bytes));
     let stored_as = all().flat_map(|weight| weight.stored_as.clone()).collect::<std::collections::BTreeSet<_>>().into_iter().collect();
     let (dtype, stored_type) = (first.dtype, first.stored_type);
-    let source = JoinedExperts { experts, inputs: inputs.unwrap_or(1), outputs, dtype, name: name.to_owned() };
+    let source = JoinedExperts { alternates, experts, inputs: inputs.unwrap_or(1), outputs, dtype, name: name.to_owned() };
     let mut weight = Weight::new(dtype, shape, Encoding::Dense, Arc::new(source));
     (weight.stored_bytes, weight.stored_as, weight.stored_type) = (bytes, stored_as, stored_type);
     Ok(weight)
@@ -137,9 +142,12 @@ impl WeightSource for JoinedExperts {
             for expert in experts {
                 let floats: Vec<Vec<f32>> = expert.iter().map(|part| part.floats(&self.name)).collect::<Result<_>>()?;
                 for input in 0..self.inputs {
-                    for output in 0..self.outputs {
-                        let at = output.saturating_mul(self.inputs).saturating_add(input);
-                        values.extend(floats.iter().filter_map(|part| part.get(at)));
+                    let column = |part: &[f32]| part.iter().skip(input).step_by(self.inputs.max(1)).copied().collect::<Vec<f32>>();
+                    let columns: Vec<Vec<f32>> = floats.iter().map(|part| column(part)).collect();
+                    if self.alternates {
+                        values.extend((0..self.outputs).flat_map(|output| columns.iter().filter_map(move |part| part.get(output))));
+                    } else {
+                        values.extend(columns.iter().flatten());
                     }
                 }
             }

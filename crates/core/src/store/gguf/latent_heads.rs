@@ -25,7 +25,7 @@ pub fn latent_parts(weight: &Weight, heads: usize, [keys, values]: [usize; 2], n
     }
     let mut by_head = weight.clone();
     by_head.shape = vec![heads, rows, latent];
-    let of_keys = Outputs { inputs: 0..keys, start: 0, step: 1 };
+    let of_keys = Outputs { inputs: 0..keys, start: 0, step: 1, count: latent };
     Ok([expert_outputs(&by_head, of_keys, name), expert_rows(&by_head, keys, values, name)])
 }
 

@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value as Json, json};
 
-use super::recurrent;
 use super::values::Values;
-use crate::arch::{ATTENTION_MULTIPLIER, GgufFamily, LOGIT_DIVISOR, Recurrent, Windows};
+use super::{layer_patterns, long_rope, recurrent};
+use crate::arch::{ATTENTION_MULTIPLIER, Divisors, GgufFamily, LOGIT_DIVISOR, Recurrent, Windows};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 use crate::store::{DType, Weight};
@@ -17,9 +17,9 @@ use crate::store::{DType, Weight};
 /// Tensor with divisors of the rotary frequencies.
 pub(super) const FACTORS: &str = "rope_freqs.weight";
 
-/// Parameters of Llama 3.1 and 3.2's RoPE scaling: low and high frequency factor, and original context
-/// length.
-const LLAMA3: [f64; 3] = [1.0, 4.0, 8192.0];
+/// Parameters of the RoPE scaling of Llama 3.1 and 3.2, and of Llama 4: low and high frequency factor, and
+/// original context length.
+const LLAMA3: [[f64; 3]; 2] = [[1.0, 4.0, 8192.0], [1.0, 1.0, 8192.0]];
 
 /// Builds the configuration of a family's model from the metadata and tensors of a file.
 pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Values, tensors: &BTreeMap<String, Weight>) -> Result<Map<String, Json>> {
@@ -39,6 +39,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     if family.is_latent {
         let widths = latent_widths(values, groups, [key_width, value_width, rotary_width])?;
         widths.iter().for_each(|(key, width)| set(key, json!(width)));
+        // Queries without low rank, as in DeepSeek-V2-Lite.
+        let rank = values.size(&values.own(super::describe::QUERY_RANK.0))?;
+        set(super::describe::QUERY_RANK.1, json!(rank));
         // Positions depend only on the rotated part of heads.
         (key_width, value_width) = (rotary_width, None);
     }
@@ -59,7 +62,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     set("model_type", json!(model_type));
     set("hidden_size", json!(hidden));
     if let Some(inner) = inner {
-        set("intermediate_size", json!(inner));
+        set(family.neurons, json!(inner));
     }
     set("num_hidden_layers", json!(layers));
     set("num_attention_heads", json!(heads));
@@ -93,7 +96,8 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         }
     }
     set("vocab_size", json!(vocabulary));
-    if let Some(length) = values.size(&values.own("context_length"))? {
+    let context = values.size(&values.own("context_length"))?;
+    if let Some(length) = context {
         set("max_position_embeddings", json!(length));
     }
     set(family.activation.0, json!(family.activation.1));
@@ -106,9 +110,9 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     for (key, expected) in family.constants {
         let key = values.own(key);
         let found = values.size(&key)?;
-        // Older files of DeepSeek-V2 have the same architecture.
-        if found.is_none() && family.is_latent {
-            return Err(values.wrong(format!("`{key}` is missing: only DeepSeek-V3 and similar models are supported, whose value is {expected}")));
+        // The meaning of a missing key is one group, or a softmax.
+        if found.is_none() && family.is_latent && *expected != 1 {
+            return Err(values.wrong(format!("`{key}` is missing: only DeepSeek-V2, V3 and similar models are supported, whose value is 1 or {expected}")));
         }
         if let Some(other) = found.filter(|value| value != expected) {
             return Err(Error::Unsupported {
@@ -133,11 +137,17 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
             hint: format!("the model has no position embeddings, which is not supported for the architecture `{}`", family.architecture),
         });
     }
-    if tensors.contains_key(FACTORS) && !family.interleaved_rope {
-        return Err(values.wrong(format!("has `{FACTORS}`, which is not supported for the architecture `{}`", family.architecture)));
+    let is_unused = |name: &str| family.divisors() != if name == FACTORS { Divisors::Single } else { Divisors::ShortAndLong };
+    let mut divisors = [FACTORS].into_iter().chain(long_rope::TENSORS.map(|(name, _)| name));
+    if let Some(name) = divisors.find(|name| tensors.contains_key(*name) && is_unused(name)) {
+        return Err(values.wrong(format!("has `{name}`, which is not supported for the architecture `{}`", family.architecture)));
     }
     let multiplier_key = values.own("rope.scaling.yarn_log_multiplier");
     let scale = if family.is_latent { values.number(&multiplier_key)?.filter(|scale| *scale != 0.0) } else { None };
+    if family.divisors() == Divisors::ShortAndLong {
+        let context = context.ok_or_else(|| values.wrong("does not specify the length of the context".into()))?;
+        long_rope::config(values, tensors, rotary_width.unwrap_or(head_dim), context)?.into_iter().for_each(|(key, value)| set(key, value));
+    }
     let mut scaling = scaling(values, tensors, theta, head_dim)?;
     if let Some(object) = scaling.as_mut().and_then(Json::as_object_mut) {
         if let Some(scale) = scale {
@@ -161,7 +171,10 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     for (gguf_key, key) in family.multipliers {
         set(key, json!(multiplier(values, gguf_key, head_dim)?));
     }
-    if family.windows != Windows::None {
+    if family.windows == Windows::Ignored {
+        let window = values.size(&values.own("attention.sliding_window"))?.filter(|window| *window > 0);
+        set("sliding_window", json!(window));
+    } else if !matches!(family.windows, Windows::None | Windows::Chunks) {
         let window = values.size(&values.own("attention.sliding_window"))?.or(family.default_window).filter(|window| *window > 0);
         set("sliding_window", json!(window.ok_or_else(|| values.wrong(format!("`{}` is missing", values.own("attention.sliding_window"))))?));
         let pattern = values.own("attention.sliding_window_pattern");
@@ -210,6 +223,10 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
             _ => "float32",
         }),
     );
+    if family.windows == Windows::Chunks {
+        let (key, value) = layer_patterns::unit_norm(&config);
+        config.insert(key.to_owned(), value);
+    }
     config.extend(recurrent::config(family, values, &config, rotary_width.unwrap_or(head_dim))?.into_iter().map(|(key, value)| (key.to_owned(), value)));
     Ok(config)
 }
@@ -302,10 +319,7 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, 
     match (tensors.get(FACTORS), scaling) {
         (None, scaling) => Ok(scaling),
         (Some(_), Some(_)) => Err(values.wrong(format!("has both `{FACTORS}` and `{}`, but only one may define the RoPE scaling", key(values, "type")))),
-        (Some(factors), None) if factors.shape != [usize::try_from(head_dim / 2).unwrap_or(0)] => {
-            Err(values.wrong(format!("tensor `{FACTORS}` has the shape {:?}, but heads of {head_dim} have {} frequencies", factors.shape, head_dim / 2)))
-        }
-        (Some(factors), None) => factors_as_scaling(values, factors, theta).map(Some),
+        (Some(factors), None) => factors_as_scaling(&factor_list(values, FACTORS, factors, head_dim)?, theta).map(Some),
     }
 }
 
@@ -319,21 +333,31 @@ fn rope_groups(scaling: Option<Json>, theta: f64, local_theta: f64) -> Json {
 /// Maximum number of frequency divisors, one for each pair of elements of a head.
 const MAX_FACTORS: usize = 4096;
 
-/// The RoPE scaling of these divisors: `llama3` if they match it, otherwise explicit factors as `longrope`.
-fn factors_as_scaling(values: &Values, weight: &Weight, theta: f64) -> Result<Json> {
-    if weight.elements() > MAX_FACTORS || weight.elements() == 0 {
-        return Err(values.wrong(format!("tensor `{FACTORS}` has {} elements", weight.elements())));
+/// The divisors of a tensor, one for each pair of `width` elements. They are the shortest numbers with the same
+/// 32-bit floats.
+pub(super) fn factor_list(values: &Values, name: &str, weight: &Weight, width: u64) -> Result<Vec<f64>> {
+    if weight.shape != [usize::try_from(width / 2).unwrap_or(0)] {
+        return Err(values.wrong(format!("tensor `{name}` has the shape {:?}, but heads of {width} have {} frequencies", weight.shape, width / 2)));
     }
-    let factors = weight.floats(FACTORS)?;
+    if weight.elements() > MAX_FACTORS || weight.elements() == 0 {
+        return Err(values.wrong(format!("tensor `{name}` has {} elements", weight.elements())));
+    }
+    Ok(weight.floats(name)?.into_iter().map(|factor| factor.to_string().parse().unwrap_or(f64::from(factor))).collect())
+}
+
+/// The RoPE scaling of these divisors: `llama3` if they match it, otherwise explicit factors as `longrope`.
+fn factors_as_scaling(list: &[f64], theta: f64) -> Result<Json> {
+    let factors: Vec<f32> = list.iter().map(|factor| *factor as f32).collect();
     let factor = factors.iter().fold(1f32, |max, factor| max.max(*factor));
-    let [low, high, original] = LLAMA3;
-    let expected = llama3_factors([f64::from(factor), low, high, original], theta, factors.len());
-    if factor > 1.0 && factors.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() <= 1e-4 * expected.abs()) {
+    let is_same = |[low, high, original]: &[f64; 3]| {
+        let expected = llama3_factors([f64::from(factor), *low, *high, *original], theta, factors.len());
+        factors.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() <= 1e-4 * expected.abs())
+    };
+    if let Some([low, high, original]) = LLAMA3.into_iter().find(is_same).filter(|_| factor > 1.0) {
         return Ok(
             json!({ "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original as u64 }),
         );
     }
-    let list: Vec<f64> = factors.iter().map(|factor| f64::from(*factor)).collect();
     Ok(json!({ "rope_type": "longrope", "short_factor": list, "long_factor": list, "attention_factor": 1.0, "factor": 1.0 }))
 }
 

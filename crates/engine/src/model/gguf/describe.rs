@@ -3,9 +3,11 @@
 use serde_json::Value as Json;
 
 use super::config::{FACTORS, llama3_factors};
+use super::layer_patterns;
+use super::long_rope;
 use super::reader::Reader;
 use super::recurrent;
-use crate::arch::{self, GgufFamily, Recurrent, Windows};
+use crate::arch::{self, Divisors, GgufFamily, Recurrent, Windows};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::store::gguf::Value;
@@ -21,19 +23,18 @@ pub struct Metadata {
     pub experts: usize,
     /// Values by key.
     pub values: Keys,
-    /// Divisors of the rotary frequencies, stored as the tensor `rope_freqs.weight`.
-    pub factors: Option<(&'static str, Vec<f32>)>,
+    /// Divisors of the rotary frequencies, by the names of their tensors.
+    pub factors: Vec<(&'static str, Vec<f32>)>,
     /// What the format cannot express.
     pub notes: Vec<String>,
 }
 
 /// Required sizes: GGUF key without the architecture, and key of `config.json`.
-const SIZES: [(&str, &str); 6] = [
+const SIZES: [(&str, &str); 5] = [
     ("vocab_size", "vocab_size"),
     ("context_length", "max_position_embeddings"),
     ("embedding_length", "hidden_size"),
     ("block_count", "num_hidden_layers"),
-    ("feed_forward_length", "intermediate_size"),
     ("attention.head_count", "num_attention_heads"),
 ];
 
@@ -46,6 +47,11 @@ const NEUTRAL: [(&str, &str); 6] = [
     ("use_sliding_window", "false"),
     ("pruned_heads", "{}"),
 ];
+
+/// Keys of the rank of queries that are computed from latent vectors.
+pub(super) const QUERY_RANK: (&str, &str) = ("attention.q_lora_rank", "q_lora_rank");
+/// Key of the number of shared experts.
+const SHARED: &str = "n_shared_experts";
 
 /// Builds the GGUF metadata of a model.
 pub fn describe(model: &Model) -> Result<Metadata> {
@@ -61,13 +67,11 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     check(&reader, &mut notes)?;
     let mut own = Vec::new();
     for (gguf_key, key) in SIZES {
-        let is_width = gguf_key == "feed_forward_length";
-        // Models without dense networks may not specify it.
-        if is_width && family.has_optional_neurons() && reader.size(key)?.is_none() {
-            continue;
-        }
-        let neurons = if is_width { reader.stored_neurons() } else { None };
-        own.push((gguf_key, Value::Unsigned(neurons.map_or_else(|| reader.required(key), Ok)?)));
+        own.push((gguf_key, Value::Unsigned(reader.required(key)?)));
+    }
+    // Models without dense networks may not specify it.
+    if !family.has_optional_neurons() || reader.size(family.neurons)?.is_some() {
+        own.push(("feed_forward_length", Value::Unsigned(reader.stored_neurons().map_or_else(|| reader.required(family.neurons), Ok)?)));
     }
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
     let groups = if family.is_latent { 1 } else { reader.size("num_key_value_heads")?.unwrap_or(heads) };
@@ -94,7 +98,7 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         false => reader.size("head_dim")?.unwrap_or(family.head_dim.unwrap_or(implied)),
     };
     if family.is_latent {
-        own.extend(latent_widths(&reader, heads, head_dim)?.map(|(key, width)| (key, Value::Unsigned(width))));
+        own.extend(latent_widths(&reader, heads, head_dim)?.into_iter().map(|(key, width)| (key, Value::Unsigned(width))));
     } else {
         require_head_shapes(model, [if family.has_query_gate { heads.saturating_mul(2) } else { heads }, groups], head_dim)?;
     }
@@ -105,15 +109,16 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     if !family.is_latent && (family.head_dim.is_some() || head_dim != implied) {
         own.extend(["attention.key_length", "attention.value_length"].map(|key| (key, Value::Unsigned(head_dim))));
     }
-    if family.interleaved_rope || family.is_latent || family.partial_rotary.is_some() {
+    if family.divisors() == Divisors::Single || family.interleaved_rope || family.is_latent || family.partial_rotary.is_some() {
         own.push(("rope.dimension_count", Value::Unsigned(reader.rotary_width(head_dim)?)));
     }
     own.extend(recurrent::describe(&reader, reader.rotary_width(head_dim)?)?);
     let Positions { theta, local_theta, scaling } = positions(&reader, head_dim)?;
     own.push(("rope.freq_base", Value::Float(theta)));
     own.extend(local_theta.map(|theta| ("rope.freq_base_swa", Value::Float(theta))));
-    let factors = match scaling {
-        None => None,
+    let mut factors = Vec::new();
+    match scaling {
+        None => {}
         Some(Scaling::Named { kind, factor, more }) => {
             if family.yarn_truncate.is_some() && kind == "yarn" {
                 notes.push(
@@ -123,13 +128,17 @@ pub fn describe(model: &Model) -> Result<Metadata> {
             }
             own.extend([("rope.scaling.type", Value::Text(kind.to_owned())), ("rope.scaling.factor", Value::Float(factor))]);
             own.extend(more);
-            None
         }
-        Some(Scaling::Llama3(_)) if !family.interleaved_rope => {
+        Some(Scaling::Llama3(_)) if family.divisors() != Divisors::Single => {
             return Err(reader.refused("rope scaling `llama3`", format!("llama.cpp does not support it for `{}`", family.architecture)));
         }
-        Some(Scaling::Llama3(parameters)) => Some((FACTORS, llama3_factors(parameters, theta, (head_dim / 2) as usize))),
-    };
+        Some(Scaling::Llama3(parameters)) => factors.push((FACTORS, llama3_factors(parameters, theta, (head_dim / 2) as usize))),
+    }
+    if family.divisors() == Divisors::ShortAndLong {
+        let mut found = long_rope::describe(&reader, reader.rope_scaling(), reader.rotary_width(head_dim)?)?;
+        own.append(&mut found.keys);
+        factors.append(&mut found.factors);
+    }
     for (gguf_key, key) in family.multipliers {
         let factor = reader.number(key)?.unwrap_or(1.0);
         if factor == 0.0 {
@@ -137,7 +146,14 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         }
         own.push((gguf_key, Value::Float(factor)));
     }
-    if family.windows != Windows::None {
+    if family.windows == Windows::Ignored {
+        let window = reader.size("sliding_window")?;
+        own.push(("attention.sliding_window", Value::Unsigned(window.unwrap_or(0))));
+        notes
+            .extend(window.map(|window| {
+                format!("llama.cpp ignores the sliding window of {window} tokens of `{}`: results differ for longer texts", family.architecture)
+            }));
+    } else if !matches!(family.windows, Windows::None | Windows::Chunks) {
         let window = reader.size("sliding_window")?.or(family.default_window).unwrap_or(4096);
         own.push(("attention.sliding_window", Value::Unsigned(window)));
         own.extend(window_pattern(&reader)?.map(|pattern| ("attention.sliding_window_pattern", Value::Bools(pattern))));
@@ -179,21 +195,32 @@ pub fn describe(model: &Model) -> Result<Metadata> {
 
 /// Widths of heads whose keys and values are computed from latent vectors: llama.cpp multiplies queries with
 /// the latent vectors, as if all heads shared one key.
-fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<[(&'static str, u64); 3]> {
+fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<Vec<(&'static str, u64)>> {
     if let Some(groups) = reader.size("num_key_value_heads")?.filter(|groups| *groups != heads) {
         return Err(reader.refused(&format!("`num_key_value_heads` of {groups}"), format!("it must be {heads}, like `num_attention_heads`")));
     }
     let (rank, plain) = (reader.required("kv_lora_rank")?, reader.required("qk_nope_head_dim")?);
-    reader.required("q_lora_rank")?;
+    let has_rank = reader.model.config.get(QUERY_RANK.1) != Some(&Json::Null);
+    let query = if has_rank { Some((QUERY_RANK.0, reader.required(QUERY_RANK.1)?)) } else { None };
     reader.required("v_head_dim")?;
+    if reader.model.config.get(SHARED) == Some(&Json::Null) {
+        return Err(reader.refused(&format!("`{SHARED}` of null"), format!("llama.cpp requires shared experts for `{}`", reader.family.architecture)));
+    }
     let (layers, vocabulary) = (reader.required("num_hidden_layers")?, reader.required("vocab_size")?);
-    if matches!((layers, vocabulary), (26 | 27, _) | (48, 128_256)) {
-        let hint = "llama.cpp takes such files for DeepSeek-V2-Lite, whose queries have no low rank, and cannot load them: keep another number of layers";
+    // llama.cpp recognizes DeepSeek-V2-Lite, GigaChat 3 and Kanana 2.
+    let is_lite = matches!((layers, vocabulary), (26 | 27, _) | (48, 128_256));
+    if is_lite == has_rank {
+        let hint = if has_rank {
+            "llama.cpp takes such files for DeepSeek-V2-Lite, whose queries have no low rank, and cannot load them: keep another number of layers"
+        } else {
+            "llama.cpp loads files whose queries have no low rank only with 26 or 27 layers, or with 48 and a vocabulary of 128256 tokens"
+        };
         return Err(reader.refused(&format!("`num_hidden_layers` of {layers} for `{}`", reader.family.architecture), hint));
     }
     let too_wide = || reader.refused("heads that are too wide", "the checkpoint and its config.json do not match");
     let sum = |part: u64| part.checked_add(rotary).ok_or_else(too_wide);
-    Ok([("attention.key_length", sum(rank)?), ("attention.value_length", rank), ("attention.key_length_mla", sum(plain)?)])
+    let widths = [("attention.key_length", sum(rank)?), ("attention.value_length", rank), ("attention.key_length_mla", sum(plain)?)];
+    Ok(widths.into_iter().chain(query).collect())
 }
 
 /// Whether each layer has a sliding window, if `config.json` lists other layers than the default ones.
@@ -282,6 +309,12 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         }
     }
     let layers = reader.required("num_hidden_layers")?;
+    if let Some(period) = family.rope_period {
+        layer_patterns::check_rotary(reader, period, layers)?;
+        if family.windows == Windows::Chunks {
+            layer_patterns::check_chunks(reader, period, layers)?;
+        }
+    }
     let types = reader.get("layer_types").filter(|_| family.recurrent == Recurrent::None).and_then(Json::as_array);
     if let (Some(types), Windows::None | Windows::AllBut(_)) = (types, family.windows) {
         let named = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
@@ -340,10 +373,8 @@ struct Positions {
 /// The base frequencies of rotary embeddings, and their scaling.
 fn positions(reader: &Reader, head_dim: u64) -> Result<Positions> {
     let has_local = reader.family.has_local_rope;
-    let all = reader.get("rope_parameters").or(reader.get("rope_scaling"));
-    // The newer format has one group per attention type.
-    let global = all.and_then(|all| all.get("full_attention")).or(all);
-    let local = all.and_then(|all| all.get("sliding_attention")).and_then(|local| local.get("rope_theta")).and_then(Json::as_f64);
+    let global = reader.rope_scaling();
+    let local = reader.rope().and_then(|all| all.get("sliding_attention")).and_then(|local| local.get("rope_theta")).and_then(Json::as_f64);
     let theta = global.and_then(|all| all.get("rope_theta")).and_then(Json::as_f64);
     let theta = theta.or(reader.number("rope_theta")?).unwrap_or(reader.family.theta);
     if has_local && local.or(reader.number("rope_local_base_freq")?).unwrap_or(1e4) != 1e4 {
@@ -355,8 +386,9 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<Positions> {
         return Err(reader.refused(&format!("`rope_theta` of {local} for layers with a sliding window"), hint));
     }
     let with = |theta: f64, scaling: Option<Scaling>| Positions { theta, local_theta, scaling };
-    let Some(global) = global.and_then(Json::as_object) else { return Ok(with(theta, None)) };
+    let Some(global) = global else { return Ok(with(theta, None)) };
     let kind = global.get("rope_type").or(global.get("type")).and_then(Json::as_str).unwrap_or("default");
+    let is_long = |kind: &str| long_rope::is_name(kind) && reader.family.divisors() == Divisors::ShortAndLong;
     let supported: &[&str] = match kind {
         "default" => return Ok(with(theta, None)),
         // The other parameters have no effect.
@@ -366,6 +398,7 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<Positions> {
             let width = head_dim as f64;
             return Ok(with(theta * alpha.powf(width / (width - 2.0)), None));
         }
+        kind if is_long(kind) => &["short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"],
         "linear" => &["factor"],
         "llama3" => &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
         "yarn" if reader.family.is_latent => {
@@ -382,6 +415,10 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<Positions> {
     let is_known = |key: &str| ["rope_type", "type", "rope_theta"].contains(&key) || is_partial(key) || supported.contains(&key);
     if let Some((key, value)) = global.iter().find(|(key, value)| !value.is_null() && !is_known(key)) {
         return Err(reader.refused(&format!("`{key}` of {value} in rope scaling `{kind}`"), "GGUF files cannot represent it"));
+    }
+    // Written by `long_rope`.
+    if is_long(kind) {
+        return Ok(with(theta, None));
     }
     let number = |key: &str| {
         let value = global.get(key).and_then(Json::as_f64).or(if key == "original_max_position_embeddings" { reader.number(key)? } else { None });

@@ -7,6 +7,8 @@
 mod arrangement;
 mod config;
 mod describe;
+mod layer_patterns;
+mod long_rope;
 mod pre_tokenizer;
 mod reader;
 mod recurrent;
@@ -42,7 +44,7 @@ impl Model {
         let unlisted = add_modules(&mut modules, path)?;
         weight_files.append(&mut modules.files);
         let mut values = Values::new(file, std::mem::take(&mut opened.values))?;
-        let family = GgufFamily::from_architecture(&values.architecture, values.has_experts(), values.has_windows());
+        let family = GgufFamily::from_architecture(&values.architecture, values.has_experts(), values.has_windows(), values.expert_scores());
         let Some((model_type, family)) = family else {
             return Err(Error::Unsupported {
                 what: format!("{}: the architecture `{}`", file.display(), values.architecture),
@@ -144,7 +146,11 @@ fn join_parts(family: &GgufFamily, file: &mut GgufFile) -> Result<BTreeMap<Strin
             return Err(Error::tensor(&checkpoint, reason, "the tensors do not match the metadata of the file"));
         }
         let is_latent = family.latent_tensors(&checkpoint).is_some();
-        let whole = if is_latent { joined_latent(matrices, &checkpoint)? } else { joined_experts(matrices, &checkpoint)? };
+        let whole = if is_latent {
+            joined_latent(matrices, &checkpoint)?
+        } else {
+            joined_experts(matrices, family.experts.is_some_and(|experts| experts.alternates), &checkpoint)?
+        };
         joined.insert(checkpoint, whole);
         names.iter().for_each(|(_, name)| drop(file.tensors.remove(name)));
     }
@@ -164,7 +170,7 @@ fn weights(family: &'static GgufFamily, mut opened: GgufFile, config: &Map<Strin
         if GgufFamily::is_filter(&name) && weight.shape.len() == 2 {
             weight.shape.insert(1, 1);
         }
-        if name == config::FACTORS {
+        if name == config::FACTORS || long_rope::TENSORS.iter().any(|(tensor, _)| name == *tensor) {
             continue;
         }
         let Some(checkpoint_name) = family.to_checkpoint(&name) else {

@@ -1,6 +1,6 @@
 //! Typed access to `config.json` of a model that is written as a GGUF file.
 
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 use crate::arch::{GgufFamily, Recurrent, Setting};
 use crate::error::{Error, Result};
@@ -66,6 +66,18 @@ impl Reader<'_> {
     /// Whether a layer of the checkpoint has no attention.
     pub fn is_recurrent(&self, layer: u64) -> bool {
         self.family.is_recurrent(layer, self.model.weights.by_name.keys())
+    }
+
+    /// Parameters of rotary embeddings.
+    pub fn rope(&self) -> Option<&Json> {
+        self.get("rope_parameters").or(self.get("rope_scaling"))
+    }
+
+    /// Parameters of rotary embeddings of layers without a sliding window. The newer format has one group per
+    /// attention type.
+    pub fn rope_scaling(&self) -> Option<&Map<String, Json>> {
+        let all = self.rope();
+        all.and_then(|all| all.get("full_attention")).or(all).and_then(Json::as_object)
     }
 
     /// Number of rotated elements of a head.

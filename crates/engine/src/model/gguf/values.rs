@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 
-use crate::arch::Setting;
+use crate::arch::{EXPERT_SCORES, Setting};
 use crate::error::{Error, Result};
 use crate::store::gguf::{ImportanceFile, Value};
 
@@ -79,6 +79,18 @@ impl Values {
     /// Whether layers have a sliding window.
     pub fn has_windows(&self) -> bool {
         !matches!(self.values.get(&self.own("attention.sliding_window")), None | Some(Value::Unsigned(0) | Value::Signed(0)))
+    }
+
+    /// The function of the scores of experts, by default a softmax. llama.cpp recognizes GLM-4.7-Flash, whose
+    /// scores are sigmoids.
+    pub fn expert_scores(&self) -> u64 {
+        let number = |key: &str| match self.values.get(&self.own(key)) {
+            Some(Value::Unsigned(number)) => Some(*number),
+            Some(Value::Signed(number)) => u64::try_from(*number).ok(),
+            _ => None,
+        };
+        let is_flash = || self.architecture == "deepseek2" && matches!(number("block_count"), Some(47 | 48)) && number("vocab_size") == Some(154_880);
+        number(EXPERT_SCORES).unwrap_or_else(|| if is_flash() { 2 } else { 1 })
     }
 
     pub fn take(&mut self, key: &str) -> Option<Value> {

@@ -183,7 +183,7 @@ mod tests {
             [Some(StoredShape::Column), Some(StoredShape::Groups), None]
         );
         for experts in [true, false] {
-            let (model_type, found) = GgufFamily::from_architecture("granitehybrid", experts, false).unwrap();
+            let (model_type, found) = GgufFamily::from_architecture("granitehybrid", experts, false, 1).unwrap();
             assert_eq!((model_type, found.experts.is_some()), ("granitemoehybrid", experts));
         }
         let names =

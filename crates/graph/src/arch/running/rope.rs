@@ -2,6 +2,7 @@
 //! (transformers 4).
 
 use super::Settings;
+use crate::arch::long_rope_attention;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Concat, Rotary, RotaryScaling, Slice};
 use crate::ir::{Builder, ValueId};
@@ -82,8 +83,7 @@ pub fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: 
         "longrope" | "su" => {
             let original = original()?;
             let factor = p.number_or("factor", max_position as f64 / original as f64)?;
-            let usual = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
-            let attention = p.number_or("attention_factor", usual)?;
+            let attention = p.number_or("attention_factor", long_rope_attention(factor, original as f64))?;
             RotaryScaling::LongRope { short: p.numbers("short_factor")?, long: p.numbers("long_factor")?, original, attention }
         }
         other => {
