@@ -22,6 +22,7 @@ mod kv_cache;
 mod lift;
 mod lower;
 mod lowering;
+mod masked_scores;
 mod model_file;
 mod numbers;
 mod opaque_subgraph;

@@ -14,6 +14,7 @@ use super::elements::{self, Varints, dtype, in_memory, is_valid_field, raw_bytes
 use super::external::{DataFiles, ExternalData};
 use super::functions;
 use super::initializer_roles::{self, Usage, UsageKind};
+use super::masked_scores;
 use super::opaque_subgraph::SubgraphCache;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
@@ -202,6 +203,12 @@ impl ModelFile {
             if self.is_half {
                 nodes.iter_mut().try_for_each(widen_node)?;
                 initializers.iter_mut().try_for_each(widen_tensor)?;
+            }
+            if let Some(graph) = &self.model.graph {
+                let is_float = |dtype: DType| dtype == DType::F32 || (self.is_half && matches!(dtype, DType::F16 | DType::BF16));
+                let one = |name: &str| self.weights.get(name).filter(|weight| is_float(weight.dtype) && weight.elements() == 1);
+                let weight = |name: &str| one(name)?.floats(name).ok()?.first().copied();
+                initializers.extend(masked_scores::with_biases(graph, &mut nodes, weight));
             }
             Ok(Expanded { nodes, initializers })
         };

@@ -11,11 +11,11 @@ use crate::common::nodes::{close, executed, floats, given, in_runtime, ints, mod
 
 /// Tokens, heads and head size. The last two are equal, so that products in the wrong order have valid
 /// sizes.
-const TOKENS: i64 = 4;
-const HEADS: i64 = 2;
-const WIDTH: i64 = 4;
+pub(super) const TOKENS: i64 = 4;
+pub(super) const HEADS: i64 = 2;
+pub(super) const WIDTH: i64 = 4;
 
-fn one(op: &str, inputs: &[&str], output: &str) -> NodeProto {
+pub(super) fn one(op: &str, inputs: &[&str], output: &str) -> NodeProto {
     node(op, inputs, output, vec![])
 }
 
@@ -30,7 +30,7 @@ fn layer(weight: &str, y: &str) -> Vec<NodeProto> {
 }
 
 /// Attention nodes from `q`, `k` and `v`, in rows, to `c`, in heads.
-fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
+pub(super) fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
     let softmax = || node("Softmax", &["s"], "p", vec![AttributeProto::int("axis", -1)]);
     let context = || one("MatMul", &["p", "vh"], "c");
     let heads = || vec![transpose("q", "qh", &[0, 2, 1, 3]), transpose("v", "vh", &[0, 2, 1, 3])];
@@ -89,12 +89,12 @@ fn forms() -> Vec<(&'static str, Vec<NodeProto>)> {
 }
 
 /// Nodes that prevent NaN for rows without any key.
-fn guard() -> Vec<NodeProto> {
+pub(super) fn guard() -> Vec<NodeProto> {
     vec![one("IsNaN", &["p"], "nothing"), one("Where", &["nothing", "zero", "p"], "g")]
 }
 
 /// The pattern between linear layers, with its inputs.
-fn whole(form: Vec<NodeProto>) -> ModelProto {
+pub(super) fn whole(form: Vec<NodeProto>) -> ModelProto {
     let mut nodes = [layer("wq", "q"), layer("wk", "k"), layer("wv", "v"), form].concat();
     nodes.extend([transpose("c", "cr", &[0, 2, 1, 3]), one("Reshape", &["cr", "merged"], "o"), one("MatMul", &["o", "wo"], "y")]);
     let all = HEADS * WIDTH;
@@ -129,7 +129,7 @@ fn whole(form: Vec<NodeProto>) -> ModelProto {
     model(13, &[0, TOKENS, all], nodes, weights)
 }
 
-fn opened(file: &ModelProto) -> (tempfile::TempDir, Model) {
+pub(super) fn opened(file: &ModelProto) -> (tempfile::TempDir, Model) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     std::fs::write(&path, file.encode_to_vec()).unwrap();
@@ -137,7 +137,7 @@ fn opened(file: &ModelProto) -> (tempfile::TempDir, Model) {
     (folder, model)
 }
 
-fn ops(model: &Model) -> Vec<String> {
+pub(super) fn ops(model: &Model) -> Vec<String> {
     model.graph().unwrap_or_else(|e| panic!("{e}")).nodes().iter().map(|node| node.op.name().to_owned()).collect()
 }
 
@@ -216,7 +216,7 @@ fn a_copied_configuration_of_a_pruned_file_is_a_warning() {
 }
 
 /// The nodes with one of them changed.
-fn changed(nodes: &[NodeProto], output: &str, change: impl Fn(&mut NodeProto)) -> Vec<NodeProto> {
+pub(super) fn changed(nodes: &[NodeProto], output: &str, change: impl Fn(&mut NodeProto)) -> Vec<NodeProto> {
     let mut nodes = nodes.to_vec();
     change(nodes.iter_mut().find(|node| node.output[0] == output).unwrap());
     nodes

@@ -14,6 +14,7 @@ mod attention;
 mod exported;
 mod functions;
 mod interpreter;
+mod masked_scores;
 mod masks;
 mod patterns;
 mod rotary;
