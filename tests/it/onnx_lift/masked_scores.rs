@@ -30,7 +30,8 @@ fn scores_that_are_replaced_where_masked_are_attention_with_a_bias() {
     };
     let alone = |mask: &str, kept: bool| changed(&form, "s", |node| *node = replaced(mask, kept, "s"));
     let mut summed = changed(&form, "s", |node| node.input = vec!["w".into(), "mask".into()]);
-    summed.insert(4, replaced("causal", true, "w"));
+    summed.insert(6, replaced("causal", true, "w"));
+    assert_eq!(summed[7].output, ["s"]);
     let guarded = [changed(&alone("none", true), "c", |node| node.input[0] = "g".into()), guard()].concat();
     for (what, nodes, lowest, is_fused) in [
         ("a causal mask", alone("causal", true), f32::MIN, true),
