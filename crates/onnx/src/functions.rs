@@ -10,29 +10,41 @@ use super::fresh;
 use super::inlining::{Key, check_functions};
 use super::proto::{AttributeProto, FunctionProto, ModelProto, NodeProto};
 use super::renaming::{NameMap, rename_node};
+use super::upgrade::upgrade;
 
 /// Maximum depth of calls within bodies of control flow operators, which are replaced recursively.
 const MAX_DEPTH: usize = 32;
 
-/// The nodes of the graph of a model, with calls of functions replaced. Calls of functions with another
-/// version of the standard operators remain. Fails if the number of nodes exceeds the limit of
-/// [`check_functions`].
+/// The nodes of the graph of a model, with calls of functions replaced. Calls of functions with a [`refusal`]
+/// remain. Fails if the number of nodes exceeds the limit of [`check_functions`].
 pub(super) fn inlined(model: &ModelProto) -> Result<Vec<NodeProto>, String> {
     let Some(graph) = &model.graph else { return Ok(Vec::new()) };
     if model.functions.is_empty() {
         return Ok(graph.node.clone());
     }
     check_functions(model)?;
-    let functions = model.functions.iter().map(|function| ((function.domain(), function.name(), function.overload()), function));
+    let opset = check::opset(model).unwrap_or(1);
+    let functions = model.functions.iter().filter(|function| refusal(function, opset).is_none());
+    let functions = functions.map(|function| ((function.domain(), function.name(), function.overload()), function));
     let mut used_names = BTreeSet::new();
     check::names(graph, &mut used_names);
-    let mut inliner = Inliner { functions: functions.collect(), opset: check::opset(model).unwrap_or(1), used_names };
+    let mut inliner = Inliner { functions: functions.collect(), used_names };
     Ok(inliner.expand(graph.node.clone(), 0))
+}
+
+/// The reason why calls of a function are not replaced: a node has another meaning in the version of the standard
+/// operators that the function specifies than in that of the model, which ONNX Runtime uses.
+pub(super) fn refusal(function: &FunctionProto, opset: i64) -> Option<String> {
+    let import = function.opset_import.iter().find(|import| is_own(import.domain()));
+    let version = import.map_or(opset, |import| import.version());
+    let (older, newer) = (version.min(opset), version.max(opset));
+    let is_same = |node: &NodeProto| upgrade(node.clone(), older, newer, &mut str::to_owned).is_ok_and(|nodes| nodes == [node.clone()]);
+    let other = function.node.iter().find(|node| !is_same(node))?;
+    Some(format!("{} in the function has opset {version}, and another meaning in opset {opset} of the graph", check::label(other)))
 }
 
 struct Inliner<'m> {
     functions: BTreeMap<Key<'m>, &'m FunctionProto>,
-    opset: i64,
     /// All names of values.
     used_names: BTreeSet<String>,
 }
@@ -43,7 +55,7 @@ impl<'m> Inliner<'m> {
         let (mut expanded, mut open) = (Vec::with_capacity(nodes.len()), nodes);
         open.reverse();
         while let Some(mut node) = open.pop() {
-            if let Some(function) = self.called(&node) {
+            if let Some(function) = self.functions.get(&(node.domain(), node.op_type(), node.overload())).copied() {
                 open.extend(self.instantiate(&node, function).into_iter().rev());
                 continue;
             }
@@ -55,13 +67,6 @@ impl<'m> Inliner<'m> {
             expanded.push(node);
         }
         expanded
-    }
-
-    /// The function that a node calls, if its standard operators have the version of the graph.
-    fn called(&self, node: &NodeProto) -> Option<&'m FunctionProto> {
-        let function = *self.functions.get(&(node.domain(), node.op_type(), node.overload()))?;
-        let import = function.opset_import.iter().find(|import| is_own(import.domain()));
-        import.is_none_or(|import| import.version() == self.opset).then_some(function)
     }
 
     /// The nodes of a function with the values and attributes of a call.
@@ -143,7 +148,20 @@ mod tests {
         let found: Vec<String> = nodes.iter().map(|node| format!("{} {:?} {:?}", node.op_type(), node.input, node.output)).collect();
         let expected = [r#"Neg ["x"] ["y/t_2"]"#, r#"Relu ["y/t_2"] ["z"]"#, r#"Identity ["x"] ["y"]"#, r#"Neg ["z"] ["y/t"]"#];
         assert_eq!(found, expected);
-        // The operators may have another meaning.
-        assert_eq!(inlined(&model(12)).unwrap(), model(12).graph.unwrap().node);
+        // The operators have the same meaning in other versions.
+        for opset in [12, 14] {
+            assert_eq!(inlined(&model(opset)).unwrap(), nodes, "{opset}");
+        }
+    }
+
+    #[test]
+    fn functions_whose_operators_have_another_meaning_are_not_inlined() {
+        for (op, opset) in [("Softmax", 11), ("Upsample", 9), ("Relu", 6)] {
+            let mut model = model(opset);
+            model.functions[0].node[1].op_type = Some(op.into());
+            assert_eq!(inlined(&model).unwrap(), model.graph.clone().unwrap().node, "{op}");
+            let reason = refusal(&model.functions[0], 13).unwrap();
+            assert!(reason.contains(&format!("has opset {opset}, and another meaning in opset 13 of the graph")), "{reason}");
+        }
     }
 }

@@ -75,6 +75,27 @@ fn functions_are_inlined() {
     assert_eq!(found.len(), 9, "{found:?}");
 }
 
+/// ONNX Runtime computes functions with the opset of the graph. That of the function must not have another meaning:
+/// before opset 13, a softmax normalized over all axes from the second one on.
+#[test]
+fn functions_of_another_opset_are_inlined_or_refused_by_name() {
+    let file = |opset: i64, axis: Vec<AttributeProto>| {
+        let mut part = function("Part", vec![node("Softmax", &["a"], "t", axis), node("Mul", &["t", "w"], "b", vec![])]);
+        part.opset_import[0].version = Some(opset);
+        let nodes = vec![node("Unsqueeze", &["x", "last"], "r", vec![]), call("Part", &["r", "w"], "s", vec![]), node("Squeeze", &["s", "last"], "y", vec![])];
+        with_functions(nodes, vec![floats("w", &[4, 1]), ints("last", &[2])], vec![part])
+    };
+    for opset in [11, 14] {
+        let found = compared("another opset", &file(opset, vec![AttributeProto::int("axis", -1)]));
+        assert!(found.iter().any(|op| op == "Softmax"), "{found:?}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    std::fs::write(&path, file(11, vec![]).encode_to_vec()).unwrap();
+    let hint = Model::open(&path).unwrap().graph().unwrap_err().hint().unwrap_or_default();
+    assert!(hint.contains("(Part) calls a function of the file (node `t` (Softmax) in the function has opset 11, and another meaning in opset 13"), "{hint}");
+}
+
 /// Functions are also called in bodies of control flow operators.
 #[test]
 fn functions_in_bodies_are_inlined() {

@@ -4,6 +4,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use super::super::check::{bodies, label};
+use super::super::functions::refusal;
 use super::super::proto::{DataType, GraphProto, NodeProto, ValueInfoProto};
 use super::Lift;
 use crate::runtime;
@@ -32,12 +33,14 @@ impl Lift<'_> {
     /// A call that has not been replaced.
     fn function_calls(&self) -> Option<String> {
         let functions = &self.file.model.functions;
-        let is_call = |node: &NodeProto| functions.iter().any(|function| function.name() == node.op_type() && function.domain() == node.domain());
+        let called = |node: &NodeProto| functions.iter().find(|function| function.name() == node.op_type() && function.domain() == node.domain());
         let mut open: Vec<&NodeProto> = self.file.expanded().ok()?.nodes.iter().rev().collect();
         while let Some(node) = open.pop() {
-            if is_call(node) {
-                let call = label(node);
-                return Some(format!("{call} calls a function of the file: inline functions first, with `onnx.inliner.inline_local_functions` in Python"));
+            if let Some(function) = called(node) {
+                let (call, opset) = (label(node), self.file.opset());
+                let reason = refusal(function, opset).map_or(String::new(), |reason| format!(" ({reason})"));
+                let hint = "export the file with one opset, or inline its functions first, with `onnx.inliner.inline_local_functions` in Python";
+                return Some(format!("{call} calls a function of the file{reason}: {hint}"));
             }
             open.extend(bodies(node).flat_map(|body| &body.node));
         }
