@@ -80,7 +80,14 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 44] = [
+    let cases: [(&str, &str, Change, &str); 46] = [
+        (
+            "qwen3_5",
+            "config.json",
+            |json| json["rope_parameters"] = serde_json::json!({ "rope_theta": 100.0, "mrope_section": [1, 1, 0, 0, 7] }),
+            "`mrope_section` of [1,1,0,0,7]",
+        ),
+        ("qwen3_5", "config.json", |json| json["rope_parameters"] = serde_json::json!({ "rope_theta": 100.0, "mrope_section": 2 }), "`mrope_section` of 2"),
         ("smollm3", "config.json", |json| json["no_rope_layers"] = serde_json::json!([1, 1, 0, 1]), "`no_rope_layers` of [1,1,0,1]"),
         ("smollm3", "config.json", |json| (json["no_rope_layers"], json["no_rope_layer_interval"]) = (Value::Null, 3.into()), "`no_rope_layer_interval` of 3"),
         ("phi3-longrope", "config.json", |json| json["rope_scaling"]["short_factor"] = serde_json::json!([1.0]), "`short_factor` with 1 numbers"),

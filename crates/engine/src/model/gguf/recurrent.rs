@@ -44,9 +44,10 @@ pub(super) fn describe(reader: &Reader, rotary: u64) -> Result<Vec<(&'static str
     let layers = 0..reader.required("num_hidden_layers")?;
     let mut keys = vec![(INNER, Value::Unsigned(inner)), (LAYERS, Value::Bools(layers.map(|layer| reader.is_recurrent(layer)).collect()))];
     if family.recurrent == Recurrent::TiledDelta {
-        let listed = reader.get("rope_parameters").and_then(|rope| rope.get("mrope_section")).and_then(Json::as_array);
-        let listed: Option<Vec<i64>> = listed.map(|list| list.iter().map(|size| size.as_i64().unwrap_or(-1)).chain([0; 4]).take(4).collect());
-        let sections = listed.unwrap_or_else(|| DEFAULT_SECTIONS.to_vec());
+        let sections = match reader.rope().and_then(|rope| rope.get("mrope_section")).filter(|value| !value.is_null()) {
+            None => DEFAULT_SECTIONS.to_vec(),
+            Some(value) => sections(value).ok_or_else(|| reader.refused(&format!("`mrope_section` of {value}"), "must be a list of up to four integers"))?,
+        };
         if !covers(&sections, rotary) {
             let hint = format!("llama.cpp needs sections of the {} rotated pairs of a head", rotary / 2);
             return Err(reader.refused(&format!("`mrope_section` of {sections:?}"), hint));
@@ -54,6 +55,14 @@ pub(super) fn describe(reader: &Reader, rotary: u64) -> Result<Vec<(&'static str
         keys.push((SECTIONS, Value::Integers(sections)));
     }
     Ok(keys)
+}
+
+/// Sections of up to four axes. Missing axes have none.
+fn sections(value: &Json) -> Option<Vec<i64>> {
+    let mut sections: Vec<i64> = value.as_array()?.iter().map(Json::as_i64).collect::<Option<_>>()?;
+    let is_complete = sections.len() <= DEFAULT_SECTIONS.len();
+    sections.resize(DEFAULT_SECTIONS.len(), 0);
+    is_complete.then_some(sections)
 }
 
 /// Keys of state space layers. llama.cpp does not limit step sizes, and needs a list of layers with
