@@ -11,6 +11,8 @@ LLAMA4 |= {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_fact
 # llama.cpp loads queries without low rank only with this number of layers.
 LITE = {"num_hidden_layers": 26, "first_k_dense_replace": 25, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 4}
 LITE |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_scaling": SCALING}
+# llama.cpp has no biases of attention here, and the converter writes `intermediate_size` for the dense networks.
+ATTENTION = {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "attention_bias": False, "num_experts_per_tok": 0, "intermediate_size": 20}
 FAMILIES = [
     ("llama", "llama", {}),
     ("llama-biases", "llama", {}),
@@ -63,6 +65,7 @@ FAMILIES = [
     ("granite-moe", None, {}),
     # The converter writes another length of the context for models without positions.
     ("granite-hybrid", None, {"max_position_embeddings": 1 << 20}),
+    ("granite-hybrid-dense", None, ATTENTION),
     ("lfm2", "lfm2", {"intermediate_size": 28, "block_auto_adjust_ff_dim": False}),
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
 ]
@@ -109,7 +112,7 @@ def narrow(name, tensor):
 
 
 # The layers of the checkpoint with which layers of larger models begin.
-LAYERS = {"smollm3": [0, 1, 0, 1], "llama4-plain": [0, 1, 0, 1], "deepseek-v2-lite": [0] * 25 + [1]}
+LAYERS = {"granite-hybrid-dense": [1, 1], "smollm3": [0, 1, 0, 1], "llama4-plain": [0, 1, 0, 1], "deepseek-v2-lite": [0] * 25 + [1]}
 
 
 def with_layers(tensors, sources):
@@ -143,6 +146,7 @@ def changed(name, tensors):
 # delta networks.
 OTHER_TENSORS = {
     "cohere": without_biases,
+    "granite-hybrid-dense": without_biases,
     "smollm3": unchanged,
     "llama4-plain": without_biases,
     "deepseek-v2": without_biases,

@@ -28,6 +28,8 @@ pub struct GgufFamily {
     pub(super) concatenated: &'static [(&'static str, [&'static str; 2])],
     /// The names of models whose number of experts is zero, if they are another variant.
     pub without_experts: Option<&'static GgufFamily>,
+    /// The names of models without state space layers, if they are another variant.
+    pub without_recurrent: Option<&'static GgufFamily>,
     /// Whether rows of query and key weights are permuted for interleaved rotary embeddings.
     pub interleaved_rope: bool,
     /// Divisors of rotary frequencies that llama.cpp reads, if they do not follow from `interleaved_rope`.
@@ -134,6 +136,19 @@ const FUSED: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 /// GGUF tensors with the keys and the values of the projection of latent vectors, and the module in
 /// checkpoints.
 const LATENT: ([&str; 2], &str) = (["attn_k_b", "attn_v_b"], "self_attn.kv_b_proj");
+
+/// Properties of a file by which families with the same architecture are distinguished.
+#[derive(Debug, Clone, Copy)]
+pub struct GgufTraits {
+    /// Whether there are experts.
+    pub experts: bool,
+    /// Whether layers have a sliding window.
+    pub windows: bool,
+    /// The function of the scores of experts.
+    pub scores: u64,
+    /// Whether there are sizes of state space layers or gated delta networks.
+    pub state_space: bool,
+}
 
 /// Divisors of rotary frequencies in files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -273,6 +288,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     tensors: &[],
     concatenated: &[],
     without_experts: None,
+    without_recurrent: None,
     interleaved_rope: true,
     other_divisors: None,
     rope_period: None,

@@ -25,14 +25,12 @@ const GGUF: GgufFamily = GgufFamily {
     ..gguf::LLAMA
 };
 
-/// Granite 4 without experts.
-const DENSE_HYBRID_GGUF: GgufFamily = GgufFamily {
-    architecture: "granitehybrid",
+/// Granite 4 without experts and with attention in all layers.
+const ATTENTION_GGUF: GgufFamily = GgufFamily {
+    architecture: "granite",
     class: "GraniteMoeHybridForCausalLM",
-    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::STATE_SPACE, &[("ffn_down", "shared_mlp.output_linear")]],
-    tensors: gguf::STATE_SPACE_HEADS,
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, &[("ffn_down", "shared_mlp.output_linear")]],
     concatenated: &[("shared_mlp.input_linear.weight", ["ffn_gate.weight", "ffn_up.weight"])],
-    flags: &[("mamba_conv_bias", "ssm_conv1d.bias")],
     settings: &[
         Setting::required("ssm.conv_kernel", "mamba_d_conv", "4"),
         Setting::required("ssm.state_size", "mamba_d_state", "256"),
@@ -40,16 +38,31 @@ const DENSE_HYBRID_GGUF: GgufFamily = GgufFamily {
         Setting::required("ssm.time_step_rank", "mamba_n_heads", "128"),
         Setting::required("expert_shared_feed_forward_length", "shared_intermediate_size", "1024"),
     ],
-    required: &[gguf::NO_ATTENTION_BIAS, ("mamba_expand", "2"), ("mamba_proj_bias", "false"), ("normalization_function", "\"rmsnorm\"")],
-    recurrent: Recurrent::StateSpace,
+    constants: &[("expert_count", 0), ("expert_used_count", 0)],
+    required: &[gguf::NO_ATTENTION_BIAS, ("normalization_function", "\"rmsnorm\"")],
+    recurrent: Recurrent::UnusedStateSpace,
     experts: None,
     ..GGUF
+};
+
+/// Granite 4 without experts.
+const DENSE_HYBRID_GGUF: GgufFamily = GgufFamily {
+    architecture: "granitehybrid",
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::STATE_SPACE, &[("ffn_down", "shared_mlp.output_linear")]],
+    tensors: gguf::STATE_SPACE_HEADS,
+    flags: &[("mamba_conv_bias", "ssm_conv1d.bias")],
+    constants: &[],
+    required: &[gguf::NO_ATTENTION_BIAS, ("mamba_expand", "2"), ("mamba_proj_bias", "false"), ("normalization_function", "\"rmsnorm\"")],
+    recurrent: Recurrent::StateSpace,
+    without_recurrent: Some(&ATTENTION_GGUF),
+    ..ATTENTION_GGUF
 };
 
 const HYBRID_GGUF: GgufFamily = GgufFamily {
     layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::STATE_SPACE, EXPERTS, &[("ffn_down_shexp", "shared_mlp.output_linear")]],
     concatenated: &[GATE_AND_UP, ("shared_mlp.input_linear.weight", ["ffn_gate_shexp.weight", "ffn_up_shexp.weight"])],
     without_experts: Some(&DENSE_HYBRID_GGUF),
+    without_recurrent: None,
     experts: GGUF.experts,
     ..DENSE_HYBRID_GGUF
 };

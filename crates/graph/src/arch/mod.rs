@@ -77,7 +77,8 @@ use serde_json::{Map, Value};
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, SELECTION_BIAS, VISION_TRANSFORMER, classifier};
 pub use family::{ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
 pub use gguf::{
-    ATTENTION_MULTIPLIER, Divisors, EXPERT_SCORES, GgufExperts, GgufFamily, GgufHead, LOGIT_DIVISOR, Recurrent, Setting, StoredShape, Tiling, Windows,
+    ATTENTION_MULTIPLIER, Divisors, EXPERT_SCORES, GgufExperts, GgufFamily, GgufHead, GgufTraits, LOGIT_DIVISOR, Recurrent, Setting, StoredShape, Tiling,
+    Windows,
 };
 pub use layer_list::{BLOCK_TYPES, LAYER_PATTERN, LAYER_TYPES, listed_layers};
 pub use long_rope::long_rope_attention;

@@ -28,7 +28,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
     let key = values.own("feed_forward_length");
     let inner = if family.has_optional_neurons() { values.size(&key)? } else { Some(values.required("feed_forward_length")?) };
-    let has_list = matches!(family.recurrent, Recurrent::ShortConvolution | Recurrent::StateSpace);
+    let has_list = family.recurrent == Recurrent::ShortConvolution || family.recurrent.has_state_space_sizes();
     let without_heads = if has_list { Some(layers_without_heads(values, layers, family.recurrent)?) } else { None };
     let groups = match without_heads {
         Some((groups, _)) => groups,
@@ -129,7 +129,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     // llama.cpp omits the rotary embedding of families with multipliers if this key is false.
     let finetuned = values.own("rope.scaling.finetuned");
     let has_positions = values.flag(&finetuned)? != Some(false);
-    if family.recurrent == Recurrent::StateSpace {
+    if family.recurrent.has_state_space_sizes() {
         set("position_embedding_type", json!(if has_positions { "rope" } else { "nope" }));
     } else if !has_positions && !family.multipliers.is_empty() {
         return Err(Error::Unsupported {
@@ -239,7 +239,7 @@ fn layers_without_heads(values: &mut Values, layers: u64, recurrent: Recurrent) 
     if list.len() as u64 != layers || groups <= 0 || list.iter().any(|count| ![0, groups].contains(count)) {
         return Err(values.wrong(format!("`{key}` must have zero or the same number of heads for each of {layers} layers")));
     }
-    let [without, with] = if recurrent == Recurrent::StateSpace { ["mamba", "attention"] } else { ["conv", "full_attention"] };
+    let [without, with] = if recurrent.has_state_space_sizes() { ["mamba", "attention"] } else { ["conv", "full_attention"] };
     let named = |count: &i64| if *count == 0 { without } else { with };
     Ok((groups.unsigned_abs(), list.iter().map(named).collect()))
 }

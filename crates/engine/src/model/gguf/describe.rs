@@ -62,6 +62,8 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     let count = described.experts_key(model.config.values()).and_then(|key| model.config.get(key));
     let variant = family.without_experts.filter(|_| count.and_then(Json::as_u64) == Some(0));
     let family = variant.unwrap_or(family);
+    let has_filter = || model.weights.by_name.keys().any(|name| family.to_gguf(name).is_some_and(|name| GgufFamily::is_filter(&name)));
+    let family = family.without_recurrent.filter(|_| !has_filter()).unwrap_or(family);
     let reader = Reader { model, family };
     let mut notes = Vec::new();
     check(&reader, &mut notes)?;

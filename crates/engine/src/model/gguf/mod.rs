@@ -44,7 +44,7 @@ impl Model {
         let unlisted = add_modules(&mut modules, path)?;
         weight_files.append(&mut modules.files);
         let mut values = Values::new(file, std::mem::take(&mut opened.values))?;
-        let family = GgufFamily::from_architecture(&values.architecture, values.has_experts(), values.has_windows(), values.expert_scores());
+        let family = GgufFamily::from_architecture(&values.architecture, values.traits());
         let Some((model_type, family)) = family else {
             return Err(Error::Unsupported {
                 what: format!("{}: the architecture `{}`", file.display(), values.architecture),

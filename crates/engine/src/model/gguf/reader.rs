@@ -46,7 +46,7 @@ impl Reader<'_> {
 
     /// The number of neurons of the weights, if other keys than `intermediate_size` change it.
     pub fn stored_neurons(&self) -> Option<u64> {
-        if self.family.recurrent == Recurrent::StateSpace && self.family.experts.is_none() {
+        if self.family.recurrent.has_state_space_sizes() && self.family.experts.is_none() {
             return self.get("shared_intermediate_size").and_then(Json::as_u64);
         }
         let is_down = |name: &str| self.family.to_gguf(name).is_some_and(|name| name == "blk.0.ffn_down.weight");
@@ -56,7 +56,7 @@ impl Reader<'_> {
 
     /// The number of key-value heads of each layer, if some layers have none.
     pub fn groups_of_layers(&self, groups: u64) -> Result<Option<Vec<i64>>> {
-        if !matches!(self.family.recurrent, Recurrent::ShortConvolution | Recurrent::StateSpace) {
+        if self.family.recurrent != Recurrent::ShortConvolution && !self.family.recurrent.has_state_space_sizes() {
             return Ok(None);
         }
         let own = |layer| if self.is_recurrent(layer) { 0 } else { i64::try_from(groups).unwrap_or(i64::MAX) };

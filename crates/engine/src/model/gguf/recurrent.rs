@@ -28,7 +28,7 @@ const DEFAULT_SECTIONS: [i64; 4] = [11, 11, 10, 0];
 /// elements of a head.
 pub(super) fn describe(reader: &Reader, rotary: u64) -> Result<Vec<(&'static str, Value)>> {
     let family = reader.family;
-    if family.recurrent == Recurrent::StateSpace {
+    if family.recurrent.has_state_space_sizes() {
         return describe_state_space(reader);
     }
     if !family.recurrent.is_delta() {
@@ -69,11 +69,12 @@ fn sections(value: &Json) -> Option<Vec<i64>> {
 /// attention.
 fn describe_state_space(reader: &Reader) -> Result<Vec<(&'static str, Value)>> {
     let (architecture, layers) = (reader.family.architecture, 0..reader.required("num_hidden_layers")?);
-    if !layers.clone().any(|layer| reader.is_recurrent(layer)) {
+    let is_unused = reader.family.recurrent == Recurrent::UnusedStateSpace;
+    if !is_unused && !layers.clone().any(|layer| reader.is_recurrent(layer)) {
         let hint = format!("llama.cpp has another architecture for such models than `{architecture}`, which is not supported");
         return Err(reader.refused("a model without state space layers", hint));
     }
-    if let Some(limits) = reader.get("time_step_limit") {
+    if let Some(limits) = reader.get("time_step_limit").filter(|_| !is_unused) {
         let is_infinite = |value: &Json| value.get("__float__").and_then(Json::as_str) == Some("Infinity");
         let has_none = limits.get(0).and_then(Json::as_f64).is_some_and(|min| min <= 0.0) && limits.get(1).is_some_and(is_infinite);
         if !has_none {
@@ -102,7 +103,7 @@ fn covers(sections: &[i64], rotary: u64) -> bool {
 /// Keys of `config.json` for recurrent layers, whose settings are in `config`.
 pub(super) fn config(family: &GgufFamily, values: &mut Values, config: &Map<String, Json>, rotary: u64) -> Result<Vec<(&'static str, Json)>> {
     let size = |key: &str| config.get(key).and_then(Json::as_u64).unwrap_or(0);
-    if family.recurrent == Recurrent::StateSpace {
+    if family.recurrent.has_state_space_sizes() {
         let inner = values.required(INNER)?;
         let width = inner.checked_div(size("mamba_n_heads")).filter(|_| size("hidden_size").checked_mul(EXPANSION) == Some(inner));
         let width = width.ok_or_else(|| values.wrong(format!("`{}` is {inner}, which llama.cpp does not support", values.own(INNER))))?;

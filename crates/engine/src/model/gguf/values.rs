@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 
-use crate::arch::{EXPERT_SCORES, Setting};
+use crate::arch::{EXPERT_SCORES, GgufTraits, Setting};
 use crate::error::{Error, Result};
 use crate::store::gguf::{ImportanceFile, Value};
 
@@ -71,19 +71,20 @@ impl Values {
         Err(self.wrong(format!("`{key}` is {value}, expected {what}")))
     }
 
-    /// Whether the model is a mixture of experts.
-    pub fn has_experts(&self) -> bool {
-        !matches!(self.values.get(&self.own("expert_count")), None | Some(Value::Unsigned(0) | Value::Signed(0)))
-    }
-
-    /// Whether layers have a sliding window.
-    pub fn has_windows(&self) -> bool {
-        !matches!(self.values.get(&self.own("attention.sliding_window")), None | Some(Value::Unsigned(0) | Value::Signed(0)))
+    /// The properties by which families with the same architecture are distinguished.
+    pub fn traits(&self) -> GgufTraits {
+        let is_positive = |key: &str| !matches!(self.values.get(&self.own(key)), None | Some(Value::Unsigned(0) | Value::Signed(0)));
+        GgufTraits {
+            experts: is_positive("expert_count"),
+            windows: is_positive("attention.sliding_window"),
+            scores: self.expert_scores(),
+            state_space: is_positive("ssm.conv_kernel"),
+        }
     }
 
     /// The function of the scores of experts, by default a softmax. llama.cpp recognizes GLM-4.7-Flash, whose
     /// scores are sigmoids.
-    pub fn expert_scores(&self) -> u64 {
+    fn expert_scores(&self) -> u64 {
         let number = |key: &str| match self.values.get(&self.own(key)) {
             Some(Value::Unsigned(number)) => Some(*number),
             Some(Value::Signed(number)) => u64::try_from(*number).ok(),

@@ -1,7 +1,7 @@
 //! Conversion of tensor names between GGUF files and checkpoints.
 
 use super::super::families;
-use super::{EXPERT_SCORES, FUSED, GgufFamily, LATENT, QWEN_EXPERTS, Windows};
+use super::{EXPERT_SCORES, FUSED, GgufFamily, GgufTraits, LATENT, QWEN_EXPERTS, Windows};
 
 /// Splits a name into layer number and module; numbers with leading zeros are rejected.
 pub(super) fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n str)> {
@@ -12,15 +12,20 @@ pub(super) fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n
 
 impl GgufFamily {
     /// The `model_type` and the names of an architecture, with or without experts. If several families
-    /// remain, they differ in whether they have sliding windows, or in the function of the scores of experts.
-    pub fn from_architecture(name: &str, experts: bool, windows: bool, scores: u64) -> Option<(&'static str, &'static GgufFamily)> {
-        let variants = |gguf: &'static GgufFamily| [Some(gguf), gguf.without_experts].into_iter().flatten();
+    /// remain, they differ in the other traits.
+    pub fn from_architecture(name: &str, traits: GgufTraits) -> Option<(&'static str, &'static GgufFamily)> {
+        let GgufTraits { experts, windows, scores, state_space } = traits;
+        let dense = |gguf: &'static GgufFamily| [Some(gguf), gguf.without_experts].into_iter().flatten();
+        let variants = move |gguf| dense(gguf).flat_map(|gguf| [Some(gguf), gguf.without_recurrent].into_iter().flatten());
         let families = families().filter_map(|family| Some((family.model_type, family.gguf?)));
         let families = families.flat_map(|(model_type, gguf)| variants(gguf).map(move |gguf| (model_type, gguf)));
         let mut families = families.filter(|(_, gguf)| gguf.architecture == name && gguf.experts.is_some() == experts);
         let first = families.next()?;
         let own_scores = |gguf: &GgufFamily| gguf.constants.iter().find(|(key, _)| *key == EXPERT_SCORES).map_or(scores, |(_, value)| *value);
-        let is_same = |(_, gguf): &(&'static str, &'static GgufFamily)| (gguf.windows != Windows::None) == windows && own_scores(gguf) == scores;
+        let has_sizes = |gguf: &GgufFamily| gguf.settings.iter().any(|setting| setting.gguf == "ssm.conv_kernel");
+        let is_same = |(_, gguf): &(&'static str, &'static GgufFamily)| {
+            (gguf.windows != Windows::None) == windows && own_scores(gguf) == scores && has_sizes(gguf) == state_space
+        };
         Some(if is_same(&first) { first } else { families.find(is_same).unwrap_or(first) })
     }
 

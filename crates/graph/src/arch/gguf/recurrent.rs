@@ -19,6 +19,8 @@ pub enum Recurrent {
     TiledDelta,
     /// State space layers of Mamba 2, as in Granite 4: layers without key-value heads.
     StateSpace,
+    /// None, but files have the sizes of state space layers, as those of Granite 4 with attention in all layers.
+    UnusedStateSpace,
 }
 
 /// Shape of a tensor of a state space layer, which is a vector in checkpoints.
@@ -67,6 +69,11 @@ impl Recurrent {
     /// Whether layers are gated delta networks.
     pub fn is_delta(self) -> bool {
         matches!(self, Recurrent::JointDelta | Recurrent::TiledDelta)
+    }
+
+    /// Whether files have the sizes of state space layers.
+    pub fn has_state_space_sizes(self) -> bool {
+        matches!(self, Recurrent::StateSpace | Recurrent::UnusedStateSpace)
     }
 }
 
@@ -158,6 +165,7 @@ impl GgufFamily {
 
 #[cfg(test)]
 mod tests {
+    use super::super::GgufTraits;
     use super::*;
 
     #[test]
@@ -183,8 +191,14 @@ mod tests {
             [Some(StoredShape::Column), Some(StoredShape::Groups), None]
         );
         for experts in [true, false] {
-            let (model_type, found) = GgufFamily::from_architecture("granitehybrid", experts, false, 1).unwrap();
+            let traits = GgufTraits { experts, windows: false, scores: 1, state_space: true };
+            let (model_type, found) = GgufFamily::from_architecture("granitehybrid", traits).unwrap();
             assert_eq!((model_type, found.experts.is_some()), ("granitemoehybrid", experts));
+        }
+        // Granite 4 with attention in all layers, and Granite 3.
+        for (state_space, expected) in [(true, "granitemoehybrid"), (false, "granite")] {
+            let traits = GgufTraits { experts: false, windows: false, scores: 1, state_space };
+            assert_eq!(GgufFamily::from_architecture("granite", traits).unwrap().0, expected);
         }
         let names =
             ["model.layers.0.self_attn.q_proj.weight", "model.layers.12.conv.conv.weight", "model.layers.3.linear_attn.conv1d.weight"].map(str::to_owned);
