@@ -94,7 +94,7 @@ pub fn front(units: &[Vec<Choice>]) -> Vec<Assignment> {
             };
             unit.iter().enumerate().map(extend)
         });
-        layers.push(thinned(undominated(extended.collect())));
+        layers.push(thinned(undominated(extended.collect(), |state: &State| (state.cost, state.loss))));
     }
     let last = layers.len() - 1;
     let assignment = |state: &State| {
@@ -108,13 +108,18 @@ pub fn front(units: &[Vec<Choice>]) -> Vec<Assignment> {
     layers[last].iter().map(|state| Assignment { cost: state.cost, loss: state.loss, options: assignment(state) }).collect()
 }
 
-/// The states by ascending cost, without states that are not better than a cheaper one.
-fn undominated(mut states: Vec<State>) -> Vec<State> {
-    states.sort_by(|a, b| a.cost.cmp(&b.cost).then(a.loss.total_cmp(&b.loss)));
+/// The states by ascending cost, without states whose loss is not less than that of a cheaper one. `totals`:
+/// their costs and losses.
+pub fn undominated<T>(mut states: Vec<T>, totals: impl Fn(&T) -> (u64, f64)) -> Vec<T> {
+    states.sort_by(|a, b| {
+        let ((cost, loss), (other_cost, other_loss)) = (totals(a), totals(b));
+        cost.cmp(&other_cost).then(loss.total_cmp(&other_loss))
+    });
     let mut least = f64::INFINITY;
     states.retain(|state| {
-        let better = state.loss < least;
-        least = least.min(state.loss);
+        let (_, loss) = totals(state);
+        let better = loss < least;
+        least = least.min(loss);
         better
     });
     states

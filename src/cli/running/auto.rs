@@ -59,9 +59,9 @@ pub(in crate::cli) struct Args {
     /// Formats to choose from, such as the fastest ones of your machine [default: all that the runtime loads]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
-    /// For ONNX Runtime: also remove heads, neurons and channels of layers. Fractions of them that may
-    /// remain, as further options of each layer, which are measured: 0.75,0.5
-    #[arg(long, value_name = "FRACTIONS", value_delimiter = ',', conflicts_with = "latency", value_parser = crate::ratio::parse)]
+    /// Also remove heads, neurons and channels. Fractions of them that may remain, whose losses are measured:
+    /// 0.75,0.5. For ONNX Runtime, they are options of each layer; other runtimes load one width of all layers
+    #[arg(long, value_name = "FRACTIONS", value_delimiter = ',', value_parser = crate::ratio::parse)]
     prune: Vec<f64>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF
     /// or ONNX file (300MB), or a fraction of the size of the input (0.25, 25%)
@@ -276,13 +276,9 @@ impl Args {
 
     fn check_pruning(&self) -> Result<()> {
         let wrong = |reason: String| Err(Error::option("--prune", reason));
-        let runtime = self.target();
         match self.prune.iter().find(|fraction| !(**fraction > 0.0 && **fraction < 1.0)) {
             Some(fraction) => wrong(format!("{fraction} is not between 0 and 1: it is the fraction that remains, such as 0.5")),
             None if self.prune.is_empty() => Ok(()),
-            None if runtime != LoadedBy::OnnxRuntime => {
-                wrong(format!("is not supported for {runtime}: run `prune-structured` first, and search the formats of its output"))
-            }
             None if self.calibration.is_none() => wrong("needs `--calibration`: without samples, the remaining layers cannot be refitted".into()),
             None => Ok(()),
         }

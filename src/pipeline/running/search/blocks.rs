@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::formats::{Formats, Unit, Writing, Written, retain};
 use super::matrices::{Matrix, matrices};
 use crate::error::{Error, Result};
-use crate::export::{FileType, Gguf, TensorType};
+use crate::export::{Export, FileType, Gguf, TensorType};
 use crate::model::Model;
 use crate::pass::{self, Context, Method, Score, Scores, WeightFormat};
 use crate::run_state::InputImportance;
@@ -38,8 +38,8 @@ const REFERENCES: [FileType; 8] = {
 const TABLES: [&str; 2] = ["token_embd.weight", "output.weight"];
 
 /// The matrices of a model.
-pub(super) struct Blocks<'a> {
-    model: &'a Model,
+pub(super) struct Blocks {
+    model: Model,
     /// The types; the last one is floats.
     types: Vec<(TensorType, FileType)>,
     formats: Vec<WeightFormat>,
@@ -48,14 +48,14 @@ pub(super) struct Blocks<'a> {
     bytes: u64,
 }
 
-impl<'a> Blocks<'a> {
+impl Blocks {
     /// The matrices of a model.
     ///
     /// # Errors
     /// If GGUF files cannot represent the model.
-    pub fn new(model: &'a Model) -> Result<Blocks<'a>> {
+    pub fn new(model: &Model) -> Result<Blocks> {
         let (matrices, bytes) = matrices(&Gguf { file_type: FileType::F16, ..Gguf::default() }, model)?;
-        Ok(Blocks { model, types: TYPES.to_vec(), formats: TYPES.iter().filter_map(block_format).collect(), matrices, bytes })
+        Ok(Blocks { model: model.clone(), types: TYPES.to_vec(), formats: TYPES.iter().filter_map(block_format).collect(), matrices, bytes })
     }
 
     /// The type in the file of an option.
@@ -76,7 +76,7 @@ impl<'a> Blocks<'a> {
     /// The types of all units of a file in one of llama.cpp's mixtures; `None` if one is not in the table.
     fn mixture(&self, file_type: FileType, units: &[Unit]) -> Result<Option<Vec<usize>>> {
         let importance = if file_type == FileType::Q8_0 { InputImportance::None } else { InputImportance::Activation };
-        let (all, _) = matrices(&Gguf { file_type, importance, ..Gguf::default() }, self.model)?;
+        let (all, _) = matrices(&Gguf { file_type, importance, ..Gguf::default() }, &self.model)?;
         let kinds: BTreeMap<&str, Kind> = all.iter().map(|matrix| (matrix.tensor.as_str(), matrix.kind)).collect();
         let option = |unit: &Unit| {
             let mut own = self.matrices_of(unit).map(|matrix| kinds.get(matrix.tensor.as_str()));
@@ -109,7 +109,7 @@ impl Matrix {
     }
 }
 
-impl Formats for Blocks<'_> {
+impl Formats for Blocks {
     fn names(&self) -> Vec<String> {
         self.types.iter().map(|(tensor_type, _)| format!("{tensor_type:?}")).collect()
     }
@@ -120,11 +120,11 @@ impl Formats for Blocks<'_> {
     }
 
     fn scores(&self, context: &Context) -> Result<Scores> {
-        if context.data.calibration.is_none() { pass::sizes(&self.formats, self.model) } else { pass::scores(&self.formats, self.model, context) }
+        if context.data.calibration.is_none() { pass::sizes(&self.formats, &self.model) } else { pass::scores(&self.formats, &self.model, context) }
     }
 
     fn sizes(&self) -> Result<Option<Scores>> {
-        pass::sizes(&self.formats, self.model).map(Some)
+        pass::sizes(&self.formats, &self.model).map(Some)
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {
@@ -187,6 +187,10 @@ impl Formats for Blocks<'_> {
             }
         }
         Ok(Some(Written { model, bytes: None }))
+    }
+
+    fn float_exports(&self) -> Vec<Export> {
+        vec![Gguf { file_type: FileType::F16, ..Gguf::default() }.into()]
     }
 
     /// All matrices are listed, so that the mixture of the file type affects none of them. Scales are

@@ -61,10 +61,12 @@ impl Candidate {
     /// The candidate with this number, given the passes of the point and the best candidate. The inner option
     /// is empty if the options have no effect on the passes, and the outer one after the last candidate.
     fn nth(number: usize, passes: &[Step], best: Option<&Candidate>) -> Option<Option<Candidate>> {
-        if let [Step::Quantize(base)] = passes {
+        if let [before @ .., Step::Quantize(base)] = passes
+            && before.iter().all(|step| matches!(step, Step::PruneStructured(_)))
+        {
             let (name, method, guide, iterations) = *METHODS.get(number)?;
             let pass = Quantize { method, guide, iterations, ..base.clone() };
-            return Some(Some(Candidate { options: vec![name], passes: vec![pass.into()] }));
+            return Some(Some(Candidate { options: vec![name], passes: [before, &[Step::from(pass)]].concat() }));
         }
         let mut candidate = best.cloned().unwrap_or_else(|| Candidate { options: Vec::new(), passes: passes.to_vec() });
         let Some(option) = number.checked_sub(1) else { return Some(Some(candidate)) };

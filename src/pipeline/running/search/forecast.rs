@@ -44,9 +44,11 @@ impl Search<'_> {
         let is_onnx = formats.loss() == SearchLoss::CosineDistance;
         let of_layers = used.saturating_mul(formats.score_runs()?);
         // Mixtures of ONNX files are calibrated.
-        let calibrated = if is_onnx { used } else { 0 };
+        let calibrated = used.saturating_mul(u64::from(is_onnx) + formats.prune_runs());
         let tried = |count: usize| (count as u64).saturating_mul(held_out + calibrated + scored).saturating_add(held_out + scored);
-        let options = |unit: &Unit| unit.options.iter().rev().skip(1).flatten().count();
+        // Units with weights are measured in the original structure only.
+        let each = |unit: &Unit| if unit.weights.is_empty() { unit.options.len() } else { formats.structure_options() };
+        let options = |unit: &Unit| unit.options.iter().rev().take(each(unit)).skip(1).flatten().count();
         let measured: usize = units.iter().filter(|unit| unit.measured).map(options).sum();
         let rounds = if self.budget.is_none_or(Budget::is_size) { 1 } else { ROUNDS };
         let mixtures = formats.references(&units)?.len() + self.points + rounds;

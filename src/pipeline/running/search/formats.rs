@@ -130,6 +130,11 @@ pub(super) trait Formats {
         Ok(4)
     }
 
+    /// Runs of whole models over the calibration samples to remove the units of a mixture, at most.
+    fn prune_runs(&self) -> u64 {
+        0
+    }
+
     /// Sizes of the formats of each weight, with losses of 0; `None` if they are only known with the scores.
     ///
     /// # Errors
@@ -156,6 +161,26 @@ pub(super) trait Formats {
     /// # Errors
     /// If a weight cannot be rounded.
     fn rounded(&self, units: &[Unit], options: &[usize], scores: &Scores, context: &Context) -> Result<Option<Written>>;
+
+    /// A model that takes the same time as the units in the formats with these indices; `None` if all are
+    /// floats.
+    ///
+    /// # Errors
+    /// If a weight cannot be rounded.
+    fn timed(&self, units: &[Unit], options: &[usize], context: &Context) -> Result<Option<Written>> {
+        self.rounded(units, options, &Scores::default(), context)
+    }
+
+    /// Number of options of a structure: all units must have options of the same structure, and the last
+    /// option of each is that of floats.
+    fn structure_options(&self) -> usize {
+        self.names().len()
+    }
+
+    /// Output formats of a model with all units as floats; safetensors if empty.
+    fn float_exports(&self) -> Vec<Export> {
+        Vec::new()
+    }
 
     /// The passes and output formats of the units in the formats with these indices; `None` if all are
     /// floats.

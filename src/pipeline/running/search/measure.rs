@@ -240,15 +240,24 @@ impl<'a> Measurement<'a> {
     }
 }
 
-/// Measures the losses of units that the backward pass does not give, with all others as floats.
+/// Measures the losses of units that the backward pass does not give, with all others as floats. In a smaller
+/// structure, those of weights are assumed to be the same as in the original model.
 pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
-    let floats = found.formats.len() - 1;
+    let (floats, each) = (found.formats.len() - 1, found.structure_options());
     for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
-        for option in 0..floats {
+        let has_weights = !found.units[at].weights.is_empty();
+        // The original model is the last structure.
+        for option in (0..floats).rev() {
             let Some(score) = found.units[at].options[option] else { continue };
-            let mut options = vec![floats; found.units.len()];
-            options[at] = option;
-            if let Some(loss) = measurement.loss(&found.units, &options)? {
+            let original = floats + 1 - each + option % each;
+            let loss = if has_weights && original != option {
+                found.units[at].options[original].map(|score| score.loss)
+            } else {
+                let mut options = found.floats(option);
+                options[at] = option;
+                measurement.loss(&found.units, &options)?
+            };
+            if let Some(loss) = loss {
                 found.units[at].options[option] = Some(Score { loss, ..score });
             }
         }

@@ -10,9 +10,10 @@
 //! (`weight_errors`), and nothing is measured.
 //!
 //! For ONNX Runtime, each layer is quantized separately on the calibration samples instead, and losses are
-//! cosine distances of the outputs (`onnx_layers`). There, fractions of the units of layers that remain after
-//! structured pruning can be further options (`pruned`). A limit of the latency replaces sizes by times,
-//! which are measured (`times`, `latency`).
+//! cosine distances of the outputs (`onnx_layers`). Fractions of the units of layers that remain after
+//! structured pruning can be further options: of each layer for ONNX Runtime (`pruned`), and of all layers
+//! alike for other runtimes (`uniform`). A limit of the latency replaces sizes by times, which are measured
+//! (`times`, `latency`).
 
 mod blocks;
 mod budget;
@@ -26,6 +27,7 @@ mod matrices;
 mod measure;
 mod metric;
 mod onnx_layers;
+mod points;
 mod pruned;
 mod runtimes;
 mod schemes;
@@ -34,6 +36,7 @@ mod stopwatch;
 mod summary;
 mod testing;
 mod times;
+mod uniform;
 mod weight_errors;
 
 use serde::Serialize;
@@ -46,13 +49,14 @@ pub use measure::calibration_part;
 pub use runtimes::LoadedBy;
 
 use crate::data::Data;
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::pass::assignment::{Assignment, Choice, front};
+use crate::pass::assignment::Assignment;
 use crate::pass::{Context, Method, Remaining};
 use crate::report::search::{LatencyTable, SearchLoss, SearchMethod, SearchMetric};
 use budget::rounded_up;
 use measure::{Measurement, measure_units};
+use points::by_format;
 use solver::Row;
 
 /// Largest number of points that are measured for a limit of loss.
@@ -67,6 +71,7 @@ pub struct Search<'a> {
     /// Names of the formats to choose from; all that the runtime loads if empty.
     pub formats: &'a [String],
     /// Fractions of heads, neurons and channels that may remain, as further options; empty without pruning.
+    /// For ONNX Runtime, of each layer; for other runtimes, of all layers alike.
     pub fractions: &'a [f64],
     /// The limit; `None` for the front only.
     pub budget: Option<Budget>,
@@ -141,6 +146,9 @@ pub struct Found {
     /// Latency of the original model, if times are measured.
     #[serde(skip)]
     original_ms: Option<f64>,
+    /// Number of formats of a structure, if there are several: all units have options of the same one.
+    #[serde(skip)]
+    structure_options: Option<usize>,
 }
 
 impl Search<'_> {
@@ -172,7 +180,8 @@ impl Search<'_> {
             return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model{reason}", self.target)));
         }
         let other_bytes = formats.other_bytes(&units);
-        let mut found = Found { formats: formats.names(), units, other_bytes, loss: formats.loss(), metric, ..Found::default() };
+        let structure_options = Some(formats.structure_options());
+        let mut found = Found { formats: formats.names(), units, other_bytes, loss: formats.loss(), metric, structure_options, ..Found::default() };
         // Reject an impossible limit before the long part.
         match (&mut times, self.budget) {
             (Some(times), Some(Budget::Latency(limit))) => self.measure_times(limit, &*formats, &mut found, times)?,
@@ -241,12 +250,13 @@ impl Search<'_> {
         if !units.iter().any(has_formats) {
             return Ok(());
         }
-        let smallest = Found { formats: formats.names(), other_bytes: formats.other_bytes(&units), units, ..Found::default() };
+        let (other_bytes, structure_options) = (formats.other_bytes(&units), Some(formats.structure_options()));
+        let smallest = Found { formats: formats.names(), other_bytes, units, structure_options, ..Found::default() };
         self.choose(&smallest, &smallest.front()).map(drop)
     }
 
     /// The formats to choose from.
-    fn formats(&self) -> Result<Box<dyn Formats + '_>> {
+    fn formats(&self) -> Result<Box<dyn Formats>> {
         self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.fractions)
     }
 
@@ -365,128 +375,4 @@ fn measure(found: &Found, point: &mut Point, measurement: &Measurement) -> Resul
         None => measurement.measure(&found.units, point)?,
     }
     Ok(())
-}
-
-impl Found {
-    /// The assignments that no other one beats, in loss and size, or in loss and time if times are known.
-    fn front(&self) -> Vec<Assignment> {
-        let units: Vec<Vec<(usize, Choice)>> = self.units.iter().map(Unit::choices).collect();
-        let only: Vec<Vec<Choice>> = units.iter().map(|unit| unit.iter().map(|(_, choice)| *choice).collect()).collect();
-        let mut assignments = front(&only);
-        for assignment in &mut assignments {
-            assignment.options.iter_mut().zip(&units).for_each(|(option, unit)| *option = unit[*option].0);
-        }
-        assignments
-    }
-
-    /// The points of the front by ascending size or time, without that of floats.
-    fn quantized_front(&self) -> Vec<Point> {
-        let points = self.front().into_iter().map(|assignment| self.point(assignment.options));
-        points.filter(|point| !self.is_floats(point)).collect()
-    }
-
-    /// Whether all units of a point are floats.
-    fn is_floats(&self, point: &Point) -> bool {
-        point.options.iter().all(|option| option + 1 == self.formats.len())
-    }
-
-    /// Multiplies the losses of each format by its factor, except measured losses.
-    fn scale(&mut self, factors: &[f64]) {
-        for unit in self.units.iter_mut().filter(|unit| !unit.measured) {
-            for (option, factor) in unit.options.iter_mut().zip(factors) {
-                option.iter_mut().for_each(|option| option.loss *= factor);
-            }
-        }
-        self.predict_points();
-    }
-
-    /// Sets the expected losses of the points.
-    fn predict_points(&mut self) {
-        for at in 0..self.points.len() {
-            self.points[at].predicted = self.point(self.points[at].options.clone()).predicted;
-        }
-    }
-
-    /// A point with these formats.
-    fn point(&self, options: Vec<usize>) -> Point {
-        let chosen = || self.units.iter().zip(&options).filter_map(|(unit, option)| unit.options.get(*option).copied().flatten());
-        let bytes: u64 = chosen().map(|format| format.bytes).sum();
-        let parameters: u64 = self.units.iter().map(|unit| unit.parameters).sum();
-        let times = || self.units.iter().zip(&options).filter_map(|(unit, option)| unit.milliseconds.get(*option));
-        let predicted_ms = self.original_ms.map(|original| original + times().sum::<f64>());
-        Point {
-            predicted_ms,
-            bits: 8.0 * bytes as f64 / parameters.max(1) as f64,
-            bytes: bytes + self.other_bytes,
-            predicted: chosen().map(|format| format.loss).sum(),
-            options,
-            ..Point::default()
-        }
-    }
-
-    /// The point of a common mixture.
-    fn reference(&self, name: String, options: Vec<usize>) -> Point {
-        Point { reference: Some(name), ..self.point(options) }
-    }
-
-    /// Numbers of units of a point by format, in words: "12 in W4A16".
-    pub fn summary(&self, point: &Point) -> String {
-        let mut counts = vec![0usize; self.formats.len()];
-        point.options.iter().for_each(|option| counts[*option] += 1);
-        let parts = self.formats.iter().zip(counts).filter(|(_, count)| *count > 0).map(|(format, count)| format!("{count} in {format}"));
-        format!("{}: {}", counted(self.units.len(), "unit"), parts.collect::<Vec<_>>().join(", "))
-    }
-}
-
-/// The sum of the losses of the units with each format: of the `measured` units, or of the others.
-fn by_format(units: &[Unit], options: &[usize], formats: usize, measured: bool) -> Vec<f64> {
-    let mut sums = vec![0.0; formats];
-    for (unit, option) in units.iter().zip(options).filter(|(unit, _)| unit.measured == measured) {
-        sums[*option] += unit.options[*option].map_or(0.0, |option| option.loss);
-    }
-    sums
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::pass::Score;
-
-    fn found() -> Found {
-        let unit = |name: &str, losses: [f64; 2]| Unit {
-            name: name.to_owned(),
-            weights: vec![format!("{name}.weight")],
-            parameters: 1000,
-            options: vec![Some(Score { loss: losses[0], bytes: 500 }), Some(Score { loss: losses[1], bytes: 1000 }), Some(Score { loss: 0.0, bytes: 2000 })],
-            ..Unit::new(String::new(), 0)
-        };
-        let units = vec![
-            unit("a", [8.0, 1.0]),
-            unit("b", [2.0, 1.5]),
-            Unit { options: vec![None, Some(Score { loss: 0.1, bytes: 1000 }), Some(Score { loss: 0.0, bytes: 2000 })], ..unit("c", [0.0, 0.0]) },
-        ];
-        let formats = ["W4A16", "W8A16", "floats"].map(str::to_owned).to_vec();
-        Found { formats, units, other_bytes: 100, ..Found::default() }
-    }
-
-    #[test]
-    fn the_front_uses_only_formats_that_units_have() {
-        let found = found();
-        let front = found.front();
-        assert_eq!(front[0].options, [0, 0, 1]);
-        let point = found.point(front[1].options.clone());
-        assert_eq!((point.options.as_slice(), point.bytes, point.predicted), (&[1, 0, 1][..], 2600, 3.1));
-        assert!((point.bits - 8.0 * 2500.0 / 3000.0).abs() < 1e-9 && point.reference.is_none());
-    }
-
-    /// Measured losses are not corrected by the measurements of mixtures.
-    #[test]
-    fn measured_units_are_not_scaled() {
-        let mut found = found();
-        found.units[0].measured = true;
-        found.points = vec![found.reference("all".to_owned(), vec![0, 0, 1])];
-        assert_eq!([false, true].map(|measured| by_format(&found.units, &[0, 0, 1], 3, measured)), [[2.0, 0.1, 0.0], [8.0, 0.0, 0.0]]);
-        found.scale(&[0.5, 2.0, 1.0]);
-        assert!((found.points[0].predicted - (8.0 + 0.5 * 2.0 + 2.0 * 0.1)).abs() < 1e-9);
-    }
 }

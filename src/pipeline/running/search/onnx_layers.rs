@@ -61,8 +61,8 @@ pub(super) enum Arithmetics {
 }
 
 /// The layers and embedding tables of a model.
-pub(super) struct OnnxLayers<'a> {
-    model: &'a Model,
+pub(super) struct OnnxLayers {
+    model: Model,
     /// The formats without floats.
     formats: Vec<(Arithmetic, &'static str)>,
     arithmetics: Arithmetics,
@@ -70,13 +70,13 @@ pub(super) struct OnnxLayers<'a> {
     bytes: u64,
 }
 
-impl<'a> OnnxLayers<'a> {
+impl OnnxLayers {
     /// The layers of a model.
     ///
     /// # Errors
     /// If ONNX files cannot represent the model.
-    pub fn new(model: &'a Model, arithmetics: Arithmetics) -> Result<OnnxLayers<'a>> {
-        let mut layers = OnnxLayers { model, formats: ARITHMETICS.to_vec(), arithmetics, bytes: 0 };
+    pub fn new(model: &Model, arithmetics: Arithmetics) -> Result<OnnxLayers> {
+        let mut layers = OnnxLayers { model: model.clone(), formats: ARITHMETICS.to_vec(), arithmetics, bytes: 0 };
         layers.bytes = file_bytes(&layers.export(&[]), model, &RunState::default())?;
         Ok(layers)
     }
@@ -170,7 +170,7 @@ impl<'a> OnnxLayers<'a> {
 
     /// The model after the passes of a choice of formats, whose plans `execute` executes.
     fn applied(&self, units: &[Unit], options: &[usize], execute: impl FnMut(Plan) -> Result<(Model, Applied)>) -> Result<Option<(Model, RunState)>> {
-        self.writing(units, options, None)?.map(|writing| applied(self.model, &writing.passes, execute)).transpose()
+        self.writing(units, options, None)?.map(|writing| applied(&self.model, &writing.passes, execute)).transpose()
     }
 
     /// Distributes what files have in addition to the values (nodes, zero points, scales of activations)
@@ -217,7 +217,7 @@ fn int4(targets: Vec<Pattern>) -> Quantize {
     Quantize { scheme: Scheme::W4A16, group_size: Some(GROUP), targets, ..Quantize::default() }
 }
 
-impl Formats for OnnxLayers<'_> {
+impl Formats for OnnxLayers {
     fn names(&self) -> Vec<String> {
         self.formats.iter().map(|(_, name)| *name).chain(["floats"]).map(str::to_owned).collect()
     }

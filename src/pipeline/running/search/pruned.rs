@@ -1,4 +1,4 @@
-//! Structured pruning as options of units, for ONNX files.
+//! Structured pruning as options of units, for ONNX files, whose layers may have different widths.
 //!
 //! The heads of an attention, the neurons of a feed-forward network or the channels between convolutions are
 //! removed from several weights at once, which are one unit. Each of its options is a fraction of the units
@@ -24,6 +24,10 @@ use crate::store::Pattern;
 /// Parts of layers whose units are removed.
 const PARTS: [PrunedPart; 3] = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels];
 
+/// Runs of whole models over the calibration samples in a pass that removes units: for the importance of units, and
+/// of two models for the repair.
+pub(super) const PRUNE_RUNS: u64 = 3;
+
 /// Weights from which units are removed together.
 struct Branch {
     name: String,
@@ -38,24 +42,21 @@ struct Branch {
 
 /// The layers of a model, with remaining fractions of their units as further options. The option of a unit is
 /// that of the layers, after those of all smaller fractions.
-pub(super) struct Pruned<'a> {
-    model: &'a Model,
-    layers: OnnxLayers<'a>,
+pub(super) struct Pruned {
+    model: Model,
+    layers: OnnxLayers,
     /// Remaining fractions in ascending order, without 1.
     fractions: Vec<f64>,
     branches: Vec<Branch>,
 }
 
-impl<'a> Pruned<'a> {
+impl Pruned {
     /// Adds the fractions to the options of the layers.
     ///
     /// # Errors
     /// If no units can be removed.
-    pub fn new(model: &'a Model, layers: OnnxLayers<'a>, fractions: &[f64]) -> Result<Pruned<'a>> {
-        let mut fractions = fractions.to_vec();
-        fractions.sort_by(f64::total_cmp);
-        fractions.dedup();
-        let mut pruned = Pruned { model, layers, fractions, branches: Vec::new() };
+    pub fn new(model: &Model, layers: OnnxLayers, fractions: &[f64]) -> Result<Pruned> {
+        let mut pruned = Pruned { model: model.clone(), layers, fractions: ascending(fractions), branches: Vec::new() };
         pruned.branches = pruned.find()?;
         if pruned.branches.is_empty() {
             return Err(Error::option("--prune", "no heads, neurons or channels of this model can be removed"));
@@ -93,20 +94,18 @@ impl<'a> Pruned<'a> {
     fn size(&self, branch: &Branch, remaining: f64) -> Result<Option<f64>> {
         let (pass, state) = (self.pass(branch.part, remaining, vec![pattern(&branch.target)?]), RunState::default());
         // The pass reports units that it cannot rank, or layers that are too narrow.
-        let Ok(plan) = pass.plan(self.model, &state) else { return Ok(None) };
+        let Ok(plan) = pass.plan(&self.model, &state) else { return Ok(None) };
         let elements =
             |model: &Model| -> usize { branch.weights.iter().filter_map(|name| model.weights.by_name.get(name)).map(|weight| weight.elements()).sum() };
-        let (before, after) = (elements(self.model), elements(&plan.model));
+        let (before, after) = (elements(&self.model), elements(&plan.model));
         Ok((after < before).then(|| after as f64 / before as f64))
     }
 
     /// The pass that removes units of the branches with these targets.
     fn pass(&self, part: PrunedPart, remaining: f64, targets: Vec<Pattern>) -> PruneStructured {
-        // Without the rounding of the difference: 0.3, not 0.30000000000000004.
-        let removed = ((1.0 - remaining) * 1e9).round() / 1e9;
         PruneStructured {
             dims: vec![part],
-            amount: Some(Amounts::All(Amount::fraction(removed))),
+            amount: Some(Amounts::All(removed(remaining))),
             importance: UnitImportance::Activation,
             uniform: Some(false),
             repair: Repair::LeastSquares,
@@ -156,6 +155,20 @@ impl<'a> Pruned<'a> {
     }
 }
 
+/// Fractions in ascending order.
+pub(super) fn ascending(fractions: &[f64]) -> Vec<f64> {
+    let mut fractions = fractions.to_vec();
+    fractions.sort_by(f64::total_cmp);
+    fractions.dedup();
+    fractions
+}
+
+/// The amount to remove so that a fraction remains, without the rounding of the difference: 0.3, not
+/// 0.30000000000000004.
+pub(super) fn removed(remaining: f64) -> Amount {
+    Amount::fraction(((1.0 - remaining) * 1e9).round() / 1e9)
+}
+
 /// A pattern that matches one name.
 fn pattern(name: &str) -> Result<Pattern> {
     name.parse().map_err(|e| Error::option("auto", e))
@@ -166,7 +179,7 @@ fn sum(one: Option<Score>, other: Option<Score>) -> Option<Score> {
     one.zip(other).map(|(one, other)| Score { loss: one.loss + other.loss, bytes: one.bytes + other.bytes })
 }
 
-impl Formats for Pruned<'_> {
+impl Formats for Pruned {
     fn names(&self) -> Vec<String> {
         let names = self.layers.names();
         let pruned = self.fractions.iter().flat_map(|remaining| names.iter().map(move |name| format!("{name}, {:.0} % pruned", 100.0 * (1.0 - remaining))));
@@ -191,6 +204,11 @@ impl Formats for Pruned<'_> {
 
     fn score_runs(&self) -> Result<u64> {
         self.layers.score_runs()
+    }
+
+    /// A mixture has a pass for each fraction and part.
+    fn prune_runs(&self) -> u64 {
+        PRUNE_RUNS * (self.fractions.len() * PARTS.len()) as u64
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {
@@ -239,9 +257,21 @@ impl Formats for Pruned<'_> {
 
     fn rounded(&self, units: &[Unit], options: &[usize], _scores: &Scores, context: &Context) -> Result<Option<Written>> {
         let Some(writing) = self.writing(units, options, None)? else { return Ok(None) };
-        let (model, run) = applied(self.model, &writing.passes, |plan| plan.execute(context))?;
+        let (model, run) = applied(&self.model, &writing.passes, |plan| plan.execute(context))?;
         let (_, formats) = self.split(units, options);
         Ok(Some(Written { bytes: Some(file_bytes(&self.layers.export(&formats), &model, &run)?), model }))
+    }
+
+    /// The shapes determine the times, so that units are ranked by their weights, and layers are not refitted.
+    fn timed(&self, units: &[Unit], options: &[usize], context: &Context) -> Result<Option<Written>> {
+        let Some(mut writing) = self.writing(units, options, None)? else { return Ok(None) };
+        for step in &mut writing.passes {
+            if let Step::PruneStructured(pass) = step {
+                (pass.importance, pass.repair) = (UnitImportance::default(), Repair::None);
+            }
+        }
+        let (model, _) = applied(&self.model, &writing.passes, |plan| plan.execute(context))?;
+        Ok(Some(Written { model, bytes: None }))
     }
 
     fn writing(&self, units: &[Unit], options: &[usize], method: Option<Method>) -> Result<Option<Writing>> {

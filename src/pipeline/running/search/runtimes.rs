@@ -7,6 +7,7 @@ use super::formats::Formats;
 use super::onnx_layers::{Arithmetics, OnnxLayers};
 use super::pruned::Pruned;
 use super::schemes::Schemes;
+use super::uniform::UniformWidths;
 use crate::arch::{self, ModelKind, Settings};
 use crate::contract::Runtime;
 use crate::error::{Error, Result};
@@ -32,6 +33,11 @@ pub enum LoadedBy {
     OnnxRuntime,
 }
 
+/// The formats of layers of ONNX files, for a limit of the time or of another quantity.
+fn arithmetics(by_time: bool) -> Arithmetics {
+    if by_time { Arithmetics::Timed } else { Arithmetics::Fast }
+}
+
 impl fmt::Display for LoadedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(crate::report::format::runtime_name(self.runtime().name()))
@@ -42,16 +48,17 @@ impl LoadedBy {
     /// The formats that the runtime loads, for the weights of a model: those with these names, or all if
     /// there are none. Formats of ONNX Runtime that may be slower than floats are options of layers if they
     /// are named, or if times are measured (`by_time`); 16-bit floats, which are as fast as others, are
-    /// options otherwise. `fractions`: fractions of units that may remain after structured pruning.
+    /// options otherwise. `fractions`: fractions of units that may remain after structured pruning, for each
+    /// layer of an ONNX file, and for all layers alike of other models, whose config.json has one width.
     ///
     /// # Errors
-    /// If the runtime does not load the model, or not a format.
-    pub(super) fn formats<'m>(self, model: &'m Model, only: &[String], by_time: bool, fractions: &[f64]) -> Result<Box<dyn Formats + 'm>> {
+    /// If the runtime does not load the model, or not a format, or if no layer can have a fraction.
+    pub(super) fn formats(self, model: &Model, only: &[String], by_time: bool, fractions: &[f64]) -> Result<Box<dyn Formats>> {
         if !fractions.is_empty() {
             if self != LoadedBy::OnnxRuntime {
-                return Err(Error::option("--prune", format!("is not supported for {self}")));
+                return Ok(Box::new(UniformWidths::new(model, self, only, fractions)?));
             }
-            let mut layers = OnnxLayers::new(model, Arithmetics::Fast)?;
+            let mut layers = OnnxLayers::new(model, arithmetics(by_time))?;
             self.select(&mut layers, only)?;
             return Ok(Box::new(Pruned::new(model, layers, fractions)?));
         }
@@ -100,7 +107,7 @@ impl LoadedBy {
         Err(Error::option("--for", format!("{}: {self} {reason}: use `--for onnxruntime`", model.path.display())))
     }
 
-    fn all_formats(self, model: &Model, by_time: bool) -> Result<Box<dyn Formats + '_>> {
+    fn all_formats(self, model: &Model, by_time: bool) -> Result<Box<dyn Formats>> {
         Ok(match self {
             // https://docs.vllm.ai/en/latest/features/quantization: WNA16 of compressed-tensors has 4 and 8
             // bits.
@@ -121,7 +128,7 @@ impl LoadedBy {
                 ],
             )),
             LoadedBy::LlamaCpp => Box::new(Blocks::new(model)?),
-            LoadedBy::OnnxRuntime => Box::new(OnnxLayers::new(model, if by_time { Arithmetics::Timed } else { Arithmetics::Fast })?),
+            LoadedBy::OnnxRuntime => Box::new(OnnxLayers::new(model, arithmetics(by_time))?),
         })
     }
 

@@ -13,22 +13,22 @@ use crate::store::Pattern;
 
 /// The schemes that a runtime loads. Schemes with other activations are not offered, because a layer would
 /// then also change the inputs of others.
-pub(super) struct Schemes<'a> {
-    model: &'a Model,
+pub(super) struct Schemes {
+    model: Model,
     formats: Vec<WeightFormat>,
     passes: Vec<Quantize>,
 }
 
-impl<'a> Schemes<'a> {
+impl Schemes {
     /// These schemes and group sizes, in ascending order of bits.
-    pub fn new(model: &'a Model, schemes: &[(Scheme, i64)]) -> Schemes<'a> {
+    pub fn new(model: &Model, schemes: &[(Scheme, i64)]) -> Schemes {
         let pass = |(scheme, size): &(Scheme, i64)| Quantize { scheme: *scheme, group_size: Some(*size), method: Method::Gptq, ..Quantize::default() };
         let passes: Vec<Quantize> = schemes.iter().map(pass).collect();
-        Schemes { model, formats: passes.iter().cloned().map(WeightFormat::Scheme).collect(), passes }
+        Schemes { model: model.clone(), formats: passes.iter().cloned().map(WeightFormat::Scheme).collect(), passes }
     }
 }
 
-impl Formats for Schemes<'_> {
+impl Formats for Schemes {
     fn names(&self) -> Vec<String> {
         let name = |pass: &Quantize| pass.group_size.map_or_else(|| pass.scheme.name().to_owned(), |size| format!("{}:{size}", pass.scheme.name()));
         self.passes.iter().map(name).chain(["floats".to_owned()]).collect()
@@ -40,11 +40,11 @@ impl Formats for Schemes<'_> {
     }
 
     fn scores(&self, context: &Context) -> Result<Scores> {
-        if context.data.calibration.is_none() { pass::sizes(&self.formats, self.model) } else { pass::scores(&self.formats, self.model, context) }
+        if context.data.calibration.is_none() { pass::sizes(&self.formats, &self.model) } else { pass::scores(&self.formats, &self.model, context) }
     }
 
     fn sizes(&self) -> Result<Option<Scores>> {
-        pass::sizes(&self.formats, self.model).map(Some)
+        pass::sizes(&self.formats, &self.model).map(Some)
     }
 
     fn units(&self, scores: &Scores) -> Vec<Unit> {
@@ -76,7 +76,7 @@ impl Formats for Schemes<'_> {
 
     fn rounded(&self, units: &[Unit], options: &[usize], _scores: &Scores, _context: &Context) -> Result<Option<Written>> {
         let pass = pass_of(&self.passes, units, options, Method::Rtn)?;
-        pass.map(|pass| Ok(Written { model: pass.plan(self.model, &RunState::default())?.model, bytes: None })).transpose()
+        pass.map(|pass| Ok(Written { model: pass.plan(&self.model, &RunState::default())?.model, bytes: None })).transpose()
     }
 
     fn writing(&self, units: &[Unit], options: &[usize], method: Option<Method>) -> Result<Option<Writing>> {

@@ -15,7 +15,7 @@ use crate::files::Destination;
 use crate::model::Model;
 use crate::onnx::file::entry;
 use crate::output::ScratchFolder;
-use crate::pass::{Context, Scores};
+use crate::pass::Context;
 use crate::pipeline::running::memory::lack_for_onnx_runtime;
 use crate::report::search::LatencyTable;
 use crate::run_state::RunState;
@@ -63,7 +63,7 @@ impl<'a> Stopwatch<'a> {
         work.cancel.check()?;
         let (device, memory) = (self.context.device.clone(), self.context.memory);
         let context = Context { work, seed: self.context.seed, data: &self.data, device, memory, memory_tracker: None, checkpoints: None };
-        let written = self.formats.rounded(units, options, &Scores::default(), &context)?;
+        let written = self.formats.timed(units, options, &context)?;
         let export = self.formats.writing(units, options, None)?.and_then(|writing| writing.exports.into_iter().next());
         let model = written.map_or_else(|| self.model.clone(), |written| written.model);
         let mut changed = open(&model, &export.unwrap_or_else(|| Onnx::default().into()), &self.folder, self.context)?;
@@ -90,8 +90,9 @@ fn sample(model: &Model, data: &DataSets) -> Result<Inputs> {
     Ok(if subject.target().fixed_batch().is_some() { batch.inputs } else { batch.narrow(0, 1)?.inputs })
 }
 
-/// Checks that a table belongs to this search.
-fn check(table: &LatencyTable, threads: usize, inputs: &BTreeMap<String, Vec<usize>>, formats: &[String], model: &Model) -> Result<()> {
+/// Checks that a table belongs to this search. `has_branches`: whether units are weights that are pruned
+/// together, instead of single weights; their names are compared with the scores.
+fn check(table: &LatencyTable, threads: usize, inputs: &BTreeMap<String, Vec<usize>>, formats: &[String], (model, has_branches): (&Model, bool)) -> Result<()> {
     let reason = if table.threads != threads {
         format!("the times were measured with {}, but this search has {threads}: specify `--threads {}`", counted(table.threads, "thread"), table.threads)
     } else if table.inputs != *inputs {
@@ -104,7 +105,7 @@ fn check(table: &LatencyTable, threads: usize, inputs: &BTreeMap<String, Vec<usi
             table.parameters,
             model.weights.parameters()
         )
-    } else if let Some(unit) = table.units.iter().find(|unit| !model.weights.by_name.contains_key(*unit)) {
+    } else if let Some(unit) = table.units.iter().find(|unit| !has_branches && !model.weights.by_name.contains_key(*unit)) {
         format!("the times are those of another model, with the layer `{unit}`")
     } else if !(table.original_ms.is_finite() && table.original_ms > 0.0) {
         format!("`original_ms` is {}, which is not a time", table.original_ms)
@@ -126,7 +127,7 @@ impl Search<'_> {
         let inputs = sample(self.model, self.context.data)?;
         let shapes: BTreeMap<String, Vec<usize>> = inputs.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
         let (names, threads) = (formats.names(), self.context.work.threads);
-        recorded.as_ref().map_or(Ok(()), |table| check(table, threads, &shapes, &names, self.model))?;
+        recorded.as_ref().map_or(Ok(()), |table| check(table, threads, &shapes, &names, (self.model, !self.fractions.is_empty())))?;
         let new = move || Stopwatch::new(self.model, formats, self.context, inputs.clone());
         let mut stopwatch = None;
         let table = match recorded {
