@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use compress::pass::WeightImportance as Importance;
 use compress::pass::{
     Amount, Decompose, Distill, Guide, InputImportance, Method, MoreTeacher, Palettize, PruneStructured, PruneUnstructured, Quantize, QuantizeStatic, Repair,
-    Scheme, Step, Training, UnitImportance,
+    Scheme, SearchStructure, Step, Training, UnitImportance,
 };
 use compress::pipeline::{RateFile, Rates};
 use compress::{Model, Pipeline};
@@ -29,6 +29,14 @@ fn tokens(folder: &Path) -> Data {
 /// A part of a plan or report as its JSON.
 fn json(part: &impl serde::Serialize) -> serde_json::Value {
     serde_json::to_value(part).unwrap()
+}
+
+/// Planned multiply-accumulates of a pass, and whether they are an upper bound.
+fn planned_macs(model: &str, pass: Step) -> (u64, bool) {
+    let folder = tempfile::tempdir().unwrap();
+    let pipeline = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).threads(2).build().unwrap();
+    let work = json(&pipeline.plan(&Model::open(golden(model)).unwrap()).unwrap().work);
+    (work[0]["macs"].as_u64().unwrap(), work[0]["at_most"].as_bool().unwrap())
 }
 
 /// Planned and counted multiply-accumulates of a pass, and whether the planned ones are an upper bound.
@@ -79,7 +87,12 @@ fn upper_bounds_of_work_are_marked() {
         amount: Some("0.5".parse().unwrap()),
         ..PruneStructured::default()
     };
-    for pass in [Step::from(wanda), goal.into(), repaired.into()] {
+    let fast = PruneStructured { target: Some("latency=0.8".parse().unwrap()), amount: None, ..repaired.clone() };
+    let [searched, compared] = [false, true].map(|baselines| SearchStructure { baselines, ..SearchStructure::default() });
+    let planned = |pass: Step| planned_macs("llama", pass);
+    let ((measured, is_bound), (without, _)) = (planned(fast.into()), planned(repaired.clone().into()));
+    assert!(is_bound && measured > without, "{measured} and {without}");
+    for pass in [Step::from(wanda), goal.into(), repaired.into(), searched.into(), compared.into()] {
         let name = format!("{pass:?}");
         let (planned, counted, at_most) = macs("llama", pass);
         assert!(at_most && counted > 1000 && counted <= planned, "{name}: {counted} of {planned}");

@@ -1,19 +1,17 @@
 //! Counted runs of the model.
 
+use super::selection::ATTEMPTS;
 use super::sensitivity::layer_inputs;
-use super::{Importance, PruneStructured, PrunedPart, Repair, Target};
+use super::{Importance, PruneStructured, PrunedPart, Repair, Target, latency};
 use crate::error::Result;
 use crate::model::Model;
 use crate::pass::calibrate;
 use crate::run_state::ModelRun;
 
 impl PruneStructured {
-    /// The runs for the importance of layers, experts and units, and for the repair; `None` if there are
-    /// none, or if the latency of smaller models is measured.
+    /// The runs for the importance of layers, experts and units, for the latencies of smaller models, and for the
+    /// repair; `None` if there are none.
     pub(super) fn model_runs(&self, model: &Model) -> Result<Option<Vec<ModelRun>>> {
-        if matches!(self.target, Some(Target::Latency(_))) {
-            return Ok(None);
-        }
         let graph = model.graph()?;
         let at_most = |run: ModelRun| ModelRun { at_most: true, ..run };
         // Each of these parts is ranked in a run of its own, and removed before units are ranked.
@@ -26,6 +24,7 @@ impl PruneStructured {
                 Importance::Activation => Some(calibrate::run_to(&graph, |name| inputs.contains(name))),
                 Importance::Taylor => Some(calibrate::whole_run(&graph).times(3)),
             });
+            runs.extend(matches!(self.target, Some(Target::Latency(_))).then(|| latency::runs(&graph, ATTEMPTS)));
             // The original and the smaller model run in parallel.
             runs.extend((self.repair != Repair::None).then(|| at_most(calibrate::whole_run(&graph).times(2))));
         }

@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::exec::{Executor, Parameters, Residence};
 use crate::ir::Graph;
 use crate::pass::Context;
+use crate::run_state::ModelRun;
 use crate::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
 
 /// Number of measured runs.
@@ -31,6 +32,13 @@ impl WeightSource for Constant {
         }
         Ok(())
     }
+}
+
+/// The runs that measure the latency of a graph, and those of this many smaller graphs, at most.
+pub(super) fn runs(graph: &Graph, smaller: usize) -> ModelRun {
+    let (macs, _) = analysis::cost(graph, &analysis::usual_sizes(graph));
+    let macs = macs.saturating_mul((RUNS * (1 + smaller)) as u64);
+    ModelRun { batches: Some((1, 1)), at_most: true, ..ModelRun::new(move |_| macs) }
 }
 
 /// Median latency in seconds for one synthetic sample of default size.

@@ -29,7 +29,7 @@ pub(super) struct Selection {
 }
 
 /// Number of latency measurements when searching for a target.
-const ATTEMPTS: usize = 7;
+pub(super) const ATTEMPTS: usize = 7;
 
 /// Parts that are pruned by default.
 const DEFAULT_PARTS: [PrunedPart; 3] = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels];

@@ -14,6 +14,7 @@
 
 mod branches;
 mod choice;
+mod forecast;
 mod library;
 mod options;
 mod samples;
@@ -268,7 +269,9 @@ impl Pass for SearchStructure {
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
-        let (planned, applied) = self.search(model, &model.graph()?, None)?;
+        let graph = model.graph()?;
+        let (planned, mut applied) = self.search(model, &graph, None)?;
+        applied.model_runs = self.model_runs(model, &graph)?;
         Ok(Plan::new(planned, applied).with_execution(move |context| self.search(model, &model.graph()?, Some(context))))
     }
 

@@ -12,7 +12,7 @@ use crate::pass::prune_structured::repair::alternating_rows;
 /// One of this many samples is held out.
 const INTERVAL: usize = 4;
 /// Maximum number of held-out samples.
-const MAX_HELD_OUT: usize = 8;
+pub(super) const MAX_HELD_OUT: usize = 8;
 /// Loss of an option with which outputs are not finite.
 const NOT_FINITE: f64 = 1e6;
 
