@@ -28,7 +28,7 @@ fn train(pass: &Finetune) -> BTreeMap<String, Vec<f32>> {
 #[test]
 fn masks_do_not_depend_on_micro_batches_recomputation_and_offloading() {
     let plain = with_training!(finetune(5), optimizer: Kind::Sgd, learning_rate: 0.1);
-    let pass = with_training!(plain.clone(), dropout: Some(0.3));
+    let pass = with_training!(plain.clone(), dropout: Some(0.3), attention_dropout: Some(0.2));
     let expected = train(&pass);
     assert_eq!(train(&pass), expected);
     let (report, _) = trained(&pass);
@@ -41,6 +41,7 @@ fn masks_do_not_depend_on_micro_batches_recomputation_and_offloading() {
     assert!(apart < 1e-5, "micro-batches: {apart}");
     assert!(furthest(&expected, &train(&plain)) > 1e-4, "dropout has no effect");
     assert!(furthest(&expected, &train(&with_training!(pass.clone(), dropout: Some(0.31)))) > 1e-4);
+    assert!(furthest(&expected, &train(&with_training!(pass.clone(), attention_dropout: None))) > 1e-5, "dropout of attention has no effect");
     for other in [
         with_training!(pass.clone(), gradient_checkpointing: Checkpointing::Blocks),
         with_training!(pass.clone(), gradient_checkpointing: Checkpointing::Every(2)),
@@ -53,7 +54,7 @@ fn masks_do_not_depend_on_micro_batches_recomputation_and_offloading() {
 
 #[test]
 fn a_resumed_training_has_the_same_masks() {
-    let pass = with_training!(finetune(7), dropout: Some(0.3), checkpoint_every: Some(Every::Steps(1)));
+    let pass = with_training!(finetune(7), dropout: Some(0.3), attention_dropout: Some(0.3), checkpoint_every: Some(Every::Steps(1)));
     let (whole, parts) = (Run::new(), Run::new());
     let data = samples(MODEL, whole.folder.path(), 24, classes(MODEL));
     whole.train(MODEL, data.clone(), pass.clone()).unwrap();
@@ -72,5 +73,8 @@ fn models_without_recognized_branches_are_refused() {
     let run = Run::new();
     let error = |name: &str, pass: Finetune| run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err().to_string();
     assert!(error("resnet-basic", with_training!(finetune(1), dropout: Some(0.1))).contains("needs a transformer with one stack of layers"));
+    assert!(error("resnet-basic", with_training!(finetune(1), attention_dropout: Some(0.1))).contains("needs a model with attention"));
     assert!(error(MODEL, with_training!(finetune(1), dropout: Some(1.0))).contains("must be greater than 0 and less than 1"));
+    let refused = error(MODEL, with_training!(finetune(1), attention_dropout: Some(0.0)));
+    assert!(refused.contains("attention_dropout") && refused.contains("must be greater than 0 and less than 1"), "{refused}");
 }

@@ -113,6 +113,7 @@ impl Distill {
             ("adapter", training.adapter.is_some()),
             ("masking", training.masking.is_some()),
             ("dropout", training.dropout.is_some()),
+            ("attention_dropout", training.attention_dropout.is_some()),
             ("evaluate_every", training.evaluate_every.is_some()),
             ("scales", training.scales != QuantizerScales::Fixed),
             ("offload: teacher", training.offload.contains(&Offload::Teacher)),

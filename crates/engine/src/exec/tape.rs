@@ -8,6 +8,7 @@
 //! Inputs of layers with quantized weights are rounded as by the executor, with straight-through gradients.
 
 mod forecast;
+mod gradients;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -15,16 +16,16 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::dropout::{Dropout, DropoutSeed};
-use super::memory::GRADIENT;
+use super::dropout::{AttentionMask, Dropout, DropoutSeed};
 use super::pool::on_pool_thread;
 use super::sizes::InputCheck;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, Rounding, bytes_of, run};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
-use crate::ir::{Graph, Kind, Node, ValueId};
+use crate::ir::ops::{Attention, Backward, PreparedOp, Saved};
+use crate::ir::{Graph, Kind, Node, Op, ValueId};
 
 pub use forecast::{Pages, TapeForecast};
+use gradients::Gradients;
 
 /// A graph with a plan of when values are retained and released.
 #[derive(Debug)]
@@ -288,7 +289,11 @@ impl<'g> Tape<'g> {
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
             let dropped = |result| self.drop_out(index, run::in_precision(&node.op, result, compute)?, dropout);
-            let result = self.prepared(index, compute).forward(&operands).and_then(dropped).map_err(run::failed(self.name(node)))?;
+            let result = match self.dropped_attention(index, dropout) {
+                Some((op, mask)) => op.eval_with_factors(&operands, &|sizes, block| mask.factors(sizes, block, &self.device)),
+                None => self.prepared(index, compute).forward(&operands),
+            };
+            let result = result.and_then(dropped).map_err(run::failed(self.name(node)))?;
             memory_tracker.count_macs(|| run::macs(self.graph, node, &operands, &result));
             observe(node, &operands, &result)?;
             drop(operands);
@@ -323,7 +328,7 @@ impl<'g> Tape<'g> {
     ) -> Result<()> {
         let Forward { mut values, dims, taps, dropout } = forward;
         drop(taps);
-        let mut gradients = Gradients { graph: self.graph, by_value: vec![None; values.len()], memory_tracker };
+        let mut gradients = Gradients::new(self.graph, memory_tracker);
         let done = from.into_iter().try_for_each(|(id, gradient)| gradients.add(id, gradient).map_err(run::failed(&self.graph.value(id).name))?);
         let walk = || self.walk_back(&mut values, (&dims, dropout), &mut gradients, parameters, memory_tracker, sink);
         let done = done.and_then(|()| on_pool_thread(&self.device, walk));
@@ -357,7 +362,7 @@ impl<'g> Tape<'g> {
                     }
                     memory_tracker.count_macs(|| 2 * run::macs_of_sizes(self.graph, node, dims));
                     let gradient = self.drop_out(index, gradient, dropout).map_err(run::failed(self.name(node)))?;
-                    self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
+                    self.back_through((index, dropout), &gradient, parameters, (values, dims), gradients, sink)?;
                 }
                 gradients.take(node.output);
                 for id in &self.done[index] {
@@ -371,7 +376,7 @@ impl<'g> Tape<'g> {
 
     fn back_through(
         &self,
-        index: usize,
+        (index, dropout): (usize, Option<DropoutSeed>),
         gradient: &Tensor,
         parameters: &Parameters,
         (values, dims): (&[Option<Tensor>], &[Vec<usize>]),
@@ -400,7 +405,11 @@ impl<'g> Tape<'g> {
         let output = if *reads_output { Saved::full(self.read(values, node.output)?) } else { Saved::shape(gradient.dims()) };
         let wanted: Vec<bool> = node.inputs.iter().map(|id| self.reached[id.index()]).collect();
         let backward = Backward { inputs: &inputs, output: &output, gradient, needs_gradient: &wanted };
-        let mut found = self.prepared(index, parameters.compute()).backward(&backward).map_err(failed)?;
+        let found = match self.dropped_attention(index, dropout) {
+            Some((op, mask)) => op.backward_with_factors(&backward, &|sizes, block| mask.factors(sizes, block, &self.device)),
+            None => self.prepared(index, parameters.compute()).backward(&backward),
+        };
+        let mut found = found.map_err(failed)?;
         if let (Some((scheme, x)), Some(gradient)) = (unrounded, found.first_mut()) {
             *gradient = gradient.take().map(|gradient| Rounding::Token.input_gradient(scheme, &x, gradient)).transpose().map_err(failed)?;
         }
@@ -422,6 +431,12 @@ impl<'g> Tape<'g> {
             (Some(dropout), Some(seed)) => dropout.apply(seed, index, tensor),
             _ => Ok(tensor),
         }
+    }
+
+    /// A node of attention whose probabilities have dropout, which no kernel computes, and their mask.
+    fn dropped_attention(&self, index: usize, seed: Option<DropoutSeed>) -> Option<(&Attention, AttentionMask<'_>)> {
+        let (Op::Attention(op), Some(dropout), Some(seed)) = (&self.graph.nodes()[index].op, &self.dropout, seed) else { return None };
+        (dropout.attention_rate > 0.0).then_some((op, AttentionMask { dropout, seed, node: index }))
     }
 
     fn prepared(&self, index: usize, compute: DType) -> &PreparedOp {
@@ -460,41 +475,5 @@ impl<'g> Tape<'g> {
 
     fn release_all(&self, values: &mut [Option<Tensor>], memory_tracker: &MemoryTracker) {
         self.graph.ids().for_each(|id| self.release(values, id, memory_tracker));
-    }
-}
-
-/// Accumulated gradients of values whose nodes have not been differentiated yet.
-struct Gradients<'l> {
-    graph: &'l Graph,
-    by_value: Vec<Option<Tensor>>,
-    memory_tracker: &'l MemoryTracker,
-}
-
-impl Gradients<'_> {
-    fn add(&mut self, id: ValueId, found: Tensor) -> candle_core::Result<Result<()>> {
-        let sum = match self.take(id) {
-            Some(other) => sum(other, found)?,
-            None => found,
-        };
-        let recorded = self.memory_tracker.allocate_named(MemoryCategory::Activations, &self.name(id), bytes_of(&sum));
-        self.by_value[id.index()] = Some(sum);
-        Ok(recorded)
-    }
-
-    fn get(&self, id: ValueId) -> Option<Tensor> {
-        self.by_value[id.index()].clone()
-    }
-
-    fn take(&mut self, id: ValueId) -> Option<Tensor> {
-        let gradient = self.by_value[id.index()].take();
-        gradient.inspect(|gradient| self.memory_tracker.release_named(MemoryCategory::Activations, &self.name(id), bytes_of(gradient)))
-    }
-
-    fn name(&self, id: ValueId) -> String {
-        format!("{GRADIENT}{}", self.graph.value(id).name)
-    }
-
-    fn clear(&mut self) {
-        self.graph.ids().for_each(|id| drop(self.take(id)));
     }
 }

@@ -1,4 +1,4 @@
-//! Dropout of the residual branches and of the embeddings of a transformer.
+//! Dropout of the residual branches, the embeddings and the attention probabilities of a transformer.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,11 +11,31 @@ use crate::ir::{Graph, Kind, Node, Op, ValueId};
 /// Attention and feed-forward network of a layer.
 const BRANCHES: usize = 2;
 
-/// The values of a graph to which the requested dropout applies: the embeddings that the first layer reads,
-/// and the results of attention and feed-forward network before they are added to the residual stream. Fails
-/// if they are not recognized.
+/// The values of a graph to which the requested dropout applies. Fails if they are not recognized.
 pub fn dropout(graph: &Graph, training: &Training) -> Result<Option<Dropout>> {
-    let Some(rate) = training.dropout else { return Ok(None) };
+    if training.attention_dropout.is_some() {
+        require_attention(graph)?;
+    }
+    let nodes = if training.dropout.is_some() { hidden_states(graph)? } else { BTreeSet::new() };
+    let (rate, attention_rate) = (training.dropout.unwrap_or(0.0), training.attention_dropout.unwrap_or(0.0));
+    Ok((rate + attention_rate > 0.0).then_some(Dropout { rate, nodes, attention_rate }))
+}
+
+/// Checks that a graph has attention, whose masks can be those of samples.
+fn require_attention(graph: &Graph) -> Result<()> {
+    let wrong = |reason: String| Err(Error::option("attention_dropout", reason));
+    let mut attention = graph.nodes().iter().filter(|node| matches!(node.op, Op::Attention(_))).peekable();
+    if attention.peek().is_none() {
+        return wrong("needs a model with attention: remove it".into());
+    }
+    let batch = graph.inputs().find_map(|(_, value)| value.ty.shape.first());
+    let other = attention.map(|node| graph.value(node.output)).find(|value| value.ty.shape.first() != batch);
+    other.map_or(Ok(()), |value| wrong(format!("`{}` is the result of attention within windows, which is not supported: remove it", value.name)))
+}
+
+/// Indices of the nodes that compute the embeddings that the first layer reads, and the results of attention and
+/// feed-forward network before they are added to the residual stream.
+fn hidden_states(graph: &Graph) -> Result<BTreeSet<usize>> {
     let wrong = |reason: String| Error::option("dropout", reason);
     let [stack] = &analysis::stacks(graph)[..] else {
         return Err(wrong("needs a transformer with one stack of layers, and no `attention` loss: remove it".into()));
@@ -40,7 +60,7 @@ pub fn dropout(graph: &Graph, training: &Training) -> Result<Option<Dropout>> {
     // The backward pass of the node would read its output, with dropout.
     let first = first.filter(|index| graph.nodes().get(*index).is_some_and(|node| !node.op.spec().reads_output()));
     nodes.insert(first.ok_or_else(|| wrong("the embeddings that the first layer reads were not found: remove it".into()))?);
-    Ok(Some(Dropout { rate, nodes }))
+    Ok(nodes)
 }
 
 /// Indices of the linear layers whose only reader adds their result to a value that no linear layer computes.
@@ -83,6 +103,15 @@ mod tests {
             let layers = analysis::stacks(&graph)[0].layers.len();
             let found = found(name).unwrap_or_else(|e| panic!("{name}: {e}"));
             assert_eq!(found.len(), 2 * layers + 1, "{name}: {found:?}");
+        }
+        let graph = |name: &str| Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap().graph().unwrap();
+        for name in ["bert", "llama", "t5", "mixtral", "whisper"] {
+            let found = dropout(&graph(name), &Training { attention_dropout: Some(0.1), ..Training::default() }).unwrap().unwrap();
+            assert!(found.nodes.is_empty() && found.attention_rate == 0.1, "{name}: {found:?}");
+        }
+        for (name, part) in [("resnet-basic", "needs a model with attention"), ("swin", "attention within windows")] {
+            let refused = dropout(&graph(name), &Training { attention_dropout: Some(0.1), ..Training::default() }).unwrap_err().to_string();
+            assert!(refused.contains("attention_dropout") && refused.contains(part), "{name}: {refused}");
         }
         for name in ["t5", "resnet-basic", "mixtral"] {
             assert!(found(name).unwrap_err().to_string().contains("dropout"), "{name}");

@@ -262,8 +262,10 @@ impl Training {
         if self.average.is_some_and(|decay| !(decay > 0.0 && decay < 1.0)) {
             return wrong("average", "must be greater than 0 and less than 1".into());
         }
-        if self.dropout.is_some_and(|rate| !(rate > 0.0 && rate < 1.0)) {
-            return wrong("dropout", "must be greater than 0 and less than 1".into());
+        for (what, rate) in [("dropout", self.dropout), ("attention_dropout", self.attention_dropout)] {
+            if rate.is_some_and(|rate| !(rate > 0.0 && rate < 1.0)) {
+                return wrong(what, "must be greater than 0 and less than 1".into());
+            }
         }
         if self.dropout.is_some() && self.adapter.is_some() {
             return wrong("dropout", "cannot be combined with `adapter`".into());

@@ -147,6 +147,10 @@ macro_rules! training_options {
             @ #[cfg_attr(feature = "cli", arg(long, value_name = "RATE"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             dropout: Option<f64> = None,
+            /// Set attention probabilities to zero with this probability [default: none]
+            @ #[cfg_attr(feature = "cli", arg(long, value_name = "RATE"))]
+            #[serde(skip_serializing_if = "Option::is_none")]
+            attention_dropout: Option<f64> = None,
             /// Train low-rank adapters of linear layers instead of the weights: their rank, or
             /// {rank: 16, alpha: 32, targets: [PATTERN, ...], merge: false} [default: none]
             @ #[cfg_attr(feature = "cli", arg(long, value_name = "RANK"))]

@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result as Computed, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::attention_dropout::{ProbabilityFactors, times};
 use super::constants::{ScalarOps, constant};
 use super::decoding::{DecodingState, Forward, Incremental};
 use super::gradient::wide;
@@ -217,17 +218,80 @@ impl Attention {
         Ok((q, probabilities, slope))
     }
 
-    /// The output, computed with the given softmax over the last axis.
-    pub(super) fn attend(&self, inputs: &[Tensor], softmax: fn(&Tensor) -> Computed<Tensor>) -> Computed<Tensor> {
+    /// The output, computed with the given softmax over the last axis, and with factors on the probabilities
+    /// if there are any.
+    pub(super) fn attend(&self, inputs: &[Tensor], softmax: fn(&Tensor) -> Computed<Tensor>, factors: Option<ProbabilityFactors>) -> Computed<Tensor> {
         let (q, k, v) = (&inputs[0], &inputs[1], &inputs[2]);
         let (batch, heads, _, _) = q.dims4()?;
         let extras = extras(&inputs[3..]);
         let part = |block: Block| {
             let (_, probabilities, _) = self.probabilities(&block, (q, &block.of_keys(k)?), extras, softmax)?;
-            let rows = probabilities.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
+            let rows = times(&probabilities, &block, heads, factors)?.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
             rows.reshape((batch, heads, block.queries.len(), v.dim(3)?))
         };
         Tensor::cat(&self.blocks(q, k, extras.mask.is_some())?.map(part).collect::<Computed<Vec<_>>>()?, 2)
+    }
+
+    /// The gradients, with factors on the probabilities if there are any.
+    pub(super) fn differentiate(&self, backward: &Backward, factors: Option<ProbabilityFactors>) -> Computed<Vec<Option<Tensor>>> {
+        let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
+        let rest = backward.inputs[3..].iter().map(|saved| saved.tensor().cloned()).collect::<Computed<Vec<_>>>()?;
+        let extras = extras(&rest);
+        // The input of this rank, if it needs a gradient.
+        let wanted =
+            |ranks: Range<usize>| (3..backward.inputs.len()).find(|at| ranks.contains(&backward.inputs[*at].dims().len()) && backward.needs_gradient(*at));
+        let (of_bias, of_sinks) = (wanted(3..5), wanted(1..2));
+        let bias = extras.bias.filter(|_| of_bias.is_some()).map(with_batch_axis).transpose()?;
+        let ((_, groups, keys, _), mut parts, mut sums) = (k.dims4()?, Vec::new(), [None, None]);
+        let (mut bias_parts, mut sink_sum) = (Vec::new(), None::<Tensor>);
+        let [of_keys, of_values] = &mut sums;
+        for block in self.blocks(q, k, extras.mask.is_some())? {
+            let (k, v) = (block.of_keys(k)?, block.of_keys(v)?);
+            let (scaled, probabilities, slope) = self.probabilities(&block, (q, &k), extras, softmax)?;
+            let gradient = block.of_queries(backward.gradient, groups)?;
+            if backward.needs_gradient(2) {
+                let read = times(&probabilities, &block, q.dim(1)?, factors)?.to_dtype(v.dtype())?;
+                block.add(of_values, &read.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
+            }
+            if backward.needs_gradient(0) || backward.needs_gradient(1) || bias.is_some() || of_sinks.is_some() {
+                let of_probabilities = times(&wide(&gradient.matmul(&v.transpose(2, 3)?)?)?, &block, q.dim(1)?, factors)?;
+                if of_sinks.is_some() {
+                    let part = attention_sinks::gradient(&probabilities, &of_probabilities, q.dim(1)?)?;
+                    sink_sum = Some(sink_sum.map_or(Ok(part.clone()), |sum| sum + part)?);
+                }
+                let of_scores = back(&probabilities, &of_probabilities)?;
+                drop((probabilities, of_probabilities));
+                if let Some(bias) = &bias {
+                    let (batch, heads, _, _) = q.dims4()?;
+                    let part = of_scores.reshape((batch, heads, block.queries.len(), block.keys.len()))?;
+                    let part = if bias.dim(0)? == 1 { part.sum_keepdim(0)? } else { part };
+                    bias_parts.push(part.pad_with_zeros(3, block.keys.start, keys - block.keys.end)?);
+                }
+                let of_scores = slope.map_or(Ok(of_scores.clone()), |slope| of_scores * slope)?.to_dtype(q.dtype())?;
+                if backward.needs_gradient(0) {
+                    let (batch, heads, _, width) = q.dims4()?;
+                    parts.push((of_scores.matmul(&k)? * self.scale)?.reshape((batch, heads, block.queries.len(), width))?);
+                }
+                if backward.needs_gradient(1) {
+                    block.add(of_keys, &of_scores.transpose(2, 3)?.contiguous()?.matmul(&scaled)?, keys)?;
+                }
+            }
+        }
+        let sum = |sum: Option<Tensor>| sum.map(|sum| sum.to_dtype(q.dtype())).transpose();
+        let [of_keys, of_values] = sums;
+        let mut gradients = vec![backward.gradient_of(0, || Tensor::cat(&parts, 2))?, sum(of_keys)?, sum(of_values)?];
+        gradients.resize(backward.inputs.len(), None);
+        if let (Some(at), Some(sum)) = (of_sinks, sink_sum) {
+            gradients[at] = Some(sum.to_dtype(q.dtype())?);
+        }
+        if let (Some(bias), Some(at)) = (bias, of_bias) {
+            let mut sum = Tensor::cat(&bias_parts, 2)?;
+            for axis in (1..4).filter(|axis| bias.dims()[*axis] == 1) {
+                sum = sum.sum_keepdim(axis)?;
+            }
+            gradients[at] = Some(sum.reshape(backward.inputs[at].dims())?.to_dtype(q.dtype())?);
+        }
+        Ok(gradients)
     }
 }
 
@@ -294,7 +358,7 @@ impl OpSpec for Attention {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> Computed<Tensor> {
-        self.attend(inputs, softmax)
+        self.attend(inputs, softmax, None)
     }
 
     fn incremental(&self) -> Option<&dyn Incremental> {
@@ -302,63 +366,7 @@ impl OpSpec for Attention {
     }
 
     fn backward(&self, backward: &Backward) -> Computed<Vec<Option<Tensor>>> {
-        let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
-        let rest = backward.inputs[3..].iter().map(|saved| saved.tensor().cloned()).collect::<Computed<Vec<_>>>()?;
-        let extras = extras(&rest);
-        // The input of this rank, if it needs a gradient.
-        let wanted =
-            |ranks: Range<usize>| (3..backward.inputs.len()).find(|at| ranks.contains(&backward.inputs[*at].dims().len()) && backward.needs_gradient(*at));
-        let (of_bias, of_sinks) = (wanted(3..5), wanted(1..2));
-        let bias = extras.bias.filter(|_| of_bias.is_some()).map(with_batch_axis).transpose()?;
-        let ((_, groups, keys, _), mut parts, mut sums) = (k.dims4()?, Vec::new(), [None, None]);
-        let (mut bias_parts, mut sink_sum) = (Vec::new(), None::<Tensor>);
-        let [of_keys, of_values] = &mut sums;
-        for block in self.blocks(q, k, extras.mask.is_some())? {
-            let (k, v) = (block.of_keys(k)?, block.of_keys(v)?);
-            let (scaled, probabilities, slope) = self.probabilities(&block, (q, &k), extras, softmax)?;
-            let gradient = block.of_queries(backward.gradient, groups)?;
-            if backward.needs_gradient(2) {
-                block.add(of_values, &probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
-            }
-            if backward.needs_gradient(0) || backward.needs_gradient(1) || bias.is_some() || of_sinks.is_some() {
-                let of_probabilities = wide(&gradient.matmul(&v.transpose(2, 3)?)?)?;
-                if of_sinks.is_some() {
-                    let part = attention_sinks::gradient(&probabilities, &of_probabilities, q.dim(1)?)?;
-                    sink_sum = Some(sink_sum.map_or(Ok(part.clone()), |sum| sum + part)?);
-                }
-                let of_scores = back(&probabilities, &of_probabilities)?;
-                drop((probabilities, of_probabilities));
-                if let Some(bias) = &bias {
-                    let (batch, heads, _, _) = q.dims4()?;
-                    let part = of_scores.reshape((batch, heads, block.queries.len(), block.keys.len()))?;
-                    let part = if bias.dim(0)? == 1 { part.sum_keepdim(0)? } else { part };
-                    bias_parts.push(part.pad_with_zeros(3, block.keys.start, keys - block.keys.end)?);
-                }
-                let of_scores = slope.map_or(Ok(of_scores.clone()), |slope| of_scores * slope)?.to_dtype(q.dtype())?;
-                if backward.needs_gradient(0) {
-                    let (batch, heads, _, width) = q.dims4()?;
-                    parts.push((of_scores.matmul(&k)? * self.scale)?.reshape((batch, heads, block.queries.len(), width))?);
-                }
-                if backward.needs_gradient(1) {
-                    block.add(of_keys, &of_scores.transpose(2, 3)?.contiguous()?.matmul(&scaled)?, keys)?;
-                }
-            }
-        }
-        let sum = |sum: Option<Tensor>| sum.map(|sum| sum.to_dtype(q.dtype())).transpose();
-        let [of_keys, of_values] = sums;
-        let mut gradients = vec![backward.gradient_of(0, || Tensor::cat(&parts, 2))?, sum(of_keys)?, sum(of_values)?];
-        gradients.resize(backward.inputs.len(), None);
-        if let (Some(at), Some(sum)) = (of_sinks, sink_sum) {
-            gradients[at] = Some(sum.to_dtype(q.dtype())?);
-        }
-        if let (Some(bias), Some(at)) = (bias, of_bias) {
-            let mut sum = Tensor::cat(&bias_parts, 2)?;
-            for axis in (1..4).filter(|axis| bias.dims()[*axis] == 1) {
-                sum = sum.sum_keepdim(axis)?;
-            }
-            gradients[at] = Some(sum.reshape(backward.inputs[at].dims())?.to_dtype(q.dtype())?);
-        }
-        Ok(gradients)
+        self.differentiate(backward, None)
     }
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {

@@ -3,6 +3,7 @@
 
 mod activation;
 mod attention;
+mod attention_dropout;
 mod attention_sinks;
 mod batch_norm;
 mod binary;

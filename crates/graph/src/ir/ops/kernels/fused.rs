@@ -94,7 +94,7 @@ impl Kernel for OnGpu {
             Op::Rotary(op) => rotate(op, x, 1.0),
             Op::Attention(op) => match fused_attention::forward(op, inputs)? {
                 Some(output) => Ok(Some(output)),
-                None => op.attend(inputs, softmax).map(Some),
+                None => op.attend(inputs, softmax, None).map(Some),
             },
             op @ (Op::SplitHeads(_) | Op::MergeHeads(_)) => heads(op, x),
             Op::Add(_) => gpu::add(&x.contiguous()?, &inputs[1].contiguous()?),
