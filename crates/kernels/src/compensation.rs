@@ -170,7 +170,7 @@ pub struct Block<'a> {
 impl Block<'_> {
     /// Converts the optimal values of columns from `first` of the block on, each under the assumption that
     /// the columns in between are unchanged, into the optimal values when all of them can be changed.
-    fn free(&self, values: &mut [f32], weights: &[f32], first: usize) {
+    pub fn free(&self, values: &mut [f32], weights: &[f32], first: usize) {
         for at in 0..values.len() {
             let (done, rest) = values.split_at_mut(at + 1);
             add_scaled(rest, &self.ratios[(first + at) * self.stride + first + at + 1..], weights[at] - done[at]);

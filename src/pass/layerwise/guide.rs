@@ -49,8 +49,8 @@ pub(super) enum Guidance {
 /// Factors of the rows of the inputs of layers and of the outputs of blocks.
 #[derive(Debug)]
 pub(super) struct Guide {
-    /// For each sample, the factor of each row that is not padding, by the name of the weight of a layer, or
-    /// of the output of a block.
+    /// For each sample, the factor of each row that is not padding, by the name of the output of a block, or
+    /// with [`Guidance::Tokens`] of the weight of a layer.
     by_name: BTreeMap<String, Vec<Vec<f32>>>,
     /// Mean square of the gradients of each output of a layer over all tokens, by the name of its weight.
     pub outputs: BTreeMap<String, Vec<f64>>,
@@ -129,6 +129,7 @@ impl Guide {
         let tape = Tape::observing(graph, context.device.clone(), [*logits].into(), observed, &cuts);
         let tracker = context.memory_tracker.clone().unwrap_or_default();
         tracker.set(MemoryCategory::Weights, parameters.bytes())?;
+        let has_factors = |name: &str| guidance == Guidance::Tokens || !weights.contains(name);
         let (roles, op) = (SequenceRoles::new(graph), Op::Linear(crate::ir::ops::Linear::default()));
         let mut squares: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
         let mut by_output: BTreeMap<String, Vec<f64>> = BTreeMap::new();
@@ -157,7 +158,7 @@ impl Guide {
                         if let Some(sums) = sums.get_mut(key) {
                             sums.add(key, &rows)?;
                         }
-                        if portion > 0 {
+                        if portion > 0 || !has_factors(key) {
                             return Ok(());
                         }
                         let rows = rows.sqr().map_err(tensor_error)?;
@@ -178,7 +179,7 @@ impl Guide {
         }
         tracker.set(MemoryCategory::Weights, 0)?;
         if ranks.count() > 1 {
-            squares = all_squares(names.values().copied().collect(), &squares, ranks)?;
+            squares = all_squares(names.values().copied().filter(|name| has_factors(name)).collect(), &squares, ranks)?;
         }
         for (name, sums) in &mut by_output {
             let tokens = squares.get(name).map_or(0, |samples| samples.iter().map(Vec::len).sum::<usize>());
@@ -242,6 +243,11 @@ fn moments_path(folder: &Path, number: usize) -> PathBuf {
 
 fn layers(sites: &[Site]) -> impl Iterator<Item = &Layer> {
     sites.iter().flat_map(|site| &site.layers)
+}
+
+/// Bytes of the second moments that remain in memory until all layers are changed.
+pub(super) fn bytes_in_memory(guidance: Guidance, sites: &[Site], has_checkpoints: bool) -> u64 {
+    if guidance != Guidance::Outputs || has_checkpoints { 0 } else { layers(sites).map(|layer| output_moments::bytes(layer.rows) as u64).sum() }
 }
 
 /// Number of passes over the samples for the second moments of all layers with these weights, if the memory
@@ -404,9 +410,20 @@ mod tests {
             let subject = Subject::from_model(model.clone()).unwrap();
             let samples = context.data.open(context.data.calibration.as_ref().unwrap(), subject.target()).unwrap();
             let team = super::super::ranks::connect(context).unwrap();
-            Guide::open(Guidance::Outputs, &sites, (&graph, &model), &samples, &Ranks::open(&team, context).unwrap(), context).unwrap()
+            let ranks = Ranks::open(&team, context).unwrap();
+            [Guidance::Tokens, Guidance::Outputs].map(|guidance| Guide::open(guidance, &sites, (&graph, &model), &samples, &ranks, context).unwrap())
         };
-        let guide = testing::calibrated(&inputs, open).unwrap();
+        let [guide, guide_of_outputs] = testing::calibrated(&inputs, open).unwrap();
+        // Only one kind of guidance needs the factors of layers, and only the other one the moments.
+        assert!(["a", "b"].iter().all(|name| !guide_of_outputs.by_name.contains_key(*name) && guide.moments(name).unwrap().is_none()));
+        let bytes: u64 = ["a", "b"]
+            .map(|name| guide_of_outputs.moments(name).unwrap().unwrap())
+            .iter()
+            .flat_map(|found| &found.groups)
+            .map(|group| 4 * group.products.len() as u64)
+            .sum();
+        assert_eq!([false, true].map(|has_checkpoints| bytes_in_memory(Guidance::Outputs, &sites, has_checkpoints)), [bytes, 0]);
+        assert_eq!(bytes_in_memory(Guidance::Tokens, &sites, false), 0);
 
         let values = testing::values(&graph, &model, &inputs, |_| true).unwrap();
         let b = Tensor::from_vec(testing::numbers(&[3, 6]), (3, 6), &Device::Cpu).unwrap();
@@ -432,7 +449,7 @@ mod tests {
             assert!(found.len() == 3 && found.iter().zip(&expected).all(|(a, b)| is_close(a, b)), "{name}: {found:?}, not {expected:?}");
         }
         for (name, products) in products {
-            let found = guide.moments(name).unwrap().unwrap();
+            let found = guide_of_outputs.moments(name).unwrap().unwrap();
             let [group] = &found.groups[..] else { panic!("{found:?}") };
             let expected = products.to_vec2::<f32>().unwrap();
             let is_close = |row: usize, column: usize| (group.products[row * group.size + column] - expected[row][column]).abs() < 1e-4;

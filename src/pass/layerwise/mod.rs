@@ -38,7 +38,6 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
-use serde::{Deserialize, Serialize};
 
 use crate::analysis;
 use crate::calibration::select_rows;
@@ -55,11 +54,10 @@ use crate::train::Team;
 use block_checkpoints::BlockReport;
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
 use checks::{require_bytes, require_finite};
-use corrections::CorrectedError;
 pub(in crate::pass) use corrections::{correct, correction_bytes, declare_corrections};
 pub(in crate::pass) use forecast::{model_runs, runs_to_layers, runs_to_supported};
 use guide::{Factors, Guidance, Guide};
-use held_out::{LayerChoice, Split};
+use held_out::Split;
 pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, MomentsRequest};
 pub(in crate::pass) use palettes::palettize;
@@ -72,7 +70,7 @@ pub use scores::{Score, Scores, WeightFormat, scores, sizes};
 pub(in crate::pass) use sites::retain_supported;
 use sites::{Layer, Site, block_of, sites, unsupported};
 pub(in crate::pass) use sparse::{input_axes, prune, require};
-use summary::{Summary, few_tokens_note};
+use summary::{MethodReport, Summary, few_tokens_note, without_gradients_note};
 
 pub(in crate::pass) use super::input_scales::find as find_input_scales;
 pub(in crate::pass) use super::kv_cache_scales::{add as add_cache_scales, add_calibrated as add_calibrated_cache_scales};
@@ -122,27 +120,6 @@ trait Method {
 
     /// The report on the layers since it was last taken.
     fn report(&mut self) -> &mut MethodReport;
-}
-
-/// Report of a method.
-#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
-struct MethodReport {
-    notes: Vec<String>,
-    /// A metric of each modified weight, if the method has one.
-    figures: BTreeMap<String, f64>,
-    /// The solutions that were chosen, if the method has several.
-    choices: Vec<LayerChoice>,
-    /// Errors of layers with low-rank corrections.
-    corrections: Vec<CorrectedError>,
-}
-
-impl MethodReport {
-    fn extend(&mut self, other: MethodReport) {
-        self.notes.extend(other.notes);
-        self.figures.extend(other.figures);
-        self.choices.extend(other.choices);
-        self.corrections.extend(other.corrections);
-    }
 }
 
 /// The layers that read a value, and their current weights.
@@ -261,6 +238,7 @@ impl Layerwise<'_> {
             remaining.finish(block, is_stored, &context.work);
         }
         summary.report.notes.extend(few_tokens_note(mem::take(&mut summary.few_tokens)));
+        summary.report.notes.extend(without_gradients_note(&summary.report.without_gradients));
         if resumed > 0 {
             summary.report.notes.push(format!("{} loaded from the checkpoints of an interrupted run", counted(resumed, "block")));
         }
@@ -403,12 +381,12 @@ impl Layerwise<'_> {
             |block: &analysis::Block| layers().filter(|layer| block.parameters.contains(&layer.weight)).map(|layer| 28 * layer.rows * layer.size).sum();
         let blocks = if self.flow.refined { analysis::blocks(graph) } else { Vec::new() };
         let refined = blocks.iter().map(refined).max().map_or(0, |bytes: usize| bytes as u64 + 4 * need.activations);
-        require_bytes(
-            self.name,
-            "the blocks of this model and the solver of its largest layer need",
-            need.blocks + self.runs() * need.activations + largest.max(refined),
-            limit,
-        )
+        let moments = guide::bytes_in_memory(self.flow.guidance, sites, self.context.checkpoints.is_some());
+        let what = match moments {
+            0 => "the blocks of this model and the solver of its largest layer need",
+            _ => "the blocks of this model, the second moments of the gradients of all layers and the solver of the largest one need",
+        };
+        require_bytes(self.name, what, need.blocks + self.runs() * need.activations + largest.max(refined) + moments, limit)
     }
 
     /// Modifies the `own` layers of observed values. Returns their new weights, and the report of one of

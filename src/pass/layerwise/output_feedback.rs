@@ -6,13 +6,13 @@
 
 use super::output_moments::{OutputGroup, OutputMoments};
 use crate::error::Result;
-use crate::kernel::compensation::Compensation;
+use crate::kernel::compensation::{Block, Compensation};
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::grid::QuantizationParams;
 use crate::kernel::matmul::{Left, Rows, product};
 
 /// Number of rows that are rounded at once, each without compensation for the others.
-const BLOCK: usize = 32;
+const ROWS: usize = 32;
 
 /// Error compensation between the rows of a weight, in groups without compensation for each other.
 pub(super) struct OutputFeedback {
@@ -31,7 +31,8 @@ struct GroupFeedback {
 }
 
 impl OutputFeedback {
-    /// For the outputs at a distance of `step`. `None` if moments are not positive definite.
+    /// For the outputs at a distance of `step`. Outputs of groups without gradients are not compensated. `None`
+    /// if other moments are not positive definite.
     pub fn new(moments: &OutputMoments, step: usize) -> Option<OutputFeedback> {
         let (mut groups, mut rows, mut first) = (Vec::new(), 0, 0);
         for group in &moments.groups {
@@ -89,12 +90,15 @@ impl GroupFeedback {
         let mut order: Vec<usize> = (0..count).collect();
         order.sort_by(|a, b| square(*b).total_cmp(&square(*a)).then(a.cmp(b)));
         let part: Vec<f32> = selected.iter().flat_map(|a| selected.iter().map(move |b| products[a.min(b) * size + a.max(b)])).collect();
-        let compensation = Compensation::new(&part, count, &order, (*damping).into())?;
-        let ratios = compensation.ratios().to_vec();
-        let mut factor = ratios.clone();
-        for (at, line) in factor.chunks_exact_mut(count.max(1)).enumerate() {
-            line[at] = 1.0;
-            line.iter_mut().zip(compensation.costs()).for_each(|(ratio, cost)| *ratio *= cost.sqrt());
+        let (mut ratios, mut factor) = (vec![0f32; part.len()], vec![0f32; part.len()]);
+        if part.iter().any(|product| *product != 0.0) {
+            let compensation = Compensation::new(&part, count, &order, (*damping).into())?;
+            ratios.copy_from_slice(compensation.ratios());
+            factor.copy_from_slice(&ratios);
+            for (at, line) in factor.chunks_exact_mut(count.max(1)).enumerate() {
+                line[at] = 1.0;
+                line.iter_mut().zip(compensation.costs()).for_each(|(ratio, cost)| *ratio *= cost.sqrt());
+            }
         }
         order.iter_mut().for_each(|at| *at += first);
         Some(GroupFeedback { order, ratios, factor })
@@ -108,12 +112,12 @@ impl GroupFeedback {
         round: &mut impl FnMut(&mut [f32]) -> Result<Vec<QuantizationParams>>,
     ) -> Result<()> {
         let mut errors = vec![0f32; self.order.len() * size];
-        for first in (0..self.order.len()).step_by(BLOCK) {
-            let order = &self.order[first..self.order.len().min(first + BLOCK)];
-            let mut block = self.compensation(&errors, first, order.len(), size);
-            for (target, row) in block.chunks_exact_mut(size.max(1)).zip(order) {
-                target.iter_mut().zip(&values[row * size..]).for_each(|(target, value)| *target += value);
-            }
+        for first in (0..self.order.len()).step_by(ROWS) {
+            let order = &self.order[first..self.order.len().min(first + ROWS)];
+            let added = self.compensation(&errors, first, order.len(), size);
+            let target =
+                |(at, row): (usize, &usize)| (0..size).map(|column| values[row * size + column] + added[column * order.len() + at]).collect::<Vec<f32>>();
+            let mut block = order.iter().enumerate().flat_map(target).collect::<Vec<f32>>();
             let found = round(&mut block)?;
             let each = found.len() / order.len();
             steps.resize(rows * each, QuantizationParams { scale: 0.0, zero: 0.0 });
@@ -128,22 +132,18 @@ impl GroupFeedback {
         Ok(())
     }
 
-    /// The change of a block of rows with which they compensate for the errors of previous rows.
+    /// The change of a block of rows with which they compensate for the errors of previous rows, `[size, count]`.
     fn compensation(&self, errors: &[f32], first: usize, count: usize, size: usize) -> Vec<f32> {
-        let rows = self.order.len();
-        let mut added = vec![0f32; count * size];
-        if first > 0 && size > 0 {
-            let left = Left::pack_transposed(&self.ratios[first..], count, first, rows);
-            product(&left, &Rows { values: errors, count: size, stride: size }, size, Epilogue::NONE, &mut added);
+        let (rows, unchanged) = (self.order.len(), vec![0f32; count]);
+        let mut added = vec![0f32; size * count];
+        if first == 0 || size == 0 {
+            return added;
         }
+        let right = Rows { values: &self.ratios[first..], count, stride: rows };
+        product(&Left::pack_transposed(errors, size, first, size), &right, count, Epilogue::NONE, &mut added);
         // Previous rows of the block already compensate for a part of the errors.
-        for at in 0..count {
-            let (done, rest) = added.split_at_mut((at + 1) * size);
-            let ratios = &self.ratios[(first + at) * rows + first + at + 1..];
-            for (row, ratio) in rest.chunks_exact_mut(size.max(1)).zip(ratios) {
-                row.iter_mut().zip(&done[at * size..]).for_each(|(added, compensated)| *added -= ratio * compensated);
-            }
-        }
+        let block = Block { ratios: &self.ratios[first * rows + first..], stride: rows, first: 0, costs: &[] };
+        added.chunks_exact_mut(count.max(1)).for_each(|column| block.free(column, &unchanged, 0));
         added
     }
 }
@@ -191,7 +191,7 @@ mod tests {
     /// removes at least a quarter of the loss on average.
     #[test]
     fn compensated_rows_lose_less_and_have_their_scales() {
-        for rows in [1, 3, BLOCK, BLOCK + 1, 3 * BLOCK + 5] {
+        for rows in [1, 3, ROWS, ROWS + 1, 3 * ROWS + 5] {
             let group = single(rows, 0.1);
             let moments = damped(&group);
             let feedback = OutputFeedback::new(&OutputMoments { groups: vec![group] }, 1).unwrap();
@@ -203,18 +203,18 @@ mod tests {
                 halves(&mut plain).unwrap();
                 let steps = feedback.round(&mut compensated, SIZE, halves).unwrap();
                 assert!(steps.iter().zip(compensated.chunks(SIZE)).all(|(step, row)| step.scale == row[0]) && steps.len() == rows);
-                assert!(rows > BLOCK || plain == compensated);
+                assert!(rows > ROWS || plain == compensated);
                 losses.iter_mut().zip([&plain, &compensated]).for_each(|(sum, values)| *sum += loss(&moments, &errors(values, &weight)));
             }
             let [plain, compensated] = losses;
-            assert!(rows < 3 * BLOCK || compensated < 0.75 * plain, "{rows}: {compensated} of {plain}");
+            assert!(rows < 3 * ROWS || compensated < 0.75 * plain, "{rows}: {compensated} of {plain}");
         }
     }
 
     /// For given values of the first block, the targets of the second one minimize the loss.
     #[test]
     fn targets_minimize_the_loss() {
-        let rows = BLOCK + 6;
+        let rows = ROWS + 6;
         let group = single(rows, 0.01);
         let moments = damped(&group);
         let feedback = OutputFeedback::new(&OutputMoments { groups: vec![group] }, 1).unwrap();
@@ -233,7 +233,7 @@ mod tests {
         };
         let best = solve(None);
         assert!(best > 0.0);
-        for at in 0..(rows - BLOCK) * SIZE {
+        for at in 0..(rows - ROWS) * SIZE {
             let [less, more] = [-0.05, 0.05].map(|change| solve(Some((at, change))));
             assert!(less > best && more > best && (less - more).abs() < 0.02 * (less - best), "{at}: {less} {more} {best}");
         }
@@ -254,6 +254,28 @@ mod tests {
             expected += loss(moments, &part);
         }
         assert!((found - expected).abs() < 1e-4 * expected, "{found} {expected}");
+    }
+
+    /// Outputs without gradients are rounded without compensation, and their errors do not count. Moments that
+    /// no gradients have are refused.
+    #[test]
+    fn groups_without_gradients_have_no_compensation() {
+        let rows = ROWS + 6;
+        let empty = OutputGroup { size: rows, products: vec![0.0; rows * rows], damping: 0.1 };
+        let feedback = OutputFeedback::new(&OutputMoments { groups: vec![empty.clone(), single(rows, 0.1)] }, 1).unwrap();
+        let weight: Vec<f32> = (0..2 * rows * SIZE).map(|i| number(7 * i + 1)).collect();
+        let (mut plain, mut compensated) = (weight.clone(), weight.clone());
+        halves(&mut plain).unwrap();
+        feedback.round(&mut compensated, SIZE, halves).unwrap();
+        assert!(plain[..rows * SIZE] == compensated[..rows * SIZE] && plain[rows * SIZE..] != compensated[rows * SIZE..]);
+        let outputs: Vec<f32> = (0..2 * rows).map(number).collect();
+        let weighted = feedback.weighted_errors(&outputs, &vec![0.0; 2 * rows]);
+        assert!(weighted[..rows].iter().all(|error| *error == 0.0) && weighted[rows..].iter().any(|error| *error != 0.0));
+        for wrong in [f32::NAN, -1.0] {
+            let mut products = empty.products.clone();
+            products[0] = wrong;
+            assert!(OutputFeedback::new(&OutputMoments { groups: vec![OutputGroup { products, ..empty.clone() }] }, 1).is_none(), "{wrong}");
+        }
     }
 
     /// Rows of several groups, of which only some are selected.

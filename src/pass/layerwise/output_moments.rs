@@ -113,6 +113,11 @@ const MAX_SHRINKAGE: f64 = 0.99;
 const MIN_DAMPING: f64 = 0.01;
 
 impl OutputMoments {
+    /// Whether all gradients are zero.
+    pub fn is_zero(&self) -> bool {
+        self.groups.iter().flat_map(|group| &group.products).all(|product| *product == 0.0)
+    }
+
     pub fn load(path: &Path) -> candle_core::Result<OutputMoments> {
         let tensors = candle_core::safetensors::load(path, &Device::Cpu)?;
         let dampings = tensors.get(DAMPING).ok_or_else(|| candle_core::Error::Msg("has no dampings".into()))?;

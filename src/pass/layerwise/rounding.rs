@@ -1,7 +1,7 @@
 //! Quantization with calibration samples: round to nearest with weighted errors, or GPTQ, in which later
 //! columns compensate for the error (`kernel/compensation.rs`).
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
@@ -45,6 +45,8 @@ pub(super) struct Quantization<'a> {
     guidance: Guidance,
     /// The gradients of the loss, once they are computed.
     guide: OnceCell<Rc<Guide>>,
+    /// Weights whose outputs have no gradients, which the guide does not affect.
+    without_gradients: RefCell<BTreeSet<String>>,
     pass: &'a Quantize,
     /// Rescaling before rounding.
     strength: Option<Strength>,
@@ -159,8 +161,21 @@ impl<'a> Quantization<'a> {
         let groups = groups.filter_map(|(name, group)| encodings.get(&name).and_then(|affine| affine.codes.float()).map(|format| (name, group, format)));
         let global_scales = groups.map(|(name, group, format)| Ok((name, group.global_scale(format, meter)?))).collect::<Result<_>>()?;
         let (name, ignored) = (pass.name(), Vec::new());
-        let (guidance, guide) = (Guidance::None, OnceCell::new());
-        Ok(Quantization { name, encodings, global_scales, gptq: None, training: None, guidance, guide, pass, strength: None, ignored, corrections: None })
+        let (guidance, guide, without_gradients) = (Guidance::None, OnceCell::new(), RefCell::default());
+        Ok(Quantization {
+            name,
+            encodings,
+            global_scales,
+            gptq: None,
+            training: None,
+            guidance,
+            guide,
+            without_gradients,
+            pass,
+            strength: None,
+            ignored,
+            corrections: None,
+        })
     }
 }
 
@@ -331,8 +346,16 @@ impl Compensating for Quantization<'_> {
     }
 
     fn feedback(&self, layer: &Layer, step: usize) -> Result<Option<Rc<OutputFeedback>>> {
-        let moments = self.guide.get().map(|guide| guide.moments(&layer.weight)).transpose()?.flatten();
-        Ok(moments.and_then(|moments| OutputFeedback::new(&moments, step)).map(Rc::new))
+        let Some(moments) = self.guide.get().map(|guide| guide.moments(&layer.weight)).transpose()?.flatten() else { return Ok(None) };
+        if moments.is_zero() {
+            self.without_gradients.borrow_mut().insert(layer.weight.clone());
+            return Ok(None);
+        }
+        let feedback = OutputFeedback::new(&moments, step).map(|feedback| Some(Rc::new(feedback)));
+        feedback.ok_or_else(|| {
+            let reason = format!("the second moments of the gradients of the outputs of `{}` are not positive definite", layer.weight);
+            Error::run("guide: loss", reason, "use other or more calibration samples, or remove `guide`")
+        })
     }
 
     fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
@@ -379,6 +402,7 @@ impl Method for Rounder<'_> {
             Some(rows) if rows.none(layer, values, is_sparse) => rows.round(layer, values, round)?,
             _ => round(layer, values)?,
         };
+        self.report.without_gradients.append(&mut self.quantization.without_gradients.borrow_mut());
         let affine = self.quantization.affine(layer)?;
         let order: Vec<usize> = (0..layer.size).collect();
         let grid = Grid { steps, ..self.quantization.grid(layer, weight, &order)? };
@@ -456,6 +480,7 @@ mod tests {
             training: None,
             guidance: Guidance::None,
             guide: OnceCell::new(),
+            without_gradients: RefCell::default(),
             pass: &pass,
             strength: None,
             ignored: Vec::new(),

@@ -2,10 +2,38 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::MethodReport;
+use serde::{Deserialize, Serialize};
+
 use super::block_checkpoints::BlockReport;
+use super::corrections::CorrectedError;
+use super::held_out::LayerChoice;
 use crate::error::counted;
 use crate::store::Weight;
+
+/// Report of a method.
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct MethodReport {
+    pub notes: Vec<String>,
+    /// A metric of each modified weight, if the method has one.
+    pub figures: BTreeMap<String, f64>,
+    /// The solutions that were chosen, if the method has several.
+    pub choices: Vec<LayerChoice>,
+    /// Errors of layers with low-rank corrections.
+    pub corrections: Vec<CorrectedError>,
+    /// Weights that gradients of the loss would guide, but whose outputs have none.
+    #[serde(default)]
+    pub without_gradients: BTreeSet<String>,
+}
+
+impl MethodReport {
+    pub fn extend(&mut self, other: MethodReport) {
+        self.notes.extend(other.notes);
+        self.figures.extend(other.figures);
+        self.choices.extend(other.choices);
+        self.corrections.extend(other.corrections);
+        self.without_gradients.extend(other.without_gradients);
+    }
+}
 
 /// Result of a layerwise run.
 #[derive(Debug, Default)]
@@ -40,4 +68,11 @@ pub(super) fn few_tokens_note(few: Vec<(usize, usize, String)>) -> Option<String
     let (tokens, features, value) = few.into_iter().min()?;
     let example = format!("`{value}`: {tokens} for {features}");
     Some(format!("{} had fewer calibration tokens than features ({example}): more samples reduce errors on other data", counted(count, "layer input")))
+}
+
+/// A note on weights that the gradients of the loss did not guide, because their outputs have none.
+pub(super) fn without_gradients_note(weights: &BTreeSet<String>) -> Option<String> {
+    let first = weights.first()?;
+    let count = counted(weights.len(), "weight");
+    Some(format!("`guide: loss` had no effect on {count}, whose outputs had no gradients on the calibration samples (`{first}`)"))
 }

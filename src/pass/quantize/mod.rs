@@ -59,16 +59,17 @@ pub enum Method {
     Best,
 }
 
-/// Weights of calibration tokens.
+/// How errors of layers are weighted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Guide {
-    /// All tokens have the same weight
+    /// The errors of all outputs and tokens have the same weight
     #[default]
     None,
-    /// The errors of a layer are weighted by the squared gradients of the loss, found by one backward pass
+    /// By the second moments of the gradients of the loss with respect to the outputs of the layer, found by backward
+    /// passes
     Loss,
 }
 
@@ -123,7 +124,7 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_name = "SAMPLES"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch: Option<usize>,
-    /// With `method: gptq` or `autoround`, the weights of calibration tokens
+    /// With `method: gptq` or `autoround`, how the errors of layers are weighted
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().guide))]
     #[serde(skip_serializing_if = "Guide::is_none")]
     pub guide: Guide,
