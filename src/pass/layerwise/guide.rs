@@ -414,7 +414,7 @@ mod tests {
             [Guidance::Tokens, Guidance::Outputs].map(|guidance| Guide::open(guidance, &sites, (&graph, &model), &samples, &ranks, context).unwrap())
         };
         let [guide, guide_of_outputs] = testing::calibrated(&inputs, open).unwrap();
-        // Only one kind of guidance needs the factors of layers, and only the other one the moments.
+        // Guidance of tokens needs the factors of layers, and guidance of outputs the moments.
         assert!(["a", "b"].iter().all(|name| !guide_of_outputs.by_name.contains_key(*name) && guide.moments(name).unwrap().is_none()));
         let bytes: u64 = ["a", "b"]
             .map(|name| guide_of_outputs.moments(name).unwrap().unwrap())

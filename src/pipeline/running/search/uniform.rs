@@ -33,7 +33,7 @@ const MULTIPLES: [usize; 5] = [256, 128, 64, 32, 16];
 
 /// A model with the same widths in all layers.
 struct Structure {
-    /// What is removed; empty for the original model.
+    /// Removed fractions of the parts, in words; empty for the original model.
     name: String,
     /// The pass that removes units; `None` for the original model.
     pass: Option<Step>,
@@ -172,7 +172,7 @@ impl UniformWidths {
     }
 }
 
-/// What a plan of structured pruning removes of each part, in words.
+/// Removed fractions of the parts in a plan of structured pruning, in words.
 fn removed_widths(details: &Value) -> Vec<String> {
     let groups = details["groups"].as_array().map(Vec::as_slice).unwrap_or_default();
     let widths = |part: PrunedPart| {
