@@ -71,7 +71,8 @@ fn widths_of_all_layers_are_options_for_other_runtimes() {
     for (runtime, formats, output) in [("transformers", "W2A16:32,W4A16:32", "out"), ("llama.cpp", "Q5_0,Q8_0", "small.gguf"), ("vllm", "W4A16:32", "packed")] {
         let search = format!("auto llama --for {runtime} --json --formats {formats} {SETS}");
         let whole = data(folder, &format!("{search} --front whole.json"))["search"].clone();
-        let smallest = whole["points"].as_array().unwrap().iter().map(|point| point["bytes"].as_u64().unwrap()).min().unwrap();
+        let bytes = |unit: &Value| unit["options"].as_array().unwrap().iter().filter_map(|option| option["bytes"].as_u64()).min().unwrap();
+        let smallest = whole["units"].as_array().unwrap().iter().map(bytes).sum::<u64>() + whole["other_bytes"].as_u64().unwrap();
         let limit = smallest - smallest / 50;
         let without = compress(folder, &format!("{search} --max-size {limit}B -o {output}"));
         assert!(without.code > 0 && without.stderr.contains("nearest possible limit"), "{}", without.stderr);
