@@ -60,7 +60,8 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
     /// Also remove heads, neurons and channels. Fractions of them that may remain, whose losses are measured:
-    /// 0.75,0.5. For ONNX Runtime, they are options of each layer; other runtimes load one width of all layers
+    /// 0.75,0.5. For ONNX Runtime, they are options of each layer; other runtimes load one width of all
+    /// layers
     #[arg(long, value_name = "FRACTIONS", value_delimiter = ',', value_parser = crate::ratio::parse)]
     prune: Vec<f64>,
     /// Largest size: bits per quantized weight with scales (4.5bits), the size of all weights or of the GGUF

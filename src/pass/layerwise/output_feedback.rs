@@ -31,8 +31,8 @@ struct GroupFeedback {
 }
 
 impl OutputFeedback {
-    /// For the outputs at a distance of `step`. Outputs of groups without gradients are not compensated. `None`
-    /// if other moments are not positive definite.
+    /// For the outputs at a distance of `step`. Outputs of groups without gradients are not compensated.
+    /// `None` if other moments are not positive definite.
     pub fn new(moments: &OutputMoments, step: usize) -> Option<OutputFeedback> {
         let (mut groups, mut rows, mut first) = (Vec::new(), 0, 0);
         for group in &moments.groups {
@@ -132,7 +132,8 @@ impl GroupFeedback {
         Ok(())
     }
 
-    /// The change of a block of rows with which they compensate for the errors of previous rows, `[size, count]`.
+    /// The change of a block of rows with which they compensate for the errors of previous rows, `[size,
+    /// count]`.
     fn compensation(&self, errors: &[f32], first: usize, count: usize, size: usize) -> Vec<f32> {
         let (rows, unchanged) = (self.order.len(), vec![0f32; count]);
         let mut added = vec![0f32; size * count];
@@ -256,8 +257,8 @@ mod tests {
         assert!((found - expected).abs() < 1e-4 * expected, "{found} {expected}");
     }
 
-    /// Outputs without gradients are rounded without compensation, and their errors do not count. Moments that
-    /// no gradients have are refused.
+    /// Outputs without gradients are rounded without compensation, and their errors do not count. Moments
+    /// that no gradients have are refused.
     #[test]
     fn groups_without_gradients_have_no_compensation() {
         let rows = ROWS + 6;

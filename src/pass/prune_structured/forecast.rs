@@ -9,8 +9,8 @@ use crate::pass::calibrate;
 use crate::run_state::ModelRun;
 
 impl PruneStructured {
-    /// The runs for the importance of layers, experts and units, for the latencies of smaller models, and for the
-    /// repair; `None` if there are none.
+    /// The runs for the importance of layers, experts and units, for the latencies of smaller models, and for
+    /// the repair; `None` if there are none.
     pub(super) fn model_runs(&self, model: &Model) -> Result<Option<Vec<ModelRun>>> {
         let graph = model.graph()?;
         let at_most = |run: ModelRun| ModelRun { at_most: true, ..run };

@@ -68,8 +68,8 @@ pub enum Guide {
     /// The errors of all outputs and tokens have the same weight
     #[default]
     None,
-    /// By the second moments of the gradients of the loss with respect to the outputs of the layer, found by backward
-    /// passes
+    /// By the second moments of the gradients of the loss with respect to the outputs of the layer, found by
+    /// backward passes
     Loss,
 }
 

@@ -11,8 +11,8 @@ use crate::pass::prune_structured::Repair;
 use crate::run_state::ModelRun;
 
 impl SearchStructure {
-    /// The runs for the scores of all options, and for the repair of the choices, at most; `None` if nothing is
-    /// removed, or if options are trained, whose work depends on the numbers of batches.
+    /// The runs for the scores of all options, and for the repair of the choices, at most; `None` if nothing
+    /// is removed, or if options are trained, whose work depends on the numbers of batches.
     pub(super) fn model_runs(&self, model: &Model, graph: &Graph) -> Result<Option<Vec<ModelRun>>> {
         let uniform = self.is_uniform(model);
         let structure = Structure::new(self, model, graph, uniform)?;

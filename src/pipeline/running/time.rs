@@ -28,8 +28,8 @@ const WIDTH: usize = 768;
 const ROWS: usize = 256;
 /// Bytes of the file that is written and read.
 const FILE_BYTES: usize = 32 << 20;
-/// Number of measurements of products, and their time. The fastest run of all counts, because other programs may
-/// use the processor at some moments.
+/// Number of measurements of products, and their time. The fastest run of all counts, because other programs
+/// may use the processor at some moments.
 const MOMENTS: usize = 4;
 const PERIOD: Duration = Duration::from_millis(50);
 /// Time between two measurements.

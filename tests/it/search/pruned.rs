@@ -79,7 +79,8 @@ fn widths_of_all_layers_are_options_for_other_runtimes() {
         let found = data(folder, &format!("{search} --prune 0.667,0.5 --max-size {limit}B -o {output}"))["search"].clone();
         let (chosen, units) = (&found["chosen"], found["units"].as_array().unwrap());
         let (names, each) = (found["formats"].as_array().unwrap(), whole["formats"].as_array().unwrap().len());
-        // Half of the heads, two thirds or half of the neurons, and both. A third of the heads is not a number of heads.
+        // Half of the heads, two thirds or half of the neurons, and both. A third of the heads is not a
+        // number of heads.
         assert_eq!((names.len(), &names[5 * each..]), (6 * each, &whole["formats"].as_array().unwrap()[..]), "{names:?}");
         assert_eq!(names[each - 1], format!("{}, 50 % of heads and 50 % of neurons pruned", names[6 * each - 1].as_str().unwrap()));
         // Losses of the structures are measured, and all units have the same one.
@@ -107,7 +108,8 @@ fn widths_of_all_layers_are_options_for_other_runtimes() {
             let least = all.iter().filter(|(_, other)| *other <= bytes).map(|(loss, _)| *loss).fold(f64::INFINITY, f64::min);
             assert!(loss <= 1.01 * least + 1e-12, "{loss} instead of {least} at {bytes} bytes");
         }
-        // Predicted bytes are those of the output, which the runtime loads, and which the recipe writes again.
+        // Predicted bytes are those of the output, which the runtime loads, and which the recipe writes
+        // again.
         let file = |name: &str| if runtime == "llama.cpp" { folder.join(name) } else { folder.join(name).join("model.safetensors") };
         let written = if runtime == "llama.cpp" { std::fs::metadata(file(output)).unwrap().len() } else { value_bytes(&file(output)) };
         assert_eq!(chosen["bytes"].as_u64(), Some(written), "{chosen}");
@@ -123,7 +125,8 @@ fn widths_of_all_layers_are_options_for_other_runtimes() {
     assert!(refused.code > 0 && refused.stderr.contains("a fraction of 0.99 of the heads or neurons of all layers is not possible"), "{}", refused.stderr);
 }
 
-/// The time of each option is measured, and with recorded times, no choice that is as fast has less expected loss.
+/// The time of each option is measured, and with recorded times, no choice that is as fast has less expected
+/// loss.
 #[test]
 fn pruned_layers_meet_a_limit_of_the_latency() {
     if !has_onnx_runtime() {
@@ -152,7 +155,8 @@ fn pruned_layers_meet_a_limit_of_the_latency() {
     let first = |from: usize| -> Vec<usize> { units.iter().map(|unit| (from..4).find(|option| !unit["options"][*option].is_null()).unwrap()).collect() };
     let limit = (500.0 * (time(&first(0)) + time(&first(2)))).round() / 1000.0;
     let mut known = invent(&times, &units);
-    // Only mixtures of new times are measured. The others may exceed the limit until they have invented times too.
+    // Only mixtures of new times are measured. The others may exceed the limit until they have invented times
+    // too.
     for round in 0..12 {
         let _ = std::fs::remove_dir_all(folder.join("out"));
         compress(folder, &format!("{search} -o out --latency {limit}ms"));

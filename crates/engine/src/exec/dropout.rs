@@ -43,7 +43,8 @@ fn keyed(seed: u64, numbers: &[usize]) -> u64 {
     numbers.iter().fold(seed, |key, number| mix(key ^ *number as u64))
 }
 
-/// The factors of the elements of a stream from `first` on: 0, or the reciprocal of the probability to remain.
+/// The factors of the elements of a stream from `first` on: 0, or the reciprocal of the probability to
+/// remain.
 fn fill(factors: &mut [f32], rate: f64, key: u64, first: usize) {
     let remaining = (1.0 / (1.0 - rate)) as f32;
     for (at, factor) in factors.iter_mut().enumerate() {
@@ -82,8 +83,8 @@ pub(super) struct AttentionMask<'d> {
 }
 
 impl AttentionMask<'_> {
-    /// The factors for ranges of queries and keys: `[batch, heads, queries, keys]`. They depend neither on the
-    /// ranges nor on the number of keys.
+    /// The factors for ranges of queries and keys: `[batch, heads, queries, keys]`. They depend neither on
+    /// the ranges nor on the number of keys.
     pub fn factors(&self, [batch, heads]: [usize; 2], [queries, keys]: [&Range<usize>; 2], device: &Device) -> Result<Tensor> {
         let (DropoutSeed { seed, first }, rate) = (self.seed, self.dropout.attention_rate);
         let mut factors = vec![0f32; batch * heads * queries.len() * keys.len()];

@@ -33,8 +33,8 @@ fn require_attention(graph: &Graph) -> Result<()> {
     other.map_or(Ok(()), |value| wrong(format!("`{}` is the result of attention within windows, which is not supported: remove it", value.name)))
 }
 
-/// Indices of the nodes that compute the embeddings that the first layer reads, and the results of attention and
-/// feed-forward network before they are added to the residual stream.
+/// Indices of the nodes that compute the embeddings that the first layer reads, and the results of attention
+/// and feed-forward network before they are added to the residual stream.
 fn hidden_states(graph: &Graph) -> Result<BTreeSet<usize>> {
     let wrong = |reason: String| Error::option("dropout", reason);
     let [stack] = &analysis::stacks(graph)[..] else {

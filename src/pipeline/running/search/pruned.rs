@@ -24,8 +24,8 @@ use crate::store::Pattern;
 /// Parts of layers whose units are removed.
 const PARTS: [PrunedPart; 3] = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels];
 
-/// Runs of whole models over the calibration samples in a pass that removes units: for the importance of units, and
-/// of two models for the repair.
+/// Runs of whole models over the calibration samples in a pass that removes units: for the importance of
+/// units, and of two models for the repair.
 pub(super) const PRUNE_RUNS: u64 = 3;
 
 /// Weights from which units are removed together.
@@ -262,7 +262,8 @@ impl Formats for Pruned {
         Ok(Some(Written { bytes: Some(file_bytes(&self.layers.export(&formats), &model, &run)?), model }))
     }
 
-    /// The shapes determine the times, so that units are ranked by their weights, and layers are not refitted.
+    /// The shapes determine the times, so that units are ranked by their weights, and layers are not
+    /// refitted.
     fn timed(&self, units: &[Unit], options: &[usize], context: &Context) -> Result<Option<Written>> {
         let Some(mut writing) = self.writing(units, options, None)? else { return Ok(None) };
         for step in &mut writing.passes {

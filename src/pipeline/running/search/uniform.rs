@@ -2,9 +2,9 @@
 //!
 //! Heads and neurons are removed from all layers in the same proportion. Each choice of the fractions that
 //! remain is a structure: a smaller model, in which the formats of each unit are scored like those of the
-//! original one. The loss of the structure itself is measured, with all weights as floats and after the layers
-//! that read removed units were refitted to the calibration samples; it is the loss of a further unit without
-//! weights. All units of an assignment have options of the same structure.
+//! original one. The loss of the structure itself is measured, with all weights as floats and after the
+//! layers that read removed units were refitted to the calibration samples; it is the loss of a further unit
+//! without weights. All units of an assignment have options of the same structure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -27,8 +27,8 @@ use crate::work::lock;
 const WIDTHS: &str = "widths";
 /// Parts of layers whose units are removed.
 const PARTS: [PrunedPart; 2] = [PrunedPart::Heads, PrunedPart::Mlp];
-/// Multiples that remaining neurons have, if a quarter of them is one: sizes of the groups and blocks that share
-/// a scale.
+/// Multiples that remaining neurons have, if a quarter of them is one: sizes of the groups and blocks that
+/// share a scale.
 const MULTIPLES: [usize; 5] = [256, 128, 64, 32, 16];
 
 /// A model with the same widths in all layers.
@@ -130,8 +130,8 @@ impl UniformWidths {
         units.iter().zip(options).filter(|(unit, _)| unit.name != WIDTHS).map(|(_, option)| option % self.names.len()).collect()
     }
 
-    /// The scores of all structures: those of a weight in the order of structures, and the importance of columns
-    /// by the number of the structure.
+    /// The scores of all structures: those of a weight in the order of structures, and the importance of
+    /// columns by the number of the structure.
     fn joined(&self, mut scores: impl FnMut(usize) -> Result<Option<Scores>>) -> Result<Option<Scores>> {
         let (each, mut all) = (self.names.len() - 1, Scores::default());
         for at in 0..self.structures.len() {
