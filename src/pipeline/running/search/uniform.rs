@@ -145,11 +145,11 @@ impl UniformWidths {
         Ok(Some(all))
     }
 
-    /// The scores of a structure. Weights that it can store in no format have none.
+    /// The scores of a structure.
     fn scores_of(&self, scores: &Scores, at: usize) -> Scores {
         let (each, prefix) = (self.names.len() - 1, format!("{at}:"));
         let own = |options: &Vec<Option<Score>>| options.iter().skip(at * each).take(each).copied().collect::<Vec<_>>();
-        let by_weight = scores.by_weight.iter().map(|(name, options)| (name.clone(), own(options))).filter(|(_, options)| options.iter().any(Option::is_some));
+        let by_weight = scores.by_weight.iter().map(|(name, options)| (name.clone(), own(options)));
         let columns = |(name, columns): (&String, &Arc<Vec<f32>>)| Some((name.strip_prefix(&prefix)?.to_owned(), columns.clone()));
         Scores { by_weight: by_weight.collect(), importance: scores.importance.iter().filter_map(columns).collect() }
     }
@@ -238,36 +238,20 @@ impl Formats for UniformWidths {
         self.joined(|at| self.structures[at].formats.sizes())
     }
 
+    /// The structures have the same units, and options that their widths allow.
     fn units(&self, scores: &Scores) -> Vec<Unit> {
-        let count = self.names.len();
-        let mut all: BTreeMap<String, Unit> = BTreeMap::new();
-        let mut others = Vec::new();
-        for (at, structure) in self.structures.iter().enumerate() {
-            let own = structure.formats.units(&self.scores_of(scores, at));
-            others.push(structure.formats.other_bytes(&own));
-            for unit in own {
-                let merged = all.entry(unit.name.clone()).or_insert_with(|| Unit { options: vec![None; count * self.structures.len()], ..unit.clone() });
-                merged.options.iter_mut().skip(at * count).zip(unit.options).for_each(|(merged, option)| *merged = option);
-            }
-        }
-        let mut units: Vec<Unit> = all.into_values().collect();
-        for unit in &mut units {
-            let elements = |name: &String| self.model.weights.by_name.get(name).map_or(0, |weight| weight.elements() as u64);
-            unit.parameters = unit.weights.iter().map(elements).sum();
-            for (at, structure) in self.structures.iter().enumerate() {
-                let floats = &mut unit.options[(at + 1) * count - 1];
-                // Rows that are a multiple of no group size are floats.
-                if floats.is_none() {
-                    let weights = unit.weights.iter().filter_map(|name| structure.model.weights.by_name.get(name));
-                    let bytes: u64 = weights.map(|weight| weight.value_bytes()).sum();
-                    *floats = Some(Score { loss: 0.0, bytes });
-                    others[at] = others[at].saturating_sub(bytes);
-                }
-            }
-        }
+        let (count, total) = (self.names.len(), self.names.len() * self.structures.len());
+        let own: Vec<Vec<Unit>> = (0..).zip(&self.structures).map(|(at, structure)| structure.formats.units(&self.scores_of(scores, at))).collect();
+        let others: Vec<u64> = self.structures.iter().zip(&own).map(|(structure, own)| structure.formats.other_bytes(own)).collect();
+        let options = |unit: &Unit| {
+            let named = own.iter().map(|own| own.iter().find(|other| other.name == unit.name));
+            named.flat_map(|unit| unit.map_or_else(|| vec![None; count], |unit| unit.options.clone())).collect()
+        };
+        let last = own.last().map(Vec::as_slice).unwrap_or_default();
+        let mut units: Vec<Unit> = last.iter().map(|unit| Unit { options: options(unit), ..unit.clone() }).collect();
         units.sort_by(|a, b| natural(&a.name, &b.name));
         let least = others.iter().min().copied().unwrap_or(0);
-        let mut widths = Unit { measured: true, options: vec![None; count * self.structures.len()], ..Unit::new(WIDTHS.to_owned(), 0) };
+        let mut widths = Unit { measured: true, options: vec![None; total], ..Unit::new(WIDTHS.to_owned(), 0) };
         for (at, bytes) in others.into_iter().enumerate() {
             widths.options[(at + 1) * count - 1] = Some(Score { loss: 0.0, bytes: bytes - least });
         }
