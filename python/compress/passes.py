@@ -230,7 +230,7 @@ def quantize(
             [default: depends on the scheme].
         iterations: With `method: autoround`, the number of steps per block [default: 200].
         batch: With `method: autoround`, the number of samples per step [default: 2].
-        guide: With `method: gptq` or `autoround`, the weights of calibration tokens.
+        guide: With `method: gptq` or `autoround`, how the errors of layers are weighted.
         damping: With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a
             fraction of its mean [default: chosen for each layer input by the error on held-out samples].
         propagation: With `method: gptq` or `autoround`, the fraction of the error of earlier layers that is
@@ -423,6 +423,7 @@ def distill(
     augment: recipe.Augment | None = None,
     masking: recipe.Masking | None = None,
     dropout: float | None = None,
+    attention_dropout: float | None = None,
     adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
@@ -491,6 +492,7 @@ def distill(
             {fraction: 0.15, mask_token: TOKEN}.
         dropout: Set hidden states to zero with this probability: embeddings, and the results of attention and
             feed-forward networks [default: none].
+        attention_dropout: Set attention probabilities to zero with this probability [default: none].
         adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
             alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
@@ -506,7 +508,7 @@ def distill(
         checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
         final_checkpoint=final_checkpoint, evaluate_every=evaluate_every, patience=patience, logs=logs,
         targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment, masking=masking,
-        dropout=dropout, adapter=adapter)
+        dropout=dropout, attention_dropout=attention_dropout, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 
@@ -550,6 +552,7 @@ def finetune(
     augment: recipe.Augment | None = None,
     masking: recipe.Masking | None = None,
     dropout: float | None = None,
+    attention_dropout: float | None = None,
     adapter: recipe.Adapter | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
@@ -606,6 +609,7 @@ def finetune(
             {fraction: 0.15, mask_token: TOKEN}.
         dropout: Set hidden states to zero with this probability: embeddings, and the results of attention and
             feed-forward networks [default: none].
+        attention_dropout: Set attention probabilities to zero with this probability [default: none].
         adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
             alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
@@ -619,7 +623,7 @@ def finetune(
         checkpoint_every=checkpoint_every, keep_checkpoints=keep_checkpoints,
         final_checkpoint=final_checkpoint, evaluate_every=evaluate_every, patience=patience, logs=logs,
         targets=targets, ignore=ignore, keep_zeros=keep_zeros, augment=augment, masking=masking,
-        dropout=dropout, adapter=adapter)
+        dropout=dropout, attention_dropout=attention_dropout, adapter=adapter)
     return run_pass(step, model, output, settings)
 
 

@@ -157,10 +157,11 @@ GranularityKind: TypeAlias = Literal["tensor", "channel", "group"]
 """
 
 Guide: TypeAlias = Literal["none", "loss"]
-"""Weights of calibration tokens.
+"""How errors of layers are weighted.
 
-- none: All tokens have the same weight
-- loss: The errors of a layer are weighted by the squared gradients of the loss, found by one backward pass
+- none: The errors of all outputs and tokens have the same weight
+- loss: By the second moments of the gradients of the loss with respect to the outputs of the layer, found by
+  backward passes
 """
 
 ImageLayout: TypeAlias = Literal["nchw", "nhwc"]
@@ -1107,7 +1108,7 @@ class Quantize:
     """With `method: autoround`, the number of samples per step [default: 2]."""
 
     guide: Guide | None = None
-    """With `method: gptq` or `autoround`, the weights of calibration tokens."""
+    """With `method: gptq` or `autoround`, how the errors of layers are weighted."""
 
     damping: float | str | None = None
     """With `method: gptq` or `autoround`, the damping added to the diagonal of the Hessian, as a fraction
@@ -1396,6 +1397,9 @@ class Distill:
     """Set hidden states to zero with this probability: embeddings, and the results of attention and feed-
     forward networks [default: none]."""
 
+    attention_dropout: float | None = None
+    """Set attention probabilities to zero with this probability [default: none]."""
+
     adapter: Adapter | None = None
     """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
     32, targets: [PATTERN, ...], merge: false} [default: none]."""
@@ -1522,6 +1526,9 @@ class Finetune:
     dropout: float | None = None
     """Set hidden states to zero with this probability: embeddings, and the results of attention and feed-
     forward networks [default: none]."""
+
+    attention_dropout: float | None = None
+    """Set attention probabilities to zero with this probability [default: none]."""
 
     adapter: Adapter | None = None
     """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:

@@ -188,7 +188,7 @@ impl Gguf {
                 let params = if let Kind::Blocks(kind) = kind { weight.block_params(kind, name).filter(|_| !is_split) } else { None };
                 let in_order = |upstream| RowPermutation { upstream, order: order.clone(), added, name: name.clone() }.weight();
                 let weight = if order.is_some() || added != 0.0 { in_order(dense)? } else { dense };
-                let scales = params.map(in_order).transpose()?.map_or(BlockScales::Plain, BlockScales::Existing);
+                let scales = params.map(in_order).transpose()?.map_or(BlockScales::Plain, |params| BlockScales::Existing(Box::new(params)));
                 let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged, expert, scales };
                 if let (false, Some(columns)) = (planned.keeps_codes(), importance.columns(&planned, &layout)?) {
                     planned.scales = BlockScales::Weighted(columns);

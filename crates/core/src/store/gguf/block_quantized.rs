@@ -28,7 +28,7 @@ pub enum BlockScales {
     Weighted(Arc<Vec<f32>>),
     /// They are the [scales and zero points](Weight::block_params) of the quantized weight, whose codes are
     /// kept.
-    Existing(Weight),
+    Existing(Box<Weight>),
 }
 
 /// Scales and zero points of the blocks of a quantized weight.
