@@ -151,10 +151,10 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     if family.windows == Windows::Ignored {
         let window = reader.size("sliding_window")?;
         own.push(("attention.sliding_window", Value::Unsigned(window.unwrap_or(0))));
-        notes
-            .extend(window.map(|window| {
-                format!("llama.cpp ignores the sliding window ({window} tokens) of `{}`: results differ for longer texts", family.architecture)
-            }));
+        notes.extend(
+            window
+                .map(|window| format!("llama.cpp ignores the sliding window ({window} tokens) of `{}`: results differ for longer texts", family.architecture)),
+        );
     } else if !matches!(family.windows, Windows::None | Windows::Chunks) {
         let window = reader.size("sliding_window")?.or(family.default_window).unwrap_or(4096);
         own.push(("attention.sliding_window", Value::Unsigned(window)));
