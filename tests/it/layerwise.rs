@@ -294,8 +294,8 @@ fn searched_scales_of_floats_have_smaller_errors() {
     }
 }
 
-/// Blocks are trained from the result of GPTQ, with and without zero points, to integers and floats. The report
-/// lists the layers of blocks whose error on held-out samples falls; the others keep that result.
+/// Blocks are trained from the result of GPTQ, with and without zero points, to integers and floats. The
+/// report lists the layers of blocks whose error on held-out samples falls; the others keep that result.
 #[test]
 fn trained_rounding_loses_less() {
     for (name, scheme, group_size, most) in [

@@ -210,7 +210,8 @@ impl Minifloat {
     }
 
     /// The position of a value among the values of the format. A magnitude in the format has its code as
-    /// position, which is linear between two values, and beyond the largest one; the sign is that of the value.
+    /// position, which is linear between two values, and beyond the largest one; the sign is that of the
+    /// value.
     #[inline(always)]
     pub fn position(self, value: f32) -> f32 {
         let magnitude = value.abs();

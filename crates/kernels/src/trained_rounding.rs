@@ -1,7 +1,7 @@
-//! Trained rounding to a grid: an offset for each weight before rounding, in units of the distance between the
-//! levels around it, and a factor for each end of the range of a group. Both move against the sign of their
-//! gradients (Cheng et al. 2024, SignRound, <https://arxiv.org/abs/2309.05516>). Rounding passes gradients
-//! through (straight-through estimator).
+//! Trained rounding to a grid: an offset for each weight before rounding, in units of the distance between
+//! the levels around it, and a factor for each end of the range of a group. Both move against the sign of
+//! their gradients (Cheng et al. 2024, SignRound, <https://arxiv.org/abs/2309.05516>). Rounding passes
+//! gradients through (straight-through estimator).
 
 use crate::grid::{IntegerGrid, Levels, QuantizationParams};
 use crate::quantize::ROUND;

@@ -32,8 +32,8 @@ pub(super) fn inlined(model: &ModelProto) -> Result<Vec<NodeProto>, String> {
     Ok(inliner.expand(graph.node.clone(), 0))
 }
 
-/// The reason why calls of a function are not replaced: a node has another meaning in the version of the standard
-/// operators that the function specifies than in that of the model, which ONNX Runtime uses.
+/// The reason why calls of a function are not replaced: a node has another meaning in the version of the
+/// standard operators that the function specifies than in that of the model, which ONNX Runtime uses.
 pub(super) fn refusal(function: &FunctionProto, opset: i64) -> Option<String> {
     let import = function.opset_import.iter().find(|import| is_own(import.domain()));
     let version = import.map_or(opset, |import| import.version());

@@ -1,8 +1,8 @@
 //! Attention scores that `Where` replaces by a minimum, as sums with a bias, which attention patterns match.
 //!
 //! `Where(mask, scores, minimum)` and `scores + Where(mask, 0, minimum)` are equal for finite scores if the
-//! minimum is infinite, or so low that adding a score does not change it. Queries all of whose keys are masked
-//! have equal scores in both forms. Other minimums, such as -10,000, remain.
+//! minimum is infinite, or so low that adding a score does not change it. Queries all of whose keys are
+//! masked have equal scores in both forms. Other minimums, such as -10,000, remain.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -31,8 +31,8 @@ struct Masked {
     is_kept: bool,
 }
 
-/// Replaces masked scores in the nodes of a graph, and returns the constants that new nodes read. `weight` is the
-/// value of a weight with one element.
+/// Replaces masked scores in the nodes of a graph, and returns the constants that new nodes read. `weight`
+/// is the value of a weight with one element.
 pub(super) fn with_biases(graph: &GraphProto, nodes: &mut Vec<NodeProto>, weight: impl Fn(&str) -> Option<f32>) -> Vec<TensorProto> {
     let found = find(graph, nodes, weight);
     if found.is_empty() {

@@ -14,8 +14,8 @@ fn joined_expert(family: &GgufFamily, gguf_name: &str) -> Option<String> {
     family.joined_name(&stacked).map(|(name, _)| name)
 }
 
-/// Whether experts have other names when the file is read back: stacked experts become separate tensors or the
-/// reverse, and names of modules are normalized.
+/// Whether experts have other names when the file is read back: stacked experts become separate tensors or
+/// the reverse, and names of modules are normalized.
 pub(super) fn has_renamed_experts(family: &GgufFamily, names: &[String]) -> bool {
     let read_back = |gguf_name: String| joined_expert(family, &gguf_name).or_else(|| family.to_checkpoint(&gguf_name));
     let is_same = |name: &String| family.to_gguf(name).and_then(read_back).is_none_or(|back| back == *name);

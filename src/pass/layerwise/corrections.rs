@@ -8,9 +8,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::report::CorrectedError;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, require_finite, unsupported};
 use crate::error::{Error, Result};
 use crate::kernel::dense::product;
@@ -21,17 +21,6 @@ use crate::pass::Context;
 use crate::pass::quantize::Corrections;
 use crate::run_state::Applied;
 use crate::store::{Origin, Weight};
-
-/// Errors of a layer: squares, relative to the outputs of the original layer on the calibration samples, or
-/// without samples relative to its weight.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct CorrectedError {
-    pub weight: String,
-    /// Of the quantized layer.
-    pub before: f64,
-    /// With the stored correction.
-    pub after: f64,
-}
 
 /// The factors of the correction of a layer `[rows, size]`, by name, and its errors. `products` is the upper
 /// triangle of the second moments of the layer's inputs.

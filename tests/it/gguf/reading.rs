@@ -169,8 +169,8 @@ fn keys_of_families_are_read_or_refused() {
     refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "`minimax-m2.expert_gating_func`, which is 1");
     refused("phi", "phi2.attention.layer_norm_epsilon", None, "`phi2.attention.layer_norm_epsilon` is missing");
     refused("glm4-moe", "glm4moe.nextn_predict_layers", Some(gguf::Value::Unsigned(1)), "`glm4moe.nextn_predict_layers`, which is 1");
-    // Scores of experts are a softmax by default, as in DeepSeek-V2, whose routers have no biases.
-    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "tensor `blk.1.exp_probs_b.bias`");
+    // Scores of experts are a softmax by default, as in DeepSeek-V2, whose experts have one group.
+    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "`deepseek2.expert_group_count`, which is 2");
     refused("deepseek-v2", "deepseek2.expert_group_count", Some(gguf::Value::Unsigned(2)), "`deepseek2.expert_group_count`, which is 2");
     refused("phi3", "phi3.rope.scaling.original_context_length", None, "`phi3.rope.scaling.original_context_length` is missing");
     // llama.cpp has no chunks in such files.

@@ -96,7 +96,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("llama4-plain", "config.json", |json| json["use_qk_norm"] = false.into(), "`use_qk_norm` of false with 4 experts"),
         ("llama4-plain", "config.json", |json| json["moe_layers"] = serde_json::json!([0]), "`moe_layers` of [0]"),
         ("deepseek-v2", "config.json", |json| json["topk_method"] = "group_limited_greedy".into(), "`topk_method` of \"group_limited_greedy\""),
-        ("deepseek-v2-lite", "config.json", |json| json["num_hidden_layers"] = 25.into(), "`num_hidden_layers` of 25"),
+        ("deepseek-v2-lite", "config.json", |json| json["num_hidden_layers"] = 28.into(), "`num_hidden_layers` of 28"),
         ("glm4-moe", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (

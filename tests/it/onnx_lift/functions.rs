@@ -75,8 +75,8 @@ fn functions_are_inlined() {
     assert_eq!(found.len(), 9, "{found:?}");
 }
 
-/// ONNX Runtime computes functions with the opset of the graph. That of the function must not have another meaning:
-/// before opset 13, a softmax normalized over all axes from the second one on.
+/// ONNX Runtime computes functions with the opset of the graph. That of the function must not have another
+/// meaning: before opset 13, a softmax normalized over all axes from the second one on.
 #[test]
 fn functions_of_another_opset_are_inlined_or_refused_by_name() {
     let file = |opset: i64, axis: Vec<AttributeProto>| {

@@ -8,7 +8,8 @@ use prost::Message;
 use super::attention::{HEADS, TOKENS, WIDTH, changed, forms, guard, one, opened, ops, whole};
 use crate::common::nodes::{close, executed, given, in_runtime, sample};
 
-/// Scores that `Where` replaces by a minimum, also if all keys of a query are masked, and before a second mask.
+/// Scores that `Where` replaces by a minimum, also if all keys of a query are masked, and before a second
+/// mask.
 #[test]
 fn scores_that_are_replaced_where_masked_are_attention_with_a_bias() {
     if !crate::common::onnxruntime::has_onnx_runtime() {

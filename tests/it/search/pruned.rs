@@ -70,7 +70,7 @@ fn widths_of_all_layers_are_options_for_other_runtimes() {
     std::fs::write(folder.join("llama/tokenizer.json"), BYTE_LEVEL).unwrap();
     for (runtime, formats, output) in [("transformers", "W2A16:32,W4A16:32", "out"), ("llama.cpp", "Q5_0,Q8_0", "small.gguf"), ("vllm", "W4A16:32", "packed")] {
         let search = format!("auto llama --for {runtime} --json --formats {formats} {SETS}");
-        let whole = data(folder, &format!("{search} --front whole.json"))["search"].clone();
+        let whole = data(folder, &format!("{search} --front {runtime}.json"))["search"].clone();
         let bytes = |unit: &Value| unit["options"].as_array().unwrap().iter().filter_map(|option| option["bytes"].as_u64()).min().unwrap();
         let smallest = whole["units"].as_array().unwrap().iter().map(bytes).sum::<u64>() + whole["other_bytes"].as_u64().unwrap();
         let limit = smallest - smallest / 50;

@@ -34,8 +34,8 @@ pub struct GgufFamily {
     pub interleaved_rope: bool,
     /// Divisors of rotary frequencies that llama.cpp reads, if they do not follow from `interleaved_rope`.
     pub(super) other_divisors: Option<Divisors>,
-    /// The number of layers of which the last one has no rotary embedding, if there are such layers: llama.cpp
-    /// has one number for the family.
+    /// The number of layers of which the last one has no rotary embedding, if there are such layers:
+    /// llama.cpp has one number for the family.
     pub rope_period: Option<u64>,
     /// Key of the number of neurons of dense networks.
     pub neurons: &'static str,
@@ -126,7 +126,8 @@ pub struct GgufExperts {
     pub shared: bool,
     /// Whether checkpoints store projections of all experts as `[experts, in, out]`, and their biases.
     pub is_input_major: bool,
-    /// Whether outputs of gate and up alternate in these tensors; otherwise, those of gate precede those of up.
+    /// Whether outputs of gate and up alternate in these tensors; otherwise, those of gate precede those of
+    /// up.
     pub alternates: bool,
 }
 

@@ -56,7 +56,8 @@ impl LoadedBy {
     pub(super) fn formats(self, model: &Model, only: &[String], by_time: bool, fractions: &[f64]) -> Result<Box<dyn Formats>> {
         if !fractions.is_empty() {
             if self != LoadedBy::OnnxRuntime {
-                return Ok(Box::new(UniformWidths::new(model, self, only, fractions)?));
+                let loaded = move |model: &Model, only: &[String]| self.formats(model, only, false, &[]);
+                return Ok(Box::new(UniformWidths::new(model, Box::new(loaded), only, fractions)?));
             }
             let mut layers = OnnxLayers::new(model, arithmetics(by_time))?;
             self.select(&mut layers, only)?;

@@ -13,7 +13,6 @@ use serde_json::Value;
 
 use super::formats::{Formats, Unit, Writing, Written, applied, retain};
 use super::pruned::{PRUNE_RUNS, ascending, removed};
-use super::runtimes::LoadedBy;
 use crate::analysis::{self, GroupUnit};
 use crate::error::{Error, Result};
 use crate::exec::Rounding;
@@ -43,11 +42,14 @@ struct Structure {
     formats: Box<dyn Formats>,
 }
 
+/// Returns the formats of a model with these names, or all that its runtime loads.
+pub(super) type FormatsOf = Box<dyn Fn(&Model, &[String]) -> Result<Box<dyn Formats>> + Send + Sync>;
+
 /// The formats of a model, and those of smaller models with the same number of layers. The options of a unit
 /// are those of all structures, of which the last one is the original model.
 pub(super) struct UniformWidths {
     model: Model,
-    target: LoadedBy,
+    formats: FormatsOf,
     /// Names of the formats of a structure.
     names: Vec<String>,
     structures: Vec<Structure>,
@@ -60,7 +62,7 @@ impl UniformWidths {
     ///
     /// # Errors
     /// If a fraction is not possible for any part.
-    pub fn new(model: &Model, target: LoadedBy, only: &[String], fractions: &[f64]) -> Result<UniformWidths> {
+    pub fn new(model: &Model, loaded: FormatsOf, only: &[String], fractions: &[f64]) -> Result<UniformWidths> {
         let fractions = ascending(fractions);
         let round_to = round_to(model)?;
         let (mut structures, mut names, mut used, mut refused) = (Vec::new(), BTreeSet::new(), BTreeSet::new(), None);
@@ -90,7 +92,7 @@ impl UniformWidths {
                 // A part that keeps all units is that of another structure.
                 Ok((planned, _)) if widths.len() == count && names.insert(widths.join(" and ")) => {
                     used.extend([heads, mlp].map(f64::to_bits));
-                    let formats = target.formats(&planned, only, false, &[])?;
+                    let formats = loaded(&planned, only)?;
                     structures.push(Structure { name: widths.join(" and "), pass: Some(pass), model: planned, formats });
                 }
                 Ok(_) => {}
@@ -102,10 +104,10 @@ impl UniformWidths {
             return Err(Error::option("--prune", format!("a fraction of {fraction} of the heads or neurons of all layers is not possible: {reason}")));
         }
         structures.sort_by_key(|structure| structure.model.weights.parameters());
-        let formats = target.formats(model, only, false, &[])?;
+        let formats = loaded(model, only)?;
         let names = formats.names();
         structures.push(Structure { name: String::new(), pass: None, model: model.clone(), formats });
-        Ok(UniformWidths { model: model.clone(), target, names, structures, executed: Mutex::default() })
+        Ok(UniformWidths { model: model.clone(), formats: loaded, names, structures, executed: Mutex::default() })
     }
 
     /// Number of the structure of these options.
@@ -168,7 +170,7 @@ impl UniformWidths {
     /// The formats of a model, with the same names.
     fn formats_of(&self, model: &Model) -> Result<Box<dyn Formats>> {
         let named = &self.names[..self.names.len() - 1];
-        self.target.formats(model, named, false, &[])
+        (self.formats)(model, named)
     }
 }
 

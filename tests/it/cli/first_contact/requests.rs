@@ -430,7 +430,9 @@ fn weights_that_are_quantized_twice_are_a_warning() {
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
         serde_json::from_slice::<Value>(&run.stdout).unwrap()["notes"].to_string()
     };
-    let twice = notes(&["quantize", "--scheme", "W4A16", "--group-size", "32"]);
+    let kept = notes(&["quantize", "--scheme", "W4A16", "--group-size", "32"]);
+    assert!(kept.contains("7 quantized weights written with the same codes") && !kept.contains("quantized twice"), "{kept}");
+    let twice = notes(&["quantize", "--scheme", "W8A16", "--group-size", "32"]);
     assert!(twice.contains("warning: small.gguf: 7 quantized weights dequantized"), "{twice}");
     assert!(twice.contains("the weights are quantized twice") && twice.contains("compress cast MODEL -o small.gguf --to f32"), "{twice}");
     assert!(!notes(&["cast", "--to", "f32"]).contains("quantized twice"));

@@ -1,7 +1,7 @@
-//! Projections of all experts that checkpoints store as `[experts, in, out]`, as in gpt-oss and Llama 4. GGUF
-//! files store each projection as `[experts, out, in]`, and gate and up separately, whose outputs alternate in
-//! checkpoints of gpt-oss, and follow each other in those of Llama 4. Biases `[experts, out]` are handled like
-//! matrices with one input.
+//! Projections of all experts that checkpoints store as `[experts, in, out]`, as in gpt-oss and Llama 4.
+//! GGUF files store each projection as `[experts, out, in]`, and gate and up separately, whose outputs
+//! alternate in checkpoints of gpt-oss, and follow each other in those of Llama 4. Biases `[experts, out]`
+//! are handled like matrices with one input.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]

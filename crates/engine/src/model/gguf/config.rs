@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value as Json, json};
 
-use super::values::Values;
+use super::values::{QUERY_RANK, Values, factor_list};
 use super::{layer_patterns, long_rope, recurrent};
 use crate::arch::{ATTENTION_MULTIPLIER, Divisors, GgufFamily, LOGIT_DIVISOR, Recurrent, Windows};
 use crate::error::{Error, Result};
@@ -40,8 +40,8 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         let widths = latent_widths(values, groups, [key_width, value_width, rotary_width])?;
         widths.iter().for_each(|(key, width)| set(key, json!(width)));
         // Queries without low rank, as in DeepSeek-V2-Lite.
-        let rank = values.size(&values.own(super::describe::QUERY_RANK.0))?;
-        set(super::describe::QUERY_RANK.1, json!(rank));
+        let rank = values.size(&values.own(QUERY_RANK.0))?;
+        set(QUERY_RANK.1, json!(rank));
         // Positions depend only on the rotated part of heads.
         (key_width, value_width) = (rotary_width, None);
     }
@@ -328,21 +328,6 @@ fn rope_groups(scaling: Option<Json>, theta: f64, local_theta: f64) -> Json {
     let mut global = scaling.unwrap_or_else(|| json!({ "rope_type": "default" }));
     global.as_object_mut().into_iter().for_each(|global| drop(global.insert("rope_theta".to_owned(), json!(theta))));
     json!({ "full_attention": global, "sliding_attention": { "rope_type": "default", "rope_theta": local_theta } })
-}
-
-/// Maximum number of frequency divisors, one for each pair of elements of a head.
-const MAX_FACTORS: usize = 4096;
-
-/// The divisors of a tensor, one for each pair of `width` elements. They are the shortest numbers with the same
-/// 32-bit floats.
-pub(super) fn factor_list(values: &Values, name: &str, weight: &Weight, width: u64) -> Result<Vec<f64>> {
-    if weight.shape != [usize::try_from(width / 2).unwrap_or(0)] {
-        return Err(values.wrong(format!("tensor `{name}` has the shape {:?}, but heads of {width} have {} frequencies", weight.shape, width / 2)));
-    }
-    if weight.elements() > MAX_FACTORS || weight.elements() == 0 {
-        return Err(values.wrong(format!("tensor `{name}` has {} elements", weight.elements())));
-    }
-    Ok(weight.floats(name)?.into_iter().map(|factor| factor.to_string().parse().unwrap_or(f64::from(factor))).collect())
 }
 
 /// The RoPE scaling of these divisors: `llama3` if they match it, otherwise explicit factors as `longrope`.

@@ -7,6 +7,7 @@ use super::layer_patterns;
 use super::long_rope;
 use super::reader::Reader;
 use super::recurrent;
+use super::values::QUERY_RANK;
 use crate::arch::{self, Divisors, GgufFamily, Recurrent, Windows};
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -48,8 +49,6 @@ const NEUTRAL: [(&str, &str); 6] = [
     ("pruned_heads", "{}"),
 ];
 
-/// Keys of the rank of queries that are computed from latent vectors.
-pub(super) const QUERY_RANK: (&str, &str) = ("attention.q_lora_rank", "q_lora_rank");
 /// Key of the number of shared experts.
 const SHARED: &str = "n_shared_experts";
 

@@ -7,9 +7,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::config::factor_list;
 use super::reader::Reader;
-use super::values::Values;
+use super::values::{Values, factor_list};
 use crate::arch::long_rope_attention;
 use crate::error::{Error, Result};
 use crate::store::Weight;
@@ -35,8 +34,8 @@ pub(super) struct LongRope {
     pub keys: Vec<(&'static str, Value)>,
 }
 
-/// The keys of a family with this scaling, and the divisors if `scaling` in `config.json` has some. `rotary` is
-/// the number of rotated elements of a head.
+/// The keys of a family with this scaling, and the divisors if `scaling` in `config.json` has some. `rotary`
+/// is the number of rotated elements of a head.
 pub(super) fn describe(reader: &Reader, scaling: Option<&Map<String, Json>>, rotary: u64) -> Result<LongRope> {
     let number = |key: &str| scaling.and_then(|scaling| scaling.get(key)).and_then(Json::as_f64);
     let (gguf_key, key) = ORIGINAL;

@@ -11,10 +11,14 @@ use serde_json::{Value as Json, json};
 
 use crate::arch::{EXPERT_SCORES, GgufTraits, Setting};
 use crate::error::{Error, Result};
+use crate::store::Weight;
 use crate::store::gguf::{ImportanceFile, Value};
 
 /// Sizes above this are invalid.
 const LIMIT: u64 = 1 << 32;
+
+/// Keys of the rank of queries that are computed from latent vectors.
+pub(super) const QUERY_RANK: (&str, &str) = ("attention.q_lora_rank", "q_lora_rank");
 
 /// Keys of an architecture that have no effect, for any value.
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
@@ -220,4 +224,19 @@ impl Values {
         }
         Ok((metadata, unused))
     }
+}
+
+/// Maximum number of frequency divisors, one for each pair of elements of a head.
+const MAX_FACTORS: usize = 4096;
+
+/// The divisors of a tensor, one for each pair of `width` elements. They are the shortest numbers with the
+/// same 32-bit floats.
+pub(super) fn factor_list(values: &Values, name: &str, weight: &Weight, width: u64) -> Result<Vec<f64>> {
+    if weight.shape != [usize::try_from(width / 2).unwrap_or(0)] {
+        return Err(values.wrong(format!("tensor `{name}` has the shape {:?}, but heads of {width} have {} frequencies", weight.shape, width / 2)));
+    }
+    if weight.elements() > MAX_FACTORS || weight.elements() == 0 {
+        return Err(values.wrong(format!("tensor `{name}` has {} elements", weight.elements())));
+    }
+    Ok(weight.floats(name)?.into_iter().map(|factor| factor.to_string().parse().unwrap_or(f64::from(factor))).collect())
 }

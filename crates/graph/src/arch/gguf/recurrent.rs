@@ -19,7 +19,8 @@ pub enum Recurrent {
     TiledDelta,
     /// State space layers of Mamba 2, as in Granite 4: layers without key-value heads.
     StateSpace,
-    /// None, but files have the sizes of state space layers, as those of Granite 4 with attention in all layers.
+    /// None, but files have the sizes of state space layers, as those of Granite 4 with attention in all
+    /// layers.
     UnusedStateSpace,
 }
 

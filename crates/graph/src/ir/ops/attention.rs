@@ -5,11 +5,10 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result as Computed, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::attention_dropout::{ProbabilityFactors, times};
 use super::constants::{ScalarOps, constant};
 use super::decoding::{DecodingState, Forward, Incremental};
 use super::gradient::wide;
-use super::softmax::{back, softmax};
+use super::softmax::{ProbabilityFactors, back, softmax, times};
 use super::{Backward, OpSpec, attention_sinks, elements, require_floats};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
@@ -68,6 +67,10 @@ pub(super) struct Block {
 }
 
 impl Block {
+    fn ranges(&self) -> [&Range<usize>; 2] {
+        [&self.queries, &self.keys]
+    }
+
     /// The rows of the keys of `[batch, heads, rows, width]`.
     pub(super) fn of_keys(&self, tensor: &Tensor) -> Computed<Tensor> {
         tensor.narrow(2, self.keys.start, self.keys.len())?.contiguous()
@@ -226,7 +229,7 @@ impl Attention {
         let extras = extras(&inputs[3..]);
         let part = |block: Block| {
             let (_, probabilities, _) = self.probabilities(&block, (q, &block.of_keys(k)?), extras, softmax)?;
-            let rows = times(&probabilities, &block, heads, factors)?.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
+            let rows = times(&probabilities, block.ranges(), heads, factors)?.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
             rows.reshape((batch, heads, block.queries.len(), v.dim(3)?))
         };
         Tensor::cat(&self.blocks(q, k, extras.mask.is_some())?.map(part).collect::<Computed<Vec<_>>>()?, 2)
@@ -250,11 +253,11 @@ impl Attention {
             let (scaled, probabilities, slope) = self.probabilities(&block, (q, &k), extras, softmax)?;
             let gradient = block.of_queries(backward.gradient, groups)?;
             if backward.needs_gradient(2) {
-                let read = times(&probabilities, &block, q.dim(1)?, factors)?.to_dtype(v.dtype())?;
+                let read = times(&probabilities, block.ranges(), q.dim(1)?, factors)?.to_dtype(v.dtype())?;
                 block.add(of_values, &read.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
             }
             if backward.needs_gradient(0) || backward.needs_gradient(1) || bias.is_some() || of_sinks.is_some() {
-                let of_probabilities = times(&wide(&gradient.matmul(&v.transpose(2, 3)?)?)?, &block, q.dim(1)?, factors)?;
+                let of_probabilities = times(&wide(&gradient.matmul(&v.transpose(2, 3)?)?)?, block.ranges(), q.dim(1)?, factors)?;
                 if of_sinks.is_some() {
                     let part = attention_sinks::gradient(&probabilities, &of_probabilities, q.dim(1)?)?;
                     sink_sum = Some(sink_sum.map_or(Ok(part.clone()), |sum| sum + part)?);

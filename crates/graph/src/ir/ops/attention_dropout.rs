@@ -1,23 +1,10 @@
 //! Dropout of attention probabilities.
 
-use std::ops::Range;
-
 use candle_core::{Result as Computed, Tensor};
 
 use super::Backward;
-use super::attention::{Attention, Block};
-use super::softmax::softmax;
-
-/// The factors of the probabilities of these batch and head counts, for the queries and keys in these ranges:
-/// `[batch, heads, queries, keys]`.
-pub type ProbabilityFactors<'f> = &'f dyn Fn([usize; 2], [&Range<usize>; 2]) -> Computed<Tensor>;
-
-/// Multiplies values of a block, `[batch, groups, shared queries, keys]`, by the factors.
-pub(super) fn times(values: &Tensor, block: &Block, heads: usize, factors: Option<ProbabilityFactors>) -> Computed<Tensor> {
-    let Some(factors) = factors else { return Ok(values.clone()) };
-    let factors = factors([values.dim(0)?, heads], [&block.queries, &block.keys])?;
-    values.mul(&factors.to_dtype(values.dtype())?.reshape(values.shape())?)
-}
+use super::attention::Attention;
+use super::softmax::{ProbabilityFactors, softmax};
 
 impl Attention {
     /// The output with factors on the probabilities, after the softmax. No kernel computes it.
@@ -39,6 +26,8 @@ impl Attention {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use candle_core::Device;
 
     use super::*;

@@ -9,6 +9,17 @@ use super::gradient::wide;
 use super::{Backward, OpSpec, axis_of, letters, require};
 use crate::ir::{Element, TensorType};
 
+/// The factors of the probabilities of these batch and head counts, for the queries and keys in these ranges:
+/// `[batch, heads, queries, keys]`.
+pub type ProbabilityFactors<'f> = &'f dyn Fn([usize; 2], [&Range<usize>; 2]) -> candle_core::Result<Tensor>;
+
+/// Multiplies values of these queries and keys, `[batch, groups, shared queries, keys]`, by the factors.
+pub(super) fn times(values: &Tensor, ranges: [&Range<usize>; 2], heads: usize, factors: Option<ProbabilityFactors>) -> candle_core::Result<Tensor> {
+    let Some(factors) = factors else { return Ok(values.clone()) };
+    let factors = factors([values.dim(0)?, heads], ranges)?;
+    values.mul(&factors.to_dtype(values.dtype())?.reshape(values.shape())?)
+}
+
 /// `exp(x) / Σ exp(x)` over an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
