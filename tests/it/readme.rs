@@ -119,9 +119,9 @@ fn save_samples(folder: &Path) {
 }
 
 /// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
-/// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` and
-/// `llama-4` without tokenizers, `network` with a graph from a guide and `images`, `classifier` for these
-/// images with `samples.safetensors` and `runs`, and the keys of a signer.
+/// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` with a
+/// tokenizer for GGUF files, `llama-4` without one, `network` with a graph from a guide and `images`,
+/// `classifier` for these images with `samples.safetensors` and `runs`, and the keys of a signer.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -141,6 +141,7 @@ fn with_all_models() -> tempfile::TempDir {
     copy("evaluation/answers.jsonl", "chats.jsonl");
     copy("models/llama/config.json", "smollm/config.json");
     copy("models/llama/model.safetensors", "smollm/model.safetensors");
+    std::fs::write(folder.path().join("smollm/tokenizer.json"), crate::low_bits::BYTE_LEVEL).unwrap();
     for file in ["config.json", "model.safetensors"] {
         copy(&format!("models/llama4/{file}"), &format!("llama-4/{file}"));
     }
