@@ -31,22 +31,22 @@ fn json(part: &impl serde::Serialize) -> serde_json::Value {
     serde_json::to_value(part).unwrap()
 }
 
-/// Planned multiply-accumulates of a pass, and whether they are an upper bound.
-fn planned_macs(model: &str, pass: Step) -> (u64, bool) {
-    let folder = tempfile::tempdir().unwrap();
-    let pipeline = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).threads(2).build().unwrap();
-    let work = json(&pipeline.plan(&Model::open(golden(model)).unwrap()).unwrap().work);
+/// A pipeline with one pass and samples in a folder.
+fn pipeline(folder: &Path, pass: impl Into<Step>) -> Pipeline {
+    Pipeline::builder().calibration(tokens(folder)).pass(pass).threads(2).memory_trace(true).build().unwrap()
+}
+
+/// Planned multiply-accumulates of the pass of a pipeline, and whether they are an upper bound.
+fn planned_macs(pipeline: &Pipeline, model: &Model) -> (u64, bool) {
+    let work = json(&pipeline.plan(model).unwrap().work);
     (work[0]["macs"].as_u64().unwrap(), work[0]["at_most"].as_bool().unwrap())
 }
 
 /// Planned and counted multiply-accumulates of a pass, and whether the planned ones are an upper bound.
 fn macs(model: &str, pass: impl Into<Step>) -> (u64, u64, bool) {
     let folder = tempfile::tempdir().unwrap();
-    let pipeline = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).threads(2).memory_trace(true).build().unwrap();
-    let model = Model::open(golden(model)).unwrap();
-    let plan = pipeline.plan(&model).unwrap();
-    let work = json(&plan.work);
-    let (planned, at_most) = (work[0]["macs"].as_u64().unwrap(), work[0]["at_most"].as_bool().unwrap());
+    let (pipeline, model) = (pipeline(folder.path(), pass), Model::open(golden(model)).unwrap());
+    let (planned, at_most) = planned_macs(&pipeline, &model);
     let report = pipeline.run(model, folder.path().join("out")).unwrap();
     (planned, report.passes[0].macs.unwrap(), at_most)
 }
@@ -89,7 +89,8 @@ fn upper_bounds_of_work_are_marked() {
     };
     let fast = PruneStructured { target: Some("latency=0.8".parse().unwrap()), amount: None, ..repaired.clone() };
     let [searched, compared] = [false, true].map(|baselines| SearchStructure { baselines, ..SearchStructure::default() });
-    let planned = |pass: Step| planned_macs("llama", pass);
+    let folder = tempfile::tempdir().unwrap();
+    let planned = |pass: Step| planned_macs(&pipeline(folder.path(), pass), &Model::open(golden("llama")).unwrap());
     let ((measured, is_bound), (without, _)) = (planned(fast.into()), planned(repaired.clone().into()));
     assert!(is_bound && measured > without, "{measured} and {without}");
     for pass in [Step::from(wanda), goal.into(), repaired.into(), searched.into(), compared.into()] {

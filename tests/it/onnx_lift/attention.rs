@@ -94,7 +94,7 @@ pub(super) fn guard() -> Vec<NodeProto> {
 }
 
 /// The pattern between linear layers, with its inputs.
-pub(super) fn whole(form: Vec<NodeProto>) -> ModelProto {
+pub(super) fn between_layers(form: Vec<NodeProto>) -> ModelProto {
     let mut nodes = [layer("wq", "q"), layer("wk", "k"), layer("wv", "v"), form].concat();
     nodes.extend([transpose("c", "cr", &[0, 2, 1, 3]), one("Reshape", &["cr", "merged"], "o"), one("MatMul", &["o", "wo"], "y")]);
     let all = HEADS * WIDTH;
@@ -147,7 +147,7 @@ const WHOLE: [&str; 9] = ["Linear", "SplitHeads", "Linear", "SplitHeads", "Linea
 fn attention_of_exporters_is_one_op_and_is_written_as_such() {
     let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
     for (what, form) in forms() {
-        let file = whole(form);
+        let file = between_layers(form);
         let (folder, model) = opened(&file);
         let (path, out, again) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"), folder.path().join("again.onnx"));
         let (mut found, mut wanted) = (ops(&model), WHOLE.map(str::to_owned));
@@ -179,7 +179,7 @@ fn attention_of_exporters_is_one_op_and_is_written_as_such() {
 #[test]
 fn heads_of_a_file_are_pruned() {
     let (_, form) = forms().swap_remove(0);
-    let (folder, model) = opened(&whole(form));
+    let (folder, model) = opened(&between_layers(form));
     let out = folder.path().join("out.onnx");
     let step: Step = serde_json::from_str::<PruneStructured>(r#"{ "amount": 0.5, "dims": ["heads"] }"#).unwrap().into();
     let report = Pipeline::builder().pass(step).threads(2).build().unwrap().run(model, &out).unwrap();
@@ -199,7 +199,7 @@ fn heads_of_a_file_are_pruned() {
 #[test]
 fn a_copied_configuration_of_a_pruned_file_is_a_warning() {
     let (_, form) = forms().swap_remove(0);
-    let (folder, _) = opened(&whole(form));
+    let (folder, _) = opened(&between_layers(form));
     let path = |name: &str| folder.path().join(name);
     let config = r#"{ "num_attention_heads": 2 }"#;
     std::fs::write(path("config.json"), config).unwrap();
@@ -253,7 +253,7 @@ fn near_misses_of_attention_are_not_changed() {
         }),
     ];
     for (what, nodes) in almost {
-        let file = whole(nodes);
+        let file = between_layers(nodes);
         let (folder, model) = opened(&file);
         assert!(ops(&model).iter().all(|op| op != "Attention"), "{what}: {}", model.graph().unwrap());
         if crate::common::onnxruntime::has_onnx_runtime() {
@@ -262,7 +262,7 @@ fn near_misses_of_attention_are_not_changed() {
     }
     // Inner values that are outputs are computed, and so are their predecessors.
     for inner in ["s", "p", "m"] {
-        let mut file = whole(forms[0].clone());
+        let mut file = between_layers(forms[0].clone());
         file.graph.as_mut().unwrap().output.push(value(inner, DataType::Float, None));
         let (_folder, model) = opened(&file);
         let graph = model.graph().unwrap();
@@ -281,7 +281,7 @@ fn nan_protection_of_rows_without_keys_is_part_of_attention() {
     let form = changed(&forms().swap_remove(3).1, "s", |node| node.input[1] = "nowhere".into());
     let guarded = [changed(&form, "c", |node| node.input[0] = "g".into()), guard()].concat();
     for (nodes, zeros) in [(guarded.clone(), true), (form, false)] {
-        let (folder, model) = opened(&whole(nodes));
+        let (folder, model) = opened(&between_layers(nodes));
         let graph = model.graph().unwrap();
         let found = graph.nodes().iter().find_map(|node| if let Op::Attention(op) = &node.op { Some(op.zero_where_hidden) } else { None });
         assert_eq!((found, graph.nodes().len()), (Some(zeros), WHOLE.len()), "{graph}");
@@ -296,7 +296,7 @@ fn nan_protection_of_rows_without_keys_is_part_of_attention() {
         ("another test", changed(&guarded, "nothing", |node| node.op_type = Some("IsInf".into()))),
         ("the other values", changed(&guarded, "g", |node| node.input.swap(1, 2))),
     ] {
-        let (folder, model) = opened(&whole(nodes));
+        let (folder, model) = opened(&between_layers(nodes));
         assert!(ops(&model).iter().all(|op| op != "Attention"), "{what}");
         let (_, ours) = executed(model, &inputs).unwrap();
         let (_, theirs) = in_runtime(&folder.path().join("model.onnx"), &inputs);
@@ -310,7 +310,7 @@ fn a_bias_of_queries_and_keys_is_one_for_all_heads() {
     let inputs = sample(&[0, TOKENS, HEADS * WIDTH]);
     let mut nodes = changed(&forms().swap_remove(1).1, "s", |node| node.input[0] = "computed".into());
     nodes.insert(0, one("Neg", &["bias"], "computed"));
-    let mut file = whole(nodes);
+    let mut file = between_layers(nodes);
     file.graph.as_mut().unwrap().initializer.push(floats("bias", &[TOKENS, TOKENS]));
     let (folder, model) = opened(&file);
     assert!(ops(&model).contains(&"Attention".to_owned()), "{}", model.graph().unwrap());
@@ -340,7 +340,7 @@ fn rotated(tables: [TensorProto; 2], change: impl Fn(&mut Vec<NodeProto>)) -> Mo
         one("Add", &["straight", "sideways"], "qh"),
     ];
     change(&mut rotary);
-    let mut file = whole([form, rotary].concat());
+    let mut file = between_layers([form, rotary].concat());
     let graph = file.graph.as_mut().unwrap();
     graph.initializer.retain(|weight| !["cos", "sin"].contains(&weight.name()));
     graph.initializer.extend(tables);

@@ -5,7 +5,7 @@ use compress::{Model, Pipeline};
 use compress_onnx::proto::{DataType, TensorProto};
 use prost::Message;
 
-use super::attention::{HEADS, TOKENS, WIDTH, changed, forms, guard, one, opened, ops, whole};
+use super::attention::{HEADS, TOKENS, WIDTH, between_layers, changed, forms, guard, one, opened, ops};
 use crate::common::nodes::{close, executed, given, in_runtime, sample};
 
 /// Scores that `Where` replaces by a minimum, also if all keys of a query are masked, and before a second
@@ -47,7 +47,7 @@ fn scores_that_are_replaced_where_masked_are_attention_with_a_bias() {
         ("a large number", alone("causal", true), 1e35, false),
         ("scores in both places", changed(&form, "s", |node| *node = one("Where", &["causal", "d", "d"], "s")), f32::MIN, false),
     ] {
-        let mut file = whole(nodes);
+        let mut file = between_layers(nodes);
         let graph = file.graph.as_mut().unwrap();
         let read = |name: &str| graph.node.iter().any(|node| node.input.iter().any(|input| input == name));
         let constants = [

@@ -244,7 +244,8 @@ impl<'g> Tape<'g> {
         memory_tracker: &MemoryTracker,
         mut watch: Option<Watch>,
     ) -> Result<Forward> {
-        let mut forward = Forward { values: vec![None; self.reached.len()], dims: vec![Vec::new(); self.reached.len()], taps: BTreeMap::new(), dropout };
+        let count = self.graph.values().len();
+        let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new(), dropout };
         for (id, tensor) in start {
             if self.taps.contains(&id) {
                 forward.taps.insert(id, tensor.clone());

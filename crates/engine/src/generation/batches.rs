@@ -8,7 +8,7 @@ use super::run::Prompt;
 use super::sampling::Sampler;
 use super::{Generate, LanguageModel, Sampling};
 use crate::error::Result;
-use crate::exec::{Inputs, MemoryNeed, Parameters, Schedule};
+use crate::exec::{Inputs, MemoryNeed, Parameters, Schedule, on_pool_thread};
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 
 /// Numbers of texts per batch, of which the largest that fits into memory is used: a forward pass reads all
@@ -70,8 +70,7 @@ impl LanguageModel {
         let mut decoder = Decoder::load(self, 0, device, work)?;
         work.progress.on(Event::Begin { stage: "Sampling", total: prompts.len() as u64, unit: ProgressUnit::Samples });
         work.progress.on(Event::Advance(done as u64));
-        // Inside the pool, parallel work starts without waking a thread from outside.
-        let result: Result<()> = rayon::scope(|_| {
+        let result: Result<()> = on_pool_thread(device, || {
             let mut index = done;
             for prompts in rest.chunk_by(|one, other| one.len() == other.len()).flat_map(|same| same.chunks(size)) {
                 let rows = (index..).zip(prompts).map(|(index, prompt)| Row::new(prompt, options.sampling, index)).collect();
@@ -104,7 +103,7 @@ impl LanguageModel {
         order.sort_by_key(|(_, (prompt, _))| prompt.len());
         let mut found = vec![Vec::new(); prompts.len()];
         let largest = BATCH_SIZES.first().copied().unwrap_or(1).min(most.max(1));
-        let result: Result<()> = rayon::scope(|_| {
+        let result: Result<()> = on_pool_thread(device, || {
             for group in order.chunk_by(|(_, one), (_, other)| one.0.len() == other.0.len()).flat_map(|same| same.chunks(largest)) {
                 let rows = group.iter().map(|(index, (prompt, _))| Row::new(prompt, sampling, *index)).collect();
                 let limit = group.iter().map(|(_, (_, tokens))| *tokens).max().unwrap_or(0);

@@ -29,7 +29,7 @@ use crate::arch::{self, ModelKind, Positions};
 pub use crate::data::{ChatTemplate, Message};
 use crate::data::{DECODER_INPUT_IDS, Speech, max_positions};
 use crate::error::{Error, Result};
-use crate::exec::{Inputs, MemoryNeed, Residence, Schedule, SequenceCache};
+use crate::exec::{Inputs, MemoryNeed, Residence, Schedule, SequenceCache, on_pool_thread};
 use crate::ir::decoder::LOGITS;
 use crate::ir::ops::{Rotary, RotaryScaling};
 use crate::ir::{Dim, Graph, Node, Op};
@@ -300,8 +300,7 @@ impl LanguageModel {
         let mut draft = self.draft.as_ref().map(|draft| Drafter::load(draft, device, work)).transpose()?;
         let total = (prompts.len() as u64).saturating_mul(options.tokens as u64);
         work.progress.on(Event::Begin { stage: "Generating", total, unit: ProgressUnit::Steps });
-        // Inside the pool, parallel work starts without waking a thread from outside.
-        let found: Result<Vec<Continuation>> = rayon::scope(|_| {
+        let found: Result<Vec<Continuation>> = on_pool_thread(device, || {
             let generate = |(index, prompt): (usize, Prompt)| {
                 draft.iter_mut().for_each(|draft| draft.start(prompt.inputs.clone()));
                 decoder.start(prompt.inputs);

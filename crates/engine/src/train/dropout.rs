@@ -89,8 +89,12 @@ mod tests {
     use super::*;
     use crate::model::Model;
 
+    fn graph(name: &str) -> Graph {
+        Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap().graph().unwrap()
+    }
+
     fn found(name: &str) -> Result<Vec<String>> {
-        let graph = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap().graph().unwrap();
+        let graph = graph(name);
         let dropout = dropout(&graph, &Training { dropout: Some(0.1), ..Training::default() })?.unwrap();
         Ok(dropout.nodes.iter().map(|index| graph.value(graph.nodes()[*index].output).name.clone()).collect())
     }
@@ -99,12 +103,10 @@ mod tests {
     #[test]
     fn branches_of_layers_are_recognized() {
         for name in ["bert", "roberta", "distilbert", "vit", "llama", "qwen3", "gpt2", "opt"] {
-            let graph = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap().graph().unwrap();
-            let layers = analysis::stacks(&graph)[0].layers.len();
+            let layers = analysis::stacks(&graph(name))[0].layers.len();
             let found = found(name).unwrap_or_else(|e| panic!("{name}: {e}"));
             assert_eq!(found.len(), 2 * layers + 1, "{name}: {found:?}");
         }
-        let graph = |name: &str| Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap().graph().unwrap();
         for name in ["bert", "llama", "t5", "mixtral", "whisper", "swin"] {
             let found = dropout(&graph(name), &Training { attention_dropout: Some(0.1), ..Training::default() }).unwrap().unwrap();
             assert!(found.nodes.is_empty() && found.attention_rate == 0.1, "{name}: {found:?}");

@@ -42,7 +42,7 @@ struct Structure {
     formats: Box<dyn Formats>,
 }
 
-/// Returns the formats of a model with these names, or all that its runtime loads.
+/// A function that returns the formats of a model with these names, or all that its runtime loads.
 pub(super) type FormatsOf = Box<dyn Fn(&Model, &[String]) -> Result<Box<dyn Formats>> + Send + Sync>;
 
 /// The formats of a model, and those of smaller models with the same number of layers. The options of a unit

@@ -28,8 +28,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
     let key = values.own("feed_forward_length");
     let inner = if family.has_optional_neurons() { values.size(&key)? } else { Some(values.required("feed_forward_length")?) };
-    let has_list = family.recurrent == Recurrent::ShortConvolution || family.recurrent.has_state_space_sizes();
-    let without_heads = if has_list { Some(layers_without_heads(values, layers, family.recurrent)?) } else { None };
+    let without_heads = if family.recurrent.lists_heads() { Some(layers_without_heads(values, layers, family.recurrent)?) } else { None };
     let groups = match without_heads {
         Some((groups, _)) => groups,
         None => values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads),

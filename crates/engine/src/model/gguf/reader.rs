@@ -56,7 +56,7 @@ impl Reader<'_> {
 
     /// The number of key-value heads of each layer, if some layers have none.
     pub fn groups_of_layers(&self, groups: u64) -> Result<Option<Vec<i64>>> {
-        if self.family.recurrent != Recurrent::ShortConvolution && !self.family.recurrent.has_state_space_sizes() {
+        if !self.family.recurrent.lists_heads() {
             return Ok(None);
         }
         let own = |layer| if self.is_recurrent(layer) { 0 } else { i64::try_from(groups).unwrap_or(i64::MAX) };

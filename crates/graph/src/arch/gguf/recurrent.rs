@@ -72,6 +72,11 @@ impl Recurrent {
         matches!(self, Recurrent::JointDelta | Recurrent::TiledDelta)
     }
 
+    /// Whether files list the number of key-value heads of each layer.
+    pub fn lists_heads(self) -> bool {
+        self == Recurrent::ShortConvolution || self.has_state_space_sizes()
+    }
+
     /// Whether files have the sizes of state space layers.
     pub fn has_state_space_sizes(self) -> bool {
         matches!(self, Recurrent::StateSpace | Recurrent::UnusedStateSpace)
