@@ -10,7 +10,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +28,8 @@ SAMPLES = ("in", "batch")
 ROUNDS = 3
 # Time limits in seconds, for one program and for the whole run.
 PATIENCE, ALL = 240, 600
+# Trainings that run at the same time; they are compared, not timed.
+WORKERS = max((os.cpu_count() or 1) // 2, 1)
 
 
 class Checks:
@@ -82,18 +86,21 @@ class Trainer:
 
     def __init__(self, args, folder):
         self.args, self.folder = args, folder
-        self.known = {}
+        self.known, self.lock, self.pool = {}, threading.Lock(), ThreadPoolExecutor(WORKERS)
 
     def train(self, model, passes, device, data, measure=False):
         """The report; raises with the error output of the program."""
-        recipe = self.folder / "recipe.yaml"
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        recipe, out = folder / "recipe.yaml", folder / "out"
         sets = f"train: {{ arrays: {data} }}, calibration: {{ arrays: {data}, task: fidelity }}"
         if any("evaluate_every" in step for step in passes):
             sets += f", evaluation: {{ arrays: {data} }}"
         recipe.write_text(f"model: {model}\nmeasure: {str(measure).lower()}\ndata: {{ {sets} }}\npasses:\n" + "".join(f"  - {step}\n" for step in passes))
-        out = self.folder / "out"
-        output([self.args.bin / "compress", "run", recipe, "-o", out, "--force", "--no-cache", "--quiet", "--device", device])
-        return json.loads((out / "report.json").read_text())
+        try:
+            output([self.args.bin / "compress", "run", recipe, "-o", out, "--no-cache", "--quiet", "--device", device])
+            return json.loads((out / "report.json").read_text())
+        finally:
+            shutil.rmtree(folder)
 
     def losses(self, report):
         return [row["loss"] for row in details(report)["training"]["curve"]]
@@ -101,9 +108,10 @@ class Trainer:
     def on_cpu(self, model, passes, data):
         """Losses of the same training on the CPU, computed once."""
         key = (model, *passes)
-        if key not in self.known:
-            self.known[key] = self.losses(self.train(model, passes, "cpu", data))
-        return self.known[key]
+        with self.lock:
+            if key not in self.known:
+                self.known[key] = self.pool.submit(self.train, model, passes, "cpu", data)
+        return self.losses(self.known[key].result())
 
 
 def details(report):
@@ -139,7 +147,7 @@ def check_training(args, checks, trainer):
     files = ((bert, "bert"), (llama, "llama"), (mobilenet, "images"), (efficientnet, "images"))
     data = {model: trainer.folder / f"{name}.safetensors" for model, name in files}
 
-    def compare(section, name, model, pass_name, options=(), precision="f32", quantized=False):
+    def compare(section, name, model, pass_name, options=(), precision="f32", quantized=False, copies=None):
         tolerance = max(TOLERANCE[precision], QUANTIZED_TOLERANCE if quantized else 0)
         try:
             report = trainer.train(model, passes(pass_name, [*options, f"precision: {precision}"], quantized), args.device, data[model])
@@ -151,23 +159,25 @@ def check_training(args, checks, trainer):
             expected = trainer.on_cpu(model, passes(pass_name, plain, quantized), data[model])
             apart = distance(trainer.losses(report), expected)
             checks.add(section, name, apart <= tolerance, apart=apart, tolerance=tolerance)
-            return report
+            if copies:
+                check_copies(args, checks, copies, report)
         except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
             checks.add(section, name, False, said=str(error)[-2000:])
-            return None
+
+    workers = ThreadPoolExecutor(WORKERS)
+    running = []
+
+    def later(*arguments, **options):
+        running.append(workers.submit(compare, *arguments, **options))
 
     soft = ["losses: { soft: 1, hidden: 1 }", "student: { layers: [0] }"]
     for optimizer in OPTIMIZERS:
-        compare("optimizers", optimizer, bert, "finetune", [f"optimizer: {optimizer}"])
+        later("optimizers", optimizer, bert, "finetune", [f"optimizer: {optimizer}"])
     # A parameter of at least 4096 elements, whose moments have 8 bits.
-    report = compare("optimizers", "adamw8bit, large parameter", efficientnet, "finetune", ["optimizer: adamw8bit"])
-    if report:
-        check_copies(args, checks, "adamw8bit", report)
+    later("optimizers", "adamw8bit, large parameter", efficientnet, "finetune", ["optimizer: adamw8bit"], copies="adamw8bit")
     jobs = [("classifier", bert, "finetune", []), ("language model", llama, "distill", soft), ("depthwise network", mobilenet, "finetune", [])]
     for (name, model, pass_name, options), precision in itertools.product(jobs, ["f32"] if args.small else TOLERANCE):
-        report = compare("models", f"{name}, {precision}", model, pass_name, options, precision)
-        if report and precision == "f32":
-            check_copies(args, checks, name, report)
+        later("models", f"{name}, {precision}", model, pass_name, options, precision, copies=name if precision == "f32" else None)
     offloads = ["", "offload: [optimizer]"]
     combinations = itertools.product(offloads, ["", "average: 0.9"], ["", "evaluate_every: 2"], [False, True], ["", "gradient_checkpointing: blocks"])
     for number, (offload, average, evaluation, quantized, checkpointing) in enumerate(combinations):
@@ -176,9 +186,11 @@ def check_training(args, checks, trainer):
             continue
         options = [part for part in (average, evaluation, checkpointing, offload) if part]
         name = ", ".join([*options, *(["through quantizers"] if quantized else [])]) or "nothing"
-        compare("combinations", name, bert, "finetune", options, quantized=quantized)
+        later("combinations", name, bert, "finetune", options, quantized=quantized)
     for offloaded in ["[teacher]", "[teacher, optimizer]"][: 1 if args.small else 2]:
-        compare("combinations", f"language model, offload: {offloaded}", llama, "distill", [*soft, f"offload: {offloaded}"])
+        later("combinations", f"language model, offload: {offloaded}", llama, "distill", [*soft, f"offload: {offloaded}"])
+    for job in running:
+        job.result()
 
 
 def check_copies(args, checks, name, report):

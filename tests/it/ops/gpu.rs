@@ -288,31 +288,79 @@ fn descended_columns_equal_those_of_the_host() {
         let mask: Vec<u8> = (0..rows * width).map(|at| u8::from(is_frozen(at))).collect();
         let mask = on_device(&Tensor::from_vec(mask, (rows, width), &Device::Cpu).unwrap().t().unwrap());
         let columns = ColumnGrid { scales: &scales, zeros: &zeros, groups: &groups, zeroed: masked.then_some(&mask), bounds: (lowest, highest) };
-        let (found, changes) = (transposed(&levels, width), transposed(&vec![7.0; rows * width], width));
+        let (found, errors) = (transposed(&levels, width), transposed(&vec![0.0; rows * width], width));
+        let changed = on_device(&Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap());
         let hessian = on_device(&Tensor::from_vec(hessian, (width, width), &Device::Cpu).unwrap());
         let operands = [&transposed(&gradients, width), &hessian];
-        if on_gpu(gpu::descend_columns(operands, columns, &found, &changes).unwrap()).is_some() {
+        if on_gpu(gpu::descend_columns(operands, columns, &found, &errors, &changed).unwrap()).is_some() {
             let scale = |at: usize| grid.steps[at / width * per_row + at % width / 32].scale;
             let found: Vec<f32> = by_row(&found).into_iter().enumerate().map(|(at, level)| level * scale(at)).collect();
             assert_eq!(found, expected, "{rows} x {width} {integers:?}, {masked}");
-            assert_eq!(by_row(&changes), moved, "{rows} x {width} {integers:?}, {masked}");
+            assert_eq!(by_row(&errors), moved.iter().map(|change| 0.0 - change).collect::<Vec<_>>(), "{rows} x {width} {integers:?}, {masked}");
+            assert_eq!(host(&changed)[0] == 1.0, moved.iter().any(|change| *change != 0.0));
         }
     }
 }
 
 #[test]
 fn unit_factors_equal_those_of_the_host() {
-    for size in [1, 5, 33, 64] {
+    for size in [1, 5, 64, 65, 200] {
         let root = wide(&numbers(6, &[size, size], DType::F32));
-        let entry = |i: usize, j: usize| (0..size).map(|k| root[i * size + k] * root[j * size + k]).sum::<f64>() + if i == j { 0.5 } else { 0.0 };
+        let entry = |i: usize, j: usize| (0..size).map(|k| root[i * size + k] * root[j * size + k]).sum::<f64>() / size as f64;
         let mut matrix: Vec<f64> = (0..size * size).map(|at| entry(at / size, at % size)).collect();
-        let factors = |matrix: &[f64]| gpu::unit_factors(&on_device(&Tensor::from_slice(matrix, (size, size), &Device::Cpu).unwrap())).unwrap();
-        if let Some(found) = on_gpu(factors(&matrix)) {
-            for (found, expected) in found.iter().zip(unit_factors(&matrix, size)) {
-                assert!(difference(&host(found), &expected) < 1e-9, "{size}");
+        let mut damped = matrix.clone();
+        damped.iter_mut().step_by(size + 1).for_each(|value| *value += 0.5);
+        let [ratios, costs, _] = unit_factors(&damped, size);
+        for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::F32, 1e-3)] {
+            let factors = |matrix: &[f64]| {
+                let matrix = Tensor::from_slice(matrix, (size, size), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+                on_gpu(gpu::unit_factors(&on_device(&matrix), 0.5).unwrap())
+            };
+            let Some(found) = factors(&matrix) else { continue };
+            assert!(difference(&host(&found.ratios), &ratios) < tolerance, "{size} in {dtype:?}");
+            assert!(difference(&host(&found.costs), &costs) < tolerance, "{size} in {dtype:?}");
+            for (at, inverse) in found.inverses.iter().enumerate() {
+                let (first, width) = (at * gpu::FACTORIZED, inverse.dim(0).unwrap());
+                let square = found.ratios.narrow(0, first, width).unwrap().narrow(1, first, width).unwrap().contiguous().unwrap();
+                let identity = wide(&Tensor::eye(width, DType::F32, &Device::Cpu).unwrap());
+                assert!(difference(&host(&square.matmul(inverse).unwrap()), &identity) < tolerance, "{size} in {dtype:?}");
             }
-            matrix[0] = -1.0;
-            assert!(host(&factors(&matrix).unwrap()[1])[0].is_nan());
+        }
+        matrix[0] = -1.0;
+        let matrix = Tensor::from_slice(&matrix, (size, size), &Device::Cpu).unwrap();
+        if let Some(found) = on_gpu(gpu::unit_factors(&on_device(&matrix), 0.5).unwrap()) {
+            assert!(host(&found.costs)[0].is_nan());
+        }
+    }
+}
+
+/// Products of parts of matrices, transposed or not, and of single rows and columns.
+#[test]
+fn products_of_views_equal_those_of_the_host() {
+    for dtype in [DType::F32, DType::F64] {
+        for (rows, inner, columns) in [(1, 1, 1), (1, 7, 5), (6, 1, 4), (5, 7, 1), (70, 33, 20)] {
+            for (a_turned, b_turned) in [(false, false), (true, false), (false, true), (true, true)] {
+                let view = |seed: u64, (rows, columns): (usize, usize), turned: bool| {
+                    let dims = if turned { [columns + 3, rows + 2] } else { [rows + 3, columns + 2] };
+                    let (whole, part) = (numbers(seed, &dims, DType::F32).to_dtype(dtype).unwrap(), if turned { [columns, rows] } else { [rows, columns] });
+                    let narrow = |whole: &Tensor| {
+                        let part = whole.narrow(0, 2, part[0]).unwrap().narrow(1, 1, part[1]).unwrap();
+                        if turned { part.t().unwrap() } else { part }
+                    };
+                    (narrow(&whole), narrow(&on_device(&whole)))
+                };
+                let ((a, on_a), (b, on_b), (sum, on_sum)) =
+                    (view(1, (rows, inner), a_turned), view(2, (inner, columns), b_turned), view(3, (rows, columns), false));
+                let product = a.contiguous().unwrap().matmul(&b.contiguous().unwrap()).unwrap();
+                let what = format!("{rows} x {inner} x {columns}, {a_turned} {b_turned} {dtype:?}");
+                if let Some(found) = on_gpu(gpu::product(&on_a, &on_b).unwrap()) {
+                    assert!(difference(&host(&found), &wide(&product)) < 1e-5, "{what}");
+                }
+                if on_gpu(gpu::add_product(&on_sum, &on_a, &on_b, -2.0).unwrap()).is_some() {
+                    let expected = (sum - (product * 2.0).unwrap()).unwrap();
+                    assert!(difference(&host(&on_sum.contiguous().unwrap()), &wide(&expected)) < 1e-5, "{what}");
+                }
+            }
         }
     }
 }

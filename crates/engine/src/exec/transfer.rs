@@ -8,6 +8,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{Device, Result, Shape, Storage, Tensor, WithDType, bail};
 use serde::Serialize;
 
+use crate::gpu;
+
 /// Purpose of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -120,6 +122,22 @@ pub fn values<T: WithDType>(tensor: &Tensor, cause: Cause) -> Result<Vec<T>> {
     values.truncate(end);
     values.drain(..start.min(values.len()));
     Ok(values)
+}
+
+/// Copies all elements of a tensor to the host, converted to `f32`, in row-major order.
+///
+/// # Errors
+/// If the tensor has another number of elements.
+pub fn copy_to(tensor: &Tensor, values: &mut [f32], cause: Cause) -> Result<()> {
+    if tensor.elem_count() != values.len() {
+        bail!("a tensor of shape {:?} does not have {} elements", tensor.dims(), values.len());
+    }
+    if gpu::copy_to_host(tensor, values)?.is_some() {
+        count(Direction::Out, cause, true);
+    } else {
+        values.copy_from_slice(&self::values::<f32>(tensor, cause)?);
+    }
+    Ok(())
 }
 
 /// The only element of a tensor on a device.

@@ -1,10 +1,11 @@
 //! Arguments and results of the kernels.
 
+use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Storage, Tensor};
 
 use super::launch::{self, Argument, Grid, launch, undefined};
-use super::{ColumnGrid, LogitLosses, Products};
+use super::{ColumnGrid, FACTORIZED, LogitLosses, Products, UnitFactors};
 use crate::kernel::activation::ActivationFunction;
 use crate::kernel::update::AdamW;
 
@@ -90,6 +91,19 @@ pub(super) fn name(device: &Device) -> Result<Option<(usize, Option<String>)>> {
 
 pub(super) fn take_peak_memory(device: &Device) -> Result<Option<u64>> {
     Ok(launch::take_peak_memory(device))
+}
+
+pub(super) fn copy_to_host(tensor: &Tensor, values: &mut [f32]) -> Result<Option<()>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let (Storage::Cuda(storage), Some((first, end))) = (&*storage, layout.contiguous_offsets()) else { return Ok(None) };
+    let CudaStorageSlice::F32(slice) = &storage.slice else { return Ok(None) };
+    if end - first != values.len() {
+        return Ok(None);
+    }
+    match storage.device.cuda_stream().memcpy_dtoh(&slice.slice(first..end), values) {
+        Ok(()) => Ok(Some(())),
+        Err(e) => candle_core::bail!("a tensor could not be copied from the GPU: {e}"),
+    }
 }
 
 /// The kernels' number of a function, in the order of `Function` in `kernels.cu`.
@@ -319,8 +333,6 @@ pub(super) fn logit_losses(logits: &Tensor, losses: LogitLosses) -> Result<Optio
 
 /// Largest number of columns of a block that is rounded.
 const COLUMNS: usize = 128;
-/// Largest number of columns of a matrix that [`unit_factors`] factorizes.
-const FACTORIZED: usize = 64;
 
 /// The arguments of a grid, if kernels exist for blocks `[columns, rows]` and a square matrix of the columns.
 fn column_grid<'t>(square: &Tensor, blocks: &[&Tensor], grid: ColumnGrid<'t>) -> Result<Option<[Argument<'t>; 7]>> {
@@ -348,24 +360,71 @@ pub(super) fn round_columns(operands: [&Tensor; 3], grid: ColumnGrid, values: &T
     Ok(Some(()))
 }
 
-pub(super) fn descend_columns(operands: [&Tensor; 2], grid: ColumnGrid, levels: &Tensor, changes: &Tensor) -> Result<Option<()>> {
+pub(super) fn descend_columns(operands: [&Tensor; 2], grid: ColumnGrid, levels: &Tensor, errors: &Tensor, moved: &Tensor) -> Result<Option<()>> {
     let [gradients, hessian] = operands;
-    let Some(grid) = column_grid(hessian, &[gradients, levels, changes], grid)? else { return Ok(None) };
+    let Some(grid) = column_grid(hessian, &[gradients, levels, errors], grid)? else { return Ok(None) };
+    if !moved.device().is_cuda() || moved.dtype() != DType::U32 || moved.elem_count() != 1 {
+        return Ok(None);
+    }
     let (width, rows) = levels.dims2()?;
-    let arguments = [gradients.into(), hessian.into(), levels.into(), changes.into(), size(rows), number(width)?];
+    let arguments = [gradients.into(), hessian.into(), levels.into(), errors.into(), moved.into(), size(rows), number(width)?];
     launch("descend_columns", DType::F32, by_warp(rows), &[&arguments[..], &grid].concat())?;
     Ok(Some(()))
 }
 
-pub(super) fn unit_factors(matrix: &Tensor) -> Result<Option<[Tensor; 3]>> {
-    let (device, count) = (matrix.device(), matrix.dim(0)?);
-    let is_square = matrix.dims() == [count, count] && (1..=FACTORIZED).contains(&count);
-    if !device.is_cuda() || matrix.dtype() != DType::F64 || !matrix.is_contiguous() || !is_square {
+pub(super) fn product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
+    let (Ok((rows, inner)), Ok((of_b, columns))) = (a.dims2(), b.dims2()) else { return Ok(None) };
+    if !is_factor(a) || !is_factor(b) || a.dtype() != b.dtype() || inner != of_b {
         return Ok(None);
     }
-    let square = || undefined((count, count), DType::F64, device);
-    let (ratios, costs, inverse) = (square()?, undefined(count, DType::F64, device)?, square()?);
-    let arguments = [matrix.into(), (&ratios).into(), (&costs).into(), (&inverse).into(), number(count)?];
-    launch("unit_factors", DType::F64, ((1, 1), (THREADS, 1)), &arguments)?;
-    Ok(Some([ratios, costs, inverse]))
+    let out = undefined((rows, columns), a.dtype(), a.device())?;
+    Ok(launch::product([&out, a, b], (1.0, 0.0))?.then_some(out))
+}
+
+pub(super) fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<Option<()>> {
+    let dims = [sum.dims2(), a.dims2(), b.dims2()];
+    let [Ok((rows, columns)), Ok((of_a, inner)), Ok((of_b, of_columns))] = dims else { return Ok(None) };
+    let is_product = rows == of_a && inner == of_b && columns == of_columns && a.dtype() == sum.dtype() && b.dtype() == sum.dtype();
+    if ![sum, a, b].into_iter().all(is_factor) || !is_product {
+        return Ok(None);
+    }
+    Ok(launch::product([sum, a, b], (factor, 1.0))?.then_some(()))
+}
+
+/// Whether a matrix may be a factor of a product: on a GPU, not empty, in 32 or 64 bits.
+fn is_factor(matrix: &Tensor) -> bool {
+    matrix.device().is_cuda() && matrix.elem_count() > 0 && matches!(matrix.dtype(), DType::F32 | DType::F64)
+}
+
+pub(super) fn unit_factors(matrix: &Tensor, added: f64) -> Result<Option<UnitFactors>> {
+    let ((size, columns), device, dtype) = (matrix.dims2()?, matrix.device(), matrix.dtype());
+    if !is_factor(matrix) || !matrix.is_contiguous() || size != columns {
+        return Ok(None);
+    }
+    let matrix = matrix.copy()?;
+    let (ratios, costs) = (Tensor::zeros((size, size), dtype, device)?, undefined(size, DType::F64, device)?);
+    let (added, scaled) = (Tensor::new(&[added], device)?, undefined((size, FACTORIZED), dtype, device)?);
+    let mut inverses = Vec::new();
+    for first in (0..size).step_by(FACTORIZED).rev() {
+        let width = FACTORIZED.min(size - first);
+        let square = |of: &Tensor| of.narrow(0, first, width)?.narrow(1, first, width);
+        let (inverse, right) = (undefined((width, width), DType::F32, device)?, undefined((2, width, width), dtype, device)?);
+        let (from, to, diagonal) = (square(&matrix)?, square(&ratios)?, costs.narrow(0, first, width)?);
+        let operands = [(&from).into(), (&to).into(), (&inverse).into(), (&diagonal).into(), (&right).into()];
+        launch("factor_square", dtype, ((1, 1), (THREADS, 1)), &[&operands[..], &[number(size)?, number(width)?, (&added).into()]].concat())?;
+        if first > 0 {
+            let above = |of: &Tensor| of.narrow(0, 0, first)?.narrow(1, first, width);
+            let (panel, scaled) = (above(&ratios)?, scaled.narrow(0, 0, first)?.narrow(1, 0, width)?);
+            let rest = matrix.narrow(0, 0, first)?.narrow(1, 0, first)?;
+            let done = launch::product([&panel, &above(&matrix)?, &right.get(0)?], (1.0, 0.0))?
+                && launch::product([&scaled, &above(&matrix)?, &right.get(1)?], (1.0, 0.0))?
+                && launch::product([&rest, &scaled, &panel.t()?], (-1.0, 1.0))?;
+            if !done {
+                return Ok(None);
+            }
+        }
+        inverses.push(inverse);
+    }
+    inverses.reverse();
+    Ok(Some(UnitFactors { ratios: ratios.to_dtype(DType::F32)?, inverses, costs }))
 }

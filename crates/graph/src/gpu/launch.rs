@@ -6,8 +6,13 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::ffi::c_void;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
+use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
+use candle_core::cuda_backend::cudarc::cublas::sys::{
+    cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasOperation_t as Operation, cudaDataType_t as Type,
+};
 use candle_core::cuda_backend::cudarc::driver::result::{device as devices, mem_pool};
 use candle_core::cuda_backend::cudarc::driver::sys::{CUmemPool_attribute_enum as PoolAttribute, CUmemoryPool};
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, DevicePtr, LaunchConfig, PushKernelArg};
@@ -155,5 +160,69 @@ pub(super) fn launch(kernel: &'static str, dtype: DType, (blocks, threads): Grid
     match unsafe { builder.launch(config) } {
         Ok(_) => Ok(()),
         Err(e) => bail!("the kernel `{kernel}` could not be launched: {e}"),
+    }
+}
+
+/// How cuBLAS, which stores columns, reads a matrix: whether transposed, and the distance of its rows or columns.
+/// `None` if no axis is contiguous.
+fn operand(matrix: &Tensor) -> Option<(Operation, i32)> {
+    let ([rows, columns], [row, column]) = (matrix.dims(), matrix.stride()) else { return None };
+    let distance = |count: usize, stride: usize, least: usize| if count == 1 { Some(least) } else { (stride >= least).then_some(stride) };
+    let (operation, distance) = match (*column == 1 || *columns == 1).then(|| distance(*rows, *row, *columns)).flatten() {
+        Some(distance) => (Operation::CUBLAS_OP_N, distance),
+        None if *row == 1 || *rows == 1 => (Operation::CUBLAS_OP_T, distance(*columns, *column, *rows)?),
+        None => return None,
+    };
+    Some((operation, i32::try_from(distance).ok()?))
+}
+
+/// Sets a matrix with contiguous rows to the first factor times the product of two other matrices plus the second
+/// factor times itself. All have the same dtype, f32 or f64, and matching sizes. Returns `false` for layouts
+/// that cuBLAS does not support.
+pub(super) fn product(matrices: [&Tensor; 3], (factor, kept): (f64, f64)) -> Result<bool> {
+    let [Some((Operation::CUBLAS_OP_N, of_sum)), Some((a_operation, of_a)), Some((b_operation, of_b))] = matrices.map(operand) else { return Ok(false) };
+    let ((rows, columns), inner) = (matrices[0].dims2()?, matrices[1].dim(1)?);
+    let [Ok(rows), Ok(columns), Ok(inner)] = [rows, columns, inner].map(i32::try_from) else { return Ok(false) };
+    let storages = matrices.map(Tensor::storage_and_layout);
+    let addresses = storages.iter().map(|(storage, layout)| address(storage, layout.start_offset())).collect::<Result<Vec<_>>>()?;
+    let [(device, sum), (_, a), (_, b)] = &addresses[..] else { return Ok(false) };
+    let single = [factor as f32, kept as f32];
+    let double = [factor, kept];
+    let (kind, compute, factors): (_, _, [*const c_void; 2]) = match matrices[0].dtype() {
+        DType::F64 => (Type::CUDA_R_64F, Compute::CUBLAS_COMPUTE_64F, double.each_ref().map(|factor| std::ptr::from_ref(factor).cast())),
+        _ => (Type::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F, single.each_ref().map(|factor| std::ptr::from_ref(factor).cast())),
+    };
+    let (handle, algorithm) = (device.cublas_handle(), Algorithm::CUBLAS_GEMM_DEFAULT);
+    let pointer = |address: &u64| *address as *mut c_void;
+    // cuBLAS stores columns, and computes the transposed product of the transposed factors.
+    // SAFETY: the storages stay locked until the launch, the distances and sizes are those of the tensors, which
+    // have the type `kind`, and both factors are numbers of the type of `compute`. The callers do not read
+    // the memory that is written.
+    let launched = unsafe {
+        gemm_ex(
+            *handle.handle(),
+            b_operation,
+            a_operation,
+            columns,
+            rows,
+            inner,
+            factors[0],
+            pointer(b),
+            kind,
+            of_b,
+            pointer(a),
+            kind,
+            of_a,
+            factors[1],
+            pointer(sum),
+            kind,
+            of_sum,
+            compute,
+            algorithm,
+        )
+    };
+    match launched {
+        Ok(()) => Ok(true),
+        Err(e) => bail!("a product of matrices could not be launched: {e}"),
     }
 }

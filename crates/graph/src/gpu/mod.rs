@@ -73,6 +73,20 @@ pub struct ColumnGrid<'t> {
     pub bounds: (f32, f32),
 }
 
+/// Number of columns that [`unit_factors`] eliminates at once.
+pub const FACTORIZED: usize = 64;
+
+/// A factorization `H = P D Pᵀ` with the unit upper triangle `P`.
+#[derive(Debug)]
+pub struct UnitFactors {
+    /// `P`, in f32.
+    pub ratios: Tensor,
+    /// Inverses of the squares of [`FACTORIZED`] columns on the diagonal of `P`, in f32.
+    pub inverses: Vec<Tensor>,
+    /// `D`, in f64.
+    pub costs: Tensor,
+}
+
 on_gpu! {
     /// Number of GPUs.
     pub fn count() -> usize;
@@ -85,6 +99,9 @@ on_gpu! {
 
     /// The peak memory of the tensors on a GPU since the last call, in bytes.
     pub fn take_peak_memory(device: &Device) -> u64;
+
+    /// Copies a contiguous tensor of `f32` to as many values on the host.
+    pub fn copy_to_host(tensor: &Tensor, values: &mut [f32]) -> ();
 
     /// An elementwise function.
     pub fn activate(function: ActivationFunction, x: &Tensor) -> Tensor;
@@ -144,11 +161,18 @@ on_gpu! {
 
     /// Rounds each of at most 128 columns of a weight to its optimum given all other weights, as
     /// [`round_row`](crate::kernel::refinement::round_row). The operands are the gradients `[columns, rows]`
-    /// and the second moments `[columns, columns]`; levels are changed in place, and the changes of values
-    /// are written.
-    pub fn descend_columns(operands: [&Tensor; 2], grid: ColumnGrid, levels: &Tensor, changes: &Tensor) -> ();
+    /// and the second moments `[columns, columns]`. Levels are changed in place, changes of values are
+    /// subtracted from the errors, and the only element of `moved`, in u32, becomes 1 if there is one.
+    pub fn descend_columns(operands: [&Tensor; 2], grid: ColumnGrid, levels: &Tensor, errors: &Tensor, moved: &Tensor) -> ();
 
-    /// The unit upper triangle, the diagonal and the inverse of the triangle of a matrix of at most 64
-    /// columns in f64, as [`unit_factors`](crate::kernel::compensation::unit_factors).
-    pub fn unit_factors(matrix: &Tensor) -> [Tensor; 3];
+    /// The product of matrices of the same dtype, f32 or f64. One axis of each is contiguous.
+    pub fn product(a: &Tensor, b: &Tensor) -> Tensor;
+
+    /// Adds a factor times the product of two matrices to a matrix with contiguous rows, in place. All are f32
+    /// or f64; the memory that is written is not part of the factors.
+    pub fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> ();
+
+    /// The factors of a symmetric positive definite matrix in f32 or f64, with a number added to its diagonal.
+    /// Only the upper triangle is read. Costs are NaN if the sum is not positive definite.
+    pub fn unit_factors(matrix: &Tensor, added: f64) -> UnitFactors;
 }

@@ -8,15 +8,10 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::super::moments::DeviceSums;
 use crate::exec::transfer::{self, Cause};
-use crate::gpu::{self, ColumnGrid};
+use crate::gpu::{self, ColumnGrid, FACTORIZED, UnitFactors};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
 use crate::kernel::compensation::{self, Block, DAMPING_F32};
 use crate::kernel::grid::Levels;
-
-/// Number of columns eliminated at once.
-const WIDTH: usize = 256;
-/// Largest matrix that is factorized without matrix products.
-const LEAF: usize = 64;
 
 /// Error compensation between the columns of a layer's weight on a device.
 pub(in super::super) struct DeviceSolver {
@@ -24,7 +19,7 @@ pub(in super::super) struct DeviceSolver {
     order: [Tensor; 2],
     /// `R[k][j] / R[j][j]` above the diagonal, as in [`Compensation`](compensation::Compensation).
     ratios: Tensor,
-    /// Inverses of the squares of `WIDTH` columns on the diagonal of the ratios.
+    /// Inverses of the squares of [`FACTORIZED`] columns on the diagonal of the ratios.
     inverses: Vec<Tensor>,
     costs: Vec<f32>,
     /// The costs as a column.
@@ -33,20 +28,6 @@ pub(in super::super) struct DeviceSolver {
     differences: Option<Tensor>,
     /// The damped moments, if coordinate descent follows.
     pub(super) hessian: Option<Tensor>,
-}
-
-/// A factorization `H = P D Pᵀ` with the unit upper triangle `P`.
-struct Unit {
-    ratios: Tensor,
-    costs: Tensor,
-    inverse: Tensor,
-}
-
-/// A factorization of all columns.
-struct Factors {
-    ratios: Tensor,
-    inverses: Vec<Tensor>,
-    costs: Tensor,
 }
 
 impl DeviceSolver {
@@ -65,9 +46,8 @@ impl DeviceSolver {
         let order = [indices(columns, device)?, indices(positions, device)?];
         let matrix = if is_ordered { products.clone() } else { products.index_select(&order[0], 0)?.index_select(&order[0], 1)? };
         let dtypes = if damping >= DAMPING_F32 { &[DType::F32, DType::F64][..] } else { &[DType::F64][..] };
-        let diagonal = (Tensor::eye(WIDTH.min(size.max(1)), DType::F64, device)? * added)?;
         for dtype in dtypes {
-            let Factors { ratios, inverses, costs } = factorize(matrix.to_dtype(*dtype)?, &diagonal)?;
+            let UnitFactors { ratios, inverses, costs } = unit_factors(&matrix.to_dtype(*dtype)?, added)?;
             let values = transfer::values::<f32>(&costs, Cause::Statistics)?;
             if values.iter().all(|cost| cost.is_finite() && *cost > 0.0) {
                 drop(matrix);
@@ -105,19 +85,21 @@ impl DeviceSolver {
     /// not share memory with others.
     fn divide(&self, values: &Tensor) -> Result<()> {
         let size = self.costs.len();
-        let blocks = || (0..size).step_by(WIDTH).map(|start| (start, WIDTH.min(size - start))).zip(&self.inverses);
+        let blocks = || (0..size).step_by(FACTORIZED).map(|start| (start, FACTORIZED.min(size - start))).zip(&self.inverses);
         for ((start, width), inverse) in blocks().rev() {
             let mut rows = values.narrow(0, start, width)?;
             let end = start + width;
             if end < size {
-                rows = (rows - part(&self.ratios, (start, width), (end, size - end))?.matmul(&values.narrow(0, end, size - end)?)?)?;
+                let ratios = self.ratios.narrow(0, start, width)?.narrow(1, end, size - end)?;
+                rows = with_product(rows, (&ratios, &values.narrow(0, end, size - end)?), -1.0)?;
             }
             values.slice_set(&inverse.matmul(&rows)?, 0, start)?;
         }
         for ((start, width), inverse) in blocks() {
             let mut rows = values.narrow(0, start, width)?.broadcast_div(&self.divisors.narrow(0, start, width)?)?;
             if start > 0 {
-                rows = (rows - part(&self.ratios, (0, start), (start, width))?.t()?.matmul(&values.narrow(0, 0, start)?)?)?;
+                let ratios = self.ratios.narrow(0, 0, start)?.narrow(1, start, width)?.t()?;
+                rows = with_product(rows, (&ratios, &values.narrow(0, 0, start)?), -1.0)?;
             }
             values.slice_set(&inverse.t()?.matmul(&rows)?, 0, start)?;
         }
@@ -139,7 +121,8 @@ impl DeviceSolver {
             let rows = |tensor: &Tensor| tensor.narrow(0, first, width);
             let mut targets = rows(&weights)?;
             if first > 0 {
-                targets = (part(&self.ratios, (0, first), (first, width))?.t()?.matmul(&errors.narrow(0, 0, first)?)? + targets)?;
+                let ratios = self.ratios.narrow(0, 0, first)?.narrow(1, first, width)?.t()?;
+                targets = with_product(targets.copy()?, (&ratios, &errors.narrow(0, 0, first)?), 1.0)?;
             }
             let ratios = part(&self.ratios, (first, width), (first, width))?;
             let columns = grid.as_ref().map(|grid| grid.columns(first, width)).transpose()?;
@@ -171,67 +154,57 @@ impl DeviceSolver {
     }
 }
 
-/// The factorization of a matrix after a diagonal matrix in f64 was added to each square of at most `WIDTH`
-/// columns on its diagonal. Costs are not positive or not finite if the sum is not positive definite.
-fn factorize(mut matrix: Tensor, added: &Tensor) -> Result<Factors> {
-    let (size, device) = (matrix.dim(0)?, matrix.device().clone());
+/// The factors of a matrix with `added` on its diagonal.
+fn unit_factors(matrix: &Tensor, added: f64) -> Result<UnitFactors> {
+    if let Some(found) = gpu::unit_factors(matrix, added)? {
+        return Ok(found);
+    }
+    let (size, dtype, device) = (matrix.dim(0)?, matrix.dtype(), matrix.device().clone());
+    let tensor = |values: &[f64], shape: &[usize]| transfer::from_slice(values, shape, &device, Cause::Statistics);
     let ratios = Tensor::zeros((size, size), DType::F32, &device)?;
-    let (mut inverses, mut costs) = (Vec::new(), Vec::new());
-    for first in (0..size).step_by(WIDTH).rev() {
-        let width = WIDTH.min(size - first);
-        let square = part(&matrix, (first, width), (first, width))?.to_dtype(DType::F64)?;
-        let unit = unit_factors(&(square + added.narrow(0, 0, width)?.narrow(1, 0, width)?)?)?;
+    let (mut rest, mut inverses, mut costs) = (matrix.clone(), Vec::new(), Vec::new());
+    for first in (0..size).step_by(FACTORIZED).rev() {
+        let width = FACTORIZED.min(size - first);
+        let mut square = transfer::values::<f64>(&part(&rest, (first, width), (first, width))?, Cause::Statistics)?;
+        square.iter_mut().step_by(width + 1).for_each(|value| *value += added);
+        let [triangle, diagonal, inverse] = compensation::unit_factors(&square, width);
+        let (diagonal, inverse) = (tensor(&diagonal, &[width])?, tensor(&inverse, &[width, width])?);
         let mut columns = Vec::with_capacity(3);
         if first > 0 {
-            let panel = panel(&part(&matrix, (0, first), (first, width))?, &unit)?;
-            matrix = (matrix.narrow(0, 0, first)?.narrow(1, 0, first)? - update(&panel, &unit)?)?;
+            let panel = part(&rest, (0, first), (first, width))?.matmul(&inverse.t()?.broadcast_div(&diagonal)?.to_dtype(dtype)?)?;
+            let update = panel.broadcast_mul(&diagonal.to_dtype(dtype)?)?.matmul(&panel.t()?)?;
+            rest = (rest.narrow(0, 0, first)?.narrow(1, 0, first)? - update)?;
             columns.push(panel.to_dtype(DType::F32)?);
         }
-        columns.push(unit.ratios.to_dtype(DType::F32)?);
+        columns.push(tensor(&triangle, &[width, width])?.to_dtype(DType::F32)?);
         if first + width < size {
             columns.push(Tensor::zeros((size - first - width, width), DType::F32, &device)?);
         }
         ratios.slice_set(&Tensor::cat(&columns, 0)?, 1, first)?;
-        inverses.push(unit.inverse.to_dtype(DType::F32)?);
-        costs.push(unit.costs);
+        inverses.push(inverse.to_dtype(DType::F32)?);
+        costs.push(diagonal);
     }
     inverses.reverse();
     costs.reverse();
     let costs = if costs.is_empty() { Tensor::zeros(0, DType::F64, &device)? } else { Tensor::cat(&costs, 0)? };
-    Ok(Factors { ratios, inverses, costs })
+    Ok(UnitFactors { ratios, inverses, costs })
 }
 
-/// The ratios of the rows above a factorized square.
-fn panel(above: &Tensor, unit: &Unit) -> Result<Tensor> {
-    above.matmul(&unit.inverse.t()?.broadcast_div(&unit.costs)?.to_dtype(above.dtype())?)
-}
-
-/// The product to subtract from the remaining matrix.
-fn update(panel: &Tensor, unit: &Unit) -> Result<Tensor> {
-    panel.broadcast_mul(&unit.costs.to_dtype(panel.dtype())?)?.matmul(&panel.t()?)
-}
-
-/// The factors of a matrix in f64, of which only the upper triangle is read.
-fn unit_factors(matrix: &Tensor) -> Result<Unit> {
-    let (size, device) = (matrix.dim(0)?, matrix.device());
-    if size > LEAF {
-        let first = size.div_ceil(2).next_multiple_of(LEAF);
-        let rest = size - first;
-        let last = unit_factors(&part(matrix, (first, rest), (first, rest))?)?;
-        let panel = panel(&part(matrix, (0, first), (first, rest))?, &last)?;
-        let front = unit_factors(&(part(matrix, (0, first), (0, first))? - update(&panel, &last)?)?)?;
-        let corner = front.inverse.matmul(&panel)?.matmul(&last.inverse)?.neg()?;
-        let zeros = Tensor::zeros((rest, first), DType::F64, device)?;
-        let join = |front: &Tensor, corner: &Tensor, last: &Tensor| Tensor::cat(&[Tensor::cat(&[front, corner], 1)?, Tensor::cat(&[&zeros, last], 1)?], 0);
-        let ratios = join(&front.ratios, &panel, &last.ratios)?;
-        return Ok(Unit { ratios, costs: Tensor::cat(&[&front.costs, &last.costs], 0)?, inverse: join(&front.inverse, &corner, &last.inverse)? });
+/// A matrix plus a factor times a product, computed in place on a GPU, where the matrix must not share memory
+/// with the others.
+fn with_product(matrix: Tensor, (a, b): (&Tensor, &Tensor), factor: f64) -> Result<Tensor> {
+    match gpu::add_product(&matrix, a, b, factor)? {
+        Some(()) => Ok(matrix),
+        None => matrix + (product(a, b)? * factor)?,
     }
-    if let Some([ratios, costs, inverse]) = gpu::unit_factors(matrix)? {
-        return Ok(Unit { ratios, costs, inverse });
+}
+
+/// The product of two matrices, of which each has a contiguous axis on a GPU.
+pub(super) fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    match gpu::product(a, b)? {
+        Some(product) => Ok(product),
+        None => a.contiguous()?.matmul(&b.contiguous()?),
     }
-    let [ratios, costs, inverse] = compensation::unit_factors(&transfer::values::<f64>(matrix, Cause::Statistics)?, size);
-    let tensor = |values: &[f64], shape: &[usize]| transfer::from_slice(values, shape, device, Cause::Statistics);
-    Ok(Unit { ratios: tensor(&ratios, &[size, size])?, costs: tensor(&costs, &[size])?, inverse: tensor(&inverse, &[size, size])? })
 }
 
 /// Consecutive rows and columns of a matrix, given by the first one and the number, contiguous: a copy unless
@@ -256,8 +229,7 @@ pub(super) fn upload(values: &[f32], shape: (usize, usize), device: &Device) -> 
 }
 
 pub(super) fn download(tensor: &Tensor, values: &mut [f32]) -> Result<()> {
-    values.copy_from_slice(&transfer::values::<f32>(tensor, Cause::Statistics)?);
-    Ok(())
+    transfer::copy_to(tensor, values, Cause::Statistics)
 }
 
 /// A block `[width, rows]` on the host, row by row of the weight.

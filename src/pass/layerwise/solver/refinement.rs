@@ -3,8 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
-use super::super::moments::column_sums;
-use super::device::{GridTensors, by_column, by_row, indices, part, upload};
+use super::device::{GridTensors, by_column, by_row, indices, part, product, upload};
 use crate::exec::transfer::{self, Cause};
 use crate::gpu;
 use crate::kernel::column_solver::Grid;
@@ -57,11 +56,11 @@ pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
             descent.fit_scales((first, GROUPS.min(per_row - first)), grid)?;
         }
         let tensors = GridTensors::new(grid, &natural, frozen, device)?;
-        let mut moved = Tensor::zeros(rows, DType::F32, device)?;
+        let (moved, mut moved_on_host) = (Tensor::zeros(1, DType::U32, device)?, false);
         for first in (0..size).step_by(BLOCK) {
-            moved = (moved + descent.round_block(first, grid, tensors.as_ref(), frozen)?)?;
+            moved_on_host |= descent.round_block(first, grid, (tensors.as_ref(), &moved), frozen)?;
         }
-        if transfer::values::<f32>(&moved, Cause::Statistics)?.iter().all(|moved| *moved == 0.0) {
+        if !moved_on_host && transfer::number(&moved, Cause::Statistics)? == 0.0 {
             break;
         }
     }
@@ -94,9 +93,9 @@ impl Descent<'_> {
         for at in 0..count {
             let (start, width) = (at * group, group.min(end - first - at * group));
             let left = end - first - start;
-            let products = part(self.hessian, (first + start, left), (first + start, width))?.matmul(&codes.narrow(0, start, width)?)?;
-            let members = part(&members, (at, count - at), (start, left))?;
-            sums.push(members.matmul(&(products * codes.narrow(0, start, left)?)?)?);
+            let square = self.hessian.narrow(0, first + start, left)?.narrow(1, first + start, width)?;
+            let products = (product(&square, &codes.narrow(0, start, width)?)? * codes.narrow(0, start, left)?)?;
+            sums.push(product(&members.narrow(0, at, count - at)?.narrow(1, start, left)?, &products)?);
         }
         let sums = transfer::values::<f32>(&Tensor::cat(&sums, 0)?.t()?.contiguous()?, Cause::Statistics)?;
         let mut changes = vec![0f32; rows * count];
@@ -112,25 +111,29 @@ impl Descent<'_> {
         Ok(())
     }
 
-    /// Rounds each weight of a block to its optimum, given all other weights. Returns the sum of the
-    /// magnitudes of the changes of each row.
-    fn round_block<S: Fn(f64) -> f32 + Sync>(&self, first: usize, grid: &Grid<S>, tensors: Option<&GridTensors>, frozen: &[bool]) -> Result<Tensor> {
-        let (size, rows) = self.levels.dims2()?;
+    /// Rounds each weight of a block to its optimum, given all other weights. Returns whether a weight changes
+    /// if it is rounded on the host; otherwise, `moved` becomes 1 if one does.
+    fn round_block<S: Fn(f64) -> f32 + Sync>(
+        &self,
+        first: usize,
+        grid: &Grid<S>,
+        (tensors, moved): (Option<&GridTensors>, &Tensor),
+        frozen: &[bool],
+    ) -> Result<bool> {
+        let size = self.levels.dim(0)?;
         let width = BLOCK.min(size - first);
         let square = part(self.hessian, (first, width), (first, width))?;
         let (gradients, levels) = (self.gradients(first, width)?, self.levels.narrow(0, first, width)?);
-        let mut changes = Tensor::zeros((width, rows), DType::F32, levels.device())?;
-        let rounded = match tensors.map(|tensors| tensors.columns(first, width)).transpose()? {
-            Some(columns) => gpu::descend_columns([&gradients, &square], columns.parameters(), &levels, &changes)?,
-            None => None,
-        };
-        if rounded.is_none() {
-            let found;
-            [found, changes] = round_on_host([&gradients, &square, &levels], (first, size), grid, frozen)?;
-            self.levels.slice_set(&found, 0, first)?;
+        if let Some(columns) = tensors.map(|tensors| tensors.columns(first, width)).transpose()? {
+            let errors = self.errors.narrow(0, first, width)?;
+            if gpu::descend_columns([&gradients, &square], columns.parameters(), &levels, &errors, moved)?.is_some() {
+                return Ok(false);
+            }
         }
+        let ([found, changes], moved) = round_on_host([&gradients, &square, &levels], (first, size), grid, frozen)?;
+        self.levels.slice_set(&found, 0, first)?;
         self.subtract(&changes, first)?;
-        column_sums(&changes.abs()?)
+        Ok(moved)
     }
 }
 
@@ -150,8 +153,13 @@ fn fit_row(steps: &mut [QuantizationParams], sums: &[f32], changes: &mut [f32], 
     }
 }
 
-/// The levels of a block of columns after rounding, and the changes of their values.
-fn round_on_host<S: Fn(f64) -> f32 + Sync>(operands: [&Tensor; 3], (first, size): (usize, usize), grid: &Grid<S>, frozen: &[bool]) -> Result<[Tensor; 2]> {
+/// The levels of a block of columns after rounding, the changes of their values, and whether there are any.
+fn round_on_host<S: Fn(f64) -> f32 + Sync>(
+    operands: [&Tensor; 3],
+    (first, size): (usize, usize),
+    grid: &Grid<S>,
+    frozen: &[bool],
+) -> Result<([Tensor; 2], bool)> {
     let [gradients, square, levels] = operands;
     let (width, rows) = levels.dims2()?;
     let square = transfer::values::<f32>(square, Cause::Statistics)?;
@@ -168,7 +176,8 @@ fn round_on_host<S: Fn(f64) -> f32 + Sync>(operands: [&Tensor; 3], (first, size)
         }
     }
     let device = operands[2].device();
-    Ok([by_column(&levels, (rows, width), device)?, by_column(&changes, (rows, width), device)?])
+    let tensors = [by_column(&levels, (rows, width), device)?, by_column(&changes, (rows, width), device)?];
+    Ok((tensors, changes.iter().any(|change| *change != 0.0)))
 }
 
 #[cfg(test)]
