@@ -198,8 +198,12 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
                 chain.producers.push((graph.value(node.inputs[1]).name.clone(), false));
                 follow(graph, node.output, index, chain)
             }
-            (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::MergeHeads(_) | Op::Select(_), Some(0)) => {
-                follow(graph, node.output, index, chain)
+            (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::Select(_), Some(0)) => follow(graph, node.output, index, chain),
+            (Op::MergeHeads(_), Some(0)) => {
+                let Some(width) = shape(node.output).last().and_then(|d| d.fixed()) else { return false };
+                // A normalization of each head has the same channels in all heads.
+                let spread: Vec<usize> = index.iter().copied().cycle().take(width).collect();
+                follow(graph, node.output, &spread, chain)
             }
             (Op::Clip(clip), Some(0)) if clip.min == 0.0 => {
                 if clip.max.is_finite() {
@@ -219,8 +223,9 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
             }
             (Op::Attention(_), Some(2)) => {
                 chain.mixed = true;
-                let (Some(heads), Some(groups)) = (shape(node.inputs[0])[1].fixed(), shape(value)[1].fixed()) else { return false };
-                let (width, shared) = (index.len() / groups.max(1), heads / groups.max(1));
+                let [heads, groups, width] = [(node.inputs[0], 1), (value, 1), (value, 3)].map(|(id, axis)| shape(id)[axis].fixed());
+                let (Some(heads), Some(groups), Some(width)) = (heads, groups, width) else { return false };
+                let (index, shared) = (index.iter().copied().cycle().take(groups * width).collect::<Vec<_>>(), heads / groups.max(1));
                 let spread: Vec<usize> = (0..heads * width).map(|at| index[at / width.max(1) / shared.max(1) * width + at % width.max(1)]).collect();
                 follow(graph, node.output, &spread, chain)
             }
@@ -271,4 +276,30 @@ fn scaled(name: &str, weight: Weight, factors: Arc<Vec<f32>>, first: bool, offse
     let dtype = weight.dtype;
     let (rows, columns) = if first { (Some(factors), None) } else { (None, Some(factors)) };
     Scaled { name: name.to_owned(), upstream: weight, rows, columns, offset }.weight(dtype)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Model;
+
+    /// Each input of a layer has a channel, also if a normalization has the same ones in all heads.
+    #[test]
+    fn channels_cover_the_inputs_of_layers() {
+        let mut shared = 0;
+        for family in ["llama", "gemma3", "phi3", "qwen2-moe", "qwen3-next", "granite-hybrid"] {
+            let model = Model::open(format!("{}/tests/golden/models/{family}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+            let graph = model.graph().unwrap();
+            let is_linear = |node: &&Node| matches!(node.op, Op::Linear(_));
+            let layers: BTreeSet<String> = graph.nodes().iter().filter(is_linear).map(|node| weight_input(&graph, node).to_owned()).collect();
+            let chains = find_chains(&graph, &layers);
+            assert!(!chains.is_empty(), "{family}");
+            for (chain, layer) in chains.iter().flat_map(|chain| chain.consumers.iter().map(move |layer| (chain, layer))) {
+                let Ok(weight) = model.weights.get(&layer.weight) else { continue };
+                assert_eq!(layer.index.len(), weight.shape[usize::from(!layer.first)], "{family}: {}", layer.weight);
+                shared += usize::from(layer.index.len() > chain.width && chain.producers.iter().any(|(name, _)| name.contains("norm")));
+            }
+        }
+        assert!(shared > 0);
+    }
 }

@@ -152,6 +152,8 @@ impl HeldOut {
     /// expert.
     pub fn add(&mut self, size: usize, rows: &[f32], original: Option<&[f32]>) {
         let is_zero = |row: &[f32]| row.iter().all(|x| *x == 0.0);
+        self.rows.reserve(rows.len());
+        self.original.reserve(original.map_or(0, <[f32]>::len));
         for (at, row) in rows.chunks_exact(size.max(1)).enumerate() {
             let original = original.map_or(&[][..], |original| &original[at * size..][..size]);
             if !is_zero(row) && (original.is_empty() || !is_zero(original)) {

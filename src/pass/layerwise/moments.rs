@@ -105,7 +105,7 @@ impl Moments {
         let host = !uses_tensors(rows.device());
         self.choose_device(rows.device());
         if self.request.products && !host {
-            add_product(&mut self.on_device[0], rows, rows).map_err(tensor_error)?;
+            accumulate(&mut self.on_device[0], rows, rows).map_err(tensor_error)?;
         }
         if self.device.is_some() && self.request.rows == 0 {
             return if self.add_column_statistics(rows).map_err(tensor_error)? { Ok(()) } else { Err(not_finite(name)) };
@@ -157,7 +157,7 @@ impl Moments {
         }
         let original = select_rows(original, selected).map_err(tensor_error)?;
         let differences = (&original - rows).and_then(|differences| differences.broadcast_mul(&nonzero_rows(&original)?)).map_err(tensor_error)?;
-        add_product(&mut self.on_device[1], &differences, rows).map_err(tensor_error)
+        accumulate(&mut self.on_device[1], &differences, rows).map_err(tensor_error)
     }
 
     /// Adds the statistics of the other ranks in the order of ranks, so that all of them have the same ones.
@@ -303,15 +303,21 @@ impl Moments {
     /// Holds out rows `[n, size]`, with those of the original model if they are requested.
     pub fn hold_out(&mut self, name: &str, fold: usize, rows: &Tensor, original: Option<&Tensor>) -> Result<()> {
         self.choose_device(rows.device());
-        let host = |tensor: &Tensor| floats_on_host(tensor, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(values.to_vec())));
-        let rows = host(rows).map_err(tensor_error)?;
-        let original = original.map(host).transpose().map_err(tensor_error)?;
-        if !are_finite(&rows) || !original.as_deref().is_none_or(are_finite) {
-            return Err(not_finite(name));
-        }
+        let host = |tensor: &Tensor| floats_on_host(tensor, Cause::Statistics);
+        let (rows, original) = (host(rows).map_err(tensor_error)?, original.map(host).transpose().map_err(tensor_error)?);
         self.folds.resize_with(self.folds.len().max(fold + 1), HeldOut::default);
-        self.folds[fold].add(self.size, &rows, original.as_deref());
-        Ok(())
+        let mut add = |rows: &[f32], original: Option<&[f32]>| {
+            let finite = are_finite(rows) && original.is_none_or(are_finite);
+            if finite {
+                self.folds[fold].add(self.size, rows, original);
+            }
+            Ok(finite)
+        };
+        let finite = read(&rows, |rows| match &original {
+            Some(original) => read(original, |original| add(rows, Some(original))),
+            None => add(rows, None),
+        });
+        if finite.map_err(tensor_error)? { Ok(()) } else { Err(not_finite(name)) }
     }
 
     /// Number of rows that are not all zeros, including held-out rows.
@@ -387,6 +393,14 @@ pub(super) fn column_sums(rows: &Tensor) -> candle_core::Result<Tensor> {
     match gpu::column_sums(rows, rows.dim(1)?)? {
         Some(sums) => Ok(sums),
         None => rows.sum(0),
+    }
+}
+
+/// Adds `leftᵀ right` to a sum on their device, in place on a GPU. No other statistics share the sum yet.
+fn accumulate(sum: &mut Option<Tensor>, left: &Tensor, right: &Tensor) -> candle_core::Result<()> {
+    match sum {
+        Some(sum) if gpu::add_product(sum, &left.t()?, right, 1.0)?.is_some() => Ok(()),
+        _ => add_product(sum, left, right),
     }
 }
 
