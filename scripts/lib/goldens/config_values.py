@@ -27,6 +27,8 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from lib.towers import model_class  # noqa: E402
+
 SIZE = ["16", 1.5, True, -1, 0, [1], {}, None]
 ACTIVATION = ["no_such_function", "swigluoai", "geglu", "laplace", 5, None]
 FLAG = ["yes", 1, 0, None]
@@ -55,7 +57,7 @@ COMMON = ["torch_dtype", "tie_word_embeddings", "pad_token_id", "bos_token_id", 
 
 def run(folder):
     config = json.loads((folder / "config.json").read_text())
-    model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(folder, output_loading_info=True)
+    model, loading = model_class(config["architectures"][0]).from_pretrained(folder, output_loading_info=True)
     if loading["mismatched_keys"]:
         raise ValueError("weights do not fit")
     if model.main_input_name != "input_ids" or "vision" in config["model_type"]:

@@ -44,12 +44,15 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.swin.modeling_swin import SwinLayer, SwinRelativePositionBias
 from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.vision_utils import get_vision_position_ids
 
 from lib import GOLDEN
 from lib.narrow import NarrowResNet, narrow_efficientnet, narrow_mobilenet, narrow_mobilenet_v3
+from lib.towers import model_class
 
 FOLDER = GOLDEN / "gradients"
 ONLY = sys.argv[1:]
@@ -195,6 +198,19 @@ def window_bias(window, windows, shift):
     return compute
 
 
+def grid_rotary(theta, grid, block):
+    positions = get_vision_position_ids(torch.tensor([[1, *grid]]), block)
+
+    def compute(heads):
+        width = heads.shape[3]
+        config = qwen2_vl.Qwen2VLVisionConfig(embed_dim=width, num_heads=1, rope_parameters={"rope_theta": theta})
+        tables = qwen2_vl.Qwen2VLVisionRotaryEmbedding(config)(heads, positions)
+        rows = [sample.transpose(0, 1) for sample in heads]
+        return torch.stack([qwen2_vl.apply_rotary_pos_emb_vision(x, x, *tables)[0].transpose(0, 1) for x in rows])
+
+    return compute
+
+
 def token_pool(mode):
     pooling = Pooling(4, mode)
     return lambda x, mask: pooling({"token_embeddings": x, "attention_mask": mask})["sentence_embedding"]
@@ -305,6 +321,7 @@ def op_cases():
     yield text("Decay", min=0.5, max=0.9), limited, [(2, 5, 4), (4,), (4,)]
     scaled = lambda x: x * get_llama_4_attn_scale(torch.arange(x.shape[2])[None], 0.4, 3)
     yield text("PositionScale", interval=3, factor=0.4, offset=0), scaled, [(2, 2, 8, 4)]
+    yield text("GridRotary", theta=100.0, grid=[4, 6], block=2), grid_rotary(100.0, (4, 6), 2), [(2, 3, 24, 8)]
 
 
 def ops():
@@ -364,7 +381,7 @@ def load_model(folder, config, wanted):
             model = NarrowResNet(block, config["layers"], config["width"], config["num_classes"])
         model.load_state_dict(load_file(folder / "model.safetensors"))
         return model.eval(), lambda inputs: {"logits": model(inputs["pixel_values"])}
-    kind = getattr(transformers, config["architectures"][0])
+    kind = model_class(config["architectures"][0])
     pooler = "last_hidden_state" in wanted and "pooler_output" not in wanted and kind.__name__ in ("BertModel", "ViTModel")
     options = {"add_pooling_layer": False} if pooler else {}
     if config["model_type"] == "kimi_k2":

@@ -27,7 +27,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from transformers.pytorch_utils import Conv1D
 
-from lib import GOLDEN
+from lib import GOLDEN, towers
 from lib.narrow import (
     EFFICIENTNET_ROWS,
     MOBILENET_V3_ROWS,
@@ -283,8 +283,8 @@ def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}
     golden(name, folder, model, reload, inputs, against={**against, **how.pop("against", {})}, **how)
 
     plain = json.loads((folder / "config.json").read_text())
-    # Published files of Ministral 3 are newer.
-    if "rope_parameters" in plain and config.model_type != "ministral3":
+    # Published files of Ministral 3 are newer, and older ones of vision towers have another `model_type`.
+    if "rope_parameters" in plain and config.model_type not in ("ministral3", "qwen2_vl_vision"):
         write_json(folder / "config-4.json", old_spelling(plain))
         older = load(folder, config=type(config).from_json_file(folder / "config-4.json"))
         check(distance(run(older, inputs), run(model, inputs), inputs) == 0, f"{name}: config-4.json differs")
@@ -1637,6 +1637,16 @@ def siglip():
     pretrained("siglip-vision", transformers.SiglipVisionModel, config, images("siglip-vision", 12, 12), overlook=overlook, unused=KEYS)
 
 
+def qwen2_vl():
+    name = "qwen2-vl-vision"
+    kind = towers.Qwen2VisionTransformerPretrainedModel
+    # transformers does not read the size of images.
+    shape = {"image_size": [8, 12], "patch_size": 2, "embed_dim": 16, "hidden_size": 20, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
+    config = kind.config_class(**shape, rope_parameters={"rope_theta": 100.0})
+    overlook = {"the variant of GELU": {"hidden_act": "gelu"}, "the base": {"rope_parameters": {"rope_theta": 1e4}}}
+    pretrained(name, kind, config, images(name, 8, 12), overlook=overlook)
+
+
 def convnext():
     def add(name, kind, **fields):
         shape = {"hidden_sizes": [6, 8, 12], "depths": [1, 2, 1], "num_stages": 3, "layer_norm_eps": 0.01}
@@ -1810,6 +1820,7 @@ for family in (
     dinov2,
     clip,
     siglip,
+    qwen2_vl,
     convnext,
     efficientnet,
     resnet,

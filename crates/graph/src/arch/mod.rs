@@ -57,6 +57,7 @@ mod olmo3;
 mod opt;
 mod phi;
 mod phi3;
+mod qwen2_vl;
 mod qwen3_next;
 mod qwen_moe;
 mod resnet;
@@ -154,6 +155,7 @@ const FAMILIES: &[&Family] = &[
     &clip::SIGLIP,
     &clip::SIGLIP_TEXT,
     &clip::SIGLIP_VISION,
+    &qwen2_vl::QWEN2_VL_VISION,
     &convnext::CONVNEXT,
     &efficientnet::EFFICIENTNET,
     &resnet::RESNET,

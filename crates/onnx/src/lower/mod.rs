@@ -64,6 +64,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Embedding(_) => sequence::embedding(n),
         Op::Positions(op) => sequence::positions(op, n),
         Op::Rotary(op) => rotary::rotary(op, n),
+        Op::GridRotary(op) => rotary::grid_rotary(op, n),
         Op::PositionScale(op) => rotary::position_scale(op, n),
         Op::SplitHeads(op) => attention::split_heads(op, n),
         Op::MergeHeads(_) => attention::merge_heads(n),

@@ -3,13 +3,20 @@
 use super::super::proto::{AttributeProto, DataType};
 use super::{Lowering, kv_cache};
 use crate::error::Result;
-use crate::ir::ops::{PositionScale, Rotary, RotaryScaling};
+use crate::ir::ops::{GridRotary, PositionScale, Rotary, RotaryScaling};
 
 pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
-    let (x, width) = (n.input(0), n.fixed(0, 3)?);
+    let width = n.fixed(0, 3)?;
     let rotated = op.turned(usize::try_from(width).unwrap_or(0)) as i64;
-    let (half, axis) = (rotated / 2, vec![AttributeProto::int("axis", 3)]);
-    let (cos, sin) = (table(op, rotated, "Cos", n)?, table(op, rotated, "Sin", n)?);
+    let tables = [table(op, rotated, "Cos", n)?, table(op, rotated, "Sin", n)?];
+    rotate(tables, (rotated, width), n);
+    Ok(())
+}
+
+/// Rotates the first elements of heads, of which the widths are given, by angles with these cosines and
+/// sines.
+fn rotate([cos, sin]: [String; 2], (rotated, width): (i64, i64), n: &mut Lowering) {
+    let (x, half, axis) = (n.input(0), rotated / 2, vec![AttributeProto::int("axis", 3)]);
     let (a, b, rest) = if rotated < width {
         let parts = n.ints(&[half, half, width - rotated]);
         let [a, b, rest] = n.emit_many("Split", ["first", "second", "rest"], &[&x, &parts], axis.clone());
@@ -27,6 +34,24 @@ pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
     let second = n.emit("Add", "turned_second", &[&a_sin, &b_cos], vec![]);
     let parts: Vec<&str> = [Some(&first), Some(&second), rest.as_ref()].into_iter().flatten().map(String::as_str).collect();
     n.finish("Concat", &parts, axis);
+}
+
+/// Rotary embeddings of image patches. All layers share the angles, which are constants.
+pub(super) fn grid_rotary(op: &GridRotary, n: &mut Lowering) -> Result<()> {
+    let (patches, width) = (n.fixed(0, 2)?, n.fixed(0, 3)?);
+    let angles = n.share(&format!("grid_rotary|{width}|{op:?}"), |n| {
+        let angles = op.angles(usize::try_from(width).unwrap_or(0));
+        let (flat, shape) = (n.own_floats("flat_angles", &angles), n.ints(&[patches, width / 2]));
+        Ok(n.emit("Reshape", "angles", &[&flat, &shape], vec![]))
+    })?;
+    let mut tables = [String::new(), String::new()];
+    for (table, function) in tables.iter_mut().zip(["Cos", "Sin"]) {
+        *table = n.share(&format!("grid_rotary/{function}|{width}|{op:?}"), |n| {
+            let table = n.emit(function, "table", &[&angles], vec![]);
+            Ok(n.narrow("narrow", table))
+        })?;
+    }
+    rotate(tables, (width, width), n);
     Ok(())
 }
 

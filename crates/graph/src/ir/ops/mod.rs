@@ -24,6 +24,7 @@ mod flatten;
 mod gated_delta;
 mod gather;
 mod gradient;
+mod grid_rotary;
 mod heads;
 mod kernels;
 mod layer_norm;
@@ -92,6 +93,7 @@ pub use experts::{Combine, Dispatch, ExpertGroups, Route};
 pub use flatten::Flatten;
 pub use gated_delta::GatedDelta;
 pub use gradient::{Backward, Saved};
+pub use grid_rotary::GridRotary;
 pub use heads::{MergeHeads, SplitHeads};
 pub use kernels::contiguous;
 pub use kernels::{Fused, Kernel, PreparedOp, disable, kernel, moments, on_host, sum, transposed_product};
@@ -255,7 +257,7 @@ ops! {
     Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
     Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedFakeQuantize, CacheQuantize,
     Add, Mul,
-    Embedding, Positions, PositionScale, Rotary, SplitHeads, MergeHeads, Attention,
+    Embedding, Positions, PositionScale, Rotary, GridRotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, ChunkBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, CumSum, AveragePool, ConvTranspose, Pad, Resize, Recurrent,

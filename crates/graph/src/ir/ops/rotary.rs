@@ -172,7 +172,7 @@ impl Rotary {
         let (_, _, sequence, width) = x.dims4()?;
         let turned = self.turned(width);
         let (cos, sin) = self.tables(turned, past..past + sequence, x.device())?;
-        self.with_rest(rotated(&x.narrow(3, 0, turned)?, &cos, &(sin * sign)?)?, x)
+        self.with_rest(rotate_halves(&x.narrow(3, 0, turned)?, &cos, &(sin * sign)?)?, x)
     }
 }
 
@@ -231,7 +231,9 @@ impl Incremental for Rotary {
     }
 }
 
-fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor) -> candle_core::Result<Tensor> {
+/// Rotates pairs of elements `(i, i + d/2)` of heads by angles with these cosines and sines, `[positions,
+/// d/2]`.
+pub(super) fn rotate_halves(x: &Tensor, cos: &Tensor, sin: &Tensor) -> candle_core::Result<Tensor> {
     let half = x.dim(3)? / 2;
     let (first, second) = (x.narrow(3, 0, half)?, x.narrow(3, half, half)?);
     let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::super::attention::{Extras, extras, with_batch_axis};
-use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
+use super::super::{Attention, Backward, GridRotary, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
 use crate::kernel::attention::{self, merge_heads, rotate_heads};
@@ -123,17 +123,37 @@ impl Rotary {
     /// Rotates by the angles of positions from `past` on; `None` if the kernel does not support the
     /// tensor.
     fn rotated_heads(&self, x: &Tensor, backwards: bool, past: usize) -> Result<Option<Tensor>> {
-        let (_, count, sequence, width) = x.dims4()?;
-        let (cos, sin) = self.tables(self.turned(width), past..past + sequence, x.device())?;
-        let sin = if backwards { sin.neg()? } else { sin };
-        let compute = || {
-            let ([host, cos, sin], angles) = ([Host::new(x)?, Host::new(&cos)?, Host::new(&sin)?], cos.elem_count());
-            let mut y = cleared(x.elem_count());
-            rotate_heads(heads(&host)?, [count, sequence, width], &cos.floats()?[..angles], &sin.floats()?[..angles], &mut y);
-            Some(y)
-        };
-        compute().map(|values| Tensor::from_vec(values, x.dims(), x.device())).transpose()
+        let (_, _, sequence, width) = x.dims4()?;
+        rotated_by(x, self.tables(self.turned(width), past..past + sequence, x.device())?, backwards)
     }
+}
+
+impl Kernel for GridRotary {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        rotated_by(&inputs[0], self.tables(inputs[0].dim(3)?, inputs[0].device())?, false)
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        if !backward.needs_gradient(0) {
+            return Ok(Some(vec![None]));
+        }
+        let tables = self.tables(backward.gradient.dim(3)?, backward.gradient.device())?;
+        Ok(rotated_by(backward.gradient, tables, true)?.map(|gradient| vec![Some(gradient)]))
+    }
+}
+
+/// Rotates the first elements of heads by angles with these cosines and sines; `None` if the kernel does
+/// not support the tensor.
+fn rotated_by(x: &Tensor, (cos, sin): (Tensor, Tensor), backwards: bool) -> Result<Option<Tensor>> {
+    let (_, count, sequence, width) = x.dims4()?;
+    let sin = if backwards { sin.neg()? } else { sin };
+    let compute = || {
+        let ([host, cos, sin], angles) = ([Host::new(x)?, Host::new(&cos)?, Host::new(&sin)?], cos.elem_count());
+        let mut y = cleared(x.elem_count());
+        rotate_heads(heads(&host)?, [count, sequence, width], &cos.floats()?[..angles], &sin.floats()?[..angles], &mut y);
+        Some(y)
+    };
+    compute().map(|values| Tensor::from_vec(values, x.dims(), x.device())).transpose()
 }
 
 fn merged(x: &Tensor) -> Result<Option<Tensor>> {

@@ -105,6 +105,7 @@ fn host_kernel(op: &Op) -> Option<Box<dyn Kernel>> {
         Op::Mul(op) => Box::new(*op),
         Op::Embedding(op) => Box::new(*op),
         Op::Rotary(op) => Box::new(op.clone()),
+        Op::GridRotary(op) => Box::new(*op),
         Op::SplitHeads(op) => Box::new(*op),
         Op::MergeHeads(op) => Box::new(*op),
         Op::Attention(op) => Box::new(*op),

@@ -1,0 +1,24 @@
+"""Vision towers of multimodal models in transformers, as models of images of one size: the classes have the names of
+those of transformers, which take patches and their grid."""
+
+import transformers
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+
+class Qwen2VisionTransformerPretrainedModel(qwen2_vl.Qwen2VisionTransformerPretrainedModel):
+    def forward(self, pixel_values):
+        config = self.config
+        patch = Qwen2VLImageProcessor.patchify
+        patches, rows, columns = patch(None, pixel_values, config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
+        grid = pixel_values.new_tensor([[1, rows, columns]] * len(pixel_values)).long()
+        features = super().forward(patches.flatten(0, 1), grid_thw=grid).pooler_output
+        return {"image_embeds": features.unflatten(0, (len(pixel_values), -1))}
+
+
+TOWERS = {kind.__name__: kind for kind in (Qwen2VisionTransformerPretrainedModel,)}
+
+
+def model_class(name):
+    """The class with this name, of a tower or of transformers."""
+    return TOWERS[name] if name in TOWERS else getattr(transformers, name)
