@@ -2,11 +2,12 @@
 those of transformers, which take patches and their grid."""
 
 import transformers
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 
-class Qwen2VisionTransformerPretrainedModel(qwen2_vl.Qwen2VisionTransformerPretrainedModel):
+class Images:
     def forward(self, pixel_values):
         config = self.config
         patch = Qwen2VLImageProcessor.patchify
@@ -16,7 +17,15 @@ class Qwen2VisionTransformerPretrainedModel(qwen2_vl.Qwen2VisionTransformerPretr
         return {"image_embeds": features.unflatten(0, (len(pixel_values), -1))}
 
 
-TOWERS = {kind.__name__: kind for kind in (Qwen2VisionTransformerPretrainedModel,)}
+class Qwen2VisionTransformerPretrainedModel(Images, qwen2_vl.Qwen2VisionTransformerPretrainedModel):
+    pass
+
+
+class Qwen2_5_VisionTransformerPretrainedModel(Images, qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel):
+    pass
+
+
+TOWERS = {kind.__name__: kind for kind in Images.__subclasses__()}
 
 
 def model_class(name):

@@ -128,6 +128,7 @@ MODELS = [
     ("siglip-text", "SiglipTextModel"),
     ("siglip-vision", "SiglipVisionModel"),
     ("qwen2-vl-vision", "Qwen2VisionTransformerPretrainedModel"),
+    ("qwen2_5-vl-vision", "Qwen2_5_VisionTransformerPretrainedModel"),
     ("convnext", "ConvNextModel"),
     ("convnext-image-classification", "ConvNextForImageClassification"),
     ("efficientnet", "EfficientNetModel"),
@@ -196,8 +197,6 @@ OTHER = {
 }
 # Keys that identify the model or the version.
 FIXED = ("model_type", "architectures", "id2label", "label2id", "transformers_version")
-# Keys that transformers does not read, because it takes the size of each image.
-UNREAD = {"qwen2-vl-vision": ("image_size",)}
 
 
 # Models whose weight names have a prefix in transformers 4 but not in transformers 5.
@@ -205,7 +204,7 @@ NEWER = {"clip-vision": "vision_model.", "siglip-text": "text_model.", "siglip-v
 # Models with features that transformers 4 does not support: attention types per layer; a head into whose
 # first layer it copies the embeddings; image positions, of which it has one too many; unscaled tied
 # embeddings; a scale of the attention scores; entire families; another clamp of experts; biases of attention.
-UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense", "mamba2", "nemotron-h", "nemotron-h-latent", "llama4-plain", "ministral3", "ministral3-window", "qwen2-vl-vision")
+UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense", "mamba2", "nemotron-h", "nemotron-h-latent", "llama4-plain", "ministral3", "ministral3-window", "qwen2-vl-vision", "qwen2_5-vl-vision")
 # Buffers that transformers 4 stores although they depend only on sizes.
 STORED_BY_4 = "relative_position_index"
 # Nested configurations: their keys follow a dot.
@@ -313,7 +312,7 @@ def walk():
             return outputs if gap > 1e-4 else None
 
         same, other, absent = {}, {}, {}
-        for key in sorted(key for key in keys if key.rpartition(".")[2] not in FIXED + UNREAD.get(name, ())):
+        for key in sorted(key for key in keys if key.rpartition(".")[2] not in FIXED):
             value = changed(key, given.get(key, keys[key]))
             untried = key.rpartition(".")[2] in UNTRIED
             outputs = None if untried else answer(put(config, key, value))

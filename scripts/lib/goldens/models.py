@@ -284,7 +284,7 @@ def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}
 
     plain = json.loads((folder / "config.json").read_text())
     # Published files of Ministral 3 are newer, and older ones of vision towers have another `model_type`.
-    if "rope_parameters" in plain and config.model_type not in ("ministral3", "qwen2_vl_vision"):
+    if "rope_parameters" in plain and config.model_type not in ("ministral3", "qwen2_vl_vision", "qwen2_5_vl_vision"):
         write_json(folder / "config-4.json", old_spelling(plain))
         older = load(folder, config=type(config).from_json_file(folder / "config-4.json"))
         check(distance(run(older, inputs), run(model, inputs), inputs) == 0, f"{name}: config-4.json differs")
@@ -1637,14 +1637,21 @@ def siglip():
     pretrained("siglip-vision", transformers.SiglipVisionModel, config, images("siglip-vision", 12, 12), overlook=overlook, unused=KEYS)
 
 
-def qwen2_vl():
-    name = "qwen2-vl-vision"
-    kind = towers.Qwen2VisionTransformerPretrainedModel
-    # transformers does not read the size of images.
-    shape = {"image_size": [8, 12], "patch_size": 2, "embed_dim": 16, "hidden_size": 20, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
-    config = kind.config_class(**shape, rope_parameters={"rope_theta": 100.0})
-    overlook = {"the variant of GELU": {"hidden_act": "gelu"}, "the base": {"rope_parameters": {"rope_theta": 1e4}}}
-    pretrained(name, kind, config, images(name, 8, 12), overlook=overlook)
+def qwen_vl():
+    def add(name, kind, **fields):
+        # transformers does not read the size of images.
+        shape = {"patch_size": 2, "depth": 2, "num_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
+        config = kind.config_class(**shape, **fields)
+        overlook = {"the activation": {"hidden_act": "gelu"}, "the base": {"rope_parameters": {"rope_theta": 1e4}}}
+        if "window_size" in fields:
+            overlook |= {"windows": {"fullatt_block_indexes": [0, 1]}, "layers without windows": {"fullatt_block_indexes": []}}
+        pretrained(name, kind, config, images(name, *config.image_size), overlook=overlook)
+
+    shape = {"image_size": [8, 12], "embed_dim": 16, "hidden_size": 20, "mlp_ratio": 2}
+    add("qwen2-vl-vision", towers.Qwen2VisionTransformerPretrainedModel, **shape)
+    shape = {"image_size": [16, 24], "hidden_size": 16, "out_hidden_size": 20, "intermediate_size": 28}
+    windows = {"window_size": 8, "fullatt_block_indexes": [1]}
+    add("qwen2_5-vl-vision", towers.Qwen2_5_VisionTransformerPretrainedModel, **shape, **windows)
 
 
 def convnext():
@@ -1820,7 +1827,7 @@ for family in (
     dinov2,
     clip,
     siglip,
-    qwen2_vl,
+    qwen_vl,
     convnext,
     efficientnet,
     resnet,

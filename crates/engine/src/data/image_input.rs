@@ -70,6 +70,14 @@ impl ImageInput {
         Err(Error::malformed(path, reason))
     }
 
+    /// Height and width, if both are fixed.
+    pub fn size(&self) -> Option<(usize, usize)> {
+        match (self.port.shape.as_slice(), self.layout) {
+            ([_, _, height, width], ImageLayout::Nchw) | ([_, height, width, _], ImageLayout::Nhwc) => Some(((*height)?, (*width)?)),
+            _ => None,
+        }
+    }
+
     /// The shape of a batch for the input.
     fn shape(&self, count: usize, height: usize, width: usize) -> Vec<usize> {
         match (self.port.shape.len(), self.layout) {

@@ -25,6 +25,9 @@ const MAX_PIXELS: usize = 1 << 26;
 /// ConvNeXt's processor crops images after resizing if the size is below this.
 const CONVNEXT_NO_CROP: usize = 384;
 
+/// Keys of the sizes and patches of Qwen-VL, whose graph divides images into patches.
+const ADAPTIVE_KEYS: [&str; 5] = ["max_pixels", "merge_size", "min_pixels", "patch_size", "temporal_patch_size"];
+
 /// Keys that do not affect the result. Values of disabled steps are ignored.
 const KEYS: Keys = Keys {
     harmless: &[
@@ -59,7 +62,7 @@ const KEYS: Keys = Keys {
 /// Unrecognized keys of a folder's image processor.
 pub(super) fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     let path = auxiliary_path(folder, FILE);
-    let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path)?;
+    let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path, None)?;
     Ok(unknown.into_iter().map(|key| format!("{FILE}: {key}")).collect())
 }
 
@@ -84,7 +87,7 @@ impl Pixels {
     pub fn open(options: &Data, target: &Target, input: &ImageInput) -> Result<Pixels> {
         let path = auxiliary_path(target.folder, FILE);
         let mut pixels = if path.is_file() {
-            Pixels::parse(Config::open(&path)?.values(), &path)?.0
+            Pixels::parse(Config::open(&path)?.values(), &path, input.size())?.0
         } else if let Some(pixels) = Pixels::torchvision(target.config).filter(|_| input.channels == 3 && input.port.element == Element::Float) {
             pixels
         } else {
@@ -161,8 +164,9 @@ impl Pixels {
         Ok(pixels)
     }
 
-    /// Parses a preprocessor configuration. Also returns its unrecognized keys.
-    fn parse(values: &Map<String, Value>, path: &Path) -> Result<(Pixels, Vec<String>)> {
+    /// Parses a preprocessor configuration, for an input of this fixed height and width. Also returns its
+    /// unrecognized keys.
+    fn parse(values: &Map<String, Value>, path: &Path, input: Option<(usize, usize)>) -> Result<(Pixels, Vec<String>)> {
         let read = ReadKeys::default();
         let values = Settings::new(values).recording(&read);
         let wrong = |key: &str| Error::malformed(path, format!("`{key}` is not supported: {}", values.get(key).unwrap_or(&Value::Null)));
@@ -186,18 +190,28 @@ impl Pixels {
             },
         };
         let given = |key: &str| values.get(key).filter(|value| !value.is_null());
+        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(key)).and_then(Value::as_str).unwrap_or("");
+        // Qwen-VL computes a size from each image; here, all images have that of the input.
+        let is_adaptive = kind.starts_with("Qwen2VL");
+        if let Some(key) = ADAPTIVE_KEYS.iter().find(|key| is_adaptive && !values.get(key).is_none_or(Value::is_u64)) {
+            return Err(wrong(key));
+        }
         let filter = match given("resample").map(Value::as_u64) {
             Some(Some(0)) => ResizeAlg::Nearest,
             Some(Some(1)) => ResizeAlg::Convolution(FilterType::Lanczos3),
+            None if is_adaptive => ResizeAlg::Convolution(FilterType::CatmullRom),
             None | Some(Some(2)) => ResizeAlg::Convolution(FilterType::Bilinear),
             Some(Some(3)) => ResizeAlg::Convolution(FilterType::CatmullRom),
             Some(Some(4)) => ResizeAlg::Convolution(FilterType::Box),
             Some(Some(5)) => ResizeAlg::Convolution(FilterType::Hamming),
             Some(_) => return Err(wrong("resample")),
         };
-        let mut size = if on("do_resize") == Some(false) { None } else { square("size")? };
+        let mut size = match on("do_resize") {
+            Some(false) => None,
+            _ if is_adaptive => input.map(|(height, width)| Size::Exactly(height, width)),
+            _ => square("size")?,
+        };
         let mut crop = if on("do_center_crop") == Some(true) { square("crop_size")?.or(size) } else { None };
-        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(key)).and_then(Value::as_str).unwrap_or("");
         if let (true, Some(Size::Shorter(edge))) = (kind.starts_with("ConvNext"), size) {
             let fraction = values.get("crop_pct").and_then(Value::as_f64).unwrap_or(224.0 / 256.0);
             if !fraction.is_normal() || fraction < 0.0 {
@@ -370,7 +384,15 @@ mod tests {
 
     fn pixels(json: &str) -> Result<Pixels> {
         let values: Map<String, Value> = serde_json::from_str(json).unwrap();
-        Pixels::parse(&values, Path::new(FILE)).map(|(pixels, _)| pixels)
+        Pixels::parse(&values, Path::new(FILE), Some((28, 56))).map(|(pixels, _)| pixels)
+    }
+
+    #[test]
+    fn images_of_qwen_vl_have_the_size_of_the_input() {
+        let json =
+            r#"{"image_processor_type":"Qwen2VLImageProcessorFast","size":{"shortest_edge":3136,"longest_edge":9000},"min_pixels":null,"patch_size":14}"#;
+        assert_eq!(pixels(json).unwrap().size, Some((Size::Exactly(28, 56), ResizeAlg::Convolution(FilterType::CatmullRom))));
+        assert_eq!(pixels(&json.replace("Qwen2VLImageProcessorFast", "ViTImageProcessor")).unwrap().size.map(|(size, _)| size), Some(Size::Shorter(3136)));
     }
 
     #[test]

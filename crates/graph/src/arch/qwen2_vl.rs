@@ -1,22 +1,29 @@
-//! The vision tower of Qwen2-VL: a vision transformer with rotary position embeddings of rows and columns,
-//! whose neighboring patches are merged for the language model (Wang et al., 2024).
+//! Vision towers of Qwen2-VL and Qwen2.5-VL: vision transformers with rotary position embeddings of rows and
+//! columns, whose neighboring patches are merged for the language model (Wang et al., 2024; Bai et al., 2025).
 //!
 //! Images have the fixed size `image_size`, which transformers does not read: it computes the grid of patches
 //! from each image. Patches are in the order of transformers, in which those to be merged are adjacent.
 
 use super::{Family, Keys, VISION_TRANSFORMER};
 
+const NEUTRAL: &[(&str, &str)] = &[("head_dim", "null"), ("is_causal", "null"), ("num_attention_heads", "null"), ("num_hidden_layers", "null")];
+
 pub(super) const QWEN2_VL_VISION: Family = Family {
     model_type: "qwen2_vl_vision",
-    graph: graph!(running::build),
-    keys: Keys {
-        // Keys of published files that transformers does not read.
-        harmless: &["in_chans", "spatial_patch_size"],
-        neutral: &[("head_dim", "null"), ("num_attention_heads", "null"), ("num_hidden_layers", "null")],
-    },
+    graph: graph!(running::build_2),
+    // The harmless keys are those of published files that transformers does not read.
+    keys: Keys { harmless: &["in_chans", "spatial_patch_size"], neutral: NEUTRAL },
     fused: &[],
     embeddings: &["patch_embed"],
     ..VISION_TRANSFORMER
+};
+
+pub(super) const QWEN2_5_VL_VISION: Family = Family {
+    model_type: "qwen2_5_vl_vision",
+    graph: graph!(running::build_2_5),
+    keys: Keys { harmless: &["in_chans", "spatial_patch_size", "tokens_per_second"], neutral: NEUTRAL },
+    fused: &[&["gate_proj", "up_proj"]],
+    ..QWEN2_VL_VISION
 };
 
 #[cfg(feature = "run")]
@@ -25,10 +32,10 @@ mod running {
 
     use crate::arch::running::Settings;
     use crate::arch::running::block::{Block, Names, NormPosition};
-    use crate::arch::running::parts::{attend_heads, image_input, layer_norm, linear_with, slices, split_heads};
+    use crate::arch::running::parts::{activate, image_input, layer_norm, linear_with, rms_norm, slices, split_heads};
     use crate::arch::running::rope::parameters;
     use crate::error::{Error, Result};
-    use crate::ir::ops::{Attention, Concat, Conv, Gelu, GridRotary, Reshape, TargetSize, Transpose};
+    use crate::ir::ops::{Add, Attention, Concat, Conv, Gelu, GridRotary, MergeHeads, Mul, Reshape, RmsNorm, TargetSize, Transpose};
     use crate::ir::{Builder, Dim, ValueId};
 
     const NAMES: Names = Names {
@@ -47,9 +54,8 @@ mod running {
     const MAX_FRAMES: usize = 64;
     /// The batch size.
     const BATCH: TargetSize = TargetSize::Copy(0);
-    const SIZES: [(&str, usize); 3] = [("embed_dim", 1280), ("num_heads", 16), ("depth", 32)];
 
-    /// The patches of an image.
+    /// The patches of an image, and attention over them.
     #[derive(Clone, Copy)]
     struct Patches {
         /// Side length of a patch in pixels.
@@ -60,18 +66,21 @@ mod running {
         grid: [usize; 2],
         /// Side length of the square of patches that are merged.
         merge: usize,
+        /// Width of a head.
+        head_dim: usize,
+        rotary: GridRotary,
     }
 
-    pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-        let s = &s.with_sizes(&SIZES);
+    pub fn build_2(s: &Settings, b: &mut Builder) -> Result<()> {
+        let s = &s.with_sizes(&[("embed_dim", 1280), ("num_heads", 16), ("depth", 32)]);
         let width = s.size("embed_dim")?;
-        let (patches, pixels) = Patches::new(s, b)?;
+        let (patches, pixels) = Patches::new(s, b, "embed_dim")?;
         let mut x = patches.embed(b, pixels, width)?;
         let block = Block {
             names: &NAMES,
             norms: NormPosition::Before,
             epsilon: EPSILON,
-            head_dim: s.head_dim("embed_dim", "num_heads")?,
+            head_dim: patches.head_dim,
             attention: Attention::default(),
             extras: &[],
             qkv_bias: Some(true),
@@ -79,14 +88,34 @@ mod running {
             neurons: (width as f64 * s.number_or("mlp_ratio", 4.0)?) as usize,
             activation: Some(s.text_or("hidden_act", "quick_gelu")?),
         };
-        let rotary = GridRotary { theta: theta(s)?, grid: patches.grid, block: patches.merge };
         for index in 0..s.size("depth")? {
             let name = format!("blocks.{index}");
-            x = block.with_attention(b, (&name, &name), x, |b, x| attend(b, &block, &name, rotary, x))?;
+            x = block.with_attention(b, (&name, &name), x, |b, x| patches.attend(b, &name, None, x))?;
         }
-        let merged = patches.merged(b, x, s.size_or("hidden_size", 3584)?)?;
-        b.output("image_embeds", merged);
-        Ok(())
+        let x = layer_norm(b, "merger.ln_q", "merger.ln_q", x, EPSILON)?;
+        patches.merged(b, x, s.size_or("hidden_size", 3584)?)
+    }
+
+    pub fn build_2_5(s: &Settings, b: &mut Builder) -> Result<()> {
+        let s = &s.with_sizes(&[("hidden_size", 3584), ("num_heads", 16), ("depth", 32), ("intermediate_size", 3420)]);
+        let (patches, pixels) = Patches::new(s, b, "hidden_size")?;
+        let mut x = patches.embed(b, pixels, s.size("hidden_size")?)?;
+        let whole = if s.get("fullatt_block_indexes").is_some() { s.numbers("fullatt_block_indexes")? } else { vec![7.0, 15.0, 23.0, 31.0] };
+        let window = s.size_or("window_size", 112)?;
+        for index in 0..s.size("depth")? {
+            let window = if whole.contains(&(index as f64)) { None } else { Some(patches.window(window)?) };
+            x = patches.gated_layer(s, b, &format!("blocks.{index}"), window, x)?;
+        }
+        let x = norm(b, "merger.ln_q", x)?;
+        patches.merged(b, x, s.size_or("out_hidden_size", 3584)?)
+    }
+
+    fn norm(b: &mut Builder, name: &str, x: ValueId) -> Result<ValueId> {
+        rms_norm(b, name, name, x, RmsNorm { epsilon: EPSILON, ..RmsNorm::default() })
+    }
+
+    fn linear(b: &mut Builder, name: &str, x: ValueId, out: usize) -> Result<ValueId> {
+        linear_with(b, name, name, x, out, true)
     }
 
     /// Base of the rotary frequencies.
@@ -94,20 +123,9 @@ mod running {
         let parameters = parameters(s)?;
         let kind = parameters.map_or(Ok("axial"), |p| p.text_or("rope_type", p.text_or("type", "axial")?))?;
         if !["axial", "default"].contains(&kind) {
-            return Err(Error::Unsupported { what: format!("rope type `{kind}` in a vision tower of Qwen2-VL"), hint: "supported: axial".into() });
+            return Err(Error::Unsupported { what: format!("rope type `{kind}` in a vision tower of Qwen-VL"), hint: "supported: axial".into() });
         }
         parameters.filter(|p| p.get("rope_theta").is_some()).unwrap_or(*s).number_or("rope_theta", 10_000.0)
-    }
-
-    fn attend(b: &mut Builder, block: &Block, layer: &str, rotary: GridRotary, x: ValueId) -> Result<ValueId> {
-        let (width, node) = (b.width(x)?, format!("{layer}.attn"));
-        let all = linear_with(b, &format!("{node}.qkv"), &format!("{node}.qkv"), x, width.saturating_mul(3), true)?;
-        let qkv = slices(b, ["query", "key", "value"].map(|part| format!("{node}.{part}")), all, [width; 3])?;
-        let [q, k, v] = split_heads(b, &node, qkv, block.head_dim)?;
-        let q = b.node(&format!("{node}.query_rotary"), rotary, &[q])?;
-        let k = b.node(&format!("{node}.key_rotary"), rotary, &[k])?;
-        let context = attend_heads(b, &node, [q, k, v], block.head_dim, block.attention, block.extras)?;
-        block.out(b, (layer, layer), context)
     }
 
     /// Height and width of images.
@@ -122,7 +140,7 @@ mod running {
 
     impl Patches {
         /// The patches of images, and the input of images.
-        fn new(s: &Settings, b: &mut Builder) -> Result<(Patches, ValueId)> {
+        fn new(s: &Settings, b: &mut Builder, width: &str) -> Result<(Patches, ValueId)> {
             let (side, merge) = (s.size_or("patch_size", 14)?, s.size_or("spatial_merge_size", 2)?);
             let frames = s.size_or("temporal_patch_size", 2)?;
             if frames > MAX_FRAMES {
@@ -134,9 +152,10 @@ mod running {
                 return Err(Error::graph("config.json", reason));
             }
             let grid = size.map(|pixels| pixels.checked_div(side).unwrap_or(0));
-            let [height, width] = size.map(Dim::Fixed);
-            let pixels = image_input(b, s.size_or("in_channels", 3)?, height, width)?;
-            Ok((Patches { side, frames, grid, merge }, pixels))
+            let [rows, columns] = size.map(Dim::Fixed);
+            let pixels = image_input(b, s.size_or("in_channels", 3)?, rows, columns)?;
+            let rotary = GridRotary { theta: theta(s)?, grid, block: merge };
+            Ok((Patches { side, frames, grid, merge, head_dim: s.head_dim(width, "num_heads")?, rotary }, pixels))
         }
 
         /// Rows and columns of merged patches.
@@ -169,18 +188,84 @@ mod running {
             rows.saturating_mul(columns)
         }
 
-        /// Features of merged patches for the language model, `[batch, merged patches, out]`.
-        fn merged(&self, b: &mut Builder, x: ValueId, out: usize) -> Result<ValueId> {
-            const NODE: &str = "merger";
-            let x = layer_norm(b, &format!("{NODE}.ln_q"), &format!("{NODE}.ln_q"), x, EPSILON)?;
+        /// Rows and columns of windows, and the side length of a window, in merged patches.
+        fn window(&self, size: usize) -> Result<([usize; 2], usize)> {
+            let unit = self.side.saturating_mul(self.merge);
+            let window = size.checked_div(unit).filter(|window| *window > 0);
+            let window = window.ok_or_else(|| Error::graph("config.json", format!("`window_size` {size} is smaller than {unit} pixels of merged patches")))?;
+            let grid = self.merged_grid();
+            if grid.iter().any(|patches| !patches.is_multiple_of(window)) {
+                let reason =
+                    format!("`image_size` is not a multiple of {} pixels, the side of a window: use another `image_size`", window.saturating_mul(unit));
+                return Err(Error::graph("config.json", reason));
+            }
+            Ok((grid.map(|patches| patches.checked_div(window).unwrap_or(0)), window))
+        }
+
+        /// Attention of all patches, or within windows.
+        fn attend(&self, b: &mut Builder, layer: &str, windows: Option<([usize; 2], usize)>, x: ValueId) -> Result<ValueId> {
+            let (width, node) = (b.width(x)?, format!("{layer}.attn"));
+            let all = linear(b, &format!("{node}.qkv"), x, width.saturating_mul(3))?;
+            let qkv = slices(b, ["query", "key", "value"].map(|part| format!("{node}.{part}")), all, [width; 3])?;
+            let mut heads = split_heads(b, &node, qkv, self.head_dim)?;
+            for (part, value) in ["query", "key", "value"].into_iter().zip(&mut heads) {
+                if part != "value" {
+                    *value = b.node(&format!("{node}.{part}_rotary"), self.rotary, &[*value])?;
+                }
+                if let Some(windows) = windows {
+                    *value = self.swapped(b, &format!("{node}.{part}_windows"), windows, false, *value)?;
+                }
+            }
+            let attention = Attention { scale: 1.0 / (self.head_dim as f64).sqrt(), ..Attention::default() };
+            let mut context = b.node(&format!("{node}.context_heads"), attention, &heads)?;
+            if let Some(windows) = windows {
+                context = self.swapped(b, &format!("{node}.context_windows"), windows, true, context)?;
+            }
+            let context = b.node(&format!("{node}.context"), MergeHeads {}, &[context])?;
+            linear(b, &format!("{node}.proj"), context, width)
+        }
+
+        /// Heads `[batch, heads, patches, d]` to `[batch, heads · windows, patches of a window, d]`, or back.
+        fn swapped(&self, b: &mut Builder, node: &str, ([rows, columns], side): ([usize; 2], usize), back: bool, x: ValueId) -> Result<ValueId> {
+            // The patches in a row of merged patches of a window are adjacent.
+            let run = side.saturating_mul(self.merge).saturating_mul(self.merge);
+            let [rows, columns, high, wide] = [rows, columns, side, run].map(TargetSize::Number);
+            let (middle, heads) = if back { ([rows, columns, high, wide], TargetSize::Rest) } else { ([rows, high, columns, wide], TargetSize::Copy(1)) };
+            let shape = [BATCH, heads].into_iter().chain(middle).chain([TargetSize::Copy(3)]).collect();
+            let x = b.node(&format!("{node}.split"), Reshape { shape }, &[x])?;
+            let x = b.node(&format!("{node}.turned"), Transpose { perm: vec![0, 1, 2, 4, 3, 5, 6] }, &[x])?;
+            let inside = TargetSize::Number(side.saturating_mul(run));
+            let [heads, patches] = if back { [TargetSize::Copy(1), TargetSize::Number(self.count())] } else { [TargetSize::Rest, inside] };
+            b.node(node, Reshape { shape: vec![BATCH, heads, patches, TargetSize::Copy(6)] }, &[x])
+        }
+
+        /// A layer with RMS normalization and a gated network.
+        fn gated_layer(&self, s: &Settings, b: &mut Builder, layer: &str, windows: Option<([usize; 2], usize)>, x: ValueId) -> Result<ValueId> {
+            let (width, neurons, node) = (b.width(x)?, s.size("intermediate_size")?, |part: &str| format!("{layer}.{part}"));
+            let normed = norm(b, &node("norm1"), x)?;
+            let attended = self.attend(b, layer, windows, normed)?;
+            let x = b.node(&node("attended"), Add {}, &[attended, x])?;
+            let normed = norm(b, &node("norm2"), x)?;
+            let gate = linear(b, &node("mlp.gate_proj"), normed, neurons)?;
+            let gate = activate(b, &node("mlp.act"), s.text_or("hidden_act", "silu")?, gate)?;
+            let up = linear(b, &node("mlp.up_proj"), normed, neurons)?;
+            let active = b.node(&node("mlp.gated"), Mul {}, &[gate, up])?;
+            let out = linear(b, &node("mlp.down_proj"), active, width)?;
+            b.node(layer, Add {}, &[out, x])
+        }
+
+        /// Adds the output: features of merged patches for the language model, `[batch, merged patches, out]`.
+        fn merged(&self, b: &mut Builder, x: ValueId, out: usize) -> Result<()> {
             let [rows, columns] = self.merged_grid();
             let (squares, patches) = (TargetSize::Number(rows.saturating_mul(columns)), TargetSize::Number(self.merge.saturating_mul(self.merge)));
-            let x = b.node(&format!("{NODE}.squares"), Reshape { shape: vec![BATCH, squares, patches, TargetSize::Copy(2)] }, &[x])?;
-            let x = b.node(&format!("{NODE}.adjacent"), Reshape { shape: vec![BATCH, TargetSize::Copy(1), TargetSize::Rest] }, &[x])?;
+            let x = b.node("merger.squares", Reshape { shape: vec![BATCH, squares, patches, TargetSize::Copy(2)] }, &[x])?;
+            let x = b.node("merger.adjacent", Reshape { shape: vec![BATCH, TargetSize::Copy(1), TargetSize::Rest] }, &[x])?;
             let width = b.width(x)?;
-            let x = linear_with(b, &format!("{NODE}.mlp.0"), &format!("{NODE}.mlp.0"), x, width, true)?;
-            let x = b.node(&format!("{NODE}.mlp.1"), Gelu { tanh: false }, &[x])?;
-            linear_with(b, &format!("{NODE}.mlp.2"), &format!("{NODE}.mlp.2"), x, out, true)
+            let x = linear(b, "merger.mlp.0", x, width)?;
+            let x = b.node("merger.mlp.1", Gelu { tanh: false }, &[x])?;
+            let x = linear(b, "merger.mlp.2", x, out)?;
+            b.output("image_embeds", x);
+            Ok(())
         }
     }
 }
