@@ -78,6 +78,7 @@ mod structured;
 mod tape;
 mod teacher_files;
 mod tidy;
+mod towers;
 mod train;
 mod train_encoder_decoder;
 mod train_extension;

@@ -1,0 +1,102 @@
+//! Vision towers of multimodal models: sizes of images, windows, and passes that run them on pictures.
+#![cfg(feature = "run")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use compress::Model;
+use compress::pass::{Method, Quantize, Scheme};
+use compress_engine::data::Data;
+use compress_engine::exec::{Executor, Parameters, Residence};
+use compress_engine::model::Config;
+use serde_json::{Value, json};
+
+use crate::common::{pipeline, read, work};
+use crate::evaluation::{batches, model};
+
+const QWEN2: &str = "qwen2-vl-vision";
+const QWEN2_5: &str = "qwen2_5-vl-vision";
+
+/// A golden model with other values in `config.json`.
+fn changed(name: &str, values: &Value) -> Model {
+    let mut model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)).unwrap();
+    let mut config = model.config.values().clone();
+    config.extend(values.as_object().unwrap().clone());
+    model.config = Config::from_values(config);
+    model
+}
+
+#[test]
+fn images_have_the_size_in_the_configuration() {
+    let graph = |size: Value| changed(QWEN2, &json!({ "image_size": size })).graph().unwrap().to_string();
+    assert_eq!(graph(json!(12)), graph(json!([12, 12])));
+    assert_ne!(graph(json!([8, 12])), graph(json!([12, 8])));
+    let default = graph(Value::Null);
+    assert!(default.contains("float[batch, 3, 224, 224]") && default.contains("image_embeds"), "{}", default.lines().next().unwrap());
+    for (name, values, reason) in [
+        (QWEN2, json!({ "image_size": [8, 10] }), "`image_size` 10 is not a multiple of 4, which is `patch_size` times `spatial_merge_size`"),
+        (QWEN2, json!({ "image_size": [8, 12, 12] }), "`image_size` has 3 numbers, expected a height and a width"),
+        (QWEN2, json!({ "image_size": 0 }), "`image_size` is 0"),
+        (QWEN2, json!({ "temporal_patch_size": 65 }), "`temporal_patch_size` is 65, expected at most 64"),
+        (QWEN2, json!({ "rope_parameters": { "rope_type": "yarn" } }), "rope type `yarn`"),
+        (QWEN2, json!({ "head_dim": 4 }), "`head_dim`"),
+        (QWEN2_5, json!({ "image_size": [16, 20] }), "`image_size` is not a multiple of 8 pixels, the side of a window"),
+        (QWEN2_5, json!({ "window_size": 3 }), "`window_size` 3 is smaller than 4 pixels of merged patches"),
+    ] {
+        let error = changed(name, &values).graph().err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains(reason), "{values}: {error}");
+    }
+}
+
+/// The features of merged patches by a tower of Qwen2.5-VL with windows of 8 x 8 pixels, for a square image.
+fn features(side: usize, full: &[usize], pixels: &dyn Fn(usize, usize) -> f32) -> Vec<Vec<f32>> {
+    let model = changed(QWEN2_5, &json!({ "image_size": side, "window_size": 8, "fullatt_block_indexes": full }));
+    let graph = model.graph().unwrap();
+    let parameters = work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
+    let pixels = (0..3 * side * side).map(|i| pixels(i / side % side, i % side) * (i % 7) as f32).collect();
+    let pixels = Tensor::from_vec(pixels, (1, 3, side, side), &Device::Cpu).unwrap();
+    let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&BTreeMap::from([("pixel_values".to_owned(), pixels)])).unwrap();
+    outputs["image_embeds"].get(0).unwrap().to_vec2().unwrap()
+}
+
+#[test]
+fn patches_attend_only_to_their_window() {
+    let plain = |row: usize, column: usize| ((row * 5 + column * 3) % 11) as f32 / 11.0;
+    // Four windows of four merged patches each.
+    let of_window = |token: usize| token / 4 >= 2 && token % 4 < 2;
+    let other = |row: usize, column: usize| if row >= 8 && column < 8 { -0.3 } else { plain(row, column) };
+    for (full, depends) in [(&[][..], &of_window as &dyn Fn(usize) -> bool), (&[1], &|_| true)] {
+        let (before, after) = (features(16, full, &plain), features(16, full, &other));
+        assert_eq!(before.len(), 16);
+        for (token, (before, after)) in before.iter().zip(&after).enumerate() {
+            assert_eq!(before != after, depends(token), "token {token} with full attention in {full:?}");
+        }
+    }
+    // A window that covers the image.
+    assert_eq!(features(8, &[], &plain), features(8, &[0, 1], &plain));
+}
+
+/// Pictures of other sizes are resized to that of the input, and calibrate a pass.
+#[test]
+fn a_tower_is_calibrated_with_pictures() {
+    for name in [QWEN2, QWEN2_5] {
+        let folder = model(name, &[]);
+        let processor = json!({ "image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.5], "image_std": [0.5], "min_pixels": 16, "max_pixels": 900, "merge_size": 2 });
+        fs::write(folder.path().join("preprocessor_config.json"), processor.to_string()).unwrap();
+        let images = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/images");
+        let data = Data { images: Some(images), batch_size: Some(4), ..Data::default() };
+        let size: Vec<usize> = serde_json::from_value(Model::open(folder.path()).unwrap().config.get("image_size").unwrap().clone()).unwrap();
+        let found = batches(folder.path(), &data).unwrap();
+        assert_eq!(found[0].inputs["pixel_values"].dims(), [4, 3, size[0], size[1]]);
+        let pass = Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, ..Quantize::default() };
+        let output = folder.path().join("out");
+        let run = pipeline().calibration(data).pass(pass).build().unwrap();
+        run.run(Model::open(folder.path()).unwrap(), &output).unwrap();
+        let names: Vec<String> = read(&output.join("model.safetensors")).into_keys().filter(|tensor| tensor.ends_with("weight_packed")).collect();
+        let layers = if name == QWEN2 { 4 } else { 5 };
+        assert_eq!(names.len(), 2 * layers + 2, "{names:?}");
+        assert!(names.contains(&"blocks.0.attn.qkv.weight_packed".to_owned()) && names.contains(&"merger.mlp.2.weight_packed".to_owned()));
+    }
+}
