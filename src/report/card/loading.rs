@@ -81,11 +81,18 @@ fn inside(file: &str) -> String {
     format!("{PATH}/{}", file.escape_default())
 }
 
+/// Classes that `AutoModel` of transformers 5.23 does not load, with their modules.
+const NOT_AUTOMATIC: [(&str, &str); 1] = [("Qwen2VisionTransformerPretrainedModel", "qwen2_vl.modeling_qwen2_vl")];
+
 fn in_python(card: &Card, has_tokenizer: bool) -> String {
     if card.is_sentence_encoder() {
         return format!("from sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(\"{PATH}\")");
     }
-    let class = card.architecture().as_deref().and_then(Task::of_class).map_or("AutoModel", |task| task.auto_class);
+    let architecture = card.architecture().unwrap_or_default();
+    if let Some((class, module)) = NOT_AUTOMATIC.iter().find(|(class, _)| *class == architecture) {
+        return format!("from transformers.models.{module} import {class}\n\nmodel = {class}.from_pretrained(\"{PATH}\")");
+    }
+    let class = Task::of_class(&architecture).map_or("AutoModel", |task| task.auto_class);
     let preprocessor = match () {
         () if has_tokenizer => Some(("AutoTokenizer", "tokenizer")),
         () if card.files.contains("preprocessor_config.json") => Some(("AutoProcessor", "processor")),
