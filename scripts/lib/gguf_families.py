@@ -13,6 +13,15 @@ LITE = {"num_hidden_layers": 26, "first_k_dense_replace": 25, "hidden_size": 8, 
 LITE |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_scaling": SCALING}
 # llama.cpp has no biases of attention here, and the converter writes `intermediate_size` for the dense networks.
 ATTENTION = {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "attention_bias": False, "num_experts_per_tok": 0, "intermediate_size": 20}
+LATENT = {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_scaling": SCALING}
+# A key that the converter must not find.
+ABSENT = object()
+# Keys that only the converter reads.
+CONVERTER_KEYS = ("mamba_d_head",)
+# The converter knows dense networks only by letters, and takes models for those with experts if this key is present.
+# llama.cpp has either dense networks or experts.
+NEMOTRON = {"mamba_d_head": 6, "layers_block_type": None, "max_position_embeddings": 1 << 20}
+DENSE = dict.fromkeys(["n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"], ABSENT)
 FAMILIES = [
     ("llama", "llama", {}),
     ("llama-biases", "llama", {}),
@@ -54,18 +63,22 @@ FAMILIES = [
     ("phi3-tied-partial", None, {"eos_token_id": 2}),
     # llama.cpp has constants for chunks and scales of queries.
     ("llama4-plain", None, LLAMA4),
-    # llama.cpp selects groups of experts by other scores.
-    ("deepseek-v2", None, {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_scaling": SCALING, "topk_method": "greedy", "n_group": None, "topk_group": None}),
+    ("deepseek-v2", None, {**LATENT, "topk_method": "greedy", "n_group": None, "topk_group": None}),
+    ("deepseek-v2-groups", None, LATENT),
     ("deepseek-v2-lite", None, LITE),
-    ("deepseek-v3", "deepseek2", {"attention_bias": False, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6, "rope_scaling": SCALING}),
+    ("deepseek-v3", "deepseek2", {**LATENT, "num_nextn_predict_layers": 0}),
     # The number of neurons is that of the weights.
     ("qwen3-next", None, {"mlp_only_layers": [], "linear_key_head_dim": 5}),
     ("qwen3_5", None, {"attention_bias": False, "linear_key_head_dim": 5}),
     ("qwen3_5-moe", None, {"linear_key_head_dim": 5}),
     ("granite-moe", None, {}),
+    ("granite-moe-shared", None, {"attention_bias": False}),
     # The converter writes another length of the context for models without positions.
     ("granite-hybrid", None, {"max_position_embeddings": 1 << 20}),
     ("granite-hybrid-dense", None, ATTENTION),
+    ("nemotron-h", None, {**NEMOTRON, **DENSE, "num_hidden_layers": 5, "hybrid_override_pattern": "M-*M-"}),
+    ("nemotron-h-moe", None, {**NEMOTRON, "num_hidden_layers": 4, "hybrid_override_pattern": "ME*E"}),
+    ("nemotron-h-latent", None, {**NEMOTRON, "num_hidden_layers": 3, "hybrid_override_pattern": "ME*", "use_bias": False, "mlp_bias": False, "time_step_min": 0.001}),
     ("lfm2", "lfm2", {"intermediate_size": 28, "block_auto_adjust_ff_dim": False}),
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
 ]
@@ -78,6 +91,10 @@ def narrowed(name, tensor):
     if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias")):
         return tensor.reshape(-1, 8, *tensor.shape[1:])[:, :4].reshape(-1, *tensor.shape[1:])
     return tensor
+
+
+def without_linear_biases(name, tensor):
+    return None if name.endswith(("_proj.bias", "experts.bias")) else tensor
 
 
 def without_biases(name, tensor):
@@ -113,17 +130,19 @@ def narrow(name, tensor):
 
 # The layers of the checkpoint with which layers of larger models begin.
 LAYERS = {"granite-hybrid-dense": [1, 1], "smollm3": [0, 1, 0, 1], "llama4-plain": [0, 1, 0, 1], "deepseek-v2-lite": [0] * 25 + [1]}
+LAYERS |= {"nemotron-h": [0, 1, 2, 0, 1], "nemotron-h-moe": [0, 3, 2, 3], "nemotron-h-latent": [0, 3, 2]}
+# Models of tests/golden/models with other names.
+SOURCES = {"deepseek-v2-groups": "deepseek-v2", "nemotron-h-moe": "nemotron-h"}
 
 
 def with_layers(tensors, sources):
     """A model with copies of layers, of which every second one has its rows in reverse order."""
-    split = lambda name: name.removeprefix("model.layers.").partition(".")
-    others = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")}
+    others = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
     for layer, source in enumerate(sources):
         for name, tensor in tensors.items():
-            number, _, rest = split(name)
-            if number == str(source):
-                others[f"model.layers.{layer}.{rest}"] = tensor if layer // 2 % 2 == 0 else tensor[::-1].copy()
+            start, _, rest = name.partition(f".layers.{source}.")
+            if rest:
+                others[f"{start}.layers.{layer}.{rest}"] = tensor if layer // 2 % 2 == 0 else tensor[::-1].copy()
     return others
 
 
@@ -146,10 +165,15 @@ def changed(name, tensors):
 # delta networks.
 OTHER_TENSORS = {
     "cohere": without_biases,
+    "granite-moe-shared": without_biases,
     "granite-hybrid-dense": without_biases,
+    "nemotron-h": unchanged,
+    "nemotron-h-moe": unchanged,
+    "nemotron-h-latent": without_linear_biases,
     "smollm3": unchanged,
     "llama4-plain": without_biases,
     "deepseek-v2": without_biases,
+    "deepseek-v2-groups": without_biases,
     "deepseek-v2-lite": narrow,
     "deepseek-v3": without_biases,
     "hunyuan-alpha": without_biases,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lib import GOLDEN, ROOT, llama_cpp
 from lib.arrays import save_file
-from lib.gguf_families import FAMILIES, OTHER_TENSORS, changed
+from lib.gguf_families import ABSENT, CONVERTER_KEYS, FAMILIES, OTHER_TENSORS, SOURCES, changed
 
 import gguf
 import numpy as np
@@ -340,21 +340,25 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
 
 def source(name):
     """The tensors of a family, which are those of tests/golden/models or changed ones next to the GGUF file."""
-    tensors = load_file(MODELS / name / "model.safetensors")
+    tensors = load_file(MODELS / SOURCES.get(name, name) / "model.safetensors")
     if name in OTHER_TENSORS:
         tensors = changed(name, tensors)
         save_file(tensors, FOLDER / f"{name}.safetensors")
     return tensors
 
 
-# Arguments: the folder of llama.cpp, that of the model, and the file.
+# Arguments: the folder of llama.cpp, that of the model, and the file; a fourth one for configurations to which
+# transformers must not add its defaults.
 CONVERT = """
+import json
 import sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
 import gguf
 import conversion
-folder, out = map(Path, sys.argv[2:])
+folder, out = map(Path, sys.argv[2:4])
+if sys.argv[4:]:
+    conversion.ModelBase.load_hparams = staticmethod(lambda folder, *_, **__: json.loads((folder / "config.json").read_text()))
 hparams = conversion.ModelBase.load_hparams(folder, False)
 model = conversion.get_model_class(hparams["architectures"][0])
 model.set_vocab = lambda self: gguf.SpecialVocab(folder, load_merges=False).add_to_gguf(self.gguf_writer)
@@ -363,7 +367,7 @@ model(folder, gguf.LlamaFileType.ALL_F32, out, model_name="A tiny model").write(
 """
 
 
-def convert(path, config, tensors):
+def convert(path, config, tensors, *options):
     """Writes a file by llama.cpp's converter, without a vocabulary."""
     with tempfile.TemporaryDirectory() as folder:
         source, model = llama_cpp.source(folder, ["conversion/", "gguf-py/"]), Path(folder, "model")
@@ -371,23 +375,27 @@ def convert(path, config, tensors):
         (model / "config.json").write_text(json.dumps(config))
         (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
         save_file(tensors, model / "model.safetensors")
-        subprocess.run([sys.executable, "-c", CONVERT, source, model, path], check=True)
+        subprocess.run([sys.executable, "-c", CONVERT, source, model, path, *options], check=True)
 
 
 def families():
     for name, architecture, changes in FAMILIES:
         if ONLY and not any(text in name for text in ONLY):
             continue
-        config = json.loads((MODELS / name / "config-4.json").read_text())
+        folder = MODELS / SOURCES.get(name, name)
+        # Families that transformers 4 does not know have only the configuration of the current one.
+        older = folder / "config-4.json"
+        config = json.loads((older if older.exists() else folder / "config.json").read_text())
         changes = dict(changes)
         if original := changes.pop("original_max_position_embeddings", None):
             config["rope_scaling"]["original_max_position_embeddings"] = original
-        config |= changes
+        config = {key: value for key, value in {**config, **changes}.items() if value is not ABSENT}
         if architecture:
             write_model(FOLDER / f"{name}.gguf", architecture, config, source(name))
         else:
-            convert(FOLDER / f"{name}.gguf", config, source(name))
-        (FOLDER / f"{name}.json").write_text(json.dumps(config, indent=2) + "\n")
+            convert(FOLDER / f"{name}.gguf", config, source(name), *([] if older.exists() else ["as is"]))
+        own = {key: value for key, value in config.items() if key not in CONVERTER_KEYS}
+        (FOLDER / f"{name}.json").write_text(json.dumps(own, indent=2) + "\n")
 
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -169,9 +169,22 @@ fn keys_of_families_are_read_or_refused() {
     refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "`minimax-m2.expert_gating_func`, which is 1");
     refused("phi", "phi2.attention.layer_norm_epsilon", None, "`phi2.attention.layer_norm_epsilon` is missing");
     refused("glm4-moe", "glm4moe.nextn_predict_layers", Some(gguf::Value::Unsigned(1)), "`glm4moe.nextn_predict_layers`, which is 1");
-    // Scores of experts are a softmax by default, as in DeepSeek-V2, whose experts have one group.
-    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "`deepseek2.expert_group_count`, which is 2");
-    refused("deepseek-v2", "deepseek2.expert_group_count", Some(gguf::Value::Unsigned(2)), "`deepseek2.expert_group_count`, which is 2");
+    // Scores of experts are a softmax by default, as in DeepSeek-V2, whose routers have no bias.
+    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "exp_probs_b.bias`");
+    refused("deepseek-v2", "deepseek2.expert_group_count", Some(gguf::Value::Unsigned(2)), "`deepseek2.expert_group_used_count` is missing");
+    refused("nemotron-h", "nemotron_h.ssm.inner_size", Some(gguf::Value::Unsigned(25)), "`nemotron_h.ssm.inner_size` is 25, but there are 4 heads");
+    let heads = |heads: &[i64]| Some(gguf::Value::Integers(heads.to_vec()));
+    refused("nemotron-h", "nemotron_h.attention.head_count_kv", heads(&[0, 0, 2, 0, 2]), "have numbers for the same layer");
+    refused("nemotron-h", "nemotron_h.attention.head_count_kv", heads(&[0, 0, 2, 0]), "zero or the same number for each of 5 layers");
+    refused("nemotron-h", "nemotron_h.feed_forward_length", heads(&[0, 24, 0, 0, 23]), "zero or the same number for each of 5 layers");
+    refused("granite-hybrid", "granitehybrid.attention.head_count_kv", heads(&[0, 0, 0]), "is zero for all layers");
+    let epsilon = "nemotron_h.attention.layer_norm_rms_epsilon";
+    refused("nemotron-h", epsilon, Some(gguf::Value::Float(0.02)), "`nemotron_h.attention.layer_norm_rms_epsilon` of 0.02");
+    let (_folder, model) = rewritten("nemotron-h", |values, _| drop(values.insert(epsilon.to_owned(), gguf::Value::Float(f64::from(0.01_f32)))));
+    assert_eq!(model.unwrap().config.get("hybrid_override_pattern"), Some(&Value::from("M-*M-")));
+    // Without groups, as all files of older versions of llama.cpp.
+    let (_folder, model) = rewritten("deepseek-v2-groups", |values, _| drop(values.remove("deepseek2.expert_group_count")));
+    assert_eq!(model.unwrap().config.get("topk_method"), Some(&Value::from("greedy")));
     refused("phi3", "phi3.rope.scaling.original_context_length", None, "`phi3.rope.scaling.original_context_length` is missing");
     // llama.cpp has no chunks in such files.
     refused("llama4-plain", "llama4.attention.sliding_window", Some(gguf::Value::Unsigned(0)), "`llama4.attention.sliding_window`, which is 0");

@@ -80,7 +80,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 46] = [
+    let cases: [(&str, &str, Change, &str); 52] = [
         (
             "qwen3_5",
             "config.json",
@@ -144,6 +144,12 @@ fn unsupported_models_are_rejected_by_name() {
         ("granite-hybrid", "config.json", |json| json["mamba_expand"] = 4.into(), "`mamba_expand` of 4"),
         ("qwen3-next", "config.json", |json| json["norm_topk_prob"] = false.into(), "`norm_topk_prob` of false"),
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
+        ("deepseek-v2-groups", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
+        ("deepseek-v2-groups", "config.json", |json| json["topk_method"] = "noaux_tc".into(), "`topk_method` of \"noaux_tc\""),
+        ("nemotron-h", "config.json", |json| json["time_step_min"] = 0.4.into(), "`time_step_min` of 0.4"),
+        ("nemotron-h", "config.json", |json| json["mamba_n_groups"] = 2.into(), "`mamba_n_groups`, a key of older configurations"),
+        ("nemotron-h-moe", "config.json", |json| json["use_bias"] = true.into(), "`use_bias` of true"),
+        ("nemotron-h-latent", "config.json", |json| json["mlp_hidden_act"] = "relu".into(), "`mlp_hidden_act` of \"relu\""),
         ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "`layer_types` is not supported"),
         ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
         ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
@@ -152,6 +158,27 @@ fn unsupported_models_are_rejected_by_name() {
         let (folder, model) = changed(name, file, change);
         let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(words), "{name}: `{error}` does not contain `{words}`");
+    }
+}
+
+/// llama.cpp has files either with dense networks or with experts. The configuration has the number of layers
+/// only by the list of their kinds, as transformers saves it.
+#[test]
+fn dense_networks_in_models_with_experts_are_rejected() {
+    let model = Model::open(golden("models/nemotron-h")).unwrap();
+    assert!(model.config.get("num_hidden_layers").is_none());
+    let folder = tempfile::tempdir().unwrap();
+    let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("layer 1, a dense network in a model with experts"), "{error}");
+}
+
+#[test]
+fn computations_that_differ_in_llama_cpp_are_reported() {
+    for (name, words) in [("deepseek-v2-groups", "selects 1 of 2 groups of experts by the sum"), ("nemotron-h-moe", "no lower limit of the step sizes")] {
+        let (_source, model) = source(name);
+        let (_folder, _, report) = written(model, FileType::F32);
+        assert!(report.notes.iter().any(|note| note.contains(words)), "{name}: {:?}", report.notes);
+        assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{name}: {}", report.outputs[0].verified.how);
     }
 }
 

@@ -95,12 +95,12 @@ const GGUF: GgufFamily = GgufFamily {
     interleaved_rope: false,
     flags: &[],
     settings: &[
-        Setting::required("attention.kv_lora_rank", "kv_lora_rank", "512"),
-        Setting::required("attention.value_length_mla", "v_head_dim", "128"),
-        Setting::optional("expert_shared_count", "n_shared_experts", ["1", "0"]),
-        Setting::optional("leading_dense_block_count", "first_k_dense_replace", ["3", "0"]),
-        Setting::optional("expert_weights_scale", "routed_scaling_factor", ["2.5", "1.0"]),
-        Setting::optional("expert_weights_norm", "norm_topk_prob", ["true", "false"]),
+        KEY_VALUE_RANK,
+        VALUE_WIDTH,
+        shared_experts("1"),
+        dense_layers("3"),
+        expert_scale("2.5"),
+        normalized("true"),
         Setting::optional("expert_group_count", "n_group", ["8", "1"]),
         Setting::optional("expert_group_used_count", "topk_group", ["4", "1"]),
     ],
@@ -120,29 +120,38 @@ const GGUF: GgufFamily = GgufFamily {
     ..gguf::LLAMA
 };
 
-/// DeepSeek-V2 with routers that ignore groups, which llama.cpp selects by other scores than transformers.
+const KEY_VALUE_RANK: Setting = Setting::required("attention.kv_lora_rank", "kv_lora_rank", "512");
+const VALUE_WIDTH: Setting = Setting::required("attention.value_length_mla", "v_head_dim", "128");
+
+const fn shared_experts(default: &'static str) -> Setting {
+    Setting::optional("expert_shared_count", "n_shared_experts", [default, "0"])
+}
+
+const fn dense_layers(default: &'static str) -> Setting {
+    Setting::optional("leading_dense_block_count", "first_k_dense_replace", [default, "0"])
+}
+
+const fn expert_scale(default: &'static str) -> Setting {
+    Setting::optional("expert_weights_scale", "routed_scaling_factor", [default, "1.0"])
+}
+
+const fn normalized(default: &'static str) -> Setting {
+    Setting::optional("expert_weights_norm", "norm_topk_prob", [default, "false"])
+}
+
 const GGUF_2: GgufFamily = GgufFamily {
     class: "DeepseekV2ForCausalLM",
     tensors: &[],
-    settings: &[
-        Setting::required("attention.kv_lora_rank", "kv_lora_rank", "512"),
-        Setting::required("attention.value_length_mla", "v_head_dim", "128"),
-        Setting::optional("expert_shared_count", "n_shared_experts", ["2", "0"]),
-        Setting::optional("leading_dense_block_count", "first_k_dense_replace", ["0", "0"]),
-        Setting::optional("expert_weights_scale", "routed_scaling_factor", ["1.0", "1.0"]),
-        Setting::optional("expert_weights_norm", "norm_topk_prob", ["false", "false"]),
-    ],
-    constants: &[gguf::SOFTMAX_SCORES, ("expert_group_count", 1), ("expert_group_used_count", 1)],
+    settings: &[KEY_VALUE_RANK, VALUE_WIDTH, shared_experts("2"), dense_layers("0"), expert_scale("1.0"), normalized("false")],
+    constants: &[gguf::SOFTMAX_SCORES],
+    has_group_methods: true,
     required: &[
         ("attention_bias", "false"),
         ("mlp_bias", "false"),
         ("moe_layer_freq", "1"),
-        ("n_group", "1"),
         ("norm_topk_prob", "false"),
         ("rms_norm_eps", "1e-6"),
         ("scoring_func", "\"softmax\""),
-        ("topk_group", "1"),
-        ("topk_method", "\"greedy\""),
     ],
     ..GGUF
 };

@@ -17,6 +17,8 @@ pub struct GgufFamily {
     pub architecture: &'static str,
     /// Model class in transformers.
     pub class: &'static str,
+    /// Start of the names of layers in checkpoints.
+    pub(super) prefix: &'static str,
     /// Modules outside of layers, in GGUF files and in checkpoints.
     pub(super) global: &'static [Pair],
     /// Module names within a layer: in GGUF files, and in checkpoints.
@@ -26,7 +28,7 @@ pub struct GgufFamily {
     /// Tensors of checkpoints with the rows of two tensors of GGUF files, for experts those of each expert,
     /// by their complete names within a layer.
     pub(super) concatenated: &'static [(&'static str, [&'static str; 2])],
-    /// The names of models whose number of experts is zero, if they are another variant.
+    /// The names of models without experts, if they are another variant.
     pub without_experts: Option<&'static GgufFamily>,
     /// The names of models without state space layers, if they are another variant.
     pub without_recurrent: Option<&'static GgufFamily>,
@@ -97,6 +99,9 @@ pub struct GgufFamily {
     pub hidden_size_scaled_layers: Option<u64>,
     /// Whether keys and values are computed from latent vectors, as in DeepSeek-V3.
     pub is_latent: bool,
+    /// Whether `topk_method` specifies whether routers select groups of experts, by the largest score of
+    /// each group, as in DeepSeek-V2.
+    pub has_group_methods: bool,
     /// Layers without attention.
     pub recurrent: Recurrent,
     /// Whether query projections compute an output gate for each head, in addition to queries.
@@ -112,7 +117,7 @@ pub struct GgufFamily {
 pub struct GgufExperts {
     /// Module that contains the numbered experts of a layer.
     pub(super) block: &'static str,
-    /// Names of the gate, up and down projections of an expert.
+    /// Names of the gate, up and down projections of an expert; the first one is empty without a gate.
     pub(super) parts: [&'static str; 3],
     /// Key of the number of experts in the `config.json` of models that are read from GGUF files.
     pub count: &'static str,
@@ -149,6 +154,8 @@ pub struct GgufTraits {
     pub scores: u64,
     /// Whether there are sizes of state space layers or gated delta networks.
     pub state_space: bool,
+    /// Whether the size of a shared expert is specified.
+    pub shared: bool,
 }
 
 /// Divisors of rotary frequencies in files.
@@ -284,6 +291,7 @@ pub(super) const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("
 pub(super) const LLAMA: GgufFamily = GgufFamily {
     architecture: "llama",
     class: "LlamaForCausalLM",
+    prefix: "model.",
     global: GLOBAL,
     layer: &[NORM_OF_ATTENTION, ATTENTION, NORM_BEFORE, NETWORK],
     tensors: &[],
@@ -321,6 +329,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     drops_window: false,
     hidden_size_scaled_layers: None,
     is_latent: false,
+    has_group_methods: false,
     recurrent: Recurrent::None,
     has_query_gate: false,
     experts: None,
@@ -335,6 +344,9 @@ pub(super) const LAYER_EPSILON: Setting = Setting::required("attention.layer_nor
 pub(super) const ATTENTION_BIAS: Pair = ("attention_bias", "attn_q.bias");
 /// Families without biases of output projections.
 pub(super) const NO_ATTENTION_BIAS: Pair = ("attention_bias", "false");
+
+/// Key of the number of neurons of a shared expert.
+pub(super) const SHARED_NEURONS: &str = "expert_shared_feed_forward_length";
 
 /// Scores of experts are a softmax, or sigmoids.
 pub(super) const SOFTMAX_SCORES: (&str, u64) = (EXPERT_SCORES, 1);

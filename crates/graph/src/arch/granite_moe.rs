@@ -13,6 +13,10 @@ const SHARED_SIZE: (&str, &str, usize) = ("shared_intermediate_size", "layers.0.
 const EXPERTS: &[gguf::Pair] = &[("ffn_gate_inp", "block_sparse_moe.router.layer"), ("ffn_down_exps", "block_sparse_moe.output_linear")];
 const GATE_AND_UP: (&str, [&str; 2]) = ("block_sparse_moe.input_linear.weight", ["ffn_gate_exps.weight", "ffn_up_exps.weight"]);
 
+/// Parts of a shared expert.
+const SHARED_DOWN: &[gguf::Pair] = &[("ffn_down_shexp", "shared_mlp.output_linear")];
+const SHARED_GATE_AND_UP: (&str, [&str; 2]) = ("shared_mlp.input_linear.weight", ["ffn_gate_shexp.weight", "ffn_up_shexp.weight"]);
+
 const GGUF: GgufFamily = GgufFamily {
     architecture: "granitemoe",
     class: "GraniteMoeForCausalLM",
@@ -23,6 +27,15 @@ const GGUF: GgufFamily = GgufFamily {
     multipliers: gguf::GRANITE_MULTIPLIERS,
     experts: Some(GgufExperts { count: "num_local_experts", normalized: None, inner: None, ..gguf::QWEN_EXPERTS }),
     ..gguf::LLAMA
+};
+
+/// Granite with experts and a shared expert in each layer.
+const SHARED_GGUF: GgufFamily = GgufFamily {
+    class: "GraniteMoeSharedForCausalLM",
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, EXPERTS, SHARED_DOWN],
+    concatenated: &[GATE_AND_UP, SHARED_GATE_AND_UP],
+    settings: &[Setting::required(gguf::SHARED_NEURONS, "shared_intermediate_size", "0")],
+    ..GGUF
 };
 
 /// Granite 4 without experts and with attention in all layers.
@@ -36,7 +49,7 @@ const ATTENTION_GGUF: GgufFamily = GgufFamily {
         Setting::required("ssm.state_size", "mamba_d_state", "256"),
         Setting::required("ssm.group_count", "mamba_n_groups", "1"),
         Setting::required("ssm.time_step_rank", "mamba_n_heads", "128"),
-        Setting::required("expert_shared_feed_forward_length", "shared_intermediate_size", "1024"),
+        Setting::required(gguf::SHARED_NEURONS, "shared_intermediate_size", "1024"),
     ],
     constants: &[("expert_count", 0), ("expert_used_count", 0)],
     required: &[gguf::NO_ATTENTION_BIAS, ("normalization_function", "\"rmsnorm\"")],
@@ -59,8 +72,8 @@ const DENSE_HYBRID_GGUF: GgufFamily = GgufFamily {
 };
 
 const HYBRID_GGUF: GgufFamily = GgufFamily {
-    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::STATE_SPACE, EXPERTS, &[("ffn_down_shexp", "shared_mlp.output_linear")]],
-    concatenated: &[GATE_AND_UP, ("shared_mlp.input_linear.weight", ["ffn_gate_shexp.weight", "ffn_up_shexp.weight"])],
+    layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, gguf::STATE_SPACE, EXPERTS, SHARED_DOWN],
+    concatenated: &[GATE_AND_UP, SHARED_GATE_AND_UP],
     without_experts: Some(&DENSE_HYBRID_GGUF),
     without_recurrent: None,
     experts: GGUF.experts,
@@ -88,7 +101,7 @@ pub(super) const GRANITE_MOE_SHARED: Family = Family {
     model_type: "granitemoeshared",
     graph: graph!(running::build_shared),
     sizes: Some(&Sizes { other_sizes: &[EXPERT_SIZE, SHARED_SIZE], ..DECODER_SIZES }),
-    gguf: None,
+    gguf: Some(&SHARED_GGUF),
     ..GRANITE_MOE
 };
 

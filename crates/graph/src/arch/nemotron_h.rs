@@ -1,6 +1,7 @@
 //! Nemotron-H: each layer is a state space layer of Mamba 2, attention without positions, a feed-forward
 //! network without a gate, or a mixture of such experts.
 
+use super::gguf::{self, Divisors, GgufExperts, GgufFamily, GgufHead, Recurrent, Setting};
 use super::{DECODER, DECODER_SIZES, ExpertLayout, Family, Groups, Keys, SELECTION_BIAS, Sizes};
 use crate::store::Role;
 
@@ -81,7 +82,89 @@ pub(super) const NEMOTRON_H: Family = Family {
     float32: SELECTION_BIAS,
     experts: Some(ExpertLayout { keys: &["n_routed_experts"], parts: None, ..ExpertLayout::SEPARATE }),
     renames: &[("backbone.", "model.")],
+    gguf: Some(&GGUF),
     ..DECODER
+};
+
+/// Parts of layers, without networks.
+const MIXERS: &[gguf::Pair] = &[
+    ("attn_norm", "norm"),
+    ("attn_q", "mixer.q_proj"),
+    ("attn_k", "mixer.k_proj"),
+    ("attn_v", "mixer.v_proj"),
+    ("attn_output", "mixer.o_proj"),
+    ("ssm_in", "mixer.in_proj"),
+    ("ssm_conv1d", "mixer.conv1d"),
+    ("ssm_norm", "mixer.norm"),
+    ("ssm_out", "mixer.out_proj"),
+];
+const STATE_SPACE_SIZES: [Setting; 4] = [
+    Setting::required("ssm.conv_kernel", "conv_kernel", "4"),
+    Setting::required("ssm.state_size", "ssm_state_size", "128"),
+    Setting::required("ssm.group_count", "n_groups", "8"),
+    Setting::required("ssm.time_step_rank", "mamba_num_heads", "128"),
+];
+
+/// Without experts. Queries and keys are permuted as for rotary embeddings, which the family does not have.
+const DENSE_GGUF: GgufFamily = GgufFamily {
+    architecture: "nemotron_h",
+    class: "NemotronHForCausalLM",
+    prefix: "backbone.",
+    global: &[("token_embd", "backbone.embeddings"), ("output_norm", "backbone.norm_f"), ("output", "lm_head")],
+    layer: &[MIXERS, &[("ffn_up", "mixer.up_proj"), ("ffn_down", "mixer.down_proj")]],
+    tensors: &[("ssm_a", "mixer.A_log"), ("ssm_d", "mixer.D"), ("ssm_dt.bias", "mixer.dt_bias"), ("exp_probs_b.bias", "mixer.gate.e_score_correction_bias")],
+    other_divisors: Some(Divisors::None),
+    epsilon: Setting { key: "layer_norm_epsilon", ..gguf::LAYER_EPSILON },
+    flags: &[("use_conv_bias", "ssm_conv1d.bias"), ("mlp_bias", "ffn_up.bias")],
+    settings: &STATE_SPACE_SIZES,
+    required: &[("mamba_hidden_act", "\"silu\""), ("time_step_min", "0.001"), ("use_bias", "false")],
+    accepted: &["auto_map", "partial_rotary_factor"],
+    head_dim: Some(128),
+    activation: ("mlp_hidden_act", "relu2"),
+    head: GgufHead::Separate,
+    recurrent: Recurrent::SingleParts,
+    ..gguf::LLAMA
+};
+
+/// With experts instead of dense networks.
+const GGUF: GgufFamily = GgufFamily {
+    architecture: "nemotron_h_moe",
+    layer: &[
+        MIXERS,
+        &[
+            ("ffn_gate_inp", "mixer.gate"),
+            ("ffn_up_shexp", "mixer.shared_experts.up_proj"),
+            ("ffn_down_shexp", "mixer.shared_experts.down_proj"),
+            ("ffn_latent_down", "mixer.fc1_latent_proj"),
+            ("ffn_latent_up", "mixer.fc2_latent_proj"),
+        ],
+    ],
+    without_experts: Some(&DENSE_GGUF),
+    settings: &{
+        let [kernel, state, groups, heads] = STATE_SPACE_SIZES;
+        [
+            kernel,
+            state,
+            groups,
+            heads,
+            Setting::required(gguf::SHARED_NEURONS, "moe_shared_expert_intermediate_size", "7688"),
+            Setting::optional("expert_shared_count", "n_shared_experts", ["1", "0"]),
+            Setting::optional("expert_weights_scale", "routed_scaling_factor", ["1.0", "1.0"]),
+            Setting::optional("expert_weights_norm", "norm_topk_prob", ["true", "false"]),
+            Setting::optional("expert_group_count", "n_group", ["1", "1"]),
+            Setting::optional("expert_group_used_count", "topk_group", ["1", "1"]),
+        ]
+    },
+    flags: &[("use_conv_bias", "ssm_conv1d.bias")],
+    required: &[("mamba_hidden_act", "\"silu\""), ("mlp_bias", "false"), ("time_step_min", "0.001"), ("use_bias", "false")],
+    experts: Some(GgufExperts {
+        block: "mixer.experts",
+        parts: ["", "up_proj", "down_proj"],
+        count: "n_routed_experts",
+        normalized: None,
+        ..gguf::QWEN_EXPERTS
+    }),
+    ..DENSE_GGUF
 };
 
 #[cfg(feature = "run")]

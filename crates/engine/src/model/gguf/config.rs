@@ -8,14 +8,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value as Json, json};
 
 use super::values::{QUERY_RANK, Values, factor_list};
-use super::{layer_patterns, long_rope, recurrent};
-use crate::arch::{ATTENTION_MULTIPLIER, Divisors, GgufFamily, LOGIT_DIVISOR, Recurrent, Windows};
+use super::{expert_groups, layer_patterns, long_rope, recurrent, single_parts};
+use crate::arch::{ATTENTION_MULTIPLIER, Divisors, GgufFamily, LAYER_PATTERN, LOGIT_DIVISOR, Recurrent, Windows};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 use crate::store::{DType, Weight};
 
 /// Tensor with divisors of the rotary frequencies.
 pub(super) const FACTORS: &str = "rope_freqs.weight";
+
+/// Key of the number of key-value heads, of the model or of each layer.
+pub(super) const HEADS: &str = "attention.head_count_kv";
 
 /// Parameters of the RoPE scaling of Llama 3.1 and 3.2, and of Llama 4: low and high frequency factor, and
 /// original context length.
@@ -27,11 +30,17 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     let mut set = |key: &str, value: Json| drop(config.insert(key.to_owned(), value));
     let (hidden, layers, heads) = (values.required("embedding_length")?, values.required("block_count")?, values.required("attention.head_count")?);
     let key = values.own("feed_forward_length");
-    let inner = if family.has_optional_neurons() { values.size(&key)? } else { Some(values.required("feed_forward_length")?) };
+    let single = if family.recurrent == Recurrent::SingleParts { Some(single_parts::read(family, values, layers)?) } else { None };
+    let inner = match &single {
+        Some(single) => single.neurons,
+        None if family.has_optional_neurons() => values.size(&key)?,
+        None => Some(values.required("feed_forward_length")?),
+    };
     let without_heads = if family.recurrent.lists_heads() { Some(layers_without_heads(values, layers, family.recurrent)?) } else { None };
-    let groups = match without_heads {
-        Some((groups, _)) => groups,
-        None => values.size(&values.own("attention.head_count_kv"))?.unwrap_or(heads),
+    let groups = match (&without_heads, &single) {
+        (Some((groups, _)), _) => *groups,
+        (None, Some(single)) => single.groups,
+        (None, None) => values.size(&values.own(HEADS))?.unwrap_or(heads),
     };
     let [key_length, value_length, rotary] = ["attention.key_length", "attention.value_length", "rope.dimension_count"].map(|key| values.own(key));
     let (mut key_width, mut value_width, rotary_width) = (values.size(&key_length)?, values.size(&value_length)?, values.size(&rotary)?);
@@ -71,6 +80,12 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     }
     if let Some((_, types)) = without_heads {
         set("layer_types", types);
+    }
+    if let Some(single) = single {
+        set(LAYER_PATTERN, json!(single.pattern));
+    }
+    if family.has_group_methods {
+        expert_groups::config(values)?.into_iter().for_each(|(key, value)| set(key, value));
     }
     if family.recurrent == Recurrent::ShortConvolution {
         set("block_auto_adjust_ff_dim", json!(false));
@@ -232,15 +247,12 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
 
 /// The number of key-value heads of layers with attention, and the types of all layers.
 fn layers_without_heads(values: &mut Values, layers: u64, recurrent: Recurrent) -> Result<(u64, Json)> {
-    let key = values.own("attention.head_count_kv");
-    let list = values.integers(&key)?.unwrap_or_default();
-    let groups = list.iter().copied().max().unwrap_or(0);
-    if list.len() as u64 != layers || groups <= 0 || list.iter().any(|count| ![0, groups].contains(count)) {
-        return Err(values.wrong(format!("`{key}` must have zero or the same number of heads for each of {layers} layers")));
+    let (groups, has_heads) = values.of_layers(HEADS, layers)?;
+    if groups == 0 {
+        return Err(values.wrong(format!("`{}` is zero for all layers", values.own(HEADS))));
     }
     let [without, with] = if recurrent.has_state_space_sizes() { ["mamba", "attention"] } else { ["conv", "full_attention"] };
-    let named = |count: &i64| if *count == 0 { without } else { with };
-    Ok((groups.unsigned_abs(), list.iter().map(named).collect()))
+    Ok((groups, has_heads.iter().map(|has_heads| if *has_heads { with } else { without }).collect()))
 }
 
 /// Widths of heads whose keys and values are computed from latent vectors, by their keys in `config.json`.

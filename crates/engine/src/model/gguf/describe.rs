@@ -2,11 +2,13 @@
 
 use serde_json::Value as Json;
 
-use super::config::{FACTORS, llama3_factors};
+use super::config::{FACTORS, HEADS, llama3_factors};
+use super::expert_groups;
 use super::layer_patterns;
 use super::long_rope;
 use super::reader::Reader;
 use super::recurrent;
+use super::single_parts;
 use super::values::QUERY_RANK;
 use crate::arch::{self, Divisors, GgufFamily, Recurrent, Windows};
 use crate::error::{Error, Result};
@@ -20,6 +22,8 @@ pub type Keys = Vec<(String, Value)>;
 pub struct Metadata {
     /// The family, with its tensor names and metadata keys.
     pub family: &'static GgufFamily,
+    /// Number of layers.
+    pub layers: usize,
     /// Number of experts of a layer; zero for families without experts.
     pub experts: usize,
     /// Values by key.
@@ -31,11 +35,10 @@ pub struct Metadata {
 }
 
 /// Required sizes: GGUF key without the architecture, and key of `config.json`.
-const SIZES: [(&str, &str); 5] = [
+const SIZES: [(&str, &str); 4] = [
     ("vocab_size", "vocab_size"),
     ("context_length", "max_position_embeddings"),
     ("embedding_length", "hidden_size"),
-    ("block_count", "num_hidden_layers"),
     ("attention.head_count", "num_attention_heads"),
 ];
 
@@ -58,11 +61,9 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     let (described, family) = arch::family(kind)
         .and_then(|described| Some((described, described.gguf?)))
         .ok_or_else(|| Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint: format!("supported: {}", GgufFamily::model_types()) })?;
-    let count = described.experts_key(model.config.values()).and_then(|key| model.config.get(key));
-    let variant = family.without_experts.filter(|_| count.and_then(Json::as_u64) == Some(0));
-    let family = variant.unwrap_or(family);
-    let has_filter = || model.weights.by_name.keys().any(|name| family.to_gguf(name).is_some_and(|name| GgufFamily::is_filter(&name)));
-    let family = family.without_recurrent.filter(|_| !has_filter()).unwrap_or(family);
+    let has = |family: &GgufFamily, is_part: fn(&str) -> bool| model.weights.by_name.keys().any(|name| family.to_gguf(name).is_some_and(|name| is_part(&name)));
+    let family = family.without_experts.filter(|_| !has(family, GgufFamily::is_router)).unwrap_or(family);
+    let family = family.without_recurrent.filter(|_| !has(family, GgufFamily::is_filter)).unwrap_or(family);
     let reader = Reader { model, family };
     let mut notes = Vec::new();
     check(&reader, &mut notes)?;
@@ -70,17 +71,30 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     for (gguf_key, key) in SIZES {
         own.push((gguf_key, Value::Unsigned(reader.required(key)?)));
     }
+    let layers = reader.layers()?;
+    own.push(("block_count", Value::Unsigned(layers)));
+    let is_single = family.recurrent == Recurrent::SingleParts;
     // Models without dense networks may not specify it.
-    if !family.has_optional_neurons() || reader.size(family.neurons)?.is_some() {
+    if !is_single && (!family.has_optional_neurons() || reader.size(family.neurons)?.is_some()) {
         own.push(("feed_forward_length", Value::Unsigned(reader.stored_neurons().map_or_else(|| reader.required(family.neurons), Ok)?)));
     }
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
     let groups = if family.is_latent { 1 } else { reader.size("num_key_value_heads")?.unwrap_or(heads) };
-    own.push(("attention.head_count_kv", reader.groups_of_layers(groups)?.map_or(Value::Unsigned(groups), Value::Integers)));
+    if is_single {
+        own.extend(single_parts::describe(&reader, layers, groups)?);
+        notes.push(single_parts::NOTE.to_owned());
+    } else {
+        own.push((HEADS, reader.groups_of_layers(groups)?.map_or(Value::Unsigned(groups), Value::Integers)));
+    }
     for setting in [&family.epsilon].into_iter().chain(family.settings) {
         own.push((setting.gguf, reader.setting(setting)?));
     }
     own.extend(family.constants.iter().map(|(key, value)| (*key, Value::Unsigned(*value))));
+    if family.has_group_methods {
+        let (groups, note) = expert_groups::describe(&reader)?;
+        own.extend(groups);
+        notes.extend(note);
+    }
     let mut expert_count = 0;
     if let Some(experts) = &family.experts {
         expert_count = reader.required(described.experts_key(model.config.values()).unwrap_or(experts.count))?;
@@ -191,7 +205,8 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         (key.clone(), value)
     }));
     values.extend(own.into_iter().map(|(key, value)| (format!("{}.{key}", family.architecture), value)));
-    Ok(Metadata { family, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
+    let layers = usize::try_from(layers).unwrap_or(usize::MAX);
+    Ok(Metadata { family, layers, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
 }
 
 /// Widths of heads whose keys and values are computed from latent vectors: llama.cpp multiplies queries with
@@ -207,7 +222,7 @@ fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<Vec<(&'stat
     if reader.model.config.get(SHARED) == Some(&Json::Null) {
         return Err(reader.refused(&format!("`{SHARED}` of null"), format!("llama.cpp requires shared experts for `{}`", reader.family.architecture)));
     }
-    let (layers, vocabulary) = (reader.required("num_hidden_layers")?, reader.required("vocab_size")?);
+    let (layers, vocabulary) = (reader.layers()?, reader.required("vocab_size")?);
     // llama.cpp recognizes DeepSeek-V2-Lite, GigaChat 3 and Kanana 2.
     let is_lite = matches!((layers, vocabulary), (26 | 27, _) | (48, 128_256));
     if is_lite == has_rank {
@@ -226,7 +241,7 @@ fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<Vec<(&'stat
 
 /// Whether each layer has a sliding window, if `config.json` lists other layers than the default ones.
 fn window_pattern(reader: &Reader) -> Result<Option<Vec<bool>>> {
-    let (Windows::Listed(default), layers) = (reader.family.windows, reader.required("num_hidden_layers")?) else { return Ok(None) };
+    let (Windows::Listed(default), layers) = (reader.family.windows, reader.layers()?) else { return Ok(None) };
     let every = reader.size("sliding_window_pattern")?.and_then(|every| usize::try_from(every).ok()).unwrap_or(default);
     let pattern: Vec<bool> = match reader.get("layer_types").and_then(Json::as_array) {
         Some(types) => types.iter().map(|kind| kind.as_str() == Some("sliding_attention")).collect(),
@@ -305,11 +320,10 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     if family.settings.iter().any(|setting| setting.gguf == "expert_group_used_count") {
         let (count, used) = (reader.size("n_group")?.unwrap_or(1), reader.size("topk_group")?.unwrap_or(1));
         if count > 1 && used >= count {
-            let hint = "llama.cpp requires fewer than `n_group`; if all groups are used, set both keys to 1, which computes the same";
-            return Err(reader.refused(&format!("`topk_group` of {used} with `n_group` of {count}"), hint));
+            return Err(expert_groups::refused(reader, [count, used], "set both keys to 1"));
         }
     }
-    let layers = reader.required("num_hidden_layers")?;
+    let layers = reader.layers()?;
     if let Some(period) = family.rope_period {
         layer_patterns::check_rotary(reader, period, layers)?;
         if family.windows == Windows::Chunks {

@@ -7,11 +7,13 @@
 mod arrangement;
 mod config;
 mod describe;
+mod expert_groups;
 mod layer_patterns;
 mod long_rope;
 mod pre_tokenizer;
 mod reader;
 mod recurrent;
+mod single_parts;
 mod token_types;
 mod tokenizer;
 mod values;
@@ -177,9 +179,7 @@ fn weights(family: &'static GgufFamily, mut opened: GgufFile, config: &Map<Strin
             let what = format!("{}: tensor `{name}`", file.display());
             return Err(Error::Unsupported { what, hint: format!("the architecture `{}` has no such tensor", family.architecture) });
         };
-        if let Some(layer) = checkpoint_name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()) {
-            layers.insert(layer.to_owned());
-        }
+        layers.extend(GgufFamily::layer(&checkpoint_name));
         let added = if family.norms_plus_one && GgufFamily::is_norm(&checkpoint_name) { -1.0 } else { 0.0 };
         let count = match checkpoint_name.rsplit('.').nth(1) {
             Some("q_proj") => heads("num_attention_heads"),

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value as Json};
 
-use crate::arch::{GgufFamily, Recurrent, Setting};
+use crate::arch::{self, GgufFamily, Recurrent, Setting};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::store::gguf::Value;
@@ -60,7 +60,14 @@ impl Reader<'_> {
             return Ok(None);
         }
         let own = |layer| if self.is_recurrent(layer) { 0 } else { i64::try_from(groups).unwrap_or(i64::MAX) };
-        Ok(Some((0..self.required("num_hidden_layers")?).map(own).collect()))
+        Ok(Some((0..self.layers()?).map(own).collect()))
+    }
+
+    /// The number of layers, for which some configurations only have the kinds of all layers.
+    pub fn layers(&self) -> Result<u64> {
+        let lists = self.family.recurrent == Recurrent::SingleParts;
+        let listed = if lists { arch::listed_layers(|key| self.get(key)) } else { None };
+        listed.map_or_else(|| self.required("num_hidden_layers"), |count| Ok(count as u64))
     }
 
     /// Whether a layer of the checkpoint has no attention.

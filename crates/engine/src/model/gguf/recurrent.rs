@@ -6,13 +6,14 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::reader::Reader;
+use super::single_parts;
 use super::values::Values;
 use crate::arch::{GgufFamily, Recurrent};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 
 /// Key with the width of the values of all heads.
-const INNER: &str = "ssm.inner_size";
+pub(super) const INNER: &str = "ssm.inner_size";
 /// Key of `config.json` with the kind of position embeddings of Granite 4.
 const POSITIONS: &str = "position_embedding_type";
 /// The only width of state space layers that llama.cpp supports, relative to that of the residual stream.
@@ -41,7 +42,7 @@ pub(super) fn describe(reader: &Reader, rotary: u64) -> Result<Vec<(&'static str
         return Err(reader.refused(&format!("`linear_value_head_dim` of {value}"), hint));
     }
     let inner = value.saturating_mul(size("linear_num_value_heads", 32)?);
-    let layers = 0..reader.required("num_hidden_layers")?;
+    let layers = 0..reader.layers()?;
     let mut keys = vec![(INNER, Value::Unsigned(inner)), (LAYERS, Value::Bools(layers.map(|layer| reader.is_recurrent(layer)).collect()))];
     if family.recurrent == Recurrent::TiledDelta {
         let sections = match reader.rope().and_then(|rope| rope.get("mrope_section")).filter(|value| !value.is_null()) {
@@ -68,7 +69,7 @@ fn sections(value: &Json) -> Option<Vec<i64>> {
 /// Keys of state space layers. llama.cpp does not limit step sizes, and needs a list of layers with
 /// attention.
 fn describe_state_space(reader: &Reader) -> Result<Vec<(&'static str, Value)>> {
-    let (architecture, layers) = (reader.family.architecture, 0..reader.required("num_hidden_layers")?);
+    let (architecture, layers) = (reader.family.architecture, 0..reader.layers()?);
     let is_unused = reader.family.recurrent == Recurrent::UnusedStateSpace;
     if !is_unused && !layers.clone().any(|layer| reader.is_recurrent(layer)) {
         let hint = format!("llama.cpp has another architecture for such models than `{architecture}`, which is not supported");
@@ -102,6 +103,9 @@ fn covers(sections: &[i64], rotary: u64) -> bool {
 
 /// Keys of `config.json` for recurrent layers, whose settings are in `config`.
 pub(super) fn config(family: &GgufFamily, values: &mut Values, config: &Map<String, Json>, rotary: u64) -> Result<Vec<(&'static str, Json)>> {
+    if family.recurrent == Recurrent::SingleParts {
+        return single_parts::config(values, config);
+    }
     let size = |key: &str| config.get(key).and_then(Json::as_u64).unwrap_or(0);
     if family.recurrent.has_state_space_sizes() {
         let inner = values.required(INNER)?;

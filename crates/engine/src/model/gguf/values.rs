@@ -24,7 +24,7 @@ pub(super) const QUERY_RANK: (&str, &str) = ("attention.q_lora_rank", "q_lora_ra
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
 
 /// Keys that change the computation, with their neutral values.
-const NEUTRAL: [(&str, Value); 14] = [
+const NEUTRAL: [(&str, Value); 15] = [
     ("attention.causal", Value::Bool(true)),
     ("attention.clamp_kqv", Value::Float(0.0)),
     ("attention.max_alibi_bias", Value::Float(0.0)),
@@ -32,6 +32,7 @@ const NEUTRAL: [(&str, Value); 14] = [
     ("expert_used_count", Value::Unsigned(0)),
     // Softmax.
     ("expert_gating_func", Value::Unsigned(1)),
+    ("expert_shared_feed_forward_length", Value::Unsigned(0)),
     ("expert_weights_scale", Value::Float(1.0)),
     ("leading_dense_block_count", Value::Unsigned(0)),
     ("logit_scale", Value::Float(1.0)),
@@ -83,6 +84,7 @@ impl Values {
             windows: is_positive("attention.sliding_window"),
             scores: self.expert_scores(),
             state_space: is_positive("ssm.conv_kernel"),
+            shared: is_positive("expert_shared_feed_forward_length"),
         }
     }
 
@@ -161,6 +163,17 @@ impl Values {
             Some(Value::Integers(list)) => Ok(Some(list)),
             Some(other) => self.expected(key, &other, "a list of integers"),
         }
+    }
+
+    /// A list with zero or the same number for each layer: this number, and which layers have it.
+    pub fn of_layers(&mut self, key: &str, layers: u64) -> Result<(u64, Vec<bool>)> {
+        let key = self.own(key);
+        let list = self.integers(&key)?.unwrap_or_default();
+        let number = list.iter().copied().max().unwrap_or(0);
+        if list.len() as u64 != layers || list.iter().any(|other| ![0, number].contains(other)) {
+            return Err(self.wrong(format!("`{key}` must have zero or the same number for each of {layers} layers")));
+        }
+        Ok((number.unsigned_abs(), list.iter().map(|other| *other != 0).collect()))
     }
 
     pub fn floats(&mut self, key: &str) -> Result<Option<Vec<f64>>> {

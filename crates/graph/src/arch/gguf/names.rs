@@ -1,7 +1,19 @@
 //! Conversion of tensor names between GGUF files and checkpoints.
 
 use super::super::families;
-use super::{EXPERT_SCORES, FUSED, GgufFamily, GgufTraits, LATENT, QWEN_EXPERTS, Windows};
+use super::{EXPERT_SCORES, FUSED, GgufFamily, GgufTraits, LATENT, QWEN_EXPERTS, SHARED_NEURONS, Windows};
+
+/// Names of checkpoints may begin with one of these.
+const PREFIXES: [&str; 2] = ["model.", "backbone."];
+
+fn without_prefix(name: &str) -> &str {
+    PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
+}
+
+/// Splits the name of a checkpoint tensor into layer number and name within the layer.
+pub(super) fn in_layer(name: &str) -> Option<(u32, &str)> {
+    split_layer(without_prefix(name), "layers.")
+}
 
 /// Splits a name into layer number and module; numbers with leading zeros are rejected.
 pub(super) fn split_layer<'n>(module: &'n str, prefix: &str) -> Option<(u32, &'n str)> {
@@ -14,7 +26,7 @@ impl GgufFamily {
     /// The `model_type` and the names of an architecture, with or without experts. If several families
     /// remain, they differ in the other traits.
     pub fn from_architecture(name: &str, traits: GgufTraits) -> Option<(&'static str, &'static GgufFamily)> {
-        let GgufTraits { experts, windows, scores, state_space } = traits;
+        let GgufTraits { experts, windows, scores, state_space, shared } = traits;
         let dense = |gguf: &'static GgufFamily| [Some(gguf), gguf.without_experts].into_iter().flatten();
         let variants = move |gguf| dense(gguf).flat_map(|gguf| [Some(gguf), gguf.without_recurrent].into_iter().flatten());
         let families = families().filter_map(|family| Some((family.model_type, family.gguf?)));
@@ -22,9 +34,10 @@ impl GgufFamily {
         let mut families = families.filter(|(_, gguf)| gguf.architecture == name && gguf.experts.is_some() == experts);
         let first = families.next()?;
         let own_scores = |gguf: &GgufFamily| gguf.constants.iter().find(|(key, _)| *key == EXPERT_SCORES).map_or(scores, |(_, value)| *value);
-        let has_sizes = |gguf: &GgufFamily| gguf.settings.iter().any(|setting| setting.gguf == "ssm.conv_kernel");
+        let has = |gguf: &GgufFamily, key: &str| gguf.settings.iter().any(|setting| setting.gguf == key);
+        let is_shared = |gguf: &GgufFamily| has(gguf, SHARED_NEURONS) || gguf.experts.is_some_and(|experts| experts.shared);
         let is_same = |(_, gguf): &(&'static str, &'static GgufFamily)| {
-            (gguf.windows != Windows::None) == windows && own_scores(gguf) == scores && has_sizes(gguf) == state_space
+            (gguf.windows != Windows::None) == windows && own_scores(gguf) == scores && has(gguf, "ssm.conv_kernel") == state_space && is_shared(gguf) == shared
         };
         Some(if is_same(&first) { first } else { families.find(is_same).unwrap_or(first) })
     }
@@ -43,7 +56,12 @@ impl GgufFamily {
 
     /// Number of the layer of a checkpoint tensor.
     pub fn layer(name: &str) -> Option<u32> {
-        split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.").map(|(layer, _)| layer)
+        in_layer(name).map(|(layer, _)| layer)
+    }
+
+    /// The name of a checkpoint tensor of a layer.
+    pub(super) fn of_layer(&self, layer: u32, tensor: &str) -> String {
+        format!("{}layers.{layer}.{tensor}", self.prefix)
     }
 
     /// Splits the name of a single expert's tensor, such as `blk.7.ffn_up_exps.3.weight`, into the name
@@ -66,7 +84,7 @@ impl GgufFamily {
         if let Some((layer, tensor)) = split_layer(name, "blk.")
             && let Some((_, tensor)) = self.tensors.iter().find(|(gguf, _)| *gguf == tensor)
         {
-            return Some(format!("model.layers.{layer}.{tensor}"));
+            return Some(self.of_layer(layer, tensor));
         }
         let (module, end) = name.rsplit_once('.').filter(|(_, end)| ["weight", "bias"].contains(end))?;
         if let Some((_, module)) = self.global.iter().find(|(gguf, _)| *gguf == module) {
@@ -74,23 +92,23 @@ impl GgufFamily {
         }
         let (layer, module) = split_layer(module, "blk.")?;
         if let (Some(experts), Some((fused, expert))) = (&self.experts, module.split_once('.')) {
-            let part = FUSED.iter().zip(experts.parts).find_map(|(name, part)| (*name == fused).then_some(part))?;
-            return Some(format!("model.layers.{layer}.{}.{expert}.{part}.{end}", experts.block));
+            let part = FUSED.iter().zip(experts.parts).find_map(|(name, part)| (*name == fused && !part.is_empty()).then_some(part))?;
+            return Some(self.of_layer(layer, &format!("{}.{expert}.{part}.{end}", experts.block)));
         }
         let (_, module) = self.layer.iter().copied().flatten().find(|(gguf, _)| *gguf == module)?;
-        Some(format!("model.layers.{layer}.{module}.{end}"))
+        Some(self.of_layer(layer, &format!("{module}.{end}")))
     }
 
     /// The GGUF name of a checkpoint tensor.
     pub fn to_gguf(&self, name: &str) -> Option<String> {
-        let name = name.strip_prefix("model.").unwrap_or(name);
+        let name = without_prefix(name);
         if let Some((layer, tensor)) = split_layer(name, "layers.")
             && let Some((gguf, _)) = self.tensors.iter().find(|(_, name)| *name == tensor)
         {
             return Some(format!("blk.{layer}.{gguf}"));
         }
         let (module, end) = name.rsplit_once('.').filter(|(_, end)| ["weight", "bias"].contains(end))?;
-        if let Some((gguf, _)) = self.global.iter().find(|(_, name)| name.strip_prefix("model.").unwrap_or(name) == module) {
+        if let Some((gguf, _)) = self.global.iter().find(|(_, name)| without_prefix(name) == module) {
             return Some(format!("{gguf}.{end}"));
         }
         let (layer, module) = split_layer(module, "layers.")?;
@@ -112,7 +130,7 @@ impl GgufFamily {
     /// The GGUF tensors with the rows of a checkpoint tensor that contains one projection of all
     /// experts, or two that are concatenated in each expert; `None` for other names.
     pub fn fused_tensors(&self, name: &str) -> Option<Vec<String>> {
-        let (layer, module) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.")?;
+        let (layer, module) = in_layer(name)?;
         let rest = self.strip_experts_module(module)?;
         let (part, end) = match rest.strip_suffix("_bias") {
             Some(part) if self.experts.is_some_and(|experts| experts.is_input_major) => (part, "bias"),
@@ -141,13 +159,13 @@ impl GgufFamily {
         let position = FUSED.iter().position(|name| *name == fused)?;
         let (part, first) = if position == 2 { ("down_proj", 0) } else { ("gate_up_proj", position) };
         let end = if end == "bias" { "_bias" } else { "" };
-        Some((format!("model.layers.{layer}.{}.{part}{end}", experts.block), first))
+        Some((self.of_layer(layer, &format!("{}.{part}{end}", experts.block)), first))
     }
 
     /// The GGUF tensors with the keys and the values of a projection of latent vectors; `None` for other
     /// names.
     pub fn latent_tensors(&self, name: &str) -> Option<Vec<String>> {
-        let (layer, module) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.").filter(|_| self.is_latent)?;
+        let (layer, module) = in_layer(name).filter(|_| self.is_latent)?;
         let (parts, latent) = LATENT;
         (module.strip_suffix(".weight") == Some(latent)).then(|| parts.iter().map(|part| format!("blk.{layer}.{part}.weight")).collect())
     }
@@ -171,7 +189,7 @@ impl GgufFamily {
         let (layer, module) = split_layer(name, "blk.")?;
         let (parts, latent) = LATENT;
         let position = parts.iter().position(|part| module.strip_suffix(".weight") == Some(*part)).filter(|_| self.is_latent);
-        position.map(|position| (format!("model.layers.{layer}.{latent}.weight"), position)).or_else(|| self.input_major(name))
+        position.map(|position| (self.of_layer(layer, &format!("{latent}.weight")), position)).or_else(|| self.input_major(name))
     }
 
     /// Whether a checkpoint tensor is the weight of a normalization layer, other than those of gated delta

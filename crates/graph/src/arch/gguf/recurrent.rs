@@ -1,6 +1,6 @@
 //! Layers without attention in GGUF files.
 
-use super::names::split_layer;
+use super::names::{in_layer, split_layer};
 use super::{GgufFamily, Pair, Setting};
 
 /// Layers without attention of a family.
@@ -22,6 +22,9 @@ pub enum Recurrent {
     /// None, but files have the sizes of state space layers, as those of Granite 4 with attention in all
     /// layers.
     UnusedStateSpace,
+    /// State space layers of Mamba 2 in models whose layers have one part each, as in Nemotron-H: files have
+    /// the numbers of key-value heads and of neurons of each layer, of which at most one is not zero.
+    SingleParts,
 }
 
 /// Shape of a tensor of a state space layer, which is a vector in checkpoints.
@@ -101,6 +104,11 @@ impl GgufFamily {
         name.ends_with(".ssm_a")
     }
 
+    /// Whether a GGUF tensor belongs to the router of experts.
+    pub fn is_router(name: &str) -> bool {
+        name.ends_with(".ffn_gate_inp.weight")
+    }
+
     /// Whether llama.cpp never quantizes a GGUF tensor: routers, filters and norms.
     pub fn is_always_float(name: &str) -> bool {
         name.contains(".ffn_gate_inp") || GgufFamily::is_filter(name) || name.ends_with("_norm.weight")
@@ -116,7 +124,7 @@ impl GgufFamily {
     /// network; `None` for other names.
     pub fn delta_tensors(&self, name: &str) -> Option<Vec<String>> {
         let (joint, parts) = JOINT;
-        let (layer, tensor) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.").filter(|_| self.recurrent == Recurrent::JointDelta)?;
+        let (layer, tensor) = in_layer(name).filter(|_| self.recurrent == Recurrent::JointDelta)?;
         (tensor == joint).then(|| parts.iter().map(|part| format!("blk.{layer}.{part}")).collect())
     }
 
@@ -124,12 +132,12 @@ impl GgufFamily {
     pub fn delta_projection(&self, name: &str) -> Option<(String, String)> {
         let (joint, [first, second]) = JOINT;
         let (layer, tensor) = split_layer(name, "blk.").filter(|_| self.recurrent == Recurrent::JointDelta)?;
-        (tensor == first).then(|| (format!("model.layers.{layer}.{joint}"), format!("blk.{layer}.{second}")))
+        (tensor == first).then(|| (self.of_layer(layer, joint), format!("blk.{layer}.{second}")))
     }
 
     /// The GGUF tensors whose rows a checkpoint tensor concatenates; `None` for other names.
     pub fn concatenated_tensors(&self, name: &str) -> Option<Vec<String>> {
-        let (layer, tensor) = split_layer(name.strip_prefix("model.").unwrap_or(name), "layers.")?;
+        let (layer, tensor) = in_layer(name)?;
         let (_, parts) = self.concatenated.iter().find(|(whole, _)| *whole == tensor)?;
         Some(parts.iter().map(|part| format!("blk.{layer}.{part}")).collect())
     }
@@ -138,7 +146,7 @@ impl GgufFamily {
     pub fn concatenation(&self, name: &str) -> Option<(String, String)> {
         let (layer, tensor) = split_layer(name, "blk.")?;
         let (whole, [_, second]) = self.concatenated.iter().find(|(_, [first, _])| *first == tensor)?;
-        Some((format!("model.layers.{layer}.{whole}"), format!("blk.{layer}.{second}")))
+        Some((self.of_layer(layer, whole), format!("blk.{layer}.{second}")))
     }
 
     /// Whether checkpoints have one tensor for a projection of all experts, like GGUF files.
@@ -148,7 +156,7 @@ impl GgufFamily {
 
     /// The shape in which a vector of a checkpoint is stored, if it is not a vector in GGUF files.
     pub fn stored_shape(&self, name: &str) -> Option<StoredShape> {
-        let (_, tensor) = split_layer(name, "blk.").filter(|_| self.recurrent == Recurrent::StateSpace)?;
+        let (_, tensor) = split_layer(name, "blk.").filter(|_| matches!(self.recurrent, Recurrent::StateSpace | Recurrent::SingleParts))?;
         match tensor {
             "ssm_a" | "ssm_d" => Some(StoredShape::Column),
             "ssm_norm.weight" => Some(StoredShape::Groups),
@@ -197,14 +205,29 @@ mod tests {
             [Some(StoredShape::Column), Some(StoredShape::Groups), None]
         );
         for experts in [true, false] {
-            let traits = GgufTraits { experts, windows: false, scores: 1, state_space: true };
+            let traits = GgufTraits { experts, windows: false, scores: 1, state_space: true, shared: true };
             let (model_type, found) = GgufFamily::from_architecture("granitehybrid", traits).unwrap();
             assert_eq!((model_type, found.experts.is_some()), ("granitemoehybrid", experts));
         }
         // Granite 4 with attention in all layers, and Granite 3.
         for (state_space, expected) in [(true, "granitemoehybrid"), (false, "granite")] {
-            let traits = GgufTraits { experts: false, windows: false, scores: 1, state_space };
+            let traits = GgufTraits { experts: false, windows: false, scores: 1, state_space, shared: state_space };
             assert_eq!(GgufFamily::from_architecture("granite", traits).unwrap().0, expected);
+        }
+        for (shared, expected) in [(true, "granitemoeshared"), (false, "granitemoe")] {
+            let traits = GgufTraits { experts: true, windows: false, scores: 1, state_space: false, shared };
+            assert_eq!(GgufFamily::from_architecture("granitemoe", traits).unwrap().0, expected);
+        }
+        // The names of all tensors of Nemotron-H begin with another prefix, and its experts have no gate.
+        for (experts, architecture) in [(true, "nemotron_h_moe"), (false, "nemotron_h")] {
+            let traits = GgufTraits { experts, windows: false, scores: 1, state_space: true, shared: experts };
+            let (model_type, found) = GgufFamily::from_architecture(architecture, traits).unwrap();
+            assert_eq!((model_type, found.experts.is_some(), found.architecture), ("nemotron_h", experts, architecture));
+            let (checkpoint, gguf) = ("backbone.layers.2.mixer.in_proj.weight", "blk.2.ssm_in.weight");
+            assert_eq!((found.to_gguf(checkpoint).as_deref(), found.to_checkpoint(gguf).as_deref()), (Some(gguf), Some(checkpoint)));
+            assert_eq!(found.to_checkpoint("token_embd.weight").as_deref(), Some("backbone.embeddings.weight"));
+            assert_eq!((found.to_checkpoint("blk.2.ffn_gate_exps.0.weight"), GgufFamily::layer(checkpoint)), (None, Some(2)));
+            assert_eq!(found.stored_shape("blk.2.ssm_norm.weight"), Some(StoredShape::Groups));
         }
         let names =
             ["model.layers.0.self_attn.q_proj.weight", "model.layers.12.conv.conv.weight", "model.layers.3.linear_attn.conv1d.weight"].map(str::to_owned);
