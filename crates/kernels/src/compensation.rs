@@ -149,18 +149,42 @@ impl Compensation {
             targets.par_chunks_mut(width).zip(weights.par_chunks(size)).for_each(|(targets, weights)| {
                 targets.iter_mut().zip(&weights[first..]).for_each(|(target, weight)| *target += weight);
             });
-            let block = Block { ratios: &self.ratios[first * size + first..], stride: size, first, costs: &self.costs[first..first + width] };
+            let ratios = Ratios { values: &self.ratios[first * size + first..], stride: size };
+            let block = Block { ratios, first, costs: &self.costs[first..first + width] };
             block.apply(weights, &mut errors, (size, first), targets, rule);
+        }
+    }
+}
+
+/// `R[k][j] / R[j][j]` of consecutive columns; elements on and below the diagonal are not read.
+#[derive(Clone, Copy)]
+pub struct Ratios<'a> {
+    /// The ratios, from those of the first column on.
+    pub values: &'a [f32],
+    /// Distance of the rows.
+    pub stride: usize,
+}
+
+impl Ratios<'_> {
+    /// Those of a column to the later ones.
+    fn later(&self, column: usize) -> &[f32] {
+        &self.values[column * self.stride + column + 1..]
+    }
+
+    /// Converts the optimal values of columns from `first` on, each under the assumption that the columns in
+    /// between are unchanged, into the optimal values when all of them can be changed.
+    pub fn free(&self, values: &mut [f32], weights: &[f32], first: usize) {
+        for at in 0..values.len() {
+            let (done, rest) = values.split_at_mut(at + 1);
+            add_scaled(rest, self.later(first + at), weights[at] - done[at]);
         }
     }
 }
 
 /// Consecutive columns, processed after all previous columns.
 pub struct Block<'a> {
-    /// `R[k][j] / R[j][j]` of the columns; elements on and below the diagonal are not read.
-    pub ratios: &'a [f32],
-    /// Distance of the rows of `ratios`.
-    pub stride: usize,
+    /// Ratios of the columns.
+    pub ratios: Ratios<'a>,
     /// Index of the first column.
     pub first: usize,
     /// Cost of the squared error of each column.
@@ -168,15 +192,6 @@ pub struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// Converts the optimal values of columns from `first` of the block on, each under the assumption that
-    /// the columns in between are unchanged, into the optimal values when all of them can be changed.
-    pub fn free(&self, values: &mut [f32], weights: &[f32], first: usize) {
-        for at in 0..values.len() {
-            let (done, rest) = values.split_at_mut(at + 1);
-            add_scaled(rest, &self.ratios[(first + at) * self.stride + first + at + 1..], weights[at] - done[at]);
-        }
-    }
-
     /// Replaces the columns of the block by the values that `rule` chooses, and sets their errors. Rows of
     /// weights and errors have `size` columns, and the block starts at column `start`. `targets` `[rows,
     /// width]` are the optimal values after all previous columns were chosen.
@@ -185,7 +200,7 @@ impl Block<'_> {
         if rule.ranks_blocks() {
             let mut free = targets.to_vec();
             let lines = free.par_chunks_mut(width).zip(weights.par_chunks(size));
-            lines.for_each(|(values, weights)| self.free(values, &weights[start..], 0));
+            lines.for_each(|(values, weights)| self.ratios.free(values, &weights[start..], 0));
             rule.begin_block(self.first, width, &free, self.costs);
         } else {
             rule.begin_block(self.first, width, &[], &[]);
@@ -199,10 +214,10 @@ impl Block<'_> {
                 let count = if at.is_multiple_of(group) { group.min(width - at) } else { 1 };
                 free.clear();
                 free.extend_from_slice(&targets[at..at + count]);
-                self.free(&mut free, &weights[column..], at);
+                self.ratios.free(&mut free, &weights[column..], at);
                 let value = rule.choose(row, self.first + at, &free, &self.costs[at..], &mut marks);
                 let error = weights[column] - value;
-                add_scaled(&mut targets[at + 1..], &self.ratios[at * self.stride + at + 1..], error);
+                add_scaled(&mut targets[at + 1..], self.ratios.later(at), error);
                 (weights[column], errors[column]) = (value, error);
             }
         });

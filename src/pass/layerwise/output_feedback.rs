@@ -6,7 +6,7 @@
 
 use super::output_moments::{OutputGroup, OutputMoments};
 use crate::error::Result;
-use crate::kernel::compensation::{Block, Compensation};
+use crate::kernel::compensation::{Compensation, Ratios};
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::grid::QuantizationParams;
 use crate::kernel::matmul::{Left, Rows, product};
@@ -143,8 +143,8 @@ impl GroupFeedback {
         let right = Rows { values: &self.ratios[first..], count, stride: rows };
         product(&Left::pack_transposed(errors, size, first, size), &right, count, Epilogue::NONE, &mut added);
         // Previous rows of the block already compensate for a part of the errors.
-        let block = Block { ratios: &self.ratios[first * rows + first..], stride: rows, first: 0, costs: &[] };
-        added.chunks_exact_mut(count.max(1)).for_each(|column| block.free(column, &unchanged, 0));
+        let ratios = Ratios { values: &self.ratios[first * rows + first..], stride: rows };
+        added.chunks_exact_mut(count.max(1)).for_each(|column| ratios.free(column, &unchanged, 0));
         added
     }
 }

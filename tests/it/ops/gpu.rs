@@ -5,7 +5,7 @@ use compress_graph::gpu::{self, ColumnGrid, LogitLosses};
 use compress_graph::ir::Op;
 use compress_graph::ir::ops::{Attention, Embedding, PreparedOp};
 use compress_kernels::column_solver::{ColumnSolver, Grid, Zeros};
-use compress_kernels::compensation::{Block, unit_factors};
+use compress_kernels::compensation::{Block, Ratios, unit_factors};
 use compress_kernels::grid::{IntegerGrid, Levels, QuantizationParams};
 use compress_kernels::refinement::round_row;
 
@@ -240,7 +240,7 @@ fn rounded_columns_equal_those_of_the_host() {
             rule.zeroed = (0..rows).flat_map(|row| [vec![false; FIRST], mask[row * width..][..width].to_vec()].concat()).collect();
         }
         let (mut expected, mut errors) = (weights.clone(), vec![0f32; rows * width]);
-        let block = Block { ratios: &ratios, stride: width, first: FIRST, costs: &vec![1.0; width] };
+        let block = Block { ratios: Ratios { values: &ratios, stride: width }, first: FIRST, costs: &vec![1.0; width] };
         block.apply(&mut expected, &mut errors, (width, 0), &mut targets.clone(), &mut rule);
         let mask: Vec<u8> = mask.iter().map(|zeroed| u8::from(*zeroed)).collect();
         let mask = on_device(&Tensor::from_vec(mask, (rows, width), &Device::Cpu).unwrap().t().unwrap());

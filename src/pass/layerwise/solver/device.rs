@@ -10,7 +10,7 @@ use super::super::moments::DeviceSums;
 use crate::exec::transfer::{self, Cause};
 use crate::gpu::{self, ColumnGrid, FACTORIZED, UnitFactors};
 use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
-use crate::kernel::compensation::{self, Block, DAMPING_F32};
+use crate::kernel::compensation::{self, Block, DAMPING_F32, Ratios};
 use crate::kernel::grid::Levels;
 
 /// Error compensation between the columns of a layer's weight on a device.
@@ -147,7 +147,7 @@ impl DeviceSolver {
         let [mut targets, mut values] = [by_row(targets)?, by_row(weights)?];
         let mut errors = vec![0f32; values.len()];
         let ratios = transfer::values::<f32>(ratios, Cause::Statistics)?;
-        let block = Block { ratios: &ratios, stride: width, first, costs: &self.costs[first..first + width] };
+        let block = Block { ratios: Ratios { values: &ratios, stride: width }, first, costs: &self.costs[first..first + width] };
         block.apply(&mut values, &mut errors, (width, 0), &mut targets, rule);
         let device = weights.device();
         Ok([by_column(&values, (rows, width), device)?, by_column(&errors, (rows, width), device)?])
