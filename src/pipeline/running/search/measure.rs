@@ -241,8 +241,15 @@ impl<'a> Measurement<'a> {
 }
 
 /// Measures the losses of units that the backward pass does not give, with all others as floats. In a smaller
-/// structure, those of weights are assumed to be the same as in the original model.
+/// structure, those of weights are assumed to be the same as in the original model, because losses are sums
+/// over units, of which one has the loss of the structure: removing heads and neurons does not change
+/// embeddings. If the original model cannot have the option, the loss of the structure is subtracted.
 pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
+    set_losses(found, |units, options| measurement.loss(units, options))
+}
+
+/// Sets the losses of units that are measured, by a function of the options of all units.
+fn set_losses(found: &mut Found, measure: impl Fn(&[Unit], &[usize]) -> Result<Option<f64>>) -> Result<()> {
     let (floats, each) = (found.formats.len() - 1, found.structure_options());
     for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
         let has_weights = !found.units[at].weights.is_empty();
@@ -250,12 +257,15 @@ pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Res
         for option in (0..floats).rev() {
             let Some(score) = found.units[at].options[option] else { continue };
             let original = floats + 1 - each + option % each;
-            let loss = if has_weights && original != option {
-                found.units[at].options[original].map(|score| score.loss)
+            let is_copied = has_weights && original != option;
+            let loss = if let Some(score) = found.units[at].options[original].filter(|_| is_copied) {
+                Some(score.loss)
             } else {
                 let mut options = found.floats(option);
+                let structures = found.units.iter().zip(&options).filter(|(unit, _)| is_copied && unit.weights.is_empty());
+                let structure: f64 = structures.filter_map(|(unit, option)| unit.options[*option]).map(|score| score.loss).sum();
                 options[at] = option;
-                measurement.loss(&found.units, &options)?
+                measure(&found.units, &options)?.map(|loss| (loss - structure).max(0.0))
             };
             if let Some(loss) = loss {
                 found.units[at].options[option] = Some(Score { loss, ..score });
@@ -263,4 +273,45 @@ pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Res
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two formats and floats, in a smaller structure and in the original model. The measured loss is the sum
+    /// of that of the structure, 0.5, and those of the formats.
+    #[test]
+    fn losses_of_structures_are_separate_from_those_of_their_units() {
+        const OPTIONS: usize = 6;
+        let score = Some(Score { loss: 0.0, bytes: 8 });
+        let unit = |name: &str, weights: &[&str], options: [bool; OPTIONS]| {
+            let options = options.map(|possible| score.filter(|_| possible)).to_vec();
+            Unit { measured: true, weights: weights.iter().map(|name| (*name).to_owned()).collect(), options, ..Unit::new(name.to_owned(), 0) }
+        };
+        // The second format of the experts is only possible in the smaller structure.
+        let units = vec![
+            unit("widths", &[], [false, false, true, false, false, true]),
+            unit("embedding", &["embedding"], [true; OPTIONS]),
+            unit("experts", &["experts"], [true, true, true, true, false, true]),
+        ];
+        let formats = (0..OPTIONS).map(|at| at.to_string()).collect();
+        let mut found = Found { formats, units, structure_options: Some(3), ..Found::default() };
+        let measured = std::cell::RefCell::new(Vec::new());
+        let measure = |_: &[Unit], options: &[usize]| {
+            measured.borrow_mut().push(options.to_vec());
+            let is_small = options.iter().all(|option| *option < 3);
+            assert!(is_small || options.iter().all(|option| *option >= 3), "{options:?} has units of both models");
+            let (structure, formats) = (if is_small { 0.5 } else { 0.0 }, options.iter().map(|option| [0.01, 0.02, 0.0][option % 3]).sum::<f64>());
+            Ok((options != [5; 3]).then_some(structure + formats))
+        };
+        set_losses(&mut found, measure).unwrap();
+        let losses = |at: usize| found.units[at].options.iter().map(|score| score.map(|score| (score.loss * 100.0).round() as u32)).collect::<Vec<_>>();
+        assert_eq!(losses(0), [None, None, Some(50), None, None, Some(0)]);
+        assert_eq!(losses(1), [1, 2, 0, 1, 2, 0].map(Some));
+        assert_eq!(losses(2), [Some(1), Some(2), Some(0), Some(1), None, Some(0)]);
+        // The structure, both formats of the embedding, and one of each structure of the experts.
+        let measured = measured.into_inner();
+        assert_eq!(measured, [[2, 2, 2], [5, 4, 5], [5, 3, 5], [5, 5, 3], [2, 2, 1]]);
+    }
 }
