@@ -100,6 +100,7 @@ impl AttentionMask<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
     use std::path::Path;
 
     use candle_core::DType;
@@ -128,27 +129,64 @@ mod tests {
         (read(&result), sum)
     }
 
+    fn golden() -> HashMap<String, Tensor> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/training/dropout.safetensors");
+        candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+    }
+
+    fn require_equal(what: &str, found: &[f32], expected: &[f32]) {
+        let is_equal = found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5);
+        assert!(is_equal, "{what}: {found:?} instead of {expected:?}");
+    }
+
     /// Results and gradients are those of PyTorch with the same mask (`scripts/goldens dropout`), also if the
     /// node is computed again in the backward pass.
     #[test]
     fn results_and_gradients_equal_those_of_pytorch() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/training/dropout.safetensors");
-        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let golden = golden();
         let values = |name: &str| golden[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let dropout = Dropout { rate: 0.4, nodes: [0].into(), attention_rate: 0.0 };
         let kept: Vec<f32> = dropout.factors(SEED, 0, &[4, 3]).into_iter().map(|factor| f32::from(factor > 0.0)).collect();
         assert_eq!(kept, values("mask"));
         let graph = "input x: float[batch, 3]\nparam w: float[3, 3]\ny = Linear(x, w) -> float[batch, 3]\nz = Add(x, y) -> float[batch, 3]\nu = Linear(z, w) -> float[batch, 3]\noutput u = u\n";
         let inputs: Inputs = [("x".to_owned(), golden["x"].clone())].into();
-        let require_equal = |what: &str, found: &[f32], expected: Vec<f32>| {
-            assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{what}: {found:?} instead of {expected:?}");
-        };
         for cuts in [&[][..], &[1], &[2]] {
             let (result, gradient) = run(graph, &golden["w"], &inputs, Some(dropout.clone()), cuts);
-            require_equal("result", &result, values("u"));
-            require_equal("gradient", &gradient, values("gradient"));
+            require_equal("result", &result, &values("u"));
+            require_equal("gradient", &gradient, &values("gradient"));
         }
         assert_ne!(run(graph, &golden["w"], &inputs, None, &[]).0, values("u"));
+    }
+
+    /// Causal attention with fewer heads of keys, and its gradients, with the mask of each sample and head.
+    #[test]
+    fn attention_equals_that_of_pytorch() {
+        let golden = golden();
+        let values = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let dropout = Dropout { rate: 0.0, nodes: BTreeSet::new(), attention_rate: 0.4 };
+        let mask = AttentionMask { dropout: &dropout, seed: SEED, node: 0 }.factors([2, 4], [&(0..6), &(0..6)], &Device::Cpu).unwrap();
+        let kept: Vec<f32> = values(&mask).into_iter().map(|factor| f32::from(factor > 0.0)).collect();
+        assert_eq!(kept, values(&golden["probabilities"]));
+        let text = ATTENTION.replace("input ", "param ").replace("batch", "2");
+        let graph: Graph = text.parse().unwrap();
+        let inputs = ["q", "k", "v"].map(|name| (name.to_owned(), golden[name].clone()));
+        let (parameters, tracker) = (Parameters::from_tensors(inputs.into(), DType::F32), MemoryTracker::default());
+        let output = graph.outputs()[0].1;
+        let tape = Tape::new(&graph, Device::Cpu, [output].into(), &|_| true, &[]).with_dropout(Some(dropout.clone()));
+        let forward = tape.forward_with(Some(SEED), &parameters, &Inputs::new(), &tracker, None).unwrap();
+        let attended = forward.taps()[&output].clone();
+        require_equal("output", &values(&attended), &values(&golden["attended"]));
+        let mut gradients = Vec::new();
+        let mut add = |name: &str, found: Tensor| {
+            gradients.push((name.to_owned(), values(&found)));
+            Ok(())
+        };
+        tape.backward(forward, [(output, attended.sin().unwrap())].into(), &parameters, &tracker, &mut add).unwrap();
+        gradients.sort_by(|a, b| a.0.cmp(&b.0));
+        assert_eq!(gradients.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["k", "q", "v"]);
+        for (name, gradient) in gradients {
+            require_equal(&name, &gradient, &values(&golden[&format!("{name}_gradient")]));
+        }
     }
 
     /// A node of attention with two samples, and the dropout of its probabilities.
