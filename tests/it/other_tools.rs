@@ -170,6 +170,15 @@ fn incomplete_and_contradicting_folders_are_refused() {
     assert!(found.contains("is not a matrix of int8, but `model.layers.0.mlp.down_proj.SCB`"), "{found}");
     let found = error("nvfp4", |all, _| drop(all.insert(module("pre_quant_scale"), Tensor::new(DType::F32, &[96], vec![0; 384]))));
     assert!(found.contains("pre_quant_scale`: changes the input or output of a layer"), "{found}");
+    // Experts in one tensor, as of gpt-oss and Llama 4.
+    let experts = "model.layers.0.mlp.experts.up_proj";
+    for (folder, suffix, dtype) in [("nvfp4", "_weight_scale_2", DType::U8), ("mixed", "_weight_scale", DType::F8_E4M3)] {
+        let found = error(folder, |all, _| {
+            all.insert(experts.to_owned(), Tensor::new(dtype, &[2, 8, 4], vec![0; 64]));
+            all.insert(format!("{experts}{suffix}"), Tensor::new(DType::F32, &[], vec![0, 0, 128, 63]));
+        });
+        assert!(found.contains(&format!("tensor `{experts}`: contains quantized experts in one tensor by ModelOpt")), "{folder}: {found}");
+    }
     let format = module("weight_format");
     let found = error("int8", |all, _| drop(all.insert(format, Tensor::new(DType::U8, &[], vec![1]))));
     assert!(found.contains("weight_format`: is not 0"), "{found}");

@@ -118,7 +118,7 @@ impl Model {
         let schemes = config.take_quantization(path)?;
         (checkpoint.gptq, checkpoint.fp8, checkpoint.nvfp4) = (schemes.gptq, schemes.fp8, schemes.nvfp4);
         if schemes.fp8.is_some() || schemes.nvfp4.is_some() {
-            modelopt::require_plain_layers(checkpoint.tensors.keys())?;
+            modelopt::require_plain_layers(&checkpoint.tensors)?;
         }
         let class_of = |name: &str| if arch::is_embedding_table(config.model_type(), name) { "Embedding" } else { "Linear" };
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.encoding(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;

@@ -61,9 +61,6 @@ fn weight(checkpoint: &mut Checkpoint, config: Fp8Config, floats: DType, name: &
     let suffix = SUFFIXES.into_iter().find(|suffix| checkpoint.tensors.contains_key(&scale_name(suffix)));
     let parts = suffix.and_then(|suffix| Some((suffix, checkpoint.tensors.remove(name)?, checkpoint.tensors.remove(&scale_name(suffix))?)));
     let Some((suffix, codes, scales)) = parts else {
-        if checkpoint.tensors.contains_key(&scale_name("_weight_scale")) {
-            return Err(Error::tensor(name, "contains experts in one tensor by ModelOpt, which is not supported", "start from the original checkpoint"));
-        }
         let [expected, _] = SUFFIXES.map(scale_name);
         return Err(Error::tensor(&expected, format!("is missing, but `{name}` contains FP8 codes, and config.json describes weights in FP8"), INCOMPLETE));
     };

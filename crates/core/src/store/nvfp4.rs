@@ -28,11 +28,6 @@ const INCOMPLETE: &str = "the checkpoint is incomplete or damaged; download it a
 pub(super) fn take(checkpoint: &mut Checkpoint, floats: DType) -> Result<Vec<(String, Weight)>> {
     let Some(config) = checkpoint.nvfp4 else { return Ok(Vec::new()) };
     let names: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(FACTOR)).map(str::to_owned).collect();
-    let is_attribute = |name: &&String| name.strip_suffix("_weight").is_some_and(|experts| checkpoint.tensors.contains_key(experts));
-    if let Some(name) = names.iter().find(is_attribute) {
-        let reason = "belongs to experts in one tensor by ModelOpt, which is not supported";
-        return Err(Error::tensor(&format!("{name}{FACTOR}"), reason, "start from the original checkpoint"));
-    }
     names.into_iter().map(|name| weight(checkpoint, config, floats, &name).map(|weight| (name, weight))).collect()
 }
 

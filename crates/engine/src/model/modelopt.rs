@@ -1,5 +1,7 @@
 //! Settings of folders of ModelOpt (`quant_method: modelopt`, or only `hf_quant_config.json`).
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value};
 
 use super::quantization::{FORMATS, Refused};
@@ -32,15 +34,24 @@ enum Algorithm {
 /// Tensors that change the inputs or outputs of quantized layers.
 const UNSUPPORTED: [&str; 3] = [".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"];
 
-/// Rejects layers that ModelOpt quantizes with other steps than rounding: their outputs would be wrong.
-pub(super) fn require_plain_layers<'n>(mut names: impl Iterator<Item = &'n String>) -> Result<()> {
-    match names.find(|name| UNSUPPORTED.iter().any(|part| name.ends_with(part))) {
-        Some(name) => {
-            let reason = "changes the input or output of a layer quantized by ModelOpt, which is not supported";
-            Err(Error::tensor(name, reason, "start from the original checkpoint"))
-        }
-        None => Ok(()),
+/// Suffixes of the scales of experts in one tensor `[experts, in, out]`, after the name of this tensor. Scales
+/// of other layers belong to a tensor `weight` of their own module.
+const EXPERT_SCALES: [&str; 2] = ["_weight_scale", "_weight_scale_2"];
+
+/// Rejects layers that ModelOpt quantizes with other steps than rounding: their outputs would be wrong. Also
+/// rejects quantized experts in one tensor, whose packed codes are transposed.
+pub(super) fn require_plain_layers<T>(tensors: &BTreeMap<String, T>) -> Result<()> {
+    if let Some(name) = tensors.keys().find(|name| UNSUPPORTED.iter().any(|part| name.ends_with(part))) {
+        let reason = "changes the input or output of a layer quantized by ModelOpt, which is not supported";
+        return Err(Error::tensor(name, reason, "start from the original checkpoint"));
     }
+    let experts = |name: &'_ String| EXPERT_SCALES.iter().find_map(|suffix| tensors.get_key_value(name.strip_suffix(suffix)?));
+    if let Some((name, _)) = tensors.keys().find_map(experts) {
+        let reason = "contains quantized experts in one tensor by ModelOpt, which is not supported";
+        let hint = "start from the original checkpoint; `split-experts` separates the experts of Llama 4, so that `quantize` can store them as NVFP4 or FP8";
+        return Err(Error::tensor(name, reason, hint));
+    }
+    Ok(())
 }
 
 /// The settings; fails if a key or a value is not supported.
@@ -135,6 +146,21 @@ mod tests {
         assert_eq!(read(json!({ "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN" })), Ok((Some(false), None)));
         let layers = json!({ "a": { "quant_algo": "FP8" }, "b": { "quant_algo": "W4A16_NVFP4", "group_size": 16 } });
         assert_eq!(read(json!({ "quant_algo": "MIXED_PRECISION", "quantized_layers": layers })), Ok((Some(true), Some(false))));
+    }
+
+    #[test]
+    fn layers_with_other_steps_and_fused_experts_are_rejected() {
+        let error = |names: &[&str]| {
+            let tensors: BTreeMap<String, ()> = names.iter().map(|name| ((*name).to_owned(), ())).collect();
+            require_plain_layers(&tensors).map_err(|error| error.to_string())
+        };
+        assert_eq!(error(&["a.weight", "a.weight_scale", "a.weight_scale_2", "a.input_scale", "experts.up_proj"]), Ok(()));
+        let found = error(&["a.weight", "a.pre_quant_scale"]).unwrap_err();
+        assert!(found.contains("`a.pre_quant_scale`: changes the input or output"), "{found}");
+        for suffix in EXPERT_SCALES {
+            let found = error(&["experts.up_proj", &format!("experts.up_proj{suffix}")]).unwrap_err();
+            assert!(found.contains("`experts.up_proj`: contains quantized experts"), "{found}");
+        }
     }
 
     #[test]
