@@ -13,6 +13,9 @@ LITE = {"num_hidden_layers": 26, "first_k_dense_replace": 25, "hidden_size": 8, 
 LITE |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 128, "rope_scaling": SCALING}
 # llama.cpp has no biases of attention here, and the converter writes `intermediate_size` for the dense networks.
 ATTENTION = {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "attention_bias": False, "num_experts_per_tok": 0, "intermediate_size": 20}
+# llama.cpp has the epsilon of the normalizations for queries and keys too, and no more pairs on all axes than elements.
+DELTA = {"linear_key_head_dim": 5, "rms_norm_eps": 1e-6}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}}
 LATENT = {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_scaling": SCALING}
 # A key that the converter must not find.
 ABSENT = object()
@@ -68,9 +71,9 @@ FAMILIES = [
     ("deepseek-v2-lite", None, LITE),
     ("deepseek-v3", "deepseek2", {**LATENT, "num_nextn_predict_layers": 0}),
     # The number of neurons is that of the weights.
-    ("qwen3-next", None, {"mlp_only_layers": [], "linear_key_head_dim": 5}),
-    ("qwen3_5", None, {"attention_bias": False, "linear_key_head_dim": 5}),
-    ("qwen3_5-moe", None, {"linear_key_head_dim": 5}),
+    ("qwen3-next", None, {"mlp_only_layers": [], **DELTA}),
+    ("qwen3_5", None, {"attention_bias": False, **DELTA, **AXES}),
+    ("qwen3_5-moe", None, {**DELTA, **AXES}),
     ("granite-moe", None, {}),
     ("granite-moe-shared", None, {"attention_bias": False}),
     # The converter writes another length of the context for models without positions.

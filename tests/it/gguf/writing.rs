@@ -80,7 +80,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 52] = [
+    let cases: [(&str, &str, Change, &str); 54] = [
         (
             "qwen3_5",
             "config.json",
@@ -139,6 +139,8 @@ fn unsupported_models_are_rejected_by_name() {
             |json| json["rope_parameters"] = serde_json::json!({ "rope_theta": 100.0, "mrope_section": [0, 1, 1] }),
             "`mrope_section` of [0, 1, 1, 0]",
         ),
+        ("qwen3_5", "config.json", |json| json["rope_parameters"]["mrope_section"] = serde_json::json!([3, 3, 3]), "`mrope_section` of [3, 3, 3, 0]"),
+        ("qwen3-next", "config.json", |json| json["rms_norm_eps"] = 1e-5.into(), "`rms_norm_eps` of 0.00001"),
         ("qwen3-next", "config.json", |json| json["mlp_only_layers"] = serde_json::json!([1]), "`mlp_only_layers` of [1]"),
         ("granite-hybrid", "config.json", |json| json["time_step_limit"] = serde_json::json!([0.1, 2.0]), "`time_step_limit` of [0.1,2.0]"),
         ("granite-hybrid", "config.json", |json| json["mamba_expand"] = 4.into(), "`mamba_expand` of 4"),

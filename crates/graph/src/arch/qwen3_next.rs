@@ -40,6 +40,10 @@ const EXPERT_SIZES: Sizes = Sizes {
     ..SIZES
 };
 
+/// llama.cpp normalizes the queries and keys of gated delta networks with this epsilon, transformers with a
+/// constant.
+const DELTA_EPSILON: gguf::Pair = ("rms_norm_eps", "1e-6");
+
 const GGUF: GgufFamily = GgufFamily {
     architecture: "qwen3next",
     class: "Qwen3NextForCausalLM",
@@ -58,7 +62,7 @@ const GGUF: GgufFamily = GgufFamily {
     norms_plus_one: true,
     flags: &[],
     settings: gguf::DELTA_SETTINGS,
-    required: &[gguf::NO_ATTENTION_BIAS],
+    required: &[gguf::NO_ATTENTION_BIAS, DELTA_EPSILON],
     head_dim: Some(256),
     partial_rotary: Some(("partial_rotary_factor", 0.25)),
     recurrent: Recurrent::JointDelta,
@@ -79,7 +83,7 @@ const QWEN3_5_GGUF: GgufFamily = GgufFamily {
     architecture: "qwen35",
     class: "Qwen3_5ForCausalLM",
     layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORM_AFTER_ATTENTION, gguf::DELTA, DELTA_PROJECTIONS, gguf::NETWORK],
-    required: &[gguf::NO_ATTENTION_BIAS, ("attn_output_gate", "true"), ("output_gate_type", "\"swish\"")],
+    required: &[gguf::NO_ATTENTION_BIAS, DELTA_EPSILON, ("attn_output_gate", "true"), ("output_gate_type", "\"swish\"")],
     recurrent: Recurrent::TiledDelta,
     experts: None,
     ..GGUF

@@ -53,6 +53,12 @@ pub(super) fn describe(reader: &Reader, rotary: u64) -> Result<Vec<(&'static str
             let hint = format!("llama.cpp needs sections of the {} rotated pairs of a head", rotary / 2);
             return Err(reader.refused(&format!("`mrope_section` of {sections:?}"), hint));
         }
+        let width = size("head_dim", family.head_dim.unwrap_or(0))?;
+        let sum = sections.iter().fold(0u64, |sum, section| sum.saturating_add(u64::try_from(*section).unwrap_or(u64::MAX)));
+        if sum > width {
+            let hint = format!("llama.cpp aborts if their sum is more than {width}, the width of a head: set `mrope_section` in `rope_parameters`");
+            return Err(reader.refused(&format!("`mrope_section` of {sections:?}"), hint));
+        }
         keys.push((SECTIONS, Value::Integers(sections)));
     }
     Ok(keys)
