@@ -9,6 +9,7 @@ identical files are not run, and `compress inspect` must accept every file. With
 files, and sizes and the cosine similarity to the original outputs are printed: `--pass quantize-dynamic`,
 `--pass "prune-unstructured=--amount 0.5"`. With `--pass` and `--kind node`, the float inputs of a test except for the
 first one become initializers, so that its operator has weights; tests without such inputs are omitted.
+The last lines count the results of all files, and of those that ONNX Runtime loads.
 """
 
 import argparse
@@ -75,6 +76,13 @@ def session(path):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 2, 4
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def is_loaded(path):
+    try:
+        return bool(session(path))
+    except Exception:
+        return False
 
 
 def given(path, folder, inputs):
@@ -213,7 +221,7 @@ def main():
     arguments = parser.parse_args()
     kinds = arguments.kind or (["real"] if arguments.passes else ["real", "node", "light", "other"])
     files = list(real_files() if "real" in kinds else []) + list(test_files([kind for kind in kinds if kind != "real"]))
-    counts, bad = Counter(), 0
+    counts, loaded, bad = Counter(), Counter(), 0
     with tempfile.TemporaryDirectory() as scratch:
         for path, folder in files:
             shown = "/".join(path.parts[-3:])
@@ -223,14 +231,17 @@ def main():
                 counts["not fetched"] += 1
                 print(f"{shown}: not fetched")
                 continue
+            loads = is_loaded(path)
             for what in arguments.passes or [None]:
                 check = passed if what else again
                 found, reason, seconds = check(arguments.compress, path, folder, *([what] if what else []), Path(scratch))
                 counts[found] += 1
+                loaded[found] += loads
                 bad += found in ("DIFFERENT", "DOES NOT RUN") or (found == "refused" and not what)
                 if folder is None or found not in ("same bytes", "same answers", "without weights"):
                     print(f"{shown}: {f'{what}: ' if what else ''}{found}, {seconds:.2f} s {reason}", flush=True)
-    print(", ".join(f"{count} {found}" for found, count in counts.most_common()))
+    for what, counted in (("all files", counts), ("files that ONNX Runtime loads", loaded)):
+        print(f"{counted.total()} results of {what}: " + ", ".join(f"{count} {found}" for found, count in counted.most_common() if count))
     sys.exit(bad > 0)
 
 
