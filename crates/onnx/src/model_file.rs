@@ -196,6 +196,11 @@ impl ModelFile {
         graph.node.iter().filter_map(|node| Some((node.output.first().filter(is_output)?.clone(), ty(node)?))).collect()
     }
 
+    /// Whether outputs have 16 bits, to which a graph does not round them.
+    pub fn rounds_outputs(&self) -> bool {
+        self.converted_outputs().values().any(|ty| *ty != DataType::Double)
+    }
+
     /// The contents of the graph for lifting.
     pub(super) fn expanded(&self) -> Result<&Expanded> {
         let expand = || {

@@ -216,6 +216,7 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
     }
     let samples = if samples.is_empty() { std::slice::from_ref(&batch) } else { samples };
     let half = model.onnx.as_ref().is_some_and(|file| file.is_half());
+    let is_coarse = half || model.onnx.as_ref().is_some_and(|file| file.rounds_outputs());
     // Fails for files of other tools, which name quantized values differently.
     match compare_quantized_values(&model, path, samples, half, work) {
         Ok(Some((true, found))) => return Ok(Comparison::Agrees(found)),
@@ -237,7 +238,7 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
         Err(Error::Cancelled) => return Err(Error::Cancelled),
         Err(e) => Comparison::Incomplete(format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
         Ok(fidelity) => {
-            let (ok, difference) = judge(&fidelity, has_integers || half);
+            let (ok, difference) = judge(&fidelity, has_integers || is_coarse);
             let found = format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, description));
             if ok || amplifies { Comparison::Agrees(found) } else { Comparison::Differs(found) }
         }

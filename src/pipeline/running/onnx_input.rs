@@ -201,7 +201,12 @@ mod tests {
 
     /// A model that computes a vector `y` of length 2 from `x`.
     fn model(nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> Vec<u8> {
-        let (input, output) = (vec![port("x", 1, &[2])], vec![port("y", 1, &[2])]);
+        model_of(1, nodes, initializer)
+    }
+
+    /// With this type of the output.
+    fn model_of(ty: i32, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> Vec<u8> {
+        let (input, output) = (vec![port("x", 1, &[2])], vec![port("y", ty, &[2])]);
         let graph = GraphProto { name: Some("one".into()), node: nodes, initializer, input, output, ..GraphProto::default() };
         let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(17) }];
         ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() }.encode_to_vec()
@@ -233,6 +238,22 @@ mod tests {
                     assert_eq!(measured.fidelity.is_some(), before == "Relu", "{:?}", measured.notes);
                 }
                 Err(e) => assert!(!verified && matches!(e, Error::Verification { .. }), "{before}, {after}, {measures}: {e}"),
+            }
+        }
+    }
+
+    /// ONNX Runtime rounds outputs to float16 (10) and bfloat16 (16), the built-in executor computes them in 32
+    /// bits.
+    #[test]
+    fn outputs_of_16_bits_may_be_rounded() {
+        if !compress_testing::available("ONNX Runtime", crate::runtime::library()) {
+            return;
+        }
+        for ty in [10, 16] {
+            let half = model_of(ty, vec![node("Cast", &["x"], "y", vec![AttributeProto::int("to", ty.into())])], vec![]);
+            for measures in [true, false] {
+                let found = measured(&half, &half, measures).map(|measured| measured.notes);
+                assert!(found.is_ok(), "{ty}: {found:?}");
             }
         }
     }
