@@ -81,7 +81,7 @@ FAMILIES = [
     ("granite-hybrid-dense", None, ATTENTION),
     ("nemotron-h", None, {**NEMOTRON, **DENSE, "num_hidden_layers": 5, "hybrid_override_pattern": "M-*M-"}),
     ("nemotron-h-moe", None, {**NEMOTRON, "num_hidden_layers": 4, "hybrid_override_pattern": "ME*E"}),
-    ("nemotron-h-latent", None, {**NEMOTRON, "num_hidden_layers": 3, "hybrid_override_pattern": "ME*", "use_bias": False, "mlp_bias": False, "time_step_min": 0.001}),
+    ("nemotron-h-latent", None, {**NEMOTRON, "num_hidden_layers": 3, "hybrid_override_pattern": "ME*", "use_bias": False, "use_conv_bias": True, "mlp_bias": False, "time_step_min": 0.001}),
     ("lfm2", "lfm2", {"intermediate_size": 28, "block_auto_adjust_ff_dim": False}),
     ("gemma3", "gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "_sliding_window_pattern": None, "rope_local_base_freq": 10000.0}),
 ]
@@ -155,6 +155,9 @@ def changed(name, tensors):
     tensors = {key: changed for key, tensor in tensors.items() if (changed := change(key, tensor)) is not None}
     if name in LAYERS:
         tensors = with_layers(tensors, LAYERS[name])
+    if name == "nemotron-h-latent":
+        # llama.cpp needs biases of convolutions.
+        tensors |= {key.replace("weight", "bias"): tensor[:, 0, 0].copy() for key, tensor in tensors.items() if key.endswith("conv1d.weight")}
     if name == "qwen3-next":
         # Experts in all layers.
         start = "model.layers.1.mlp."

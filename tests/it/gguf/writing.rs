@@ -80,7 +80,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 54] = [
+    let cases: [(&str, &str, Change, &str); 56] = [
         (
             "qwen3_5",
             "config.json",
@@ -150,6 +150,8 @@ fn unsupported_models_are_rejected_by_name() {
         ("deepseek-v2-groups", "config.json", |json| json["topk_method"] = "noaux_tc".into(), "`topk_method` of \"noaux_tc\""),
         ("nemotron-h", "config.json", |json| json["time_step_min"] = 0.4.into(), "`time_step_min` of 0.4"),
         ("nemotron-h", "config.json", |json| json["mamba_n_groups"] = 2.into(), "`mamba_n_groups`, a key of older configurations"),
+        ("nemotron-h", "config.json", |json| json["use_conv_bias"] = false.into(), "`use_conv_bias` of false"),
+        ("granite-hybrid", "config.json", |json| json["mamba_conv_bias"] = false.into(), "`mamba_conv_bias` of false"),
         ("nemotron-h-moe", "config.json", |json| json["use_bias"] = true.into(), "`use_bias` of true"),
         ("nemotron-h-latent", "config.json", |json| json["mlp_hidden_act"] = "relu".into(), "`mlp_hidden_act` of \"relu\""),
         ("cohere2", "config.json", |json| json["layer_types"] = serde_json::json!(["full_attention"]), "`layer_types` is not supported"),

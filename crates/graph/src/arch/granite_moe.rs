@@ -65,7 +65,14 @@ const DENSE_HYBRID_GGUF: GgufFamily = GgufFamily {
     tensors: gguf::STATE_SPACE_HEADS,
     flags: &[("mamba_conv_bias", "ssm_conv1d.bias")],
     constants: &[],
-    required: &[gguf::NO_ATTENTION_BIAS, ("mamba_expand", "2"), ("mamba_proj_bias", "false"), ("normalization_function", "\"rmsnorm\"")],
+    // llama.cpp needs biases of convolutions.
+    required: &[
+        gguf::NO_ATTENTION_BIAS,
+        ("mamba_conv_bias", "true"),
+        ("mamba_expand", "2"),
+        ("mamba_proj_bias", "false"),
+        ("normalization_function", "\"rmsnorm\""),
+    ],
     recurrent: Recurrent::StateSpace,
     without_recurrent: Some(&ATTENTION_GGUF),
     ..ATTENTION_GGUF

@@ -117,7 +117,8 @@ const DENSE_GGUF: GgufFamily = GgufFamily {
     epsilon: Setting { key: "layer_norm_epsilon", ..gguf::LAYER_EPSILON },
     flags: &[("use_conv_bias", "ssm_conv1d.bias"), ("mlp_bias", "ffn_up.bias")],
     settings: &STATE_SPACE_SIZES,
-    required: &[("mamba_hidden_act", "\"silu\""), ("time_step_min", "0.001"), ("use_bias", "false")],
+    // llama.cpp needs biases of convolutions.
+    required: &[("mamba_hidden_act", "\"silu\""), ("time_step_min", "0.001"), ("use_bias", "false"), ("use_conv_bias", "true")],
     accepted: &["auto_map", "partial_rotary_factor"],
     head_dim: Some(128),
     activation: ("mlp_hidden_act", "relu2"),
@@ -156,7 +157,7 @@ const GGUF: GgufFamily = GgufFamily {
         ]
     },
     flags: &[("use_conv_bias", "ssm_conv1d.bias")],
-    required: &[("mamba_hidden_act", "\"silu\""), ("mlp_bias", "false"), ("time_step_min", "0.001"), ("use_bias", "false")],
+    required: &[("mamba_hidden_act", "\"silu\""), ("mlp_bias", "false"), ("time_step_min", "0.001"), ("use_bias", "false"), ("use_conv_bias", "true")],
     experts: Some(GgufExperts {
         block: "mixer.experts",
         parts: ["", "up_proj", "down_proj"],
