@@ -261,10 +261,10 @@ def decoder(args, checks, trainer):
     output([sys.executable, peers, "make", folder])
     model, windows, recipe = folder / "decoder", folder / "windows.safetensors", folder / "recipe.yaml"
     sets = f"data: {{ calibration: {{ arrays: {windows}, samples: 16, task: fidelity }} }}"
-    recipe.write_text(f"model: {model}\nmeasure: false\n{sets}\npasses: [quantize: {{ scheme: W4A16, method: gptq }}]\n")
     compress = args.bin / "compress"
 
-    def quantize():
+    def quantize(options=""):
+        recipe.write_text(f"model: {model}\nmeasure: false\n{sets}\npasses: [quantize: {{ scheme: W4A16, method: gptq{options} }}]\n")
         output([compress, "run", recipe, "-o", folder / "ours", "--force", "--no-cache", "--quiet", "--device", args.device])
         totals = json.loads((folder / "ours" / "report.json").read_text())["totals"]
         return {"seconds": totals["seconds"], "peak": totals["peak_vram_bytes"]}
@@ -273,22 +273,26 @@ def decoder(args, checks, trainer):
         told = json.loads(output([compress, "eval", model, "--arrays", windows, "--task", "language-modelling", "--precision", "bf16", "--device", args.device, "--json"]))
         return {"seconds": told["seconds"], "peak": None, "loss": told["score"]["more"]["negative_log_likelihood"]}
 
+    def quantize_alike():
+        """With the options of llm-compressor: one factorization, and scales that cover the largest values."""
+        return quantize(", damping: 0.01, propagation: 0, sweeps: 0, observer: minmax")
+
     results = []
-    for job, ours in (("evaluate", evaluate), ("quantize", quantize)):
+    for name, job, ours in (("evaluate", "evaluate", evaluate), ("quantize", "quantize", quantize), ("quantize with the peer's options", "quantize", quantize_alike)):
         try:
             turns = []
             for _ in range(2):
                 turns.append({"ours": ours()})
-                print(f"       {job}, ours: {turns[-1]['ours']}", flush=True)
+                print(f"       {name}, ours: {turns[-1]['ours']}", flush=True)
                 turns[-1]["theirs"] = json.loads(output([sys.executable, peers, job, folder, args.device]).splitlines()[-1])
-                print(f"       {job}, theirs: {turns[-1]['theirs']}", flush=True)
+                print(f"       {name}, theirs: {turns[-1]['theirs']}", flush=True)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            checks.add("1.5 B decoder", job, False, said=str(error))
+            checks.add("1.5 B decoder", name, False, said=str(error))
             continue
         if job == "evaluate":
             losses = [turns[0][side]["loss"] for side in ("ours", "theirs")]
             checks.add("1.5 B decoder", "the same loss", abs(losses[0] - losses[1]) <= 0.01 * losses[1], losses=losses)
-        results.append(compared(f"{job} of a 1.5 B decoder", 16 * 512, turns))
+        results.append(compared(f"{name}, 1.5 B decoder", 16 * 512, turns))
     return results
 
 
