@@ -201,8 +201,7 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
             (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::Select(_), Some(0)) => follow(graph, node.output, index, chain),
             (Op::MergeHeads(_), Some(0)) => {
                 let Some(width) = shape(node.output).last().and_then(|d| d.fixed()) else { return false };
-                // A normalization of each head has the same channels in all heads.
-                let spread: Vec<usize> = index.iter().copied().cycle().take(width).collect();
+                let Some(spread) = in_all_heads(index, [shape(value)[1].fixed(), shape(value)[3].fixed()], width) else { return false };
                 follow(graph, node.output, &spread, chain)
             }
             (Op::Clip(clip), Some(0)) if clip.min == 0.0 => {
@@ -225,13 +224,21 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
                 chain.mixed = true;
                 let [heads, groups, width] = [(node.inputs[0], 1), (value, 1), (value, 3)].map(|(id, axis)| shape(id)[axis].fixed());
                 let (Some(heads), Some(groups), Some(width)) = (heads, groups, width) else { return false };
-                let (index, shared) = (index.iter().copied().cycle().take(groups * width).collect::<Vec<_>>(), heads / groups.max(1));
+                let Some(index) = in_all_heads(index, [Some(groups), Some(width)], groups * width) else { return false };
+                let shared = heads / groups.max(1);
                 let spread: Vec<usize> = (0..heads * width).map(|at| index[at / width.max(1) / shared.max(1) * width + at % width.max(1)]).collect();
                 follow(graph, node.output, &spread, chain)
             }
             _ => false,
         }
     })
+}
+
+/// The channels of all heads side by side. A normalization of each head has the same ones in all heads. `None`
+/// for any other number of channels.
+fn in_all_heads(index: &[usize], [heads, width]: [Option<usize>; 2], all: usize) -> Option<Vec<usize>> {
+    let is_of_one_head = Some(index.len()) == width && heads.is_some_and(|heads| heads * index.len() == all);
+    (index.len() == all || is_of_one_head).then(|| index.iter().copied().cycle().take(all).collect())
 }
 
 /// Adds a layer that reads the channels. Returns `false` if its weight has other readers or if the layer

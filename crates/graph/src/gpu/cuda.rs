@@ -100,7 +100,8 @@ pub(super) fn copy_to_host(tensor: &Tensor, values: &mut [f32]) -> Result<Option
     if end - first != values.len() {
         return Ok(None);
     }
-    match storage.device.cuda_stream().memcpy_dtoh(&slice.slice(first..end), values) {
+    let stream = storage.device.cuda_stream();
+    match stream.memcpy_dtoh(&slice.slice(first..end), values).and_then(|()| stream.synchronize()) {
         Ok(()) => Ok(Some(())),
         Err(e) => candle_core::bail!("a tensor could not be copied from the GPU: {e}"),
     }

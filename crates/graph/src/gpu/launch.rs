@@ -193,6 +193,10 @@ pub(super) fn product(matrices: [&Tensor; 3], (factor, kept): (f64, f64)) -> Res
         _ => (Type::CUDA_R_32F, Compute::CUBLAS_COMPUTE_32F, single.each_ref().map(|factor| std::ptr::from_ref(factor).cast())),
     };
     let (handle, algorithm) = (device.cublas_handle(), Algorithm::CUBLAS_GEMM_DEFAULT);
+    // cuBLAS uses the current context of the thread, which may not have used this GPU before.
+    if let Err(e) = device.cuda_stream().context().bind_to_thread() {
+        bail!("the GPU cannot be used on this thread: {e}");
+    }
     let pointer = |address: &u64| *address as *mut c_void;
     // cuBLAS stores columns, and computes the transposed product of the transposed factors.
     // SAFETY: the storages stay locked until the launch, the distances and sizes are those of the tensors, which
