@@ -196,9 +196,14 @@ impl ModelFile {
         graph.node.iter().filter_map(|node| Some((node.output.first().filter(is_output)?.clone(), ty(node)?))).collect()
     }
 
-    /// Whether outputs have 16 bits, to which a graph does not round them.
-    pub fn rounds_outputs(&self) -> bool {
-        self.converted_outputs().values().any(|ty| *ty != DataType::Double)
+    /// Largest relative differences of outputs of 16 bits from those of a graph, which does not round them.
+    pub fn output_rounding(&self) -> BTreeMap<String, f64> {
+        let rounding = |ty| match ty {
+            DataType::Float16 => Some(1.0 / 2048.0),
+            DataType::Bfloat16 => Some(1.0 / 256.0),
+            _ => None,
+        };
+        self.converted_outputs().into_iter().filter_map(|(name, ty)| Some((name, rounding(ty)?))).collect()
     }
 
     /// The contents of the graph for lifting.

@@ -1,6 +1,8 @@
 //! How closely two runtimes must agree, and when they need not.
 
-use crate::evaluation::Fidelity;
+use std::collections::BTreeMap;
+
+use crate::evaluation::{Fidelity, OutputFidelity};
 
 /// Tolerance relative to the largest output, or to 1 if that is smaller.
 const TOLERANCE: f64 = 1e-3;
@@ -9,11 +11,14 @@ const TOLERANCE: f64 = 1e-3;
 const MIN_COSINE: f64 = 0.99;
 
 /// Whether two runtimes agree, and by how much they differ. `coarse`: the model multiplies integers or
-/// 16-bit floats.
-pub(super) fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
-    let ok = if coarse { fidelity.cosine >= MIN_COSINE } else { fidelity.max_abs_error <= TOLERANCE * fidelity.largest.max(1.0) };
-    let difference = format!("largest difference {:.1e} for values up to {:.1}, mean cosine {:.6}", fidelity.max_abs_error, fidelity.largest, fidelity.cosine);
-    (ok, difference)
+/// 16-bit floats. `rounding`: relative differences by which only one runtime rounds outputs.
+pub(super) fn judge(fidelity: &Fidelity, coarse: bool, rounding: &BTreeMap<String, f64>) -> (bool, String) {
+    let tolerance = |name: &String| TOLERANCE + rounding.get(name).copied().unwrap_or_default();
+    let agrees = |(name, output): &(&String, &OutputFidelity)| output.max_abs_error <= tolerance(name) * output.largest.max(1.0);
+    let wrong = fidelity.outputs.iter().find(|output| !coarse && !agrees(output)).map(|(_, output)| output);
+    let (error, largest) = wrong.map_or((fidelity.max_abs_error, fidelity.largest), |output| (output.max_abs_error, output.largest));
+    let difference = format!("largest difference {error:.1e} for values up to {largest:.1}, mean cosine {:.6}", fidelity.cosine);
+    (if coarse { fidelity.cosine >= MIN_COSINE } else { wrong.is_none() }, difference)
 }
 
 /// Why the outputs of a file may differ between runtimes although it may be correct; `None` for files
@@ -30,7 +35,43 @@ pub(super) fn explanation(compared: bool, is_static: bool) -> Option<&'static st
 
 #[cfg(test)]
 mod tests {
+    use candle_core::{Device, Tensor};
+
     use super::*;
+    use crate::data::{Batch, References};
+    use crate::evaluation::{FidelityAccumulator, Outputs};
+
+    /// Rounding of one output does not excuse a difference of another.
+    #[test]
+    fn only_outputs_that_are_rounded_may_differ_by_a_rounding() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+        let outputs = |half: f32, float: f32| {
+            let output = |name: &str, value: f32| (name.to_owned(), Tensor::new(&[value, -value], &Device::Cpu).unwrap());
+            Outputs::from([output("half", half), output("float", float)])
+        };
+        let agree = |half: f32, float: f32, rounding: f64| {
+            let mut accumulator = FidelityAccumulator::default();
+            accumulator.add(&batch, &outputs(10.0, 10.0), &outputs(half, float)).unwrap();
+            judge(&accumulator.finish(), false, &BTreeMap::from([("half".to_owned(), rounding)]))
+        };
+        let (bfloat16, float16) = (1.0 / 256.0, 1.0 / 2048.0);
+        for (half, float, rounding, ok) in [
+            (10.03, 10.0, bfloat16, true),
+            (10.03, 10.0, float16, false),
+            (10.06, 10.0, bfloat16, false),
+            (10.014, 10.0, float16, true),
+            (10.014, 10.0, 0.0, false),
+            (10.03, 10.02, bfloat16, false),
+            (10.0, 10.03, bfloat16, false),
+            (f32::NAN, 10.0, bfloat16, false),
+            (10.0, 10.0, 0.0, true),
+        ] {
+            let (found, difference) = agree(half, float, rounding);
+            assert_eq!(found, ok, "{half} {float} {rounding}: {difference}");
+        }
+        // The message states the difference that is too large.
+        assert!(agree(10.03, 10.02, bfloat16).1.starts_with("largest difference 2.0e-2"));
+    }
 
     /// A difference is an error unless rounding to eight bits explains it.
     #[test]

@@ -1,5 +1,6 @@
 //! Comparison of ONNX files in ONNX Runtime with the built-in executor.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -35,7 +36,11 @@ pub(super) const SYNTHETIC: &str = "synthetic sample";
 /// from the graph's, and for mixtures of experts.
 pub(super) fn compare_quantized_values(model: &Model, file: &Path, samples: &[Batch], half: bool, work: &Work) -> Result<Option<(bool, String)>> {
     let graph = model.graph()?;
-    if !quantized_values::is_static(&graph) || encoder_decoder(file).is_some() || ModelFile::open(file)?.has_kv_cache() {
+    if !quantized_values::is_static(&graph) || encoder_decoder(file).is_some() {
+        return Ok(None);
+    }
+    let opened = ModelFile::open(file)?;
+    if opened.has_kv_cache() {
         return Ok(None);
     }
     let Some(found) = quantized_values::compare(model, file, samples, work)? else { return Ok(None) };
@@ -49,7 +54,7 @@ pub(super) fn compare_quantized_values(model: &Model, file: &Path, samples: &[Ba
     // only.
     let dynamic =
         model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Quantized(spec) if matches!(spec.activations, ActivationScheme::DynamicToken)));
-    let (ok, difference) = judge(&found.outputs, half || dynamic);
+    let (ok, difference) = judge(&found.outputs, half || dynamic, &opened.output_rounding());
     let count = samples.iter().map(|sample| sample.samples).sum::<usize>();
     let difference = if ok { String::new() } else { format!("; outputs computed from them differ: {difference}") };
     Ok(Some((
@@ -137,7 +142,7 @@ fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> 
         return Ok((Some(ok), found));
     }
     let fidelity = onnx_fidelity(model, file, &batch, memory_limit(None, &Device::Cpu), work)?;
-    let (ok, difference) = judge(&fidelity, coarse);
+    let (ok, difference) = judge(&fidelity, coarse, &BTreeMap::new());
     Ok((Some(ok || is_static), format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC))))
 }
 
@@ -216,7 +221,7 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
     }
     let samples = if samples.is_empty() { std::slice::from_ref(&batch) } else { samples };
     let half = model.onnx.as_ref().is_some_and(|file| file.is_half());
-    let is_coarse = half || model.onnx.as_ref().is_some_and(|file| file.rounds_outputs());
+    let rounding = model.onnx.as_ref().map(|file| file.output_rounding()).unwrap_or_default();
     // Fails for files of other tools, which name quantized values differently.
     match compare_quantized_values(&model, path, samples, half, work) {
         Ok(Some((true, found))) => return Ok(Comparison::Agrees(found)),
@@ -238,7 +243,7 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
         Err(Error::Cancelled) => return Err(Error::Cancelled),
         Err(e) => Comparison::Incomplete(format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
         Ok(fidelity) => {
-            let (ok, difference) = judge(&fidelity, has_integers || is_coarse);
+            let (ok, difference) = judge(&fidelity, has_integers || half, &rounding);
             let found = format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, description));
             if ok || amplifies { Comparison::Agrees(found) } else { Comparison::Differs(found) }
         }
