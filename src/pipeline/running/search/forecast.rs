@@ -1,7 +1,7 @@
 //! Counted work of a search, before it runs.
 
 use super::formats::{Formats, Unit};
-use super::measure::Measurement;
+use super::measure::{Measurement, measured_options};
 use super::{Budget, ROUNDS, Search};
 use crate::analysis;
 use crate::error::Result;
@@ -46,10 +46,8 @@ impl Search<'_> {
         // Mixtures of ONNX files are calibrated.
         let calibrated = used.saturating_mul(u64::from(is_onnx) + formats.prune_runs());
         let tried = |count: usize| (count as u64).saturating_mul(held_out + calibrated + scored).saturating_add(held_out + scored);
-        // Units with weights are measured in the original structure only.
-        let each = |unit: &Unit| if unit.weights.is_empty() { unit.options.len() } else { formats.structure_options() };
-        let options = |unit: &Unit| unit.options.iter().rev().take(each(unit)).skip(1).flatten().count();
-        let measured: usize = units.iter().filter(|unit| unit.measured).map(options).sum();
+        let each = formats.structure_options();
+        let measured: usize = units.iter().filter(|unit| unit.measured).map(|unit| measured_options(unit, each)).sum();
         let rounds = if self.budget.is_none_or(Budget::is_size) { 1 } else { ROUNDS };
         let mixtures = formats.references(&units)?.len() + self.points + rounds;
         Ok(vec![stage("scores of layers", of_layers), stage("measured units", tried(measured)), stage("mixtures", tried(mixtures))])

@@ -244,8 +244,28 @@ impl<'a> Measurement<'a> {
 /// structure, those of weights are assumed to be the same as in the original model, because losses are sums
 /// over units, of which one has the loss of the structure: removing heads and neurons does not change
 /// embeddings. If the original model cannot have the option, the loss of the structure is subtracted.
+/// This difference is at least the loss of the next larger format, because measurements have errors.
 pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
     set_losses(found, |units, options| measurement.loss(units, options))
+}
+
+/// The option of the original model, the last structure, whose loss an option in a smaller structure has.
+fn copied(unit: &Unit, option: usize, each: usize) -> Option<Score> {
+    let original = unit.options.len() - each + option % each;
+    unit.options[original].filter(|_| !unit.weights.is_empty() && original != option)
+}
+
+/// The number of options of a unit of which [`measure_units`] measures the losses. `each`: number of options
+/// of a structure.
+pub(super) fn measured_options(unit: &Unit, each: usize) -> usize {
+    (0..unit.options.len() - 1).filter(|option| unit.options[*option].is_some() && copied(unit, *option, each).is_none()).count()
+}
+
+/// The loss of the next larger format in the structure of an option; never 0, the loss of floats.
+fn next_larger(unit: &Unit, option: usize, each: usize) -> f64 {
+    let formats = unit.options.iter().skip(option - option % each).take(each - 1).flatten();
+    let larger = formats.filter(|score| unit.options[option].is_some_and(|option| score.bytes > option.bytes));
+    larger.min_by_key(|score| score.bytes).map_or(0.0, |score| score.loss).max(f64::EPSILON)
 }
 
 /// Sets the losses of units that are measured, by a function of the options of all units.
@@ -253,23 +273,29 @@ fn set_losses(found: &mut Found, measure: impl Fn(&[Unit], &[usize]) -> Result<O
     let (floats, each) = (found.formats.len() - 1, found.structure_options());
     for at in (0..found.units.len()).filter(|at| found.units[*at].measured).collect::<Vec<_>>() {
         let has_weights = !found.units[at].weights.is_empty();
-        // The original model is the last structure.
+        let mut differences = Vec::new();
         for option in (0..floats).rev() {
             let Some(score) = found.units[at].options[option] else { continue };
-            let original = floats + 1 - each + option % each;
-            let is_copied = has_weights && original != option;
-            let loss = if let Some(score) = found.units[at].options[original].filter(|_| is_copied) {
+            let loss = if let Some(score) = copied(&found.units[at], option, each) {
                 Some(score.loss)
             } else {
                 let mut options = found.floats(option);
-                let structures = found.units.iter().zip(&options).filter(|(unit, _)| is_copied && unit.weights.is_empty());
+                // The original model is the last structure, without a loss.
+                let is_difference = has_weights && option + each <= floats;
+                let structures = found.units.iter().zip(&options).filter(|(unit, _)| is_difference && unit.weights.is_empty());
                 let structure: f64 = structures.filter_map(|(unit, option)| unit.options[*option]).map(|score| score.loss).sum();
                 options[at] = option;
-                measure(&found.units, &options)?.map(|loss| (loss - structure).max(0.0))
+                differences.extend(is_difference.then_some((score.bytes, option)));
+                measure(&found.units, &options)?.map(|loss| loss - structure)
             };
             if let Some(loss) = loss {
                 found.units[at].options[option] = Some(Score { loss, ..score });
             }
+        }
+        differences.sort_unstable();
+        for (_, option) in differences.into_iter().rev() {
+            let least = next_larger(&found.units[at], option, each);
+            found.units[at].options[option].iter_mut().for_each(|score| score.loss = score.loss.max(least));
         }
     }
     Ok(())
@@ -297,6 +323,7 @@ mod tests {
         ];
         let formats = (0..OPTIONS).map(|at| at.to_string()).collect();
         let mut found = Found { formats, units, structure_options: Some(3), ..Found::default() };
+        let expected: usize = found.units.iter().map(|unit| measured_options(unit, 3)).sum();
         let measured = std::cell::RefCell::new(Vec::new());
         let measure = |_: &[Unit], options: &[usize]| {
             measured.borrow_mut().push(options.to_vec());
@@ -313,5 +340,27 @@ mod tests {
         // The structure, both formats of the embedding, and one of each structure of the experts.
         let measured = measured.into_inner();
         assert_eq!(measured, [[2, 2, 2], [5, 4, 5], [5, 3, 5], [5, 5, 3], [2, 2, 1]]);
+        assert_eq!(measured.len(), expected);
+    }
+
+    /// A measured loss below that of the structure does not make a format better than a larger one, or free.
+    #[test]
+    fn losses_of_units_in_a_structure_are_positive() {
+        // Three formats of descending sizes and floats, of which the original model can only have floats.
+        let option = |bytes: u64| Some(Score { loss: 0.0, bytes });
+        let widths = vec![None, None, None, option(0), None, None, None, option(0)];
+        let sizes = vec![option(3), option(2), option(1), option(8), None, None, None, option(8)];
+        let unit = |name: &str, weights: Vec<String>, options| Unit { measured: true, weights, options, ..Unit::new(name.to_owned(), 0) };
+        let units = vec![unit("widths", vec![], widths), unit("experts", vec!["experts".to_owned()], sizes)];
+        let losses = |measured: [f64; 3]| {
+            let formats = (0..8).map(|at| at.to_string()).collect();
+            let mut found = Found { formats, units: units.clone(), structure_options: Some(4), ..Found::default() };
+            set_losses(&mut found, |_, options| Ok(Some(measured.get(options[1]).copied().unwrap_or(0.5)))).unwrap();
+            found.units[1].options.iter().take(4).map(|score| score.unwrap().loss).collect::<Vec<_>>()
+        };
+        assert_eq!(losses([0.625, 0.75, 1.0]), [0.125, 0.25, 0.5, 0.0]);
+        assert_eq!(losses([0.625, 0.375, 1.0]), [0.125, 0.125, 0.5, 0.0]);
+        assert_eq!(losses([0.625, 0.375, 0.5]), [0.125, 0.125, 0.125, 0.0]);
+        assert_eq!(losses([0.375, 0.5, 0.75]), [f64::EPSILON, f64::EPSILON, 0.25, 0.0]);
     }
 }
