@@ -83,7 +83,7 @@ fn patches_attend_only_to_their_window() {
 fn a_tower_is_calibrated_with_pictures() {
     for name in [QWEN2, QWEN2_5] {
         let folder = model(name, &[]);
-        let processor = json!({ "image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.5], "image_std": [0.5], "min_pixels": 16, "max_pixels": 900, "merge_size": 2 });
+        let processor = json!({ "image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.5], "image_std": [0.5], "min_pixels": 16, "max_pixels": 900, "patch_size": 2 });
         fs::write(folder.path().join("preprocessor_config.json"), processor.to_string()).unwrap();
         let images = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/images");
         let data = Data { images: Some(images), batch_size: Some(4), ..Data::default() };

@@ -35,6 +35,7 @@ mod padding;
 mod pairs;
 mod pixels;
 mod preprocessing;
+mod qwen_vl;
 mod records;
 mod rows;
 mod runs;

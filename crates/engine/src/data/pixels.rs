@@ -8,10 +8,10 @@ use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer
 use image::DynamicImage;
 use serde_json::{Map, Value};
 
-use super::Target;
 use super::image_input::ImageInput;
 use super::image_size::Size;
 use super::options::{ChannelOrder, Data, ImageLayout};
+use super::{Target, qwen_vl};
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::Element;
@@ -24,9 +24,6 @@ const UNIT: f64 = 1.0 / 255.0;
 const MAX_PIXELS: usize = 1 << 26;
 /// ConvNeXt's processor crops images after resizing if the size is below this.
 const CONVNEXT_NO_CROP: usize = 384;
-
-/// Keys of the sizes and patches of Qwen-VL, whose graph divides images into patches.
-const ADAPTIVE_KEYS: [&str; 5] = ["max_pixels", "merge_size", "min_pixels", "patch_size", "temporal_patch_size"];
 
 /// Keys that do not affect the result. Values of disabled steps are ignored.
 const KEYS: Keys = Keys {
@@ -62,7 +59,7 @@ const KEYS: Keys = Keys {
 /// Unrecognized keys of a folder's image processor.
 pub(super) fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     let path = auxiliary_path(folder, FILE);
-    let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path, None)?;
+    let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path, None, &Map::new())?;
     Ok(unknown.into_iter().map(|key| format!("{FILE}: {key}")).collect())
 }
 
@@ -87,7 +84,7 @@ impl Pixels {
     pub fn open(options: &Data, target: &Target, input: &ImageInput) -> Result<Pixels> {
         let path = auxiliary_path(target.folder, FILE);
         let mut pixels = if path.is_file() {
-            Pixels::parse(Config::open(&path)?.values(), &path, input.size())?.0
+            Pixels::parse(Config::open(&path)?.values(), &path, input.size(), target.config)?.0
         } else if let Some(pixels) = Pixels::torchvision(target.config).filter(|_| input.channels == 3 && input.port.element == Element::Float) {
             pixels
         } else {
@@ -164,17 +161,23 @@ impl Pixels {
         Ok(pixels)
     }
 
-    /// Parses a preprocessor configuration, for an input of this fixed height and width. Also returns its
-    /// unrecognized keys.
-    fn parse(values: &Map<String, Value>, path: &Path, input: Option<(usize, usize)>) -> Result<(Pixels, Vec<String>)> {
+    /// Parses a preprocessor configuration, for an input of this fixed height and width, and the `config` of
+    /// the model. Also returns its unrecognized keys.
+    pub(super) fn parse(values: &Map<String, Value>, path: &Path, input: Option<(usize, usize)>, config: &Map<String, Value>) -> Result<(Pixels, Vec<String>)> {
         let read = ReadKeys::default();
         let values = Settings::new(values).recording(&read);
         let wrong = |key: &str| Error::malformed(path, format!("`{key}` is not supported: {}", values.get(key).unwrap_or(&Value::Null)));
         let on = |key: &str| values.get(key).and_then(Value::as_bool);
         let length = |value: &Value| value.as_u64().filter(|n| (1..=MAX_PIXELS as u64).contains(n)).map(|n| n as usize);
         let number = |value: &Value, key: &str| value.get(key).and_then(length);
+        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(key)).and_then(Value::as_str).unwrap_or("");
+        // Qwen-VL computes a size from each image; here, all images have that of the input.
+        let is_adaptive = kind.starts_with("Qwen2VL");
+        if is_adaptive {
+            qwen_vl::require_patches(&values, path, config)?;
+        }
         let numbers = |key: &str| match values.get(key) {
-            None | Some(Value::Null) => Ok(Vec::new()),
+            None | Some(Value::Null) => Ok(if is_adaptive { qwen_vl::default(key) } else { Vec::new() }),
             Some(Value::Array(items)) => items.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().ok_or_else(|| wrong(key)),
             Some(_) => Err(wrong(key)),
         };
@@ -190,12 +193,6 @@ impl Pixels {
             },
         };
         let given = |key: &str| values.get(key).filter(|value| !value.is_null());
-        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(key)).and_then(Value::as_str).unwrap_or("");
-        // Qwen-VL computes a size from each image; here, all images have that of the input.
-        let is_adaptive = kind.starts_with("Qwen2VL");
-        if let Some(key) = ADAPTIVE_KEYS.iter().find(|key| is_adaptive && !values.get(key).is_none_or(Value::is_u64)) {
-            return Err(wrong(key));
-        }
         let filter = match given("resample").map(Value::as_u64) {
             Some(Some(0)) => ResizeAlg::Nearest,
             Some(Some(1)) => ResizeAlg::Convolution(FilterType::Lanczos3),
@@ -384,7 +381,7 @@ mod tests {
 
     fn pixels(json: &str) -> Result<Pixels> {
         let values: Map<String, Value> = serde_json::from_str(json).unwrap();
-        Pixels::parse(&values, Path::new(FILE), Some((28, 56))).map(|(pixels, _)| pixels)
+        Pixels::parse(&values, Path::new(FILE), Some((28, 56)), &Map::new()).map(|(pixels, _)| pixels)
     }
 
     #[test]
