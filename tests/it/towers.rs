@@ -95,9 +95,11 @@ fn a_tower_is_calibrated_with_pictures() {
         let run = pipeline().calibration(data).pass(pass).build().unwrap();
         run.run(Model::open(folder.path()).unwrap(), &output).unwrap();
         let names: Vec<String> = read(&output.join("model.safetensors")).into_keys().filter(|tensor| tensor.ends_with("weight_packed")).collect();
-        let (layers, import) = if name == QWEN2 { (4, "import Qwen2VisionTransformerPretrainedModel") } else { (5, "import AutoModel") };
+        let (layers, import) =
+            if name == QWEN2 { (4, "import Qwen2VisionTransformerPretrainedModel\n") } else { (5, "import AutoModel, AutoImageProcessor\n") };
         let card = fs::read_to_string(output.join("README.md")).unwrap();
         assert!(card.contains(import), "{card}");
+        assert!(card.contains("\nprocessor = AutoImageProcessor.from_pretrained(\"path/to/model\")\n"), "{card}");
         assert_eq!(names.len(), 2 * layers + 2, "{names:?}");
         assert!(names.contains(&"blocks.0.attn.qkv.weight_packed".to_owned()) && names.contains(&"merger.mlp.2.weight_packed".to_owned()));
     }

@@ -81,6 +81,8 @@ fn inside(file: &str) -> String {
     format!("{PATH}/{}", file.escape_default())
 }
 
+/// End of the names of classes of the vision towers of multimodal models.
+const VISION_TOWER: &str = "VisionTransformerPretrainedModel";
 /// Classes that `AutoModel` of transformers 5.23 does not load, with their modules.
 const NOT_AUTOMATIC: [(&str, &str); 1] = [("Qwen2VisionTransformerPretrainedModel", "qwen2_vl.modeling_qwen2_vl")];
 
@@ -89,15 +91,21 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
         return format!("from sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(\"{PATH}\")");
     }
     let architecture = card.architecture().unwrap_or_default();
-    if let Some((class, module)) = NOT_AUTOMATIC.iter().find(|(class, _)| *class == architecture) {
-        return format!("from transformers.models.{module} import {class}\n\nmodel = {class}.from_pretrained(\"{PATH}\")");
-    }
-    let class = Task::of_class(&architecture).map_or("AutoModel", |task| task.auto_class);
+    let has_processor = card.files.contains("preprocessor_config.json");
     let preprocessor = match () {
+        // The processor of the whole model, which the file names, needs a tokenizer.
+        () if has_processor && architecture.ends_with(VISION_TOWER) => Some(("AutoImageProcessor", "processor")),
         () if has_tokenizer => Some(("AutoTokenizer", "tokenizer")),
-        () if card.files.contains("preprocessor_config.json") => Some(("AutoProcessor", "processor")),
+        () if has_processor => Some(("AutoProcessor", "processor")),
         () => None,
     };
+    if let Some((class, module)) = NOT_AUTOMATIC.iter().find(|(class, _)| *class == architecture) {
+        let (import, line) = preprocessor.map_or_else(Default::default, |(class, name)| {
+            (format!("from transformers import {class}\n"), format!("\n{name} = {class}.from_pretrained(\"{PATH}\")"))
+        });
+        return format!("{import}from transformers.models.{module} import {class}\n\nmodel = {class}.from_pretrained(\"{PATH}\"){line}");
+    }
+    let class = Task::of_class(&architecture).map_or("AutoModel", |task| task.auto_class);
     // PEFT adapts layers by their weights, which those with packed weights lack.
     let corrected = is_corrected(card);
     let packed = corrected && card.config.contains_key("quantization_config");
