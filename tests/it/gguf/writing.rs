@@ -80,7 +80,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 56] = [
+    let cases: [(&str, &str, Change, &str); 58] = [
         (
             "qwen3_5",
             "config.json",
@@ -97,7 +97,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("llama4-plain", "config.json", |json| json["moe_layers"] = serde_json::json!([0]), "`moe_layers` of [0]"),
         ("deepseek-v2", "config.json", |json| json["topk_method"] = "group_limited_greedy".into(), "`topk_method` of \"group_limited_greedy\""),
         ("deepseek-v2-lite", "config.json", |json| json["num_hidden_layers"] = 28.into(), "`num_hidden_layers` of 28"),
-        ("glm4-moe", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
+        ("glm4-moe", "config.json", |json| (json["n_group"], json["topk_group"]) = (8.into(), 4.into()), "`n_group` of 8 with 8 experts"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (
             "qwen2",
@@ -146,7 +146,9 @@ fn unsupported_models_are_rejected_by_name() {
         ("granite-hybrid", "config.json", |json| json["mamba_expand"] = 4.into(), "`mamba_expand` of 4"),
         ("qwen3-next", "config.json", |json| json["norm_topk_prob"] = false.into(), "`norm_topk_prob` of false"),
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
-        ("deepseek-v2-groups", "config.json", |json| json["topk_group"] = 2.into(), "`topk_group` of 2 with `n_group` of 2"),
+        ("deepseek-v2-groups", "config.json", |json| json["topk_group"] = 3.into(), "`topk_group` of 3 with `n_group` of 2"),
+        ("deepseek-v2-groups", "config.json", |json| (json["n_group"], json["topk_group"]) = (8.into(), 2.into()), "`n_group` of 8 with 8 experts"),
+        ("deepseek-v3", "config.json", |json| json["n_group"] = 3.into(), "`n_group` of 3 with 8 experts"),
         ("deepseek-v2-groups", "config.json", |json| json["topk_method"] = "noaux_tc".into(), "`topk_method` of \"noaux_tc\""),
         ("nemotron-h", "config.json", |json| json["time_step_min"] = 0.4.into(), "`time_step_min` of 0.4"),
         ("nemotron-h", "config.json", |json| json["mamba_n_groups"] = 2.into(), "`mamba_n_groups`, a key of older configurations"),
@@ -183,6 +185,23 @@ fn computations_that_differ_in_llama_cpp_are_reported() {
         let (_folder, _, report) = written(model, FileType::F32);
         assert!(report.notes.iter().any(|note| note.contains(words)), "{name}: {:?}", report.notes);
         assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{name}: {}", report.outputs[0].verified.how);
+    }
+}
+
+/// Routers that select all groups have no restriction, and llama.cpp aborts for such numbers.
+#[test]
+fn groups_of_experts_that_are_all_selected_are_not_written() {
+    for (name, architecture) in [("deepseek-v2-groups", "deepseek2"), ("deepseek-v3", "deepseek2"), ("glm4-moe", "glm4moe")] {
+        for number in [1, 2] {
+            let (folder, model) = changed(name, "config.json", |json| (json["n_group"], json["topk_group"]) = (number.into(), number.into()));
+            let report = export(model, folder.path(), FileType::F32).unwrap_or_else(|e| panic!("{name}: {number}: {e}"));
+            assert!(!report.notes.iter().any(|note| note.contains("groups of experts")), "{name}: {number}: {:?}", report.notes);
+            assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{name}: {number}: {}", report.outputs[0].verified.how);
+            let values = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().values;
+            for key in ["expert_group_count", "expert_group_used_count"] {
+                assert_eq!(values[&format!("{architecture}.{key}")], gguf::Value::Unsigned(1), "{name}: {number}: {key}");
+            }
+        }
     }
 }
 

@@ -225,7 +225,7 @@ pub(super) mod running {
         let groups = match s.text_or(METHOD, "greedy")? {
             "greedy" => None,
             "group_limited_greedy" => match (count, top) {
-                (Some(count), Some(top)) if experts.is_multiple_of(count) && top <= count => Some(ExpertGroups { count, top, pairs: false }),
+                (Some(count), Some(top)) if experts.is_multiple_of(count) && top <= count => limiting(ExpertGroups { count, top, pairs: false }),
                 (Some(count), Some(top)) => {
                     let reason = format!("`n_group` of {count} does not divide `n_routed_experts`, {experts}, or `topk_group` of {top} is more than that");
                     return Err(Error::graph("config.json", reason));
@@ -249,6 +249,11 @@ pub(super) mod running {
             first: first_layer(s, 0)?,
             ..Experts::default()
         })
+    }
+
+    /// Groups, unless routers select all of them.
+    fn limiting(groups: ExpertGroups) -> Option<ExpertGroups> {
+        Some(groups).filter(|groups| groups.top < groups.count)
     }
 
     /// Defaults of a mixture of experts with the routers of DeepSeek-V3.
@@ -288,7 +293,7 @@ pub(super) mod running {
                     top,
                     normalised: s.flag_or("norm_topk_prob", true)?,
                     scale: s.number_or("routed_scaling_factor", self.scale)?,
-                    groups: Some(groups).filter(|groups| groups.count > 1),
+                    groups: limiting(groups),
                     sigmoid: true,
                 },
                 inner,

@@ -90,11 +90,7 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         own.push((setting.gguf, reader.setting(setting)?));
     }
     own.extend(family.constants.iter().map(|(key, value)| (*key, Value::Unsigned(*value))));
-    if family.has_group_methods {
-        let (groups, note) = expert_groups::describe(&reader)?;
-        own.extend(groups);
-        notes.extend(note);
-    }
+    notes.extend(expert_groups::describe(&reader, &mut own)?);
     let mut expert_count = 0;
     if let Some(experts) = &family.experts {
         expert_count = reader.required(described.experts_key(model.config.values()).unwrap_or(experts.count))?;
@@ -315,12 +311,6 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
             if let Some(value) = reader.get(key).filter(|value| **value != neutral) {
                 return Err(reader.refused(&format!("`{key}` of {value}"), format!("llama.cpp requires experts in every layer of `{}`", family.architecture)));
             }
-        }
-    }
-    if family.settings.iter().any(|setting| setting.gguf == "expert_group_used_count") {
-        let (count, used) = (reader.size("n_group")?.unwrap_or(1), reader.size("topk_group")?.unwrap_or(1));
-        if count > 1 && used >= count {
-            return Err(expert_groups::refused(reader, [count, used], "set both keys to 1"));
         }
     }
     let layers = reader.layers()?;
