@@ -178,6 +178,23 @@ fn dense_networks_in_models_with_experts_are_rejected() {
     assert!(error.contains("layer 1, a dense network in a model with experts"), "{error}");
 }
 
+/// The lists of the types of layers take precedence over the pattern, as in transformers.
+#[test]
+fn all_layers_of_a_list_are_written() {
+    let types = serde_json::json!(["mamba", "mlp", "attention", "mamba", "mlp"]);
+    for key in ["layer_types", "layers_block_type"] {
+        let (folder, model) = changed("nemotron-h", "config.json", |json| {
+            json[key] = types.clone();
+            json["hybrid_override_pattern"] = "M-*".into();
+            json["num_hidden_layers"] = Value::Null;
+        });
+        let report = export(model, folder.path(), FileType::F32).unwrap_or_else(|e| panic!("{key}: {e}"));
+        assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{key}: {}", report.outputs[0].verified.how);
+        let values = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().values;
+        assert_eq!(values["nemotron_h.block_count"], gguf::Value::Unsigned(5), "{key}");
+    }
+}
+
 #[test]
 fn computations_that_differ_in_llama_cpp_are_reported() {
     for (name, words) in [("deepseek-v2-groups", "selects 1 of 2 groups of experts by the sum"), ("nemotron-h-moe", "no lower limit of the step sizes")] {

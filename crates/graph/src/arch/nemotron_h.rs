@@ -173,7 +173,7 @@ mod running {
     use serde_json::Value;
 
     use crate::arch::deepseek::running::Defaults;
-    use crate::arch::layer_list::{BLOCK_TYPES, LAYER_PATTERN, LAYER_TYPES};
+    use crate::arch::layer_list::{LAYER_PATTERN, TYPE_LISTS};
     use crate::arch::mamba2::running::blocks;
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, LayerNames, Norm};
@@ -255,7 +255,7 @@ mod running {
     /// The kinds of all layers: from a list, or from a letter for each layer.
     fn kinds(s: &Settings) -> Result<Vec<Kind>> {
         let wrong = |key: &str, value: &dyn std::fmt::Debug| Err(Error::graph("config.json", format!("`{key}` has a layer of unknown type {value:?}")));
-        if let Some((key, types)) = [BLOCK_TYPES, LAYER_TYPES].into_iter().find_map(|key| Some((key, s.get(key)?))) {
+        if let Some((key, types)) = TYPE_LISTS.into_iter().find_map(|key| Some((key, s.get(key)?))) {
             let Some(types) = types.as_array().filter(|types| !types.is_empty()) else {
                 return Err(Error::graph("config.json", format!("`{key}` is {types}, expected a list of types")));
             };
