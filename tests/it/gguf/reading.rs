@@ -178,6 +178,11 @@ fn keys_of_families_are_read_or_refused() {
     refused("nemotron-h", "nemotron_h.attention.head_count_kv", heads(&[0, 0, 2, 0]), "zero or the same number for each of 5 layers");
     refused("nemotron-h", "nemotron_h.feed_forward_length", heads(&[0, 24, 0, 0, 23]), "zero or the same number for each of 5 layers");
     refused("granite-hybrid", "granitehybrid.attention.head_count_kv", heads(&[0, 0, 0]), "is zero for all layers");
+    // llama.cpp has the epsilon of queries and keys, or of latent vectors, in the same key.
+    for (name, architecture) in [("qwen3-next", "qwen3next"), ("qwen3_5", "qwen35"), ("deepseek-v2", "deepseek2"), ("deepseek-v3", "deepseek2")] {
+        let key = format!("{architecture}.attention.layer_norm_rms_epsilon");
+        refused(name, &key, Some(gguf::Value::Float(0.01)), &format!("`{key}` of 0.01"));
+    }
     let epsilon = "nemotron_h.attention.layer_norm_rms_epsilon";
     refused("nemotron-h", epsilon, Some(gguf::Value::Float(0.02)), "`nemotron_h.attention.layer_norm_rms_epsilon` of 0.02");
     let (_folder, model) = rewritten("nemotron-h", |values, _| drop(values.insert(epsilon.to_owned(), gguf::Value::Float(f64::from(0.01_f32)))));

@@ -170,6 +170,14 @@ pub enum Divisors {
 }
 
 impl GgufFamily {
+    /// The JSON value that llama.cpp requires for a key of `config.json` instead of this one.
+    pub fn required_instead(&self, key: &str, value: &Json) -> Option<&'static str> {
+        // Files have numbers of 32 bits.
+        let number = |value: &Json| value.as_f64().map(|number| number as f32);
+        let is_other = |expected: Json| expected != *value && (number(value).is_none() || number(value) != number(&expected));
+        self.required.iter().find(|(name, expected)| *name == key && is_other(parsed(expected))).map(|(_, expected)| *expected)
+    }
+
     /// Divisors of rotary frequencies that llama.cpp reads.
     pub fn divisors(&self) -> Divisors {
         self.other_divisors.unwrap_or(if self.interleaved_rope { Divisors::Single } else { Divisors::None })

@@ -119,7 +119,14 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         set("hidden_act", json!(family.activation.1));
     }
     for setting in [&family.epsilon].into_iter().chain(family.settings) {
-        set(setting.key, values.setting(setting)?);
+        let value = values.setting(setting)?;
+        if let Some(expected) = family.required_instead(setting.key, &value) {
+            return Err(Error::Unsupported {
+                what: format!("{}: `{}` of {value}", values.path.display(), values.own(setting.gguf)),
+                hint: format!("`{model_type}` requires {expected}: llama.cpp also applies the value where the model has a constant"),
+            });
+        }
+        set(setting.key, value);
     }
     for (key, expected) in family.constants {
         let key = values.own(key);

@@ -281,10 +281,10 @@ fn require_head_shapes(model: &Model, counts: [u64; 2], width: u64) -> Result<()
 fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     let family = reader.family;
     let json = |text: &str| serde_json::from_str::<Json>(text).unwrap_or(Json::Null);
-    for (key, value) in family.required {
-        // Files have numbers of 32 bits.
-        let number = |value: &Json| value.as_f64().map(|number| number as f32);
-        if let Some(other) = reader.get(key).filter(|other| **other != json(value) && (number(other).is_none() || number(other) != number(&json(value)))) {
+    for (key, _) in family.required {
+        if let Some(other) = reader.get(key)
+            && let Some(value) = family.required_instead(key, other)
+        {
             return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp supports only {value} for `{}`", family.architecture)));
         }
     }
