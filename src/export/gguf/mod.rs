@@ -116,12 +116,11 @@ impl Gguf {
         if model.needs_graph_file() {
             return Err(unsupported("a model that config.json does not describe", "export safetensors or onnx, which include the graph of graph.json"));
         }
-        let Metadata { family, layers, experts, mut values, factors, mut notes } = describe(model)?;
+        let Metadata { family, layers, key_value_heads: groups, experts, mut values, factors, mut notes } = describe(model)?;
         let size = |key: &str| model.config.get(key).and_then(Json::as_u64).map_or(0, |size| size as usize);
         let heads = size("num_attention_heads");
         let arrangement = Arrangement::new(family, model.config.values());
         let layout = Layout { experts, heads, latent_rows: [size("qk_nope_head_dim"), size("v_head_dim")], arrangement };
-        let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
         let head_stored = stores_head(model, family, read_values)?;
         if !head_stored && family.head == GgufHead::Separate {
             let hint = format!("llama.cpp requires a separate head for `{}`", family.architecture);

@@ -205,6 +205,21 @@ fn computations_that_differ_in_llama_cpp_are_reported() {
     }
 }
 
+/// Defaults of families that are not the number of query heads.
+#[test]
+fn missing_numbers_of_heads_and_neurons_are_those_of_the_graph() {
+    for name in ["starcoder2", "ernie4_5", "glm", "glm4", "qwen3-next", "qwen3_5-moe"] {
+        let (folder, model) = changed(name, "config.json", |json| drop(json.as_object_mut().unwrap().remove("num_key_value_heads")));
+        let report = export(model, folder.path(), FileType::F32).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert!(report.outputs[0].verified.how.contains("with the same graph as the original"), "{name}: {}", report.outputs[0].verified.how);
+    }
+    for (key, words) in [("num_key_value_heads", "config.json specifies 8 heads of 4"), ("intermediate_size", "a configuration without `intermediate_size`")] {
+        let (folder, model) = changed("nemotron-h", "config.json", |json| drop(json.as_object_mut().unwrap().remove(key)));
+        let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(words), "{key}: {error}");
+    }
+}
+
 /// Routers that select all groups have no restriction, and llama.cpp aborts for such numbers.
 #[test]
 fn groups_of_experts_that_are_all_selected_are_not_written() {

@@ -18,6 +18,7 @@ pub(super) const ERNIE4_5: Family = Family {
         required: &[("use_bias", "false")],
         head_dim: Some(128),
         theta: 500_000.0,
+        key_value_heads: Some(2),
         ..gguf::LLAMA
     }),
     ..DECODER

@@ -58,6 +58,8 @@ pub struct GgufFamily {
     pub required: &'static [Pair],
     /// Keys of `config.json` that other families refuse, but that have no effect.
     pub accepted: &'static [&'static str],
+    /// The default number of key-value heads in transformers, if it is not `num_attention_heads`.
+    pub key_value_heads: Option<u64>,
     /// The default `head_dim` of transformers, if it is not `hidden_size / num_attention_heads`.
     pub head_dim: Option<u64>,
     /// Whether llama.cpp supports only heads of `hidden_size / num_attention_heads`.
@@ -318,6 +320,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     constants: &[],
     required: &[],
     accepted: &[],
+    key_value_heads: None,
     head_dim: None,
     has_implied_heads: false,
     theta: 1e4,

@@ -16,6 +16,7 @@ const GGUF: GgufFamily = GgufFamily {
     head_dim: Some(128),
     has_implied_heads: true,
     partial_rotary: Some(("partial_rotary_factor", 0.5)),
+    key_value_heads: Some(2),
     ..gguf::LLAMA
 };
 

@@ -46,6 +46,7 @@ pub(super) const GLM4_MOE: Family = Family {
         constants: &[gguf::SIGMOID_SCORES],
         partial_rotary: Some(("partial_rotary_factor", 0.5)),
         experts: Some(GgufExperts { count: "n_routed_experts", normalized: None, ..gguf::QWEN_EXPERTS }),
+        key_value_heads: Some(8),
         ..gguf::LLAMA
     }),
     ..DECODER

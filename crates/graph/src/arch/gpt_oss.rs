@@ -47,6 +47,7 @@ pub(super) const GPT_OSS: Family = Family {
             alternates: true,
             ..gguf::QWEN_EXPERTS
         }),
+        key_value_heads: Some(8),
         ..gguf::LLAMA
     }),
     ..DECODER

@@ -53,6 +53,7 @@ pub(super) const LFM2: Family = Family {
         required: &[("conv_bias", "false")],
         theta: 1e6,
         recurrent: Recurrent::ShortConvolution,
+        key_value_heads: Some(8),
         ..gguf::LLAMA
     }),
     ..DECODER

@@ -71,6 +71,7 @@ pub(super) const LLAMA4_TEXT: Family = Family {
             is_input_major: true,
             ..gguf::QWEN_EXPERTS
         }),
+        key_value_heads: Some(8),
         ..gguf::LLAMA
     }),
     ..without_graph::LLAMA4

@@ -49,6 +49,7 @@ pub(super) const MINIMAX_M2: Family = Family {
         rotary_width: Some("rotary_dim"),
         head: GgufHead::Separate,
         experts: Some(GgufExperts { inner: Some("intermediate_size"), ..mixtral::GGUF_EXPERTS }),
+        key_value_heads: Some(8),
         ..gguf::LLAMA
     }),
     ..mixtral::MIXTRAL

@@ -120,6 +120,7 @@ const DENSE_GGUF: GgufFamily = GgufFamily {
     // llama.cpp needs biases of convolutions.
     required: &[("mamba_hidden_act", "\"silu\""), ("time_step_min", "0.001"), ("use_bias", "false"), ("use_conv_bias", "true")],
     accepted: &["auto_map", "partial_rotary_factor"],
+    key_value_heads: Some(8),
     head_dim: Some(128),
     activation: ("mlp_hidden_act", "relu2"),
     head: GgufHead::Separate,

@@ -63,6 +63,7 @@ const GGUF: GgufFamily = GgufFamily {
     flags: &[],
     settings: gguf::DELTA_SETTINGS,
     required: &[gguf::NO_ATTENTION_BIAS, DELTA_EPSILON],
+    key_value_heads: Some(2),
     head_dim: Some(256),
     partial_rotary: Some(("partial_rotary_factor", 0.25)),
     recurrent: Recurrent::JointDelta,
@@ -84,6 +85,7 @@ const QWEN3_5_GGUF: GgufFamily = GgufFamily {
     class: "Qwen3_5ForCausalLM",
     layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::HEAD_NORMS, gguf::NORM_AFTER_ATTENTION, gguf::DELTA, DELTA_PROJECTIONS, gguf::NETWORK],
     required: &[gguf::NO_ATTENTION_BIAS, DELTA_EPSILON, ("attn_output_gate", "true"), ("output_gate_type", "\"swish\"")],
+    key_value_heads: Some(4),
     recurrent: Recurrent::TiledDelta,
     experts: None,
     ..GGUF
@@ -133,6 +135,7 @@ pub(super) const QWEN3_5_MOE: Family = Family {
         ],
         // The weights of the selected experts are always normalized.
         experts: Some(GgufExperts { normalized: None, shared: true, ..gguf::QWEN_EXPERTS }),
+        key_value_heads: Some(2),
         ..QWEN3_5_GGUF
     }),
     ..QWEN3_5

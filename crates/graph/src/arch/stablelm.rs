@@ -22,6 +22,7 @@ pub(super) const STABLELM: Family = Family {
         has_implied_heads: true,
         partial_rotary: Some(("partial_rotary_factor", 0.25)),
         head: GgufHead::Separate,
+        key_value_heads: Some(32),
         ..gguf::LLAMA
     }),
     ..DECODER

@@ -31,6 +31,7 @@ pub(super) const STARCODER2: Family = Family {
         has_implied_heads: true,
         activation: ("hidden_act", "gelu_pytorch_tanh"),
         drops_window: true,
+        key_value_heads: Some(2),
         ..gguf::LLAMA
     }),
     ..DECODER

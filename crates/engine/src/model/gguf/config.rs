@@ -123,7 +123,7 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         if let Some(expected) = family.required_instead(setting.key, &value) {
             return Err(Error::Unsupported {
                 what: format!("{}: `{}` of {value}", values.path.display(), values.own(setting.gguf)),
-                hint: format!("`{model_type}` requires {expected}: llama.cpp also applies the value where the model has a constant"),
+                hint: format!("only {expected} is supported for `{model_type}`"),
             });
         }
         set(setting.key, value);

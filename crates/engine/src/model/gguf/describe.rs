@@ -24,6 +24,8 @@ pub struct Metadata {
     pub family: &'static GgufFamily,
     /// Number of layers.
     pub layers: usize,
+    /// Number of key-value heads.
+    pub key_value_heads: usize,
     /// Number of experts of a layer; zero for families without experts.
     pub experts: usize,
     /// Values by key.
@@ -79,7 +81,8 @@ pub fn describe(model: &Model) -> Result<Metadata> {
         own.push(("feed_forward_length", Value::Unsigned(reader.stored_neurons().map_or_else(|| reader.required(family.neurons), Ok)?)));
     }
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
-    let groups = if family.is_latent { 1 } else { reader.size("num_key_value_heads")?.unwrap_or(heads) };
+    let key_value_heads = reader.groups()?;
+    let groups = if family.is_latent { 1 } else { key_value_heads };
     if is_single {
         own.extend(single_parts::describe(&reader, layers, groups)?);
         notes.push(single_parts::NOTE.to_owned());
@@ -202,7 +205,8 @@ pub fn describe(model: &Model) -> Result<Metadata> {
     }));
     values.extend(own.into_iter().map(|(key, value)| (format!("{}.{key}", family.architecture), value)));
     let layers = usize::try_from(layers).unwrap_or(usize::MAX);
-    Ok(Metadata { family, layers, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
+    let key_value_heads = usize::try_from(key_value_heads).unwrap_or(usize::MAX);
+    Ok(Metadata { family, layers, key_value_heads, experts: usize::try_from(expert_count).unwrap_or(usize::MAX), values, factors, notes })
 }
 
 /// Widths of heads whose keys and values are computed from latent vectors: llama.cpp multiplies queries with

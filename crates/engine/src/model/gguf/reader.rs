@@ -54,6 +54,13 @@ impl Reader<'_> {
         down.next().and_then(|(_, weight)| weight.shape.last().copied()).map(|neurons| neurons as u64)
     }
 
+    /// The number of key-value heads; null has the meaning of as many as query heads.
+    pub fn groups(&self) -> Result<u64> {
+        const KEY: &str = "num_key_value_heads";
+        let default = self.family.key_value_heads.filter(|_| self.model.config.get(KEY).is_none());
+        self.size(KEY)?.or(default).map_or_else(|| self.required("num_attention_heads"), Ok)
+    }
+
     /// The number of key-value heads of each layer, if some layers have none.
     pub fn groups_of_layers(&self, groups: u64) -> Result<Option<Vec<i64>>> {
         if !self.family.recurrent.lists_heads() {

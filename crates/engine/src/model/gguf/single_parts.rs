@@ -49,7 +49,11 @@ pub(super) fn describe(reader: &Reader, layers: u64, groups: u64) -> Result<Vec<
     if !has(ATTENTION) {
         return Err(reader.refused("a model without attention", "GGUF files require a number of key-value heads"));
     }
-    let neurons = if reader.family.experts.is_some() { reader.required("moe_intermediate_size")? } else { reader.size("intermediate_size")?.unwrap_or(0) };
+    let neurons = match reader.family.experts {
+        Some(_) => reader.required("moe_intermediate_size")?,
+        None if has(DENSE) => reader.required("intermediate_size")?,
+        None => 0,
+    };
     let (mut heads, mut networks) = (Vec::new(), Vec::new());
     for layer in 0..layers {
         let missing = || {
