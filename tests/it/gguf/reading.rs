@@ -187,6 +187,13 @@ fn keys_of_families_are_read_or_refused() {
     refused("nemotron-h", epsilon, Some(gguf::Value::Float(0.02)), "`nemotron_h.attention.layer_norm_rms_epsilon` of 0.02");
     let (_folder, model) = rewritten("nemotron-h", |values, _| drop(values.insert(epsilon.to_owned(), gguf::Value::Float(f64::from(0.01_f32)))));
     assert_eq!(model.unwrap().config.get("hybrid_override_pattern"), Some(&Value::from("M-*M-")));
+    // With the key of older versions of llama.cpp only.
+    let (_folder, model) = rewritten("nemotron-h", |values, _| {
+        let value = values.remove("nemotron_h.attention.layer_norm_epsilon").unwrap();
+        values.insert(epsilon.to_owned(), value);
+    });
+    same_graph(&model.unwrap(), &source("nemotron-h").1, "nemotron-h");
+    refused("nemotron-h", "nemotron_h.attention.layer_norm_epsilon", None, "`nemotron_h.attention.layer_norm_epsilon` is missing");
     // Without groups, as all files of older versions of llama.cpp.
     let (_folder, model) = rewritten("deepseek-v2-groups", |values, _| drop(values.remove("deepseek2.expert_group_count")));
     assert_eq!(model.unwrap().config.get("topk_method"), Some(&Value::from("greedy")));

@@ -16,6 +16,9 @@ use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 
+/// Another key of the epsilon of normalizations, which takes precedence in llama.cpp and which its older
+/// versions require.
+const OLDER_EPSILON: &str = "attention.layer_norm_rms_epsilon";
 const NEURONS: &str = "feed_forward_length";
 /// Key of the width of the input of experts, if it is not that of the residual stream, in both files.
 const LATENT: &str = "moe_latent_size";
@@ -74,6 +77,7 @@ pub(super) fn describe(reader: &Reader, layers: u64, groups: u64) -> Result<Vec<
         (HEADS, Value::Integers(heads)),
         (NEURONS, Value::Integers(networks)),
         (INNER, Value::Unsigned(inner)),
+        (OLDER_EPSILON, reader.setting(&reader.family.epsilon)?),
         ("rope.scaling.finetuned", Value::Bool(false)),
     ];
     let latent = reader.size(LATENT)?.map(|width| (LATENT, Value::Unsigned(width)));
@@ -92,6 +96,7 @@ pub(super) struct Layers {
 
 /// Reads the layers of a file.
 pub(super) fn read(family: &GgufFamily, values: &mut Values, layers: u64) -> Result<Layers> {
+    values.rename_missing(&values.own(OLDER_EPSILON), &values.own(family.epsilon.gguf));
     let (groups, has_heads) = values.of_layers(HEADS, layers)?;
     let (neurons, has_neurons) = values.of_layers(NEURONS, layers)?;
     let (network, _) = if family.experts.is_some() { EXPERTS } else { DENSE };
@@ -111,8 +116,7 @@ pub(super) fn config(values: &mut Values, config: &Map<String, Json>) -> Result<
     let (inner, heads) = (values.required(INNER)?, config.get(STATE_HEADS).and_then(Json::as_u64).unwrap_or(0));
     let width = inner.checked_div(heads).filter(|width| width.checked_mul(heads) == Some(inner));
     let width = width.ok_or_else(|| values.wrong(format!("`{}` is {inner}, but there are {heads} heads of state space layers", values.own(INNER))))?;
-    // Takes precedence in llama.cpp.
-    let key = values.own("attention.layer_norm_rms_epsilon");
+    let key = values.own(OLDER_EPSILON);
     let epsilon = config.get("layer_norm_epsilon").and_then(Json::as_f64);
     if let Some(other) = values.number(&key)?.filter(|other| epsilon.is_none_or(|epsilon| epsilon as f32 != *other as f32)) {
         return Err(Error::Unsupported {

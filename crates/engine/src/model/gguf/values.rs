@@ -104,6 +104,15 @@ impl Values {
         self.values.remove(key)
     }
 
+    /// Renames a key, unless there already is one with the other name.
+    pub fn rename_missing(&mut self, from: &str, to: &str) {
+        if !self.values.contains_key(to)
+            && let Some(value) = self.take(from)
+        {
+            self.values.insert(to.to_owned(), value);
+        }
+    }
+
     /// Whether a key has this text; does not remove the key.
     pub fn has_text(&self, key: &str, text: &str) -> bool {
         self.values.get(key) == Some(&Value::Text(text.to_owned()))
