@@ -32,7 +32,7 @@ fn written_files_equal_the_reference() {
         }
         let own: Vec<_> = theirs.values.iter().filter(|(key, _)| !key.starts_with("general.") && !key.starts_with("tokenizer.")).collect();
         own.iter().for_each(|(key, value)| assert_eq!(ours.values.get(*key), Some(*value), "{name}: {key}"));
-        // llama.cpp's converter writes one key of the epsilon, of which older versions require the other one.
+        // The reference lacks this key, which older versions of llama.cpp require.
         if let Some(value) = theirs.values.get("nemotron_h.attention.layer_norm_epsilon") {
             assert_eq!(ours.values.get("nemotron_h.attention.layer_norm_rms_epsilon"), Some(value), "{name}");
         }
