@@ -99,7 +99,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("llama4-plain", "config.json", |json| json["attn_temperature_tuning"] = 0.into(), "`attn_temperature_tuning` of false"),
         ("llama4-plain", "config.json", |json| json["use_qk_norm"] = false.into(), "`use_qk_norm` of false with 4 experts"),
         ("llama4-plain", "config.json", |json| json["moe_layers"] = serde_json::json!([0]), "`moe_layers` of [0]"),
-        ("deepseek-v2", "config.json", |json| json["topk_method"] = "group_limited_greedy".into(), "`topk_method` of \"group_limited_greedy\""),
+        ("deepseek-v2", "config.json", |json| json["topk_method"] = "group_limited_greedy".into(), "a configuration without `n_group`"),
         ("deepseek-v2-lite", "config.json", |json| json["num_hidden_layers"] = 28.into(), "`num_hidden_layers` of 28"),
         ("glm4-moe", "config.json", |json| (json["n_group"], json["topk_group"]) = (8.into(), 4.into()), "`n_group` of 8 with 8 experts"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
