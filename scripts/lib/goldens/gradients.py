@@ -46,6 +46,7 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+from transformers.models.rt_detr.modeling_rt_detr import MultiScaleDeformableAttention, RTDetrModel
 from transformers.models.swin.modeling_swin import SwinLayer, SwinRelativePositionBias
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.vision_utils import get_vision_position_ids
@@ -118,6 +119,22 @@ def attention(scale, causal=False, window=None):
             column = sinks[:, None, None].expand(*scores.shape[:3], 1)
             return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
+
+    return compute
+
+
+def deformable_attention(levels, points, scale):
+    """As in transformers, whose offsets are of a version without and of one with a configured scale."""
+
+    def compute(values, offsets, scores, boxes):
+        batch, queries, heads = *scores.shape[:2], scores.shape[2] // (len(levels) * points)
+        offsets = offsets.reshape(batch, queries, heads, len(levels), points, 2)
+        center, size = boxes[:, :, None, None, None, :2], boxes[:, :, None, None, None, 2:]
+        places = center + offsets / points * size * scale
+        weights = scores.reshape(batch, queries, heads, -1).softmax(-1).reshape(batch, queries, heads, len(levels), points)
+        values = values.reshape(*values.shape[:2], heads, -1)
+        sample = MultiScaleDeformableAttention()
+        return sample(values, torch.tensor(levels), [tuple(level) for level in levels], None, places, weights, 64)
 
     return compute
 
@@ -322,6 +339,14 @@ def op_cases():
     scaled = lambda x: x * get_llama_4_attn_scale(torch.arange(x.shape[2])[None], 0.4, 3)
     yield text("PositionScale", interval=3, factor=0.4, offset=0), scaled, [(2, 2, 8, 4)]
     yield text("GridRotary", theta=100.0, grid=[4, 6], block=2), grid_rotary(100.0, (4, 6), 2), [(2, 3, 24, 8)]
+    # RT-DETR.
+    for how in [{"levels": [[3, 4], [2, 1]], "points": 3, "scale": 0.5}, {"levels": [[5, 2]], "points": 2, "scale": 1.5}]:
+        places, samples = sum(rows * columns for rows, columns in how["levels"]), 2 * len(how["levels"]) * how["points"]
+        yield text("DeformableAttention", **how), deformable_attention(**how), [(2, places, 6), (2, 5, 2 * samples), (2, 5, samples), (2, 5, 4)]
+    by_token = lambda x, indices: x.gather(1, indices[..., None].expand(-1, -1, x.shape[2]))
+    yield text("GatherTokens"), by_token, [(2, 5, 3), (INTEGERS, 5, 2, 8)]
+    _, valid = RTDetrModel._cached_generate_anchors(((1, 64), (2, 3)), 0.05)
+    yield text("Anchors", levels=[[1, 64], [2, 3]], apply="mask"), lambda x: x * valid, [(2, 70, 3)]
 
 
 def ops():

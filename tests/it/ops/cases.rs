@@ -236,6 +236,15 @@ pub fn cases() -> Vec<Case> {
             },
             &[&[2, 3, 3, 4]],
         ),
+        case(DeformableAttention { levels: vec![[3, 4], [2, 1]], points: 3, scale: 0.5 }, &[&[2, 14, 6], &[2, 5, 24], &[2, 5, 12], &[2, 5, 4]]),
+        case(DeformableAttention { scale: 3.0, levels: vec![[5, 2]], points: 1 }, &[&[1, 10, 6], &[1, 4, 6], &[1, 4, 3], &[1, 4, 4]]),
+        case(GridPositions { rows: 2, columns: 3, temperature: 50.0 }, &[&[2, 6, 8]]),
+        case(Anchors { levels: vec![[2, 3], [1, 1]], ..Anchors::default() }, &[&[2, 7, 4]]),
+        // The centers of the first and the last column are invalid.
+        case(Anchors { levels: vec![[1, 64], [1, 1]], apply: AnchorUse::Mask, ..Anchors::default() }, &[&[2, 65, 2]]),
+        case(TopK { count: 3 }, &[&[2, 7]]),
+        with_ints(case(GatherTokens {}, &[&[2, 5, 3], &[2, 4]]), &[1]),
+        case(Detach {}, &[&[2, 5]]),
         case(recurrent(RecurrentKind::Lstm, Direction::Forward), &[&[4, 2, 3], &[1, 20, 3], &[1, 20, 5]]),
         case(recurrent(RecurrentKind::Lstm, Direction::Both), &[&[3, 2, 4], &[2, 12, 4], &[2, 12, 3], &[2, 24], &[2, 2, 3], &[2, 2, 3]]),
         case(

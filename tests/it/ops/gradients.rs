@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use compress_graph::ir::Op;
-use compress_graph::ir::ops::{Backward, BatchNorm, Binary, BinaryKind, Clip, PreparedOp, Saved};
+use compress_graph::ir::ops::{Backward, BatchNorm, Binary, BinaryKind, Clip, Detach, PreparedOp, Saved};
 
 use super::cases::{Case, cases, larger_cases, tensors};
 
@@ -62,8 +62,10 @@ fn gradients_match_finite_differences() {
     let mut checked = 0;
     for (case, inputs) in all_cases() {
         let inputs = converted(&inputs, DType::F64);
-        // The gradient of the scale includes rounding; it is checked against PyTorch's goldens.
-        let Some((gradient, wanted)) = output_gradient(&case, &inputs).filter(|_| !matches!(case.op, Op::LearnedFakeQuantize(_) | Op::CacheQuantize(_))) else {
+        // The gradient of the scale includes rounding; it is checked against PyTorch's goldens. Detached values
+        // have none.
+        let differs = |op: &Op| matches!(op, Op::LearnedFakeQuantize(_) | Op::CacheQuantize(_) | Op::Detach(_));
+        let Some((gradient, wanted)) = output_gradient(&case, &inputs).filter(|_| !differs(&case.op)) else {
             continue;
         };
         let gradients = backward(&case.op, &inputs, &gradient, &wanted);
@@ -161,6 +163,14 @@ fn only_requested_gradients_are_returned() {
             }
         }
     }
+}
+
+#[test]
+fn detached_values_have_no_gradient() {
+    let x = Tensor::new(&[0.5f64, -1.0], &Device::Cpu).unwrap();
+    let op = Op::from(Detach {});
+    assert_eq!(wide(&op.spec().eval(std::slice::from_ref(&x)).unwrap()), [0.5, -1.0]);
+    assert!(backward(&op, std::slice::from_ref(&x), &x, &[true])[0].is_none());
 }
 
 #[test]

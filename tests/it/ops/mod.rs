@@ -151,6 +151,7 @@ fn products_have_a_cost() {
                     | Op::GatedDelta(_)
                     | Op::ConvTranspose(_)
                     | Op::Attention(_)
+                    | Op::DeformableAttention(_)
                     | Op::RelativeProducts(_)
                     | Op::MatMul(_)
                     | Op::Recurrent(_)

@@ -18,6 +18,7 @@ mod activation;
 mod arithmetic;
 mod attention;
 mod delta;
+mod detection;
 mod experts;
 mod image;
 mod integer;
@@ -95,6 +96,12 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Recurrent(op) => recurrent::recurrent(op, n),
         Op::Decay(op) => delta::decay(op, n),
         Op::GatedDelta(op) => delta::gated_delta(op, n),
+        Op::DeformableAttention(op) => detection::deformable_attention(op, n),
+        Op::GridPositions(op) => detection::grid_positions(op, n),
+        Op::Anchors(op) => detection::anchors(op, n),
+        Op::TopK(op) => detection::top_k(*op, n),
+        Op::GatherTokens(_) => detection::gather_tokens(n),
+        Op::Detach(_) => activation::plain("Identity", n),
         Op::ConvTranspose(op) => layer::conv_transpose(op, n),
         Op::Pad(op) => shape::pad(op, n),
         Op::Resize(op) => image::resize(op, n),

@@ -2,6 +2,7 @@
 //! implementations for particular devices.
 
 mod activation;
+mod anchors;
 mod attention;
 mod attention_dropout;
 mod attention_sinks;
@@ -17,13 +18,17 @@ mod conv_transpose;
 mod cum_sum;
 mod decay;
 mod decoding;
+mod deformable_attention;
+mod detach;
 mod elementwise;
 mod embedding;
 mod experts;
 mod flatten;
 mod gated_delta;
 mod gather;
+mod gather_tokens;
 mod gradient;
+mod grid_positions;
 mod grid_rotary;
 mod heads;
 mod kernels;
@@ -56,6 +61,7 @@ mod softmax;
 mod spatial;
 mod to_float;
 mod token_pool;
+mod top_k;
 mod transpose;
 mod window_bias;
 mod windows;
@@ -74,6 +80,7 @@ pub use activation::{
     Abs, Clip, Cos, Elu, Erf, Exp, FakeQuantize, Gelu, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Relu, Scale, Sigmoid, Silu, Sin,
     Softplus, Sqrt, Tanh,
 };
+pub use anchors::{AnchorUse, Anchors};
 pub use attention::Attention;
 pub use batch_norm::BatchNorm;
 pub use binary::{Binary, BinaryKind};
@@ -87,12 +94,16 @@ pub use conv_transpose::ConvTranspose;
 pub use cum_sum::CumSum;
 pub use decay::Decay;
 pub use decoding::{DecodingState, Forward, Incremental};
+pub use deformable_attention::DeformableAttention;
+pub use detach::Detach;
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use experts::{Combine, Dispatch, ExpertGroups, Route};
 pub use flatten::Flatten;
 pub use gated_delta::GatedDelta;
+pub use gather_tokens::GatherTokens;
 pub use gradient::{Backward, Saved};
+pub use grid_positions::GridPositions;
 pub use grid_rotary::GridRotary;
 pub use heads::{MergeHeads, SplitHeads};
 pub use kernels::contiguous;
@@ -125,6 +136,7 @@ pub use softmax::Softmax;
 pub use spatial::{Padding, PerAxis};
 pub use to_float::ToFloat;
 pub use token_pool::{TokenChoice, TokenPool};
+pub use top_k::TopK;
 pub use transpose::Transpose;
 pub use window_bias::WindowBias;
 
@@ -261,7 +273,7 @@ ops! {
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, ChunkBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, CumSum, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
-    CausalConv, Decay, GatedDelta,
+    CausalConv, Decay, GatedDelta, DeformableAttention, GridPositions, Anchors, TopK, GatherTokens, Detach,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
     ToFloat, Opaque,
 }
