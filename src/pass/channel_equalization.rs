@@ -234,8 +234,8 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
     })
 }
 
-/// The channels of all heads side by side. A normalization of each head has the same ones in all heads. `None`
-/// for any other number of channels.
+/// The channels of all heads side by side. A normalization of each head has the same ones in all heads.
+/// `None` for any other number of channels.
 fn in_all_heads(index: &[usize], [heads, width]: [Option<usize>; 2], all: usize) -> Option<Vec<usize>> {
     let is_of_one_head = Some(index.len()) == width && heads.is_some_and(|heads| heads * index.len() == all);
     (index.len() == all || is_of_one_head).then(|| index.iter().copied().cycle().take(all).collect())

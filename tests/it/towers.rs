@@ -91,7 +91,8 @@ fn a_tower_is_calibrated_with_pictures() {
         let found = batches(folder.path(), &data).unwrap();
         assert_eq!(found[0].inputs["pixel_values"].dims(), [4, 3, size[0], size[1]]);
         let pass = Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, ..Quantize::default() };
-        let output = folder.path().join("out");
+        let written = tempfile::tempdir().unwrap();
+        let output = written.path().join("out");
         let run = pipeline().calibration(data).pass(pass).build().unwrap();
         run.run(Model::open(folder.path()).unwrap(), &output).unwrap();
         let names: Vec<String> = read(&output.join("model.safetensors")).into_keys().filter(|tensor| tensor.ends_with("weight_packed")).collect();

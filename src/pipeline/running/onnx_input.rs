@@ -245,8 +245,8 @@ mod tests {
         }
     }
 
-    /// ONNX Runtime rounds outputs to float16 (10) and bfloat16 (16), the built-in executor computes them in 32
-    /// bits. The tolerance for other outputs of the file remains that of float32.
+    /// ONNX Runtime rounds outputs to float16 (10) and bfloat16 (16), the built-in executor computes them in
+    /// 32 bits. The tolerance for other outputs of the file remains that of float32.
     #[test]
     fn outputs_of_16_bits_may_be_rounded() {
         if !compress_testing::available("ONNX Runtime", crate::runtime::library()) {

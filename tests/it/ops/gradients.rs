@@ -62,8 +62,8 @@ fn gradients_match_finite_differences() {
     let mut checked = 0;
     for (case, inputs) in all_cases() {
         let inputs = converted(&inputs, DType::F64);
-        // The gradient of the scale includes rounding; it is checked against PyTorch's goldens. Detached values
-        // have none.
+        // The gradient of the scale includes rounding; it is checked against PyTorch's goldens. Detached
+        // values have none.
         let differs = |op: &Op| matches!(op, Op::LearnedFakeQuantize(_) | Op::CacheQuantize(_) | Op::Detach(_));
         let Some((gradient, wanted)) = output_gradient(&case, &inputs).filter(|_| !differs(&case.op)) else {
             continue;

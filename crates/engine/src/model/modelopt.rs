@@ -34,8 +34,8 @@ enum Algorithm {
 /// Tensors that change the inputs or outputs of quantized layers.
 const UNSUPPORTED: [&str; 3] = [".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"];
 
-/// Suffixes of the scales of experts in one tensor `[experts, in, out]`, after the name of this tensor. Scales
-/// of other layers belong to a tensor `weight` of their own module.
+/// Suffixes of the scales of experts in one tensor `[experts, in, out]`, after the name of this tensor.
+/// Scales of other layers belong to a tensor `weight` of their own module.
 const EXPERT_SCALES: [&str; 2] = ["_weight_scale", "_weight_scale_2"];
 
 /// Rejects layers that ModelOpt quantizes with other steps than rounding: their outputs would be wrong. Also

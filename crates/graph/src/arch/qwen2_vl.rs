@@ -1,5 +1,6 @@
 //! Vision towers of Qwen2-VL and Qwen2.5-VL: vision transformers with rotary position embeddings of rows and
-//! columns, whose neighboring patches are merged for the language model (Wang et al., 2024; Bai et al., 2025).
+//! columns, whose neighboring patches are merged for the language model (Wang et al., 2024; Bai et al.,
+//! 2025).
 //!
 //! Images have the fixed size `image_size`, which transformers does not read: it computes the grid of patches
 //! from each image. Patches are in the order of transformers, in which those to be merged are adjacent.
@@ -154,8 +155,12 @@ mod running {
             let grid = size.map(|pixels| pixels.checked_div(side).unwrap_or(0));
             let [rows, columns] = size.map(Dim::Fixed);
             let pixels = image_input(b, s.size_or("in_channels", 3)?, rows, columns)?;
+            let head_dim = s.head_dim(width, "num_heads")?;
+            if !head_dim.is_multiple_of(4) {
+                return Err(Error::graph("config.json", format!("`num_heads` gives heads of width {head_dim}, which must be a multiple of 4")));
+            }
             let rotary = GridRotary { theta: theta(s)?, grid, block: merge };
-            Ok((Patches { side, frames, grid, merge, head_dim: s.head_dim(width, "num_heads")?, rotary }, pixels))
+            Ok((Patches { side, frames, grid, merge, head_dim, rotary }, pixels))
         }
 
         /// Rows and columns of merged patches.
@@ -195,8 +200,10 @@ mod running {
             let window = window.ok_or_else(|| Error::graph("config.json", format!("`window_size` {size} is smaller than {unit} pixels of merged patches")))?;
             let grid = self.merged_grid();
             if grid.iter().any(|patches| !patches.is_multiple_of(window)) {
-                let reason =
-                    format!("`image_size` is not a multiple of {} pixels, the side of a window: use another `image_size`", window.saturating_mul(unit));
+                let reason = format!(
+                    "`image_size` is not a multiple of {} pixels, the side of a window of `window_size`: use another `image_size`",
+                    window.saturating_mul(unit)
+                );
                 return Err(Error::graph("config.json", reason));
             }
             Ok((grid.map(|patches| patches.checked_div(window).unwrap_or(0)), window))
@@ -254,7 +261,8 @@ mod running {
             b.node(layer, Add {}, &[out, x])
         }
 
-        /// Adds the output: features of merged patches for the language model, `[batch, merged patches, out]`.
+        /// Adds the output: features of merged patches for the language model, `[batch, merged patches,
+        /// out]`.
         fn merged(&self, b: &mut Builder, x: ValueId, out: usize) -> Result<()> {
             let [rows, columns] = self.merged_grid();
             let (squares, patches) = (TargetSize::Number(rows.saturating_mul(columns)), TargetSize::Number(self.merge.saturating_mul(self.merge)));

@@ -163,8 +163,8 @@ pub(super) fn launch(kernel: &'static str, dtype: DType, (blocks, threads): Grid
     }
 }
 
-/// How cuBLAS, which stores columns, reads a matrix: whether transposed, and the distance of its rows or columns.
-/// `None` if no axis is contiguous.
+/// How cuBLAS, which stores columns, reads a matrix: whether transposed, and the distance of its rows or
+/// columns. `None` if no axis is contiguous.
 fn operand(matrix: &Tensor) -> Option<(Operation, i32)> {
     let ([rows, columns], [row, column]) = (matrix.dims(), matrix.stride()) else { return None };
     let distance = |count: usize, stride: usize, least: usize| if count == 1 { Some(least) } else { (stride >= least).then_some(stride) };
@@ -176,9 +176,9 @@ fn operand(matrix: &Tensor) -> Option<(Operation, i32)> {
     Some((operation, i32::try_from(distance).ok()?))
 }
 
-/// Sets a matrix with contiguous rows to the first factor times the product of two other matrices plus the second
-/// factor times itself. All have the same dtype, f32 or f64, and matching sizes. Returns `false` for layouts
-/// that cuBLAS does not support.
+/// Sets a matrix with contiguous rows to the first factor times the product of two other matrices plus the
+/// second factor times itself. All have the same dtype, f32 or f64, and matching sizes. Returns `false` for
+/// layouts that cuBLAS does not support.
 pub(super) fn product(matrices: [&Tensor; 3], (factor, kept): (f64, f64)) -> Result<bool> {
     let [Some((Operation::CUBLAS_OP_N, of_sum)), Some((a_operation, of_a)), Some((b_operation, of_b))] = matrices.map(operand) else { return Ok(false) };
     let ((rows, columns), inner) = (matrices[0].dims2()?, matrices[1].dim(1)?);
@@ -199,9 +199,9 @@ pub(super) fn product(matrices: [&Tensor; 3], (factor, kept): (f64, f64)) -> Res
     }
     let pointer = |address: &u64| *address as *mut c_void;
     // cuBLAS stores columns, and computes the transposed product of the transposed factors.
-    // SAFETY: the storages stay locked until the launch, the distances and sizes are those of the tensors, which
-    // have the type `kind`, and both factors are numbers of the type of `compute`. The callers do not read
-    // the memory that is written.
+    // SAFETY: the storages stay locked until the launch, the distances and sizes are those of the tensors,
+    // which have the type `kind`, and both factors are numbers of the type of `compute`. The callers do not
+    // read the memory that is written.
     let launched = unsafe {
         gemm_ex(
             *handle.handle(),

@@ -168,11 +168,11 @@ on_gpu! {
     /// The product of matrices of the same dtype, f32 or f64. One axis of each is contiguous.
     pub fn product(a: &Tensor, b: &Tensor) -> Tensor;
 
-    /// Adds a factor times the product of two matrices to a matrix with contiguous rows, in place. All are f32
-    /// or f64; the memory that is written is not part of the factors.
+    /// Adds a factor times the product of two matrices to a matrix with contiguous rows, in place. All are
+    /// f32 or f64; the memory that is written is not part of the factors.
     pub fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> ();
 
-    /// The factors of a symmetric positive definite matrix in f32 or f64, with a number added to its diagonal.
-    /// Only the upper triangle is read. Costs are NaN if the sum is not positive definite.
+    /// The factors of a symmetric positive definite matrix in f32 or f64, with a number added to its
+    /// diagonal. Only the upper triangle is read. Costs are NaN if the sum is not positive definite.
     pub fn unit_factors(matrix: &Tensor, added: f64) -> UnitFactors;
 }

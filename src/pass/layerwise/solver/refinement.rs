@@ -111,8 +111,8 @@ impl Descent<'_> {
         Ok(())
     }
 
-    /// Rounds each weight of a block to its optimum, given all other weights. Returns whether a weight changes
-    /// if it is rounded on the host; otherwise, `moved` becomes 1 if one does.
+    /// Rounds each weight of a block to its optimum, given all other weights. Returns whether a weight
+    /// changes if it is rounded on the host; otherwise, `moved` becomes 1 if one does.
     fn round_block<S: Fn(f64) -> f32 + Sync>(
         &self,
         first: usize,

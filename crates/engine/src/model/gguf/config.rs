@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value as Json, json};
 
-use super::values::{QUERY_RANK, Values, factor_list};
+use super::values::{HEADS, QUERY_RANK, Values, factor_list};
 use super::{expert_groups, layer_patterns, long_rope, recurrent, single_parts};
 use crate::arch::{ATTENTION_MULTIPLIER, Divisors, GgufFamily, LAYER_PATTERN, LOGIT_DIVISOR, Recurrent, Windows};
 use crate::error::{Error, Result};
@@ -16,9 +16,6 @@ use crate::store::{DType, Weight};
 
 /// Tensor with divisors of the rotary frequencies.
 pub(super) const FACTORS: &str = "rope_freqs.weight";
-
-/// Key of the number of key-value heads, of the model or of each layer.
-pub(super) const HEADS: &str = "attention.head_count_kv";
 
 /// Parameters of the RoPE scaling of Llama 3.1 and 3.2, and of Llama 4: low and high frequency factor, and
 /// original context length.

@@ -2,14 +2,14 @@
 
 use serde_json::Value as Json;
 
-use super::config::{FACTORS, HEADS, llama3_factors};
+use super::config::{FACTORS, llama3_factors};
 use super::expert_groups;
 use super::layer_patterns;
 use super::long_rope;
 use super::reader::Reader;
 use super::recurrent;
 use super::single_parts;
-use super::values::QUERY_RANK;
+use super::values::{HEADS, QUERY_RANK};
 use crate::arch::{self, Divisors, GgufFamily, Recurrent, Windows};
 use crate::error::{Error, Result};
 use crate::model::Model;

@@ -7,13 +7,11 @@ use serde_json::{Map, Value as Json, json};
 
 use super::reader::Reader;
 use super::single_parts;
-use super::values::Values;
+use super::values::{INNER, Values};
 use crate::arch::{GgufFamily, Recurrent};
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
 
-/// Key with the width of the values of all heads.
-pub(super) const INNER: &str = "ssm.inner_size";
 /// Key of `config.json` with the kind of position embeddings of Granite 4.
 const POSITIONS: &str = "position_embedding_type";
 /// The only width of state space layers that llama.cpp supports, relative to that of the residual stream.

@@ -8,10 +8,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::config::HEADS;
 use super::reader::Reader;
-use super::recurrent::INNER;
-use super::values::Values;
+use super::values::{HEADS, INNER, Values};
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
 use crate::store::gguf::Value;
@@ -59,14 +57,19 @@ pub(super) fn describe(reader: &Reader, layers: u64, groups: u64) -> Result<Vec<
     };
     let (mut heads, mut networks) = (Vec::new(), Vec::new());
     for layer in 0..layers {
-        let missing = || {
-            reader.refused(&format!("layer {layer}, of which the checkpoint has no known part"), "supported: state space layers, attention, networks, experts")
+        let Some(letter) = letters.get(&layer).copied().filter(|letter| reader.family.experts.is_none() || *letter != DENSE.0) else {
+            // Variants with experts have no names for tensors of dense networks.
+            return Err(match reader.family.experts {
+                Some(_) => {
+                    let hint = format!("all networks must be experts in files of `{}`", reader.family.architecture);
+                    reader.refused(&format!("layer {layer}, a dense network in a model with experts"), hint)
+                }
+                None => {
+                    let hint = "supported: state space layers, attention, networks, experts";
+                    reader.refused(&format!("layer {layer}, of which the checkpoint has no known part"), hint)
+                }
+            });
         };
-        let letter = letters.get(&layer).copied().ok_or_else(missing)?;
-        if reader.family.experts.is_some() && letter == DENSE.0 {
-            let hint = format!("all networks must be experts in files of `{}`", reader.family.architecture);
-            return Err(reader.refused(&format!("layer {layer}, a dense network in a model with experts"), hint));
-        }
         let own = |parts: &[char], number: u64| if parts.contains(&letter) { i64::try_from(number).unwrap_or(i64::MAX) } else { 0 };
         heads.push(own(&[ATTENTION.0], groups));
         networks.push(own(&[DENSE.0, EXPERTS.0], neurons));

@@ -19,6 +19,10 @@ const LIMIT: u64 = 1 << 32;
 
 /// Keys of the rank of queries that are computed from latent vectors.
 pub(super) const QUERY_RANK: (&str, &str) = ("attention.q_lora_rank", "q_lora_rank");
+/// Key of the number of key-value heads, of the model or of each layer.
+pub(super) const HEADS: &str = "attention.head_count_kv";
+/// Key with the width of the values of all heads.
+pub(super) const INNER: &str = "ssm.inner_size";
 
 /// Keys of an architecture that have no effect, for any value.
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
