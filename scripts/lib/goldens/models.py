@@ -149,7 +149,11 @@ def run(model, inputs):
     if model.can_generate():
         inputs = {**inputs, "use_cache": False}
     output = model(**inputs)
-    return {name: output[name] for name in OUTPUTS if output.get(name) is not None}
+    found = {name: output[name] for name in OUTPUTS if output.get(name) is not None}
+    if "pred_boxes" in found:
+        # The states of the queries of a detector are not among the outputs of an export.
+        del found["last_hidden_state"]
+    return found
 
 
 # The last ones belong to text and image towers.

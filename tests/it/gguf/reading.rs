@@ -169,8 +169,9 @@ fn keys_of_families_are_read_or_refused() {
     refused("minimax-m2", "minimax-m2.expert_gating_func", Some(gguf::Value::Unsigned(1)), "`minimax-m2.expert_gating_func`, which is 1");
     refused("phi", "phi2.attention.layer_norm_epsilon", None, "`phi2.attention.layer_norm_epsilon` is missing");
     refused("glm4-moe", "glm4moe.nextn_predict_layers", Some(gguf::Value::Unsigned(1)), "`glm4moe.nextn_predict_layers`, which is 1");
-    // Scores of experts are a softmax by default, as in DeepSeek-V2, whose routers have no bias.
-    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "exp_probs_b.bias`");
+    // Scores of experts are a softmax by default, as in DeepSeek-V2, which does not normalize the weights of
+    // experts.
+    refused("deepseek-v3", "deepseek2.expert_gating_func", None, "`deepseek2.expert_weights_norm` of true");
     refused("deepseek-v2", "deepseek2.expert_group_count", Some(gguf::Value::Unsigned(2)), "`deepseek2.expert_group_used_count` is missing");
     refused("nemotron-h", "nemotron_h.ssm.inner_size", Some(gguf::Value::Unsigned(25)), "`nemotron_h.ssm.inner_size` is 25, but there are 4 heads");
     let heads = |heads: &[i64]| Some(gguf::Value::Integers(heads.to_vec()));
