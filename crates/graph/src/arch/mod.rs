@@ -63,7 +63,6 @@ mod qwen_moe;
 mod resnet;
 mod roberta;
 mod roles;
-mod rt_detr;
 mod smollm3;
 mod stablelm;
 mod starcoder2;
@@ -162,8 +161,6 @@ const FAMILIES: &[&Family] = &[
     &efficientnet::EFFICIENTNET,
     &resnet::RESNET,
     &torchvision::TORCHVISION,
-    &rt_detr::RT_DETR,
-    &rt_detr::RT_DETR_V2,
 ];
 
 /// All families.
