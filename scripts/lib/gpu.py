@@ -274,7 +274,7 @@ def decoder(args, checks, trainer):
         return {"seconds": told["seconds"], "peak": None, "loss": told["score"]["more"]["negative_log_likelihood"]}
 
     def quantize_alike():
-        """With the options of llm-compressor: one factorization, and scales that cover the largest values."""
+        """With the options of llm-compressor: fixed damping, no correction or refinement, and scales of the largest values."""
         return quantize(", damping: 0.01, propagation: 0, sweeps: 0, observer: minmax")
 
     results = []

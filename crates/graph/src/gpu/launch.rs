@@ -198,7 +198,7 @@ pub(super) fn product(matrices: [&Tensor; 3], (factor, kept): (f64, f64)) -> Res
         bail!("the GPU cannot be used on this thread: {e}");
     }
     let pointer = |address: &u64| *address as *mut c_void;
-    // cuBLAS stores columns, and computes the transposed product of the transposed factors.
+    // As cuBLAS stores columns, it computes the transposed product of the transposed factors.
     // SAFETY: the storages stay locked until the launch, the distances and sizes are those of the tensors,
     // which have the type `kind`, and both factors are numbers of the type of `compute`. The callers do not
     // read the memory that is written.

@@ -10,13 +10,13 @@ use super::kernels::sum_rows_by_index;
 use super::{Backward, OpSpec, require, require_floats, require_rank};
 use crate::ir::{Element, TensorType};
 
-/// Selects tokens of each row: `[batch, sequence, width]` and integer indices `[batch, count]` to `[batch,
+/// Selects tokens in each sample: `[batch, sequence, width]` and integer indices `[batch, count]` to `[batch,
 /// count, width]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GatherTokens {}
 
-/// Indices into the tokens of all rows.
+/// Indices into the token axis of all samples together.
 fn flat(indices: &Tensor, sequence: usize) -> candle_core::Result<Tensor> {
     let batch = indices.dim(0)?;
     let first = Tensor::arange(0i64, batch as i64, indices.device())?.affine(sequence as f64, 0.0)?.unsqueeze(1)?;

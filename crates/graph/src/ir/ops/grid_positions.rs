@@ -1,4 +1,4 @@
-//! Sine position embeddings of the places of an image.
+//! Sine position embeddings of rows and columns of an image.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use super::gradient::wide;
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, TensorType};
 
-/// Adds sine position embeddings to the places of an image, row by row: `[batch, rows · columns, width]`.
+/// Adds sine position embeddings to the features of an image, row by row: `[batch, rows · columns, width]`.
 /// A quarter of the width each contains the sines and cosines of the row, and those of the column, for
 /// frequencies of `temperature ^ -i/quarter` (Carion et al., *End-to-End Object Detection with
 /// Transformers*, 2020, in the order of RT-DETR).
