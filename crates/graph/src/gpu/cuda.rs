@@ -374,22 +374,23 @@ pub(super) fn descend_columns(operands: [&Tensor; 2], grid: ColumnGrid, levels: 
 }
 
 pub(super) fn product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
-    let (Ok((rows, inner)), Ok((of_b, columns))) = (a.dims2(), b.dims2()) else { return Ok(None) };
-    if !is_factor(a) || !is_factor(b) || a.dtype() != b.dtype() || inner != of_b {
-        return Ok(None);
-    }
-    let out = undefined((rows, columns), a.dtype(), a.device())?;
+    let Some(shape) = product_shape(a, b) else { return Ok(None) };
+    let out = undefined(shape, a.dtype(), a.device())?;
     Ok(launch::product([&out, a, b], (1.0, 0.0))?.then_some(out))
 }
 
 pub(super) fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<Option<()>> {
-    let dims = [sum.dims2(), a.dims2(), b.dims2()];
-    let [Ok((rows, columns)), Ok((of_a, inner)), Ok((of_b, of_columns))] = dims else { return Ok(None) };
-    let is_product = rows == of_a && inner == of_b && columns == of_columns && a.dtype() == sum.dtype() && b.dtype() == sum.dtype();
-    if ![sum, a, b].into_iter().all(is_factor) || !is_product {
+    let Some((rows, columns)) = product_shape(a, b) else { return Ok(None) };
+    if !sum.device().is_cuda() || sum.dtype() != a.dtype() || sum.dims() != [rows, columns] {
         return Ok(None);
     }
     Ok(launch::product([sum, a, b], (factor, 1.0))?.then_some(()))
+}
+
+/// The shape of the product of two factors of the same dtype; `None` if there is no such product.
+fn product_shape(a: &Tensor, b: &Tensor) -> Option<(usize, usize)> {
+    let (Ok((rows, inner)), Ok((of_b, columns))) = (a.dims2(), b.dims2()) else { return None };
+    (is_factor(a) && is_factor(b) && a.dtype() == b.dtype() && inner == of_b).then_some((rows, columns))
 }
 
 /// Whether a matrix may be a factor of a product: on a GPU, not empty, in 32 or 64 bits.
