@@ -403,7 +403,6 @@ pub(super) fn unit_factors(matrix: &Tensor, added: f64) -> Result<Option<UnitFac
     if !is_factor(matrix) || !matrix.is_contiguous() || size != columns {
         return Ok(None);
     }
-    let matrix = matrix.copy()?;
     let (ratios, costs) = (Tensor::zeros((size, size), dtype, device)?, undefined(size, DType::F64, device)?);
     let (added, scaled) = (Tensor::new(&[added], device)?, undefined((size, FACTORIZED), dtype, device)?);
     let mut inverses = Vec::new();
@@ -411,18 +410,18 @@ pub(super) fn unit_factors(matrix: &Tensor, added: f64) -> Result<Option<UnitFac
         let width = FACTORIZED.min(size - first);
         let square = |of: &Tensor| of.narrow(0, first, width)?.narrow(1, first, width);
         let (inverse, right) = (undefined((width, width), DType::F32, device)?, undefined((2, width, width), dtype, device)?);
-        let (from, to, diagonal) = (square(&matrix)?, square(&ratios)?, costs.narrow(0, first, width)?);
+        let (from, to, diagonal) = (square(matrix)?, square(&ratios)?, costs.narrow(0, first, width)?);
         let operands = [(&from).into(), (&to).into(), (&inverse).into(), (&diagonal).into(), (&right).into()];
         launch("factor_square", dtype, ((1, 1), (THREADS, 1)), &[&operands[..], &[number(size)?, number(width)?, (&added).into()]].concat())?;
         if first > 0 {
             let above = |of: &Tensor| of.narrow(0, 0, first)?.narrow(1, first, width);
             let (panel, scaled) = (above(&ratios)?, scaled.narrow(0, 0, first)?.narrow(1, 0, width)?);
             let rest = matrix.narrow(0, 0, first)?.narrow(1, 0, first)?;
-            let done = launch::product([&panel, &above(&matrix)?, &right.get(0)?], (1.0, 0.0))?
-                && launch::product([&scaled, &above(&matrix)?, &right.get(1)?], (1.0, 0.0))?
+            let done = launch::product([&panel, &above(matrix)?, &right.get(0)?], (1.0, 0.0))?
+                && launch::product([&scaled, &above(matrix)?, &right.get(1)?], (1.0, 0.0))?
                 && launch::product([&rest, &scaled, &panel.t()?], (-1.0, 1.0))?;
             if !done {
-                return Ok(None);
+                candle_core::bail!("a matrix of {size} columns cannot be factorized on the GPU");
             }
         }
         inverses.push(inverse);

@@ -173,6 +173,7 @@ on_gpu! {
     pub fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> ();
 
     /// The factors of a symmetric positive definite matrix in f32 or f64, with a number added to its
-    /// diagonal. Only the upper triangle is read. Costs are NaN if the sum is not positive definite.
+    /// diagonal. Only the upper triangle is read. Costs are NaN if the sum is not positive definite. The
+    /// matrix is overwritten, and must not share memory with other tensors.
     pub fn unit_factors(matrix: &Tensor, added: f64) -> UnitFactors;
 }

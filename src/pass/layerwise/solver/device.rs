@@ -47,7 +47,7 @@ impl DeviceSolver {
         let matrix = if is_ordered { products.clone() } else { products.index_select(&order[0], 0)?.index_select(&order[0], 1)? };
         let dtypes = if damping >= DAMPING_F32 { &[DType::F32, DType::F64][..] } else { &[DType::F64][..] };
         for dtype in dtypes {
-            let UnitFactors { ratios, inverses, costs } = unit_factors(&matrix.to_dtype(*dtype)?, added)?;
+            let UnitFactors { ratios, inverses, costs } = unit_factors(&matrix, *dtype, added)?;
             let values = transfer::values::<f32>(&costs, Cause::Statistics)?;
             if values.iter().all(|cost| cost.is_finite() && *cost > 0.0) {
                 drop(matrix);
@@ -154,15 +154,17 @@ impl DeviceSolver {
     }
 }
 
-/// The factors of a matrix with `added` on its diagonal.
-fn unit_factors(matrix: &Tensor, added: f64) -> Result<UnitFactors> {
-    if let Some(found) = gpu::unit_factors(matrix, added)? {
+/// The factors of a matrix, with `added` to its diagonal, computed in `dtype`.
+fn unit_factors(matrix: &Tensor, dtype: DType, added: f64) -> Result<UnitFactors> {
+    // The factorization overwrites its matrix.
+    let matrix = if matrix.dtype() == dtype { matrix.copy()? } else { matrix.to_dtype(dtype)? };
+    if let Some(found) = gpu::unit_factors(&matrix, added)? {
         return Ok(found);
     }
-    let (size, dtype, device) = (matrix.dim(0)?, matrix.dtype(), matrix.device().clone());
+    let (size, device) = (matrix.dim(0)?, matrix.device().clone());
     let tensor = |values: &[f64], shape: &[usize]| transfer::from_slice(values, shape, &device, Cause::Statistics);
     let ratios = Tensor::zeros((size, size), DType::F32, &device)?;
-    let (mut rest, mut inverses, mut costs) = (matrix.clone(), Vec::new(), Vec::new());
+    let (mut rest, mut inverses, mut costs) = (matrix, Vec::new(), Vec::new());
     for first in (0..size).step_by(FACTORIZED).rev() {
         let width = FACTORIZED.min(size - first);
         let mut square = transfer::values::<f64>(&part(&rest, (first, width), (first, width))?, Cause::Statistics)?;
