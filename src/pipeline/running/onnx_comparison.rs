@@ -1,6 +1,5 @@
 //! Comparison of ONNX files in ONNX Runtime with the built-in executor.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -54,7 +53,7 @@ pub(super) fn compare_quantized_values(model: &Model, file: &Path, samples: &[Ba
     // only.
     let dynamic =
         model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Quantized(spec) if matches!(spec.activations, ActivationScheme::DynamicToken)));
-    let (ok, difference) = judge(&found.outputs, half || dynamic, &opened.output_rounding());
+    let (ok, difference) = judge(&found.outputs, half || dynamic, Some(&opened.output_rounding()));
     let count = samples.iter().map(|sample| sample.samples).sum::<usize>();
     let difference = if ok { String::new() } else { format!("; outputs computed from them differ: {difference}") };
     Ok(Some((
@@ -142,7 +141,7 @@ fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> 
         return Ok((Some(ok), found));
     }
     let fidelity = onnx_fidelity(model, file, &batch, memory_limit(None, &Device::Cpu), work)?;
-    let (ok, difference) = judge(&fidelity, coarse, &BTreeMap::new());
+    let (ok, difference) = judge(&fidelity, coarse, None);
     Ok((Some(ok || is_static), format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, SYNTHETIC))))
 }
 
@@ -221,7 +220,7 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
     }
     let samples = if samples.is_empty() { std::slice::from_ref(&batch) } else { samples };
     let half = model.onnx.as_ref().is_some_and(|file| file.is_half());
-    let rounding = model.onnx.as_ref().map(|file| file.output_rounding()).unwrap_or_default();
+    let rounding = model.onnx.as_ref().map(|file| file.output_rounding());
     // Fails for files of other tools, which name quantized values differently.
     match compare_quantized_values(&model, path, samples, half, work) {
         Ok(Some((true, found))) => return Ok(Comparison::Agrees(found)),
@@ -243,7 +242,7 @@ pub(super) fn compare_onnx_model(model: Model, path: &Path, (samples, descriptio
         Err(Error::Cancelled) => return Err(Error::Cancelled),
         Err(e) => Comparison::Incomplete(format!("ONNX Runtime runs it; not compared with the built-in executor: {e}")),
         Ok(fidelity) => {
-            let (ok, difference) = judge(&fidelity, has_integers || half, &rounding);
+            let (ok, difference) = judge(&fidelity, has_integers || half, rounding.as_ref());
             let found = format!("ONNX Runtime against the built-in executor on {}: {difference}", counted(batch.samples, description));
             if ok || amplifies { Comparison::Agrees(found) } else { Comparison::Differs(found) }
         }
