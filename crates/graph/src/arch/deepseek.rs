@@ -12,12 +12,11 @@ const SIZES: Sizes = Sizes {
     ..DECODER_SIZES
 };
 
-pub(super) const DEEPSEEK_V2: Family = Family {
-    model_type: "deepseek_v2",
-    graph: graph!(running::build),
-    keys: Keys {
-        // Load balancing of experts only affects training, and the head widths are derived from other keys.
-        harmless: &[
+/// Keys without effect in both versions, and others. Load balancing of experts only affects training, and the
+/// head widths are derived from other keys.
+macro_rules! harmless {
+    ($($other:literal),+) => {
+        &[
             "attention_dropout",
             "aux_loss_alpha",
             "ep_size",
@@ -26,9 +25,17 @@ pub(super) const DEEPSEEK_V2: Family = Family {
             "max_position_embeddings",
             "output_router_logits",
             "pretraining_tp",
-            "qk_head_dim",
             "seq_aux",
-        ],
+            $($other),+
+        ]
+    };
+}
+
+pub(super) const DEEPSEEK_V2: Family = Family {
+    model_type: "deepseek_v2",
+    graph: graph!(running::build),
+    keys: Keys {
+        harmless: harmless!("qk_head_dim"),
         neutral: &[
             ("layer_types", "[]"),
             ("moe_layer_freq", "1"),
@@ -50,19 +57,7 @@ pub(super) const DEEPSEEK_V3: Family = Family {
     graph: graph!(running::build_3),
     keys: Keys {
         // Layers that predict further tokens follow those of the graph.
-        harmless: &[
-            "attention_dropout",
-            "aux_loss_alpha",
-            "ep_size",
-            "head_dim",
-            "intermediate_size",
-            "max_position_embeddings",
-            "num_mtp_layers",
-            "num_nextn_predict_layers",
-            "output_router_logits",
-            "pretraining_tp",
-            "seq_aux",
-        ],
+        harmless: harmless!("num_mtp_layers", "num_nextn_predict_layers"),
         neutral: &[("moe_layer_freq", "1"), ("partial_rotary_factor", "1.0"), ("scoring_func", "\"sigmoid\""), ("topk_method", "\"noaux_tc\"")],
     },
     sizes: Some(&SIZES),
@@ -106,7 +101,7 @@ const GGUF: GgufFamily = GgufFamily {
     ],
     constants: &[gguf::SIGMOID_SCORES],
     required: &[
-        ("attention_bias", "false"),
+        gguf::NO_ATTENTION_BIAS,
         ("moe_layer_freq", "1"),
         // The epsilon of the normalizations of latent vectors is constant in transformers.
         ("rms_norm_eps", "1e-6"),
@@ -146,7 +141,7 @@ const GGUF_2: GgufFamily = GgufFamily {
     constants: &[gguf::SOFTMAX_SCORES],
     has_group_methods: true,
     required: &[
-        ("attention_bias", "false"),
+        gguf::NO_ATTENTION_BIAS,
         ("mlp_bias", "false"),
         ("moe_layer_freq", "1"),
         ("norm_topk_prob", "false"),
