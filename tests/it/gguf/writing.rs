@@ -84,7 +84,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 58] = [
+    let cases: [(&str, &str, Change, &str); 59] = [
         (
             "qwen3_5",
             "config.json",
@@ -152,6 +152,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("deepseek-v3", "config.json", |json| json["v_head_dim"] = 7.into(), "4 heads with 15 rows of keys and values"),
         ("deepseek-v2-groups", "config.json", |json| json["topk_group"] = 3.into(), "`topk_group` of 3 with `n_group` of 2"),
         ("deepseek-v2-groups", "config.json", |json| (json["n_group"], json["topk_group"]) = (8.into(), 2.into()), "`n_group` of 8 with 8 experts"),
+        ("deepseek-v3", "config.json", |json| drop(json.as_object_mut().unwrap().remove("num_key_value_heads")), "`num_key_value_heads` of 128"),
         ("deepseek-v3", "config.json", |json| json["n_group"] = 3.into(), "`n_group` of 3 with 8 experts"),
         ("deepseek-v2-groups", "config.json", |json| json["topk_method"] = "noaux_tc".into(), "`topk_method` of \"noaux_tc\""),
         ("nemotron-h", "config.json", |json| json["time_step_min"] = 0.4.into(), "`time_step_min` of 0.4"),

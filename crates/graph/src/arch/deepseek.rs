@@ -110,6 +110,7 @@ const GGUF: GgufFamily = GgufFamily {
         ("topk_method", "\"noaux_tc\""),
     ],
     accepted: &["auto_map"],
+    key_value_heads: Some(128),
     is_latent: true,
     experts: Some(GgufExperts { count: "n_routed_experts", normalized: None, ..gguf::QWEN_EXPERTS }),
     ..gguf::LLAMA
@@ -140,6 +141,7 @@ const GGUF_2: GgufFamily = GgufFamily {
     settings: &[KEY_VALUE_RANK, VALUE_WIDTH, shared_experts("2"), dense_layers("0"), expert_scale("1.0"), normalized("false")],
     constants: &[gguf::SOFTMAX_SCORES],
     has_group_methods: true,
+    key_value_heads: None,
     required: &[
         gguf::NO_ATTENTION_BIAS,
         ("mlp_bias", "false"),

@@ -212,7 +212,8 @@ pub fn describe(model: &Model) -> Result<Metadata> {
 /// Widths of heads whose keys and values are computed from latent vectors: llama.cpp multiplies queries with
 /// the latent vectors, as if all heads shared one key.
 fn latent_widths(reader: &Reader, heads: u64, rotary: u64) -> Result<Vec<(&'static str, u64)>> {
-    if let Some(groups) = reader.size("num_key_value_heads")?.filter(|groups| *groups != heads) {
+    let groups = reader.groups()?;
+    if groups != heads {
         return Err(reader.refused(&format!("`num_key_value_heads` of {groups}"), format!("it must be {heads}, like `num_attention_heads`")));
     }
     let (rank, plain) = (reader.required("kv_lora_rank")?, reader.required("qk_nope_head_dim")?);
