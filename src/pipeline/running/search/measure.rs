@@ -241,18 +241,21 @@ impl<'a> Measurement<'a> {
 }
 
 /// Measures the losses of units that the backward pass does not give, with all others as floats. In a smaller
-/// structure, those of weights are assumed to be the same as in the original model, because losses are sums
-/// over units, of which one has the loss of the structure: removing heads and neurons does not change
-/// embeddings. If the original model cannot have the option, the loss of the structure is subtracted.
-/// This difference is at least the loss of the next larger format, because measurements have errors.
+/// structure, those of weights of the same size are assumed to be the same as in the original model, because
+/// losses are sums over units, of which one has the loss of the structure: removing heads and neurons does not
+/// change embeddings. For other weights, such as experts, the loss of the structure is subtracted. This
+/// difference is at least the loss of the next larger format, because measurements have errors.
 pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
     set_losses(found, |units, options| measurement.loss(units, options))
 }
 
-/// The option of the original model, the last structure, whose loss an option in a smaller structure has.
+/// The option of the original model, the last structure, whose loss an option in a smaller structure has:
+/// that of weights of the same size, and of floats.
 fn copied(unit: &Unit, option: usize, each: usize) -> Option<Score> {
     let original = unit.options.len() - each + option % each;
-    unit.options[original].filter(|_| !unit.weights.is_empty() && original != option)
+    let is_float = original + 1 == unit.options.len();
+    let is_same = |score: &Score| is_float || unit.options[option].is_some_and(|own| own.bytes == score.bytes);
+    unit.options[original].filter(|score| !unit.weights.is_empty() && original != option && is_same(score))
 }
 
 /// The number of options of a unit of which [`measure_units`] measures the losses. `each`: number of options
@@ -341,6 +344,21 @@ mod tests {
         let measured = measured.into_inner();
         assert_eq!(measured, [[2, 2, 2], [5, 4, 5], [5, 3, 5], [5, 5, 3], [2, 2, 1]]);
         assert_eq!(measured.len(), expected);
+    }
+
+    /// Experts with fewer neurons have losses of their own.
+    #[test]
+    fn losses_of_smaller_weights_are_not_those_of_the_original_ones() {
+        let option = |bytes: u64| Some(Score { loss: 0.0, bytes });
+        let widths = vec![None, option(0), None, option(0)];
+        let experts = vec![option(2), option(4), option(4), option(8)];
+        let unit = |name: &str, weights: Vec<String>, options| Unit { measured: true, weights, options, ..Unit::new(name.to_owned(), 0) };
+        let units = vec![unit("widths", vec![], widths), unit("experts", vec!["experts".to_owned()], experts)];
+        assert_eq!(units.iter().map(|unit| measured_options(unit, 2)).collect::<Vec<_>>(), [1, 2]);
+        let mut found = Found { formats: (0..4).map(|at| at.to_string()).collect(), units, structure_options: Some(2), ..Found::default() };
+        set_losses(&mut found, |_, options| Ok([Some(0.75), Some(0.5), Some(0.125), None][options[1]])).unwrap();
+        let losses: Vec<f64> = found.units[1].options.iter().map(|score| score.unwrap().loss).collect();
+        assert_eq!(losses, [0.25, 0.0, 0.125, 0.0]);
     }
 
     /// A measured loss below that of the structure does not make a format better than a larger one, or free.
