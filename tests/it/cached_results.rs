@@ -17,11 +17,8 @@ use compress_engine::data::Data;
 use compress_engine::exec::DeviceChoice;
 use compress_engine::train::BatchSize;
 
+use crate::common::golden_model as golden;
 use crate::train::with_training;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 struct Workspace {
     folder: tempfile::TempDir,

@@ -11,6 +11,7 @@ use compress::pass::Quantize;
 use compress_onnx::proto::TensorProto;
 use serde_json::{Value, json};
 
+pub use crate::common::golden;
 use crate::common::{DType, Desk, Tensor, Tensors, contents, pipeline, read, write};
 use crate::contract_files::onnx;
 use crate::low_bits::{llama, samples};
@@ -51,10 +52,6 @@ pub fn check(path: &Path, target: &str) -> Checked {
 /// Names of the violated rules.
 pub fn violated(path: &Path, target: &str) -> BTreeSet<&'static str> {
     check(path, target).violations.iter().map(|violation| violation.rule).collect()
-}
-
-pub fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 /// A small Llama with a tokenizer.

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
@@ -22,14 +22,10 @@ use compress_onnx::file;
 use compress_onnx::runtime::{Options, Session};
 use serde_json::{Value, json};
 
-use crate::common::onnxruntime;
+use crate::common::{golden_model as golden, onnxruntime};
 
 const WEIGHT: &str = "model.layers.1.mlp.up_proj.weight";
 const FACTORS: [&str; 2] = ["lora_A", "lora_B"];
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 fn quantize(options: Value) -> Quantize {
     serde_json::from_value(options).unwrap()

@@ -5,16 +5,14 @@
 
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress_engine::data::{Batch, Data, DataSet, Order, References, Task};
 use compress_engine::evaluation::{Outcomes, Precision, Subject, evaluate};
 use serde_json::Value;
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
-}
+use crate::common::golden;
 
 pub fn expected() -> Value {
     serde_json::from_str(&fs::read_to_string(golden("evaluation/expected.json")).unwrap()).unwrap()

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use compress::pass::WeightImportance as Importance;
@@ -16,10 +16,7 @@ use compress_core::work::{Cancel, Event};
 use compress_engine::data::Data;
 use compress_engine::exec::{Executor, Parameters, Residence, hardware};
 
-/// Path of a golden model, or another path unchanged.
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
+use crate::common::golden_model as golden;
 
 /// The tiny Llama with a few outlier channels in the inputs of linear layers after normalizations.
 fn outliers(folder: &Path) -> String {

@@ -2,7 +2,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use crate::common::onnxruntime;
+use crate::common::{golden, onnxruntime};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -308,10 +308,6 @@ fn files_of_four_bits_are_small_if_operators_support_them() {
     assert!(size(&halves) + 10_000 < size(&bytes) && size(&blocks) + 9000 < size(&bytes));
     let odd = both(folder.path(), options(8), Onnx { opset: Some(21), weight_only: WeightOnly::MatmulNbits, ..Onnx::default() }).2;
     assert!(odd.notes.iter().any(|note| note.contains("MatMulNBits requires")), "{:?}", odd.notes);
-}
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 const FORMATS: [&str; 4] = ["fp8", "int8", "fp8-head", "int8-head"];

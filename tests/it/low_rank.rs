@@ -2,7 +2,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use crate::common::onnxruntime;
+use crate::common::{golden_model as golden, onnxruntime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,10 +23,6 @@ use compress_onnx::runtime::{Options, Session};
 use compress_onnx::{Precision, file};
 use prost::Message;
 use serde_json::Value;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 struct Done {
     folder: tempfile::TempDir,

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use compress::pass::{Distill, Training};
@@ -15,11 +15,8 @@ use compress_engine::data::{Data, Task};
 use compress_engine::train::{BatchSize, Every, Offload, OnPolicy};
 use serde_json::Value;
 
+use crate::common::golden_model as golden;
 use crate::train::{Run, cancelled_after, furthest, with_training};
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 /// Eight texts of up to eight tokens.
 fn samples(folder: &Path) -> Data {

@@ -3,9 +3,9 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use crate::common::onnxruntime;
+use crate::common::{golden_model as golden, onnxruntime};
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::common::work;
 use candle_core::{DType, Device, Tensor};
@@ -26,10 +26,6 @@ const TOLERANCE: f32 = 1e-4;
 const LENGTHS: [usize; 2] = [11, 7];
 /// Number of columns of the prompt.
 const PROMPT_COLUMNS: usize = 6;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 fn cached() -> Onnx {
     Onnx { cache: true, ..Onnx::default() }

@@ -3,9 +3,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::common::{onnxruntime, work};
+use crate::common::{golden_model as golden, onnxruntime, work};
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Export, Onnx};
 use compress::pass::{QuantizeDynamic, QuantizeStatic, Step};
@@ -22,10 +22,6 @@ use compress_onnx::{Precision, file};
 use serde_json::json;
 
 const TOLERANCE: f32 = 1e-4;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 fn cached() -> Onnx {
     Onnx { cache: true, ..Onnx::default() }

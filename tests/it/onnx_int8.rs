@@ -2,9 +2,9 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use crate::common::onnxruntime;
+use crate::common::{golden_model as golden, onnxruntime};
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use compress::export::Onnx;
 use compress::internal::RunState;
@@ -17,10 +17,6 @@ use compress_core::work::{Cancel, Silent, Work};
 use compress_onnx::proto::{DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 use compress_onnx::{Precision, Style, draft, file};
 use prost::Message;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 fn quantized(name: &str, pass: &QuantizeDynamic, format: Onnx) -> compress::Result<(GraphProto, Report)> {
     let out = tempfile::tempdir().unwrap();

@@ -12,9 +12,7 @@ use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_fr
 use compress::recipe::Recipe;
 use compress::report::Report;
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
+use crate::common::golden_model as golden;
 
 fn builder(steps: &str) -> Builder {
     let recipe = Recipe::parse(&format!("model: x\nmeasure: false\n{steps}"), Path::new("recipe.yaml")).unwrap();

@@ -14,9 +14,7 @@ use compress::pipeline::{RateFile, Rates};
 use compress::{Model, Pipeline};
 use compress_engine::data::Data;
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
+use crate::common::golden_model as golden;
 
 /// Samples of random tokens, of which the last batch is not complete.
 fn tokens(folder: &Path) -> Data {

@@ -3,19 +3,15 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::common::{Desk, pipeline};
+use crate::common::{Desk, golden_model as golden, pipeline};
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Layout, Safetensors};
 use compress::pass::{ActivationRounding, Amount, GranularityKind, PruneUnstructured, QuantizeDynamic};
 use compress::{Error, Model};
 use compress_engine::exec::{Executor, Inputs, Parameters, Residence};
 use compress_graph::ir::Graph;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 fn families() -> Vec<String> {
     std::fs::read_dir(golden("")).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()

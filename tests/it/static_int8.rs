@@ -3,7 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use crate::common::onnxruntime;
+use crate::common::{golden_model as golden, onnxruntime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -22,10 +22,6 @@ use compress_onnx::proto::{DataType, ModelProto};
 use compress_onnx::runtime::{Options, Session};
 use compress_onnx::{Precision, file};
 use prost::Message;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
 
 fn inputs(name: &str) -> Inputs {
     let golden = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();

@@ -22,9 +22,7 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::schedule::Schedule;
 use compress_engine::train::{BatchNorm, BatchSize, Checkpointing, Every, LogFormat, Offload, Precision, QuantizerScales};
 
-pub fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
+pub use crate::common::golden_model as golden;
 
 /// Pseudo-random numbers from 0 to 1.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {

@@ -42,10 +42,7 @@ use prost::Message;
 use serde_json::{Value, json};
 
 use crate::cli::support::{METADATA, Run, command, compress, file, floats, ok, snapshot, tensor};
-
-fn golden(name: &str) -> std::path::PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
-}
+use crate::common::golden;
 
 /// A folder with a copy of a small model in `in`.
 fn with_model(name: &str) -> tempfile::TempDir {

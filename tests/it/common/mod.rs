@@ -246,6 +246,16 @@ pub fn device() -> candle_core::Device {
     DEVICE.get_or_init(open).clone()
 }
 
+/// A file or folder of `tests/golden`.
+pub fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// The folder of a model of `tests/golden/models`, or another absolute path unchanged.
+pub fn golden_model(name: &str) -> PathBuf {
+    golden("models").join(name)
+}
+
 /// A `Work` outside of a pipeline.
 pub fn work<T>(job: impl FnOnce(&Work) -> T) -> T {
     job(&Work { threads: 2, progress: &Silent, cancel: &Cancel::default() })

@@ -14,7 +14,7 @@ mod writing;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use compress::export::{FileType, Gguf};
 use compress::{Model, Pipeline};
@@ -23,9 +23,7 @@ use compress_core::store::{DType, Weight};
 use compress_engine::model::read_auxiliary_text;
 use serde_json::Value;
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
-}
+use crate::common::golden;
 
 /// Names of the golden files of families, which have a configuration.
 fn families() -> Vec<String> {

@@ -16,6 +16,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Value, json};
 
+pub use crate::common::golden_model as golden;
 use crate::common::{DType, Desk, Tensor, Tensors, contents, read, work};
 
 /// Seeds of the draws of a property: as many as `COMPRESS_LAW_DRAWS` specifies, otherwise the default
@@ -23,10 +24,6 @@ use crate::common::{DType, Desk, Tensor, Tensors, contents, read, work};
 pub fn seeds(gate: u64) -> std::ops::Range<u64> {
     let draws = std::env::var("COMPRESS_LAW_DRAWS").ok().map(|count| count.parse().expect("COMPRESS_LAW_DRAWS is a number"));
     0..draws.unwrap_or(gate)
-}
-
-pub fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
 /// Names of the golden models, sorted.

@@ -7,7 +7,7 @@ mod search;
 mod whole;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Layout, Onnx, Safetensors};
@@ -19,9 +19,7 @@ use compress::{Model, Pipeline, Report};
 use compress_engine::data::{Data, synthetic};
 use compress_engine::exec::{Executor, Parameters, Residence};
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
-}
+use crate::common::golden_model as golden;
 
 fn half(dims: &[PrunedPart]) -> PruneStructured {
     let usual = PruneStructured { dims: dims.to_vec(), amount: Some(Amounts::All(Amount::fraction(0.5))), ..Default::default() };
