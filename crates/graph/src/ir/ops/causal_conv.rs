@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::constants::ScalarOps;
 use super::decoding::{DecodingState, Forward, Incremental};
 use super::gradient::wide;
-use super::{Backward, OpSpec, elements, require_floats, require_vector};
+use super::{Backward, OpSpec, elements, require_floats, require_vector, sums};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// Convolution of each channel of `[batch, sequence, channels]` with a filter of its own, `[channels, 1,
@@ -121,7 +121,7 @@ impl OpSpec for CausalConv {
     }
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
-        elements(output, bindings).saturating_mul(inputs[1].shape[2].evaluate(bindings).unwrap_or(0) as u64)
+        sums(output, [&inputs[1].shape[2]], bindings)
     }
 }
 

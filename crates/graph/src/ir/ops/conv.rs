@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::gradient::wide;
 use super::spatial::{Padding, PerAxis};
 use super::windows::{Slide, convolved, from_taps, images, input_gradient, output_sizes, per_axis, spatial_sizes, taps, weight_gradient, with_rank};
-use super::{Backward, OpSpec, elements, require, require_rank, require_vector};
+use super::{Backward, OpSpec, require, require_rank, require_vector, sums};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// Convolution of `[batch, in, height, width]` with `[out, in / groups, kh, kw]`, or of `[batch, in,
@@ -105,8 +105,7 @@ impl OpSpec for Conv {
     }
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
-        let taps: u64 = inputs[1].shape[1..].iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(1, u64::saturating_mul);
-        elements(output, bindings).saturating_mul(taps)
+        sums(output, &inputs[1].shape[1..], bindings)
     }
 }
 

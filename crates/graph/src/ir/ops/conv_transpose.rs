@@ -9,7 +9,7 @@ use super::conv::{axes, channels, window, with_bias};
 use super::gradient::wide;
 use super::spatial::{Padding, PerAxis};
 use super::windows::{Slide, convolved, images, input_gradient, per_axis, spatial_sizes, weight_gradient, with_rank};
-use super::{Backward, OpSpec, elements, require_vector, shape_error};
+use super::{Backward, OpSpec, require_vector, shape_error, sums};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// Transposed convolution of `[batch, in, height, width]` with `[in, out / groups, kh, kw]`, or of
@@ -119,7 +119,6 @@ impl OpSpec for ConvTranspose {
     }
 
     fn macs(&self, inputs: &[&TensorType], _output: &TensorType, bindings: &Bindings) -> u64 {
-        let taps: u64 = inputs[1].shape[1..].iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(1, u64::saturating_mul);
-        elements(inputs[0], bindings).saturating_mul(taps)
+        sums(inputs[0], &inputs[1].shape[1..], bindings)
     }
 }

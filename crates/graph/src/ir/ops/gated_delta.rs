@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::causal_conv::masked;
 use super::decoding::{DecodingState, Forward, Incremental};
 use super::gradient::wide;
-use super::{Backward, OpSpec, elements, require, require_floats};
+use super::{Backward, OpSpec, elements, require, require_floats, sums};
 use crate::ir::{Bindings, Element, TensorType};
 
 /// Linear attention by the gated delta rule (Yang et al., *Gated Delta Networks*, 2025). Each head has a
@@ -262,8 +262,7 @@ impl OpSpec for GatedDelta {
 
     /// The products of queries, and of keys unless it is additive, with the state, and its change.
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
-        let width = inputs[0].shape[3].evaluate(bindings).unwrap_or(0) as u64;
-        elements(output, bindings).saturating_mul(width).saturating_mul(if self.additive { 2 } else { 3 })
+        sums(output, [&inputs[0].shape[3]], bindings).saturating_mul(if self.additive { 2 } else { 3 })
     }
 }
 

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::gradient::summed_to;
-use super::{Backward, OpSpec, elements, last, require, require_rank, require_vector};
+use super::{Backward, OpSpec, last, require, require_rank, require_vector, sums};
 use crate::ir::{Bindings, Element, TensorType};
 
 /// `y = x Wᵀ + b` with `W: [out, in]`, or `y = x W + b` with `W: [in, out]`; the bias is optional.
@@ -85,8 +85,7 @@ impl OpSpec for Linear {
     }
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
-        let inner = inputs[0].shape.last().and_then(|d| d.evaluate(bindings)).unwrap_or(0);
-        elements(output, bindings).saturating_mul(inner as u64)
+        sums(output, inputs[0].shape.last(), bindings)
     }
 }
 

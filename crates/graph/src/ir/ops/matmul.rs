@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::elementwise::broadcast_sizes;
 use super::gradient::summed_to;
-use super::{Backward, OpSpec, elements, require};
+use super::{Backward, OpSpec, require, sums};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// Batched product of the matrices in the last two axes, `[…, m, k]` and `[…, k, n]` to `[…, m, n]`;
@@ -92,7 +92,6 @@ impl OpSpec for MatMul {
     }
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
-        let inner = inputs[0].shape.last().and_then(|d| d.evaluate(bindings)).unwrap_or(0);
-        elements(output, bindings).saturating_mul(inner as u64)
+        sums(output, inputs[0].shape.last(), bindings)
     }
 }

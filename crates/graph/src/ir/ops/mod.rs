@@ -387,6 +387,11 @@ pub fn elements(ty: &TensorType, bindings: &Bindings) -> u64 {
     ty.shape.iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(1, u64::saturating_mul)
 }
 
+/// Multiply-accumulates of as many sums as `ty` has elements, over axes of these sizes.
+fn sums<'d>(ty: &TensorType, axes: impl IntoIterator<Item = &'d Dim>, bindings: &Bindings) -> u64 {
+    axes.into_iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(elements(ty, bindings), u64::saturating_mul)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

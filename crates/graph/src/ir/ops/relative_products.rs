@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::constants::constant;
 use super::gradient::wide;
 use super::kernels::sum_rows_by_index;
-use super::{Backward, OpSpec, elements, require_floats};
+use super::{Backward, OpSpec, require_floats, sums};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// Products of each query, or of each key, with an embedding of the relative position (Shaw et al., 2018;
@@ -191,8 +191,7 @@ impl OpSpec for RelativeProducts {
     }
 
     fn macs(&self, inputs: &[&TensorType], _output: &TensorType, bindings: &Bindings) -> u64 {
-        let sequence = inputs[0].shape[2].evaluate(bindings).unwrap_or(0) as u64;
-        elements(inputs[0], bindings).saturating_mul(sequence.saturating_mul(2))
+        sums(inputs[0], [&inputs[0].shape[2]], bindings).saturating_mul(2)
     }
 }
 
