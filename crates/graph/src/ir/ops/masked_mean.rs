@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::constants::ScalarOps;
 use super::gradient::wide;
-use super::{Backward, OpSpec, require, require_floats};
-use crate::ir::{Element, TensorType};
+use super::{Backward, OpSpec, pooled_type};
+use crate::ir::TensorType;
 
 /// Masked mean over the sequence: `[batch, sequence, width]` and a mask `[batch, sequence]` to `[batch,
 /// width]`.
@@ -22,12 +22,7 @@ impl OpSpec for MaskedMean {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_floats(inputs[0], 3, "the input")?;
-        require(inputs[1], Element::Int, "the mask")?;
-        if inputs[1].shape != inputs[0].shape[..2] {
-            return Err("the mask must be [batch, sequence]".into());
-        }
-        Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), inputs[0].shape[2].clone()] })
+        pooled_type(inputs, "the mask")
     }
 
     fn axes(&self, _inputs: &[&TensorType]) -> String {

@@ -382,6 +382,16 @@ fn shape_error(reason: impl Into<String>) -> candle_core::Error {
     candle_core::Error::Msg(reason.into())
 }
 
+/// The type of one vector for each sample of `[batch, sequence, width]`, given integers of the tokens.
+fn pooled_type(inputs: &[&TensorType], integers: &str) -> Result<TensorType, String> {
+    require_floats(inputs[0], 3, "the input")?;
+    require(inputs[1], Element::Int, integers)?;
+    if inputs[1].shape != inputs[0].shape[..2] {
+        return Err(format!("{integers} must be [batch, sequence]"));
+    }
+    Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), inputs[0].shape[2].clone()] })
+}
+
 /// Number of elements, for these values of the named sizes; saturates at the largest number.
 pub fn elements(ty: &TensorType, bindings: &Bindings) -> u64 {
     ty.shape.iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(1, u64::saturating_mul)

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::constants::ScalarOps;
 use super::gradient::wide;
-use super::{Backward, OpSpec, require, require_floats};
-use crate::ir::{Element, TensorType};
+use super::{Backward, OpSpec, pooled_type};
+use crate::ir::TensorType;
 
 /// The pooling method. Its second input holds an integer for each token: the mask or the token id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,12 +88,7 @@ impl OpSpec for TokenPool {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_floats(inputs[0], 3, "the input")?;
-        require(inputs[1], Element::Int, "the integers of the tokens")?;
-        if inputs[1].shape != inputs[0].shape[..2] {
-            return Err("the integers of the tokens must be [batch, sequence]".into());
-        }
-        Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), inputs[0].shape[2].clone()] })
+        pooled_type(inputs, "the integers of the tokens")
     }
 
     fn axes(&self, _inputs: &[&TensorType]) -> String {
