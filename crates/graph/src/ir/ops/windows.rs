@@ -40,23 +40,13 @@ impl Slide {
     /// The common stride of both axes, if there is one; the stride of an axis with one position is
     /// irrelevant.
     fn step(&self) -> Option<usize> {
-        match (self.stride, self.positions) {
-            ([height, width], _) if height == width => Some(width),
-            ([height, _], [_, 1]) => Some(height),
-            ([_, width], [1, _]) => Some(width),
-            _ => None,
-        }
+        common(self.stride, self.positions)
     }
 
     /// The common dilation of both axes, if there is one; the dilation of an axis with one tap is
     /// irrelevant.
     fn distance(&self) -> Option<usize> {
-        match (self.dilation, self.kernel) {
-            ([height, width], _) if height == width => Some(width),
-            ([height, _], [_, 1]) => Some(height),
-            ([_, width], [1, _]) => Some(width),
-            _ => None,
-        }
+        common(self.dilation, self.kernel)
     }
 
     /// The geometry for kernels: padded at the end as far as the window reaches, with the stride limited
@@ -86,6 +76,16 @@ impl Slide {
             x = pad_or_crop(&x, axis + 2, self.before[axis] as isize, size[axis], fill)?;
         }
         Ok((x, Slide { size, before: [0; 2], ..*self }))
+    }
+}
+
+/// The common value of both axes, if there is one; that of an axis with the count 1 is irrelevant.
+fn common([height, width]: [usize; 2], counts: [usize; 2]) -> Option<usize> {
+    match counts {
+        _ if height == width => Some(width),
+        [_, 1] => Some(height),
+        [1, _] => Some(width),
+        _ => None,
     }
 }
 
