@@ -321,7 +321,7 @@ impl<'f> Lift<'f> {
 
     /// The first input, for nodes that return it unchanged.
     fn forward_first_input(&mut self, node: &NodeProto) -> Result<LiftedValue, String> {
-        let name = node.input.first().map_or("", String::as_str);
+        let name = node.input_name(0);
         let is_computed = matches!(self.lifted.get(name), Some(LiftedValue::Value(_)));
         let id = if !is_computed && self.is_parameter(name) { self.parameter(name) } else { self.named_value(name) };
         id.map(LiftedValue::Value)
@@ -334,13 +334,13 @@ impl<'f> Lift<'f> {
 
     /// The name of an input, or of the value that it copies.
     fn original(&self, node: &'f NodeProto, position: usize) -> &'f str {
-        let name = node.input.get(position).map_or("", String::as_str);
+        let name = node.input_name(position);
         self.copies.get(name).copied().unwrap_or(name)
     }
 
     /// The graph value of an input.
     fn value(&mut self, node: &NodeProto, position: usize) -> Result<ValueId, String> {
-        self.named_value(node.input.get(position).map_or("", String::as_str))
+        self.named_value(node.input_name(position))
     }
 
     fn named_value(&mut self, name: &str) -> Result<ValueId, String> {
@@ -386,7 +386,7 @@ impl<'f> NodeContext<'_, 'f> {
 
     /// Whether an optional input is present.
     fn has(&self, position: usize) -> bool {
-        self.node.input.get(position).is_some_and(|name| !name.is_empty())
+        !self.node.input_name(position).is_empty()
     }
 
     /// Positions of all inputs that are present.
@@ -396,7 +396,7 @@ impl<'f> NodeContext<'_, 'f> {
 
     /// The type of an input, which can be a weight or a constant of a function.
     fn ty(&self, position: usize) -> Result<TensorType, String> {
-        let name = self.node.input.get(position).map_or("", String::as_str);
+        let name = self.node.input_name(position);
         match (self.lift.lifted.get(name), self.lift.weights.by_name.get(name)) {
             (Some(LiftedValue::Value(id)), _) => Ok(self.lift.builder.ty(*id).clone()),
             (_, Some(weight)) => Ok(TensorType::float(weight.shape.iter().copied())),
@@ -409,7 +409,7 @@ impl<'f> NodeContext<'_, 'f> {
 
     /// Whether an input holds 64-bit integers in the file.
     fn is_int64(&self, position: usize) -> bool {
-        let name = self.node.input.get(position).map_or("", String::as_str);
+        let name = self.node.input_name(position);
         let Some(LiftedValue::Value(id)) = self.lift.lifted.get(name) else { return false };
         self.lift.numbers.get(id).is_none_or(|number| *number == DataType::Int64 as i32)
     }
@@ -425,19 +425,19 @@ impl<'f> NodeContext<'_, 'f> {
 
     /// Integers of an input, all of which must be known statically.
     fn numbers(&self, position: usize) -> Result<Vec<i64>, String> {
-        let name = self.node.input.get(position).map_or("", String::as_str);
+        let name = self.node.input_name(position);
         self.lift.numbers(name).and_then(|numbers| numbers.all()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
     }
 
     /// Integers of an input, some of which may be unknown.
     fn some_numbers(&self, position: usize) -> Result<Vec<Number>, String> {
-        let name = self.node.input.get(position).map_or("", String::as_str);
+        let name = self.node.input_name(position);
         self.lift.numbers(name).map(|numbers| numbers.each()).ok_or_else(|| format!("the values of `{name}` are not known statically"))
     }
 
     /// The value of a constant input with one element.
     fn scalar(&self, position: usize) -> Result<f64, String> {
-        let name = self.node.input.get(position).map_or("", String::as_str);
+        let name = self.node.input_name(position);
         let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.elements() == 1);
         let of_function = || elements::small_floats(self.lift.float_constant(name)?);
         let values = weight.map_or_else(of_function, |weight| weight.floats(name).ok()).filter(|values| values.len() == 1);
@@ -446,7 +446,7 @@ impl<'f> NodeContext<'_, 'f> {
 
     /// The scales of a resize, which must be constant.
     fn scales(&self, position: usize) -> Result<Vec<f32>, String> {
-        let name = self.node.input.get(position).map_or("", String::as_str);
+        let name = self.node.input_name(position);
         let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.shape.len() == 1);
         weight.and_then(|weight| weight.floats(name).ok()).ok_or_else(|| format!("the scales `{name}` are not constant"))
     }

@@ -315,6 +315,13 @@ impl StringStringEntryProto {
     }
 }
 
+impl NodeProto {
+    /// The name of an input; empty if it is absent.
+    pub(crate) fn input_name(&self, position: usize) -> &str {
+        self.input.get(position).map_or("", String::as_str)
+    }
+}
+
 impl AttributeProto {
     fn with_type(name: &str, kind: AttributeType) -> Self {
         Self { name: Some(name.to_owned()), r#type: Some(kind as i32), ..Self::default() }

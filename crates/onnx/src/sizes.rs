@@ -75,7 +75,7 @@ pub(super) const SAME_SHAPE: [&str; 35] = [
 
 /// Output shape of a node, if it follows from input shapes and known integers.
 pub(super) fn output_sizes(known: &impl KnownValues, node: &NodeProto) -> Option<Vec<u64>> {
-    let input = |at: usize| node.input.get(at).map_or("", String::as_str);
+    let input = |at: usize| node.input_name(at);
     let sizes = |at: usize| known.sizes(input(at));
     let numbers = |at: usize| known.numbers(input(at)).and_then(|numbers| numbers.all());
     let unsigned = |values: Vec<i64>| values.into_iter().map(|value| u64::try_from(value).unwrap_or(0)).collect::<Vec<u64>>();

@@ -49,7 +49,7 @@ impl<'f> Lift<'f> {
     /// Rejects a node whose output exceeds the limit for all sizes of open dimensions, even if it
     /// depends on inputs.
     pub(super) fn check_min_elements(&mut self, node: &'f NodeProto, name: &'f str) -> Result<(), String> {
-        let input = |at: usize| node.input.get(at).map_or("", String::as_str);
+        let input = |at: usize| node.input_name(at);
         let numbers = |at: usize| {
             let each = self.numbers(input(at)).map(|numbers| numbers.each()).unwrap_or_default();
             each.iter().filter_map(Number::constant).fold(1u64, |all, number| all.saturating_mul(u64::try_from(number).unwrap_or(1)))

@@ -72,7 +72,7 @@ impl<'f> Lift<'f> {
                 "Cast" => return int(node, "to", 0) == DataType::Int64 as i64,
                 "Constant" => return node.attribute.iter().any(|attribute| matches!(attribute.name(), "value_int" | "value_ints")),
                 // Other operators on numbers have the type of their first input.
-                _ => name = node.input.first().map_or("", String::as_str),
+                _ => name = node.input_name(0),
             }
         }
         false
@@ -111,7 +111,7 @@ impl<'f> Lift<'f> {
             let sum = self.integer_producer(counts).filter(|sum| sum.op_type() == "CumSum")?;
             let is_plain = ["exclusive", "reverse"].iter().all(|name| int(sum, name, 0) == 0);
             let axis = self.integer(sum.input.get(1)?).filter(|axis| matches!(axis, 1 | -1) && is_plain);
-            axis.and(self.unpadded(real)).filter(|found| self.unpadded(sum.input.first().map_or("", String::as_str)) == Some(*found))
+            axis.and(self.unpadded(real)).filter(|found| self.unpadded(sum.input_name(0)) == Some(*found))
         })?;
         let positions = Positions { padding: Some(padding), offset: first.checked_sub(padding)? };
         self.builder.node(output, positions, &[tokens]).ok()
@@ -135,7 +135,7 @@ impl<'f> Lift<'f> {
         let mut name = name;
         for _ in 0..MAX_COPIES {
             let (_, node) = self.producers.get(name)?;
-            let [first, second] = [0, 1].map(|at| node.input.get(at).map_or("", String::as_str));
+            let [first, second] = [0, 1].map(|at| node.input_name(at));
             name = match node.op_type() {
                 "Identity" => first,
                 "Cast" if [DataType::Int32, DataType::Int64].iter().any(|to| int(node, "to", 0) == *to as i64) => first,
