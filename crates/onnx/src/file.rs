@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 
 use super::proto::{DataLocation, ModelProto, StringStringEntryProto, TensorProto};
+use super::wire::varint;
 use super::{Draft, TensorSpec};
 use crate::error::{Error, Result};
 use crate::files;
@@ -141,14 +142,6 @@ fn single(draft: &Draft, data_name: &str, is_external: impl Fn(u64) -> bool) -> 
     }
     pieces.push(Piece::Bytes(pending));
     Ok(pieces)
-}
-
-fn varint(mut value: u64, out: &mut Vec<u8>) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
 }
 
 /// Decodes the model in the pieces of a file. The elements of weights are zero.

@@ -12,7 +12,7 @@ use crate::error::{Error, Result, counted, redact_path};
 use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
-use crate::report::format::{decibels, runtime_name, seconds};
+use crate::report::format::{decibels, figure, runtime_name, seconds};
 use crate::report::terminal::{Table, table};
 
 #[derive(Debug, clap::Args)]
@@ -192,20 +192,16 @@ fn score_table(score: &Score, before: Option<&Score>) -> Table {
     let interval = score.ci95.map_or("-".into(), |[low, high]| format!("{low:.4} .. {high:.4}"));
     let mut head = vec!["", "value", "95 % interval"];
     let mut rows = vec![vec![score.metric.clone(), format!("{:.4}", score.value), interval]];
-    rows.extend(score.more.iter().map(|(name, value)| vec![name.replace('_', " "), number(*value), "-".into()]));
+    rows.extend(score.more.iter().map(|(name, value)| vec![name.replace('_', " "), figure(*value), "-".into()]));
     if let Some(before) = before {
         head.push("original");
         let values =
-            std::iter::once(format!("{:.4}", before.value)).chain(score.more.keys().map(|name| before.more.get(name).map_or("-".into(), |v| number(*v))));
+            std::iter::once(format!("{:.4}", before.value)).chain(score.more.keys().map(|name| before.more.get(name).map_or("-".into(), |v| figure(*v))));
         for (row, value) in rows.iter_mut().zip(values) {
             row.push(value);
         }
     }
     table(&head, rows)
-}
-
-fn number(value: f64) -> String {
-    if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.4}") }
 }
 
 fn fidelity_table(fidelity: &Fidelity, against: &Path) -> Table {
