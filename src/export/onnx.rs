@@ -27,7 +27,7 @@ use crate::model::Model;
 use crate::onnx::proto::{DataType, TensorProto};
 use crate::onnx::{Cache, Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
 use crate::run_state::{RunState, WARNING};
-use crate::store::writer::{self, Item, Piece, Prebuilt};
+use crate::store::writer::{self, Item, Piece, Prebuilt, WeightMeasurement, Written};
 use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weights};
 use crate::work::Work;
 
@@ -235,18 +235,23 @@ impl Onnx {
         let measured = unmodified.iter().map(|item| writer::measure(&item.weight)).collect::<Result<Vec<_>>>()?;
         let changed = items.into_iter().zip(written).enumerate().filter(|(position, _)| !copied.contains(position)).map(|(_, weight)| weight);
         let weights: Vec<_> = changed.chain(unmodified.into_iter().zip(measured)).collect();
-        Ok(Exported {
-            files,
-            how: "read back: everything that no pass has changed is equal to the input, and the bytes of every other weight are equal to the computed ones"
-                .into(),
-            max_abs_error: 0.0,
-            tensors,
-            encodings: weights.iter().map(|(item, _)| item.weight.describe()).collect(),
-            stored_weights: None,
-            config: None,
-            notes,
-            weights: weights.into_iter().map(|(item, measured)| (item.name, measured)).collect(),
-        })
+        let how = "read back: everything that no pass has changed is equal to the input, and the bytes of every other weight are equal to the computed ones";
+        Ok(exported(how, (files, tensors), weights, notes))
+    }
+}
+
+/// The result of writing an ONNX file with these weights, in which all bytes were verified.
+fn exported(how: &str, (files, tensors): (Vec<Written>, usize), weights: Vec<(Item, WeightMeasurement)>, notes: Vec<String>) -> Exported {
+    Exported {
+        files,
+        how: how.into(),
+        max_abs_error: 0.0,
+        tensors,
+        encodings: weights.iter().map(|(item, _)| item.weight.describe()).collect(),
+        stored_weights: None,
+        config: None,
+        notes,
+        weights: weights.into_iter().map(|(item, measured)| (item.name, measured)).collect(),
     }
 }
 
@@ -432,16 +437,7 @@ impl Format for Onnx {
         let notes = [notes(model, &prepared.graph, &slots), prepared.notes.clone()].concat();
         let weights = prepared.items.into_iter().zip(measured).enumerate().filter(|(index, _)| !prepared.repeated.contains(index));
         let weights: Vec<_> = weights.map(|(_, weight)| weight).collect();
-        Ok(Exported {
-            files,
-            how: "read back: the graph and the bytes of every weight are equal to the computed ones".into(),
-            max_abs_error: 0.0,
-            tensors,
-            encodings: weights.iter().map(|(item, _)| item.weight.describe()).collect(),
-            stored_weights: None,
-            config: None,
-            notes,
-            weights: weights.into_iter().map(|(item, measured)| (item.name, measured)).collect(),
-        })
+        let how = "read back: the graph and the bytes of every weight are equal to the computed ones";
+        Ok(exported(how, (files, tensors), weights, notes))
     }
 }
