@@ -6,14 +6,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use compress::export::Gguf;
 use compress::pass::{Dequantize, Distill, Finetune, PruneUnstructured, Quantize, Step, Training};
 use compress::pipeline::{Builder, verify};
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
 use compress_engine::data::Data;
-use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_engine::train::losses::Losses;
 use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Adapter, AdapterKind, BatchSize, Every, Offload, Precision};
@@ -21,6 +20,7 @@ use serde_json::Value;
 
 use crate::contract::violated;
 use crate::train::{Run, cancelled_after, furthest, weights, with_training};
+use crate::train_encoder_decoder::checksums;
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -78,24 +78,13 @@ fn curve(report: &Report) -> Vec<f64> {
 
 /// Logits of a folder for the training samples.
 fn outputs(folder: &Path) -> Tensor {
-    let model = Model::open(folder).unwrap();
-    let graph = model.graph().unwrap();
     let mut inputs: BTreeMap<String, Tensor> = candle_core::safetensors::load(samples().arrays.unwrap(), &Device::Cpu).unwrap().into_iter().collect();
     inputs.remove("labels");
-    let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).run(&inputs).unwrap().remove("logits").unwrap()
+    crate::common::outputs(&Model::open(folder).unwrap(), &inputs).remove("logits").unwrap()
 }
 
 fn distance(a: &Tensor, b: &Tensor) -> f32 {
     (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar().unwrap()
-}
-
-/// Checksums of a tensor, as in `scripts/lib/checksums.py`.
-fn checksums(values: &[f32]) -> Vec<f64> {
-    let norm = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-    let weight = |i: usize| ((7919 * i) % 2003) as f64 / 2003.0 - 0.5;
-    let sum = values.iter().enumerate().map(|(i, x)| f64::from(*x) * weight(i)).sum::<f64>();
-    [norm, sum].into_iter().chain(values.iter().take(4).map(|x| f64::from(*x))).collect()
 }
 
 fn expected() -> Value {

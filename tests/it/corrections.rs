@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use compress::export::{Gguf, Layout, Onnx, Safetensors};
 use compress::pass::{Cast, Dequantize, FloatFormat, PruneUnstructured, Quantize, Step};
 use compress::pipeline::{Builder, ResultCache, verify};
@@ -14,7 +14,6 @@ use compress::{Error, Model, Pipeline, Report};
 use compress_core::store::{Encoding, Weight};
 use compress_core::work::{Cancel, Event};
 use compress_engine::data::{Data, synthetic};
-use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_engine::model::Config;
 use compress_kernels::low_rank::LowRank;
 use compress_kernels::{dense, gram};
@@ -55,9 +54,7 @@ fn run(folder: &Path, name: &str, builder: Builder) -> compress::Result<Report> 
 }
 
 fn outputs(model: &Model, inputs: &BTreeMap<String, Tensor>) -> Tensor {
-    let graph = model.graph().unwrap();
-    let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap().into_values().next().unwrap()
+    crate::common::outputs(model, inputs).into_values().next().unwrap()
 }
 
 fn distance(a: &Tensor, b: &Tensor) -> f64 {

@@ -70,9 +70,7 @@ fn run(name: &str, pass: impl Into<Step>) -> Done {
 }
 
 fn outputs(model: &Model, inputs: &BTreeMap<String, Tensor>) -> Tensor {
-    let graph = model.graph().unwrap();
-    let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap().into_values().next().unwrap()
+    crate::common::outputs(model, inputs).into_values().next().unwrap()
 }
 
 /// Mean squared error of a model's outputs on the samples.

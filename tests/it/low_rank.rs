@@ -2,19 +2,18 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use crate::common::{golden_model as golden, onnxruntime};
+use crate::common::{golden_model as golden, onnxruntime, outputs};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use compress::export::{Gguf, Layout, Onnx, Safetensors};
 use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, PruneUnstructured, PrunedPart, Quantize, Step};
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
 use compress_core::store::{Bytes, Encoding, Weight};
 use compress_engine::data::{Data, synthetic};
-use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_kernels::dense;
 use compress_kernels::low_rank::LowRank;
 use compress_kernels::palette::Points;
@@ -47,12 +46,6 @@ fn attempt(name: &str, builder: Builder) -> compress::Result<Done> {
 
 fn run(name: &str, builder: Builder) -> Done {
     attempt(name, builder).unwrap_or_else(|e| panic!("{name}: {e}"))
-}
-
-fn outputs(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
-    let graph = model.graph().unwrap();
-    let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 
 fn distance(a: &BTreeMap<String, Tensor>, b: &BTreeMap<String, Tensor>) -> f32 {

@@ -99,11 +99,11 @@ fn answers(folder: &Path, ids: &Tensor, mask: &Tensor, pieces: &[usize]) -> Tens
     Tensor::cat(&parts, 1).unwrap()
 }
 
-fn largest(x: &Tensor) -> f32 {
+pub fn largest(x: &Tensor) -> f32 {
     x.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
 }
 
-fn angle(a: &Tensor, b: &Tensor) -> f64 {
+pub fn angle(a: &Tensor, b: &Tensor) -> f64 {
     let product = |a: &Tensor, b: &Tensor| (a * b).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
     1.0 - product(a, b) / (product(a, a) * product(b, b)).sqrt()
 }

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 
 use crate::common::{golden_model as golden, onnxruntime, work};
+use crate::onnx_cached::{angle, largest};
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Export, Onnx};
 use compress::pass::{QuantizeDynamic, QuantizeStatic, Step};
@@ -45,15 +46,6 @@ fn logits(folder: &Path, inputs: &Inputs, steps: usize) -> Tensor {
     let mut outputs = model.run(inputs, steps).unwrap();
     assert_eq!(outputs.keys().collect::<Vec<_>>(), ["logits"]);
     outputs.remove("logits").unwrap()
-}
-
-fn largest(x: &Tensor) -> f32 {
-    x.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
-}
-
-fn angle(a: &Tensor, b: &Tensor) -> f64 {
-    let product = |a: &Tensor, b: &Tensor| (a * b).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
-    1.0 - product(a, b) / (product(a, a) * product(b, b)).sqrt()
 }
 
 fn executor_logits(model: &Model, inputs: &Inputs) -> Tensor {

@@ -3,7 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use crate::common::{golden_model as golden, onnxruntime};
+use crate::common::{golden_model as golden, onnxruntime, outputs as run};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -54,13 +54,6 @@ fn quantized(name: &str, pass: QuantizeStatic, exports: Vec<Export>) -> compress
     }
     let report = pipeline.build()?.run(Model::open(golden(name))?, folder.path().join("out"))?;
     Ok(Written { folder, report })
-}
-
-fn run(model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
-    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let graph = model.graph().unwrap();
-    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 
 /// Cosine similarity of all values.

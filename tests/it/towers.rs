@@ -5,15 +5,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use compress::Model;
 use compress::pass::{Method, Quantize, Scheme};
 use compress_engine::data::Data;
-use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_engine::model::Config;
 use serde_json::{Value, json};
 
-use crate::common::{pipeline, read, work};
+use crate::common::{pipeline, read};
 use crate::evaluation::{batches, model};
 
 const QWEN2: &str = "qwen2-vl-vision";
@@ -53,11 +52,9 @@ fn images_have_the_size_in_the_configuration() {
 /// The features of merged patches by a tower of Qwen2.5-VL with windows of 8 x 8 pixels, for a square image.
 fn features(side: usize, full: &[usize], pixels: &dyn Fn(usize, usize) -> f32) -> Vec<Vec<f32>> {
     let model = changed(QWEN2_5, &json!({ "image_size": side, "window_size": 8, "fullatt_block_indexes": full }));
-    let graph = model.graph().unwrap();
-    let parameters = work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
     let pixels = (0..3 * side * side).map(|i| pixels(i / side % side, i % side) * (i % 7) as f32).collect();
     let pixels = Tensor::from_vec(pixels, (1, 3, side, side), &Device::Cpu).unwrap();
-    let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&BTreeMap::from([("pixel_values".to_owned(), pixels)])).unwrap();
+    let outputs = crate::common::outputs(&model, &BTreeMap::from([("pixel_values".to_owned(), pixels)]));
     outputs["image_embeds"].get(0).unwrap().to_vec2().unwrap()
 }
 

@@ -79,7 +79,7 @@ fn distill(terms: &str) -> Distill {
 
 const TERMS: &str = "soft=1,hard=0.5,hidden=0.01";
 
-/// Checksums of a tensor, as in the script.
+/// Checksums of a tensor, as in `scripts/lib/checksums.py`.
 pub fn checksums(values: &[f32]) -> Vec<f64> {
     let norm = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     let weight = |i: usize| ((7919 * i) % 2003) as f64 / 2003.0 - 0.5;

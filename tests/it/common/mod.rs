@@ -246,6 +246,17 @@ pub fn device() -> candle_core::Device {
     DEVICE.get_or_init(open).clone()
 }
 
+/// Outputs of a model in the built-in executor, with weights of 32 bits.
+#[cfg(feature = "run")]
+pub fn outputs(model: &Model, inputs: &BTreeMap<String, candle_core::Tensor>) -> BTreeMap<String, candle_core::Tensor> {
+    use candle_core::{DType, Device};
+    use compress_engine::exec::{Executor, Parameters, Residence};
+
+    let graph = model.graph().unwrap();
+    let parameters = work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
+    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
+}
+
 /// A file or folder of `tests/golden`.
 pub fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)

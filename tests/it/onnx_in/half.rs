@@ -8,7 +8,6 @@ use compress::Model;
 use compress::export::Onnx;
 use compress::pass::QuantizeStatic;
 use compress_engine::data::Data;
-use compress_engine::exec::{Executor, Parameters, Residence};
 use compress_onnx::Precision;
 use compress_onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto};
 use compress_onnx::runtime::{Options, Session};
@@ -87,9 +86,7 @@ fn the_graph_of_a_file_computes_with_32_bits() {
         let model = place.open();
         let graph = model.graph().unwrap();
         assert!(!graph.to_string().contains("Opaque"), "{graph}");
-        let work = compress_core::work::Work { threads: 2, progress: &compress_core::work::Silent, cancel: &Default::default() };
-        let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
-        let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&[("x".to_owned(), samples())].into()).unwrap();
+        let outputs = crate::common::outputs(&model, &[("x".to_owned(), samples())].into());
         let (ours, theirs) = (outputs["y"].flatten_all().unwrap().to_vec1::<f32>().unwrap(), answers(&place.input()));
         let largest = theirs.iter().fold(0f32, |most, value| most.max(value.abs()));
         let difference = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);

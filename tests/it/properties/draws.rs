@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType as Candle, Device, Tensor as Array};
+use candle_core::{Device, Tensor as Array};
 use compress::pipeline::{Builder, verify};
 use compress::recipe::Recipe;
 use compress::report::Report;
 use compress::{Model, Pipeline, Result};
 use compress_engine::data::{Data, synthetic_with_sizes};
 use compress_engine::evaluation::{Fidelity, Outputs, output_fidelity};
-use compress_engine::exec::{Executor, Inputs, Parameters, Residence};
+use compress_engine::exec::Inputs;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Value, json};
@@ -177,10 +177,7 @@ impl Written {
 
 /// Outputs of a model folder, computed by the built-in executor.
 pub fn outputs(folder: &Path, inputs: &Inputs) -> Outputs {
-    let model = Model::open(folder).unwrap();
-    let graph = model.graph().unwrap();
-    let parameters = work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, Candle::F32, Residence::Computed, work)).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
+    crate::common::outputs(&Model::open(folder).unwrap(), inputs)
 }
 
 /// Fidelity of a folder's outputs to those of the drawn model.

@@ -17,9 +17,8 @@ use compress::pass::{
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
 use compress_engine::data::{Data, synthetic};
-use compress_engine::exec::{Executor, Parameters, Residence};
 
-use crate::common::golden_model as golden;
+use crate::common::{golden_model as golden, outputs as outputs_of};
 
 fn half(dims: &[PrunedPart]) -> PruneStructured {
     let usual = PruneStructured { dims: dims.to_vec(), amount: Some(Amounts::All(Amount::fraction(0.5))), ..Default::default() };
@@ -61,12 +60,6 @@ impl Done {
 /// Outputs on synthetic samples of the original.
 fn outputs(model: &Model, like: &Model) -> BTreeMap<String, Tensor> {
     outputs_of(model, &synthetic(&like.graph().unwrap(), 3).unwrap().inputs)
-}
-
-fn outputs_of(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
-    let graph = model.graph().unwrap();
-    let parameters = crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
-    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 
 fn error(done: &Done, name: &str, inputs: &BTreeMap<String, Tensor>) -> f64 {
