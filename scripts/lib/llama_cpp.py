@@ -40,3 +40,11 @@ def build(folder):
 def tools():
     """The folder with llama.cpp's tools, which are built if missing."""
     return cached.made(venv.cache() / f"llama.cpp-{PACKAGE.rsplit('-', 1)[1]}", build)
+
+
+def finish(writer):
+    """Write the file of a `GGUFWriter` of the package `gguf`."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

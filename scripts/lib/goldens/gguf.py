@@ -68,7 +68,7 @@ def blocks(random):
         values[name] = gguf.dequantize(data, kind)
     for kind in LATER:
         add(kind)
-    finish(writer)
+    llama_cpp.finish(writer)
     save_file(values, FOLDER / "blocks.safetensors")
 
 
@@ -83,31 +83,20 @@ void ggml_log_internal(int level, const char * format, ...) {}
 size_t ggml_type_size(int type) { abort(); }
 size_t ggml_row_size(int type, long long count) {
     switch (type) {
-        case 2: return count / 32 * 18;
-        case 3: return count / 32 * 20;
-        case 6: return count / 32 * 22;
-        case 7: return count / 32 * 24;
-        case 8: return count / 32 * 34;
-        case 10: return count / 256 * 84;
-        case 11: return count / 256 * 110;
-        case 12: return count / 256 * 144;
-        case 13: return count / 256 * 176;
-        case 14: return count / 256 * 210;
-        case 34: return count / 256 * 54;
-        case 35: return count / 256 * 66;
-        case 39: return count / 32 * 17;
+SIZES
         default: abort();
     }
 }
 const char * ggml_type_name(int type) { abort(); }
 """
+SIZES = "\n".join(f"        case {int(kind)}: return count / {elements} * {size};" for kind, (elements, size) in gguf.GGML_QUANT_SIZES.items())
 
 
 def reference_quantizer():
     """`ggml-quants.c` of the llama.cpp in a package, compiled with one rounding per operation."""
     folder = Path(tempfile.mkdtemp())
     source = llama_cpp.source(folder, ["ggml/include/", "ggml/src/ggml-"]) / "ggml"
-    (folder / "stubs.c").write_text(STUBS)
+    (folder / "stubs.c").write_text(STUBS.replace("SIZES", SIZES))
     files = [source / "src/ggml-quants.c", folder / "stubs.c"]
     subprocess.run(["cc", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", f"-I{source}/include", f"-I{source}/src", *files, "-lm", "-o", folder / "quants.so"], check=True)
     library = ctypes.CDLL(str(folder / "quants.so"))
@@ -153,13 +142,6 @@ def quantized(random):
     for kind in [kind for kind in [Type.Q4_K, Type.Q5_K, Type.Q6_K, *LATER] if kind not in WEIGHTED]:
         found[kind.name] = encoded(kind, 256, None)
     save_file(found, FOLDER / "quantized.safetensors")
-
-
-def finish(writer):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 # Architectures whose query and key rows the converter permutes.
@@ -335,7 +317,7 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
             tensor = tensor + 1
         there = names.get_name(name.replace("_correction_bias", "_correction.bias"), try_suffixes=(".weight", ".bias"))
         writer.add_tensor(there, np.ascontiguousarray(tensor))
-    finish(writer)
+    llama_cpp.finish(writer)
 
 
 def source(name):
@@ -527,7 +509,7 @@ def seeds(random):
     for kind in READ + LATER:
         _, size = gguf.GGML_QUANT_SIZES[kind]
         writer.add_tensor(kind.name, random.integers(0, 256, (1, size), dtype=np.uint8), raw_dtype=kind)
-    finish(writer)
+    llama_cpp.finish(writer)
 
     def vocabulary(writer):
         writer.add_tokenizer_model("gpt2")

@@ -77,13 +77,6 @@ def interleaved(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def finish(writer):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def write_model(path, config, found):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(config["vocab_size"])
@@ -111,7 +104,7 @@ def write_model(path, config, found):
             writer.add_tensor(f"{own}.weight", np.ascontiguousarray(tensor))
     for module, tensors in stacks.items():
         writer.add_tensor(f"{module}.weight", np.stack([tensors[number] for number in range(experts)]))
-    finish(writer)
+    llama_cpp.finish(writer)
 
 
 def importance_writer(path, chunks, size):
@@ -139,7 +132,7 @@ def write_importance(path, hidden, inner, experts, layers):
             counts = np.array([64, 0, 7, 31][:count], dtype=np.float32)
             writer.add_tensor(f"blk.{layer}.{name}.weight.in_sum2", sums.reshape(count, size))
             writer.add_tensor(f"blk.{layer}.{name}.weight.counts", counts.reshape(count, 1))
-    finish(writer)
+    llama_cpp.finish(writer)
 
 
 def quantized(tools, model, kind, out, importance=None):
@@ -197,8 +190,8 @@ def mixture(tools, scratch, layers, heads, groups, experts, shared):
         if name.startswith("blk"):
             importance.add_tensor(f"{name}.weight.in_sum2", np.ones((count, 256), dtype=np.float32))
             importance.add_tensor(f"{name}.weight.counts", np.ones((count, 1), dtype=np.float32))
-    finish(writer)
-    finish(importance)
+    llama_cpp.finish(writer)
+    llama_cpp.finish(importance)
     found = {}
     for kind in TYPES:
         found[kind] = []
