@@ -77,11 +77,14 @@ mod shared_columns {
 }
 
 /// Scores of the weights that the formats can store. Weights that layerwise passes do not support have no
-/// scores. The calibration samples are those of the context.
+/// scores. The calibration samples are those of the context; without them, the scores are [`sizes`].
 ///
 /// # Errors
-/// If calibration samples are missing, if the model has no logits, or if a layer cannot be quantized.
+/// If the model has no logits, or if a layer cannot be quantized.
 pub fn scores(formats: &[WeightFormat], model: &Model, context: &Context) -> Result<Scores> {
+    if context.data.calibration.is_none() {
+        return sizes(formats, model);
+    }
     let encodings = encodings(formats, model)?;
     let meter = Arc::new(Meter::default());
     let options = formats.iter().zip(&encodings).map(|(format, encodings)| {

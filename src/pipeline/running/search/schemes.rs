@@ -40,7 +40,7 @@ impl Formats for Schemes {
     }
 
     fn scores(&self, context: &Context) -> Result<Scores> {
-        if context.data.calibration.is_none() { pass::sizes(&self.formats, &self.model) } else { pass::scores(&self.formats, &self.model, context) }
+        pass::scores(&self.formats, &self.model, context)
     }
 
     fn sizes(&self) -> Result<Option<Scores>> {
