@@ -9,16 +9,16 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use compress::export::{FileType, Gguf, Layout, Safetensors};
 use compress::pass::{Cast, Dequantize, Quantize};
-use compress::pipeline::Builder;
-use compress::{Model, Pipeline, Report};
+use compress::{Model, Pipeline};
 use serde_json::{Value, json};
 
+use crate::common::{self, config, written};
 use crate::parity::differences;
 
 const FOLDERS: [&str; 4] = ["blocks", "ragged", "tensor", "stacked"];
 
 fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/fp8").join(name)
+    common::golden("fp8").join(name)
 }
 
 fn tensors(file: &Path) -> HashMap<String, Tensor> {
@@ -27,17 +27,6 @@ fn tensors(file: &Path) -> HashMap<String, Tensor> {
 
 fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
-}
-
-/// Runs a pipeline on a folder of tests/golden/fp8, and returns the folder with the output `out`.
-fn written(name: &str, pipeline: Builder) -> (tempfile::TempDir, Report) {
-    let folder = tempfile::tempdir().unwrap();
-    let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), folder.path().join("out")).unwrap();
-    (folder, report)
-}
-
-fn config(folder: &Path) -> Value {
-    serde_json::from_str(&fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
 }
 
 /// Fails if a weight differs from the values of transformers.
@@ -66,7 +55,7 @@ fn error(name: &str, change: impl FnOnce(&mut HashMap<String, Tensor>, &mut Valu
 fn values_and_outputs_equal_those_of_transformers() {
     for name in FOLDERS {
         require_equal(name, &Model::open(golden(name)).unwrap());
-        let (folder, _) = written(name, Pipeline::builder().pass(Dequantize::default()).measure(false));
+        let (folder, _) = written(&golden(name), Pipeline::builder().pass(Dequantize::default()).measure(false));
         let out = folder.path().join("out");
         assert_eq!(config(&out).get("quantization_config"), None);
         fs::copy(golden(name).join("golden.safetensors"), out.join("golden.safetensors")).unwrap();
@@ -82,7 +71,7 @@ fn unchanged_weights_keep_their_bytes() {
         let source = tensors(&golden(name).join("model.safetensors"));
         let cast: Cast = serde_json::from_value(json!({ "to": "f16", "targets": ["model.embed_tokens.weight"] })).unwrap();
         for (pipeline, is_cast) in [(Pipeline::builder(), false), (Pipeline::builder().pass(cast), true)] {
-            let (folder, report) = written(name, pipeline);
+            let (folder, report) = written(&golden(name), pipeline);
             let out = folder.path().join("out");
             let found = tensors(&out.join("model.safetensors"));
             assert_eq!(found.len(), source.len(), "{name}");
@@ -106,7 +95,7 @@ fn weights_are_converted_next_to_other_quantized_weights() {
         let quantize: Quantize = serde_json::from_value(json!({ "scheme": "W8A16", "group_size": -1, "targets": ["lm_head.weight"] })).unwrap();
         let layout = Safetensors::with_layout(Layout::CompressedTensors);
         for pipeline in [Pipeline::builder().pass(quantize), Pipeline::builder().export(layout)] {
-            let (folder, report) = written(name, pipeline.measure(false));
+            let (folder, report) = written(&golden(name), pipeline.measure(false));
             let out = folder.path().join("out");
             let found = tensors(&out.join("model.safetensors"));
             assert!(found.keys().all(|key| !key.ends_with("_scale_inv") && !key.ends_with("activation_scale")), "{:?}", found.keys());
@@ -130,10 +119,10 @@ fn weights_are_converted_next_to_other_quantized_weights() {
 #[test]
 fn weights_are_requantized_and_written_as_gguf() {
     let quantize: Quantize = serde_json::from_value(json!({ "scheme": "W4A16", "group_size": 32 })).unwrap();
-    let (folder, _) = written("blocks", Pipeline::builder().pass(Dequantize::default()).pass(quantize).measure(false));
+    let (folder, _) = written(&golden("blocks"), Pipeline::builder().pass(Dequantize::default()).pass(quantize).measure(false));
     let weights = &config(&folder.path().join("out"))["quantization_config"]["config_groups"]["group_0"]["weights"];
     assert_eq!((&weights["num_bits"], &weights["group_size"]), (&json!(4), &json!(32)));
-    let (folder, _) = written("blocks", Pipeline::builder().export(Gguf { file_type: FileType::F32, ..Gguf::default() }).measure(false));
+    let (folder, _) = written(&golden("blocks"), Pipeline::builder().export(Gguf { file_type: FileType::F32, ..Gguf::default() }).measure(false));
     let file = fs::read_dir(folder.path().join("out")).unwrap().map(|entry| entry.unwrap().path()).find(|path| path.extension().is_some_and(|e| e == "gguf"));
     let name = "model.layers.0.mlp.down_proj.weight";
     let (opened, expected) = (Model::open(file.unwrap()).unwrap(), tensors(&golden("blocks").join("golden.safetensors")));

@@ -7,11 +7,10 @@ use std::path::{Path, PathBuf};
 
 use compress::export::{Layout, Safetensors};
 use compress::pass::{Cast, Dequantize, Quantize};
-use compress::pipeline::Builder;
-use compress::{Model, Pipeline, Report};
+use compress::{Model, Pipeline};
 use serde_json::{Value, json};
 
-use crate::common::{self, DType, Tensor, Tensors};
+use crate::common::{self, DType, Tensor, Tensors, written};
 use crate::parity::differences;
 
 const FOLDERS: [&str; 5] = ["nf4", "fp4", "int8", "nvfp4", "mixed"];
@@ -19,7 +18,7 @@ const SEPARATE: &str = "hf_quant_config.json";
 const DOWN: &str = "model.layers.0.mlp.down_proj.weight";
 
 fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/other-tools").join(name)
+    common::golden("other-tools").join(name)
 }
 
 fn tensors(file: &Path) -> Tensors {
@@ -29,13 +28,6 @@ fn tensors(file: &Path) -> Tensors {
 /// The values of a tensor of floats.
 fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.values().into_iter().map(|value| value as f32).collect()
-}
-
-/// Runs a pipeline on a folder of tests/golden/other-tools, and returns the folder with the output `out`.
-fn written(name: &str, pipeline: Builder) -> (tempfile::TempDir, Report) {
-    let folder = tempfile::tempdir().unwrap();
-    let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), folder.path().join("out")).unwrap();
-    (folder, report)
 }
 
 fn read(file: &Path) -> Value {
@@ -71,7 +63,7 @@ fn error(name: &str, change: impl FnOnce(&mut Tensors, &mut Value)) -> String {
 fn values_and_outputs_equal_those_of_the_tools() {
     for name in FOLDERS {
         require_equal(name, &Model::open(golden(name)).unwrap());
-        let (folder, _) = written(name, Pipeline::builder().pass(Dequantize::default()).measure(false));
+        let (folder, _) = written(&golden(name), Pipeline::builder().pass(Dequantize::default()).measure(false));
         let out = folder.path().join("out");
         assert_eq!(read(&out.join("config.json")).get("quantization_config"), None, "{name}");
         assert!(!out.join(SEPARATE).exists(), "{name}");
@@ -88,7 +80,7 @@ fn unchanged_weights_keep_their_bytes() {
         let source = tensors(&golden(name).join("model.safetensors"));
         let cast: Cast = serde_json::from_value(json!({ "to": "f32", "targets": ["model.embed_tokens.weight"] })).unwrap();
         for pipeline in [Pipeline::builder(), Pipeline::builder().pass(cast)] {
-            let (folder, _) = written(name, pipeline.measure(false));
+            let (folder, _) = written(&golden(name), pipeline.measure(false));
             let out = folder.path().join("out");
             let found = tensors(&out.join("model.safetensors"));
             assert_eq!(found.len(), source.len(), "{name}");
@@ -113,7 +105,7 @@ fn unchanged_weights_keep_their_bytes() {
 fn weights_are_converted_next_to_other_quantized_weights() {
     for name in FOLDERS {
         let quantize: Quantize = serde_json::from_value(json!({ "scheme": "W8A16", "group_size": -1, "targets": ["lm_head.weight"] })).unwrap();
-        let (folder, report) = written(name, Pipeline::builder().pass(quantize).measure(false));
+        let (folder, report) = written(&golden(name), Pipeline::builder().pass(quantize).measure(false));
         let out = folder.path().join("out");
         let is_modelopt = golden(name).join(SEPARATE).exists();
         assert!(!out.join(SEPARATE).exists(), "{name}");
@@ -130,7 +122,7 @@ fn weights_are_converted_next_to_other_quantized_weights() {
         if name == "nvfp4" {
             assert_eq!(floats(&found["model.layers.0.mlp.down_proj.input_global_scale"]), [0.0007f32.recip()]);
             let layout = Safetensors::with_layout(Layout::CompressedTensors);
-            let (folder, _) = written(name, Pipeline::builder().export(layout).measure(false));
+            let (folder, _) = written(&golden(name), Pipeline::builder().export(layout).measure(false));
             let group = &read(&folder.path().join("out/config.json"))["quantization_config"]["config_groups"]["group_0"];
             assert_eq!((&group["weights"]["num_bits"], &group["input_activations"]["dynamic"]), (&json!(4), &json!("local")));
         }
@@ -142,7 +134,7 @@ fn weights_are_converted_next_to_other_quantized_weights() {
 fn weights_of_bitsandbytes_are_quantized_again() {
     for name in ["nf4", "int8"] {
         let quantize: Quantize = serde_json::from_value(json!({ "scheme": "W4A16", "group_size": 32 })).unwrap();
-        let (folder, _) = written(name, Pipeline::builder().pass(quantize).measure(false));
+        let (folder, _) = written(&golden(name), Pipeline::builder().pass(quantize).measure(false));
         let weights = &read(&folder.path().join("out/config.json"))["quantization_config"]["config_groups"]["group_0"]["weights"];
         assert_eq!((&weights["num_bits"], &weights["group_size"]), (&json!(4), &json!(32)), "{name}");
     }

@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use candle_core::{Device, Tensor};
 use compress::export::{FileType, Gguf, Layout, Safetensors};
 use compress::pass::{Cast, Dequantize, Quantize};
-use compress::pipeline::Builder;
-use compress::{Model, Pipeline, Report};
+use compress::{Model, Pipeline};
 use serde_json::Value;
 
+use crate::common::{self, config, written};
 use crate::parity::differences;
 
 fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/mxfp4")
+    common::golden("mxfp4")
 }
 
 fn tensors(file: &Path) -> HashMap<String, Tensor> {
@@ -27,17 +27,6 @@ fn tensors(file: &Path) -> HashMap<String, Tensor> {
 fn experts(model: &Model) -> BTreeMap<&str, Vec<f32>> {
     let found = model.weights.by_name.iter().filter(|(name, weight)| name.contains(".experts.") && weight.shape.len() == 3);
     found.map(|(name, weight)| (name.as_str(), weight.floats(name).unwrap())).collect()
-}
-
-/// Runs a pipeline, and returns the folder with the output `out`.
-fn written(pipeline: Builder) -> (tempfile::TempDir, Report) {
-    let folder = tempfile::tempdir().unwrap();
-    let report = pipeline.build().unwrap().run(Model::open(golden()).unwrap(), folder.path().join("out")).unwrap();
-    (folder, report)
-}
-
-fn config(folder: &Path) -> Value {
-    serde_json::from_str(&fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
 }
 
 /// The error of opening the folder with changed tensors.
@@ -80,7 +69,7 @@ fn unchanged_experts_keep_their_bytes() {
     let source = tensors(&golden().join("model.safetensors"));
     let cast: Cast = serde_json::from_value(serde_json::json!({ "to": "f16", "targets": ["*.self_attn.*"] })).unwrap();
     for (pipeline, is_cast) in [(Pipeline::builder(), false), (Pipeline::builder().pass(cast), true)] {
-        let (folder, report) = written(pipeline);
+        let (folder, report) = written(&golden(), pipeline);
         let out = folder.path().join("out");
         let found = tensors(&out.join("model.safetensors"));
         assert_eq!(found.len(), source.len());
@@ -112,7 +101,7 @@ fn experts_become_floats_next_to_other_quantized_weights() {
         (Pipeline::builder().pass(cast), false),
         (Pipeline::builder().pass(Dequantize::default()), false),
     ] {
-        let (folder, report) = written(pipeline.measure(false));
+        let (folder, report) = written(&golden(), pipeline.measure(false));
         let out = folder.path().join("out");
         let found = tensors(&out.join("model.safetensors"));
         assert!(found.keys().all(|name| !name.ends_with("_blocks") && !name.ends_with("_scales")), "{:?}", found.keys());
@@ -127,7 +116,7 @@ fn experts_become_floats_next_to_other_quantized_weights() {
 #[test]
 fn experts_are_written_to_gguf_files_in_mxfp4() {
     let export = Gguf { file_type: FileType::BF16, ..Gguf::default() };
-    let (folder, report) = written(Pipeline::builder().export(export).measure(false));
+    let (folder, report) = written(&golden(), Pipeline::builder().export(export).measure(false));
     let encodings = report.layers.iter().filter(|layer| layer.shape.len() == 3).map(|layer| layer.encoding.as_str());
     assert!(encodings.clone().count() == 4 && encodings.clone().all(|encoding| encoding == "mxfp4"), "{:?}", encodings.collect::<Vec<_>>());
     assert!(report.notes.iter().any(|note| note.contains("llama.cpp rounds the limits")), "{:?}", report.notes);

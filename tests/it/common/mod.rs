@@ -262,6 +262,18 @@ pub fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
+/// Runs a pipeline on a folder, and returns the folder with the output `out`.
+pub fn written(input: &Path, pipeline: Builder) -> (TempDir, Report) {
+    let folder = tempfile::tempdir().unwrap();
+    let report = pipeline.build().unwrap().run(Model::open(input).unwrap(), folder.path().join("out")).unwrap();
+    (folder, report)
+}
+
+/// The configuration of a folder.
+pub fn config(folder: &Path) -> Value {
+    serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap()
+}
+
 /// The folder of a model of `tests/golden/models`, or another absolute path unchanged.
 pub fn golden_model(name: &str) -> PathBuf {
     golden("models").join(name)
