@@ -42,6 +42,11 @@ def tools():
     return cached.made(venv.cache() / f"llama.cpp-{PACKAGE.rsplit('-', 1)[1]}", build)
 
 
+def interleaved(rows, heads):
+    """The converter's permutation of the rows of Llama's query and key projections."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
 def finish(writer):
     """Write the file of a `GGUFWriter` of the package `gguf`."""
     writer.write_header_to_file()

@@ -150,11 +150,6 @@ INTERLEAVED = ("llama", "granite")
 WINDOWED = ("gemma2", "gemma3", "gpt-oss", "olmo2", "cohere2")
 
 
-def beside_each_other(rows, heads):
-    """The converter's permutation of the rows of Llama's query and key projections."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
 def llama3_factors(scaling, theta, width):
     factors = []
     for pair in range(0, width, 2):
@@ -312,7 +307,7 @@ def write_model(path, architecture, config, tensors, vocabulary=None):
     names = gguf.get_tensor_name_map({name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], config["num_hidden_layers"])
     for name, tensor in tensors.items():
         if architecture in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
-            tensor = beside_each_other(tensor, heads if "q_proj" in name else groups)
+            tensor = llama_cpp.interleaved(tensor, heads if "q_proj" in name else groups)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         there = names.get_name(name.replace("_correction_bias", "_correction.bias"), try_suffixes=(".weight", ".bias"))

@@ -73,10 +73,6 @@ def shapes(hidden, inner, experts, layers):
     return found
 
 
-def interleaved(rows, heads):
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
 def write_model(path, config, found):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(config["vocab_size"])
@@ -96,7 +92,7 @@ def write_model(path, config, found):
     for seed, (_, (own, shape)) in enumerate(sorted(found.items())):
         tensor = weights(seed, shape)
         if own.endswith(("attn_q", "attn_k")):
-            tensor = interleaved(tensor, HEADS if own.endswith("q") else GROUPS)
+            tensor = llama_cpp.interleaved(tensor, HEADS if own.endswith("q") else GROUPS)
         module, _, number = own.rpartition(".")
         if "_exps." in own:
             stacks.setdefault(module, {})[int(number)] = tensor
