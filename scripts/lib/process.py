@@ -13,6 +13,11 @@ class Failed(Exception):
     pass
 
 
+def say(text):
+    """Print progress, which is not a result."""
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def exits(name):
     """Ends the script with a message that begins with its name if a process or a file fails, and with the exit code of an

@@ -17,21 +17,16 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from lib import COMPRESS, SCRIPTS, cached, venv
-from lib.process import Failed, exits, timed
+from lib.process import Failed, exits, say, timed
 
 STATIC, WORKER = SCRIPTS / "lib" / "static.py", SCRIPTS / "lib" / "accuracy_control.py"
 # Models with their limits in percent.
 MODELS = {"minilm": 0.1, "cifar-10": 0.2, "mobilenet-v2": 0.2}
 PAIRS = r'header: false, delimiter: "\t", quoting: false, text_column: 5, pair_column: 6, label_column: 4'
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 def sources(model):

@@ -16,19 +16,14 @@ each runtime has the scores, so that only the first search computes them; its ti
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from lib import COMPRESS, cached, llama_cpp
-from lib.process import exits, timed
+from lib.process import exits, say, timed
 
 TYPES = "Q2_K,Q3_K,IQ4_XS,IQ4_NL,Q4_K,Q5_0,Q5_K,Q5_1,Q6_K,Q8_0,F16"
 SAMPLES = "samples: 32, max_length: 512"
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 class Searches:

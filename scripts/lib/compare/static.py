@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 
 from lib import COMPRESS, SCRIPTS, cached, venv
-from lib.process import Failed, exits, timed
+from lib.process import Failed, exits, say, timed
 
 WORKER = SCRIPTS / "lib" / "static.py"
 METHODS = ["MinMax", "Percentile", "Entropy"]
@@ -37,10 +37,6 @@ EVERY = {"all ops": ""}
 MODELS = {"cifar-10": EVERY, "fashion-mnist": EVERY, "minilm": {**EVERY, "MatMul and Gemm": "MatMul,Gemm"}}
 # Models that are compared on several sets of images, with the file and the number of calibration images.
 COMPARISONS = {"efficientnet-lite0": "photographs", "efficientnet-lite0-uneven": "photographs", "mobilenet-v2": "calibration", "cifar-10-depthwise": "train"}
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 def sources(model):

@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 
 from lib import cached, venv
+from lib.graph import builder
 
 venv.enter()
 
@@ -133,11 +134,7 @@ class ResNet20(nn.Module):
 
     def graph(self):
         """The graph of the network."""
-        nodes = []
-
-        def node(name, op, *inputs):
-            nodes.append({"name": name, "op": op, "inputs": list(inputs)})
-            return name
+        nodes, node = builder()
 
         def normed(prefix, number, x, stride=1, padding=1):
             conv, bn = f"{prefix}conv{number}", f"{prefix}bn{number}"

@@ -12,6 +12,7 @@ The images: train.safetensors and test.safetensors with `images` u8 [count, 3, 3
 import json
 
 from lib import cached, venv
+from lib.graph import builder
 
 venv.enter()
 
@@ -51,11 +52,7 @@ def network(source, folder):
 
 def graph():
     """The graph of the network: each convolution is followed by ReLU, then by BatchNorm."""
-    nodes = []
-
-    def node(name, op, *inputs):
-        nodes.append({"name": name, "op": op, "inputs": list(inputs)})
-        return name
+    nodes, node = builder()
 
     x = "pixels"
     for i in range(1, 7):

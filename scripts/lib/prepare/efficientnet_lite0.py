@@ -18,6 +18,7 @@ import json
 import shutil
 
 from lib import cached, venv
+from lib.graph import builder
 
 venv.enter()
 
@@ -35,11 +36,7 @@ STAGES = [(1, 3, 1, 1), (2, 3, 2, 6), (2, 5, 2, 6), (3, 3, 2, 6), (3, 5, 1, 6), 
 
 def graph(weights):
     """The graph of the network."""
-    nodes = []
-
-    def node(name, op, *inputs):
-        nodes.append({"name": name, "op": op, "inputs": list(inputs)})
-        return name
+    nodes, node = builder()
 
     def layer(convolution, norm, x, stride=1, active=True):
         out, _, window, _ = weights[f"{convolution}.weight"].shape

@@ -24,6 +24,8 @@ import shutil
 import sys
 
 from lib import cached, onnx_bench, venv
+from lib.graph import builder
+from lib.process import say
 
 venv.enter()
 
@@ -38,10 +40,6 @@ from transformers.utils import logging
 MODELS = venv.cache() / "models"
 QUESTIONS = ["description", "entity", "abbreviation", "person", "number", "place"]
 CLOTHES = ["T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot"]
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 def epochs(count, samples, size):
@@ -139,11 +137,7 @@ class Clothes(nn.Module):
 
 def graph():
     """The graph of the network."""
-    nodes = []
-
-    def node(name, op, *inputs):
-        nodes.append({"name": name, "op": op, "inputs": list(inputs)})
-        return name
+    nodes, node = builder()
 
     def normed(i, x):
         x = node(f"conv{i}", {"Conv": {"padding": 1}}, x, f"conv{i}.weight")
@@ -265,11 +259,7 @@ class Depthwise(nn.Module):
 
     def graph(self):
         """The graph of the network."""
-        nodes = []
-
-        def node(name, op, *inputs):
-            nodes.append({"name": name, "op": op, "inputs": list(inputs)})
-            return name
+        nodes, node = builder()
 
         def layer(name, x, active=True):
             name = name.replace(".", "_")
