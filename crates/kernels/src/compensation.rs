@@ -246,12 +246,18 @@ pub fn unit_factors(matrix: &[f64], size: usize) -> [Vec<f64>; 3] {
     [ratios, costs, inverse]
 }
 
+/// The number that is added to the diagonal of a matrix: `damping` times its mean.
+pub fn damping_of(diagonal: impl ExactSizeIterator<Item = f64>, damping: f64) -> f64 {
+    let size = diagonal.len();
+    let mean = diagonal.sum::<f64>() / size.max(1) as f64;
+    // If all features are zero in all samples, any positive value works.
+    if mean > 0.0 { damping * mean } else { 1.0 }
+}
+
 /// The damped matrix with columns in reverse order, so that its lower Cholesky triangle corresponds to an
 /// upper one. Elements above the diagonal are not set.
 fn damped<T: Copy + Default + Send>(products: &[f32], size: usize, order: &[usize], damping: f64, number: impl Fn(f64) -> T + Sync) -> Vec<T> {
-    let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
-    // If all features are zero in all samples, any positive value works.
-    let added = if mean > 0.0 { damping * mean } else { 1.0 };
+    let added = damping_of((0..size).map(|at| f64::from(products[at * size + at])), damping);
     let mut matrix = vec![T::default(); size * size];
     matrix.par_chunks_mut(size.max(1)).enumerate().for_each(|(i, row)| {
         let a = order[size - 1 - i];

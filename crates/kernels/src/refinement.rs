@@ -8,6 +8,7 @@
 use rayon::prelude::*;
 
 use super::column_solver::Grid;
+use super::compensation::damping_of;
 use super::epilogue::Epilogue;
 use super::matmul::{Left, Rows, product};
 use crate::grid::{Levels, QuantizationParams};
@@ -26,8 +27,7 @@ impl Hessian {
     /// From the upper triangle of `H` `[size, size]`, with `damping` times the mean of the diagonal added to
     /// the diagonal.
     pub fn new(products: &[f32], size: usize, damping: f64) -> Hessian {
-        let mean = (0..size).map(|at| f64::from(products[at * size + at])).sum::<f64>() / size.max(1) as f64;
-        let added = if mean > 0.0 { damping * mean } else { 1.0 };
+        let added = damping_of((0..size).map(|at| f64::from(products[at * size + at])), damping);
         let mut values = vec![0f32; size * size];
         values.par_chunks_mut(size.max(1)).enumerate().for_each(|(i, row)| {
             row.iter_mut().enumerate().for_each(|(j, out)| *out = products[i.min(j) * size + i.max(j)]);

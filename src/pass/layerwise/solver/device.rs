@@ -36,9 +36,7 @@ impl DeviceSolver {
     pub fn new(sums: &DeviceSums, squares: &[f64], order: &[usize], damping: f64, descends: bool) -> Result<Option<DeviceSolver>> {
         let DeviceSums { products, differences } = sums;
         let (size, device) = (order.len(), products.device());
-        let mean = squares.iter().sum::<f64>() / size.max(1) as f64;
-        // If all features are zero in all samples, any positive value works.
-        let added = if mean > 0.0 { damping * mean } else { 1.0 };
+        let added = compensation::damping_of(squares.iter().copied(), damping);
         let mut positions = vec![0u32; size];
         (0..).zip(order).for_each(|(position, column)| positions[*column] = position);
         let columns: Vec<u32> = order.iter().map(|column| *column as u32).collect();
