@@ -25,7 +25,7 @@ mod latency;
 pub(super) mod layers;
 mod options;
 pub(super) mod repair;
-mod scores;
+pub(super) mod scores;
 pub(super) mod selection;
 pub(super) mod sensitivity;
 mod widths;

@@ -30,14 +30,8 @@ pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importanc
     for ((name, _, axes), sums) in jobs.iter().zip(sums) {
         by_axis.extend(axes.iter().map(|axis| (*name, *axis)).zip(sums));
     }
-    let member_sums = |member: &Member, size: usize| {
-        let elements = by_axis.get(&(member.param.as_str(), member.axis)).map(Vec::as_slice).unwrap_or_default();
-        let mut units = vec![0.0; size];
-        for (unit, sum) in units.iter_mut().enumerate() {
-            member.layout.blocks(unit, &mut |at| *sum += elements.iter().skip(at).take(member.layout.block).sum::<f64>());
-        }
-        units
-    };
+    let member_sums =
+        |member: &Member, size: usize| by_unit(member, size, by_axis.get(&(member.param.as_str(), member.axis)).map(Vec::as_slice).unwrap_or_default());
     let total = |group: &&Group| {
         let mut total = vec![0.0; group.size];
         for member in group.members.iter().filter(counts) {
@@ -46,6 +40,15 @@ pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importanc
         total
     };
     Ok(groups.iter().map(total).collect())
+}
+
+/// Sums a vector over the elements of each unit of a member.
+pub(in crate::pass) fn by_unit(member: &Member, size: usize, elements: &[f64]) -> Vec<f64> {
+    let mut units = vec![0.0; size];
+    for (unit, sum) in units.iter_mut().enumerate() {
+        member.layout.blocks(unit, &mut |at| *sum += elements.iter().skip(at).take(member.layout.block).sum::<f64>());
+    }
+    units
 }
 
 /// Sums the scores of several members, each normalized by its mean.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{D, Device, Tensor};
 
 use super::NAME;
-use super::scores::{Scores, average};
+use super::scores::{Scores, average, by_unit};
 use crate::analysis::{Group, Member, Role};
 use crate::data::{Batch, References, SequenceRoles};
 use crate::error::{Error, Result};
@@ -15,15 +15,6 @@ use crate::ir::{Graph, Op, ValueId};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::calibrate::{self, Moments, numbers, tensor_error};
-
-/// Sums a vector over the elements of each unit of a member.
-pub(in crate::pass) fn by_unit(member: &Member, size: usize, elements: &[f64]) -> Vec<f64> {
-    let mut units = vec![0.0; size];
-    for (unit, sum) in units.iter_mut().enumerate() {
-        member.layout.blocks(unit, &mut |at| *sum += elements.iter().skip(at).take(member.layout.block).sum::<f64>());
-    }
-    units
-}
 
 /// Sums a tensor over all but one axis.
 pub(in crate::pass) fn sum_except(tensor: &Tensor, axis: usize) -> Result<Vec<f64>> {

@@ -24,8 +24,9 @@ use crate::pass::prune_structured::Repair;
 use crate::pass::prune_structured::cut::{self, Surviving};
 use crate::pass::prune_structured::repair::least_squares::{FeatureProducts, ProductSums, row_weights};
 use crate::pass::prune_structured::repair::{Refit, parameters_of, set_weight};
+use crate::pass::prune_structured::scores::by_unit;
 use crate::pass::prune_structured::selection::least_important;
-use crate::pass::prune_structured::sensitivity::{by_unit, sum_except};
+use crate::pass::prune_structured::sensitivity::sum_except;
 use crate::work::{Event, ProgressUnit};
 
 /// How the remaining units of a branch are adjusted.
