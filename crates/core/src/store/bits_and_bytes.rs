@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
+use super::checkpoint::INCOMPLETE;
 use super::stored_bits::{EIGHT, FOUR, NESTED_VALUES, StoredBits, StoredFour, VALUES};
 use super::{Block, BlockSink, Checkpoint, DType, Encoding, OriginalFormat, RawTensor, View, Weight, WeightSource, block_elements, least_common_multiple};
 use crate::error::{Error, Result};
@@ -25,7 +26,6 @@ const INT8: &str = "int8 (bitsandbytes)";
 const RECIPROCAL: f32 = 7.874_016e-3;
 /// Largest size of a JSON object in bytes.
 const STATE_BYTES: u64 = 1 << 16;
-const INCOMPLETE: &str = "the checkpoint is incomplete or damaged; download it again";
 
 /// The JSON object of a weight of 4 bits.
 #[derive(Deserialize)]

@@ -15,6 +15,8 @@ use super::{Fp8Config, GptqConfig, Nvfp4Config, Weight, no_model, pytorch, shard
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 
+/// Hint for tensors that do not fit each other.
+pub(super) const INCOMPLETE: &str = "the checkpoint is incomplete or damaged; download it again";
 /// File name of an unsharded checkpoint.
 pub const SINGLE: &str = "model.safetensors";
 /// File name of the index of a sharded checkpoint.

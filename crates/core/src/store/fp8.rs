@@ -15,6 +15,7 @@
 use std::sync::Arc;
 
 use super::block::greatest_common_divisor;
+use super::checkpoint::INCOMPLETE;
 use super::original_format::{StoredScalar, scale_shape};
 use super::quantized_reader::positive;
 use super::stored_experts::StoredExperts;
@@ -30,7 +31,6 @@ const FORMAT: FloatFormat = FloatFormat::E4m3;
 const SUFFIXES: [&str; 2] = ["_scale_inv", "_scale"];
 /// Names of the scales of static activations in a module.
 const INPUTS: [&str; 2] = ["activation_scale", "input_scale"];
-const INCOMPLETE: &str = "the checkpoint is incomplete or damaged; download it again";
 
 /// A projection of all experts.
 struct Fp8Experts {

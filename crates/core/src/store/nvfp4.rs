@@ -10,6 +10,7 @@
 
 use std::sync::Arc;
 
+use super::checkpoint::INCOMPLETE;
 use super::original_format::{NVFP4_GROUP, StoredScalar};
 use super::quantized_reader::positive;
 use super::{
@@ -21,7 +22,6 @@ use crate::error::{Error, Result};
 const SCALE: &str = "_scale";
 const FACTOR: &str = "_scale_2";
 const INPUT: &str = "input_scale";
-const INCOMPLETE: &str = "the checkpoint is incomplete or damaged; download it again";
 
 /// Removes all NVFP4 weights from a checkpoint that has a configuration for them. `floats` is the dtype of
 /// their values if the configuration does not specify it.
