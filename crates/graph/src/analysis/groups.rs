@@ -163,8 +163,7 @@ impl Groups {
     /// Rebuilds the graph over tensors of other sizes; `remaining` returns the number of remaining units
     /// of a group. Fails if the tensors do not have these sizes.
     pub fn rebuild(&self, graph: &Graph, catalog: &dyn Catalog, remaining: &dyn Fn(&Group) -> usize) -> Result<Graph> {
-        let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, remaining(group))).collect();
-        let size = |atom: AxisId| sizes.get(&atom).copied().unwrap_or_else(|| self.traced.atoms.size(atom));
+        let size = self.sizes(remaining);
         let positions: BTreeMap<&str, usize> = graph.nodes().iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
         rebuild(graph, catalog, &mut |step: Rewrite| {
             let letters = positions.get(step.name).map(|index| &self.traced.letters[*index]);
@@ -177,11 +176,16 @@ impl Groups {
 
     /// The shapes of the graph's tensors for these numbers of remaining units.
     pub fn shapes(&self, graph: &Graph, remaining: &dyn Fn(&Group) -> usize) -> BTreeMap<String, Vec<usize>> {
-        let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, remaining(group))).collect();
-        let size = |atom: AxisId| sizes.get(&atom).copied().unwrap_or_else(|| self.traced.atoms.size(atom));
+        let size = self.sizes(remaining);
         let resized = |axis: &Option<AxisId>| axis.map_or(0, |axis| self.traced.atoms.resized(axis, &size));
         let values = graph.values().iter().zip(&self.traced.values).filter(|(value, _)| is_param(value));
         values.map(|(value, axes)| (value.name.clone(), axes.iter().map(resized).collect())).collect()
+    }
+
+    /// The size of each atom for these numbers of remaining units.
+    fn sizes(&self, remaining: &dyn Fn(&Group) -> usize) -> impl Fn(AxisId) -> usize {
+        let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, remaining(group))).collect();
+        move |atom| sizes.get(&atom).copied().unwrap_or_else(|| self.traced.atoms.size(atom))
     }
 
     /// The group with this name.
