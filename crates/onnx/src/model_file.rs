@@ -7,8 +7,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use prost::Message;
-
 use super::check::{self, bodies};
 use super::elements::{self, Varints, dtype, in_memory, is_valid_field, raw_bytes};
 use super::external::{DataFiles, ExternalData};
@@ -115,7 +113,7 @@ struct Candidate<'m> {
 /// The messages of a file, encoded and decoded.
 fn decode(path: &Path, file: &File) -> Result<(Skeleton, ModelProto)> {
     let skeleton = Skeleton::read(path, file)?;
-    let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;
+    let model = skeleton.decode(path)?;
     Ok((skeleton, model))
 }
 

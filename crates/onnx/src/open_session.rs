@@ -31,7 +31,7 @@ impl Session {
         }
         let file = files::File::open(path).map_err(Error::io("open", path))?;
         let skeleton = Skeleton::read(path, &file)?;
-        let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;
+        let model = skeleton.decode(path)?;
         let session = Session::open_as(path, loading(&model, file.length(), path, options)?)?;
         Ok(session.checked_by(size_check(&model)))
     }

@@ -9,6 +9,9 @@
 
 use std::path::{Path, PathBuf};
 
+use prost::Message;
+
+use super::proto::ModelProto;
 use super::wire::{self, BYTES, FIXED32, FIXED64, Kind, VARINT, data};
 use crate::error::{Error, Result};
 use crate::files::File;
@@ -45,6 +48,11 @@ pub(super) struct Skeleton {
 }
 
 impl Skeleton {
+    /// The messages. Fails if they are not those of a model.
+    pub fn decode(&self, path: &Path) -> Result<ModelProto> {
+        ModelProto::decode(self.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))
+    }
+
     /// Reads a file. Fails if it is not a well-formed message, or is nested too deeply or too large.
     pub fn read(path: &Path, file: &File) -> Result<Skeleton> {
         let length = file.length();
