@@ -237,8 +237,7 @@ impl Args {
     /// The runtime that loads the output: if it is not specified, that of the format of the output file.
     fn target(&self) -> LoadedBy {
         let file = self.output.as_deref().and_then(crate::output::file_name).unwrap_or_default();
-        let loads_file = |other: &&LoadedBy| other.is_file() && file.ends_with(&format!(".{}", other.runtime().format()));
-        self.target.or_else(|| LoadedBy::value_variants().iter().find(loads_file).copied()).unwrap_or_default()
+        self.target.or_else(|| loader(&file)).unwrap_or_default()
     }
 
     /// The runtime whose rules the output must comply with.
@@ -310,9 +309,7 @@ impl Args {
                 "onnx" => "an ONNX file or a folder",
                 _ => "a folder",
             };
-            let loads_file = |other: &&LoadedBy| other.is_file() && file.ends_with(&format!(".{}", other.runtime().format()));
-            let other = LoadedBy::value_variants().iter().find(loads_file);
-            let hint = other.map_or_else(String::new, |other| format!(", or specify `--for {}` for the formats of this file", other.runtime().name()));
+            let hint = loader(&file).map_or_else(String::new, |other| format!(", or specify `--for {}` for the formats of this file", other.runtime().name()));
             return Err(Error::option("--output", format!("`{file}` is a file, but {runtime} loads {what}: name {what}{hint}")));
         }
         if self.max_kl.is_some() && runtime == LoadedBy::OnnxRuntime {
@@ -343,6 +340,12 @@ impl Args {
             _ => Ok(budget),
         }
     }
+}
+
+/// The runtime that loads a file with this name.
+fn loader(file: &str) -> Option<LoadedBy> {
+    let loads_file = |other: &&LoadedBy| other.is_file() && file.ends_with(&format!(".{}", other.runtime().format()));
+    LoadedBy::value_variants().iter().find(loads_file).copied()
 }
 
 /// The error of an interrupted search: what was kept, and how to continue.
