@@ -104,11 +104,14 @@ pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, layou
         }
         return Ok(vec![(gguf_name, weight)]);
     };
+    let mismatch = |weight: &Weight| {
+        let reason = format!("has the shape {:?}, but the model has {experts} experts", weight.shape);
+        Error::tensor(name, reason, "the checkpoint does not match config.json")
+    };
     if family.is_input_major(name) {
         let outputs = weight.shape.last().copied().unwrap_or(0);
         if weight.shape.first() != Some(&experts) || !outputs.is_multiple_of(gguf_names.len()) {
-            let reason = format!("has the shape {:?}, but the model has {experts} experts", weight.shape);
-            return Err(Error::tensor(name, reason, "the checkpoint does not match config.json"));
+            return Err(mismatch(&weight));
         }
         let parts = gguf_names.len();
         let count = outputs / parts;
@@ -120,10 +123,7 @@ pub(super) fn split_fused(family: &GgufFamily, name: &str, weight: Weight, layou
     }
     let rows = match weight.shape[..] {
         [count, rows, _] if count == experts && rows.is_multiple_of(gguf_names.len()) => rows / gguf_names.len(),
-        _ => {
-            let reason = format!("has the shape {:?}, but the model has {experts} experts", weight.shape);
-            return Err(Error::tensor(name, reason, "the checkpoint does not match config.json"));
-        }
+        _ => return Err(mismatch(&weight)),
     };
     if gguf_names.len() == 1 {
         return Ok(gguf_names.into_iter().map(|gguf_name| (gguf_name, weight.clone())).collect());
