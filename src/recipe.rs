@@ -367,9 +367,7 @@ fn only(mut found: Vec<String>) -> Result<Option<String>, String> {
 
 /// The option of a pass or format with the most similar name, if it is similar enough.
 fn nearest_option(values: &Value, key: &str) -> Option<String> {
-    let entries = ["passes", "export"].into_iter().flat_map(|list| values.get(list).and_then(Value::as_array).into_iter().flatten());
-    let options = entries.filter_map(Value::as_object).flat_map(|entry| entry.values()).filter_map(Value::as_object).flat_map(|options| options.keys());
-    similar(key, options)
+    similar(key, entries(values).filter_map(|(_, options)| options.as_object()).flat_map(|options| options.keys()))
 }
 
 /// The key of a recipe, or the pass or format in it, that is spelled almost like this.
