@@ -134,29 +134,42 @@ pub fn joined_experts(experts: Vec<Vec<Weight>>, alternates: bool, name: &str) -
 impl WeightSource for JoinedExperts {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let parts = self.experts.first().map_or(0, Vec::len);
-        let each = self.inputs.saturating_mul(self.outputs).saturating_mul(parts).max(1);
-        let step = least_common_multiple(unit, each).checked_div(each).unwrap_or(1).clamp(1, self.experts.len().max(1));
-        let mut bytes = Vec::new();
-        for experts in self.experts.chunks(step) {
-            let mut values = Vec::with_capacity(each.saturating_mul(experts.len()));
-            for expert in experts {
-                let floats: Vec<Vec<f32>> = expert.iter().map(|part| part.floats(&self.name)).collect::<Result<_>>()?;
-                for input in 0..self.inputs {
-                    let column = |part: &[f32]| part.iter().skip(input).step_by(self.inputs.max(1)).copied().collect::<Vec<f32>>();
-                    let columns: Vec<Vec<f32>> = floats.iter().map(|part| column(part)).collect();
-                    if self.alternates {
-                        values.extend((0..self.outputs).flat_map(|output| columns.iter().filter_map(move |part| part.get(output))));
-                    } else {
-                        values.extend(columns.iter().flatten());
-                    }
+        let each = self.inputs.saturating_mul(self.outputs).saturating_mul(parts);
+        visit_floats(&self.experts, each, (self.dtype, &self.name), unit, sink, |expert, values| {
+            let floats: Vec<Vec<f32>> = expert.iter().map(|part| part.floats(&self.name)).collect::<Result<_>>()?;
+            for input in 0..self.inputs {
+                let column = |part: &[f32]| part.iter().skip(input).step_by(self.inputs.max(1)).copied().collect::<Vec<f32>>();
+                let columns: Vec<Vec<f32>> = floats.iter().map(|part| column(part)).collect();
+                if self.alternates {
+                    values.extend((0..self.outputs).flat_map(|output| columns.iter().filter_map(move |part| part.get(output))));
+                } else {
+                    values.extend(columns.iter().flatten());
                 }
             }
-            bytes.resize(values.len().saturating_mul(self.dtype.bitsize() / 8), 0);
-            if !convert::from_f32(self.dtype, &values, &mut bytes) {
-                return Err(Error::tensor(&self.name, format!("is {}, expected F16, BF16 or F32", self.dtype), "convert it to F32 first"));
-            }
-            sink(Block::untouched(View::dense(self.dtype, &bytes)))?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
+}
+
+/// Visits a weight that consists of parts with `each` elements, which `append` computes as floats.
+pub(super) fn visit_floats<P>(
+    parts: &[P],
+    each: usize,
+    (dtype, name): (DType, &str),
+    unit: usize,
+    sink: BlockSink,
+    mut append: impl FnMut(&P, &mut Vec<f32>) -> Result<()>,
+) -> Result<()> {
+    let step = least_common_multiple(unit, each.max(1)).checked_div(each).unwrap_or(1).clamp(1, parts.len().max(1));
+    let mut bytes = Vec::new();
+    for parts in parts.chunks(step) {
+        let mut values = Vec::with_capacity(each.saturating_mul(parts.len()));
+        parts.iter().try_for_each(|part| append(part, &mut values))?;
+        bytes.resize(values.len().saturating_mul(dtype.bitsize() / 8), 0);
+        if !convert::from_f32(dtype, &values, &mut bytes) {
+            return Err(Error::tensor(name, format!("is {dtype}, expected F16, BF16 or F32"), "convert it to F32 first"));
+        }
+        sink(Block::untouched(View::dense(dtype, &bytes)))?;
+    }
+    Ok(())
 }

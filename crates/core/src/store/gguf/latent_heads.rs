@@ -8,10 +8,9 @@
 use std::sync::Arc;
 
 use super::fused_experts::expert_rows;
-use super::input_major_experts::{Outputs, expert_outputs};
+use super::input_major_experts::{Outputs, expert_outputs, visit_floats};
 use crate::error::{Error, Result};
-use crate::kernel::convert;
-use crate::store::{Block, BlockSink, DType, Encoding, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{BlockSink, DType, Encoding, Weight, WeightSource};
 
 /// The projections to keys and to values, with this number of rows of each head.
 ///
@@ -68,26 +67,16 @@ pub fn joined_latent(heads: Vec<Vec<Weight>>, name: &str) -> Result<Weight> {
 
 impl WeightSource for LatentHeads {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let each = self.heads.first().map_or(1, |[keys, values]| keys.elements().saturating_add(values.elements())).max(1);
-        let step = least_common_multiple(unit, each).checked_div(each).unwrap_or(1).clamp(1, self.heads.len().max(1));
-        let mut bytes = Vec::new();
-        for heads in self.heads.chunks(step) {
-            let mut floats = Vec::with_capacity(each.saturating_mul(heads.len()));
-            for [keys, values] in heads {
-                let transposed = keys.floats(&self.name)?;
-                let wide = keys.elements().checked_div(self.latent).unwrap_or(0);
-                for key in 0..wide {
-                    floats.extend(transposed.iter().skip(key).step_by(wide.max(1)));
-                }
-                floats.extend(values.floats(&self.name)?);
+        let each = self.heads.first().map_or(1, |[keys, values]| keys.elements().saturating_add(values.elements()));
+        visit_floats(&self.heads, each, (self.dtype, &self.name), unit, sink, |[keys, values], floats| {
+            let transposed = keys.floats(&self.name)?;
+            let wide = keys.elements().checked_div(self.latent).unwrap_or(0);
+            for key in 0..wide {
+                floats.extend(transposed.iter().skip(key).step_by(wide.max(1)));
             }
-            bytes.resize(floats.len().saturating_mul(self.dtype.bitsize() / 8), 0);
-            if !convert::from_f32(self.dtype, &floats, &mut bytes) {
-                return Err(Error::tensor(&self.name, format!("is {}, expected F16, BF16 or F32", self.dtype), "convert it to F32 first"));
-            }
-            sink(Block::untouched(View::dense(self.dtype, &bytes)))?;
-        }
-        Ok(())
+            floats.extend(values.floats(&self.name)?);
+            Ok(())
+        })
     }
 }
 
