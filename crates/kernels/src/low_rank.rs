@@ -6,6 +6,7 @@
 //! if there are at most as many outputs as inputs, neither `S` nor its inverse is needed, and `H` may be
 //! singular. Otherwise they are computed from the eigenvectors of `Sᵀ Wᵀ W S`.
 
+use super::compensation::damping_of;
 use super::dense::{gram, product, transposed};
 use super::eigen::Eigen;
 use super::solve::{Factor, triangle};
@@ -66,8 +67,8 @@ pub fn symmetric(upper: &[f32], size: usize) -> Vec<f64> {
 
 /// Adds the damping to the diagonal.
 fn damped(mut moments: Vec<f64>, size: usize) -> Vec<f64> {
-    let mean = (0..size).map(|at| moments[at * size + at]).sum::<f64>() / size.max(1) as f64;
-    (0..size).for_each(|at| moments[at * size + at] += if mean > 0.0 { DAMPING * mean } else { 1.0 });
+    let added = damping_of((0..size).map(|at| moments[at * size + at]), DAMPING);
+    (0..size).for_each(|at| moments[at * size + at] += added);
     moments
 }
 
