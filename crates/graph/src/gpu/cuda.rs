@@ -387,7 +387,7 @@ pub(super) fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor, factor: f64) -> 
     Ok(launch::product([sum, a, b], (factor, 1.0))?.then_some(()))
 }
 
-/// The shape of the product of two factors of the same dtype; `None` if there is no such product.
+/// The shape of the product of two factors; `None` if their dtypes differ or their sizes do not match.
 fn product_shape(a: &Tensor, b: &Tensor) -> Option<(usize, usize)> {
     let (Ok((rows, inner)), Ok((of_b, columns))) = (a.dims2(), b.dims2()) else { return None };
     (is_factor(a) && is_factor(b) && a.dtype() == b.dtype() && inner == of_b).then_some((rows, columns))
