@@ -242,8 +242,8 @@ impl<'a> Measurement<'a> {
 
 /// Measures the losses of units that the backward pass does not give, with all others as floats. In a smaller
 /// structure, those of weights of the same size are assumed to be the same as in the original model, because
-/// losses are sums over units, of which one has the loss of the structure: removing heads and neurons does not
-/// change embeddings. For other weights, such as experts, the loss of the structure is subtracted. This
+/// losses are sums over units, of which one has the loss of the structure: removing heads and neurons does
+/// not change embeddings. For other weights, such as experts, the loss of the structure is subtracted. This
 /// difference is at least the loss of the next larger format, because measurements have errors.
 pub(super) fn measure_units(found: &mut Found, measurement: &Measurement) -> Result<()> {
     set_losses(found, |units, options| measurement.loss(units, options))
