@@ -52,7 +52,7 @@ impl Samples {
         if self.count == 0 {
             return Err(Error::option("--samples", "is 0, but must be at least 1"));
         }
-        // There is no greedy decoding here, which the error of `Sampling` recommends.
+        // Continuations are always sampled, but the error of `Sampling` recommends greedy decoding.
         if self.temperature == 0.0 {
             return Err(Error::option("--temperature", "is 0, but must be greater than 0; a low one, such as 0.1, is close to greedy decoding"));
         }
