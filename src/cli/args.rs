@@ -174,6 +174,12 @@ pub(super) struct Records {
 }
 
 impl Records {
+    /// An option that was specified, for commands that may write no output.
+    pub fn specified(&self) -> Option<&'static str> {
+        let options = [(self.signing.sign.is_some(), "--sign"), (self.sbom.is_some(), "--sbom"), (self.no_card, "--no-card")];
+        options.into_iter().find_map(|(is_set, name)| is_set.then_some(name))
+    }
+
     /// Adds the requested records of provenance, and omits the model card if requested.
     pub fn configure(&self, builder: Builder) -> Result<Builder> {
         let builder = if self.no_card { builder.card(false) } else { builder };

@@ -364,7 +364,8 @@ fn impossible_corrections_are_rejected() {
     let refused = |name: &str, pass: Quantize| run(folder.path(), name, builder(folder.path(), [pass.into()])).unwrap_err().to_string();
     assert!(refused("llama", corrected("rtn", json!({ "rank": 0 }))).contains("at least 1"));
     assert!(refused("llama", corrected("autoround", json!({ "rank": 2 }))).contains("`method: autoround`"));
-    assert!(refused("llama", corrected("rtn", json!({ "rank": 100 }))).contains("not larger than their correction"));
+    let refusal = refused("llama", corrected("rtn", json!({ "rank": 100 })));
+    assert!(refusal.contains("not larger than their correction: choose a smaller rank") && !refusal.contains("correct: quantize:"), "{refusal}");
     assert!(refused("gpt2", quantize(json!({ "scheme": "W8A16", "correct": { "rank": 2 } }))).contains("PEFT"));
     // Experts have no correction, and a note names them.
     let pass = quantize(json!({ "scheme": "W8A16", "group_size": -1, "correct": { "rank": 2 } }));

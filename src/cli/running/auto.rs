@@ -330,6 +330,9 @@ impl Args {
                 return Err(Error::option(option, "needs `--calibration`: without samples, weights are rounded to nearest"));
             }
         }
+        if let Some(option) = self.records.specified().or(self.method.map(|_| "--method")).filter(|_| self.output.is_none() && !self.plan) {
+            return Err(Error::option(option, "has no effect without an output: specify `-o DIR`, or omit it"));
+        }
         match (&self.output, &self.front, budget) {
             (None, None, _) if self.plan => Ok(budget),
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),

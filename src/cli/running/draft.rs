@@ -156,6 +156,9 @@ impl Args {
         if self.draft_tokens.is_empty() || self.draft_tokens.contains(&0) {
             return Err(Error::option("--draft-tokens", "must be at least 1"));
         }
+        if self.steps == Some(0) {
+            return Err(Error::option("--steps", "is 0, but must be at least 1"));
+        }
         if self.time.is_some() && self.batch_size == BatchSize::Auto {
             return Err(Error::option("--time", "needs a number as `--batch-size`, or specify `--steps`"));
         }

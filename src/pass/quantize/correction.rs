@@ -81,7 +81,7 @@ impl Quantize {
             let reason = if let Some(reason) = peft::obstacle(name, model)? {
                 reason
             } else if correction.rank.saturating_mul(rows + size) >= rows * size {
-                "are not larger than their correction"
+                "are not larger than their correction: choose a smaller rank"
             } else {
                 let dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
                 layers.insert(name.clone(), CorrectedLayer { sizes: [rows, size], dtype });
@@ -91,12 +91,12 @@ impl Quantize {
         }
         let describe = |(reason, names): (&&str, &Vec<&str>)| {
             let first = names.first().copied().unwrap_or_default();
-            format!("{NAME}: {} without a correction (the first: `{first}`), because they {reason}", counted(names.len(), "weight"))
+            format!("{} without a correction (the first: `{first}`), because they {reason}", counted(names.len(), "weight"))
         };
         match left.iter().next().filter(|_| layers.is_empty()).map(describe) {
             Some(reason) => refused(&reason),
             None => {
-                let notes = left.iter().map(describe).collect();
+                let notes = left.iter().map(|layers| format!("{NAME}: {}", describe(layers))).collect();
                 Ok(Some(Corrections { rank: correction.rank, uses_samples: correction.uses_samples(), layers, notes }))
             }
         }

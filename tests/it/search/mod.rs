@@ -434,6 +434,9 @@ fn a_time_allows_better_methods() {
         ("auto llama -o new --max-size 5bits --time 10", "`10` is not a time like"),
         ("auto llama -o new --max-size 5bits --time 10m --method rtn", "cannot be used with"),
         ("auto llama --front new.json --max-size 5bits --time 10m", "--output"),
+        ("auto llama --front new.json --max-size 5bits --method rtn", "--method: has no effect without an output"),
+        ("auto llama --front new.json --max-size 5bits --sign key.pem", "--sign: has no effect without an output"),
+        ("auto llama --front new.json --max-size 5bits --no-card", "--no-card: has no effect without an output"),
         ("auto llama --for llama.cpp -o new --max-size 90% --time 10m", "--time: has no effect on GGUF files"),
     ] {
         let run = compress(folder, &format!("{arguments} {SETS}"));

@@ -100,21 +100,29 @@ fn floats(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
     Ok(decode!(bytes, dtype, f32))
 }
 
-/// Decodes integers; fractions and values outside of i64 are rejected.
-fn integers(bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
+/// Decodes integers; fractions and values outside of i64 are rejected. `what`: the array, for errors.
+fn integers(path: &Path, what: &str, bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
     if matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16 | DType::U64) {
         let numbers: Vec<f64> = decode!(bytes, dtype, f64);
         if let Some(wrong) = numbers.iter().find(|x| x.fract() != 0.0 || x.abs() >= i64::MAX as f64) {
-            return Err(Error::option("data", format!("{wrong} is not an integer, but the model input requires integers")));
+            return Err(Error::malformed(path, format!("{what} contains {wrong}, but must contain integers of 64 bits")));
         }
     }
     Ok(decode!(bytes, dtype, i64))
 }
 
-/// Converts elements to the element type of an input; floats are passed through `prepare`.
-pub(super) fn tensor(port: &Port, bytes: &[u8], dtype: DType, shape: Vec<usize>, prepare: &mut dyn FnMut(&mut [f32]) -> Result<()>) -> Result<Tensor> {
+/// Converts elements of an array of a file to the element type of an input; floats are passed through
+/// `prepare`.
+pub(super) fn tensor(
+    (path, name): (&Path, &str),
+    port: &Port,
+    (dtype, bytes): (DType, &[u8]),
+    shape: Vec<usize>,
+    prepare: &mut dyn FnMut(&mut [f32]) -> Result<()>,
+) -> Result<Tensor> {
     if port.element == Element::Int {
-        return Tensor::from_vec(integers(bytes, dtype)?, shape, &Device::Cpu).map_err(shaped);
+        let what = format!("array `{name}`, which is the input `{}`,", port.name);
+        return Tensor::from_vec(integers(path, &what, bytes, dtype)?, shape, &Device::Cpu).map_err(shaped);
     }
     let mut numbers = floats(bytes, dtype)?;
     prepare(&mut numbers)?;
@@ -320,12 +328,12 @@ impl Arrays {
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {
         let (mut named, count) = (std::collections::BTreeMap::new(), samples.len());
-        for (at, (port, _, sample)) in self.inputs.iter().enumerate() {
+        for (at, (port, name, sample)) in self.inputs.iter().enumerate() {
             let rows = || samples.iter().filter_map(|sample| sample.inputs.get(at));
             let dtype = rows().next().map_or(DType::F32, |(dtype, _)| *dtype);
             let bytes: Vec<u8> = rows().flat_map(|(_, row)| row).copied().collect();
             let shape: Vec<usize> = [count].iter().chain(sample).copied().collect();
-            let tensor = tensor(port, &bytes, dtype, shape, &mut |numbers| {
+            let tensor = tensor((&self.path, name), port, (dtype, &bytes), shape, &mut |numbers| {
                 let channels = if let [channels, _, _] = **sample { channels } else { 1 };
                 numbers.chunks_mut(sample.iter().product::<usize>().max(1)).try_for_each(|row| self.pixels.normalize(row, channels))
             })?;
@@ -334,7 +342,8 @@ impl Arrays {
         let mut labels = Vec::new();
         for sample in samples {
             if let Some((dtype, bytes)) = &sample.label {
-                labels.push((sample.index, integers(bytes, *dtype)?));
+                let what = format!("row {} of array `{}`", sample.index, self.labels.as_deref().unwrap_or_default());
+                labels.push((sample.index, integers(&self.path, &what, bytes, *dtype)?));
             }
         }
         if let Targets::Decoder(decoder, has_references) = &self.targets {
@@ -444,5 +453,8 @@ mod tests {
         assert_eq!((read(DECODER_INPUT_IDS), read(DECODER_ATTENTION_MASK)), (vec![vec![0, 4, 1], vec![0, 3, 2]], vec![vec![1, 1, 0], vec![1, 1, 1]]));
         let refused = source.batch(&[row(7, [4, 10, 1])]).unwrap_err().to_string();
         assert!(refused.contains("arrays.safetensors: row 7 of array `labels` has label 10"), "{refused}");
+        let fraction = Sample { label: Some((DType::F32, 1.5f32.to_le_bytes().to_vec())), ..row(7, [4, 1, 1]) };
+        let refused = source.batch(&[fraction]).unwrap_err().to_string();
+        assert!(refused.contains("arrays.safetensors: row 7 of array `labels` contains 1.5"), "{refused}");
     }
 }

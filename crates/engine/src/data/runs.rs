@@ -75,8 +75,8 @@ impl Runs {
             let Some(rows) = arrays.iter_mut().find(|rows| rows.name == name) else { continue };
             require_shape(port, rows, file)?;
             let (bytes, dtype, shape) = (rows.read_all()?, rows.dtype, rows.shape.clone());
-            used.push((port.clone(), name, shape.clone()));
-            inputs.insert(port.name.clone(), tensor(port, &bytes, dtype, shape, &mut |_| Ok(()))?);
+            inputs.insert(port.name.clone(), tensor((file, &name), port, (dtype, &bytes), shape.clone(), &mut |_| Ok(()))?);
+            used.push((port.clone(), name, shape));
         }
         require_matching_mask(file, &used)?;
         require_all_used(file, &self.options, &self.ports, used.iter().map(|(_, name, _)| name))?;

@@ -21,6 +21,9 @@ pub const FOLDER: &str = "adapter";
 pub const CONFIG: &str = "adapter_config.json";
 /// Key of `config.json` with the folder.
 pub const KEY: &str = "low_rank_correction";
+/// Keys of its configuration that change the layers or the scales of factors: only values without an effect
+/// are supported.
+const NEUTRAL: [&str; 6] = ["alpha_pattern", "rank_pattern", "layers_to_transform", "layer_replication", "alora_invocation_tokens", "bias"];
 /// Names of the factors, in the order in which they are applied.
 const FACTORS: [&str; 2] = ["lora_A", "lora_B"];
 /// End of the names of DoRA's trained norms.
@@ -94,6 +97,16 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
     // Weights stored as `[in, out]` have factors of the same shapes.
     let is_unsupported = |key: &&str| is_true(key) && !(*key == "fan_in_fan_out" && config.has_conv1d());
     if let Some(key) = ["use_rslora", "fan_in_fan_out", "lora_bias"].into_iter().find(is_unsupported) {
+        return Err(unsupported(format!("{CONFIG} with `{key}`")));
+    }
+    let is_neutral = |value: &Value| match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text == "none",
+        Value::Array(items) => items.is_empty(),
+        Value::Object(items) => items.is_empty(),
+        _ => false,
+    };
+    if let Some(key) = NEUTRAL.into_iter().find(|key| !adapter.get(key).is_none_or(is_neutral)) {
         return Err(unsupported(format!("{CONFIG} with `{key}`")));
     }
     checkpoint.add_folder(path, FOLDER)?;
@@ -294,6 +307,9 @@ mod tests {
         assert!(error(json!(FOLDER), "[").contains("not a JSON object"));
         assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 16}"#).contains("`lora_alpha` that differs"));
         assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "use_rslora": true}"#).contains("`use_rslora`"));
-        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8}"#).contains("is missing or empty"));
+        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "alpha_pattern": {"q_proj": 4}}"#).contains("`alpha_pattern`"));
+        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "layers_to_transform": 0}"#).contains("`layers_to_transform`"));
+        let neutral = r#"{"r": 8, "lora_alpha": 8, "bias": "none", "rank_pattern": {}, "layers_to_transform": null}"#;
+        assert!(error(json!(FOLDER), neutral).contains("is missing or empty"));
     }
 }

@@ -52,6 +52,10 @@ impl Samples {
         if self.count == 0 {
             return Err(Error::option("--samples", "is 0, but must be at least 1"));
         }
+        // Continuations are always sampled, but the error of `Sampling` recommends greedy decoding.
+        if self.temperature == 0.0 {
+            return Err(Error::option("--temperature", "is 0, but must be greater than 0; a low one, such as 0.1, is close to greedy decoding"));
+        }
         self.options().check()
     }
 
