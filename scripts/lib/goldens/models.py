@@ -1715,13 +1715,23 @@ def resnet():
 
 
 def rt_detr():
-    def add(name, kind, backbone, overlook={}, size=(32, 64), **fields):
+    def add(name, kind, backbone, offsets, overlook={}, **fields):
+        """`offsets` of feature maps, by seed and deviation, separate the scores: rounding does not change the queries."""
+
+        def separated(tensors):
+            seed, deviation = offsets
+            for level in range(fields["num_feature_levels"]):
+                rng = random.Random(f"{name}/{seed}/{level}")
+                tensors[f"model.decoder_input_proj.{level}.1.bias"] = normal(rng, (config.d_model,), deviation)
+            tensors["model.enc_score_head.bias"] = normal(random.Random(f"{name}/{seed}/scores"), (config.num_labels,), 2)
+            return tensors
+
         widths = {"embedding_size": 6, "out_features": ["stage2", "stage3", "stage4"], **backbone}
         backbone = transformers.RTDetrResNetConfig(**widths)
         shape = {"encoder_hidden_dim": 8, "d_model": 12, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 2}
         shape |= {"encoder_in_channels": backbone.hidden_sizes[1:], "encoder_ffn_dim": 20, "decoder_ffn_dim": 18, "decoder_n_points": 2}
-        shape |= {"num_queries": 7, "num_denoising": 3, "num_labels": 5, "layer_norm_eps": 0.01, "batch_norm_eps": 0.01}
-        shape |= {"positional_encoding_temperature": 50, "anchor_image_size": list(size), **fields}
+        shape |= {"num_denoising": 3, "num_labels": 5, "layer_norm_eps": 0.01, "batch_norm_eps": 0.01}
+        shape |= {"positional_encoding_temperature": 50, **fields}
         shape["decoder_in_channels"] = [shape["encoder_hidden_dim"]] * 3
         config = kind.config_class(backbone_config=backbone, **shape)
         overlook = {
@@ -1735,7 +1745,8 @@ def rt_detr():
         }
         # Only heads of the last layer have outputs, and embeddings of classes are for training.
         unused = (*KEYS, "denoising_class_embed", "class_embed.0", "n_points_scale")
-        pretrained(name, kind, config, images(name, *size), overlook=overlook, unused=unused)
+        height, width = fields["anchor_image_size"] or fields["image_size"]
+        pretrained(name, kind, config, images(name, height, width), edit=offsets and separated, overlook=overlook, unused=unused)
 
     basic = {"layer_type": "basic", "hidden_sizes": [6, 8, 10, 12], "depths": [1, 2, 1, 1]}
     deep = {"layer_type": "bottleneck", "hidden_sizes": [8, 12, 16, 20], "depths": [2, 1, 1, 1], "downsample_in_bottleneck": True}
@@ -1743,19 +1754,29 @@ def rt_detr():
         "rt-detr-bottleneck",
         transformers.RTDetrForObjectDetection,
         deep,
+        (80, 6),
         {"the order of norms": {"normalize_before": False}},
         encoder_hidden_dim=12,
         encoder_attention_heads=3,
         hidden_expansion=0.5,
         normalize_before=True,
-        num_feature_levels=4,
+        num_feature_levels=5,
         encode_proj_layers=[1, 2],
-        size=(64, 64),
+        num_queries=3,
         anchor_image_size=None,
-        image_size=64,
+        image_size=[64, 32],
     )
-    scale = {"the scale of offsets": {"decoder_offset_scale": 0.5}}
-    add("rt-detr-v2", transformers.RTDetrV2ForObjectDetection, basic, scale, decoder_offset_scale=0.8, num_labels=3)
+    add(
+        "rt-detr-v2",
+        transformers.RTDetrV2ForObjectDetection,
+        basic,
+        None,
+        {"the scale of offsets": {"decoder_offset_scale": 0.5}},
+        decoder_offset_scale=0.8,
+        num_labels=3,
+        num_queries=7,
+        anchor_image_size=[32, 64],
+    )
 
 
 def torchvision_models():
