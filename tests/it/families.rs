@@ -131,6 +131,7 @@ fn roles_are_those_of_the_graph() {
                 Some(Role::Matrix) => assert!(is_linear(weight, &sample.model.weights.by_name[weight]), "{name}: {weight}"),
                 Some(Role::Router) => assert!(is_gate(), "{name}: {weight} feeds no routing"),
                 Some(Role::LinearAttentionGate) => assert!(sample.graph.nodes().iter().any(|node| matches!(node.op, Op::GatedDelta(_))), "{name}: {weight}"),
+                Some(Role::Localization) => assert!(sample.graph.nodes().iter().any(|node| matches!(node.op, Op::DeformableAttention(_))), "{name}: {weight}"),
                 Some(Role::Head | Role::Table) => {}
                 None => assert!(!weight.ends_with(".weight"), "{name}: {weight}"),
                 other => panic!("{name}: {weight} is {other:?}"),

@@ -71,7 +71,7 @@ fn names() -> Vec<String> {
 
 /// Whether config.json describes a model completely, because compressed-tensors supports all its layers.
 fn is_described(name: &str) -> bool {
-    !["gpt2", "resnet", "mobilenet", "convnext", "efficientnet", "whisper"].iter().any(|family| name.contains(family))
+    !["gpt2", "resnet", "mobilenet", "convnext", "efficientnet", "whisper", "rt-detr"].iter().any(|family| name.contains(family))
 }
 
 /// The cosine of an output to that of the float model, quantized without rescaling of channels.

@@ -137,7 +137,10 @@ fn whole_models_have_the_gradients_of_pytorch() {
         let largest = expected.values().map(|numbers| numbers[0]).fold(0.0, f32::max);
         for (param, expected) in expected {
             let Some(gradient) = found.get(param) else {
-                failures.push(format!("{name}: no gradient of {param}"));
+                // PyTorch has gradients of zero for parameters whose effects are detached.
+                if expected.iter().any(|number| *number != 0.0) {
+                    failures.push(format!("{name}: no gradient of {param}"));
+                }
                 continue;
             };
             let gradient: Vec<f32> = gradient.flatten_all().unwrap().to_vec1().unwrap();

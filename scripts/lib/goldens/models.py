@@ -96,10 +96,11 @@ def randomise(model, seed):
     """Initializes in place; each tensor has a separate generator."""
     for path, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if name in module._non_persistent_buffers_set:
+            if name in module._non_persistent_buffers_set or name == "n_points_scale":  # a constant
                 continue
             rng = random.Random(f"{seed}/{path}/{name}")
-            tensor.copy_(random_tensor(rng, module, name, tensor.shape))
+            # The logits of boxes at the border of an image amplify rounding.
+            tensor.copy_(random_tensor(rng, module, name, tensor.shape) * (0.5 if "bbox" in path else 1))
     return model.eval()
 
 
@@ -148,11 +149,15 @@ def run(model, inputs):
     if model.can_generate():
         inputs = {**inputs, "use_cache": False}
     output = model(**inputs)
-    return {name: output[name] for name in OUTPUTS if output.get(name) is not None}
+    found = {name: output[name] for name in OUTPUTS if output.get(name) is not None}
+    if "pred_boxes" in found:
+        # The states of the queries of a detector are not among the outputs of an export.
+        del found["last_hidden_state"]
+    return found
 
 
 # The last ones belong to text and image towers.
-OUTPUTS = ("logits", "last_hidden_state", "pooler_output")
+OUTPUTS = ("logits", "last_hidden_state", "pooler_output", "pred_boxes")
 OUTPUTS += ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")
 
 
@@ -1709,6 +1714,71 @@ def resnet():
     add("resnet-bottleneck-first-convolution", transformers.ResNetModel, **bottleneck, downsample_in_bottleneck=True)
 
 
+def rt_detr():
+    def add(name, kind, backbone, offsets, overlook={}, **fields):
+        """`offsets` of feature maps, by seed and deviation, separate the scores: rounding does not change the queries."""
+
+        def separated(tensors):
+            seed, deviation = offsets
+            for level in range(fields["num_feature_levels"]):
+                rng = random.Random(f"{name}/{seed}/{level}")
+                tensors[f"model.decoder_input_proj.{level}.1.bias"] = normal(rng, (config.d_model,), deviation)
+            tensors["model.enc_score_head.bias"] = normal(random.Random(f"{name}/{seed}/scores"), (config.num_labels,), 2)
+            return tensors
+
+        widths = {"embedding_size": 6, "out_features": ["stage2", "stage3", "stage4"], **backbone}
+        backbone = transformers.RTDetrResNetConfig(**widths)
+        shape = {"encoder_hidden_dim": 8, "d_model": 12, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 2}
+        shape |= {"encoder_in_channels": backbone.hidden_sizes[1:], "encoder_ffn_dim": 20, "decoder_ffn_dim": 18, "decoder_n_points": 2}
+        shape |= {"num_denoising": 3, "num_labels": 5, "layer_norm_eps": 0.01, "batch_norm_eps": 0.01}
+        shape |= {"positional_encoding_temperature": 50, **fields}
+        shape["decoder_in_channels"] = [shape["encoder_hidden_dim"]] * 3
+        config = kind.config_class(backbone_config=backbone, **shape)
+        overlook = {
+            **OTHER_EPS,
+            "the epsilon of batch norms": {"batch_norm_eps": 1e-5},
+            "the temperature": {"positional_encoding_temperature": 10000},
+            "the activation of the encoder": {"encoder_activation_function": "relu"},
+            "the activation of the decoder": {"decoder_activation_function": "gelu"},
+            "the activation of convolutions": {"activation_function": "relu"},
+            **overlook,
+        }
+        # Only heads of the last layer have outputs, and embeddings of classes are for training.
+        unused = (*KEYS, "denoising_class_embed", "class_embed.0", "n_points_scale")
+        height, width = fields["anchor_image_size"] or fields["image_size"]
+        pretrained(name, kind, config, images(name, height, width), edit=offsets and separated, overlook=overlook, unused=unused)
+
+    basic = {"layer_type": "basic", "hidden_sizes": [6, 8, 10, 12], "depths": [1, 2, 1, 1]}
+    deep = {"layer_type": "bottleneck", "hidden_sizes": [8, 12, 16, 20], "depths": [2, 1, 1, 1], "downsample_in_bottleneck": True}
+    add(
+        "rt-detr-bottleneck",
+        transformers.RTDetrForObjectDetection,
+        deep,
+        (80, 6),
+        {"the order of norms": {"normalize_before": False}},
+        encoder_hidden_dim=12,
+        encoder_attention_heads=3,
+        hidden_expansion=0.5,
+        normalize_before=True,
+        num_feature_levels=5,
+        encode_proj_layers=[1, 2],
+        num_queries=3,
+        anchor_image_size=None,
+        image_size=[64, 32],
+    )
+    add(
+        "rt-detr-v2",
+        transformers.RTDetrV2ForObjectDetection,
+        basic,
+        None,
+        {"the scale of offsets": {"decoder_offset_scale": 0.5}},
+        decoder_offset_scale=0.8,
+        num_labels=3,
+        num_queries=7,
+        anchor_image_size=[32, 64],
+    )
+
+
 def torchvision_models():
     """torchvision has no config.json: ours names the variant and the differences from it."""
 
@@ -1831,6 +1901,7 @@ for family in (
     convnext,
     efficientnet,
     resnet,
+    rt_detr,
     torchvision_models,
 ):
     family()

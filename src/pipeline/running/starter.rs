@@ -178,7 +178,7 @@ fn data(facts: &Facts, path: &str, out: &mut Vec<String>) {
         return;
     }
     let has_text = matches!(facts.kind, Some(ModelKind::Encoder | ModelKind::Decoder));
-    let has_images = matches!(facts.kind, Some(ModelKind::VisionTransformer | ModelKind::Convolutional));
+    let has_images = matches!(facts.kind, Some(ModelKind::VisionTransformer | ModelKind::Convolutional | ModelKind::Detector));
     out.push("# Samples; paths are relative to this file. The model is measured on `evaluation` before and after compression: with labels".into());
     out.push("# by a score, without labels by the fidelity to the original. Passes that run the model use `calibration`: a hundred samples".into());
     out.push("# similar to those in production; labels are ignored.".into());
@@ -204,6 +204,7 @@ fn data(facts: &Facts, path: &str, out: &mut Vec<String>) {
         Some(ModelKind::Encoder) => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
         Some(ModelKind::Decoder) => (language.as_str(), windows.as_str()),
         Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", images.as_str()),
+        Some(ModelKind::Detector) => ("{ images: test, task: fidelity }", images.as_str()),
         Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder | ModelKind::DraftHead) | None => {
             ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }")
         }
@@ -232,7 +233,7 @@ fn data(facts: &Facts, path: &str, out: &mut Vec<String>) {
 fn search(facts: &Facts, path: &str, calibration: &str, out: &mut Vec<String>) {
     let is_text = match facts.kind {
         Some(ModelKind::Encoder | ModelKind::Decoder) => true,
-        Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => false,
+        Some(ModelKind::VisionTransformer | ModelKind::Convolutional | ModelKind::Detector) => false,
         Some(ModelKind::DualEncoder | ModelKind::EncoderDecoder | ModelKind::DraftHead) | None => return,
     };
     if facts.quantized || (is_text && !facts.has_file("tokenizer.json")) {

@@ -63,6 +63,8 @@ pub enum Role {
     Vision,
     /// Part of a multi-token prediction module.
     TokenPrediction,
+    /// A layer of a detector that computes positions within an image, or scores that select them.
+    Localization,
     /// A matrix that products read in different axis orders, or that other nodes read too.
     Mixed,
     /// A number of a computation rather than a weight: a single element, or one that determines shapes.

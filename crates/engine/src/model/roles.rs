@@ -15,6 +15,7 @@ fn description(role: Role) -> Option<[&'static str; 2]> {
         Role::LinearAttentionGate => "linear attention gate",
         Role::Vision => "vision layer",
         Role::TokenPrediction => "multi-token prediction layer",
+        Role::Localization => "localization layer",
         Role::Mixed => return Some(["weight", ", which layers read in different axis orders, or which other nodes read too"]),
     };
     Some([kind, ""])
@@ -61,9 +62,9 @@ pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -
 }
 
 /// Description of the rule of [`is_linear`], for plans and reports.
-pub const LINEAR_RULE: &str = "matrices named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, matrices of MatMul and Gemm";
+pub const LINEAR_RULE: &str = "matrices named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, localization layer, vision tower or multi-token prediction module; of an .onnx model, matrices of MatMul and Gemm";
 /// Description of the rule of [`is_prunable`]: linear weights and convolutions.
-pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, vision tower or multi-token prediction module; of an .onnx model, weights of MatMul, Gemm and Conv";
+pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm, position bias, gate of linear attention, localization layer, vision tower or multi-token prediction module; of an .onnx model, weights of MatMul, Gemm and Conv";
 
 /// Whether a weight belongs to a linear layer, by its name and shape.
 pub fn is_linear(name: &str, weight: &Weight) -> bool {
@@ -240,6 +241,7 @@ mod tests {
             "model.visual.blocks.0.attn.qkv.weight",
             "mtp.fc.weight",
             "model.layers.0.linear_attn.in_proj_a.weight",
+            "model.decoder.layers.0.encoder_attn.sampling_offsets.weight",
         ];
         let linear = [
             "model.layers.0.mixer.experts.0.up.weight",
@@ -267,7 +269,7 @@ mod tests {
         let described = exempt_layers(weights.iter().map(|(name, weight)| (name.as_str(), weight))).unwrap();
         assert_eq!(
             described,
-            "7 output heads (the first: `language_model.model.output.weight`), 6 routers (the first: `layers.0.moe.gate.weight`), the linear attention gate `model.layers.0.linear_attn.in_proj_a.weight`, the vision layer `model.visual.blocks.0.attn.qkv.weight`, the multi-token prediction layer `mtp.fc.weight`"
+            "7 output heads (the first: `language_model.model.output.weight`), 6 routers (the first: `layers.0.moe.gate.weight`), the linear attention gate `model.layers.0.linear_attn.in_proj_a.weight`, the vision layer `model.visual.blocks.0.attn.qkv.weight`, the multi-token prediction layer `mtp.fc.weight`, the localization layer `model.decoder.layers.0.encoder_attn.sampling_offsets.weight`"
         );
     }
 

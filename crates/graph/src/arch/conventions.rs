@@ -37,8 +37,13 @@ pub(super) const FUSED: &[&[&str]] = &[
 ];
 
 /// Substrings of the names of matrices that are not linear layers, or require full precision.
-const EXEMPT: [(&str, Role); 24] = [
+const EXEMPT: [(&str, Role); 32] = [
     ("embed_out", Role::Head),
+    ("denoising_class_embed", Role::Table),
+    ("class_embed.", Role::Head),
+    ("bbox_embed.", Role::Head),
+    ("bbox_head.", Role::Head),
+    ("score_head.", Role::Head),
     ("embed", Role::Table),
     ("wte.", Role::Table),
     ("wpe.", Role::Table),
@@ -62,6 +67,9 @@ const EXEMPT: [(&str, Role); 24] = [
     ("mtp.", Role::TokenPrediction),
     ("eh_proj.", Role::TokenPrediction),
     ("indexer.weights_proj.", Role::Other),
+    ("enc_output.", Role::Localization),
+    ("sampling_offsets.", Role::Localization),
+    ("query_pos_head.", Role::Localization),
 ];
 /// Modules that are output heads, wherever they are in the model.
 const HEADS: [&str; 3] = ["output_layer", "shared_head.head", "score"];

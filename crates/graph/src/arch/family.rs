@@ -17,6 +17,8 @@ pub enum ModelKind {
     VisionTransformer,
     /// Images to features or classes, with convolutions.
     Convolutional,
+    /// Images to boxes and their classes.
+    Detector,
     /// Images and texts to similarity scores (dual encoder).
     DualEncoder,
     /// Encoder-decoder: text or audio to text.

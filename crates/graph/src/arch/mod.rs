@@ -63,6 +63,7 @@ mod qwen_moe;
 mod resnet;
 mod roberta;
 mod roles;
+mod rt_detr;
 mod smollm3;
 mod stablelm;
 mod starcoder2;
@@ -161,6 +162,8 @@ const FAMILIES: &[&Family] = &[
     &efficientnet::EFFICIENTNET,
     &resnet::RESNET,
     &torchvision::TORCHVISION,
+    &rt_detr::RT_DETR,
+    &rt_detr::RT_DETR_V2,
 ];
 
 /// All families.

@@ -103,6 +103,7 @@ impl LoadedBy {
             (LoadedBy::Transformers, _) if is_convolutional => "loads convolutions only as floats",
             _ if is_convolutional => "does not load convolutional networks",
             (LoadedBy::Vllm | LoadedBy::LlamaCpp, Some(ModelKind::VisionTransformer)) => "does not load vision transformers",
+            (LoadedBy::Vllm | LoadedBy::LlamaCpp, Some(ModelKind::Detector)) => "does not load detectors",
             _ => return Ok(()),
         };
         Err(Error::option("--for", format!("{}: {self} {reason}: use `--for onnxruntime`", model.path.display())))

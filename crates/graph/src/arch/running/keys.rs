@@ -108,8 +108,8 @@ fn sort(harmless: &[&str], known: &[(&str, &str)], settings: &Settings, file: &s
         let same = |text: &str| {
             serde_json::from_str::<Value>(text).is_ok_and(|neutral| neutral == *value || neutral.as_f64().is_some_and(|n| value.as_f64() == Some(n)))
         };
-        // The towers of a model, and the layer of a draft head, have separate configurations.
-        let own = ["text_config.", "vision_config.", "text_config_dict.", "vision_config_dict.", "transformer_layer_config."]
+        // The towers of a model, a backbone, and the layer of a draft head have separate configurations.
+        let own = ["backbone_config.", "text_config.", "vision_config.", "text_config_dict.", "vision_config_dict.", "transformer_layer_config."]
             .iter()
             .find_map(|tower| key.strip_prefix(tower))
             .unwrap_or(&key);
