@@ -33,8 +33,8 @@ impl Check {
     }
 }
 
-/// Compares the hash of every output file with `report.json` and the bill of materials, opens the folder or
-/// file strictly, and runs its ONNX file, if it has one.
+/// Compares the hash of every output file with `report.json` and the bill of materials, names files that the
+/// report does not list, opens the folder or file strictly, and runs its ONNX file, if it has one.
 /// [`verify_signature`](crate::provenance::verify_signature) checks the signature.
 ///
 /// # Errors
@@ -60,6 +60,8 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
         };
         checks.push(Check::new((path.clone(), Some(ok), finding)));
     }
+    let unlisted = crate::output::unlisted_files(&report_folder).into_iter();
+    checks.extend(unlisted.map(|path| Check::new((path, None, "not checked: the report does not list it, but programs may read it".to_owned()))));
     for file in report.outputs.iter().filter(|output| output.path.ends_with(".gguf")) {
         let opened = Model::open(folder.join(&file.path)).and_then(|model| model.require_matching_weights().map(|()| model));
         let (ok, finding) = match opened {

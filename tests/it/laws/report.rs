@@ -109,6 +109,9 @@ proptest! {
         bytes.pop();
         std::fs::write(&path, &bytes).unwrap();
         prop_assert!(failed().contains(name));
+        std::fs::write(output.path.join("other.bin"), "of another program").unwrap();
+        let skipped = work(|work| verify(&output.path, work)).unwrap().into_iter().filter(|check| check.skipped).map(|check| check.path);
+        prop_assert_eq!(skipped.collect::<Vec<_>>(), ["other.bin"]);
         std::fs::remove_file(&path).unwrap();
         prop_assert!(failed().contains(name));
     }

@@ -12,6 +12,11 @@ use serde_json::Value;
 use super::names::{REPORT_FILES, file_format, file_name};
 use crate::files::{self, FileCache, SMALL_FILE};
 
+/// Names of the files of a folder that its report does not list, sorted.
+pub fn unlisted_files(folder: &Path) -> Vec<String> {
+    Listing::open(folder).map(|listing| listing.unlisted(folder)).unwrap_or_default()
+}
+
 /// The files that a report lists.
 #[derive(Default)]
 pub(super) struct Listing {

@@ -13,6 +13,7 @@ mod staging;
 mod target;
 mod writable;
 
+pub use listing::unlisted_files;
 pub use names::{CONTINUATIONS, DRAFT_VOCABULARY, REPORT_FILES, SBOM, SIGNATURE, file_format, file_name, report_folder, reported_output, require_folder_name};
 pub use resume_folder::{IDENTITY, ResumeFolder};
 pub use staging::{ScratchFolder, Staging, check_output};

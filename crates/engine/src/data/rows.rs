@@ -143,7 +143,7 @@ fn tensors(path: &Path) -> Result<Vec<Rows>> {
 }
 
 fn archive(path: &Path) -> Result<Vec<Rows>> {
-    let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("not an .npz file: {e}"));
+    let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("cannot be read as .npz: {e}"));
     let open = || File::open(path).map(|file| file.reader()).map_err(Error::io("open", path));
     let mut archive = zip::ZipArchive::new(BufReader::new(open()?)).map_err(|e| wrong(&e))?;
     let mut arrays = Vec::new();
@@ -167,7 +167,7 @@ fn archive(path: &Path) -> Result<Vec<Rows>> {
 
 fn array(path: &Path) -> Result<Rows> {
     let file = File::open(path).map_err(Error::io("open", path))?;
-    numpy(stem(path), path, Box::new(BufReader::new(file.reader()))).map_err(|e| Error::malformed(path, format!("not an .npy file: {e}")))
+    numpy(stem(path), path, Box::new(BufReader::new(file.reader()))).map_err(|e| Error::malformed(path, format!("cannot be read as .npy: {e}")))
 }
 
 /// Opens an array in NumPy's format.
