@@ -350,7 +350,7 @@ mod running {
                 return Err(Error::graph("config.json", format!("`num_feature_levels` is {count}, but the decoder has other feature maps")));
             }
             let Some(smallest) = maps.last() else { return Err(Error::graph("config.json", "the backbone has no feature maps")) };
-            let (mut places, mut levels) = (Vec::with_capacity(count), Vec::with_capacity(count));
+            let (mut places, mut levels) = (Vec::new(), Vec::new());
             for level in 0..count {
                 let name = format!("decoder_input_proj.{level}");
                 let (map, shape) = maps.get(level).map_or((smallest, (width, 3, 2)), |map| (map, (width, 1, 1)));
