@@ -91,6 +91,8 @@ mod running {
     const ANCHOR: f64 = 0.05;
     /// Least distance of box numbers from 0 and 1, of which the logit is taken.
     const MARGIN: f64 = 1e-5;
+    /// Factor on the sampling offsets, which only the second version can configure.
+    const OFFSET_SCALE: f64 = 0.5;
     /// RepVGG blocks of a fusion block.
     const FUSION_BLOCKS: usize = 3;
 
@@ -397,7 +399,9 @@ mod running {
             if !width.is_multiple_of(heads) {
                 return Err(indivisible(("d_model", width), ("decoder_attention_heads", heads)));
             }
-            let sampling = DeformableAttention { levels, points: s.size("decoder_n_points")?, scale: s.number_or("decoder_offset_scale", 0.5)? };
+            let has_scale = s.text_or("model_type", "")? == "rt_detr_v2";
+            let scale = if has_scale { s.number_or("decoder_offset_scale", OFFSET_SCALE)? } else { OFFSET_SCALE };
+            let sampling = DeformableAttention { levels, points: s.size("decoder_n_points")?, scale };
             let scores = heads.saturating_mul(sampling.samples());
             for index in 0..layers {
                 let node = format!("decoder.layers.{index}");
