@@ -34,8 +34,11 @@ const KEYS: Keys = Keys {
         "data_format",
         "device",
         "disable_grouping",
+        // Of the annotations of detectors.
+        "do_convert_annotations",
         "do_convert_rgb",
         "feature_extractor_type",
+        "format",
         "image_mean",
         "image_processor_type",
         "image_std",

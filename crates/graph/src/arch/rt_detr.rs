@@ -91,6 +91,8 @@ mod running {
     const ANCHOR: f64 = 0.05;
     /// Least distance of box numbers from 0 and 1, of which the logit is taken.
     const MARGIN: f64 = 1e-5;
+    /// Factor on the sampling offsets, which only the second version can configure.
+    const OFFSET_SCALE: f64 = 0.5;
     /// RepVGG blocks of a fusion block.
     const FUSION_BLOCKS: usize = 3;
 
@@ -350,7 +352,7 @@ mod running {
                 return Err(Error::graph("config.json", format!("`num_feature_levels` is {count}, but the decoder has other feature maps")));
             }
             let Some(smallest) = maps.last() else { return Err(Error::graph("config.json", "the backbone has no feature maps")) };
-            let (mut places, mut levels) = (Vec::with_capacity(count), Vec::with_capacity(count));
+            let (mut places, mut levels) = (Vec::new(), Vec::new());
             for level in 0..count {
                 let name = format!("decoder_input_proj.{level}");
                 let (map, shape) = maps.get(level).map_or((smallest, (width, 3, 2)), |map| (map, (width, 1, 1)));
@@ -397,7 +399,9 @@ mod running {
             if !width.is_multiple_of(heads) {
                 return Err(indivisible(("d_model", width), ("decoder_attention_heads", heads)));
             }
-            let sampling = DeformableAttention { levels, points: s.size("decoder_n_points")?, scale: s.number_or("decoder_offset_scale", 0.5)? };
+            let has_scale = s.text_or("model_type", "")? == "rt_detr_v2";
+            let scale = if has_scale { s.number_or("decoder_offset_scale", OFFSET_SCALE)? } else { OFFSET_SCALE };
+            let sampling = DeformableAttention { levels, points: s.size("decoder_n_points")?, scale };
             let scores = heads.saturating_mul(sampling.samples());
             for index in 0..layers {
                 let node = format!("decoder.layers.{index}");
