@@ -678,5 +678,5 @@ fn numbers_of_arrays_are_classes_by_index() {
     save(Tensor::new(&[0f32, 2.0, 5.0, 3.0], &Device::Cpu).unwrap());
     assert_eq!(accuracy("{}"), 0.75);
     save(Tensor::new(&[0f32, 2.5, 5.0, 3.0], &Device::Cpu).unwrap());
-    assert!(refused(folder.path(), &data("{}")).contains("2.5 is not an integer"));
+    assert!(refused(folder.path(), &data("{}")).contains("row 1 of array `labels` contains 2.5"));
 }
