@@ -22,8 +22,8 @@ struct Norm {
     readers: Vec<(String, bool)>,
 }
 
-/// Whether a detector selects queries by their scores: rounding can select other queries, so that the error
-/// of the outputs does not depend on scales.
+/// Whether a detector selects queries by their scores. Rounding can then select other queries, which changes
+/// outputs by much more than the rounding errors that this test compares.
 fn selects_queries(draw: &Draw) -> bool {
     draw.model().graph().unwrap().nodes().iter().any(|node| matches!(node.op, Op::TopK(_)))
 }

@@ -100,12 +100,12 @@ fn floats(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
     Ok(decode!(bytes, dtype, f32))
 }
 
-/// Decodes integers; fractions and values outside of i64 are rejected. `what`: the array, for errors.
-fn integers(path: &Path, what: &str, bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
+/// Decodes integers; fractions and values outside of i64 are rejected. `what` describes the array in errors.
+fn integers(path: &Path, what: impl Fn() -> String, bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
     if matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16 | DType::U64) {
         let numbers: Vec<f64> = decode!(bytes, dtype, f64);
         if let Some(wrong) = numbers.iter().find(|x| x.fract() != 0.0 || x.abs() >= i64::MAX as f64) {
-            return Err(Error::malformed(path, format!("{what} contains {wrong}, but must contain integers of 64 bits")));
+            return Err(Error::malformed(path, format!("{} contains {wrong}, but must contain integers of 64 bits", what())));
         }
     }
     Ok(decode!(bytes, dtype, i64))
@@ -121,8 +121,8 @@ pub(super) fn tensor(
     prepare: &mut dyn FnMut(&mut [f32]) -> Result<()>,
 ) -> Result<Tensor> {
     if port.element == Element::Int {
-        let what = format!("array `{name}`, which is the input `{}`,", port.name);
-        return Tensor::from_vec(integers(path, &what, bytes, dtype)?, shape, &Device::Cpu).map_err(shaped);
+        let what = || format!("array `{name}`, which is the input `{}`,", port.name);
+        return Tensor::from_vec(integers(path, what, bytes, dtype)?, shape, &Device::Cpu).map_err(shaped);
     }
     let mut numbers = floats(bytes, dtype)?;
     prepare(&mut numbers)?;
@@ -342,8 +342,8 @@ impl Arrays {
         let mut labels = Vec::new();
         for sample in samples {
             if let Some((dtype, bytes)) = &sample.label {
-                let what = format!("row {} of array `{}`", sample.index, self.labels.as_deref().unwrap_or_default());
-                labels.push((sample.index, integers(&self.path, &what, bytes, *dtype)?));
+                let what = || format!("row {} of array `{}`", sample.index, self.labels.as_deref().unwrap_or_default());
+                labels.push((sample.index, integers(&self.path, what, bytes, *dtype)?));
             }
         }
         if let Targets::Decoder(decoder, has_references) = &self.targets {

@@ -12,8 +12,8 @@ const SIZES: Sizes = Sizes {
     ..DECODER_SIZES
 };
 
-/// Keys without effect in both versions, and others. Load balancing of experts only affects training, and the
-/// head widths are derived from other keys.
+/// Keys without an effect in both versions, and further keys of one version. Load balancing of experts only
+/// affects training, and the head widths are derived from other keys.
 macro_rules! harmless {
     ($($other:literal),+) => {
         &[

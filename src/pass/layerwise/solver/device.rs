@@ -152,7 +152,7 @@ impl DeviceSolver {
     }
 }
 
-/// The factors of a matrix, with `added` to its diagonal, computed in `dtype`.
+/// The factors of a matrix after `added` is added to its diagonal, computed in `dtype`.
 fn unit_factors(matrix: &Tensor, dtype: DType, added: f64) -> Result<UnitFactors> {
     // The factorization overwrites its matrix.
     let matrix = if matrix.dtype() == dtype { matrix.copy()? } else { matrix.to_dtype(dtype)? };
