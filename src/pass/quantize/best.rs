@@ -1,6 +1,6 @@
-//! The choice of `method: best`.
+//! The choice of `method: best`, the default.
 
-use super::{Method, Quantize, Scheme};
+use super::{Method, Quantize, Scheme, WeightObserver};
 use crate::model::Model;
 use crate::pass::{Samples, layerwise};
 
@@ -19,7 +19,9 @@ impl Quantize {
         let narrowest = schemes.iter().map(|scheme| scheme.codes().bits()).min().unwrap_or(ROUNDED_BITS);
         let runs = layerwise::require("quantize: method").is_ok() && !model.inputs_of_layers().is_empty();
         let can_compensate = schemes.iter().all(|scheme| scheme.has_scales_within_rows()) && model.onnx.is_none() && !model.config.has_conv1d();
-        if sets.is_empty() || !runs || !can_compensate {
+        // Errors that samples weight have no fourth power.
+        let is_rounded = self.observer == Some(WeightObserver::L4);
+        if !sets.contains(&Samples::Calibration) || is_rounded || !runs || !can_compensate {
             return Method::Rtn;
         }
         let round_activations = schemes.iter().all(|scheme| scheme.rounds_activations() && scheme.rounds_activations_like(self.scheme));
@@ -65,6 +67,8 @@ mod tests {
             assert_eq!(best("llama", &samples, json!({ "scheme": scheme, "rules": rules })), Method::Autoround, "{scheme}");
         }
         assert_eq!(best("llama", &samples, json!({ "scheme": "W2A16", "correct": { "rank": 2 } })), Method::Gptq);
+        assert_eq!(best("llama", &samples, json!({ "observer": "l4" })), Method::Rtn);
+        assert_eq!(best("llama", &[Samples::Train], json!({})), Method::Rtn);
         assert_eq!(best("gpt2", &samples, json!({ "scheme": "W4A16" })), Method::Rtn);
     }
 }

@@ -44,7 +44,6 @@ use crate::work::Meter;
 #[non_exhaustive]
 pub enum Method {
     /// Round to nearest; needs no data
-    #[default]
     Rtn,
     /// Quantize column by column; later columns compensate for the error on calibration samples
     Gptq,
@@ -56,6 +55,7 @@ pub enum Method {
     Autoround,
     /// The method with the smallest error: with calibration samples autoround for integers of two and three
     /// bits, gptq for fewer than eight bits, and smoothquant for W8A8; otherwise rtn
+    #[default]
     Best,
 }
 
@@ -304,9 +304,6 @@ impl Pass for Quantize {
             let reason =
                 format!("`method: awq` and `smoothquant` require the same activations everywhere; {} and {} differ", self.scheme.name(), scheme.name());
             return Err(Error::option(format!("{NAME}: rules"), reason));
-        }
-        if self.method == Method::Best && self.observer.is_some() {
-            return Err(Error::option(NAME, "`method: best` chooses `observer` too: omit it, or specify the method"));
         }
         let is_set = [self.damping.is_some(), self.propagation.is_some(), self.ordered.is_some(), self.sweeps.is_some(), !self.guide.is_none()];
         if !self.method.compensates() && is_set.contains(&true) {

@@ -214,7 +214,7 @@ pub(super) fn file_bytes(export: &Onnx, model: &Model, run: &RunState) -> Result
 
 /// The pass that quantizes matrices to int4.
 fn int4(targets: Vec<Pattern>) -> Quantize {
-    Quantize { scheme: Scheme::W4A16, group_size: Some(GROUP), targets, ..Quantize::default() }
+    Quantize { scheme: Scheme::W4A16, group_size: Some(GROUP), method: Method::Rtn, targets, ..Quantize::default() }
 }
 
 impl Formats for OnnxLayers {
