@@ -35,6 +35,7 @@ const FRONT: [&str; 1] = ["json"];
   compress auto llama -o out --max-size 4.5bits                                    without samples, by the errors of the weights
   compress auto llama -o out --max-kl 0.05 --calibration book.txt                  the smallest with this divergence
   compress auto llama -o out --max-size 4.5bits --time 30m --calibration book.txt  the same size, with a slower method if it is better
+  compress auto llama -o out --formats W4A16:64 --time 30m --calibration book.txt  one format, with the best method in this time
   compress auto llama -o small.gguf --max-size 80MB --calibration book.txt         a GGUF file of this size
   compress auto vit -o out --for onnxruntime --max-loss 0.5% --calibration train --eval val   the smallest with this accuracy
   compress auto vit -o out --for onnxruntime --latency 5ms --calibration train     the closest model that is this fast
@@ -56,7 +57,8 @@ pub(in crate::cli) struct Args {
     /// onnxruntime for `.onnx` files, otherwise vllm]
     #[arg(long = "for", value_name = "RUNTIME", value_enum)]
     target: Option<LoadedBy>,
-    /// Formats to choose from, such as the fastest ones of your machine [default: all that the runtime loads]
+    /// Formats to choose from, such as the fastest ones of your machine; a single one needs no limit [default:
+    /// all that the runtime loads]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
     /// Also remove heads, neurons and channels. Fractions of them that may remain, whose losses are measured:
@@ -336,9 +338,11 @@ impl Args {
         match (&self.output, &self.front, budget) {
             (None, None, _) if self.plan => Ok(budget),
             (None, None, _) => Err(Error::option("auto", "specify `-o DIR` for the output, or `--front FILE` for the front only")),
+            // All weights have the only format, and the method is chosen.
+            (Some(_), _, None) if self.formats.len() == 1 && self.prune.is_empty() => Ok(None),
             (Some(_), _, None) => Err(Error::option(
                 "auto",
-                "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, `--max-kl 0.05`, `--max-loss 1%`, or `--latency 5ms`",
+                "specify a limit: `--max-size 4.5bits`, `--max-size 300MB`, `--max-size 25%`, `--max-kl 0.05`, `--max-loss 1%`, or `--latency 5ms`; or a single format with `--formats`",
             )),
             _ => Ok(budget),
         }

@@ -430,7 +430,14 @@ fn a_time_allows_better_methods() {
     let found = data(folder, &format!("auto llama -o short --max-size 5bits --time 1us --json {SETS}"));
     assert_eq!(found["search"]["methods"].as_array().unwrap().iter().map(|method| &method["measured"]).collect::<Vec<_>>(), [&Value::Null]);
     assert_eq!(recipe(folder, "short")[0]["quantize"]["method"], "gptq");
+    // A single format needs no limit: all weights have it.
+    let found = data(folder, &format!("auto llama -o single --formats W4A16:32 --time 1us --json {SETS}"));
+    let point = &found["search"]["chosen"];
+    assert!(point["formats"].as_array().unwrap().iter().all(|format| format == "W4A16:32"), "{point}");
+    let pass = &recipe(folder, "single")[0]["quantize"];
+    assert_eq!((&pass["scheme"], &pass["method"], pass.get("rules")), (&Value::from("W4A16"), &Value::from("gptq"), None), "{pass}");
     for (arguments, part) in [
+        ("auto llama -o new --formats W4A16:32,W4A16:64", "specify a limit"),
         ("auto llama -o new --max-size 5bits --time 10", "`10` is not a time like"),
         ("auto llama -o new --max-size 5bits --time 10m --method rtn", "cannot be used with"),
         ("auto llama --front new.json --max-size 5bits --time 10m", "--output"),

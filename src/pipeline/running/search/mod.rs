@@ -73,7 +73,7 @@ pub struct Search<'a> {
     /// Fractions of heads, neurons and channels that may remain, as further options; empty without pruning.
     /// For ONNX Runtime, of each layer; for other runtimes, of all layers alike.
     pub fractions: &'a [f64],
-    /// The limit; `None` for the front only.
+    /// The limit; `None` for the front only, or for a single format, which all weights then have.
     pub budget: Option<Budget>,
     /// Number of points of the front that are measured.
     pub points: usize,
@@ -219,6 +219,7 @@ impl Search<'_> {
             (Some(Budget::Loss(limit)), _) => Some(self.choose_by_loss(limit, &mut found, &measurement)?),
             (Some(Budget::Drop(percent)), _) => Some(self.choose_by_drop(percent, &mut found, &measurement)?),
             (Some(Budget::Latency(limit)), Some(times)) => Some(self.choose_by_latency(limit, &mut found, times, &measurement)?),
+            (None, _) if self.formats.len() == 1 => smallest(&found, &measurement)?,
             _ => self.choose_by_size(&found, &measurement)?,
         };
         found.times = times.map(|times| times.table().clone());
@@ -361,6 +362,13 @@ impl Search<'_> {
         let writing = self.formats()?.writing(&found.units, &point.options, method)?;
         writing.ok_or_else(|| Error::run("auto", "the limit allows to leave all weights as floats, so that there is nothing to do", "use a lower limit"))
     }
+}
+
+/// The smallest point: with a single format, all weights that can have it.
+fn smallest(found: &Found, measurement: &Measurement) -> Result<Option<Point>> {
+    let Some(mut point) = found.quantized_front().into_iter().next() else { return Ok(None) };
+    measure(found, &mut point, measurement)?;
+    Ok(Some(point))
 }
 
 /// Whether a unit has another option than floats.
