@@ -264,10 +264,11 @@ pub(crate) fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) 
 
 /// Writes the elements of a weight of 16-bit floats as bits.
 fn read_half_bits(name: &str, weight: &Weight, values: &mut [u16]) -> Result<()> {
-    let mut left = values.iter_mut();
+    let mut at = 0;
     weight.dense(name).visit(1, &mut |block| {
         let words = block.now.values.as_chunks().0;
-        left.by_ref().zip(words).for_each(|(value, bytes)| *value = u16::from_le_bytes(*bytes));
+        values[at..at + words.len()].iter_mut().zip(words).for_each(|(value, bytes)| *value = u16::from_le_bytes(*bytes));
+        at += words.len();
         Ok(())
     })
 }
