@@ -1,0 +1,159 @@
+"""Measure schemes and methods for the weights of SmolLM2-135M: perplexity, divergence, time and memory.
+
+    scripts/compare weights [--compress BINARY] [--only PATTERN…] [--windows N] [--sampling first|spread] [--peer N]
+                            [--results FILE] [--json]
+
+Calibrated on windows of 512 tokens from the WikiText-2 training set, and measured by `compress eval` on 8 windows of
+1,024 tokens from its test set: perplexity, and KL divergence from the original model. Tuned scales are trained on the
+calibration windows. Processor seconds and memory are those of the whole run, without measuring its output.
+
+`--peer N` adds auto-round with N iterations on the same windows, for the integer schemes. It is installed in a separate
+environment. `--results FILE` stores the rows, and does not measure those of an earlier run again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+from lib import COMPRESS, SCRIPTS, cached, venv
+from lib.process import exits, say, timed
+
+TUNE = """  - distill:
+      scales: only
+      losses: {{ soft: {{ weight: 1, temperature: 1 }} }}
+      ignore: ["*embed*"]
+      batch_size: 1
+      learning_rate: 1e-3
+      weight_decay: 0
+      epochs: {epochs}
+"""
+INTEGERS = {f"W{bits}A16": f"{{ scheme: W{bits}A16, group_size: 64" for bits in (4, 3, 2)}
+METHODS = {
+    "rtn": ("", 0),
+    "gptq": (", method: gptq", 0),
+    "gptq, guided": (", method: gptq, guide: loss", 0),
+    "gptq, tuned": (", method: gptq", 2),
+    "gptq, guided, tuned": (", method: gptq, guide: loss", 2),
+    "autoround": (", method: autoround", 0),
+    "autoround, guided, tuned": (", method: autoround, guide: loss", 2),
+}
+FLOATS = ["rtn", "gptq"]
+# Name of a row: options of `quantize`, and the epochs of tuning.
+ROWS = {
+    **{f"{name}, {method}": (f"{scheme}{options} }}", epochs) for name, scheme in INTEGERS.items() for method, (options, epochs) in METHODS.items()},
+    **{f"{name}, {method}": (f"{{ scheme: {name}, method: {method} }}", 0) for name in ("NVFP4A16", "MXFP4A16") for method in FLOATS},
+    **{f"W8A8, {method}": (f"{{ scheme: W8A8, method: {method} }}", 0) for method in ("rtn", "gptq", "smoothquant")},
+}
+
+
+def arrays(folder, sampling, count):
+    """Windows to calibrate on and to measure, as arrays; the judged ones are the same in each run."""
+    import numpy
+    from tokenizers import Tokenizer
+
+    tokenizer, text = Tokenizer.from_file(str(cached.fetched("smollm2") / "tokenizer.json")), cached.fetched("wikitext-2")
+    for name, part, length, wanted, spread in [("known", "train.raw", 512, count, sampling == "spread"), ("judged", "test.raw", 1024, 8, False)]:
+        ids = numpy.array(tokenizer.encode((text / part).read_text(), add_special_tokens=False).ids, dtype=numpy.int64)
+        last = (len(ids) - length) if spread else (wanted - 1) * length
+        starts = [last * i // max(wanted - 1, 1) for i in range(wanted)]
+        rows = numpy.stack([ids[start : start + length] for start in starts])
+        numpy.savez(Path(folder, f"{name}.npz"), input_ids=rows, attention_mask=numpy.ones_like(rows))
+
+
+def peer(known, out, bits, iterations):
+    """Weights rounded by auto-round, as a folder of floats."""
+    import numpy
+    import torch
+    from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(2)
+    model = cached.fetched("smollm2")
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
+    rows = torch.from_numpy(numpy.load(known)["input_ids"])
+    samples = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in rows]
+    rounding = AutoRound(network, tokenizer, scheme=f"W{bits}A16", group_size=64, sym=True, iters=int(iterations), seqlen=rows.shape[1], nsamples=len(rows), batch_size=8, dataset=samples, device_map="cpu", amp=False, enable_torch_compile=False)
+    rounding.quantize()
+    rounding.save_quantized(out, format="fake")
+
+
+class Rows:
+    def __init__(self, arguments, scratch):
+        self.binary, self.scratch, self.model = arguments.compress.absolute(), scratch, cached.fetched("smollm2")
+        python = venv.reference()
+        subprocess.run([python, SCRIPTS / "compare", "weights", "--arrays", scratch, arguments.sampling, str(arguments.windows)], check=True)
+        self.known, self.judged = scratch / "known.npz", scratch / "judged.npz"
+        self.out = scratch / "out"
+
+    def ours(self, options, epochs):
+        recipe = self.scratch / "recipe.yaml"
+        data = f"{{ calibration: {{ arrays: {self.known} }}" + (f", train: {{ arrays: {self.known} }}" if epochs else "") + " }"
+        recipe.write_text(f"model: {self.model}\ndata: {data}\npasses:\n  - quantize: {options}\n{TUNE.format(epochs=epochs) if epochs else ''}output: {self.out}\n")
+        return self.measured(timed([self.binary, "run", recipe, "--force", "--quiet", "--no-measure"]), self.out)
+
+    def peer(self, bits, iterations):
+        out = self.scratch / "peer"
+        command = [autoround(), SCRIPTS / "compare", "weights", "--peer-row", self.known, out, bits, iterations]
+        taken = timed(command)
+        (folder,) = [config.parent for config in out.rglob("config.json")]
+        return self.measured(taken, folder)
+
+    def measured(self, taken, out):
+        command = [self.binary, "eval", out, "--arrays", self.judged, "--task", "language-modelling", "--against", self.model, "--json", "--quiet"]
+        found = json.loads(subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True).stdout)
+        return {"perplexity": found["score"]["value"], "original": found["against"]["value"], "kl": found["fidelity"]["kl"], **taken}
+
+
+def autoround():
+    return venv.prepare("auto-round", ["auto-round==0.16.1", "accelerate==1.15.0"], "300 MB", venv.reference())
+
+
+def show(name, row):
+    print(f"| {name} | {row['perplexity']:.2f} | {row['perplexity'] / row['original']:.3f} | {row['kl']:.4f} | {row['cpu_seconds']:.0f} | {row['peak'] / 1e9:.2f} |", flush=True)
+
+
+def main():
+    if sys.argv[1:2] == ["--arrays"]:
+        return arrays(*sys.argv[2:4], int(sys.argv[4]))
+    if sys.argv[1:2] == ["--peer-row"]:
+        return peer(*sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compress", type=Path, default=COMPRESS, metavar="BINARY", help="the binary to use")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="rows whose name matches one of these, such as 'W3A16*'")
+    parser.add_argument("--windows", type=int, default=32, metavar="N", help="windows to calibrate on (32)")
+    parser.add_argument("--sampling", choices=["first", "spread"], default="spread", help="which windows of the training set (spread)")
+    parser.add_argument("--peer", type=int, metavar="N", help="also auto-round with N iterations")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep the rows of earlier runs")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    arguments = parser.parse_args()
+    done = json.loads(arguments.results.read_text()) if arguments.results and arguments.results.exists() else {}
+    setting = f"{arguments.windows} {arguments.sampling} windows"
+    found = {}
+    with exits("scripts/compare weights"), tempfile.TemporaryDirectory(prefix="compress-weights-") as scratch:
+        rows = Rows(arguments, Path(scratch))
+        jobs = {name: lambda row=row: rows.ours(*row) for name, row in ROWS.items()}
+        if arguments.peer:
+            jobs |= {f"{name}, auto-round {arguments.peer}": lambda bits=name[1]: rows.peer(bits, arguments.peer) for name in INTEGERS}
+        if not arguments.json:
+            print(f"{setting}\n\n| scheme, method | perplexity | × original | KL | CPU seconds | GB |\n| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
+        for name, job in jobs.items():
+            if not any(fnmatch(name.lower(), pattern.lower()) for pattern in arguments.only):
+                continue
+            key = f"{setting}: {name}"
+            if key not in done:
+                say(name)
+                done[key] = job()
+                if arguments.results:
+                    arguments.results.write_text(json.dumps(done, indent=2) + "\n")
+            found[name] = done[key]
+            if not arguments.json:
+                show(name, found[name])
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+
+
+main()
