@@ -78,6 +78,24 @@ simd! {
     }
 }
 
+simd! {
+    /// Rounds values to multiples of the scale in place, from -128 to 127. Zeros keep their sign.
+    pub fn round_symmetric(values: &mut [f32], scale: f32) {
+        for x in values {
+            *x = (*x / scale).round_ties_even().clamp(-128.0, 127.0) * scale;
+        }
+    }
+}
+
+simd! {
+    /// Rounds values in place to integers from 0 to 255, minus the zero point and times the scale.
+    pub fn round_affine(values: &mut [f32], scale: f32, zero_point: f32) {
+        for x in values {
+            *x = (((*x / scale).round_ties_even() + zero_point).clamp(0.0, 255.0) - zero_point) * scale;
+        }
+    }
+}
+
 /// Exponent of an error measure.
 pub trait Power {
     /// The exponent.

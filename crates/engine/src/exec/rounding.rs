@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::transfer::{self, Cause};
 use crate::ir::ops::{ScalarOps, on_host, round_half_even};
+use crate::kernel::{grid, quantize};
 use crate::store::{ActivationScheme, FloatFormat, FloatScale};
 
 /// Dynamic quantization of the inputs of layers with int8 weights.
@@ -18,6 +19,9 @@ pub enum Rounding {
     /// Uint8 with a scale and a zero point per tensor, as ONNX's `DynamicQuantizeLinear`.
     Tensor,
 }
+
+/// Number of values that a thread rounds at a time.
+const CHUNK: usize = 1 << 14;
 
 impl Rounding {
     /// Quantizes and dequantizes the input of a layer whose weight specifies this scheme. ONNX does not
@@ -88,18 +92,20 @@ impl Rounding {
     }
 }
 
+/// The largest magnitude.
+fn largest(values: &[f32]) -> f32 {
+    let (low, high) = grid::range(values);
+    high.max(-low).max(0.0)
+}
+
 fn token(row: &mut [f32]) {
-    let largest = row.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    let scale = if largest / 127.5 > 0.0 { largest / 127.5 } else { f32::EPSILON };
-    for x in row {
-        *x = (*x / scale).round_ties_even().clamp(-128.0, 127.0) * scale;
-    }
+    let scale = largest(row) / 127.5;
+    quantize::round_symmetric(row, if scale > 0.0 { scale } else { f32::EPSILON });
 }
 
 /// Calls a function with each group of values that share a scale, and with the scale, as compressed-tensors
 /// computes it. A token has `width` values.
 fn for_each_group(format: FloatFormat, scale: FloatScale, width: usize, values: &mut [f32], each: impl Fn(&mut [f32], f32) + Sync) {
-    let largest = |values: &[f32]| values.iter().fold(0f32, |largest, x| largest.max(x.abs()));
     let group = match scale {
         FloatScale::Token | FloatScale::Static(_) => width,
         FloatScale::Group(size) => size.max(1),
@@ -123,11 +129,10 @@ fn for_each_group(format: FloatFormat, scale: FloatScale, width: usize, values: 
 }
 
 fn tensor(values: &mut [f32]) {
-    let (low, high) = values.iter().fold((0f32, 0f32), |(low, high), x| (low.min(*x), high.max(*x)));
+    let ranges = values.par_chunks(CHUNK).map(grid::range);
+    let (low, high) = ranges.reduce(|| (0.0, 0.0), |a, b| (a.0.min(b.0), a.1.max(b.1)));
     let (scale, zero) = range(low, high);
-    for x in values {
-        *x = (((*x / scale).round_ties_even() + zero).clamp(0.0, 255.0) - zero) * scale;
-    }
+    values.par_chunks_mut(CHUNK).for_each(|values| quantize::round_affine(values, scale, zero));
 }
 
 /// Scale and zero point of 8 bits for a range that contains zero.
