@@ -21,6 +21,19 @@ output: {output}
 JOBS = {"eval": 1.0, "importance: activation": 1.2, "repair: least-squares": None}
 
 
+def save_windows(path, tokenizer, text, length, count, spread=False):
+    """Writes windows of a text as arrays, its first ones or spread over it, and returns their number."""
+    import numpy
+    from tokenizers import Tokenizer
+
+    ids = numpy.array(Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids, dtype=numpy.int64)
+    count = min(count, len(ids) // length)
+    last = len(ids) - length if spread else (count - 1) * length
+    rows = numpy.stack([ids[last * number // max(count - 1, 1) :][:length] for number in range(count)])
+    numpy.savez(path, input_ids=rows, attention_mask=numpy.ones_like(rows))
+    return count
+
+
 def torch_perplexity(threads, model, text, length, windows):
     import torch
     from tokenizers import Tokenizer

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lib import COMPRESS, SCRIPTS, venv
 from lib.cached import fetched
+from lib.language import save_windows
 from lib.process import Failed, timed
 
 ENDS = "re:.*lm_head"
@@ -105,17 +106,9 @@ def in_transformers(model, judged):
 
 
 def windows(tokenizer, text, part, length, count, path):
-    """The first windows of a text, as arrays."""
-    import numpy
-    from tokenizers import Tokenizer
-
+    """The first windows of a part of a text, as arrays."""
     text, (start, end) = Path(text).read_text(), map(float, part.split(":"))
-    text = text[int(start * len(text)) : int(end * len(text))]
-    ids = Tokenizer.from_file(tokenizer).encode(text, add_special_tokens=False).ids
-    count, length = min(int(count), len(ids) // int(length)), int(length)
-    ids = numpy.array(ids[: count * length], dtype=numpy.int64).reshape(count, length)
-    numpy.savez(path, input_ids=ids, attention_mask=numpy.ones_like(ids))
-    print(count)
+    print(save_windows(path, tokenizer, text[int(start * len(text)) : int(end * len(text))], int(length), int(count)))
 
 
 def main():

@@ -4,8 +4,9 @@
                             [--results FILE] [--json]
 
 Calibrated on windows of 512 tokens from the WikiText-2 training set, and measured by `compress eval` on 8 windows of
-1,024 tokens from its test set: perplexity, and KL divergence from the original model. Tuned scales are trained on the
-calibration windows. Processor seconds and memory are those of the whole run, without measuring its output.
+1,024 tokens from its test set: perplexity, and KL divergence from the original model. Tuned scales are trained once on
+four times as many windows of the training set, spread over it. Processor seconds and memory are those of the whole run,
+without measuring its output.
 
 `--peer N` adds auto-round with N iterations on the same windows, for the integer schemes. It is installed in a separate
 environment. `--results FILE` stores the rows, and does not measure those of an earlier run again.
@@ -20,48 +21,44 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lib import COMPRESS, SCRIPTS, cached, venv
+from lib.language import save_windows
 from lib.process import exits, say, timed
 
 TUNE = """  - distill:
       scales: only
-      losses: {{ soft: {{ weight: 1, temperature: 1 }} }}
+      losses: { soft: { weight: 1, temperature: 1 } }
       ignore: ["*embed*"]
       batch_size: 1
       learning_rate: 1e-3
       weight_decay: 0
-      epochs: {epochs}
+      epochs: 1
 """
-INTEGERS = {f"W{bits}A16": f"{{ scheme: W{bits}A16, group_size: 64" for bits in (4, 3, 2)}
+INTEGERS = ["W4A16", "W3A16", "W2A16"]
 METHODS = {
-    "rtn": ("", 0),
-    "gptq": (", method: gptq", 0),
-    "gptq, guided": (", method: gptq, guide: loss", 0),
-    "gptq, tuned": (", method: gptq", 2),
-    "gptq, guided, tuned": (", method: gptq, guide: loss", 2),
-    "autoround": (", method: autoround", 0),
-    "autoround, guided, tuned": (", method: autoround, guide: loss", 2),
+    "rtn": "method: rtn",
+    "gptq": "method: gptq",
+    "gptq, guided": "method: gptq, guide: loss",
+    "autoround": "method: autoround",
+    "autoround, guided": "method: autoround, guide: loss",
 }
-FLOATS = ["rtn", "gptq"]
-# Name of a row: options of `quantize`, and the epochs of tuning.
+OTHERS = {"NVFP4A16": ["rtn", "gptq"], "MXFP4A16": ["rtn", "gptq"], "W8A8": ["rtn", "gptq", "smoothquant"]}
+TUNED = ", tuned"
+# Options of `quantize` by the name of a row. Each of them can also be tuned.
 ROWS = {
-    **{f"{name}, {method}": (f"{scheme}{options} }}", epochs) for name, scheme in INTEGERS.items() for method, (options, epochs) in METHODS.items()},
-    **{f"{name}, {method}": (f"{{ scheme: {name}, method: {method} }}", 0) for name in ("NVFP4A16", "MXFP4A16") for method in FLOATS},
-    **{f"W8A8, {method}": (f"{{ scheme: W8A8, method: {method} }}", 0) for method in ("rtn", "gptq", "smoothquant")},
+    **{f"{name}, {method}": f"scheme: {name}, group_size: 64, {options}" for name in INTEGERS for method, options in METHODS.items()},
+    **{f"{name}, {method}": f"scheme: {name}, method: {method}" for name, methods in OTHERS.items() for method in methods},
 }
 
 
 def arrays(folder, sampling, count):
-    """Windows to calibrate on and to measure, as arrays; the judged ones are the same in each run."""
-    import numpy
-    from tokenizers import Tokenizer
-
-    tokenizer, text = Tokenizer.from_file(str(cached.fetched("smollm2") / "tokenizer.json")), cached.fetched("wikitext-2")
-    for name, part, length, wanted, spread in [("known", "train.raw", 512, count, sampling == "spread"), ("judged", "test.raw", 1024, 8, False)]:
-        ids = numpy.array(tokenizer.encode((text / part).read_text(), add_special_tokens=False).ids, dtype=numpy.int64)
-        last = (len(ids) - length) if spread else (wanted - 1) * length
-        starts = [last * i // max(wanted - 1, 1) for i in range(wanted)]
-        rows = numpy.stack([ids[start : start + length] for start in starts])
-        numpy.savez(Path(folder, f"{name}.npz"), input_ids=rows, attention_mask=numpy.ones_like(rows))
+    """Windows to calibrate on, to tune on, and to measure."""
+    tokenizer, text = cached.fetched("smollm2") / "tokenizer.json", cached.fetched("wikitext-2")
+    for name, part, length, wanted, spread in [
+        ("known", "train.raw", 512, count, sampling == "spread"),
+        ("train", "train.raw", 512, 4 * count, True),
+        ("judged", "test.raw", 1024, 8, False),
+    ]:
+        save_windows(Path(folder, f"{name}.npz"), tokenizer, (text / part).read_text(), length, wanted, spread)
 
 
 def peer(known, out, bits, iterations):
@@ -86,13 +83,14 @@ class Rows:
         self.binary, self.scratch, self.model = arguments.compress.absolute(), scratch, cached.fetched("smollm2")
         python = venv.reference()
         subprocess.run([python, SCRIPTS / "compare", "weights", "--arrays", scratch, arguments.sampling, str(arguments.windows)], check=True)
-        self.known, self.judged = scratch / "known.npz", scratch / "judged.npz"
+        self.known, self.train, self.judged = (scratch / f"{name}.npz" for name in ("known", "train", "judged"))
         self.out = scratch / "out"
 
-    def ours(self, options, epochs):
-        recipe = self.scratch / "recipe.yaml"
-        data = f"{{ calibration: {{ arrays: {self.known} }}" + (f", train: {{ arrays: {self.known} }}" if epochs else "") + " }"
-        recipe.write_text(f"model: {self.model}\ndata: {data}\npasses:\n  - quantize: {options}\n{TUNE.format(epochs=epochs) if epochs else ''}output: {self.out}\n")
+    def ours(self, name):
+        recipe, tuned = self.scratch / "recipe.yaml", name.endswith(TUNED)
+        data = f"calibration: {{ arrays: {self.known} }}" + (f", train: {{ arrays: {self.train} }}" if tuned else "")
+        options = ROWS[name.removesuffix(TUNED)]
+        recipe.write_text(f"model: {self.model}\ndata: {{ {data} }}\npasses:\n  - quantize: {{ {options} }}\n{TUNE if tuned else ''}output: {self.out}\n")
         return self.measured(timed([self.binary, "run", recipe, "--force", "--quiet", "--no-measure"]), self.out)
 
     def peer(self, bits, iterations):
@@ -135,7 +133,8 @@ def main():
     found = {}
     with exits("scripts/compare weights"), tempfile.TemporaryDirectory(prefix="compress-weights-") as scratch:
         rows = Rows(arguments, Path(scratch))
-        jobs = {name: lambda row=row: rows.ours(*row) for name, row in ROWS.items()}
+        names = [name + tuned for name in ROWS for tuned in ("", TUNED)]
+        jobs = {name: lambda name=name: rows.ours(name) for name in names}
         if arguments.peer:
             jobs |= {f"{name}, auto-round {arguments.peer}": lambda bits=name[1]: rows.peer(bits, arguments.peer) for name in INTEGERS}
         if not arguments.json:
