@@ -375,7 +375,7 @@ mod tests {
             for (at, found) in back.iter().enumerate() {
                 let params = params[at / group];
                 let assumed = levels.nearest(values[at], params);
-                let rounding = 1e-5 * (params.scale.abs() + values[at].abs());
+                let rounding = 1e-5 * (params.scale.abs() + values[at].abs()) + 1e-20;
                 assert!((assumed - found).abs() <= rounding, "{} {at}: {assumed} and {found}", kind.name());
             }
             assert_eq!(kind.params(&nearest), params, "{}", kind.name());
