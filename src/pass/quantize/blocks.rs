@@ -40,7 +40,7 @@ impl Scheme {
 
 impl Quantize {
     /// Whether the schemes are those of blocks of GGUF files.
-    pub(super) fn has_blocks(&self) -> bool {
+    pub(crate) fn has_blocks(&self) -> bool {
         self.schemes().any(Scheme::is_blocks)
     }
 
