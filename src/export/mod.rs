@@ -18,13 +18,14 @@ pub use self::custom::Custom;
 #[doc(hidden)]
 pub use self::gguf::TensorType;
 pub use self::gguf::{FileType, Gguf};
+pub(crate) use self::gguf::{gguf_kind, gguf_kinds};
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};
 pub use crate::store::ByteSize;
 
 use crate::contract::Planned;
-use crate::error::Result;
+use crate::error::{Result, counted};
 use crate::files::Destination;
 use crate::model::{Config, Model};
 use crate::run_state::{Assignment, RunState, Samples};
@@ -82,6 +83,16 @@ pub struct LostResult {
     pub remedy: String,
 }
 
+/// The loss of blocks of GGUF files, whose values other formats store as floats.
+fn lost_blocks(model: &Model) -> Option<LostResult> {
+    let count = model.weights.by_name.values().filter(|weight| weight.exact_blocks().is_some()).count();
+    (count > 0).then(|| LostResult {
+        pass: "quantize",
+        reason: format!("stores the values of {} in blocks of a GGUF file as 32-bit floats, which are not smaller", counted(count, "weight")),
+        remedy: "write a GGUF file, as in `-o small.gguf` or `export: [{ gguf: { type: Q4_K_M } }]`, or use a scheme of compressed-tensors".into(),
+    })
+}
+
 /// An output format.
 #[doc(hidden)]
 pub trait Format: fmt::Debug + Send + Sync {
@@ -91,9 +102,9 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// The options as in a recipe, including defaults.
     fn options(&self) -> Value;
 
-    /// Resolves defaults that depend on which data sets are configured, so that recipes and reports
-    /// contain the effective options.
-    fn resolve_defaults(&mut self, _sets: &[Samples]) {}
+    /// Resolves defaults that depend on the planned model and on which data sets are configured, so that
+    /// recipes and reports contain the effective options.
+    fn resolve_defaults(&mut self, _model: &Model, _sets: &[Samples]) {}
 
     /// The data set on which the model is run before writing to compute [`RunState::importance`]; `None`
     /// if the format does not need it.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
 use self::parts::Part;
-use super::{Exported, Format, LostResult, SizeForecast};
+use super::{Exported, Format, LostResult, SizeForecast, lost_blocks};
 use crate::analysis::EncoderDecoder;
 use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
@@ -373,6 +373,9 @@ impl Format for Onnx {
     }
 
     fn lost_result(&self, model: &Model, run: &RunState) -> Option<LostResult> {
+        if let Some(lost) = lost_blocks(model) {
+            return Some(lost);
+        }
         let cast = run.history.iter().rfind(|applied| applied.name == CAST)?;
         let to = cast.options.get("to").and_then(Value::as_str).filter(|to| ["f16", "bf16"].contains(to))?;
         let is_kept = original_file(model).is_some() || self.precision == Precision::Float16 || (to == "f16" && self.float16_weights);

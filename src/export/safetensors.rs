@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{ByteSize, Exported, Format, SizeForecast};
+use super::{ByteSize, Exported, Format, LostResult, SizeForecast, lost_blocks};
 use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
 use crate::files::Destination;
@@ -416,6 +416,10 @@ impl Format for Safetensors {
 
     fn streams(&self) -> bool {
         true
+    }
+
+    fn lost_result(&self, model: &Model, _run: &RunState) -> Option<LostResult> {
+        lost_blocks(model)
     }
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {

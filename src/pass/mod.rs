@@ -285,7 +285,7 @@ crate::entry::gather! { passes []
     "prune-vocabulary" => PruneVocabulary if runs,
     /// Replace layers by two low-rank layers: fewer parameters, less to compute
     "decompose" => Decompose if runs,
-    /// Quantize linear weights in a named scheme of compressed-tensors: W4A16, W8A8 …
+    /// Quantize linear weights in a named scheme: W4A16, W8A8, Q4_K_M …
     "quantize" => Quantize,
     /// Quantize linear weights to int8; activations are quantized dynamically at run time, or not at all
     "quantize-dynamic" => QuantizeDynamic,

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::kernel::cache::CacheScheme;
 use crate::model::Model;
 use crate::run_state::{Applied, ModelRun};
-use crate::store::{Pattern, QuantizationSpec, Weights};
+use crate::store::{ExactBlocks, Pattern, QuantizationSpec, Weights};
 
 /// Checks whether the build can run models. Always returns an error.
 pub(super) fn require(option: &str) -> Result<()> {
@@ -36,6 +36,17 @@ pub(super) fn prune(_pass: &PruneUnstructured, _names: &BTreeSet<&str>, _model: 
 pub(super) fn quantize(
     _pass: &Quantize,
     _encodings: (&BTreeMap<String, QuantizationSpec>, Option<&Corrections>),
+    _model: &mut Model,
+    _context: &Context,
+    _applied: &mut Applied,
+) -> Result<Map<String, Value>> {
+    Err(unable("method"))
+}
+
+/// Unreachable, because [`require`] has returned an error before.
+pub(super) fn quantize_blocks(
+    _pass: &Quantize,
+    _blocks: &BTreeMap<String, ExactBlocks>,
     _model: &mut Model,
     _context: &Context,
     _applied: &mut Applied,

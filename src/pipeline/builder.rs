@@ -205,7 +205,7 @@ impl Pipeline {
             run.add(applied);
         }
         self.finish_passes(&mut after, model, &mut run)?;
-        resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&sets));
+        resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&after, &sets));
         let calibrates = resolved.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         let with_labels = resolved.steps.iter().any(|step| step.pass().reads_labels());
         resolved.running.default_data(calibrates, with_labels);

@@ -97,7 +97,7 @@ fn a_card_states_the_origin_the_passes_and_the_runtimes() {
     assert!(card.contains("- \"no\"") || card.contains("- 'no'"), "{card}");
     for part in [
         "(https://huggingface.co/org/pico)",
-        "1. Linear weights were quantized in a scheme of compressed-tensors (`quantize`, `scheme: W4A16`, `method: rtn`",
+        "1. Linear weights were quantized (`quantize`, `scheme: W4A16`, `method: rtn`",
         "): 14 weights.",
         "## Quality",
         "| `logits`: cosine, mean and minimum; SQNR |",

@@ -58,11 +58,16 @@ pub struct Grid<'a, S> {
     pub steps: Vec<QuantizationParams>,
     /// Column of the weight for each processed column.
     pub order: &'a [usize],
-    /// Rounds a scale to its storage dtype.
+    /// Rounds a scale to its storage dtype. A function that returns 0 states that the scales are fixed.
     pub store: S,
 }
 
 impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
+    /// Whether the scales must not change.
+    pub fn has_fixed_scales(&self) -> bool {
+        (self.store)(1.0) == 0.0
+    }
+
     fn groups(&self) -> usize {
         self.order.len().div_ceil(self.group.max(1))
     }

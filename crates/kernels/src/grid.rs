@@ -19,9 +19,9 @@ pub struct IntegerGrid {
 /// Scale and zero point.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QuantizationParams {
-    /// The scale, positive.
+    /// The scale, positive; in blocks of GGUF files, of any sign.
     pub scale: f32,
-    /// The zero point, an integer within the bounds.
+    /// The zero point, an integer within the bounds; for blocks of GGUF files with a minimum, any number.
     pub zero: f32,
 }
 
@@ -94,6 +94,39 @@ pub enum Levels {
     Integers(IntegerGrid),
     /// The values of a float format; zero points are zero.
     Floats(Minifloat),
+    /// The [uneven levels](UNEVEN_LEVELS); zero points are zero.
+    Uneven,
+}
+
+/// Values of the sixteen codes of the IQ4 types of GGUF files.
+pub const UNEVEN_LEVELS: [f32; 16] = [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
+
+/// Centers between neighbouring uneven levels. Values from a center on have the higher code.
+pub(crate) const UNEVEN_CENTERS: [f32; 15] = {
+    let mut centers = [0.0; 15];
+    let mut code = 0;
+    while code < 15 {
+        centers[code] = 0.5 * (UNEVEN_LEVELS[code] + UNEVEN_LEVELS[code + 1]);
+        code += 1;
+    }
+    centers
+};
+
+/// The number of numbers in ascending order that do not exceed a value.
+#[inline(always)]
+fn rank(numbers: &[f32], value: f32) -> usize {
+    numbers.iter().fold(0, |rank, number| rank + usize::from(value >= *number))
+}
+
+/// Rounds to the uneven levels times a scale.
+#[derive(Clone, Copy)]
+struct Uneven(f32);
+
+impl Rounding for Uneven {
+    #[inline(always)]
+    fn round(self, value: f32) -> f32 {
+        UNEVEN_LEVELS[rank(&UNEVEN_CENTERS, value / self.0)] * self.0
+    }
 }
 
 impl Levels {
@@ -109,15 +142,17 @@ impl Levels {
         match self {
             Levels::Integers(integers) => integers.integer(value, params) - params.zero,
             Levels::Floats(format) => format.nearest(value / params.scale),
+            Levels::Uneven => UNEVEN_LEVELS[rank(&UNEVEN_CENTERS, value / params.scale)],
         }
     }
 
-    /// The code of the nearest grid value: an integer, or the bits of a float.
+    /// The code of the nearest grid value: an integer, the bits of a float, or the index of a level.
     #[inline(always)]
     pub fn code(self, value: f32, params: QuantizationParams) -> i8 {
         match self {
             Levels::Integers(integers) => integers.integer(value, params) as i8,
             Levels::Floats(format) => format.encode(value / params.scale) as i8,
+            Levels::Uneven => rank(&UNEVEN_CENTERS, value / params.scale) as i8,
         }
     }
 
@@ -130,6 +165,7 @@ impl Levels {
                 let last = f32::from(format.encode(format.largest()));
                 (-last, last)
             }
+            Levels::Uneven => (0.0, 15.0),
         }
     }
 
@@ -140,6 +176,12 @@ impl Levels {
         match self {
             Levels::Integers(_) => value / params.scale + params.zero,
             Levels::Floats(format) => format.position(value / params.scale),
+            Levels::Uneven => {
+                let value = value / params.scale;
+                let below = rank(&UNEVEN_LEVELS[1..15], value);
+                let [low, high] = [below, below + 1].map(|code| UNEVEN_LEVELS[code]);
+                below as f32 + (value - low) / (high - low)
+            }
         }
     }
 
@@ -149,13 +191,14 @@ impl Levels {
         match self {
             Levels::Integers(_) => position - params.zero,
             Levels::Floats(format) => format.decode(position.abs() as u8).copysign(position),
+            Levels::Uneven => UNEVEN_LEVELS[position as usize & 15],
         }
     }
 
     /// The code at an integer position within the bounds.
     pub fn code_at(self, position: f32) -> i8 {
         match self {
-            Levels::Integers(_) => position as i8,
+            Levels::Integers(_) | Levels::Uneven => position as i8,
             Levels::Floats(format) => format.encode(format.decode(position.abs() as u8).copysign(position)) as i8,
         }
     }
@@ -169,6 +212,10 @@ impl Levels {
                 let scale = store(f64::from(high.max(-low).max(0.0)) / f64::from(format.largest()));
                 QuantizationParams { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero: 0.0 }
             }
+            Levels::Uneven => {
+                let scale = store((f64::from(-low) / 127.0).max(f64::from(high) / 113.0));
+                QuantizationParams { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero: 0.0 }
+            }
         }
     }
 
@@ -177,6 +224,7 @@ impl Levels {
         match self {
             Levels::Integers(integers) => weighted_error((integers, params), values, costs),
             Levels::Floats(format) => format.error(values, costs, params.scale),
+            Levels::Uneven => weighted_error(Uneven(params.scale), values, costs),
         }
     }
 
@@ -188,6 +236,7 @@ impl Levels {
         let (bounds, symmetric, most) = match self {
             Levels::Integers(integers) => (integers.bounds().into(), integers.symmetric, 100),
             Levels::Floats(format) => ([-format.largest(), format.largest()], false, (100.0 * format.largest_ratio()).round() as u32),
+            Levels::Uneven => ([UNEVEN_LEVELS[0], UNEVEN_LEVELS[15]], false, 100),
         };
         let (mut best, mut last) = ((f32::INFINITY, self.params((low, high), &store)), None);
         for part in quantize::parts(bounds, symmetric, (low, high), least).chain((101..=most).map(|percent| percent as f32 / 100.0)) {
@@ -236,7 +285,7 @@ mod tests {
 
     fn any_levels() -> impl Strategy<Value = Levels> {
         let integers = (2u32..9, any::<bool>()).prop_map(|(bits, symmetric)| Levels::Integers(IntegerGrid { bits, symmetric }));
-        prop_oneof![integers, Just(Levels::Floats(Minifloat::E4m3)), Just(Levels::Floats(Minifloat::E2m1))]
+        prop_oneof![integers, Just(Levels::Floats(Minifloat::E4m3)), Just(Levels::Floats(Minifloat::E2m1)), Just(Levels::Uneven)]
     }
 
     proptest! {
@@ -249,6 +298,12 @@ mod tests {
             prop_assert!(levels.error(&values, &costs, found) <= levels.error(&values, &costs, usual));
             let at = |value: f32| levels.nearest(value, found);
             prop_assert!(values.iter().all(|value| at(at(*value)) == at(*value)), "grid values are not changed by rounding");
+            let (lowest, highest) = levels.bounds();
+            for position in lowest as i32..=highest as i32 {
+                let value = levels.level_at(position as f32, found) * found.scale;
+                prop_assert!((levels.position(value, found) - position as f32).abs() < 1e-3, "levels have consecutive positions");
+                prop_assert_eq!(levels.code(value, found), levels.code_at(position as f32));
+            }
         }
     }
 

@@ -74,7 +74,7 @@ impl TrainedRange {
 fn asymmetric(levels: Levels) -> Option<IntegerGrid> {
     match levels {
         Levels::Integers(integers) if !integers.symmetric => Some(integers),
-        Levels::Integers(_) | Levels::Floats(_) => None,
+        Levels::Integers(_) | Levels::Floats(_) | Levels::Uneven => None,
     }
 }
 

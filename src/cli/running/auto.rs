@@ -318,10 +318,12 @@ impl Args {
             let reason = format!("is not supported for {runtime}, whose formats are compared by the cosine similarity of all outputs: use `--max-loss`");
             return Err(Error::option("--max-kl", reason));
         }
-        let time = self.time.filter(|_| runtime == LoadedBy::LlamaCpp).map(|_| "--time");
-        if let Some(option) = self.method.filter(|_| runtime.is_file()).map(|_| "--method").or(time) {
+        if runtime == LoadedBy::LlamaCpp && self.time.is_some() && !self.prune.is_empty() {
+            return Err(Error::option("--time", "is not supported for GGUF files with `--prune`: omit one of them"));
+        }
+        if let Some(option) = self.method.filter(|_| runtime.is_file()).map(|_| "--method") {
             let reason = match runtime {
-                LoadedBy::LlamaCpp => "has no effect on GGUF files, whose scales are searched by the importance of the columns",
+                LoadedBy::LlamaCpp => "has no effect on GGUF files, whose scales are searched by the importance of the columns: `--time` tries `gptq`",
                 _ => "has no effect on ONNX files, whose int8 weights are rounded to nearest",
             };
             return Err(Error::option(option, reason));

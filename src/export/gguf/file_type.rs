@@ -20,9 +20,17 @@ macro_rules! file_types {
 
         impl FileType {
             /// Value of the metadata key `general.file_type`.
-            pub(super) fn id(self) -> u64 {
+            pub(crate) fn id(self) -> u64 {
                 match self {
                     $(FileType::$name => $id,)+
+                }
+            }
+
+            /// The file type with this value of the metadata key.
+            pub(super) fn from_id(id: u64) -> Option<FileType> {
+                match id {
+                    $($id => Some(FileType::$name),)+
+                    _ => None,
                 }
             }
 

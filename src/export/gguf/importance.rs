@@ -143,7 +143,10 @@ impl Importance<'_> {
                 (format!("the importance matrix {}", matrix.file), "tensors that it does not contain, and types without a search for scales")
             }
         };
-        let mut notes = vec![format!("{file}: in {} matrices, errors are weighted by {source}", with.len())];
+        let mut notes = Vec::new();
+        if !with.is_empty() {
+            notes.push(format!("{file}: in {} matrices, errors are weighted by {source}", with.len()));
+        }
         if let Some(first) = without.first() {
             notes.push(format!("{file}: {} matrices are quantized without importance: {reasons} (the first: `{}`)", without.len(), first.name));
         }

@@ -13,7 +13,8 @@ use crate::store::{ActivationScheme, DType, Encoding, Weight};
 /// Notes about precision and quantization that the file cannot represent.
 pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, run: &RunState, file: &str) -> Vec<String> {
     let weights = &model.weights.by_name;
-    let with_codes: BTreeSet<&String> = all.iter().filter(|planned| planned.keeps_codes()).map(|planned| &planned.name).collect();
+    let with_blocks = all.iter().filter(|planned| planned.keeps_blocks()).count();
+    let with_codes: BTreeSet<&String> = all.iter().filter(|planned| planned.keeps_codes() && !planned.keeps_blocks()).map(|planned| &planned.name).collect();
     let is_dequantized = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && !with_codes.contains(name);
     let dequantized: BTreeMap<&String, &Weight> = weights.iter().filter(is_dequantized).collect();
     let by_pass = |name: &&String| run.history.iter().any(|applied| applied.tensors.contains(*name));
@@ -33,6 +34,9 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
             "{file}: {} of rotary frequencies (`inv_freq`) not written: runtimes compute them from the metadata",
             counted(frequencies, "tensor")
         ));
+    }
+    if with_blocks > 0 {
+        notes.push(format!("{file}: {} written with the blocks of `quantize`", counted(with_blocks, "weight")));
     }
     if !with_codes.is_empty() {
         notes.push(format!("{file}: {} written with the same codes, and scales as 16-bit floats", counted(with_codes.len(), "quantized weight")));

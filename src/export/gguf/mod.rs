@@ -9,7 +9,7 @@ mod read_back;
 mod tensors;
 mod types;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,12 +30,13 @@ use crate::arch::{GgufFamily, GgufHead};
 use crate::contract::Planned as PlannedFile;
 use crate::error::{Error, ParseError, Result, counted};
 use crate::files::Destination;
+use crate::kernel::ggml::BlockType;
 use crate::model::Model;
 use crate::model::gguf::{Arrangement, Metadata, describe, vocabulary};
 use crate::run_state::{InputImportance, RunState, Samples};
 use crate::store::gguf::{BlockScales, Kind, Outline, RowPermutation, Value, header};
 use crate::store::writer::{self, FileLayout, Item, Piece, Prebuilt};
-use crate::store::{Bytes, DType, Encoding, Module, Pattern, StorageFormat, Weight, Weights};
+use crate::store::{Bytes, DType, Encoding, ExactBlocks, Module, Pattern, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The GGUF format.
@@ -102,6 +103,8 @@ pub(crate) struct Prepared {
     is_complete: bool,
     /// Weights of modules, which are written to separate safetensors files.
     module_items: Vec<Item>,
+    /// Names of weights that the file does not contain row by row.
+    split: BTreeSet<String>,
 }
 
 impl Gguf {
@@ -135,7 +138,7 @@ impl Gguf {
                 "run the pass `dequantize` first, which adds them to the weights, or export safetensors",
             ));
         }
-        let (mut all, mut rows) = (Vec::new(), 0);
+        let (mut all, mut split, mut rows) = (Vec::new(), BTreeSet::new(), 0);
         let mut module_items = Vec::new();
         let uses_importance = self.importance == InputImportance::Activation;
         let importance = self.open_importance(run)?;
@@ -171,7 +174,8 @@ impl Gguf {
                 let row = width(&dense);
                 let target = if is_matrix { mixture.kind(&stacked, is_head, row) } else { Kind::Plain(DType::F32) };
                 let target = if is_matrix { keep_packed(weight, target, row) } else { target };
-                let (target, kind) = requested.find(&stacked, name, is_matrix, row)?.map_or_else(|| (target, fit_row(target, row)), |kind| (kind, kind));
+                let requested_kind = requested.find(&stacked, name, is_matrix, row)?;
+                let (target, kind) = requested_kind.map_or_else(|| (target, fit_row(target, row)), |kind| (kind, kind));
                 let rotary_heads = match gguf_name.rsplit('.').nth(1) {
                     Some("attn_q") if family.interleaved_rope => Some(heads),
                     Some("attn_k") if family.interleaved_rope => Some(groups),
@@ -183,16 +187,24 @@ impl Gguf {
                     return Err(Error::tensor(name, format!("is {}, but `{gguf_name}` must be a float tensor", dense.describe()), ""));
                 }
                 let is_split = is_split || arrangement.is_changed(&gguf_name);
+                split.extend(is_split.then(|| name.clone()));
+                let exact = weight.exact_blocks().map(|exact| self.kept_blocks((name, exact), (requested_kind, kind), is_split)).transpose()?.flatten();
+                let (target, kind) = exact.map_or((target, kind), |kept| (Kind::Blocks(kept), Kind::Blocks(kept)));
+                let blocks = exact.and_then(|_| weight.block_bytes());
                 let rearranged = order.is_some() || added != 0.0 || is_split;
                 let params = if let Kind::Blocks(kind) = kind { weight.block_params(kind, name).filter(|_| !is_split) } else { None };
                 let in_order = |upstream| RowPermutation { upstream, order: order.clone(), added, name: name.clone() }.weight();
                 let weight = if order.is_some() || added != 0.0 { in_order(dense)? } else { dense };
-                let scales = params.map(in_order).transpose()?.map_or(BlockScales::Plain, |params| BlockScales::Existing(Box::new(params)));
+                let scales = match (blocks, params) {
+                    (Some(blocks), _) => BlockScales::Blocks(Box::new(in_order(blocks)?)),
+                    (None, Some(params)) => BlockScales::Existing(Box::new(in_order(params)?)),
+                    (None, None) => BlockScales::Plain,
+                };
                 let mut planned = Planned { name: name.clone(), gguf_name, weight, target, kind, rearranged, expert, scales };
                 if let (false, Some(columns)) = (planned.keeps_codes(), importance.columns(&planned, &layout)?) {
                     planned.scales = BlockScales::Weighted(columns);
                 }
-                importance.require(&planned, mixture.requires_importance(&stacked, kind))?;
+                importance.require(&planned, mixture.requires_importance(&stacked, kind) && !planned.keeps_codes())?;
                 all.push(planned);
             }
         }
@@ -264,7 +276,30 @@ impl Gguf {
             names.push(planned.name);
             rearranged.extend(planned.rearranged.then_some(index));
         }
-        Ok(Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items })
+        Ok(Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items, split })
+    }
+
+    /// The type of the blocks of a pass that are written; `None` for floats with their values. `kinds` are the
+    /// type that the option `types` requests, and that of the file otherwise.
+    ///
+    /// # Errors
+    /// The values would be rounded again.
+    fn kept_blocks(&self, (name, exact): (&str, ExactBlocks), kinds: (Option<Kind>, Kind), is_split: bool) -> Result<Option<BlockType>> {
+        let (requested, kind) = kinds;
+        let is_of_file = exact.file_type.is_none_or(|id| id == self.file_type.id());
+        let (own, other) = (Kind::Blocks(exact.kind), requested.unwrap_or(kind));
+        if other == Kind::Plain(DType::F32) {
+            return Ok(None);
+        }
+        if !is_split && (other == own || (requested.is_none() && is_of_file)) {
+            return Ok(Some(exact.kind));
+        }
+        let (reason, hint) = match (is_split, requested) {
+            (true, _) => ("the file does not contain its rows".to_owned(), "add it to `ignore` of the pass"),
+            (false, Some(other)) => (format!("`types` requests {other}"), "use the same types in `rules` of the pass and in `types`"),
+            (false, None) => (format!("it is {other} in files of the type {:?}", self.file_type), "use the same `scheme` of the pass and `type` of the file"),
+        };
+        Err(Error::tensor(name, format!("was quantized to {own} by a pass, but {reason}, so that it would be rounded twice"), hint))
     }
 
     /// The importance of columns.
@@ -298,6 +333,24 @@ impl Gguf {
     }
 }
 
+/// The types of the matrices that a file of this type contains row by row, by their names in the model.
+/// `calibrates`: whether the importance of columns is known.
+///
+/// # Errors
+/// GGUF files cannot represent the model.
+pub(crate) fn gguf_kinds(model: &Model, file_type: FileType, calibrates: bool) -> Result<BTreeMap<String, Kind>> {
+    let importance = if calibrates && file_type.uses_importance() { InputImportance::Activation } else { InputImportance::None };
+    let Prepared { names, items, split, .. } = Gguf { file_type, importance, ..Gguf::default() }.prepare(model, &RunState::default(), false)?;
+    let kinds = names.into_iter().zip(items).filter(|(name, _)| !split.contains(name));
+    let kind = |item: &Item| if let StorageFormat::Gguf(kind) = item.storage_format { Kind::Blocks(kind) } else { Kind::Plain(item.weight.dtype) };
+    Ok(kinds.map(|(name, item)| (name, kind(&item))).collect())
+}
+
+/// The type of matrices with rows of `row` elements for which a type is selected.
+pub(crate) fn gguf_kind(tensor_type: TensorType, row: usize) -> Kind {
+    fit_row(tensor_type.kind(), row)
+}
+
 /// Layout of the separate files for the weights of modules; `None` if the output is a single file.
 fn module_layout(model: &Model, run: &RunState, items: &[Item]) -> Result<Option<FileLayout>> {
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -317,7 +370,15 @@ impl Format for Gguf {
         true
     }
 
-    fn resolve_defaults(&mut self, sets: &[Samples]) {
+    fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
+        let of_pass = model.weights.by_name.values().find_map(|weight| weight.exact_blocks());
+        // The file type of the pass replaces the default one, in which its blocks cannot be written.
+        if let Some(file_type) = of_pass.and_then(|exact| FileType::from_id(exact.file_type?)).filter(|_| self.file_type == FileType::default()) {
+            self.file_type = file_type;
+        }
+        if of_pass.is_some() && self.importance == InputImportance::Auto && self.imatrix.is_none() {
+            self.importance = InputImportance::None;
+        }
         if self.imatrix.is_some() && self.importance == InputImportance::Auto {
             self.importance = InputImportance::Activation;
         }
@@ -363,7 +424,7 @@ impl Format for Gguf {
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, _prebuilt: Option<&Prebuilt>, work: &Work) -> Result<Exported> {
-        let Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items } =
+        let Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items, .. } =
             self.prepare(model, run, true)?;
         let mut count = outline.tensors.len();
         // It contains the vocabulary.

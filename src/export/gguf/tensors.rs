@@ -57,7 +57,12 @@ impl Planned {
 
     /// Whether the codes and scales of a quantized weight are written.
     pub fn keeps_codes(&self) -> bool {
-        matches!(self.scales, BlockScales::Existing(_))
+        self.keeps_blocks() || matches!(self.scales, BlockScales::Existing(_))
+    }
+
+    /// Whether the blocks of a pass are written.
+    pub fn keeps_blocks(&self) -> bool {
+        matches!(self.scales, BlockScales::Blocks(_))
     }
 }
 

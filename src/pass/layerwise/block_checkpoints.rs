@@ -11,12 +11,16 @@ use serde::{Deserialize, Serialize};
 use super::MethodReport;
 use crate::error::{Error, Result};
 use crate::exec;
+use crate::kernel::ggml::BlockType;
 use crate::model::Model;
 use crate::output::IDENTITY;
 use crate::pass::Checkpoints;
+use crate::store::gguf::BlockScales;
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
-use crate::store::{ArtifactStore, Checkpoint, DType, Encoding, Origin, Packing, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights};
+use crate::store::{
+    ArtifactStore, Checkpoint, DType, Encoding, ExactBlocks, Origin, Packing, QuantizationSpec, StatedEncoding, StorageFormat, Weight, Weights,
+};
 use crate::work::Work;
 
 /// Information on a block for the report.
@@ -46,6 +50,10 @@ struct WeightMetadata {
     affine: Option<QuantizationSpec>,
     /// Dtype of its values.
     dtype: DType,
+    /// For a weight that is stored as blocks of a GGUF file, ids of their type and of the file type that
+    /// determined it.
+    #[serde(default)]
+    blocks: Option<(u32, Option<u64>)>,
 }
 
 /// The changed weights of a block, and its report.
@@ -118,11 +126,15 @@ impl BlockCheckpoints {
         };
         let stored = Weights::from_checkpoint_with(Checkpoint::open(&path)?, &stated)?;
         let weights = stored.by_name.into_iter().map(|(name, mut now)| {
-            let (origin, affine) = metadata.remove(&name).map_or((Origin::default(), None), |weight| (weight.origin, weight.affine));
+            let stored = metadata.remove(&name);
+            let blocks =
+                stored.as_ref().and_then(|weight| weight.blocks).and_then(|(kind, file_type)| Some(ExactBlocks { kind: BlockType::from_id(kind)?, file_type }));
+            let (origin, affine) = stored.map_or((Origin::default(), None), |weight| (weight.origin, weight.affine));
             now.encoding = affine.map_or(now.encoding, Encoding::Quantized);
-            let mut weight = match model.weights.by_name.get(&name) {
-                Some(before) => before.restored(&name, now),
-                None => now,
+            let mut weight = match (model.weights.by_name.get(&name), blocks) {
+                (Some(before), Some(blocks)) => before.in_blocks(blocks, &name, BlockScales::Blocks(Box::new(now))),
+                (Some(before), None) => before.restored(&name, now),
+                (None, _) => now,
             };
             weight.origin = origin;
             (name, weight)
@@ -142,7 +154,8 @@ impl BlockCheckpoints {
             .iter()
             .map(|(name, weight)| {
                 let affine = if let Encoding::Quantized(affine) = &weight.encoding { Some(affine.clone()) } else { None };
-                (name.clone(), WeightMetadata { origin: weight.origin, affine, dtype: weight.dtype })
+                let blocks = weight.exact_blocks().map(|exact| (exact.kind.id(), exact.file_type));
+                (name.clone(), WeightMetadata { origin: weight.origin, affine, dtype: weight.dtype, blocks })
             })
             .collect();
         let items: Vec<Item> = changed.into_iter().map(|(name, weight)| Item { name, storage_format: storage_format(&weight), weight }).collect();
@@ -165,6 +178,9 @@ pub(super) fn name(block: usize) -> String {
 }
 
 fn storage_format(weight: &Weight) -> StorageFormat {
+    if let Some(ExactBlocks { kind, .. }) = weight.exact_blocks() {
+        return StorageFormat::Gguf(kind);
+    }
     match &weight.encoding {
         Encoding::Quantized(affine) if affine.codes.packing() != Packing::Bytes => StorageFormat::Packed,
         Encoding::Dense | Encoding::Quantized(_) => StorageFormat::Plain,

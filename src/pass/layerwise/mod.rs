@@ -5,6 +5,7 @@
 
 mod autoround;
 mod block_checkpoints;
+mod block_rounding;
 mod checks;
 mod compensated;
 mod corrections;
@@ -54,6 +55,7 @@ use crate::store::{Weight, Weights};
 use crate::train::Team;
 use block_checkpoints::BlockReport;
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
+pub(in crate::pass) use block_rounding::quantize_blocks;
 use checks::{require_bytes, require_finite};
 pub(in crate::pass) use corrections::{correct, correction_bytes, declare_corrections};
 pub(in crate::pass) use forecast::{model_runs, runs_to_layers, runs_to_supported};

@@ -148,9 +148,9 @@ const RATE: f32 = 0.5;
 /// Name of trained rounding in the report.
 const AUTOROUND: &str = "autoround";
 /// Name of the solution with compensation in the report.
-const GPTQ: &str = "gptq";
+pub(super) const GPTQ: &str = "gptq";
 /// Columns that are rounded before the error is propagated to the remaining columns.
-const BLOCK: usize = 128;
+pub(super) const BLOCK: usize = 128;
 /// Smallest range of the scale search, in percent of minmax.
 const MIN_RANGE_PERCENT: u32 = 40;
 

@@ -26,8 +26,8 @@ impl Quantize {
         }
         let round_activations = schemes.iter().all(|scheme| scheme.rounds_activations() && scheme.rounds_activations_like(self.scheme));
         match narrowest {
-            // Trained rounding has no corrections.
-            ..=TRAINED_BITS if self.correct.is_none() => Method::Autoround,
+            // Trained rounding has neither corrections nor blocks of GGUF files.
+            ..=TRAINED_BITS if self.correct.is_none() && !self.has_blocks() => Method::Autoround,
             ..ROUNDED_BITS => Method::Gptq,
             _ if round_activations => Method::Smoothquant,
             _ => Method::Rtn,
@@ -57,6 +57,8 @@ mod tests {
             ("NVFP4", Method::Gptq),
             ("W8A8", Method::Smoothquant),
             ("W8A16", Method::Rtn),
+            ("Q2_K", Method::Gptq),
+            ("Q8_0", Method::Rtn),
             ("FP8", Method::Rtn),
         ] {
             assert_eq!(best("llama", &samples, json!({ "scheme": scheme })), method, "{scheme}");

@@ -6,6 +6,7 @@
 //! ```
 
 mod best;
+mod blocks;
 pub(in crate::pass) mod correction;
 mod kv_cache;
 mod rules;
@@ -96,7 +97,7 @@ impl Method {
     }
 }
 
-/// Quantize linear weights in a named scheme of compressed-tensors.
+/// Quantize linear weights in a named scheme of compressed-tensors, or to blocks of GGUF files.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -278,7 +279,7 @@ impl Pass for Quantize {
         let group_size = sized(self.layout());
         let rules: Vec<SchemeRule> = self.rules.iter().map(|rule| SchemeRule { group_size: sized(rule.layout()), ..rule.clone() }).collect();
         // The default depends on the codes.
-        let observer = self.observer.or_else(|| rules.is_empty().then(|| self.observer(self.scheme.codes())));
+        let observer = self.observer.or_else(|| (rules.is_empty() && !self.has_blocks()).then(|| self.observer(self.scheme.codes())));
         let compensates = self.method.compensates();
         let (ordered, sweeps) = (compensates.then(|| self.ordered()), compensates.then(|| self.sweeps()));
         let trains = self.method == Method::Autoround;
@@ -287,6 +288,7 @@ impl Pass for Quantize {
     }
 
     fn check(&self) -> Result<()> {
+        self.check_blocks()?;
         if self.rules.iter().any(|rule| rule.targets.is_empty()) {
             return Err(Error::option(format!("{NAME}: rules"), "a rule has no `targets`"));
         }
@@ -374,6 +376,9 @@ impl Pass for Quantize {
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
+        if self.has_blocks() {
+            return self.plan_blocks(model);
+        }
         let Layers { mut encodings, rule, notes } = self.supported_layers(model)?;
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
         let corrections = self.corrections(&encodings, model)?;

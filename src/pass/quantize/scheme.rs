@@ -24,6 +24,8 @@ enum SchemeGranularity {
     Groups(usize),
     /// A fixed granularity. Blocks that do not divide a row are replaced by one scale per row.
     Fixed(Granularity),
+    /// Blocks of GGUF files, whose type depends on the weight.
+    Blocks,
 }
 
 macro_rules! schemes {
@@ -145,6 +147,64 @@ schemes! {
     /// Weights and activations: FP8 in groups of 32 with power-of-two scales, which for activations are
     /// dynamic
     Mxfp8 = "MXFP8" => Row::scaled_groups(FloatFormat::E4m3, ScaleFormat::PowerOfTwo, Some(FloatScale::PowerOfTwo));
+
+    /// Blocks of a GGUF file: 8 bits with a scale per 32 weights
+    Q80 = "Q8_0" => Row::blocks(8);
+
+    /// Blocks of a GGUF file: 6 bits in blocks of 256 with quantized scales
+    Q6K = "Q6_K" => Row::blocks(6);
+
+    /// Blocks of a GGUF file: Q5_K, and Q6_K for the most sensitive matrices
+    Q5KM = "Q5_K_M" => Row::blocks(5);
+
+    /// Blocks of a GGUF file: Q5_K
+    Q5KS = "Q5_K_S" => Row::blocks(5);
+
+    /// Blocks of a GGUF file: 5 bits in blocks of 256 with quantized scales and minima
+    Q5K = "Q5_K" => Row::blocks(5);
+
+    /// Blocks of a GGUF file: 5 bits with a scale and a minimum per 32 weights
+    Q51 = "Q5_1" => Row::blocks(5);
+
+    /// Blocks of a GGUF file: 5 bits with a scale per 32 weights
+    Q50 = "Q5_0" => Row::blocks(5);
+
+    /// Blocks of a GGUF file: Q4_K, and Q6_K for the most sensitive matrices
+    Q4KM = "Q4_K_M" => Row::blocks(4);
+
+    /// Blocks of a GGUF file: Q4_K, and Q5_K for the most sensitive matrices
+    Q4KS = "Q4_K_S" => Row::blocks(4);
+
+    /// Blocks of a GGUF file: 4 bits in blocks of 256 with quantized scales and minima
+    Q4K = "Q4_K" => Row::blocks(4);
+
+    /// Blocks of a GGUF file: 4 bits with a scale and a minimum per 32 weights
+    Q41 = "Q4_1" => Row::blocks(4);
+
+    /// Blocks of a GGUF file: 4 bits with a scale per 32 weights
+    Q40 = "Q4_0" => Row::blocks(4);
+
+    /// Blocks of a GGUF file: indices into a codebook of 16 values, with a scale per 32 weights
+    Iq4Nl = "IQ4_NL" => Row::blocks(4);
+
+    /// Blocks of a GGUF file: the codebook of IQ4_NL in blocks of 256 with quantized scales
+    Iq4Xs = "IQ4_XS" => Row::blocks(4);
+
+    /// Blocks of a GGUF file: Q3_K, and Q5_K for the most sensitive matrices
+    Q3KL = "Q3_K_L" => Row::blocks(3);
+
+    /// Blocks of a GGUF file: Q3_K, and Q4_K or Q5_K for the most sensitive matrices
+    Q3KM = "Q3_K_M" => Row::blocks(3);
+
+    /// Blocks of a GGUF file: Q3_K
+    Q3KS = "Q3_K_S" => Row::blocks(3);
+
+    /// Blocks of a GGUF file: 3 bits in blocks of 256 with quantized scales
+    Q3K = "Q3_K" => Row::blocks(3);
+
+    /// Blocks of a GGUF file: 2 bits in blocks of 256 with quantized scales and minima, and Q3_K or Q4_K for the
+    /// most sensitive matrices
+    Q2K = "Q2_K" => Row::blocks(2);
 }
 
 /// Placeholder until calibration.
@@ -159,6 +219,11 @@ impl Row {
             granularity: SchemeGranularity::Groups(128),
             activations: ActivationScheme::None,
         }
+    }
+
+    /// Blocks of GGUF files, most of which have this number of bits.
+    fn blocks(bits: u8) -> Row {
+        Row { granularity: SchemeGranularity::Blocks, ..Row::grouped_integers(bits, false) }
     }
 
     /// Floats with float scales, of weights and activations.
@@ -189,9 +254,9 @@ impl FromStr for Scheme {
 
     fn from_str(text: &str) -> Result<Scheme, ParseError> {
         let name = text.to_uppercase().replace('_', "-");
-        let known = || ALL.iter().filter(|(known, _)| !known.contains('_'));
-        let scheme = known().find(|(known, _)| *known == name).map(|(_, scheme)| *scheme);
-        scheme.ok_or_else(|| unknown(text, known().map(|(name, _)| *name)).into())
+        let scheme = ALL.iter().find(|(known, _)| known.replace('_', "-") == name).map(|(_, scheme)| *scheme);
+        let known = ALL.iter().filter(|(known, scheme)| !known.contains('_') || *known == scheme.name());
+        scheme.ok_or_else(|| unknown(text, known.map(|(name, _)| *name)).into())
     }
 }
 
@@ -223,6 +288,11 @@ impl Scheme {
         !matches!(self.row().granularity, SchemeGranularity::Fixed(Granularity::Tensor | Granularity::Block(_)))
     }
 
+    /// Whether weights become blocks of GGUF files.
+    pub(super) fn is_blocks(self) -> bool {
+        self.row().granularity == SchemeGranularity::Blocks
+    }
+
     /// Name, as in recipes.
     pub(crate) fn name(self) -> &'static str {
         ALL.iter().find(|(_, scheme)| *scheme == self).map_or("", |(name, _)| *name)
@@ -247,7 +317,7 @@ impl Scheme {
     pub(super) fn group(self) -> Option<usize> {
         match self.row().granularity {
             SchemeGranularity::Groups(size) => Some(size),
-            SchemeGranularity::Fixed(_) => None,
+            SchemeGranularity::Fixed(_) | SchemeGranularity::Blocks => None,
         }
     }
 
@@ -257,6 +327,7 @@ impl Scheme {
         let divides = |size: usize| rows.iter().all(|row| row.is_multiple_of(size));
         match self.row().granularity {
             SchemeGranularity::Groups(_) => Some(Granularity::Channel),
+            SchemeGranularity::Blocks => None,
             SchemeGranularity::Fixed(Granularity::Block([_, size])) if !divides(size) => Some(Granularity::Channel),
             SchemeGranularity::Fixed(Granularity::Group(size)) if !divides(size) => None,
             SchemeGranularity::Fixed(granularity) => Some(granularity),
@@ -286,12 +357,14 @@ mod tests {
 
     #[test]
     fn names_are_parsed_in_any_case_and_with_underscores() {
-        for (text, scheme) in [("w4a16", Scheme::W4A16), ("W4A16_ASYM", Scheme::W4A16Asym), ("w4a16-asym", Scheme::W4A16Asym), ("int8", Scheme::W8A8)] {
+        for (text, scheme) in
+            [("w4a16", Scheme::W4A16), ("W4A16_ASYM", Scheme::W4A16Asym), ("w4a16-asym", Scheme::W4A16Asym), ("int8", Scheme::W8A8), ("q4_k_m", Scheme::Q4KM)]
+        {
             assert_eq!(text.parse(), Ok(scheme));
         }
         let error = |text: &str| text.parse::<Scheme>().unwrap_err().to_string();
         assert!(error("int4").starts_with("unknown scheme `int4`, did you mean `W4A16`?"), "{}", error("int4"));
-        assert!(error("q4_k_m").contains("it is a type of GGUF files") && error("q4_k_m").contains("{ type: Q4_K_M }"), "{}", error("q4_k_m"));
+        assert!(error("iq3_s").contains("it is a type of GGUF files") && error("iq3_s").contains("{ type: IQ3_S }"), "{}", error("iq3_s"));
         assert!("W3A3".parse::<Scheme>().unwrap_err().to_string().contains("W4A16-ASYM"));
         for (_, scheme) in ALL.iter().copied() {
             assert_eq!(serde_json::from_value::<Scheme>(serde_json::to_value(scheme).unwrap()).unwrap(), scheme);

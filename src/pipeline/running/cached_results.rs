@@ -215,7 +215,8 @@ impl ResultCache {
 
     /// Stores a result, if the pass took long enough and the result can be restored completely.
     pub(super) fn put(&self, key: &str, took: Duration, (input, after): (&Model, &Model), run: &mut RunState, work: &Work) -> Result<()> {
-        if took < self.min_duration {
+        // Files of weights do not contain blocks of GGUF files.
+        if took < self.min_duration || after.weights.by_name.values().any(|weight| weight.exact_blocks().is_some()) {
             return Ok(());
         }
         // A damaged download must not be reused by later runs.

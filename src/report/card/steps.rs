@@ -25,7 +25,7 @@ const SENTENCES: [Sentence; 15] = [
     sentence("search-structure", "The widths of layers and the parts to remove were chosen for a limit of the size", &["limit"]),
     sentence("prune-vocabulary", "Tokens were removed from the vocabulary", &[]),
     sentence("decompose", "Layers were replaced by two low-rank layers", &["rank"]),
-    sentence("quantize", "Linear weights were quantized in a scheme of compressed-tensors", &["scheme", "method"]),
+    sentence("quantize", "Linear weights were quantized", &["scheme", "method"]),
     sentence("quantize-dynamic", "Linear weights were quantized to int8", &["granularity", "activations"]),
     sentence("quantize-static", "Weights were quantized to int8, and activations with scales found on calibration samples", &[]),
     sentence("palettize", "Weights were replaced by indices into small codebooks", &["bits"]),

@@ -3,6 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod compensated;
 mod experts;
 mod importance;
 mod quantizer;

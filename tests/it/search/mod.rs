@@ -444,9 +444,33 @@ fn a_time_allows_better_methods() {
         ("auto llama --front new.json --max-size 5bits --method rtn", "--method: has no effect without an output"),
         ("auto llama --front new.json --max-size 5bits --sign key.pem", "--sign: has no effect without an output"),
         ("auto llama --front new.json --max-size 5bits --no-card", "--no-card: has no effect without an output"),
-        ("auto llama --for llama.cpp -o new --max-size 90% --time 10m", "--time: has no effect on GGUF files"),
+        ("auto llama --for llama.cpp -o new --max-size 90% --time 10m --prune 0.5", "--time: is not supported for GGUF files with `--prune`"),
     ] {
         let run = compress(folder, &format!("{arguments} {SETS}"));
         assert!(run.code > 0 && run.stderr.contains(part) && !folder.join("new").exists(), "{arguments}: {}", run.stderr);
     }
+}
+
+/// The codes of a GGUF file are compensated if that lowers the divergence on the held-out samples. The types and
+/// the size remain.
+#[test]
+fn a_time_compensates_the_codes_of_a_gguf_file() {
+    let folder = prepared();
+    let folder = folder.path();
+    std::fs::write(folder.join("llama/tokenizer.json"), BYTE_LEVEL).unwrap();
+    let search = format!("auto llama --for llama.cpp --json --max-size 50% {SETS}");
+    let plain = data(folder, &format!("{search} -o plain.gguf"));
+    let found = data(folder, &format!("{search} -o small.gguf --time 1h"));
+    let methods = found["search"]["methods"].as_array().unwrap();
+    assert_eq!(methods.iter().map(|method| method["method"].as_str().unwrap()).collect::<Vec<_>>(), ["importance", "gptq"]);
+    let measured: Vec<f64> = methods.iter().map(|method| method["measured"].as_f64().unwrap()).collect();
+    let is_better = measured[1] < measured[0];
+    assert_eq!(methods.iter().map(|method| method["chosen"] == true).collect::<Vec<_>>(), [!is_better, is_better]);
+    assert_eq!(found["search"]["chosen"]["bytes"], plain["search"]["chosen"]["bytes"]);
+    let [plain, small] = ["plain.gguf", "small.gguf"].map(|name| std::fs::read(folder.join(name)).unwrap());
+    assert_eq!((plain.len(), plain == small), (small.len(), !is_better));
+    let passes = read_json(&folder.join("small.gguf.report/report.json"))["recipe"]["passes"].clone();
+    assert_eq!(passes.as_array().unwrap().iter().map(|pass| &pass["quantize"]["method"]).collect::<Vec<_>>(), vec!["gptq"; usize::from(is_better)]);
+    ok(folder, "run small.gguf.report/recipe.yaml -o again.gguf");
+    assert!(std::fs::read(folder.join("again.gguf")).unwrap() == small);
 }

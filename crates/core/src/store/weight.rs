@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::quantization_spec::row;
-use super::{BlockSink, DType, OriginalFormat, QuantizationSpec};
+use super::{BlockSink, DType, ExactBlocks, OriginalFormat, QuantizationSpec};
 use crate::error::{Error, Result};
 
 /// Representation of the elements.
@@ -82,6 +82,11 @@ pub trait WeightSource: Send + Sync {
 
     /// For rounding stages: the weight before rounding.
     fn unrounded(&self) -> Option<&Weight> {
+        None
+    }
+
+    /// The blocks of a GGUF file that each view of a dense weight has in addition to its values, if it has them.
+    fn exact_blocks(&self) -> Option<ExactBlocks> {
         None
     }
 
@@ -190,6 +195,11 @@ impl Weight {
     /// Source of the bytes.
     pub fn source(&self) -> Arc<dyn WeightSource> {
         self.source.clone()
+    }
+
+    /// The blocks of a GGUF file that represent the values, if a pass has quantized them to such blocks.
+    pub fn exact_blocks(&self) -> Option<ExactBlocks> {
+        self.source.exact_blocks()
     }
 
     /// Produces the bytes; see [`WeightSource::visit`].

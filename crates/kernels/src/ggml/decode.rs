@@ -2,6 +2,8 @@
 
 use half::f16;
 
+use crate::grid::UNEVEN_LEVELS as LEVELS;
+
 mod grids;
 mod ternary;
 
@@ -211,9 +213,6 @@ simd! {
         }
     }
 }
-
-/// Values of the sixteen codes of the IQ4 types.
-pub(super) const LEVELS: [f32; 16] = [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
 
 /// Dequantizes 16 bytes of codes as in Q4_0.
 #[inline(always)]

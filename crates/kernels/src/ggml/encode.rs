@@ -3,6 +3,7 @@
 
 use half::f16;
 
+use super::codes::{self, halves};
 use super::decode::{E2M1, half_power_of_two};
 use super::search::{EPSILON, Fits, Interleaved, LANES, Trials, around, costs, higher, interleaved, lanes, lower, nearest, with_minimum};
 
@@ -109,16 +110,6 @@ fn from_lowest(values: &[f32], highest: f32) -> Fits<32> {
     fits
 }
 
-fn halves(codes: &[u8; 32], bytes: &mut [u8]) {
-    for (j, byte) in bytes.iter_mut().enumerate() {
-        *byte = codes[j] & 15 | codes[j + 16] << 4;
-    }
-}
-
-fn fifths(codes: &[u8; 32]) -> [u8; 4] {
-    codes.iter().enumerate().fold(0u32, |bits, (element, code)| bits | u32::from(code >> 4 & 1) << element).to_le_bytes()
-}
-
 /// Mean square.
 fn power(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |sum, value| sum + value * value) / values.len().max(1) as f32
@@ -167,7 +158,7 @@ simd! {
             let fits = centred(values, importance, power, 8.0);
             for (lane, block) in blocks.iter_mut().enumerate() {
                 put(fits.scale[lane], block, 0);
-                halves(&fits.codes[lane], &mut block[2..]);
+                codes::q4_0(&fits.codes[lane], block);
             }
         }
     }
@@ -181,7 +172,7 @@ simd! {
             for (lane, block) in blocks.iter_mut().enumerate() {
                 put(fits.scale[lane], block, 0);
                 put(-fits.minimum[lane], block, 2);
-                halves(&fits.codes[lane], &mut block[4..]);
+                codes::q4_1(&fits.codes[lane], block);
             }
         }
     }
@@ -194,8 +185,7 @@ simd! {
             let fits = centred(values, importance, power, 16.0);
             for (lane, block) in blocks.iter_mut().enumerate() {
                 put(fits.scale[lane], block, 0);
-                block[2..6].copy_from_slice(&fifths(&fits.codes[lane]));
-                halves(&fits.codes[lane], &mut block[6..]);
+                codes::q5_0(&fits.codes[lane], block);
             }
         }
     }
@@ -210,8 +200,7 @@ simd! {
             for (lane, block) in blocks.iter_mut().enumerate() {
                 put(fits.scale[lane], block, 0);
                 put(-fits.minimum[lane], block, 2);
-                block[4..8].copy_from_slice(&fifths(&fits.codes[lane]));
-                halves(&fits.codes[lane], &mut block[8..]);
+                codes::q5_1(&fits.codes[lane], block);
             }
         }
     }
@@ -358,16 +347,6 @@ fn write_scales(values: &[f32; 256], (fits, sums): &(Fits<32>, [f32; LANES]), ha
     codes
 }
 
-/// Packs the low nibbles of each 64 codes into 32 bytes: the first 32 in the low half, the second 32 in
-/// the high half.
-fn nibbles(codes: &[u8; 256], bytes: &mut [u8]) {
-    for (codes, bytes) in codes.as_chunks::<64>().0.iter().zip(bytes.as_chunks_mut::<32>().0) {
-        for (l, byte) in bytes.iter_mut().enumerate() {
-            *byte = codes[l] & 15 | codes[l + 32] << 4;
-        }
-    }
-}
-
 simd! {
     pub(super) fn q4_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         for (values, importance, blocks) in runs::<256, 144>(values, importance, blocks, 2) {
@@ -375,7 +354,7 @@ simd! {
             for (half, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks).enumerate() {
                 block.fill(0);
                 let codes = write_scales(values, &found, half, importance.is_some(), 15.0, block);
-                nibbles(&codes, &mut block[16..]);
+                codes::q4_k(&codes, block);
             }
         }
     }
@@ -388,10 +367,7 @@ simd! {
             for (half, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks).enumerate() {
                 block.fill(0);
                 let codes = write_scales(values, &found, half, importance.is_some(), 31.0, block);
-                for (element, code) in codes.iter().enumerate() {
-                    block[16 + element % 32] |= (code >> 4) << (element / 32);
-                }
-                nibbles(&codes, &mut block[48..]);
+                codes::q5_k(&codes, block);
             }
         }
     }
@@ -426,11 +402,7 @@ simd! {
                     }
                 }
             }
-            for (element, code) in codes.iter().enumerate() {
-                let (part, row, l) = (element / 128, element % 128 / 32, element % 32);
-                block[64 * part + row % 2 * 32 + l] |= (code & 15) << (row / 2 * 4);
-                block[128 + 32 * part + l] |= (code >> 4) << (2 * row);
-            }
+            codes::q6_k(&codes, block);
         }
     }
 }

@@ -4,6 +4,7 @@
 //! operations yields the same bits as its source code when every operation is rounded once. The fields
 //! called `d`, `m` etc. there are binary16 scales.
 
+mod codes;
 mod decode;
 mod encode;
 mod grids;
@@ -11,7 +12,9 @@ mod search;
 
 mod table;
 
-use crate::grid::{IntegerGrid, QuantizationParams};
+use codes::PutCodes;
+
+use crate::grid::{IntegerGrid, Levels, QuantizationParams};
 
 /// Number of elements in large blocks.
 pub const LARGE: usize = 256;
@@ -106,16 +109,79 @@ impl BlockType {
         self.encode_row(values, &[], blocks);
     }
 
+    /// The levels of the codes, the number of elements that share a scale, and the function that writes the
+    /// codes of a block, for types in which each element has a code of its own. Integers that are not symmetric
+    /// have a minimum instead of a zero point.
+    fn codec(self) -> Option<(Levels, usize, PutCodes)> {
+        let integers = |bits, symmetric, group, put: PutCodes| Some((Levels::Integers(IntegerGrid { bits, symmetric }), group, put));
+        match self {
+            BlockType::Q8_0 => integers(8, true, SMALL, codes::q8_0),
+            BlockType::Q6_K => integers(6, true, 16, codes::q6_k),
+            BlockType::Q5_1 => integers(5, false, SMALL, codes::q5_1),
+            BlockType::Q5_0 => integers(5, true, SMALL, codes::q5_0),
+            BlockType::Q5_K => integers(5, false, 32, codes::q5_k),
+            BlockType::Q4_1 => integers(4, false, SMALL, codes::q4_1),
+            BlockType::Q4_0 => integers(4, true, SMALL, codes::q4_0),
+            BlockType::Q4_K => integers(4, false, 32, codes::q4_k),
+            BlockType::IQ4_NL => Some((Levels::Uneven, SMALL, codes::q4_0)),
+            BlockType::IQ4_XS => Some((Levels::Uneven, 32, codes::iq4_xs)),
+            BlockType::Q3_K => integers(3, true, 16, codes::q3_k),
+            BlockType::Q2_K => integers(2, false, 16, codes::q2_k),
+            _ => None,
+        }
+    }
+
+    /// The levels of the codes, and the number of consecutive elements that share a scale; `None` for types
+    /// whose codes are not those of single elements.
+    pub fn levels(self) -> Option<(Levels, usize)> {
+        self.codec().map(|(levels, group, _)| (levels, group))
+    }
+
+    /// The scales and zero points of all groups of blocks of a type with [levels](Self::levels). Zero points
+    /// of types with minima are not integers. A scale of zero is replaced by the smallest one that is used, so
+    /// that all levels are approximately equal.
+    pub fn params(self, blocks: &[u8]) -> Vec<QuantizationParams> {
+        const SMALLEST: f32 = 1e-30;
+        let Some((levels, group, put)) = self.codec() else { return Vec::new() };
+        let ((lowest, highest), plain) = (levels.bounds(), QuantizationParams { scale: 1.0, zero: 0.0 });
+        let mut probe = blocks.to_vec();
+        let [low, high] = [lowest, highest].map(|code| {
+            let codes = [(code - lowest) as u8; LARGE];
+            probe.chunks_exact_mut(self.bytes()).for_each(|block| put(&codes, block));
+            let mut values = vec![0f32; blocks.len() / self.bytes() * self.elements()];
+            self.decode(&probe, &mut values);
+            values
+        });
+        let steps = levels.level_at(highest, plain) - levels.level_at(lowest, plain);
+        let params = |(low, high): (&f32, &f32)| {
+            let scale = (high - low) / steps;
+            let scale = if scale == 0.0 { SMALLEST } else { scale };
+            let has_minimum = matches!(levels, Levels::Integers(integers) if !integers.symmetric);
+            QuantizationParams { scale, zero: if has_minimum { lowest - low / scale } else { 0.0 } }
+        };
+        low.iter().step_by(group).zip(high.iter().step_by(group)).map(params).collect()
+    }
+
+    /// Replaces the codes of blocks of a type with [levels](Self::levels), and keeps the scales.
+    pub fn put_codes(self, codes: &[i8], blocks: &mut [u8]) {
+        let Some((levels, _, put)) = self.codec() else { return };
+        let (lowest, _) = levels.bounds();
+        let mut above = [0u8; LARGE];
+        for (codes, block) in codes.chunks_exact(self.elements()).zip(blocks.chunks_exact_mut(self.bytes())) {
+            above.iter_mut().zip(codes).for_each(|(above, code)| *above = (i16::from(*code) - lowest as i16) as u8);
+            put(&above, block);
+        }
+    }
+
     /// The integers of blocks with one scale; `None` for other types. Those that are not symmetric have a
     /// minimum instead of a zero point.
     pub fn integers(self) -> Option<IntegerGrid> {
-        let integers = |bits, symmetric| Some(IntegerGrid { bits, symmetric });
-        match self {
-            BlockType::Q8_0 => integers(8, true),
-            BlockType::Q5_0 => integers(5, true),
-            BlockType::Q5_1 => integers(5, false),
-            BlockType::Q4_0 => integers(4, true),
-            BlockType::Q4_1 => integers(4, false),
+        self.integer_codec().map(|(integers, _)| integers)
+    }
+
+    fn integer_codec(self) -> Option<(IntegerGrid, PutCodes)> {
+        match self.codec() {
+            Some((Levels::Integers(integers), _, put)) if self.elements() == SMALL => Some((integers, put)),
             _ => None,
         }
     }
@@ -126,8 +192,8 @@ impl BlockType {
     pub fn encode_on_grid(self, values: &[f32], params: &[QuantizationParams], blocks: &mut [u8]) {
         let parts = values.chunks(self.elements()).zip(blocks.chunks_mut(self.bytes())).zip(params);
         for ((values, block), params) in parts {
-            let grid = self.integers().zip(<&[f32; SMALL]>::try_from(values).ok());
-            if !grid.is_some_and(|(integers, values)| encode::on_grid(integers, values, *params, block)) {
+            let grid = self.integer_codec().zip(<&[f32; SMALL]>::try_from(values).ok());
+            if !grid.is_some_and(|(codec, values)| encode::on_grid(codec, values, *params, block)) {
                 self.encode(values, block);
             }
         }
@@ -275,6 +341,52 @@ mod tests {
         }
     }
 
+    /// Codes are replaced without changing scales: nearest levels have the expected values and the least error,
+    /// and the codes of dequantized values are those of their blocks.
+    #[test]
+    fn codes_are_replaced_for_fixed_scales() {
+        let mut state = 11u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        };
+        let mut values: Vec<f32> = (0..8 * 256).map(|_| (0..4).map(|_| random()).sum::<f32>() * 0.05 + 0.01).collect();
+        // Groups with a scale of zero, with and without a minimum.
+        values[256..288].fill(0.0);
+        values[512..768].fill(-0.25);
+        let importance: Vec<f32> = (0..values.len()).map(|_| 0.6 + random()).collect();
+        let mut count = 0;
+        for kind in BlockType::ALL {
+            let Some((levels, group)) = kind.levels() else { continue };
+            count += 1;
+            let mut blocks = vec![0; values.len() / kind.elements() * kind.bytes()];
+            kind.encode_row(&values, &importance, &mut blocks);
+            let params = kind.params(&blocks);
+            assert_eq!(params.len(), values.len() / group, "{}", kind.name());
+            let mut back = vec![0f32; values.len()];
+            kind.decode(&blocks, &mut back);
+            let error = |found: &[f32]| found.iter().zip(&values).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+            let encoded_error = error(&back);
+            let codes: Vec<i8> = values.iter().enumerate().map(|(at, value)| levels.code(*value, params[at / group])).collect();
+            let mut nearest = blocks.clone();
+            kind.put_codes(&codes, &mut nearest);
+            kind.decode(&nearest, &mut back);
+            assert!(error(&back) <= encoded_error * (1.0 + 1e-6), "{}: {} and {encoded_error}", kind.name(), error(&back));
+            for (at, found) in back.iter().enumerate() {
+                let params = params[at / group];
+                let assumed = levels.nearest(values[at], params);
+                let rounding = 1e-5 * (params.scale.abs() + values[at].abs()) + 1e-20;
+                assert!((assumed - found).abs() <= rounding, "{} {at}: {assumed} and {found}", kind.name());
+            }
+            assert_eq!(kind.params(&nearest), params, "{}", kind.name());
+            // Codes of a scale of zero are arbitrary.
+            let is_scaled = |at: usize| params[at / group].scale.abs() > 1e-20;
+            let again = back.iter().zip(&codes).enumerate().filter(|(at, _)| is_scaled(*at));
+            again.for_each(|(at, (value, code))| assert_eq!(levels.code(*value, params[at / group]), *code, "{} {at}", kind.name()));
+        }
+        assert_eq!(count, 12);
+    }
+
     /// The minimum of values that are not negative is the first zero, and that of large blocks is +0.
     #[test]
     fn signs_of_zeros_match_the_reference() {
@@ -343,7 +455,7 @@ mod tests {
         let quarters: Vec<f32> = (0..256).map(|element| (element % 4) as f32 * 0.5).collect();
         let (_, back) = encoded(Q2_K, &quarters);
         assert!(back.iter().zip(&quarters).all(|(a, b)| (a - b).abs() < 2e-3), "{back:?}");
-        let levels: Vec<f32> = (0..256).map(|element| decode::LEVELS[element % 16] / 64.0).collect();
+        let levels: Vec<f32> = (0..256).map(|element| crate::grid::UNEVEN_LEVELS[element % 16] / 64.0).collect();
         for kind in [IQ4_NL, IQ4_XS] {
             assert_eq!(encoded(kind, &levels).1, levels, "{}", kind.name());
         }

@@ -26,8 +26,9 @@ struct Descent<'h> {
 }
 
 /// Improves grid values that approximate targets, both `[size, rows]` in the order of the weight, and the
-/// scales of their grid as [`Hessian::refine`], which processes levels that are not integers. `hessian` are
-/// the damped second moments. Returns the values.
+/// scales of their grid as [`Hessian::refine`], which processes levels that are not integers, and those of
+/// blocks of GGUF files, which may not be integers. `hessian` are the damped second moments. Returns the
+/// values.
 pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
     hessian: &Tensor,
     [targets, values]: [Tensor; 2],
@@ -36,7 +37,7 @@ pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
     sweeps: usize,
 ) -> Result<Tensor> {
     let ((size, rows), device) = (values.dims2()?, hessian.device());
-    if !matches!(grid.levels, Levels::Integers(_)) {
+    if !matches!(grid.levels, Levels::Integers(_)) || grid.has_fixed_scales() {
         let on_host = Hessian::from_damped(transfer::values(hessian, Cause::Statistics)?, size);
         let mut found = by_row(&values)?;
         on_host.refine(&by_row(&targets)?, &mut found, grid, frozen, sweeps);

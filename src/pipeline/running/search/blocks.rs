@@ -6,9 +6,10 @@ use super::formats::{Formats, Unit, Writing, Written, retain};
 use super::matrices::{Matrix, matrices};
 use crate::error::{Error, Result};
 use crate::export::{Export, FileType, Gguf, TensorType};
-use crate::model::Model;
-use crate::pass::{self, Context, Method, Score, Scores, WeightFormat};
+use crate::model::{Model, is_linear};
+use crate::pass::{self, Context, Method, Quantize, SchemeRule, Score, Scores, Step, WeightFormat};
 use crate::run_state::InputImportance;
+use crate::store::Pattern;
 use crate::store::gguf::{ALIGNMENT, BlockScales, Kind};
 
 /// Types in ascending order of bits, with llama.cpp's file type of files in which most matrices have the
@@ -71,6 +72,42 @@ impl Blocks {
     /// The matrices of a unit.
     fn matrices_of<'s>(&'s self, unit: &'s Unit) -> impl Iterator<Item = &'s Matrix> {
         self.matrices.iter().filter(|matrix| matrix.weights.first().is_some_and(|name| unit.weights.contains(name)))
+    }
+
+    /// The weights that are not floats, with their options and units. Tied names are included.
+    fn by_weight<'s>(&self, units: &'s [Unit], options: &[usize]) -> Vec<(&'s str, usize, &'s Unit)> {
+        let tied = self.model.tied_names();
+        let mut found = Vec::new();
+        for (unit, option) in units.iter().zip(options).filter(|(_, option)| **option != self.floats()) {
+            for name in &unit.weights {
+                let aliases = tied.iter().filter(|(_, original)| original == name).map(|(alias, _)| *alias);
+                found.extend(aliases.chain([name.as_str()]).map(|name| (name, *option, unit)));
+            }
+        }
+        found
+    }
+
+    /// The pass that quantizes the matrices with scores to their types by a method; `None` if there are none.
+    fn pass(&self, units: &[Unit], options: &[usize], method: Method) -> Result<Option<Quantize>> {
+        let mut targets: Vec<Vec<Pattern>> = vec![Vec::new(); self.types.len()];
+        let mut ignore: Vec<Pattern> = Vec::new();
+        for (unit, option) in units.iter().zip(options) {
+            let is_quantized = *option != self.floats() && !unit.measured;
+            for name in &unit.weights {
+                let pattern = name.parse().map_err(|e| Error::option("auto", e))?;
+                let patterns = if is_quantized { &mut targets[*option] } else { &mut ignore };
+                patterns.push(pattern);
+            }
+        }
+        let mut rules = Vec::new();
+        for (targets, (tensor_type, _)) in targets.into_iter().zip(&self.types).filter(|(targets, _)| !targets.is_empty()) {
+            let scheme = format!("{tensor_type:?}").parse().map_err(|e| Error::option("auto", e))?;
+            rules.push(SchemeRule { targets, scheme, group_size: None });
+        }
+        // Patterns of tables that are not linear weights would be errors.
+        ignore.retain(|pattern| self.model.weights.by_name.iter().any(|(name, weight)| pattern.matches(name) && is_linear(name, weight)));
+        let Some(scheme) = rules.first().map(|rule| rule.scheme) else { return Ok(None) };
+        Ok(Some(Quantize { scheme, rules, method, ignore, ..Quantize::default() }))
     }
 
     /// The types of all units of a file in one of llama.cpp's mixtures; `None` if one is not in the table.
@@ -174,17 +211,11 @@ impl Formats for Blocks {
             return Ok(None);
         }
         let mut model = self.model.clone();
-        let tied = model.tied_names();
-        for (unit, option) in units.iter().zip(options).filter(|(_, option)| **option != self.floats()) {
-            for name in &unit.weights {
-                let aliases = tied.iter().filter(|(_, original)| original == name).map(|(alias, _)| (*alias).to_owned());
-                for name in aliases.chain([name.clone()]) {
-                    let Some(weight) = model.weights.by_name.get_mut(&name) else { continue };
-                    let importance = scores.importance.get(&name).filter(|_| !unit.measured).cloned();
-                    let scales = importance.map_or(BlockScales::Plain, BlockScales::Weighted);
-                    *weight = weight.dense(&name).in_gguf(self.kind(*option), &name, scales).0;
-                }
-            }
+        for (name, option, unit) in self.by_weight(units, options) {
+            let Some(weight) = model.weights.by_name.get_mut(name) else { continue };
+            let importance = scores.importance.get(name).filter(|_| !unit.measured).cloned();
+            let scales = importance.map_or(BlockScales::Plain, BlockScales::Weighted);
+            *weight = weight.dense(name).in_gguf(self.kind(option), name, scales).0;
         }
         Ok(Some(Written { model, bytes: None }))
     }
@@ -193,9 +224,19 @@ impl Formats for Blocks {
         vec![Gguf { file_type: FileType::F16, ..Gguf::default() }.into()]
     }
 
+    /// The matrices that no pass has quantized, such as the embedding table, are rounded without importance.
+    fn stored(&self, mut model: Model, units: &[Unit], options: &[usize]) -> Model {
+        for (name, option, _) in self.by_weight(units, options) {
+            if let Some(weight) = model.weights.by_name.get_mut(name).filter(|weight| weight.exact_blocks().is_none()) {
+                *weight = weight.dense(name).in_gguf(self.kind(option), name, BlockScales::Plain).0;
+            }
+        }
+        model
+    }
+
     /// All matrices are listed, so that the mixture of the file type affects none of them. Scales are
-    /// searched by the importance of the columns, without another method.
-    fn writing(&self, units: &[Unit], options: &[usize], _method: Option<Method>) -> Result<Option<Writing>> {
+    /// searched by the importance of the columns, or by a pass with the method.
+    fn writing(&self, units: &[Unit], options: &[usize], method: Option<Method>) -> Result<Option<Writing>> {
         if options.iter().all(|option| *option == self.floats()) {
             return Ok(None);
         }
@@ -213,6 +254,8 @@ impl Formats for Blocks {
         }
         let most = (0..self.types.len()).max_by_key(|option| parameters[*option]).unwrap_or(self.floats());
         let file_type = self.types[most].1;
-        Ok(Some(Writing { passes: Vec::new(), exports: vec![Gguf { file_type, types, ..Gguf::default() }.into()] }))
+        let passes = method.map(|method| self.pass(units, options, method)).transpose()?.flatten();
+        let passes = passes.into_iter().map(Step::from).collect();
+        Ok(Some(Writing { passes, exports: vec![Gguf { file_type, types, ..Gguf::default() }.into()] }))
     }
 }

@@ -64,7 +64,7 @@ impl Candidate {
         if let [before @ .., Step::Quantize(base)] = passes
             && before.iter().all(|step| matches!(step, Step::PruneStructured(_)))
         {
-            let (name, method, guide, iterations) = *METHODS.get(number)?;
+            let (name, method, guide, iterations) = *METHODS.get(number).filter(|_| number == 0 || !base.has_blocks())?;
             let pass = Quantize { method, guide, iterations, ..base.clone() };
             return Some(Some(Candidate { options: vec![name], passes: [before, &[Step::from(pass)]].concat() }));
         }
@@ -98,7 +98,17 @@ impl Search<'_> {
     pub fn finish(&self, found: &mut Found, time: Duration) -> Result<Writing> {
         let start = Instant::now();
         let point = found.chosen.clone().unwrap_or_default();
-        let writing = self.writing(found, &point, None)?;
+        let plain = self.writing(found, &point, None)?;
+        // The export of GGUF files searches scales by importance, and the passes choose codes.
+        let is_rounded = plain.passes.is_empty();
+        let writing = if is_rounded { self.writing(found, &point, Some(Method::Gptq))? } else { plain.clone() };
+        if writing.passes.is_empty() {
+            return Ok(plain);
+        }
+        let reference = point.measured.filter(|_| is_rounded);
+        if is_rounded {
+            found.methods.push(SearchMethod { method: "importance".into(), measured: reference, chosen: true, ..SearchMethod::default() });
+        }
         let formats = self.formats()?;
         let mut measurement = Measurement::new(self.model, self.context, &*formats)?;
         let limit = self.budget.filter(|budget| budget.is_size() || matches!(budget, Budget::Drop(_)));
@@ -116,7 +126,7 @@ impl Search<'_> {
             let judged = if most.is_zero() {
                 None
             } else {
-                within(most, self.context.work.cancel, |cancel| self.judged(&candidate, &writing.exports, &point, &measurement, cancel))?
+                within(most, self.context.work.cancel, |cancel| self.judged(&candidate, &writing.exports, (&*found, &point), &measurement, cancel))?
             };
             let taken = begun.elapsed();
             let measured = judged.as_ref().and_then(|judged| judged.measured);
@@ -124,7 +134,8 @@ impl Search<'_> {
             // Slower methods do not end in time either.
             let Some((judged, measured)) = judged.zip(measured) else { break };
             let is_within = limit.is_none_or(|limit| limit.allows(&judged, self.model.stored_bytes()));
-            if is_within && best.as_ref().is_none_or(|(_, least, _)| measured < *least) {
+            let least = best.as_ref().map(|(_, least, _)| *least).or(reference);
+            if is_within && least.is_none_or(|least| measured < least) {
                 if let Some(chosen) = &mut found.chosen {
                     chosen.bytes = judged.bytes;
                 }
@@ -133,11 +144,11 @@ impl Search<'_> {
                 found.methods.iter_mut().enumerate().for_each(|(at, method)| method.chosen = at == last);
             }
         }
-        Ok(Writing { passes: best.map_or(writing.passes, |(candidate, _, _)| candidate.passes), exports: writing.exports })
+        Ok(Writing { passes: best.map_or(plain.passes, |(candidate, _, _)| candidate.passes), exports: plain.exports })
     }
 
     /// The point with the size, the loss and the score of the model that a candidate produces.
-    fn judged(&self, candidate: &Candidate, exports: &[Export], point: &Point, measurement: &Measurement, cancel: &Cancel) -> Result<Point> {
+    fn judged(&self, candidate: &Candidate, exports: &[Export], (found, point): (&Found, &Point), measurement: &Measurement, cancel: &Cancel) -> Result<Point> {
         let Context { work, seed, data, device, memory, .. } = self.context;
         let context =
             Context { work: Work { cancel, ..*work }, seed: *seed, data, device: device.clone(), memory: *memory, memory_tracker: None, checkpoints: None };
@@ -146,6 +157,7 @@ impl Search<'_> {
         if let [export] = exports {
             judged.bytes = export.format().forecast(&model, &run)?.bytes;
         }
+        let model = self.formats()?.stored(model, &found.units, &point.options);
         measurement.judge(model, &mut judged)?;
         Ok(judged)
     }

@@ -61,7 +61,7 @@ impl Unit {
 }
 
 /// Passes and output formats that write a choice of formats.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Writing {
     /// Passes.
     pub passes: Vec<Step>,
@@ -180,6 +180,11 @@ pub(super) trait Formats {
     /// Output formats of a model with all units as floats; safetensors if empty.
     fn float_exports(&self) -> Vec<Export> {
         Vec::new()
+    }
+
+    /// A model after the passes of [`writing`](Formats::writing), with the weights that the output format rounds.
+    fn stored(&self, model: Model, _units: &[Unit], _options: &[usize]) -> Model {
+        model
     }
 
     /// The passes and output formats of the units in the formats with these indices; `None` if all are

@@ -178,9 +178,9 @@ fn flags() {
         small("a scheme of another tool", "quantize in -o out --scheme int4", 2, "invalid value 'int4'…W4A16…tip: did you mean `W4A16`?", ""),
         small(
             "a type of GGUF files",
-            "quantize in -o out --scheme q4_k_m",
+            "quantize in -o out --scheme iq3_s",
             2,
-            "tip: Q4_K_M is a type of GGUF files: `compress cast MODEL -o small.gguf --to f32 --export 'gguf: { type: Q4_K_M }'`",
+            "tip: IQ3_S is a type of GGUF files: `compress cast MODEL -o small.gguf --to f32 --export 'gguf: { type: IQ3_S }'`",
             "",
         ),
         #[cfg(feature = "run")]

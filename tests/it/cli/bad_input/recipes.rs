@@ -98,8 +98,8 @@ fn types_and_ranges() {
         recipe("a variable", "model: in\npasses: []\noutput: $HOME/out\n", "recipe.yaml: line 3: `$HOME/out`: `~` and variables are not expanded"),
         recipe(
             "a type of GGUF files",
-            "model: in\npasses: [quantize: { scheme: Q4_K_M }]\n",
-            "unknown scheme `Q4_K_M`: it is a type of GGUF files; remove this pass, and add `export: [{ gguf: { type: Q4_K_M } }]`",
+            "model: in\npasses: [quantize: { scheme: IQ3_S }]\n",
+            "unknown scheme `IQ3_S`: it is a type of GGUF files; remove this pass, and add `export: [{ gguf: { type: IQ3_S } }]`",
         ),
         recipe("a scheme of another tool", "model: in\npasses: [quantize: { scheme: int4 }]\n", "unknown scheme `int4`, did you mean `W4A16`?"),
         recipe("an option of another tool", "model: in\npasses: [prune-unstructured: { sparsity: 0.5 }]\n", "unknown key `sparsity`, did you mean `amount`?"),

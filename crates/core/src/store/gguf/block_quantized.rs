@@ -7,12 +7,14 @@ use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::kernel::ggml::BlockType;
 use crate::kernel::grid::QuantizationParams;
-use crate::store::{BlockSink, Bytes, DType, Decoded, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{BlockSink, Bytes, DType, Decoded, Encoding, ExactBlocks, Granularity, StorageFormat, View, Weight, WeightSource, least_common_multiple};
 
 /// Quantizes a dense weight to blocks. Yields the blocks and their dequantized values.
 pub struct BlockQuantized {
     upstream: Weight,
     kind: BlockType,
+    /// Id of the file type that determined the type, if one did.
+    file_type: Option<u64>,
     name: String,
     scales: BlockScales,
 }
@@ -29,6 +31,22 @@ pub enum BlockScales {
     /// They are the [scales and zero points](Weight::block_params) of the quantized weight, whose codes are
     /// kept.
     Existing(Box<Weight>),
+    /// They are those of these blocks, bytes of shape `[rows, bytes per row]`, which are kept.
+    Blocks(Box<Weight>),
+}
+
+/// The blocks of a weight that has [exact ones](Weight::exact_blocks), as bytes.
+struct BlockBytes(Weight);
+
+impl WeightSource for BlockBytes {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        let mut bytes = Vec::new();
+        self.0.visit(1, &mut |block| {
+            bytes.extend_from_slice(block.now.blocks);
+            Ok(())
+        })?;
+        Bytes { dtype: DType::U8, bytes }.visit(unit, sink)
+    }
 }
 
 /// Scales and zero points of the blocks of a quantized weight.
@@ -66,6 +84,30 @@ impl Weight {
         Some(Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(source)))
     }
 
+    /// The weight with the values of blocks. `scales` can also be complete blocks, of this shape.
+    #[must_use]
+    pub fn in_blocks(&self, ExactBlocks { kind, file_type }: ExactBlocks, name: &str, scales: BlockScales) -> Weight {
+        let source = BlockQuantized { upstream: self.clone(), kind, file_type, name: name.to_owned(), scales };
+        self.then(DType::F32, Encoding::Dense, Arc::new(source))
+    }
+
+    /// As [`in_blocks`](Weight::in_blocks), with blocks in memory.
+    #[must_use]
+    pub fn with_blocks(&self, exact: ExactBlocks, name: &str, blocks: Vec<u8>) -> Weight {
+        let shape = vec![self.filled_rows(), blocks.len().checked_div(self.filled_rows()).unwrap_or(0)];
+        let blocks = Weight::new(DType::U8, shape, Encoding::Dense, Arc::new(Bytes { dtype: DType::U8, bytes: blocks }));
+        self.in_blocks(exact, name, BlockScales::Blocks(Box::new(blocks)))
+    }
+
+    /// The blocks of a matrix that has [exact ones](Weight::exact_blocks), as bytes of shape `[rows, bytes per
+    /// row]`.
+    pub fn block_bytes(&self) -> Option<Weight> {
+        let kind = self.exact_blocks()?.kind;
+        let [rows, row] = &self.shape[..] else { return None };
+        let shape = vec![*rows, row.checked_div(kind.elements())?.checked_mul(kind.bytes())?];
+        Some(Weight::new(DType::U8, shape, Encoding::Dense, Arc::new(BlockBytes(self.clone()))))
+    }
+
     /// The weight as it will be stored in a GGUF file, with its storage format.
     #[must_use]
     pub fn in_gguf(self, kind: Kind, name: &str, scales: BlockScales) -> (Weight, StorageFormat) {
@@ -75,10 +117,7 @@ impl Weight {
                 (self.then(dtype, Encoding::Dense, Arc::new(source)), StorageFormat::Plain)
             }
             Kind::Plain(_) => (self, StorageFormat::Plain),
-            Kind::Blocks(kind) => {
-                let (weight, name) = (self.clone(), name.to_owned());
-                (weight.then(DType::F32, Encoding::Dense, Arc::new(BlockQuantized { upstream: self, kind, name, scales })), StorageFormat::Gguf(kind))
-            }
+            Kind::Blocks(kind) => (self.in_blocks(ExactBlocks { kind, file_type: None }, name, scales), StorageFormat::Gguf(kind)),
         }
     }
 }
@@ -101,6 +140,21 @@ impl BlockQuantized {
         Ok(())
     }
 
+    /// The bytes of all blocks, if they are given.
+    fn blocks(&self) -> Result<Vec<u8>> {
+        let BlockScales::Blocks(stored) = &self.scales else { return Ok(Vec::new()) };
+        let mut bytes = Vec::new();
+        stored.visit(1, &mut |block| {
+            bytes.extend_from_slice(block.now.values);
+            Ok(())
+        })?;
+        let expected = self.upstream.elements().checked_div(self.kind.elements()).and_then(|blocks| blocks.checked_mul(self.kind.bytes()));
+        if expected == Some(bytes.len()) {
+            return Ok(bytes);
+        }
+        Err(Error::tensor(&self.name, format!("has {} bytes of {} blocks instead of {expected:?}", bytes.len(), self.kind.name()), ""))
+    }
+
     /// Scales and zero points of all blocks, if they are given.
     fn params(&self) -> Result<Vec<QuantizationParams>> {
         let BlockScales::Existing(params) = &self.scales else { return Ok(Vec::new()) };
@@ -112,10 +166,14 @@ impl BlockQuantized {
 }
 
 impl WeightSource for BlockQuantized {
+    fn exact_blocks(&self) -> Option<ExactBlocks> {
+        Some(ExactBlocks { kind: self.kind, file_type: self.file_type })
+    }
+
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (mut values, mut blocks, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
         let (row, mut at) = (self.upstream.shape.last().copied().unwrap_or(1).max(1), 0);
-        let (params, mut first) = (self.params()?, 0usize);
+        let (params, stored, mut first) = (self.params()?, self.blocks()?, 0usize);
         let alignment = if matches!(self.scales, BlockScales::Weighted(_)) { row } else { 1 };
         self.upstream.visit(least_common_multiple(least_common_multiple(unit, self.kind.elements()), alignment), &mut |block| {
             let count = block.now.elements();
@@ -134,6 +192,10 @@ impl WeightSource for BlockQuantized {
                 BlockScales::Plain => self.kind.encode(&values, &mut blocks),
                 BlockScales::Weighted(importance) => self.encode_rows(importance, &values, row, &mut at, &mut blocks)?,
                 BlockScales::Existing(_) => self.kind.encode_on_grid(&values, params.get(first..).unwrap_or_default(), &mut blocks),
+                BlockScales::Blocks(_) => {
+                    let from = stored.get(first.saturating_mul(self.kind.bytes())..).unwrap_or_default();
+                    blocks.iter_mut().zip(from).for_each(|(block, stored)| *block = *stored);
+                }
             }
             first = first.saturating_add(number);
             self.kind.decode(&blocks, &mut values);

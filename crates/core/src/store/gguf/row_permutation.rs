@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::store::{Block, BlockSink, DType, Encoding, View, Weight, WeightSource, least_common_multiple};
 
-/// A dense float weight with permuted rows and a constant added.
+/// A dense float weight with permuted rows and a constant added, or blocks with permuted rows.
 pub struct RowPermutation {
     /// The input.
     pub upstream: Weight,
@@ -45,7 +45,8 @@ impl RowPermutation {
         {
             return Err(Error::tensor(&self.name, format!("has {rows} rows, which is not a multiple of the head size {}", order.len()), ""));
         }
-        if !self.upstream.is_float() || self.upstream.encoding != Encoding::Dense {
+        let is_movable = self.upstream.is_float() || (self.upstream.dtype == DType::U8 && self.added == 0.0);
+        if !is_movable || self.upstream.encoding != Encoding::Dense {
             return Err(Error::tensor(&self.name, format!("is {}, expected floats", self.upstream.describe()), ""));
         }
         let dtype = if self.added == 0.0 { self.upstream.dtype } else { DType::F32 };

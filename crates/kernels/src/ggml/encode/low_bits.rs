@@ -2,19 +2,9 @@
 
 use half::f16;
 
+use super::super::codes;
 use super::super::search::{Fits, Interleaved, LANES, Trials, around, around_by_descent, costs, farthest_values, interleaved, lanes, with_minimum};
 use super::{power, put, quantize_scales, quantize_scales_weighted, sums_of};
-
-/// Packs the low two bits of each 128 codes into 32 bytes: four rows of 32 codes, the first one in the
-/// lowest bits.
-#[inline(always)]
-pub(super) fn quarters(codes: &[u8; 256], bytes: &mut [u8]) {
-    for (codes, bytes) in codes.as_chunks::<128>().0.iter().zip(bytes.as_chunks_mut::<32>().0) {
-        for (l, byte) in bytes.iter_mut().enumerate() {
-            *byte = codes[l] & 3 | (codes[l + 32] & 3) << 2 | (codes[l + 64] & 3) << 4 | codes[l + 96] << 6;
-        }
-    }
-}
 
 simd! {
     pub(in crate::ggml) fn q2_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
@@ -44,7 +34,7 @@ simd! {
                     }
                 }
             }
-            quarters(&codes, &mut block[16..80]);
+            codes::q2_k(&codes, block);
         }
     }
 }
@@ -82,12 +72,7 @@ fn write_q3_k(values: &[f32; 256], codes: &mut [u8; 256], (scale, scales): (f32,
             }
         }
     }
-    for (row, codes) in codes.as_chunks::<32>().0.iter().enumerate() {
-        for (byte, code) in block.iter_mut().zip(codes) {
-            *byte |= code >> 2 << row;
-        }
-    }
-    quarters(codes, &mut block[32..96]);
+    codes::q3_k(codes, block);
 }
 
 simd! {

@@ -1,5 +1,6 @@
 //! TQ1_0 and TQ2_0: the value with the largest magnitude is one step.
 
+use super::super::codes::quarters;
 use super::super::decode::RUNS;
 use super::{farthest, inverse, put};
 
@@ -15,7 +16,7 @@ simd! {
     pub(in crate::ggml) fn tq2_0(values: &[f32], _importance: &[f32], blocks: &mut [u8]) {
         for (values, block) in values.as_chunks::<256>().0.iter().zip(blocks.as_chunks_mut::<66>().0) {
             let (codes, step) = codes(values);
-            super::low_bits::quarters(&codes, &mut block[..64]);
+            quarters(&codes, &mut block[..64]);
             put(step, block, 64);
         }
     }

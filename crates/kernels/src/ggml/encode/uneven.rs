@@ -1,20 +1,10 @@
 //! IQ4_NL and IQ4_XS, whose codes have unevenly spaced levels. Without importance, too, they follow
 //! `quantize_iq4_*`, which search for scales, and not `quantize_row_iq4_nl_ref`.
 
-use super::super::decode::LEVELS;
+use super::super::codes::{self, halves};
 use super::super::search::{EPSILON, Interleaved, LANES, costs, farthest_values, interleaved, lanes};
-use super::{costs_of_parts, farthest, halves, put, runs, sums_of};
-
-/// Centers between neighbouring levels. Values from a center on have the higher code.
-const CENTERS: [f32; 15] = {
-    let mut centers = [0.0; 15];
-    let mut code = 0;
-    while code < 15 {
-        centers[code] = 0.5 * (LEVELS[code] + LEVELS[code + 1]);
-        code += 1;
-    }
-    centers
-};
+use super::{costs_of_parts, farthest, put, runs, sums_of};
+use crate::grid::{UNEVEN_CENTERS as CENTERS, UNEVEN_LEVELS as LEVELS};
 
 /// The levels closest to values: a sum of differences, because comparisons are vectorized and lookups are
 /// not.
@@ -87,7 +77,7 @@ simd! {
             let scales = scales_of(&parts, &weights);
             for ((values, block), scale) in values.as_chunks::<32>().0.iter().zip(blocks).zip(scales) {
                 put(scale, block, 0);
-                halves(&codes_by(values, scale), &mut block[2..]);
+                codes::q4_0(&codes_by(values, scale), block);
             }
         }
     }

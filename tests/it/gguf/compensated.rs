@@ -1,0 +1,197 @@
+//! Blocks whose codes GPTQ has chosen on calibration samples.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use compress::export::{FileType, Gguf, Safetensors};
+use compress::pass::{InputImportance, Quantize};
+use compress::pipeline::Builder;
+use compress::{Error, Model, Pipeline, Report};
+use compress_core::store::gguf::GgufFile;
+use compress_core::work::{Cancel, Event, Silent, Work};
+use compress_engine::data::Data;
+use compress_engine::exec::{Executor, Parameters, Residence};
+use compress_graph::ir::Op;
+use serde_json::{Value, json};
+
+use super::importance::{Networks, tiny};
+
+/// Number of calibration samples; as many are held out.
+const SAMPLES: usize = 48;
+const TOKENS: usize = 8;
+
+/// Tokens of calibration and held-out samples.
+fn tokens() -> Tensor {
+    Tensor::from_vec((0..(2 * SAMPLES * TOKENS) as i64).map(|i| (i * i * 7 + i / 5) % 41).collect::<Vec<_>>(), (2 * SAMPLES, TOKENS), &Device::Cpu).unwrap()
+}
+
+fn calibration(folder: &Path) -> Data {
+    let path = folder.join("tokens.safetensors");
+    let ids = tokens();
+    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
+    Data { samples: Some(SAMPLES), ..Data::at(&path) }
+}
+
+fn pass(options: Value) -> Quantize {
+    serde_json::from_value(options).unwrap()
+}
+
+fn builder(folder: &Path, options: Value) -> Builder {
+    Pipeline::builder().calibration(calibration(folder)).pass(pass(options)).measure(false).force(true)
+}
+
+/// The types of the tensors of a file.
+fn kinds(file: &Path) -> BTreeMap<String, String> {
+    GgufFile::open(file).unwrap().stored().map(|(name, kind, ..)| (name.to_owned(), kind.to_string())).collect()
+}
+
+/// Sums of squared output errors of all layers for the held-out inputs of the original model.
+fn held_out_error(model: &Model, found: &Model) -> f64 {
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let graph = model.graph().unwrap();
+    let of = |node: &compress_graph::ir::Node, at: usize| graph.value(node.inputs[at]).name.clone();
+    let layers: Vec<_> = graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_))).map(|node| (of(node, 1), of(node, 0))).collect();
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, candle_core::DType::F32, Residence::Computed, &work).unwrap();
+    let executor = Executor::new(&graph, parameters, Device::Cpu);
+    let observation = executor.observation(|name| layers.iter().any(|(_, value)| value == name));
+    let ids = tokens().narrow(0, SAMPLES, SAMPLES).unwrap();
+    let inputs = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into();
+    let mut error = 0.0;
+    let mut look = |name: &str, value: &Tensor| {
+        let rows = value.flatten(0, value.rank() - 2).unwrap();
+        for (weight, _) in layers.iter().filter(|(weight, value)| value == name && weight.contains("layers.")) {
+            let [before, now] = [model, found].map(|model| {
+                let weight = model.weights.get(weight).unwrap();
+                Tensor::from_vec(weight.floats("").unwrap(), weight.shape.clone(), &Device::Cpu).unwrap()
+            });
+            let outputs = rows.matmul(&(now - before).unwrap().t().unwrap()).unwrap();
+            error += f64::from(outputs.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap());
+        }
+        Ok(())
+    };
+    executor.run_observed(&observation, &inputs, &mut look).unwrap();
+    error
+}
+
+/// The file has the types of the file type, with the values of the pass, and a lower error on held-out samples
+/// than scales and codes by importance.
+#[test]
+fn files_have_compensated_codes() {
+    for (networks, width, file_type) in [
+        (Networks::Plain, 64, FileType::Q4_K_M),
+        (Networks::Plain, 256, FileType::Q4_K_M),
+        (Networks::Plain, 256, FileType::Q3_K_S),
+        (Networks::Plain, 256, FileType::IQ4_XS),
+        (Networks::Apart, 64, FileType::Q4_0),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let model = tiny(folder.path(), networks, width);
+        let scheme = format!("{file_type:?}");
+        let builder = builder(folder.path(), json!({ "scheme": scheme, "method": "gptq" }));
+        let both = builder.export(Gguf::default()).export(Safetensors::default()).build().unwrap();
+        let report = both.run(model.clone(), folder.path().join("gptq")).unwrap();
+        assert_eq!(report.recipe["export"][0]["gguf"]["type"], scheme.as_str());
+        assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
+        let notes = &report.notes;
+        assert!(notes.iter().any(|note| note.starts_with("warning: ") && note.contains("in blocks of a GGUF file as 32-bit floats")), "{notes:?}");
+        assert!(notes.iter().any(|note| note.contains("written with the blocks of `quantize`")), "{notes:?}");
+        let by_importance = Gguf { file_type, importance: InputImportance::Activation, ..Gguf::default() };
+        let pipeline = Pipeline::builder().calibration(calibration(folder.path())).export(by_importance).measure(false).build().unwrap();
+        pipeline.run(model.clone(), folder.path().join("out")).unwrap();
+        let [gptq, importance] = ["gptq", "out"].map(|name| folder.path().join(name).join("model.gguf"));
+        assert_eq!(kinds(&gptq), kinds(&importance), "{scheme}");
+        let [gptq, importance, floats] = [gptq, importance, folder.path().join("gptq")].map(|path| Model::open(path).unwrap());
+        let quantized = report.passes[0].details["quantized"].as_u64().unwrap();
+        assert_eq!(quantized, model.weights.by_name.keys().filter(|name| name.contains("proj") || name.contains("experts.")).count() as u64);
+        for (name, weight) in model.weights.by_name.keys().filter(|name| name.contains("proj")).map(|name| (name, floats.weights.get(name).unwrap())) {
+            assert_eq!(weight.floats(name).unwrap(), gptq.weights.get(name).unwrap().floats(name).unwrap(), "{scheme}: {name}");
+        }
+        if networks == Networks::Plain {
+            let [with, without] = [&gptq, &importance].map(|found| held_out_error(&model, found));
+            assert!(with < 0.9 * without, "{scheme} {width}: {with} and {without}");
+        }
+    }
+}
+
+/// Without samples, the file equals that of the export.
+#[test]
+fn rounding_equals_the_encoder() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 256);
+    let pipeline = |builder: Builder| builder.export(Gguf { file_type: FileType::Q4_K_M, ..Gguf::default() }).measure(false).build().unwrap();
+    pipeline(Pipeline::builder()).run(model.clone(), folder.path().join("plain.gguf")).unwrap();
+    pipeline(Pipeline::builder().pass(pass(json!({ "scheme": "Q4_K_M" })))).run(model, folder.path().join("pass.gguf")).unwrap();
+    let [plain, found] = ["plain.gguf", "pass.gguf"].map(|name| fs::read(folder.path().join(name)).unwrap());
+    assert!(plain == found);
+}
+
+/// Rules and schemes that are types select the types of matrices, and the export keeps them.
+#[test]
+fn rules_select_types_of_matrices() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 256);
+    let options = json!({ "scheme": "Q4_0", "rules": [{ "targets": ["*down_proj*"], "scheme": "Q6_K" }, { "targets": ["*up_proj*"], "scheme": "Q5_K" }] });
+    let pipeline = Pipeline::builder().pass(pass(options)).measure(false).build().unwrap();
+    let report = pipeline.run(model, folder.path().join("out.gguf")).unwrap();
+    assert_eq!(report.passes[0].details["types"], json!({ "Q4_0": 5, "Q5_K": 1, "Q6_K": 1 }));
+    let kinds = kinds(&folder.path().join("out.gguf"));
+    let found = ["attn_q", "ffn_gate", "ffn_up", "ffn_down"].map(|name| kinds[&format!("blk.0.{name}.weight")].as_str());
+    assert_eq!((found, kinds["token_embd.weight"].as_str()), (["Q4_0", "Q4_0", "Q5_K", "Q6_K"], "Q6_K"));
+}
+
+/// A run that is interrupted and resumed writes the same bytes, with another number of threads.
+#[test]
+fn resumed_runs_write_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 64);
+    let builder = |threads| builder(folder.path(), json!({ "scheme": "Q4_K_M", "method": "gptq" })).force(false).threads(threads);
+    builder(4).build().unwrap().run(model.clone(), folder.path().join("whole.gguf")).unwrap();
+    let cancel = Cancel::default();
+    let handle = cancel.clone();
+    let watch = move |event: Event| {
+        if let Event::Begin { stage, .. } = event
+            && stage.starts_with("Block 3 of")
+        {
+            handle.cancel();
+        }
+    };
+    let output = folder.path().join("resumed.gguf");
+    let stopped = builder(2).progress(watch).cancel(cancel).build().unwrap().run(model.clone(), &output);
+    assert!(matches!(stopped.unwrap_err(), Error::Paused { .. } | Error::Interrupted { .. } | Error::Cancelled));
+    let report = builder(1).resume(true).build().unwrap().run(model, &output).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("loaded from the checkpoints of an interrupted run")), "{:?}", report.notes);
+    let [whole, resumed] = ["whole.gguf", "resumed.gguf"].map(|name| fs::read(folder.path().join(name)).unwrap());
+    assert!(whole == resumed);
+}
+
+#[test]
+fn mismatches_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 64);
+    let attempt = |options: Value, export: Value| -> Result<Report, Error> {
+        let export = serde_json::from_value::<compress::export::Export>(export).unwrap();
+        builder(folder.path(), options).export(export).build()?.run(model.clone(), folder.path().join("out"))
+    };
+    let gguf = |file_type: &str| json!({ "gguf": { "type": file_type } });
+    for (options, export, words) in [
+        (json!({ "scheme": "Q4_K_M", "method": "awq" }), gguf("Q4_K_M"), "which support `rtn` and `gptq`"),
+        (json!({ "scheme": "Q4_K_M", "group_size": 32 }), gguf("Q4_K_M"), "group_size: is not supported for Q4_K_M"),
+        (json!({ "scheme": "Q4_K_M", "observer": "mse" }), gguf("Q4_K_M"), "observer: is not supported for Q4_K_M"),
+        (json!({ "scheme": "W4A16", "rules": [{ "targets": ["*mlp*"], "scheme": "Q6_K" }] }), gguf("Q4_K_M"), "which no file contains together"),
+        (json!({ "scheme": "Q4_K_M" }), json!("safetensors"), "in blocks of a GGUF file as 32-bit floats"),
+        (json!({ "scheme": "Q4_0" }), gguf("Q4_1"), "was quantized to Q4_0 by a pass, but it is Q4_1 in files of the type Q4_1"),
+        (json!({ "scheme": "Q4_0" }), json!({ "gguf": { "type": "Q4_0", "types": { "blk.*.ffn_down": "Q8_0" } } }), "`types` requests Q8_0"),
+    ] {
+        let error = attempt(options.clone(), export).unwrap_err().to_string();
+        assert!(error.contains(words), "{options}: {error}");
+    }
+    // Floats with the values of the blocks are not rounded again.
+    attempt(json!({ "scheme": "Q4_0" }), gguf("F32")).unwrap();
+    let found = Model::open(folder.path().join("out/model.gguf")).unwrap();
+    attempt(json!({ "scheme": "Q4_0" }), gguf("Q4_0")).unwrap();
+    let blocks = Model::open(folder.path().join("out/model.gguf")).unwrap();
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    assert_eq!(found.weights.get(name).unwrap().floats(name).unwrap(), blocks.weights.get(name).unwrap().floats(name).unwrap());
+}
