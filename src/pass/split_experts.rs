@@ -49,9 +49,14 @@ impl Pass for SplitExperts {
             return Err(Error::option(NAME, "the model has no experts in one tensor: passes already process each expert as linear layers"));
         }
         let model_type = model.config.model_type();
-        let layout = arch::family(model_type).and_then(|family| family.experts).filter(|layout| layout.parts.is_some());
+        let family = arch::family(model_type);
+        let layout = family.and_then(|family| family.experts).filter(|layout| layout.parts.is_some());
         let layout = layout.ok_or_else(|| {
-            Error::option(NAME, format!("`{}` cannot be split: the names of separate experts of model_type {model_type:?} are not known", names[0]))
+            let writes = family.and_then(|family| family.gguf).is_some_and(|gguf| gguf.experts.is_some());
+            let hint =
+                if writes { "; files for llama.cpp have them in one tensor, in the types of `gguf`: write `-o model.gguf` without this pass" } else { "" };
+            let reason = format!("`{}` cannot be split: the names of separate experts of model_type {model_type:?} are not known{hint}", names[0]);
+            Error::option(NAME, reason)
         })?;
         if !model.has_derived_graph() {
             return Err(Error::option(
@@ -64,23 +69,34 @@ impl Pass for SplitExperts {
         let hidden = hidden.ok_or_else(|| Error::option(NAME, "`hidden_size` in config.json is missing, which determines the axes of experts"))?;
         let mut planned = model.clone();
         let (mut applied, mut layers) = (Applied::new(NAME, self.options()), 0usize);
+        let other_names = model.weights.by_name.keys().map(|name| (name, separate_name(name, layout)));
+        for (name, separate) in other_names.filter(|(name, separate)| *name != separate) {
+            if let Some(weight) = planned.weights.by_name.remove(name)
+                && planned.weights.by_name.insert(separate.clone(), weight).is_some()
+            {
+                return Err(Error::tensor(name, format!("cannot be renamed: `{separate}` already exists"), "remove one of them"));
+            }
+        }
         for name in &names {
             let weight = model.weights.get(name)?;
             let is_input_major = is_input_major(model, (name, weight), hidden)?;
             for (part, one) in parts((name, weight), layout, is_input_major, &applied.meter)? {
+                let part = separate_name(&part, layout);
                 if planned.weights.by_name.insert(part.clone(), one).is_some() {
                     return Err(Error::tensor(name, format!("cannot be split: `{part}` already exists"), "remove one of them"));
                 }
                 applied.tensors.insert(part);
                 layers += 1;
             }
-            planned.weights.by_name.remove(*name);
+            planned.weights.by_name.remove(&separate_name(name, layout));
             let bytes = weight.elements().saturating_mul(weight.dtype.bitsize()) / 8 / weight.shape[0].max(1);
             applied.memory_by_thread = applied.memory_by_thread.max(3 * bytes as u64);
         }
         applied.rule = "all experts in one tensor".into();
         applied.details = json!({ "split": names.len(), "layers": layers });
         applied.notes = vec![format!("the experts of {} are stored as {}", counted(names.len(), "tensor"), counted(layers, "linear layer"))];
+        let renaming = |(from, to)| format!("tensors of `{from}` are named `{to}`, as in files with separate experts");
+        applied.notes.extend(layout.renamed.map(renaming));
         if arch::family(model_type).is_some_and(|family| family.splits_experts) {
             applied.notes.push("transformers loads separate experts of this family only in quantized folders: use `quantize` after this pass".to_owned());
         }
@@ -101,6 +117,11 @@ fn is_input_major(model: &Model, (name, weight): (&str, &Weight), hidden: usize)
     let of_other = || model.weights.by_name.get(&other).filter(|_| weight.shape[1..] == [hidden, hidden]).and_then(|weight| order(&other, weight));
     let unknown = || Error::tensor(name, format!("has the shape {:?}, but `hidden_size` is {hidden}", weight.shape), "check config.json");
     order(name, weight).or_else(of_other).ok_or_else(unknown)
+}
+
+/// The name of a tensor in files with separate experts.
+fn separate_name(name: &str, layout: ExpertLayout) -> String {
+    layout.renamed.map_or_else(|| name.to_owned(), |(from, to)| name.replace(&format!(".{from}."), &format!(".{to}.")))
 }
 
 /// The linear layers of a tensor of all experts, by name.

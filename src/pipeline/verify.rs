@@ -1,5 +1,6 @@
 //! Verifies an output folder against its report.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde::Serialize;
@@ -7,6 +8,7 @@ use serde::Serialize;
 use crate::error::{Error, Result, counted};
 use crate::files;
 use crate::model::Model;
+use crate::output::{REPORT_FILES, unlisted_files};
 use crate::provenance::check_sbom;
 use crate::report::Report;
 use crate::store::hash::hash_file;
@@ -60,7 +62,10 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
         };
         checks.push(Check::new((path.clone(), Some(ok), finding)));
     }
-    let unlisted = crate::output::unlisted_files(&report_folder).into_iter();
+    let reported = report.outputs.iter().map(|file| &file.path).chain(report.carried.iter().map(|file| &file.path));
+    let reported = reported.chain(report.signature.iter().map(|signature| &signature.path)).map(String::as_str);
+    let listed: BTreeSet<&str> = reported.chain(REPORT_FILES).collect();
+    let unlisted = unlisted_files(&report_folder, &|name| listed.contains(name)).into_iter();
     checks.extend(unlisted.map(|path| Check::new((path, None, "not checked: the report does not list it, but programs may read it".to_owned()))));
     for file in report.outputs.iter().filter(|output| output.path.ends_with(".gguf")) {
         let opened = Model::open(folder.join(&file.path)).and_then(|model| model.require_matching_weights().map(|()| model));

@@ -18,9 +18,9 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{Adapter, AdapterKind, BatchSize, Every, Offload, Precision};
 use serde_json::Value;
 
+use crate::common::numbers::checksums;
 use crate::contract::violated;
 use crate::train::{Run, cancelled_after, furthest, weights, with_training};
-use crate::train_encoder_decoder::checksums;
 
 fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")

@@ -14,9 +14,9 @@ use compress_engine::train::BatchSize;
 use compress_engine::train::optimizer::Kind;
 use serde_json::Value;
 
+use crate::common::numbers::checksums;
 use crate::evaluation::{WORDS, model};
 use crate::train::{ends, finetune, weights, with_training};
-use crate::train_encoder_decoder::checksums;
 
 const PAIRS: &str = include_str!("../golden/training/contrastive.csv");
 const EXPECTED: &str = include_str!("../golden/training/contrastive.json");

@@ -2,6 +2,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use crate::common::numbers::largest;
 use crate::common::{golden, onnxruntime};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -89,7 +90,6 @@ pub fn outputs(model: &Model, inputs: &Inputs, rounding: Rounding) -> Tensor {
 
 /// The largest difference, relative to the largest value.
 fn far(a: &Tensor, b: &Tensor) -> f32 {
-    let largest = |t: &Tensor| t.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
     largest(&(a - b).unwrap()) / largest(b)
 }
 

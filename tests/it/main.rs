@@ -20,6 +20,7 @@ mod contrastive;
 mod corpus;
 mod corrections;
 mod deployment;
+mod detectors;
 mod draft_command;
 mod draft_heads;
 mod drafts;

@@ -3,6 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use crate::common::numbers::{angle, largest};
 use crate::common::{golden_model as golden, onnxruntime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -97,15 +98,6 @@ fn answers(folder: &Path, ids: &Tensor, mask: &Tensor, pieces: &[usize]) -> Tens
         from += piece;
     }
     Tensor::cat(&parts, 1).unwrap()
-}
-
-pub fn largest(x: &Tensor) -> f32 {
-    x.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
-}
-
-pub fn angle(a: &Tensor, b: &Tensor) -> f64 {
-    let product = |a: &Tensor, b: &Tensor| (a * b).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
-    1.0 - product(a, b) / (product(a, a) * product(b, b)).sqrt()
 }
 
 #[test]

@@ -5,8 +5,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 
+use crate::common::numbers::{angle, largest};
 use crate::common::{golden_model as golden, onnxruntime, work};
-use crate::onnx_cached::{angle, largest};
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Export, Onnx};
 use compress::pass::{QuantizeDynamic, QuantizeStatic, Step};

@@ -186,6 +186,8 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         &[("model.layers.0.self_attn.q_proj", &[128, 128]), ("model.layers.0.self_attn.k_proj", &[64, 128]), ("model.layers.0.self_attn.v_proj", &[64, 128])];
     let feed_forward: Shapes =
         &[("model.layers.0.mlp.gate_proj", &[128, 128]), ("model.layers.0.mlp.up_proj", &[100, 128]), ("model.layers.0.mlp.down_proj", &[128, 100])];
+    let multiples: Shapes =
+        &[("model.layers.0.mlp.gate_proj", &[192, 128]), ("model.layers.0.mlp.up_proj", &[192, 128]), ("model.layers.0.mlp.down_proj", &[128, 192])];
     let tied: Shapes = &[("model.embed_tokens", &[48, 32]), dense[0]];
     let options = |scheme: &str| json!({ "scheme": scheme });
     let all = |scheme: &str| json!({ "scheme": scheme, "targets": ["*"] });
@@ -219,6 +221,12 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         ("llama", dense, options("W4A16-ASYM"), "packed zero points: vLLM loads them", true),
         ("llama", dense, options("W4A16-ASYM"), "more than one group size", false),
         ("llama", feed_forward, options("W4A16-ASYM"), "transformers does not load them in more than one group size or scheme", true),
+        // vLLM loads the scheme with four bits in groups of several sizes.
+        ("llama", multiples, options("W4A16-ASYM"), "more than one group size", true),
+        ("llama", multiples, options("W3A16-ASYM"), "transformers loads them only with `CompressedTensorsConfig(dequantize=True)`", true),
+        ("llama", multiples, options("W2A16-ASYM"), "more than one group size", false),
+        ("llama", multiples, json!({ "scheme": "W2A16-ASYM", "group_size": 128 }), "more than one group size", true),
+        ("llama", feed_forward, options("W3A16-ASYM"), "more than one group size", true),
         ("llama", tied, all("W4A16-ASYM"), "transformers cannot load the folder, because the embeddings are quantized too: add them to `ignore`", true),
         ("llama", tied, all("W4A16-ASYM"), "transformers 5 loads them", false),
         ("llama", tied, options("W4A16-ASYM"), "transformers cannot load the folder", false),

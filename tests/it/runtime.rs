@@ -35,9 +35,7 @@ fn angle(ours: &Tensor, theirs: &Tensor, mask: Option<&Tensor>) -> f32 {
         Some(mask) => t.broadcast_mul(&mask.to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap()).unwrap(),
         None => t.clone(),
     };
-    let product = |a: &Tensor, b: &Tensor| (a * b).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
-    let (a, b) = (real(ours), real(theirs));
-    (1.0 - product(&a, &b) / (product(&a, &a) * product(&b, &b)).sqrt()) as f32
+    crate::common::numbers::angle(&real(ours), &real(theirs)) as f32
 }
 
 /// Exports every golden model. Returns the names and differences of outputs that exceed the `tolerance`

@@ -33,10 +33,13 @@ fn split() -> Step {
 /// way, and the outputs stay those of transformers.
 #[test]
 fn separate_experts_have_the_values_and_outputs_of_all_experts() {
-    for (name, block, is_input_major) in [
-        ("llama4", "model.layers.0.feed_forward", true),
-        ("llama4-plain", "model.layers.1.feed_forward", true),
-        ("qwen2-moe-fused", "model.layers.1.mlp", false),
+    const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+    for (name, block, is_input_major, separate, parts) in [
+        ("llama4", "model.layers.0.feed_forward", true, "model.layers.0.feed_forward", PARTS),
+        ("llama4-plain", "model.layers.1.feed_forward", true, "model.layers.1.feed_forward", PARTS),
+        ("qwen2-moe-fused", "model.layers.1.mlp", false, "model.layers.1.mlp", PARTS),
+        // The names of the published files, which transformers 5 renames when it fuses experts.
+        ("mixtral-fused", "model.layers.1.mlp", false, "model.layers.1.block_sparse_moe", ["w1", "w3", "w2"]),
     ] {
         let (folder, report) = written(name, vec![split()]).unwrap();
         let out = folder.path().join("out");
@@ -44,14 +47,15 @@ fn separate_experts_have_the_values_and_outputs_of_all_experts() {
         let all = |part: &str| before[&format!("{block}.experts.{part}")].clone();
         let (gate_up, down) = (all("gate_up_proj"), all("down_proj"));
         assert!(after.keys().all(|name| !name.ends_with("experts.gate_up_proj") && !name.ends_with("experts.down_proj")), "{name}");
+        assert!(block == separate || after.keys().all(|name| !name.contains(".mlp.")), "{name}");
         for expert in 0..4 {
             let rows = |all: &Tensor| {
                 let one = all.get(expert).unwrap();
                 if is_input_major { one.t().unwrap().contiguous().unwrap() } else { one }
             };
             let halves = rows(&gate_up).chunk(2, 0).unwrap();
-            for (part, expected) in [("gate_proj", halves[0].clone()), ("up_proj", halves[1].clone()), ("down_proj", rows(&down))] {
-                let found = &after[&format!("{block}.experts.{expert}.{part}.weight")];
+            for (part, expected) in parts.into_iter().zip([halves[0].clone(), halves[1].clone(), rows(&down)]) {
+                let found = &after[&format!("{separate}.experts.{expert}.{part}.weight")];
                 assert_eq!(found.to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap(), "{name}: {part} of {expert}");
             }
         }
@@ -110,8 +114,8 @@ fn experts_that_cannot_be_split_are_refused() {
     for (name, reason) in [
         ("llama", "split-experts: the model has no experts in one tensor"),
         ("qwen2-moe", "split-experts: the model has no experts in one tensor"),
-        ("gpt-oss", "the names of separate experts of model_type \"gpt_oss\" are not known"),
-        ("mixtral-fused", "the names of separate experts of model_type \"mixtral\" are not known"),
+        ("gpt-oss", "the names of separate experts of model_type \"gpt_oss\" are not known; files for llama.cpp"),
+        ("granite-moe", "the names of separate experts of model_type \"granitemoe\" are not known; files for llama.cpp"),
     ] {
         let error = written(name, vec![split()]).unwrap_err().to_string();
         assert!(error.contains(reason), "{name}: {error}");

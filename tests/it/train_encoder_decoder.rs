@@ -17,6 +17,7 @@ use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{BatchSize, Checkpointing, Every, Offload, QuantizerScales};
 use serde_json::Value;
 
+use crate::common::numbers::checksums;
 use crate::train::{Run, furthest, with_training};
 
 fn goldens() -> PathBuf {
@@ -78,14 +79,6 @@ fn distill(terms: &str) -> Distill {
 }
 
 const TERMS: &str = "soft=1,hard=0.5,hidden=0.01";
-
-/// Checksums of a tensor, as in `scripts/lib/checksums.py`.
-pub fn checksums(values: &[f32]) -> Vec<f64> {
-    let norm = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-    let weight = |i: usize| ((7919 * i) % 2003) as f64 / 2003.0 - 0.5;
-    let sum = values.iter().enumerate().map(|(i, x)| f64::from(*x) * weight(i)).sum::<f64>();
-    [norm, sum].into_iter().chain(values.iter().take(4).map(|x| f64::from(*x))).collect()
-}
 
 fn assert_matches_pytorch(case: &str, name: &str, pass: impl Into<Step>) {
     let (run, expected) = (Run::new(), expected()[case].clone());

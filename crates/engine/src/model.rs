@@ -33,7 +33,9 @@ pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
 pub use files::{AuxiliaryFiles, ExclusionReason, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
 pub use python_numbers::{parse_config, parse_json, render_python};
-pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, part, stacked_experts};
+pub use roles::{
+    LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, no_single_label, part, stacked_experts,
+};
 
 use crate::arch;
 use crate::error::{Error, Result};

@@ -112,6 +112,18 @@ const STEPS: u64 = 1000;
 /// Of this many steps, one belongs to the warm-up.
 const WARMUP_DIVISOR: u64 = 20;
 
+/// An error about a key of the recipe, with the argument that sets it.
+fn of_argument(error: Error) -> Error {
+    match error {
+        Error::Option { what, reason } if !what.starts_with("--") => {
+            let key = what.strip_prefix("distill: ").unwrap_or(&what);
+            let argument = if key == "max_steps" { "steps".to_owned() } else { key.replace('_', "-") };
+            Error::option(format!("--{argument}"), reason)
+        }
+        other => other,
+    }
+}
+
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         self.check()?;
@@ -156,9 +168,6 @@ impl Args {
         if self.draft_tokens.is_empty() || self.draft_tokens.contains(&0) {
             return Err(Error::option("--draft-tokens", "must be at least 1"));
         }
-        if self.steps == Some(0) {
-            return Err(Error::option("--steps", "is 0, but must be at least 1"));
-        }
         if self.time.is_some() && self.batch_size == BatchSize::Auto {
             return Err(Error::option("--time", "needs a number as `--batch-size`, or specify `--steps`"));
         }
@@ -172,8 +181,8 @@ impl Args {
             (Method::Eagle3, Some(_), _) => return Err(Error::option("--layers", "has no effect on an EAGLE-3 head, which has one layer: remove it")),
             _ => {}
         }
-        self.samples().check()?;
-        self.distillation(&Student::Layers(vec![0]), self.steps.unwrap_or(STEPS)).check()
+        self.samples().check().map_err(of_argument)?;
+        self.distillation(&Student::Layers(vec![0]), self.steps.unwrap_or(STEPS)).check().map_err(of_argument)
     }
 
     /// Checks that the model has as many tokens as requested.

@@ -129,10 +129,14 @@ impl<'a> Job<'a> {
 
     /// The losses, bound to the graphs.
     fn objective(&self, graph: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Objective> {
-        match &self.head {
-            Some(head) => Objective::for_draft_head(&self.training.losses, head.steps.clone()),
-            None => Objective::new(&self.training.losses, graph, teacher, task),
+        if let Some(head) = &self.head {
+            return Objective::for_draft_head(&self.training.losses, head.steps.clone());
         }
+        let objective = Objective::new(&self.training.losses, graph, teacher, task)?;
+        if objective.over_logits().is_some() {
+            self.student.require_distribution(graph, "losses", "specify a loss of other values, such as `hidden: 1`")?;
+        }
+        Ok(objective)
     }
 
     /// The model to write: with merged adapters, or only the draft head.

@@ -112,6 +112,7 @@ impl Guide {
         let Some((_, logits)) = graph.outputs().iter().find(|(name, _)| name == LOGITS) else {
             return Err(Error::option("guide: loss", format!("requires a model with the output `{LOGITS}`")));
         };
+        model.require_distribution(graph, "guide: loss", "remove `guide`")?;
         let weights: BTreeSet<&str> = sites.iter().flat_map(|site| &site.layers).map(|layer| layer.weight.as_str()).collect();
         let blocks: BTreeSet<String> = analysis::blocks(graph).into_iter().map(|block| block.value).collect();
         // The name in the result of each value: the weight of a layer for its output.

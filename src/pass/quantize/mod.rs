@@ -360,6 +360,7 @@ impl Pass for Quantize {
         if self.method == Method::Best {
             self.method = self.best_method(model, sets);
         }
+        self.group_size = self.group_size.or_else(|| self.common_group_size(model));
         if let Some(correction) = &mut self.correct {
             correction.importance = correction.importance.resolved(sets);
         }

@@ -9,7 +9,7 @@ use crate::model::{self, Model};
 use crate::pass::layerwise;
 use crate::pass::targets::{self, SelectedWeights, is_expert};
 use crate::run_state::WARNING;
-use crate::store::{ActivationScheme, FloatFormat, Granularity, QuantizationSpec, Weight, Weights};
+use crate::store::{ActivationScheme, Codes, FloatFormat, Granularity, QuantizationSpec, Weight, Weights};
 
 /// Maximum number of row lengths in an error message.
 const MOST_LENGTHS: usize = 4;
@@ -118,6 +118,19 @@ impl Quantize {
             return Err(Error::option(NAME, format!("{} cannot encode any of the selected weights ({})", self.scheme.name(), layers.rule)));
         }
         Ok(layers)
+    }
+
+    /// The largest usual group size that divides all rows, if the default one divides only some of them and
+    /// only transformers loads the weights, which must then have groups of one size.
+    pub(super) fn common_group_size(&self, model: &Model) -> Option<i64> {
+        let encodings = self.layers(&model.weights).ok().filter(|_| self.rules.is_empty())?.encodings;
+        let is_only_for_transformers = |spec: &QuantizationSpec| !spec.symmetric && matches!(spec.codes, Codes::Integer(2 | 3));
+        let granularities: BTreeSet<Granularity> = encodings.values().map(|spec| spec.granularity).collect();
+        if granularities.len() < 2 || !encodings.values().all(is_only_for_transformers) {
+            return None;
+        }
+        let rows = || encodings.keys().filter_map(|name| model.weights.by_name.get(name)).map(Weight::row);
+        USUAL_GROUPS.into_iter().find(|size| rows().all(|row| row.is_multiple_of(*size))).map(|size| size as i64)
     }
 
     /// Checks that a weight has the requested group size, unless it is one of the usual ones, of which the

@@ -4,6 +4,8 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::panic)]
 
 pub mod nodes;
+#[cfg(feature = "run")]
+pub mod numbers;
 pub mod onnxruntime;
 
 use std::cell::Cell;

@@ -12,9 +12,23 @@ use serde_json::Value;
 use super::names::{REPORT_FILES, file_format, file_name};
 use crate::files::{self, FileCache, SMALL_FILE};
 
-/// Names of the files of a folder that its report does not list, sorted.
-pub fn unlisted_files(folder: &Path) -> Vec<String> {
-    Listing::open(folder).map(|listing| listing.unlisted(folder)).unwrap_or_default()
+/// Names of the files of a folder and its subfolders that are not listed, sorted.
+pub fn unlisted_files(folder: &Path, is_listed: &dyn Fn(&str) -> bool) -> Vec<String> {
+    let mut unlisted = Vec::new();
+    collect(folder, Path::new(""), is_listed, &mut unlisted);
+    unlisted.sort();
+    unlisted
+}
+
+fn collect(root: &Path, inside: &Path, is_listed: &dyn Fn(&str) -> bool, unlisted: &mut Vec<String>) {
+    for entry in fs::read_dir(root.join(inside)).into_iter().flatten().flatten() {
+        let name = inside.join(entry.file_name());
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            collect(root, &name, is_listed, unlisted);
+        } else if !name.to_str().is_some_and(is_listed) {
+            unlisted.push(name.to_string_lossy().into_owned());
+        }
+    }
 }
 
 /// The files that a report lists.
@@ -71,21 +85,7 @@ impl Listing {
 
     /// Files of a folder that are not listed.
     pub fn unlisted(&self, folder: &Path) -> Vec<String> {
-        let mut unlisted = Vec::new();
-        self.collect(folder, Path::new(""), &mut unlisted);
-        unlisted.sort();
-        unlisted
-    }
-
-    fn collect(&self, root: &Path, inside: &Path, unlisted: &mut Vec<String>) {
-        for entry in fs::read_dir(root.join(inside)).into_iter().flatten().flatten() {
-            let name = inside.join(entry.file_name());
-            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                self.collect(root, &name, unlisted);
-            } else if !name.to_str().is_some_and(|name| self.contains(name)) {
-                unlisted.push(name.to_string_lossy().into_owned());
-            }
-        }
+        unlisted_files(folder, &|name| self.contains(name))
     }
 
     /// Files that replacing an output would remove and whose contents are not the listed ones. If the

@@ -8,6 +8,7 @@ use serde_json::Value;
 use super::options::{Data, LabelKind};
 use super::{References, Target};
 use crate::error::{Error, Result};
+use crate::model::no_single_label;
 use crate::store::select::nearest;
 
 /// The label of samples and tokens that losses and metrics ignore, as in PyTorch.
@@ -47,12 +48,7 @@ impl Label {
 
 /// Rejects models that are not single-label classifiers, by `problem_type` or the number of outputs.
 pub(super) fn require_single_label(target: &Target) -> Result<()> {
-    let kind = target.config.get("problem_type").and_then(Value::as_str).filter(|kind| *kind != "single_label_classification");
-    let reason = match kind {
-        Some(kind) => format!("config.json has `problem_type` {kind:?}"),
-        None if target.classes() == Some(1) => "the model has one output".to_owned(),
-        None => return Ok(()),
-    };
+    let Some(reason) = no_single_label(target.config, target.classes()) else { return Ok(()) };
     let what = "the task classification requires a single-label classifier with softmax and cross entropy";
     Err(Error::option("task", format!("{reason}, but {what}: set `task: fidelity` to compare the model's outputs or to learn from a teacher")))
 }

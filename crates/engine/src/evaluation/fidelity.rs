@@ -7,6 +7,7 @@ use rayon::prelude::*;
 
 use super::embedding::cosine_from_products;
 use super::{Fidelity, OutputFidelity, Outputs, in_chunks, tensor_error};
+use crate::arch::BOXES;
 use crate::data::{Batch, Padding, SequenceRole, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -36,7 +37,8 @@ impl FidelityAccumulator {
         for name in names {
             let reason = match (before.get(&name), after.get(&name)) {
                 (Some(a), Some(b)) if a.dims() == b.dims() => {
-                    self.outputs.entry(name.clone()).or_default().add(&name, batch, &padding, a, b)?;
+                    let layout = Layout::new(&name, before, a.dims(), batch);
+                    self.outputs.entry(name.clone()).or_default().add((&name, layout), batch, &padding, a, b)?;
                     compared = true;
                     continue;
                 }
@@ -66,12 +68,12 @@ struct Layout {
     width: usize,
     /// Whether each row belongs to a token.
     tokens: bool,
-    /// Whether each row holds the logits of a distribution.
+    /// Whether each row holds the logits of a distribution. The scores of a detector are sigmoids.
     logits: bool,
 }
 
 impl Layout {
-    fn new(name: &str, dims: &[usize], batch: &Batch) -> Layout {
+    fn new(name: &str, outputs: &Outputs, dims: &[usize], batch: &Batch) -> Layout {
         let tokens = dims.len() == 3 && batch.inputs.values().any(|input| input.rank() == 2 && dims.starts_with(input.dims()));
         let logits = name == "logits" && matches!(dims.len(), 2 | 3) && dims.last() > Some(&1);
         let width = match dims {
@@ -79,7 +81,7 @@ impl Layout {
             [.., last] if tokens || logits => *last,
             [_, sample @ ..] => sample.iter().product(),
         };
-        Layout { width: width.max(1), tokens, logits }
+        Layout { width: width.max(1), tokens, logits: logits && !outputs.contains_key(BOXES) }
     }
 }
 
@@ -140,10 +142,9 @@ struct OutputAccumulator {
 }
 
 impl OutputAccumulator {
-    fn add(&mut self, name: &str, batch: &Batch, padding: &Padding, a: &Tensor, b: &Tensor) -> Result<()> {
+    fn add(&mut self, (name, layout): (&str, Layout), batch: &Batch, padding: &Padding, a: &Tensor, b: &Tensor) -> Result<()> {
         // Exported encoder-decoder models also return the encoder's hidden states.
         let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
-        let layout = Layout::new(name, a.dims(), batch);
         self.logits = layout.logits;
         if layout.width == 1 {
             self.column.get_or_insert_default();
@@ -381,6 +382,18 @@ mod tests {
         assert_eq!(compared(&tokens, &[("states", depth(&dark))], &[("states", depth(&lit))]).unwrap().cosine_min, 0.0);
         let segments = compared(&tokens, &[("logits", dark.clone())], &[("logits", lit)]).unwrap();
         assert_eq!((segments.kl, segments.top1_agreement), (None, None));
+    }
+
+    /// Detectors have scores of each query instead of a distribution, which are compared query by query.
+    #[test]
+    fn scores_of_detectors_are_not_a_distribution() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+        let outputs = |seed: u32| [("logits", numbers(&[2, 5, 3], seed)), (BOXES, numbers(&[2, 5, 4], 1))];
+        let found = compared(&batch, &outputs(1), &outputs(2)).unwrap();
+        assert_eq!((found.kl, found.top1_agreement, found.outputs["logits"].kl), (None, None, None));
+        let logits = |seed| [outputs(seed)[0].clone()];
+        let alone = compared(&batch, &logits(1), &logits(2)).unwrap();
+        assert!(alone.kl > Some(0.0) && alone.cosine == found.outputs["logits"].cosine, "{alone:?} {found:?}");
     }
 
     /// The cosine of one element depends only on its sign.

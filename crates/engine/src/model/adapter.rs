@@ -21,9 +21,38 @@ pub const FOLDER: &str = "adapter";
 pub const CONFIG: &str = "adapter_config.json";
 /// Key of `config.json` with the folder.
 pub const KEY: &str = "low_rank_correction";
-/// Keys of its configuration that change the layers or the scales of factors: only values without an effect
-/// are supported.
-const NEUTRAL: [&str; 6] = ["alpha_pattern", "rank_pattern", "layers_to_transform", "layer_replication", "alora_invocation_tokens", "bias"];
+/// Keys of its configuration that do not change the result of a trained adapter, or are read, in PEFT 0.21.
+/// Other keys, such as `rank_pattern` and `use_qalora`, are supported only with values without an effect.
+const KNOWN: [&str; 26] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "velora_config",
+];
+/// Values of `init_lora_weights` with which PEFT leaves the weights of the model unchanged.
+const INITIALIZATIONS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 /// Names of the factors, in the order in which they are applied.
 const FACTORS: [&str; 2] = ["lora_A", "lora_B"];
 /// End of the names of DoRA's trained norms.
@@ -95,10 +124,6 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
         return Err(unsupported(format!("{CONFIG} with a `lora_alpha` that differs from `r`")));
     }
     // Weights stored as `[in, out]` have factors of the same shapes.
-    let is_unsupported = |key: &&str| is_true(key) && !(*key == "fan_in_fan_out" && config.has_conv1d());
-    if let Some(key) = ["use_rslora", "fan_in_fan_out", "lora_bias"].into_iter().find(is_unsupported) {
-        return Err(unsupported(format!("{CONFIG} with `{key}`")));
-    }
     let is_neutral = |value: &Value| match value {
         Value::Null | Value::Bool(false) => true,
         Value::String(text) => text == "none",
@@ -106,8 +131,14 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
         Value::Object(items) => items.is_empty(),
         _ => false,
     };
-    if let Some(key) = NEUTRAL.into_iter().find(|key| !adapter.get(key).is_none_or(is_neutral)) {
-        return Err(unsupported(format!("{CONFIG} with `{key}`")));
+    let has_effect = |key: &str, value: &Value| match key {
+        "fan_in_fan_out" => value.as_bool() == Some(true) && !config.has_conv1d(),
+        "init_lora_weights" => value.as_str().is_some_and(|name| !INITIALIZATIONS.contains(&name)),
+        "peft_type" => value.as_str() != Some("LORA"),
+        _ => !KNOWN.contains(&key) && !is_neutral(value),
+    };
+    if let Some((key, value)) = adapter.values().iter().find(|(key, value)| has_effect(key, value)) {
+        return Err(unsupported(format!("{CONFIG} with `{key}: {value}`")));
     }
     checkpoint.add_folder(path, FOLDER)?;
     let has_norms = is_true(&"use_dora");
@@ -306,10 +337,31 @@ mod tests {
         assert!(error(json!("other"), "{}").contains("`low_rank_correction` of \"other\""));
         assert!(error(json!(FOLDER), "[").contains("not a JSON object"));
         assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 16}"#).contains("`lora_alpha` that differs"));
-        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "use_rslora": true}"#).contains("`use_rslora`"));
-        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "alpha_pattern": {"q_proj": 4}}"#).contains("`alpha_pattern`"));
-        assert!(error(json!(FOLDER), r#"{"r": 8, "lora_alpha": 8, "layers_to_transform": 0}"#).contains("`layers_to_transform`"));
-        let neutral = r#"{"r": 8, "lora_alpha": 8, "bias": "none", "rank_pattern": {}, "layers_to_transform": null}"#;
+        for (key, value) in [
+            ("use_rslora", json!(true)),
+            ("fan_in_fan_out", json!(true)),
+            ("alpha_pattern", json!({ "q_proj": 4 })),
+            ("layers_to_transform", json!(0)),
+            ("use_qalora", json!(true)),
+            ("use_bdlora", json!({ "nblocks": 2 })),
+            ("kasa_config", json!({ "beta": 1e-4 })),
+            ("bias", json!("all")),
+            ("init_lora_weights", json!("pissa_niter_4")),
+            ("peft_type", json!("ADALORA")),
+            ("a_later_key", json!(2)),
+        ] {
+            let error = error(json!(FOLDER), &json!({ "r": 8, "lora_alpha": 8, key: value }).to_string());
+            assert!(error.contains(&format!("adapter_config.json with `{key}: {value}`")), "{error}");
+        }
+        // The values of `LoraConfig(r=8).to_dict()` of PEFT 0.21.2, and some with an effect on the training only.
+        let neutral = r#"{"alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
+            "base_model_name_or_path": null, "bias": "none", "corda_config": null, "ensure_weight_tying": false, "eva_config": null,
+            "exclude_modules": null, "fan_in_fan_out": false, "inference_mode": true, "init_lora_weights": "gaussian", "kasa_config": null,
+            "layer_replication": null, "layers_pattern": null, "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 8,
+            "lora_bias": false, "lora_dropout": 0.1, "lora_ga_config": null, "megatron_config": null, "megatron_core": "megatron.core",
+            "modules_to_save": null, "monteclora_config": null, "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16,
+            "r": 8, "rank_pattern": {}, "revision": null, "target_modules": ["q_proj"], "target_parameters": null, "task_type": "CAUSAL_LM",
+            "trainable_token_indices": null, "use_bdlora": null, "use_dora": false, "use_qalora": false, "use_rslora": false, "velora_config": null}"#;
         assert!(error(json!(FOLDER), neutral).contains("is missing or empty"));
     }
 }

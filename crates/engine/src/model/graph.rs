@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{AuxiliaryFiles, Config, Model, adapter};
+use super::{AuxiliaryFiles, Config, Model, adapter, no_single_label};
 use crate::arch::{self, SentenceModule, Settings};
 use crate::error::{Error, Result};
 use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, GraphFile, Node, Op, difference, is_equivalent, kv_cache, low_rank, rebuild};
+use crate::ir::{Builder, Dim, GraphFile, Node, Op, difference, is_equivalent, kv_cache, low_rank, rebuild};
 pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Encoding, Module, OpenSizes, QuantizationSpec, Weight, Weights};
 
@@ -248,6 +248,27 @@ impl Model {
             _ => None,
         };
         graph.nodes().iter().filter_map(input).collect()
+    }
+
+    /// Rejects models whose output `logits`, if there is one, is not a distribution over classes or tokens.
+    ///
+    /// # Errors
+    /// If each class has its own sigmoid, or there is only one. The error names the option that needs a
+    /// distribution, and how to do without.
+    pub fn require_distribution(&self, graph: &Graph, option: &str, how: &str) -> Result<()> {
+        let Some((_, logits)) = graph.outputs().iter().find(|(name, _)| name == "logits") else { return Ok(()) };
+        let shape = &graph.value(*logits).ty.shape;
+        let reason = if graph.outputs().iter().any(|(name, _)| name == arch::BOXES) {
+            "the scores of a detector are sigmoids".to_owned()
+        } else if shape.len() == 2 {
+            match no_single_label(self.config.values(), shape.last().and_then(Dim::fixed)) {
+                Some(reason) => reason,
+                None => return Ok(()),
+            }
+        } else {
+            return Ok(());
+        };
+        Err(Error::option(option, format!("needs logits of a distribution over classes or tokens, but {reason}: {how}")))
     }
 
     /// Weights that the graph does not use, by name.

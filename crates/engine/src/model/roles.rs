@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use serde_json::{Map, Value};
+
 use crate::arch::role;
 use crate::store::{Encoding, Role, Weight};
 
@@ -69,6 +71,15 @@ pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weigh
 /// Whether a weight belongs to a linear layer, by its name and shape.
 pub fn is_linear(name: &str, weight: &Weight) -> bool {
     weight.shape.len() == 2 && weight.role.is_none_or(|role| role == Role::Matrix) && is_prunable(name, weight)
+}
+
+/// Why a model with logits of this number of classes is not a single-label classifier; `None` if it is one.
+pub fn no_single_label(config: &Map<String, Value>, classes: Option<usize>) -> Option<String> {
+    let kind = config.get("problem_type").and_then(Value::as_str).filter(|kind| *kind != "single_label_classification");
+    match kind {
+        Some(kind) => Some(format!("config.json has `problem_type` {kind:?}")),
+        None => (classes == Some(1)).then(|| "the model has one output".to_owned()),
+    }
 }
 
 /// Whether a weight belongs to a linear layer or a convolution, by its name and shape.

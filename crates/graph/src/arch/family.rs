@@ -180,12 +180,15 @@ pub struct ExpertLayout {
     /// Names of the gate, up and down projections of separate experts, if they are in the same module as the
     /// tensors `gate_up_proj` and `down_proj` of all experts, which have no biases.
     pub parts: Option<[&'static str; 3]>,
+    /// The module of routers and experts in one tensor, and its name in files with separate experts, if they
+    /// differ.
+    pub renamed: Option<(&'static str, &'static str)>,
 }
 
 impl ExpertLayout {
     /// Experts whose names contain `experts`.
     pub(super) const SEPARATE: ExpertLayout =
-        ExpertLayout { keys: &["num_experts"], stacked: &[], dense: &[], parts: Some(["gate_proj", "up_proj", "down_proj"]) };
+        ExpertLayout { keys: &["num_experts"], stacked: &[], dense: &[], parts: Some(["gate_proj", "up_proj", "down_proj"]), renamed: None };
 }
 
 /// A configuration key of the layers with a dense network instead of experts.

@@ -37,7 +37,12 @@ pub(super) const MIXTRAL: Family = Family {
     fused: &[&["q_proj", "k_proj", "v_proj"], &["w1", "w3"]],
     // The name in published files, and that of transformers 5.
     routers: &["block_sparse_moe.gate", "mlp.gate"],
-    experts: Some(ExpertLayout { keys: &["num_local_experts"], parts: None, ..ExpertLayout::SEPARATE }),
+    experts: Some(ExpertLayout {
+        keys: &["num_local_experts"],
+        parts: Some(["w1", "w3", "w2"]),
+        renamed: Some(("mlp", "block_sparse_moe")),
+        ..ExpertLayout::SEPARATE
+    }),
     gguf: Some(&GgufFamily {
         class: "MixtralForCausalLM",
         layer: &[gguf::NORM_OF_ATTENTION, gguf::ATTENTION, gguf::NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], gguf::ROUTER],

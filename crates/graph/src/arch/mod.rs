@@ -88,6 +88,9 @@ pub use module_names::{UNSTORED_HEADS, module_spellings};
 pub use roles::{fused_layer, is_embedding_table, mark_roles, role, shared_tables, stays_float32, tied};
 pub use running::*;
 
+/// Output of detectors with the boxes of detected objects, whose `logits` are scores of each object.
+pub const BOXES: &str = "pred_boxes";
+
 /// Families with files of their own.
 const FAMILIES: &[&Family] = &[
     &bert::BERT,

@@ -61,6 +61,7 @@ pub(super) const RT_DETR_V2: Family = Family { model_type: "rt_detr_v2", ..RT_DE
 
 #[cfg(feature = "run")]
 mod running {
+    use crate::arch::BOXES;
     use crate::arch::resnet::running::VariantD;
     use crate::arch::running::parts::{ConvNorm, activate, attend, layer_norm, linear};
     use crate::arch::running::{Settings, indivisible};
@@ -87,6 +88,8 @@ mod running {
 
     /// Height and width of images without a configured size, for which the published models were trained.
     const IMAGE: usize = 640;
+    /// Default distances of places of the feature maps, in pixels.
+    const STRIDES: &[usize] = &[8, 16, 32];
     /// Width and height of the anchors of the first feature map, relative to the image.
     const ANCHOR: f64 = 0.05;
     /// Least distance of box numbers from 0 and 1, of which the logit is taken.
@@ -133,24 +136,34 @@ mod running {
             epsilon: s.number_or("layer_norm_eps", 1e-5)?,
             batch_epsilon: s.number_or("batch_norm_eps", 1e-5)?,
         };
-        let image = image_size(&s)?;
+        let (key, image) = image_size(&s)?;
         let maps = VariantD { s: s.group_or_empty("backbone_config")?, node: "backbone", module: "model.backbone.model" }.build(b, image)?;
+        if maps.iter().zip(maps.iter().skip(1)).any(|(map, next)| sides(b, *map) != sides(b, *next).map(|side| side.saturating_mul(2))) {
+            let multiple = detector.s.sizes_or("feat_strides", STRIDES)?.into_iter().max().unwrap_or(1);
+            let [height, width] = image;
+            let reason = format!(
+                "`{key}` specifies images of {height} x {width} pixels, whose feature maps the encoder cannot fuse: set a height and a width that are multiples of {multiple}"
+            );
+            return Err(Error::graph("config.json", reason));
+        }
         let maps = detector.encoder(b, maps)?;
         let (memory, levels) = detector.memory(b, &maps, image)?;
         let (hidden, boxes) = detector.queries(b, memory, &levels)?;
         detector.decoder(b, memory, levels, hidden, boxes)
     }
 
-    /// Height and width of images: the size of the anchors, or `image_size`, or 640.
-    fn image_size(s: &Settings) -> Result<[usize; 2]> {
+    /// Height and width of images, and the key that specifies them: the size of the anchors, or `image_size`,
+    /// or 640.
+    fn image_size(s: &Settings) -> Result<(&'static str, [usize; 2])> {
         let key = if s.get("anchor_image_size").is_some() { "anchor_image_size" } else { "image_size" };
-        match s.get(key) {
+        let size = match s.get(key) {
             Some(size) if size.is_array() => {
                 let sizes = s.sizes(key)?;
-                sizes.try_into().map_err(|_| Error::graph("config.json", format!("`{key}` must be a height and a width")))
+                sizes.try_into().map_err(|_| Error::graph("config.json", format!("`{key}` must be a height and a width")))?
             }
-            _ => s.size_or(key, IMAGE).map(|size| [size; 2]),
-        }
+            _ => [s.size_or(key, IMAGE)?; 2],
+        };
+        Ok((key, size))
     }
 
     /// Rows and columns of a feature map.
@@ -360,7 +373,7 @@ mod running {
                 levels.push(sides(b, map));
                 places.push(b.node(&format!("{name}.places"), Patchify {}, &[map])?);
             }
-            let strides = s.sizes_or("feat_strides", &[8, 16, 32])?;
+            let strides = s.sizes_or("feat_strides", STRIDES)?;
             let of_anchors: Vec<[usize; 2]> = strides.iter().map(|stride| image.map(|side| side.checked_div(*stride).unwrap_or(0))).collect();
             if s.get("anchor_image_size").is_some() && of_anchors != levels {
                 return Err(Error::graph(
@@ -442,7 +455,7 @@ mod running {
                     let head = format!("class_embed.{index}");
                     let logits = linear(b, &head, &self.head(b, &head), hidden, s.labels()?)?;
                     b.output("logits", logits);
-                    b.output("pred_boxes", boxes);
+                    b.output(BOXES, boxes);
                 } else {
                     boxes = b.node(&format!("{node}.boxes.detached"), Detach {}, &[boxes])?;
                 }

@@ -258,7 +258,12 @@ impl Search<'_> {
 
     /// The formats to choose from.
     fn formats(&self) -> Result<Box<dyn Formats>> {
-        self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.fractions)
+        let formats = self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.fractions)?;
+        if self.has_samples() && formats.loss() == SearchLoss::KlDivergence {
+            let how = "without `--calibration`, the errors of the weights order the formats; `--for onnxruntime` compares all outputs";
+            self.model.require_distribution(&self.model.graph()?, "auto", how)?;
+        }
+        Ok(formats)
     }
 
     /// The largest point within a limit of size. The size of a file that is only known when it is written may

@@ -13,6 +13,7 @@ use crate::contract::Runtime;
 use crate::error::{Error, Result};
 use crate::model::{self, Model};
 use crate::pass::Scheme;
+use crate::store::{Encoding, Weight};
 
 /// The runtime that loads the result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -85,11 +86,20 @@ impl LoadedBy {
         Ok(())
     }
 
-    /// Checks that the runtime loads models of this kind.
+    /// Checks that the runtime loads models of this kind, and that formats can be chosen for the weights.
     ///
     /// # Errors
-    /// The model is an ONNX file or a vision model, which other runtimes load.
+    /// The model is an ONNX file or a vision model, which other runtimes load, or is already quantized.
     pub fn require_loads(self, model: &Model) -> Result<()> {
+        let is_quantized = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && model::is_prunable(name, weight);
+        if let Some((name, weight)) = model.weights.by_name.iter().find(is_quantized) {
+            let (path, format) = (model.path.display(), weight.describe());
+            let how = "start from the original checkpoint, or run `compress dequantize` and search for formats of its output";
+            return Err(Error::option(
+                "auto",
+                format!("the input {path} is already quantized: `{name}` is {format}, but formats are chosen for floats: {how}"),
+            ));
+        }
         if self == LoadedBy::OnnxRuntime {
             return Ok(());
         }

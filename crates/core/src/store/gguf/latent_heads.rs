@@ -8,7 +8,8 @@
 use std::sync::Arc;
 
 use super::fused_experts::expert_rows;
-use super::input_major_experts::{Outputs, expert_outputs, visit_floats};
+use super::input_major_experts::{Outputs, expert_outputs};
+use super::joined::visit_floats;
 use crate::error::{Error, Result};
 use crate::store::{BlockSink, DType, Encoding, Weight, WeightSource};
 

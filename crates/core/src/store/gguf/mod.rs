@@ -14,6 +14,7 @@ mod fused_experts;
 mod header;
 mod importance_file;
 mod input_major_experts;
+mod joined;
 mod latent_heads;
 mod row_permutation;
 mod split;

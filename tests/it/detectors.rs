@@ -1,0 +1,81 @@
+//! Object detectors: sizes of images, and losses of scores that are not a distribution over classes.
+#![cfg(feature = "run")]
+
+use std::fs;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use compress::Model;
+use serde_json::{Value, json};
+
+use crate::cli::support::{compress, data, ok, read_json};
+use crate::common::golden_model;
+
+/// Copies a golden model to `name`, with other values in `config.json`.
+fn changed(folder: &Path, golden: &str, name: &str, values: &Value) {
+    fs::create_dir(folder.join(name)).unwrap();
+    let mut config = read_json(&golden_model(golden).join("config.json"));
+    config.as_object_mut().unwrap().extend(values.as_object().unwrap().clone());
+    fs::write(folder.join(name).join("config.json"), config.to_string()).unwrap();
+    fs::copy(golden_model(golden).join("model.safetensors"), folder.join(name).join("model.safetensors")).unwrap();
+}
+
+/// Writes samples of different values to a file.
+fn images(folder: &Path, name: &str, shape: [usize; 4], seed: usize) {
+    let values = (0..shape.iter().product()).map(|i| ((i * i * 7 + i * seed) % 101) as f32 / 50.0 - 1.0).collect::<Vec<_>>();
+    let pixels = Tensor::from_vec(values, &shape, &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("pixel_values".to_owned(), pixels)].into(), folder.join(name)).unwrap();
+}
+
+/// The encoder adds feature maps of neighboring levels, so that each must be twice as large as the next.
+#[test]
+fn images_have_sizes_whose_feature_maps_can_be_fused() {
+    let folder = tempfile::tempdir().unwrap();
+    for (number, (size, is_possible)) in [(json!(64), true), (json!([96, 32]), true), (json!(100), false), (json!([64, 48]), false)].into_iter().enumerate() {
+        let name = number.to_string();
+        changed(folder.path(), "rt-detr-bottleneck", &name, &json!({ "anchor_image_size": null, "image_size": size }));
+        match Model::open(folder.path().join(&name)).unwrap().graph() {
+            Ok(_) => assert!(is_possible, "{size}"),
+            Err(error) => {
+                let error = error.to_string();
+                assert!(!is_possible && error.contains("`image_size` specifies images of") && error.contains("multiples of 32"), "{size}: {error}");
+            }
+        }
+    }
+}
+
+/// Losses that compare distributions over classes are rejected before models run; those of other values are
+/// computed.
+#[test]
+fn scores_are_not_compared_as_a_distribution() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    changed(folder, "rt-detr-v2", "detector", &json!({}));
+    changed(folder, "bert-sequence-classification", "labels", &json!({ "problem_type": "multi_label_classification" }));
+    images(folder, "train.safetensors", [8, 3, 32, 64], 3);
+    images(folder, "eval.safetensors", [2, 3, 32, 64], 5);
+    let ids = Tensor::from_vec((0..48i64).map(|i| i * i % 13 + 1).collect::<Vec<_>>(), (8, 6), &Device::Cpu).unwrap();
+    let texts = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
+    candle_core::safetensors::save(&texts.into(), folder.join("texts.safetensors")).unwrap();
+    let sigmoids = "the scores of a detector are sigmoids";
+    let labels = "config.json has `problem_type` \"multi_label_classification\"";
+    for (command, parts) in [
+        ("distill detector -o out --teacher detector --train train.safetensors", [sigmoids, "such as `hidden: 1`"]),
+        ("distill labels -o out --teacher labels --train texts.safetensors", [labels, "such as `hidden: 1`"]),
+        ("auto detector --for transformers --front f.json --calibration train.safetensors --eval eval.safetensors", [sigmoids, "--for onnxruntime"]),
+        ("auto detector --for transformers --plan --calibration train.safetensors --eval eval.safetensors", [sigmoids, "without `--calibration`"]),
+        ("auto labels --for transformers --front f.json --calibration texts.safetensors", [labels, "--for onnxruntime"]),
+        ("quantize detector -o out --group-size 4 --method gptq --guide loss --calibration train.safetensors", [sigmoids, "remove `guide`"]),
+    ] {
+        let run = compress(folder, command);
+        let is_empty = !folder.join("out").exists() && !folder.join("f.json").exists();
+        assert!(run.code == 1 && parts.iter().all(|part| run.stderr.contains(part)) && is_empty, "{command}: {}", run.stderr);
+    }
+    ok(folder, "distill detector -o hidden --teacher detector --train train.safetensors --losses hidden=1 --max-steps 1");
+    let found = data(folder, "auto detector --for transformers --front f.json --json")["search"].clone();
+    assert_eq!(found["loss"], "weight-error");
+    ok(folder, "quantize detector -o quantized --group-size 4");
+    let measured = data(folder, "eval quantized --against detector --data eval.safetensors --json");
+    let fidelity = &measured["fidelity"];
+    assert!(fidelity["cosine"].as_f64() < Some(1.0) && fidelity["kl"].is_null() && fidelity["top1_agreement"].is_null(), "{measured}");
+}
