@@ -201,7 +201,7 @@ def quantize(
     *,
     scheme: recipe.Scheme = "W4A16",
     rules: Sequence[recipe.SchemeRule] = (),
-    method: recipe.Method = "rtn",
+    method: recipe.Method = "best",
     group_size: int | None = None,
     iterations: int | None = None,
     batch: int | None = None,
@@ -217,7 +217,7 @@ def quantize(
     ignore: Sequence[str] = (),
     **settings: Unpack[Settings],
 ) -> Report:
-    """Quantize linear weights in a named scheme of compressed-tensors: W4A16, W8A8 ….
+    """Quantize linear weights in a named scheme: W4A16, W8A8, Q4_K_M ….
 
     Args:
         model: the model: a folder or a file, or a remote one like hf:org/name.

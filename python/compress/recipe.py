@@ -321,7 +321,7 @@ Sbom: TypeAlias = Literal["cyclonedx"]
 - cyclonedx: CycloneDX 1.6, JSON
 """
 
-Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16", "W3A16-ASYM", "W5A16", "W6A16", "W7A16", "W8A16", "W8A8", "W8A8-STATIC", "W4A8", "W4AFP8", "FP8", "FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP6A16", "MXFP8A16", "MXFP8"]
+Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16", "W3A16-ASYM", "W5A16", "W6A16", "W7A16", "W8A16", "W8A8", "W8A8-STATIC", "W4A8", "W4AFP8", "FP8", "FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4", "MXFP6A16", "MXFP8A16", "MXFP8", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_K", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q3_K", "Q2_K"]
 """Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent to `-`.
 
 - W4A16: Weights: int4 in groups of 128, symmetric. Activations: floats
@@ -353,6 +353,26 @@ Scheme: TypeAlias = Literal["W4A16", "W4A16-ASYM", "W2A16", "W2A16-ASYM", "W3A16
 - MXFP8A16: Weights: FP8 in groups of 32 with power-of-two scales. Activations: floats
 - MXFP8: Weights and activations: FP8 in groups of 32 with power-of-two scales, which for activations are
   dynamic
+- Q8_0: Blocks of a GGUF file: 8 bits with a scale per 32 weights
+- Q6_K: Blocks of a GGUF file: 6 bits in blocks of 256 with quantized scales
+- Q5_K_M: Blocks of a GGUF file: Q5_K, and Q6_K for the most sensitive matrices
+- Q5_K_S: Blocks of a GGUF file: Q5_K
+- Q5_K: Blocks of a GGUF file: 5 bits in blocks of 256 with quantized scales and minima
+- Q5_1: Blocks of a GGUF file: 5 bits with a scale and a minimum per 32 weights
+- Q5_0: Blocks of a GGUF file: 5 bits with a scale per 32 weights
+- Q4_K_M: Blocks of a GGUF file: Q4_K, and Q6_K for the most sensitive matrices
+- Q4_K_S: Blocks of a GGUF file: Q4_K, and Q5_K for the most sensitive matrices
+- Q4_K: Blocks of a GGUF file: 4 bits in blocks of 256 with quantized scales and minima
+- Q4_1: Blocks of a GGUF file: 4 bits with a scale and a minimum per 32 weights
+- Q4_0: Blocks of a GGUF file: 4 bits with a scale per 32 weights
+- IQ4_NL: Blocks of a GGUF file: indices into a codebook of 16 values, with a scale per 32 weights
+- IQ4_XS: Blocks of a GGUF file: the codebook of IQ4_NL in blocks of 256 with quantized scales
+- Q3_K_L: Blocks of a GGUF file: Q3_K, and Q5_K for the most sensitive matrices
+- Q3_K_M: Blocks of a GGUF file: Q3_K, and Q4_K or Q5_K for the most sensitive matrices
+- Q3_K_S: Blocks of a GGUF file: Q3_K
+- Q3_K: Blocks of a GGUF file: 3 bits in blocks of 256 with quantized scales
+- Q2_K: Blocks of a GGUF file: 2 bits in blocks of 256 with quantized scales and minima, and Q3_K or Q4_K for
+  the most sensitive matrices
 """
 
 Scope: TypeAlias = Literal["tensor", "global"]
@@ -1084,7 +1104,7 @@ class Decompose:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """Quantize linear weights in a named scheme of compressed-tensors."""
+    """Quantize linear weights in a named scheme of compressed-tensors, or to blocks of GGUF files."""
 
     NAME: ClassVar[Literal["quantize"]] = "quantize"
 
@@ -1094,7 +1114,7 @@ class Quantize:
     rules: Sequence[SchemeRule] = ()
     """Another scheme for some weights, optionally with a group size; the first rule that matches applies."""
 
-    method: Method = "rtn"
+    method: Method = "best"
     """Quantization algorithm."""
 
     group_size: int | None = None
