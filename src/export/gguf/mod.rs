@@ -189,7 +189,10 @@ impl Gguf {
                 let is_split = is_split || arrangement.is_changed(&gguf_name);
                 split.extend(is_split.then(|| name.clone()));
                 let exact = weight.exact_blocks().map(|exact| self.kept_blocks((name, exact), (requested_kind, kind), is_split)).transpose()?.flatten();
-                let (target, kind) = exact.map_or((target, kind), |kept| (Kind::Blocks(kept), Kind::Blocks(kept)));
+                let (target, kind) = match exact.map(Kind::Blocks) {
+                    Some(kept) if kept != kind => (kept, kept),
+                    _ => (target, kind),
+                };
                 let blocks = exact.and_then(|_| weight.block_bytes());
                 let rearranged = order.is_some() || added != 0.0 || is_split;
                 let params = if let Kind::Blocks(kind) = kind { weight.block_params(kind, name).filter(|_| !is_split) } else { None };
