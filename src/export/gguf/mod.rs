@@ -374,12 +374,12 @@ impl Format for Gguf {
     }
 
     fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
-        let of_pass = model.weights.by_name.values().find_map(|weight| weight.exact_blocks());
+        let blocks = || model.weights.by_name.values().filter_map(Weight::exact_blocks);
         // The file type of the pass replaces the default one, in which its blocks cannot be written.
-        if let Some(file_type) = of_pass.and_then(|exact| FileType::from_id(exact.file_type?)).filter(|_| self.file_type == FileType::default()) {
+        if let Some(file_type) = blocks().find_map(|exact| FileType::from_id(exact.file_type?)).filter(|_| self.file_type == FileType::default()) {
             self.file_type = file_type;
         }
-        if of_pass.is_some() && self.importance == InputImportance::Auto && self.imatrix.is_none() {
+        if blocks().next().is_some() && self.importance == InputImportance::Auto && self.imatrix.is_none() {
             self.importance = InputImportance::None;
         }
         if self.imatrix.is_some() && self.importance == InputImportance::Auto {
