@@ -6,12 +6,13 @@ use std::fs;
 use std::path::Path;
 
 /// Layers from top to bottom: a layer may use the layers below it.
-const LAYERS: [&[&str]; 20] = [
+const LAYERS: [&[&str]; 21] = [
     &["build", "cli", "plugin", "prelude"],
     &["pipeline"],
     &["provenance"],
     &["recipe", "report"],
-    &["export", "pass"],
+    &["pass"],
+    &["export"],
     &["contract"],
     &["train"],
     &["evaluation", "calibration", "generation"],

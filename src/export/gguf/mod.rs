@@ -189,7 +189,10 @@ impl Gguf {
                 let is_split = is_split || arrangement.is_changed(&gguf_name);
                 split.extend(is_split.then(|| name.clone()));
                 let exact = weight.exact_blocks().map(|exact| self.kept_blocks((name, exact), (requested_kind, kind), is_split)).transpose()?.flatten();
-                let (target, kind) = exact.map_or((target, kind), |kept| (Kind::Blocks(kept), Kind::Blocks(kept)));
+                let (target, kind) = match exact.map(Kind::Blocks) {
+                    Some(kept) if kept != kind => (kept, kept),
+                    _ => (target, kind),
+                };
                 let blocks = exact.and_then(|_| weight.block_bytes());
                 let rearranged = order.is_some() || added != 0.0 || is_split;
                 let params = if let Kind::Blocks(kind) = kind { weight.block_params(kind, name).filter(|_| !is_split) } else { None };
@@ -371,12 +374,12 @@ impl Format for Gguf {
     }
 
     fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
-        let of_pass = model.weights.by_name.values().find_map(|weight| weight.exact_blocks());
+        let blocks = || model.weights.by_name.values().filter_map(Weight::exact_blocks);
         // The file type of the pass replaces the default one, in which its blocks cannot be written.
-        if let Some(file_type) = of_pass.and_then(|exact| FileType::from_id(exact.file_type?)).filter(|_| self.file_type == FileType::default()) {
+        if let Some(file_type) = blocks().find_map(|exact| FileType::from_id(exact.file_type?)).filter(|_| self.file_type == FileType::default()) {
             self.file_type = file_type;
         }
-        if of_pass.is_some() && self.importance == InputImportance::Auto && self.imatrix.is_none() {
+        if blocks().next().is_some() && self.importance == InputImportance::Auto && self.imatrix.is_none() {
             self.importance = InputImportance::None;
         }
         if self.imatrix.is_some() && self.importance == InputImportance::Auto {

@@ -72,7 +72,7 @@ impl BlockRounding<'_> {
     /// Replaces a weight `[rows, size]` by the values of its blocks, which are returned.
     fn round(&self, layer: &Layer, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<Vec<u8>> {
         let ExactBlocks { kind, .. } = self.exact(layer)?;
-        let mut blocks = match (&prepared.solver, attempt, kind.levels()) {
+        let blocks = match (&prepared.solver, attempt, kind.levels()) {
             (Some(solver), Attempt::Compensated(correction), Some((levels, group))) => {
                 let order = &prepared.order;
                 // Errors are weighted after compensation by later columns.
@@ -97,7 +97,7 @@ impl BlockRounding<'_> {
         };
         kind.decode(&blocks, values);
         if super::parallel::are_finite(values) {
-            return Ok(std::mem::take(&mut blocks));
+            return Ok(blocks);
         }
         let reason = format!("contains values beyond the range of {} scales", kind.name());
         Err(Error::tensor(&layer.weight, reason, "add it to `ignore`"))
