@@ -27,7 +27,7 @@ struct Row {
 }
 
 /// Families whose token ids and tied weights transformers does not validate.
-const UNVALIDATED_TOKENS: [&str; 13] = [
+const UNVALIDATED_TOKENS: [&str; 14] = [
     "clip_text_model",
     "clip_vision_model",
     "convnext",
@@ -35,6 +35,7 @@ const UNVALIDATED_TOKENS: [&str; 13] = [
     "efficientnet",
     "qwen2_5_vl_vision",
     "qwen2_vl_vision",
+    "qwen3_vl_vision",
     "resnet",
     "siglip_text_model",
     "siglip_vision_model",
@@ -215,7 +216,7 @@ const ROPE_TYPES: [(&str, &[&str]); 8] = [
 /// Types that other runtimes know (`vllm/model_executor/layers/rotary_embedding/__init__.py`).
 const OTHER_ROPE_TYPES: [&str; 6] = ["mrope", "ntk", "deepseek_yarn", "deepseek_llama_scaling", "xdrope", "openpangu"];
 /// Families that do not read the values, or convert them.
-const OWN_ROPE: [&str; 4] = ["granitemoehybrid", "phi3", "qwen2_5_vl_vision", "qwen2_vl_vision"];
+const OWN_ROPE: [&str; 5] = ["granitemoehybrid", "phi3", "qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"];
 
 /// Families whose embeddings have no row for padding.
 const WITHOUT_PADDING: [&str; 7] = ["gpt2", "gpt_neox", "mamba2", "mpnet", "mt5", "nemotron_h", "t5"];

@@ -69,7 +69,7 @@ fn scores_are_not_compared_as_a_distribution() {
     ] {
         let run = compress(folder, command);
         let is_empty = !folder.join("out").exists() && !folder.join("f.json").exists();
-        assert!(run.code == 1 && parts.iter().all(|part| run.stderr.contains(part)) && is_empty, "{command}: {}", run.stderr);
+        assert!(run.code == 2 && parts.iter().all(|part| run.stderr.contains(part)) && is_empty, "{command}: {}", run.stderr);
     }
     ok(folder, "distill detector -o hidden --teacher detector --train train.safetensors --losses hidden=1 --max-steps 1");
     let found = data(folder, "auto detector --for transformers --front f.json --json")["search"].clone();

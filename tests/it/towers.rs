@@ -17,6 +17,7 @@ use crate::evaluation::{batches, model};
 
 const QWEN2: &str = "qwen2-vl-vision";
 const QWEN2_5: &str = "qwen2_5-vl-vision";
+const QWEN3: &str = "qwen3-vl-vision";
 
 /// A golden model with other values in `config.json`.
 fn changed(name: &str, values: &Value) -> Model {
@@ -42,6 +43,8 @@ fn images_have_the_size_in_the_configuration() {
         (QWEN2, json!({ "rope_parameters": { "rope_type": "yarn" } }), "rope type `yarn`"),
         (QWEN2, json!({ "head_dim": 4 }), "`head_dim`"),
         (QWEN2_5, json!({ "image_size": [16, 20] }), "`image_size` is not a multiple of 8 pixels, the side of a window"),
+        (QWEN3, json!({ "num_position_embeddings": 24 }), "`num_position_embeddings` is 24, expected the square of an integer"),
+        (QWEN3, json!({ "image_size": [8, 10] }), "`image_size` 10 is not a multiple of 4"),
         (QWEN2_5, json!({ "window_size": 3 }), "`window_size` 3 is smaller than 4 pixels of merged patches"),
     ] {
         let error = changed(name, &values).graph().err().map(|e| e.to_string()).unwrap_or_default();
@@ -78,7 +81,7 @@ fn patches_attend_only_to_their_window() {
 /// Pictures of other sizes are resized to that of the input, and calibrate a pass.
 #[test]
 fn a_tower_is_calibrated_with_pictures() {
-    for name in [QWEN2, QWEN2_5] {
+    for name in [QWEN2, QWEN2_5, QWEN3] {
         let folder = model(name, &[]);
         let processor = json!({ "image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.5], "image_std": [0.5], "min_pixels": 16, "max_pixels": 900, "patch_size": 2 });
         fs::write(folder.path().join("preprocessor_config.json"), processor.to_string()).unwrap();
@@ -93,12 +96,17 @@ fn a_tower_is_calibrated_with_pictures() {
         let run = pipeline().calibration(data).pass(pass).build().unwrap();
         run.run(Model::open(folder.path()).unwrap(), &output).unwrap();
         let names: Vec<String> = read(&output.join("model.safetensors")).into_keys().filter(|tensor| tensor.ends_with("weight_packed")).collect();
-        let (layers, import) =
-            if name == QWEN2 { (4, "import Qwen2VisionTransformerPretrainedModel\n") } else { (5, "import AutoModel, AutoImageProcessor\n") };
+        let automatic = "import AutoModel, AutoImageProcessor\n";
+        // Qwen3-VL merges the patches of two layers in addition to those of the last one.
+        let (layers, merged, import) = match name {
+            QWEN2 => (4, "mlp.2", "import Qwen2VisionTransformerPretrainedModel\n"),
+            QWEN2_5 => (5, "mlp.2", automatic),
+            _ => (4 + 2, "linear_fc2", automatic),
+        };
         let card = fs::read_to_string(output.join("README.md")).unwrap();
         assert!(card.contains(import), "{card}");
         assert!(card.contains("\nprocessor = AutoImageProcessor.from_pretrained(\"path/to/model\")\n"), "{card}");
         assert_eq!(names.len(), 2 * layers + 2, "{names:?}");
-        assert!(names.contains(&"blocks.0.attn.qkv.weight_packed".to_owned()) && names.contains(&"merger.mlp.2.weight_packed".to_owned()));
+        assert!(names.contains(&"blocks.0.attn.qkv.weight_packed".to_owned()) && names.contains(&format!("merger.{merged}.weight_packed")));
     }
 }

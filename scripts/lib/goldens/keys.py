@@ -129,6 +129,7 @@ MODELS = [
     ("siglip-vision", "SiglipVisionModel"),
     ("qwen2-vl-vision", "Qwen2VisionTransformerPretrainedModel"),
     ("qwen2_5-vl-vision", "Qwen2_5_VisionTransformerPretrainedModel"),
+    ("qwen3-vl-vision", "Qwen3VLVisionModel"),
     ("convnext", "ConvNextModel"),
     ("convnext-image-classification", "ConvNextForImageClassification"),
     ("efficientnet", "EfficientNetModel"),
@@ -204,7 +205,7 @@ NEWER = {"clip-vision": "vision_model.", "siglip-text": "text_model.", "siglip-v
 # Models with features that transformers 4 does not support: attention types per layer; a head into whose
 # first layer it copies the embeddings; image positions, of which it has one too many; unscaled tied
 # embeddings; a scale of the attention scores; entire families; another clamp of experts; biases of attention.
-UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense", "mamba2", "nemotron-h", "nemotron-h-latent", "llama4-plain", "ministral3", "ministral3-window", "qwen2-vl-vision", "qwen2_5-vl-vision")
+UNKNOWN_TO_4 = ("modernbert-sequence-classification", "deberta-masked-lm-own-head", "swin-image-classification", "t5-gated", "mt5", "deepseek-v2", "minimax-m2", "glm4-moe-lite", "gpt-oss", "qwen3_5", "qwen3_5-moe", "granite-hybrid-dense", "mamba2", "nemotron-h", "nemotron-h-latent", "llama4-plain", "ministral3", "ministral3-window", "qwen2-vl-vision", "qwen2_5-vl-vision", "qwen3-vl-vision")
 # Buffers that transformers 4 stores although they depend only on sizes.
 STORED_BY_4 = "relative_position_index"
 # Nested configurations: their keys follow a dot.
@@ -271,7 +272,7 @@ def compute(kind, config, tensors, inputs):
                 return "fails"
             outputs = model.eval()(**inputs)
             names = ("logits", "last_hidden_state", "pooler_output")
-            names += ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")
+            names += ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds", *DEEPSTACK)
             return {name: numbers(outputs[name]) for name in names if name in outputs and outputs[name] is not None}
         except Exception:
             return "fails"
@@ -348,7 +349,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from lib.towers import model_class
+from lib.towers import DEEPSTACK, model_class
 
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)

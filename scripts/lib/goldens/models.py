@@ -158,7 +158,7 @@ def run(model, inputs):
 
 # The last ones belong to text and image towers.
 OUTPUTS = ("logits", "last_hidden_state", "pooler_output", "pred_boxes")
-OUTPUTS += ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")
+OUTPUTS += ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds", *towers.DEEPSTACK)
 
 
 def per_token(name, inputs):
@@ -289,7 +289,7 @@ def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}
 
     plain = json.loads((folder / "config.json").read_text())
     # Published files of Ministral 3 are newer, and older ones of vision towers have another `model_type`.
-    if "rope_parameters" in plain and config.model_type not in ("ministral3", "qwen2_vl_vision", "qwen2_5_vl_vision"):
+    if "rope_parameters" in plain and config.model_type not in ("ministral3", "qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision"):
         write_json(folder / "config-4.json", old_spelling(plain))
         older = load(folder, config=type(config).from_json_file(folder / "config-4.json"))
         check(distance(run(older, inputs), run(model, inputs), inputs) == 0, f"{name}: config-4.json differs")
@@ -1646,10 +1646,12 @@ def qwen_vl():
     def add(name, kind, **fields):
         # transformers does not read the size of images.
         shape = {"patch_size": 2, "depth": 2, "num_heads": 2, "rope_parameters": {"rope_theta": 100.0}}
-        config = kind.config_class(**shape, **fields)
+        config = kind.config_class(**{**shape, **fields})
         overlook = {"the activation": {"hidden_act": "gelu"}, "the base": {"rope_parameters": {"rope_theta": 1e4}}}
         if "window_size" in fields:
             overlook |= {"windows": {"fullatt_block_indexes": [0, 1]}, "layers without windows": {"fullatt_block_indexes": []}}
+        if "deepstack_visual_indexes" in fields:
+            overlook |= {"merged layers": {"deepstack_visual_indexes": [0, 1]}}
         pretrained(name, kind, config, images(name, *config.image_size), overlook=overlook)
 
     shape = {"image_size": [8, 12], "embed_dim": 16, "hidden_size": 20, "mlp_ratio": 2}
@@ -1657,6 +1659,9 @@ def qwen_vl():
     shape = {"image_size": [16, 24], "hidden_size": 16, "out_hidden_size": 20, "intermediate_size": 28}
     windows = {"window_size": 8, "fullatt_block_indexes": [1]}
     add("qwen2_5-vl-vision", towers.Qwen2_5_VisionTransformerPretrainedModel, **shape, **windows)
+    shape = {"image_size": [8, 12], "hidden_size": 16, "out_hidden_size": 12, "intermediate_size": 20}
+    deep = {"num_position_embeddings": 25, "deepstack_visual_indexes": [1, 0]}
+    add("qwen3-vl-vision", towers.Qwen3VLVisionModel, **shape, **deep)
 
 
 def convnext():

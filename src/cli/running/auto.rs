@@ -1,5 +1,6 @@
 //! `compress auto`
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -141,6 +142,7 @@ impl Args {
             return Err(Error::option("auto", "searches in one process: run the recipe of its report in several processes"));
         }
         let budget = self.budget()?;
+        self.check_files()?;
         let front = TextFile { output: self.front.clone(), force: self.force };
         front.check(&FRONT)?;
         let times = TextFile { output: self.times.clone(), force: true };
@@ -274,6 +276,18 @@ impl Args {
         }
         let reason = format!("needs up to {}, but only {} are free on this disk", bytes(needed), bytes(free));
         Err(Error::Output { path: output.to_owned(), reason, hint: "free some space, choose a folder on another disk, or lower `--max-size`".to_owned() })
+    }
+
+    /// Checks that the files which a search writes differ.
+    fn check_files(&self) -> Result<()> {
+        let files = [("--front", &self.front), ("--times", &self.times), ("--checkpoint", &self.checkpoint)];
+        let mut named = BTreeMap::new();
+        for (option, path) in files.into_iter().filter_map(|(option, path)| Some((option, path.as_ref()?))) {
+            if let Some(other) = named.insert(crate::files::absolute(path), option) {
+                return Err(Error::option(option, format!("is also the file of `{other}`, which would be overwritten: name another file")));
+            }
+        }
+        Ok(())
     }
 
     fn check_pruning(&self) -> Result<()> {

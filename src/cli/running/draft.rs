@@ -88,7 +88,7 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "FILE", help_heading = "Measurement")]
     test: Option<PathBuf>,
     /// Numbers of draft tokens to measure
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 2, 4, 8], help_heading = "Measurement")]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 2, 4, 8], conflicts_with = "no_measure", help_heading = "Measurement")]
     draft_tokens: Vec<usize>,
     /// Continue an interrupted run: complete continuations are not sampled again
     #[arg(long, help_heading = "Output")]

@@ -81,8 +81,8 @@ fn inside(file: &str) -> String {
     format!("{PATH}/{}", file.escape_default())
 }
 
-/// End of the names of classes of the vision towers of multimodal models.
-const VISION_TOWER: &str = "VisionTransformerPretrainedModel";
+/// Ends of the names of classes of the vision towers of multimodal models.
+const VISION_TOWERS: [&str; 2] = ["VisionTransformerPretrainedModel", "VLVisionModel"];
 /// Classes that `AutoModel` of transformers 5.23 does not load, with their modules.
 const NOT_AUTOMATIC: [(&str, &str); 1] = [("Qwen2VisionTransformerPretrainedModel", "qwen2_vl.modeling_qwen2_vl")];
 
@@ -94,7 +94,7 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
     let has_processor = card.files.contains("preprocessor_config.json");
     let preprocessor = match () {
         // The processor of the whole model, which the file names, needs a tokenizer.
-        () if has_processor && architecture.ends_with(VISION_TOWER) => Some(("AutoImageProcessor", "processor")),
+        () if has_processor && VISION_TOWERS.iter().any(|end| architecture.ends_with(end)) => Some(("AutoImageProcessor", "processor")),
         () if has_tokenizer => Some(("AutoTokenizer", "tokenizer")),
         () if has_processor => Some(("AutoProcessor", "processor")),
         () => None,

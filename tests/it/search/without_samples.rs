@@ -70,10 +70,33 @@ fn limits_that_samples_measure_need_them() {
         ("-o out --max-size 5bits --method gptq", "--method: needs `--calibration`"),
         ("-o out --max-size 5bits --eval held-out.safetensors", "--eval: needs `--calibration`"),
         ("-o out --max-size 1bits", "the nearest possible limit is"),
+        ("--for transformers --front same.json --checkpoint ./same.json", "--checkpoint: is also the file of `--front`"),
     ] {
         let run = compress(folder, &format!("auto llama {arguments}"));
         assert!(run.code > 0 && run.stderr.contains(part) && !folder.join("out").exists(), "{arguments}: {}", run.stderr);
     }
+}
+
+/// Formats are chosen for floats: the error names the input and the next step, which works.
+#[test]
+fn quantized_models_are_dequantized_first() {
+    let folder = prepared();
+    let folder = folder.path();
+    ok(folder, "quantize llama -o quantized --scheme W8A8");
+    for target in ["vllm", "transformers", "onnxruntime", "llama.cpp"] {
+        let output = match target {
+            "onnxruntime" => "out.onnx",
+            "llama.cpp" => "out.gguf",
+            _ => "out",
+        };
+        let run = compress(folder, &format!("auto quantized -o {output} --for {target} --max-size 90%"));
+        assert!(run.code > 0 && !folder.join(output).exists(), "{target}: {}", run.stderr);
+        for part in ["the input quantized is already quantized", "down_proj.weight` is int8 channel", "run `compress dequantize`"] {
+            assert!(run.stderr.contains(part), "{target}: {}", run.stderr);
+        }
+    }
+    ok(folder, "dequantize quantized -o floats");
+    ok(folder, "auto floats --for transformers --front front.json");
 }
 
 /// Weights beyond the range of 16-bit floats do not have this option.

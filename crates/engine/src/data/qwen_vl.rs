@@ -7,7 +7,8 @@ use serde_json::{Map, Value};
 use crate::arch::Settings;
 use crate::error::{Error, Result};
 
-/// Sizes of patches with the keys of `config.json`, and the default of both.
+/// Sizes of patches with the keys of `config.json`, and the default of the image processor, which is that of
+/// towers too, except of the patches of Qwen3-VL.
 const PATCHES: [(&str, &str, u64); 3] =
     [("patch_size", "patch_size", 14), ("merge_size", "spatial_merge_size", 2), ("temporal_patch_size", "temporal_patch_size", 2)];
 /// Limits of the sizes of images, which have the size of the input instead.
@@ -21,12 +22,14 @@ pub(super) fn require_patches(values: &Settings, path: &Path, config: &Map<Strin
             return Err(Error::malformed(path, format!("`{key}` is not supported: {value}")));
         }
     }
-    if !config.get("model_type").and_then(Value::as_str).is_some_and(|name| name.ends_with("_vl_vision")) {
+    let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    if !model_type.ends_with("_vl_vision") {
         return Ok(());
     }
     for (key, name, default) in PATCHES {
-        let size = |value: Option<&Value>| value.and_then(Value::as_u64).unwrap_or(default);
-        let (found, expected) = (size(values.get(key)), size(config.get(name)));
+        let size = |value: Option<&Value>, default: u64| value.and_then(Value::as_u64).unwrap_or(default);
+        let of_tower = if name == "patch_size" && model_type == "qwen3_vl_vision" { 16 } else { default };
+        let (found, expected) = (size(values.get(key), default), size(config.get(name), of_tower));
         if found != expected {
             let reason = format!("`{key}` is {found}, but `{name}` in config.json is {expected}: use the image processor of this model");
             return Err(Error::malformed(path, reason));
@@ -78,12 +81,14 @@ mod tests {
             ),
             (processor(r#","patch_size":16"#), r#"{"model_type":"other","patch_size":8}"#.to_owned()),
             (processor(r#","patch_size":16"#), "{}".to_owned()),
+            (processor(r#","patch_size":16"#), r#"{"model_type":"qwen3_vl_vision"}"#.to_owned()),
         ] {
             assert!(pixels(&given, &config).is_ok(), "{given} {config}");
         }
         for (given, config, reason) in [
             (processor(r#","patch_size":16"#), tower(""), "`patch_size` is 16, but `patch_size` in config.json is 14"),
             (processor(""), tower(r#","patch_size":16"#), "`patch_size` is 14, but `patch_size` in config.json is 16"),
+            (processor(""), r#"{"model_type":"qwen3_vl_vision"}"#.to_owned(), "`patch_size` is 14, but `patch_size` in config.json is 16"),
             (processor(r#","merge_size":4"#), tower(""), "`merge_size` is 4, but `spatial_merge_size` in config.json is 2"),
             (processor(r#","temporal_patch_size":1"#), tower(""), "`temporal_patch_size` is 1, but `temporal_patch_size` in config.json is 2"),
             (processor(r#","min_pixels":"56""#), tower(""), r#"`min_pixels` is not supported: "56""#),

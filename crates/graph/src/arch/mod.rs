@@ -161,6 +161,7 @@ const FAMILIES: &[&Family] = &[
     &clip::SIGLIP_VISION,
     &qwen2_vl::QWEN2_VL_VISION,
     &qwen2_vl::QWEN2_5_VL_VISION,
+    &qwen2_vl::QWEN3_VL_VISION,
     &convnext::CONVNEXT,
     &efficientnet::EFFICIENTNET,
     &resnet::RESNET,

@@ -1,6 +1,7 @@
-//! Vision towers of Qwen2-VL and Qwen2.5-VL: vision transformers with rotary position embeddings of rows and
-//! columns, whose neighboring patches are merged for the language model (Wang et al., 2024; Bai et al.,
-//! 2025).
+//! Vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: vision transformers with rotary position embeddings of
+//! rows and columns, whose neighboring patches are merged for the language model (Wang et al., 2024; Bai et
+//! al., 2025). Qwen3-VL adds learned positions, and merges the patches after some layers too (Meng et al.,
+//! 2024, DeepStack).
 //!
 //! Images have the fixed size `image_size`, which transformers does not read: it computes the grid of patches
 //! from each image. Patches are in the order of transformers, in which those to be merged are adjacent.
@@ -27,6 +28,14 @@ pub(super) const QWEN2_5_VL_VISION: Family = Family {
     ..QWEN2_VL_VISION
 };
 
+pub(super) const QWEN3_VL_VISION: Family = Family {
+    model_type: "qwen3_vl_vision",
+    graph: graph!(running::build_3),
+    keys: Keys { harmless: &[], neutral: NEUTRAL },
+    embeddings: &["patch_embed", "pos_embed"],
+    ..QWEN2_VL_VISION
+};
+
 #[cfg(feature = "run")]
 mod running {
     use serde_json::Value;
@@ -36,7 +45,9 @@ mod running {
     use crate::arch::running::parts::{activate, image_input, layer_norm, linear_with, rms_norm, slices, split_heads};
     use crate::arch::running::rope::parameters;
     use crate::error::{Error, Result};
-    use crate::ir::ops::{Add, Attention, Concat, Conv, Gelu, GridRotary, MergeHeads, Mul, Reshape, RmsNorm, TargetSize, Transpose};
+    use crate::ir::ops::{
+        Add, Attention, Concat, Conv, Coordinates, Extent, Gelu, GridRotary, Interpolation, MergeHeads, Mul, Reshape, Resize, RmsNorm, TargetSize, Transpose,
+    };
     use crate::ir::{Builder, Dim, ValueId};
 
     const NAMES: Names = Names {
@@ -50,6 +61,10 @@ mod running {
         sum: "",
         scales: None,
     };
+    const NAMES_3: Names = Names { network: ["mlp.linear_fc1", "mlp.act_fn", "mlp.linear_fc2"], ..NAMES };
+    /// Parts of the network that merges patches.
+    const MERGER: [&str; 3] = ["mlp.0", "mlp.1", "mlp.2"];
+    const MERGER_3: [&str; 3] = ["linear_fc1", "act_fn", "linear_fc2"];
     const EPSILON: f64 = 1e-6;
     /// Maximum number of frames of a patch.
     const MAX_FRAMES: usize = 64;
@@ -73,10 +88,10 @@ mod running {
     }
 
     pub fn build_2(s: &Settings, b: &mut Builder) -> Result<()> {
-        let s = &s.with_sizes(&[("embed_dim", 1280), ("num_heads", 16), ("depth", 32)]);
+        let s = &s.with_sizes(&[("embed_dim", 1280), ("num_heads", 16), ("depth", 32), ("patch_size", 14)]);
         let width = s.size("embed_dim")?;
         let (patches, pixels) = Patches::new(s, b, "embed_dim")?;
-        let mut x = patches.embed(b, pixels, width)?;
+        let mut x = patches.embed(b, pixels, width, None)?;
         let block = Block {
             names: &NAMES,
             norms: NormPosition::Before,
@@ -94,13 +109,16 @@ mod running {
             x = block.with_attention(b, (&name, &name), x, |b, x| patches.attend(b, &name, None, x))?;
         }
         let x = layer_norm(b, "merger.ln_q", "merger.ln_q", x, EPSILON)?;
-        patches.merged(b, x, s.size_or("hidden_size", 3584)?)
+        let x = patches.adjacent(b, "merger", x)?;
+        let x = merged(b, "merger", MERGER, x, s.size_or("hidden_size", 3584)?)?;
+        b.output("image_embeds", x);
+        Ok(())
     }
 
     pub fn build_2_5(s: &Settings, b: &mut Builder) -> Result<()> {
-        let s = &s.with_sizes(&[("hidden_size", 3584), ("num_heads", 16), ("depth", 32), ("intermediate_size", 3420)]);
+        let s = &s.with_sizes(&[("hidden_size", 3584), ("num_heads", 16), ("depth", 32), ("intermediate_size", 3420), ("patch_size", 14)]);
         let (patches, pixels) = Patches::new(s, b, "hidden_size")?;
-        let mut x = patches.embed(b, pixels, s.size("hidden_size")?)?;
+        let mut x = patches.embed(b, pixels, s.size("hidden_size")?, None)?;
         let whole = if s.get("fullatt_block_indexes").is_some() { s.numbers("fullatt_block_indexes")? } else { vec![7.0, 15.0, 23.0, 31.0] };
         let window = s.size_or("window_size", 112)?;
         for index in 0..s.size("depth")? {
@@ -108,7 +126,56 @@ mod running {
             x = patches.gated_layer(s, b, &format!("blocks.{index}"), window, x)?;
         }
         let x = norm(b, "merger.ln_q", x)?;
-        patches.merged(b, x, s.size_or("out_hidden_size", 3584)?)
+        let x = patches.adjacent(b, "merger", x)?;
+        let x = merged(b, "merger", MERGER, x, s.size_or("out_hidden_size", 3584)?)?;
+        b.output("image_embeds", x);
+        Ok(())
+    }
+
+    pub fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
+        let s = &s.with_sizes(&[("hidden_size", 1152), ("num_heads", 16), ("depth", 27), ("intermediate_size", 4304), ("patch_size", 16)]);
+        let (width, out) = (s.size("hidden_size")?, s.size_or("out_hidden_size", 3584)?);
+        let (patches, pixels) = Patches::new(s, b, "hidden_size")?;
+        let mut x = patches.embed(b, pixels, width, Some(s.size_or("num_position_embeddings", 2304)?))?;
+        let block = Block {
+            names: &NAMES_3,
+            norms: NormPosition::Before,
+            epsilon: EPSILON,
+            head_dim: patches.head_dim,
+            attention: Attention::default(),
+            extras: &[],
+            qkv_bias: Some(true),
+            cross: None,
+            neurons: s.size("intermediate_size")?,
+            activation: Some(s.text_or("hidden_act", "gelu_pytorch_tanh")?),
+        };
+        let deep = if s.get("deepstack_visual_indexes").is_some() { s.numbers("deepstack_visual_indexes")? } else { vec![8.0, 16.0, 24.0] };
+        let mut features = Vec::new();
+        for index in 0..s.size("depth")? {
+            let name = format!("blocks.{index}");
+            x = block.with_attention(b, (&name, &name), x, |b, x| patches.attend(b, &name, None, x))?;
+            if let Some(at) = deep.iter().position(|layer| *layer == index as f64) {
+                let module = format!("deepstack_merger_list.{at}");
+                let adjacent = patches.adjacent(b, &module, x)?;
+                let normed = layer_norm(b, &format!("{module}.norm"), &format!("{module}.norm"), adjacent, EPSILON)?;
+                features.push(merged(b, &module, MERGER_3, normed, out)?);
+            }
+        }
+        let x = layer_norm(b, "merger.norm", "merger.norm", x, EPSILON)?;
+        let x = patches.adjacent(b, "merger", x)?;
+        let x = merged(b, "merger", MERGER_3, x, out)?;
+        b.output("image_embeds", x);
+        // In the order of the layers, as in transformers.
+        features.into_iter().enumerate().for_each(|(number, feature)| b.output(&format!("deepstack_features_{number}"), feature));
+        Ok(())
+    }
+
+    /// Features of merged patches for the language model, `[batch, merged patches, out]`.
+    fn merged(b: &mut Builder, module: &str, [first, activation, second]: [&str; 3], x: ValueId, out: usize) -> Result<ValueId> {
+        let width = b.width(x)?;
+        let x = linear(b, &format!("{module}.{first}"), x, width)?;
+        let x = b.node(&format!("{module}.{activation}"), Gelu { tanh: false }, &[x])?;
+        linear(b, &format!("{module}.{second}"), x, out)
     }
 
     fn norm(b: &mut Builder, name: &str, x: ValueId) -> Result<ValueId> {
@@ -142,7 +209,7 @@ mod running {
     impl Patches {
         /// The patches of images, and the input of images.
         fn new(s: &Settings, b: &mut Builder, width: &str) -> Result<(Patches, ValueId)> {
-            let (side, merge) = (s.size_or("patch_size", 14)?, s.size_or("spatial_merge_size", 2)?);
+            let (side, merge) = (s.size("patch_size")?, s.size_or("spatial_merge_size", 2)?);
             let frames = s.size_or("temporal_patch_size", 2)?;
             if frames > MAX_FRAMES {
                 return Err(Error::graph("config.json", format!("`temporal_patch_size` is {frames}, expected at most {MAX_FRAMES}")));
@@ -168,8 +235,9 @@ mod running {
             self.grid.map(|patches| patches.checked_div(self.merge).unwrap_or(0))
         }
 
-        /// Patch embeddings `[batch, patches, width]`, with adjacent patches that are merged.
-        fn embed(&self, b: &mut Builder, pixels: ValueId, width: usize) -> Result<ValueId> {
+        /// Patch embeddings `[batch, patches, width]`, with adjacent patches that are merged; with a bias and
+        /// this number of learned positions, if there are any.
+        fn embed(&self, b: &mut Builder, pixels: ValueId, width: usize, positions: Option<usize>) -> Result<ValueId> {
             const NODE: &str = "patch_embed";
             let channels = b.ty(pixels).shape.get(1).and_then(Dim::fixed).unwrap_or(0);
             let copied = TargetSize::Copy;
@@ -180,11 +248,35 @@ mod running {
             let frame = b.node(&format!("{NODE}.frame"), Reshape { shape: vec![BATCH, copied(1), TargetSize::Number(1), copied(2), copied(3)] }, &[pixels])?;
             let frames = b.node(&format!("{NODE}.frames"), Concat { axis: 2 }, &vec![frame; self.frames])?;
             let frames = b.node(&format!("{NODE}.channels"), Reshape { shape: vec![BATCH, TargetSize::Rest, copied(3), copied(4)] }, &[frames])?;
-            let x = b.node(&format!("{NODE}.proj"), Conv { stride: self.side.into(), ..Conv::default() }, &[frames, weight])?;
+            let mut inputs = vec![frames, weight];
+            if positions.is_some() {
+                inputs.push(b.param(&format!("{NODE}.proj.bias"), &[width])?);
+            }
+            let mut x = b.node(&format!("{NODE}.proj"), Conv { stride: self.side.into(), ..Conv::default() }, &inputs)?;
+            if let Some(count) = positions {
+                let positions = self.positions(b, count, width)?;
+                x = b.node(&format!("{NODE}.with_positions"), Add {}, &[x, positions])?;
+            }
             let ([rows, columns], merge) = (self.merged_grid().map(TargetSize::Number), TargetSize::Number(self.merge));
             let x = b.node(&format!("{NODE}.squares"), Reshape { shape: vec![BATCH, copied(1), rows, merge, columns, merge] }, &[x])?;
             let x = b.node(&format!("{NODE}.turned"), Transpose { perm: vec![0, 2, 4, 3, 5, 1] }, &[x])?;
             b.node(NODE, Reshape { shape: vec![BATCH, TargetSize::Number(self.count()), copied(5)] }, &[x])
+        }
+
+        /// Learned positions of a square grid, resized to the grid of patches: `[1, width, rows, columns]`.
+        fn positions(&self, b: &mut Builder, count: usize, width: usize) -> Result<ValueId> {
+            let side = count.isqrt();
+            if side.checked_mul(side) != Some(count) {
+                return Err(Error::graph("config.json", format!("`num_position_embeddings` is {count}, expected the square of an integer")));
+            }
+            let table = b.param("pos_embed.weight", &[count, width])?;
+            let shape = vec![TargetSize::Number(1), TargetSize::Number(side), TargetSize::Number(side), TargetSize::Copy(1)];
+            let square = b.node("pos_embed.square", Reshape { shape }, &[table])?;
+            let square = b.node("pos_embed.channels_first", Transpose { perm: vec![0, 3, 1, 2] }, &[square])?;
+            let [rows, columns] = self.grid.map(Extent::Size);
+            let sizes = vec![Extent::Scale(1.0), Extent::Scale(1.0), rows, columns];
+            let resize = Resize { sizes, mode: Interpolation::Linear, coordinates: Coordinates::AlignCorners, ..Resize::default() };
+            b.node("pos_embed", resize, &[square])
         }
 
         /// Number of patches.
@@ -261,19 +353,12 @@ mod running {
             b.node(layer, Add {}, &[out, x])
         }
 
-        /// Adds the output: features of merged patches for the language model, `[batch, merged patches,
-        /// out]`.
-        fn merged(&self, b: &mut Builder, x: ValueId, out: usize) -> Result<()> {
+        /// The values of patches that are merged, next to each other: `[batch, merged patches, width]`.
+        fn adjacent(&self, b: &mut Builder, module: &str, x: ValueId) -> Result<ValueId> {
             let [rows, columns] = self.merged_grid();
             let (squares, patches) = (TargetSize::Number(rows.saturating_mul(columns)), TargetSize::Number(self.merge.saturating_mul(self.merge)));
-            let x = b.node("merger.squares", Reshape { shape: vec![BATCH, squares, patches, TargetSize::Copy(2)] }, &[x])?;
-            let x = b.node("merger.adjacent", Reshape { shape: vec![BATCH, TargetSize::Copy(1), TargetSize::Rest] }, &[x])?;
-            let width = b.width(x)?;
-            let x = linear(b, "merger.mlp.0", x, width)?;
-            let x = b.node("merger.mlp.1", Gelu { tanh: false }, &[x])?;
-            let x = linear(b, "merger.mlp.2", x, out)?;
-            b.output("image_embeds", x);
-            Ok(())
+            let x = b.node(&format!("{module}.squares"), Reshape { shape: vec![BATCH, squares, patches, TargetSize::Copy(2)] }, &[x])?;
+            b.node(&format!("{module}.adjacent"), Reshape { shape: vec![BATCH, TargetSize::Copy(1), TargetSize::Rest] }, &[x])
         }
     }
 }

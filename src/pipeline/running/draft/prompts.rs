@@ -168,6 +168,9 @@ impl Reader<'_> {
 
     /// Windows that are spread over a plain text, or the first windows of other texts.
     fn windows(&self, data: &Data, corpus: &Corpus) -> Result<Vec<Located>> {
+        if let Some(task) = data.task.filter(|task| *task != Task::LanguageModelling) {
+            return Err(Error::option("--data", format!("`task: {task}` has no effect on prompts, which are beginnings of texts: remove it")));
+        }
         let room = self.language.positions().map_or(usize::MAX, |positions| (positions / 2).max(2));
         let is_spread = data.stride.is_none() && corpus.is_plain()?;
         let data = Data {

@@ -7,7 +7,7 @@ use super::checkpoint::Checkpoint;
 use super::formats::{Formats, Unit, Written};
 use super::{Found, Point};
 use crate::data::{Batch, Data, DataSet, DataSets, Order, Target, WindowSampling};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::{Baseline, Comparison, Resources, Samples, Subject};
 use crate::exec::sizes_of;
 use crate::ir::Bindings;
@@ -100,8 +100,8 @@ impl<'a> Measurement<'a> {
             return Err(Error::run("auto", reason, hint));
         }
         let name = set.names().unwrap_or_default();
-        let what = if formats.loss() == SearchLoss::KlDivergence { "windows" } else { "samples" };
-        let source = format!("{} {what} of {name} ({kind})", samples.len());
+        let what = if formats.loss() == SearchLoss::KlDivergence { "window" } else { "sample" };
+        let source = format!("{} of {name} ({kind})", counted(samples.len(), what));
         let graph = model.graph()?;
         let held_out = samples.iter().map(|sample| sizes_of(&graph, &sample.inputs)).collect();
         let comparison = Some((Comparison::new(model.clone(), Samples::Batches(samples)), source));
