@@ -395,16 +395,6 @@ fn is_palette(weight: &Weight) -> bool {
     matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_palette())
 }
 
-/// Description of how a tensor is stored.
-fn encoding(item: &Item) -> String {
-    match item.storage_format {
-        StorageFormat::Sparse { .. } => format!("{} sparse", item.weight.describe()),
-        StorageFormat::Packed => format!("{} packed", item.weight.describe()),
-        StorageFormat::Original(_) => item.weight.describe_stored(),
-        _ => item.weight.describe(),
-    }
-}
-
 impl Format for Safetensors {
     fn name(&self) -> &'static str {
         "safetensors"
@@ -494,7 +484,7 @@ impl Format for Safetensors {
             how: "read back: the header is equal to the written one, and the bytes of every tensor are equal to the computed ones".into(),
             max_abs_error: 0.0,
             tensors: layout.tensors(),
-            encodings: items.iter().map(encoding).collect(),
+            encodings: items.iter().map(Item::describe).collect(),
             stored_weights: self.stored_weights(model),
             config: Some(self.config(model, run, &items)),
             notes: self.notes(model, run, &items, &measured),

@@ -32,11 +32,11 @@ fn rules_are_the_same_as_separate_passes() {
     let folder = folder.path();
     llama(folder);
     let rules = json!([{"targets": ["*down_proj*"], "scheme": "W8A16", "group_size": 32}, {"targets": ["*mlp*"], "scheme": "FP8-DYNAMIC"}]);
-    let (mixed, report) = run(folder, "mixed", vec![quantize(json!({"scheme": "W4A16", "group_size": 32, "rules": rules}))]).unwrap();
+    let (mixed, report) = run(folder, "mixed", vec![quantize(json!({"scheme": "W4A16", "method": "rtn", "group_size": 32, "rules": rules}))]).unwrap();
     let separate = [
         json!({"scheme": "W8A16", "group_size": 32, "targets": ["*down_proj*"]}),
         json!({"scheme": "FP8-DYNAMIC", "targets": ["*gate_proj*", "*up_proj*"]}),
-        json!({"scheme": "W4A16", "group_size": 32, "ignore": ["*mlp*"]}),
+        json!({"scheme": "W4A16", "method": "rtn", "group_size": 32, "ignore": ["*mlp*"]}),
     ];
     let (passes, _) = run(folder, "separate", separate.map(quantize).to_vec()).unwrap();
     assert!(mixed == passes, "{:?} {:?}", mixed.keys(), passes.keys());

@@ -263,8 +263,8 @@ mod tests {
         }
     }
 
-    /// For every type of GGUF files, compensation and coordinate descent with the scales of its encoder have a
-    /// lower error than the encoder, and keep the scales.
+    /// For every type of GGUF files, compensation and coordinate descent with the scales of its encoder have
+    /// a lower error than the encoder, and keep the scales.
     #[test]
     fn codes_of_block_types_are_compensated() {
         let (size, rows) = (512, 4);

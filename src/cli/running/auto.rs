@@ -58,8 +58,8 @@ pub(in crate::cli) struct Args {
     /// onnxruntime for `.onnx` files, otherwise vllm]
     #[arg(long = "for", value_name = "RUNTIME", value_enum)]
     target: Option<LoadedBy>,
-    /// Formats to choose from, such as the fastest ones of your machine; a single one needs no limit [default:
-    /// all that the runtime loads]
+    /// Formats to choose from, such as the fastest ones of your machine; a single one needs no limit
+    /// [default: all that the runtime loads]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     formats: Vec<String>,
     /// Also remove heads, neurons and channels. Fractions of them that may remain, whose losses are measured:

@@ -282,8 +282,8 @@ impl Gguf {
         Ok(Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items, split })
     }
 
-    /// The type of the blocks of a pass that are written; `None` for floats with their values. `kinds` are the
-    /// type that the option `types` requests, and that of the file otherwise.
+    /// The type of the blocks of a pass that are written; `None` for floats with their values. `kinds` are
+    /// the type that the option `types` requests, and that of the file otherwise.
     ///
     /// # Errors
     /// The values would be rounded again.

@@ -55,8 +55,8 @@ struct BlockRounding<'a> {
     sweeps: usize,
 }
 
-/// The blocks of a weight with rows of `size` elements, which the encoder of their type finds for the importance
-/// of the columns.
+/// The blocks of a weight with rows of `size` elements, which the encoder of their type finds for the
+/// importance of the columns.
 fn encoded(kind: BlockType, values: &[f32], size: usize, importance: &[f32]) -> Vec<u8> {
     let row = size / kind.elements() * kind.bytes();
     let mut blocks = vec![0; values.len() / size.max(1) * row];
@@ -137,8 +137,8 @@ impl Method for Rounder<'_> {
     }
 
     fn bytes(&self, layer: &Layer) -> usize {
-        // Blocks are decoded twice to find their parameters. Sweeps also hold the targets, the gradients, and a
-        // full set of second moments.
+        // Blocks are decoded twice to find their parameters. Sweeps also hold the targets, the gradients, and
+        // a full set of second moments.
         let descent = if self.rounding.sweeps > 0 { 8 * layer.rows * layer.size + 4 * layer.size * layer.size } else { 0 };
         24 * layer.rows * layer.size + descent
     }

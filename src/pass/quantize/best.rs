@@ -1,6 +1,6 @@
 //! The choice of `method: best`, the default.
 
-use super::{Method, Quantize, Scheme, WeightObserver};
+use super::{Method, NAME, Quantize, Scheme, WeightObserver};
 use crate::model::Model;
 use crate::pass::{Samples, layerwise};
 
@@ -11,13 +11,14 @@ const ROUNDED_BITS: u8 = 8;
 
 impl Quantize {
     /// The method with the smallest error for the schemes of the pass. Without calibration samples, or for
-    /// models that cannot run on them, it is rounding to nearest.
+    /// models that cannot run on them, it is rounding to nearest, and also if other methods would leave some
+    /// of the selected weights unchanged.
     ///
     /// It depends neither on the time nor on the machine, so that a recipe has one result.
     pub(super) fn best_method(&self, model: &Model, sets: &[Samples]) -> Method {
         let schemes: Vec<Scheme> = self.schemes().collect();
         let narrowest = schemes.iter().map(|scheme| scheme.codes().bits()).min().unwrap_or(ROUNDED_BITS);
-        let runs = layerwise::require("quantize: method").is_ok() && !model.inputs_of_layers().is_empty();
+        let runs = layerwise::require("quantize: method").is_ok() && self.are_all_layers(model);
         let can_compensate = schemes.iter().all(|scheme| scheme.has_scales_within_rows()) && model.onnx.is_none() && !model.config.has_conv1d();
         // Errors that samples weight have no fourth power.
         let is_rounded = self.observer == Some(WeightObserver::L4);
@@ -32,6 +33,13 @@ impl Quantize {
             _ if round_activations => Method::Smoothquant,
             _ => Method::Rtn,
         }
+    }
+
+    /// Whether methods with samples support all selected weights.
+    fn are_all_layers(&self, model: &Model) -> bool {
+        let Ok(layers) = self.layers(&model.weights) else { return false };
+        let mut names = layers.encodings.keys().map(String::as_str).collect();
+        layerwise::retain_supported(NAME, model, &mut names, &[]).is_ok_and(|notes| notes.is_empty())
     }
 }
 
@@ -70,6 +78,8 @@ mod tests {
         }
         assert_eq!(best("llama", &samples, json!({ "scheme": "W2A16", "correct": { "rank": 2 } })), Method::Gptq);
         assert_eq!(best("llama", &samples, json!({ "observer": "l4" })), Method::Rtn);
+        let tables = json!({ "targets": ["*_proj.weight", "*embed_tokens.weight"] });
+        assert_eq!(best("llama", &samples, tables), Method::Rtn);
         assert_eq!(best("llama", &[Samples::Train], json!({})), Method::Rtn);
         assert_eq!(best("gpt2", &samples, json!({ "scheme": "W4A16" })), Method::Rtn);
     }

@@ -202,8 +202,8 @@ schemes! {
     /// Blocks of a GGUF file: 3 bits in blocks of 256 with quantized scales
     Q3K = "Q3_K" => Row::blocks(3);
 
-    /// Blocks of a GGUF file: 2 bits in blocks of 256 with quantized scales and minima, and Q3_K or Q4_K for the
-    /// most sensitive matrices
+    /// Blocks of a GGUF file: 2 bits in blocks of 256 with quantized scales and minima, and Q3_K or Q4_K for
+    /// the most sensitive matrices
     Q2K = "Q2_K" => Row::blocks(2);
 }
 

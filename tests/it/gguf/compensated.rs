@@ -75,8 +75,8 @@ fn held_out_error(model: &Model, found: &Model) -> f64 {
     error
 }
 
-/// The file has the types of the file type, with the values of the pass, and a lower error on held-out samples
-/// than scales and codes by importance.
+/// The file has the types of the file type, with the values of the pass, and a lower error on held-out
+/// samples than scales and codes by importance.
 #[test]
 fn files_have_compensated_codes() {
     for (networks, width, file_type) in [

@@ -451,8 +451,8 @@ fn a_time_allows_better_methods() {
     }
 }
 
-/// The codes of a GGUF file are compensated if that lowers the divergence on the held-out samples. The types and
-/// the size remain.
+/// The codes of a GGUF file are compensated if that lowers the divergence on the held-out samples. The types
+/// and the size remain.
 #[test]
 fn a_time_compensates_the_codes_of_a_gguf_file() {
     let folder = prepared();

@@ -14,6 +14,19 @@ pub struct Item {
     pub storage_format: StorageFormat,
 }
 
+impl Item {
+    /// A description of how the tensor is stored.
+    pub fn describe(&self) -> String {
+        let suffix = match self.storage_format {
+            StorageFormat::Original(_) => return self.weight.describe_stored(),
+            StorageFormat::Sparse { .. } => " sparse",
+            StorageFormat::Packed => " packed",
+            _ => "",
+        };
+        self.weight.describe() + suffix
+    }
+}
+
 /// A planned file. Its tensor names do not include the file's folder.
 #[derive(Debug)]
 pub(super) struct PlannedFile {

@@ -85,7 +85,8 @@ pub trait WeightSource: Send + Sync {
         None
     }
 
-    /// The blocks of a GGUF file that each view of a dense weight has in addition to its values, if it has them.
+    /// The blocks of a GGUF file that each view of a dense weight has in addition to its values, if it has
+    /// them.
     fn exact_blocks(&self) -> Option<ExactBlocks> {
         None
     }

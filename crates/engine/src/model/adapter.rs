@@ -353,7 +353,8 @@ mod tests {
             let error = error(json!(FOLDER), &json!({ "r": 8, "lora_alpha": 8, key: value }).to_string());
             assert!(error.contains(&format!("adapter_config.json with `{key}: {value}`")), "{error}");
         }
-        // The values of `LoraConfig(r=8).to_dict()` of PEFT 0.21.2, and some with an effect on the training only.
+        // The values of `LoraConfig(r=8).to_dict()` of PEFT 0.21.2, and some with an effect on the training
+        // only.
         let neutral = r#"{"alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
             "base_model_name_or_path": null, "bias": "none", "corda_config": null, "ensure_weight_tying": false, "eva_config": null,
             "exclude_modules": null, "fan_in_fan_out": false, "inference_mode": true, "init_lora_weights": "gaussian", "kasa_config": null,

@@ -1,5 +1,5 @@
-//! Codes in blocks, for types in which each element has a code of its own: functions that write the codes of a
-//! block, without its scales.
+//! Codes in blocks, for types in which each element has a code of its own: functions that write the codes of
+//! a block, without its scales.
 
 /// Writes the codes of a block, which count from the lowest level.
 pub(super) type PutCodes = fn(&[u8], &mut [u8]);

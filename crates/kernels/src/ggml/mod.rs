@@ -110,8 +110,8 @@ impl BlockType {
     }
 
     /// The levels of the codes, the number of elements that share a scale, and the function that writes the
-    /// codes of a block, for types in which each element has a code of its own. Integers that are not symmetric
-    /// have a minimum instead of a zero point.
+    /// codes of a block, for types in which each element has a code of its own. Integers that are not
+    /// symmetric have a minimum instead of a zero point.
     fn codec(self) -> Option<(Levels, usize, PutCodes)> {
         let integers = |bits, symmetric, group, put: PutCodes| Some((Levels::Integers(IntegerGrid { bits, symmetric }), group, put));
         match self {
@@ -138,8 +138,8 @@ impl BlockType {
     }
 
     /// The scales and zero points of all groups of blocks of a type with [levels](Self::levels). Zero points
-    /// of types with minima are not integers. A scale of zero is replaced by the smallest one that is used, so
-    /// that all levels are approximately equal.
+    /// of types with minima are not integers. A scale of zero is replaced by the smallest one that is used,
+    /// so that all levels are approximately equal.
     pub fn params(self, blocks: &[u8]) -> Vec<QuantizationParams> {
         const SMALLEST: f32 = 1e-30;
         let Some((levels, group, put)) = self.codec() else { return Vec::new() };
@@ -341,8 +341,8 @@ mod tests {
         }
     }
 
-    /// Codes are replaced without changing scales: nearest levels have the expected values and the least error,
-    /// and the codes of dequantized values are those of their blocks.
+    /// Codes are replaced without changing scales: nearest levels have the expected values and the least
+    /// error, and the codes of dequantized values are those of their blocks.
     #[test]
     fn codes_are_replaced_for_fixed_scales() {
         let mut state = 11u64;

@@ -182,7 +182,8 @@ pub(super) trait Formats {
         Vec::new()
     }
 
-    /// A model after the passes of [`writing`](Formats::writing), with the weights that the output format rounds.
+    /// A model after the passes of [`writing`](Formats::writing), with the weights that the output format
+    /// rounds.
     fn stored(&self, model: Model, _units: &[Unit], _options: &[usize]) -> Model {
         model
     }

@@ -99,8 +99,8 @@ impl Weight {
         self.in_blocks(exact, name, BlockScales::Blocks(Box::new(blocks)))
     }
 
-    /// The blocks of a matrix that has [exact ones](Weight::exact_blocks), as bytes of shape `[rows, bytes per
-    /// row]`.
+    /// The blocks of a matrix that has [exact ones](Weight::exact_blocks), as bytes of shape `[rows, bytes
+    /// per row]`.
     pub fn block_bytes(&self) -> Option<Weight> {
         let kind = self.exact_blocks()?.kind;
         let [rows, row] = &self.shape[..] else { return None };
