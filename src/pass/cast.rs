@@ -104,7 +104,8 @@ impl Pass for Cast {
         let (weights, mut model) = (&model.weights, model.clone());
         let is_integers = |w: &Weight| w.stored_type == Some(Weight::INTEGERS);
         let is_constant = |w: &Weight| w.role == Some(Role::Constant);
-        let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0 && !is_integers(w) && !is_constant(w);
+        let is_quantized = |w: &Weight| w.encoding != Encoding::Dense || w.exact_blocks().is_some();
+        let eligible = |_: &str, w: &Weight| w.is_float() && !is_quantized(w) && w.elements() > 0 && !is_integers(w) && !is_constant(w);
         let SelectedWeights { mut names, rule, .. } =
             targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
         let (to, model_type) = (self.to.dtype(), model.config.model_type());

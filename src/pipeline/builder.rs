@@ -201,8 +201,8 @@ impl Pipeline {
             require_uncorrected(step.pass().name(), &after)?;
             step.pass_mut().resolve_defaults(&after, &sets);
             let Plan { model, applied, .. } = step.pass().plan(&after, &run)?;
+            Pipeline::add_record(&mut run, applied, (&after, &model));
             after = model;
-            run.add(applied);
         }
         self.finish_passes(&mut after, model, &mut run)?;
         resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&after, &sets));

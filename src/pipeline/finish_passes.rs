@@ -1,6 +1,8 @@
 //! The end of the passes: reconciles tied weights, and checks what the formats keep of the passes' results.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use super::Pipeline;
 use super::running::unused_layers;
@@ -8,10 +10,31 @@ use crate::error::{Error, Result, counted};
 use crate::export::{Export, LostResult};
 use crate::model::{Model, stacked_experts};
 use crate::report::WARNING;
-use crate::run_state::RunState;
+use crate::run_state::{Applied, RunState};
 use crate::store::{Encoding, OpenSizes, Weight};
 
 impl Pipeline {
+    /// Adds the record of a pass to a run, and a warning if the pass changes weights that an earlier one has
+    /// quantized to blocks of a GGUF file.
+    pub(super) fn add_record(run: &mut RunState, applied: Applied, (before, after): (&Model, &Model)) {
+        let (before, after) = (&before.weights.by_name, &after.weights.by_name);
+        let source = |weight: &Weight| Arc::as_ptr(&weight.source()).cast::<()>();
+        let sources: BTreeSet<*const ()> = before.values().map(source).collect();
+        let is_changed = |(name, weight): &(&String, &Weight)| {
+            let had_blocks = before.get(*name).is_some_and(|weight| weight.exact_blocks().is_some());
+            had_blocks && !sources.contains(&source(weight))
+        };
+        let count = after.iter().filter(is_changed).count();
+        if count > 0 {
+            run.notes.push(format!(
+                "{WARNING}{}: {} that `quantize` has stored in blocks of a GGUF file are changed, so that a file rounds them again: make `quantize` the last pass",
+                applied.name,
+                counted(count, "weight")
+            ));
+        }
+        run.add(applied);
+    }
+
     /// Finishes the passes: updates the norms of adapters, reconciles tied weights, and adds notes about
     /// weights that no pass changed, about results that a format does not keep, and about the sizes that the
     /// user has specified.

@@ -225,8 +225,8 @@ impl Pipeline {
                 // Rank 0 removes the checkpoints at the end, when no other process may read them.
                 Team::from_environment(&context.device)?.wait()?;
             }
+            Pipeline::add_record(&mut run, applied, (&after, &model));
             after = model;
-            run.add(applied);
             if runs_model {
                 heap::release_freed();
             }

@@ -103,7 +103,8 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_enum)]
     method: Option<Method>,
     /// Time for better methods, which quantize the chosen point and are kept if the loss on held-out samples
-    /// falls: 10m. Not for llama.cpp [default: gptq only; for ONNX Runtime, the default options]
+    /// falls: 10m [default: gptq only; for ONNX Runtime, the default options; for llama.cpp, scales by
+    /// importance]
     #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "output", conflicts_with = "method")]
     time: Option<Duration>,
     /// Number of points of the front that are measured, besides uniform formats and llama.cpp's own mixtures

@@ -93,7 +93,9 @@ impl Quantize {
                 std::collections::btree_map::Entry::Vacant(entry) => entry.insert(gguf_kinds(model, file_type, calibrates)?),
             };
             let row = model.weights.get(name)?.row();
-            let kind = mixture.get(name).map(|kind| tensor_type.map_or(*kind, |tensor_type| gguf_kind(tensor_type, row)));
+            // Other tensors of the file are floats with any type.
+            let kind = mixture.get(name).filter(|kind| matches!(kind, Kind::Blocks(_)));
+            let kind = kind.map(|kind| tensor_type.map_or(*kind, |tensor_type| gguf_kind(tensor_type, row)));
             let Some(Kind::Blocks(kind)) = kind else {
                 left.push(name);
                 continue;
@@ -102,7 +104,7 @@ impl Quantize {
         }
         if let Some(first) = left.first() {
             notes.push(format!(
-                "{NAME}: {} left to the export, because the file splits them or their rows are not multiples of 32 (the first: `{first}`)",
+                "{NAME}: {} left to the export, because the file splits them or stores them as floats (the first: `{first}`)",
                 counted(left.len(), "weight")
             ));
         }

@@ -141,6 +141,26 @@ fn rules_select_types_of_matrices() {
     assert_eq!((found, kinds["token_embd.weight"].as_str()), (["Q4_0", "Q4_0", "Q5_K", "Q6_K"], "Q6_K"));
 }
 
+/// Passes that change the weights again are warnings, also `quantize`; `cast` leaves the blocks unchanged.
+#[test]
+fn later_passes_that_change_blocks_are_warnings() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 64);
+    for (step, warns) in [
+        (json!({ "cast": { "to": "bf16" } }), false),
+        (json!({ "quantize": { "scheme": "Q4_0" } }), true),
+        (json!({ "prune-unstructured": { "amount": 0.5 } }), true),
+    ] {
+        let later = serde_json::from_value::<compress::pass::Step>(step.clone()).unwrap();
+        let builder = Pipeline::builder().pass(pass(json!({ "scheme": "Q4_0" }))).pass(later).measure(false).force(true);
+        let notes = builder.build().unwrap().run(model.clone(), folder.path().join("out.gguf")).unwrap().notes;
+        let is_warning = |note: &String| note.contains("14 weights that `quantize` has stored in blocks");
+        assert_eq!(notes.iter().any(is_warning), warns, "{step}: {notes:?}");
+        let keeps = notes.iter().any(|note| note.contains("14 weights written with the blocks of `quantize`"));
+        assert_eq!(keeps, !step.to_string().contains("prune"), "{step}: {notes:?}");
+    }
+}
+
 /// A run that is interrupted and resumed writes the same bytes, with another number of threads.
 #[test]
 fn resumed_runs_write_the_same_bytes() {

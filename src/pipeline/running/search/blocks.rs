@@ -254,6 +254,8 @@ impl Formats for Blocks {
         }
         let most = (0..self.types.len()).max_by_key(|option| parameters[*option]).unwrap_or(self.floats());
         let file_type = self.types[most].1;
+        // Rounding to nearest is that of the export.
+        let method = method.filter(|method| *method != Method::Rtn);
         let passes = method.map(|method| self.pass(units, options, method)).transpose()?.flatten();
         let passes = passes.into_iter().map(Step::from).collect();
         Ok(Some(Writing { passes, exports: vec![Gguf { file_type, types, ..Gguf::default() }.into()] }))

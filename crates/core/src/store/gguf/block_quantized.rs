@@ -117,6 +117,10 @@ impl Weight {
                 (self.then(dtype, Encoding::Dense, Arc::new(source)), StorageFormat::Plain)
             }
             Kind::Plain(_) => (self, StorageFormat::Plain),
+            // It yields these blocks.
+            Kind::Blocks(kind) if matches!(scales, BlockScales::Blocks(_)) && self.exact_blocks().is_some_and(|exact| exact.kind == kind) => {
+                (self, StorageFormat::Gguf(kind))
+            }
             Kind::Blocks(kind) => (self.in_blocks(ExactBlocks { kind, file_type: None }, name, scales), StorageFormat::Gguf(kind)),
         }
     }
