@@ -1,7 +1,8 @@
 //! The choice of `method: best`, the default.
 
 use super::{Method, NAME, Quantize, Scheme, WeightObserver};
-use crate::model::Model;
+use crate::model::{self, Model};
+use crate::pass::targets::{self, SelectedWeights};
 use crate::pass::{Samples, layerwise};
 
 /// Widths for which trained rounding measurably improves on `gptq`.
@@ -37,8 +38,8 @@ impl Quantize {
 
     /// Whether methods with samples support all selected weights.
     fn are_all_layers(&self, model: &Model) -> bool {
-        let Ok(layers) = self.layers(&model.weights) else { return false };
-        let mut names = layers.encodings.keys().map(String::as_str).collect();
+        let selected = targets::select_weights(NAME, &model.weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear);
+        let Ok(SelectedWeights { mut names, .. }) = selected else { return false };
         layerwise::retain_supported(NAME, model, &mut names, &[]).is_ok_and(|notes| notes.is_empty())
     }
 }
