@@ -196,7 +196,6 @@ fn mismatches_are_refused() {
     };
     let gguf = |file_type: &str| json!({ "gguf": { "type": file_type } });
     for (options, export, words) in [
-        (json!({ "scheme": "Q4_K_M", "method": "awq" }), gguf("Q4_K_M"), "which support `rtn` and `gptq`"),
         (json!({ "scheme": "Q4_K_M", "group_size": 32 }), gguf("Q4_K_M"), "is not supported for Q4_K_M, a type of GGUF files"),
         (json!({ "scheme": "Q4_K_M", "observer": "mse" }), gguf("Q4_K_M"), "is not supported for Q4_K_M, a type of GGUF files"),
         (json!({ "scheme": "W4A16", "rules": [{ "targets": ["*mlp*"], "scheme": "Q6_K" }] }), gguf("Q4_K_M"), "which no file contains together"),
@@ -207,6 +206,8 @@ fn mismatches_are_refused() {
         let error = attempt(options.clone(), export).unwrap_err().to_string();
         assert!(error.contains(words), "{options}: {error}");
     }
+    let error = builder(folder.path(), json!({ "scheme": "Q4_K_M", "method": "awq" })).build().unwrap_err().to_string();
+    assert!(error.contains("which support `rtn` and `gptq`"), "{error}");
     // Floats with the values of the blocks are not rounded again.
     attempt(json!({ "scheme": "Q4_0" }), gguf("F32")).unwrap();
     let found = Model::open(folder.path().join("out/model.gguf")).unwrap();

@@ -67,6 +67,7 @@ mod running {
     const MERGER_3: [&str; 3] = ["linear_fc1", "act_fn", "linear_fc2"];
     const EPSILON: f64 = 1e-6;
     /// Maximum number of frames of a patch.
+    const DEEP: &str = "deepstack_visual_indexes";
     const MAX_FRAMES: usize = 64;
     /// The batch size.
     const BATCH: TargetSize = TargetSize::Copy(0);
@@ -149,9 +150,12 @@ mod running {
             neurons: s.size("intermediate_size")?,
             activation: Some(s.text_or("hidden_act", "gelu_pytorch_tanh")?),
         };
-        let deep = if s.get("deepstack_visual_indexes").is_some() { s.numbers("deepstack_visual_indexes")? } else { vec![8.0, 16.0, 24.0] };
+        let (deep, depth) = (if s.get(DEEP).is_some() { s.numbers(DEEP)? } else { vec![8.0, 16.0, 24.0] }, s.size("depth")?);
+        if let Some(layer) = deep.iter().find(|layer| layer.fract() != 0.0 || !(0.0..depth as f64).contains(*layer)) {
+            return Err(Error::graph("config.json", format!("`{DEEP}` lists layer {layer}, which is not one of the {depth} layers")));
+        }
         let mut features = Vec::new();
-        for index in 0..s.size("depth")? {
+        for index in 0..depth {
             let name = format!("blocks.{index}");
             x = block.with_attention(b, (&name, &name), x, |b, x| patches.attend(b, &name, None, x))?;
             if let Some(at) = deep.iter().position(|layer| *layer == index as f64) {
