@@ -31,7 +31,7 @@ enum SchemeGranularity {
 macro_rules! schemes {
     ($($(#[$attribute:meta])* $scheme:ident = $name:literal $(| $alias:literal)* => $row:expr;)*) => {
         /// Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent
-        /// to `-`.
+        /// to `-`. Types of GGUF files are parsed from their names: `"Q4_K_M".parse()`.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
         #[non_exhaustive]
@@ -149,61 +149,80 @@ schemes! {
     Mxfp8 = "MXFP8" => Row::scaled_groups(FloatFormat::E4m3, ScaleFormat::PowerOfTwo, Some(FloatScale::PowerOfTwo));
 
     /// Blocks of a GGUF file: 8 bits with a scale per 32 weights
+    #[doc(hidden)]
     Q80 = "Q8_0" => Row::blocks(8);
 
     /// Blocks of a GGUF file: 6 bits in blocks of 256 with quantized scales
+    #[doc(hidden)]
     Q6K = "Q6_K" => Row::blocks(6);
 
     /// Blocks of a GGUF file: Q5_K, and Q6_K for the most sensitive matrices
+    #[doc(hidden)]
     Q5KM = "Q5_K_M" => Row::blocks(5);
 
     /// Blocks of a GGUF file: Q5_K
+    #[doc(hidden)]
     Q5KS = "Q5_K_S" => Row::blocks(5);
 
     /// Blocks of a GGUF file: 5 bits in blocks of 256 with quantized scales and minima
+    #[doc(hidden)]
     Q5K = "Q5_K" => Row::blocks(5);
 
     /// Blocks of a GGUF file: 5 bits with a scale and a minimum per 32 weights
+    #[doc(hidden)]
     Q51 = "Q5_1" => Row::blocks(5);
 
     /// Blocks of a GGUF file: 5 bits with a scale per 32 weights
+    #[doc(hidden)]
     Q50 = "Q5_0" => Row::blocks(5);
 
     /// Blocks of a GGUF file: Q4_K, and Q6_K for the most sensitive matrices
+    #[doc(hidden)]
     Q4KM = "Q4_K_M" => Row::blocks(4);
 
     /// Blocks of a GGUF file: Q4_K, and Q5_K for the most sensitive matrices
+    #[doc(hidden)]
     Q4KS = "Q4_K_S" => Row::blocks(4);
 
     /// Blocks of a GGUF file: 4 bits in blocks of 256 with quantized scales and minima
+    #[doc(hidden)]
     Q4K = "Q4_K" => Row::blocks(4);
 
     /// Blocks of a GGUF file: 4 bits with a scale and a minimum per 32 weights
+    #[doc(hidden)]
     Q41 = "Q4_1" => Row::blocks(4);
 
     /// Blocks of a GGUF file: 4 bits with a scale per 32 weights
+    #[doc(hidden)]
     Q40 = "Q4_0" => Row::blocks(4);
 
     /// Blocks of a GGUF file: indices into a codebook of 16 values, with a scale per 32 weights
+    #[doc(hidden)]
     Iq4Nl = "IQ4_NL" => Row::blocks(4);
 
     /// Blocks of a GGUF file: the codebook of IQ4_NL in blocks of 256 with quantized scales
+    #[doc(hidden)]
     Iq4Xs = "IQ4_XS" => Row::blocks(4);
 
     /// Blocks of a GGUF file: Q3_K, and Q5_K for the most sensitive matrices
+    #[doc(hidden)]
     Q3KL = "Q3_K_L" => Row::blocks(3);
 
     /// Blocks of a GGUF file: Q3_K, and Q4_K or Q5_K for the most sensitive matrices
+    #[doc(hidden)]
     Q3KM = "Q3_K_M" => Row::blocks(3);
 
     /// Blocks of a GGUF file: Q3_K
+    #[doc(hidden)]
     Q3KS = "Q3_K_S" => Row::blocks(3);
 
     /// Blocks of a GGUF file: 3 bits in blocks of 256 with quantized scales
+    #[doc(hidden)]
     Q3K = "Q3_K" => Row::blocks(3);
 
     /// Blocks of a GGUF file: 2 bits in blocks of 256 with quantized scales and minima, and Q3_K or Q4_K for
     /// the most sensitive matrices
+    #[doc(hidden)]
     Q2K = "Q2_K" => Row::blocks(2);
 }
 
