@@ -23,7 +23,7 @@ pub const CONFIG: &str = "adapter_config.json";
 pub const KEY: &str = "low_rank_correction";
 /// Keys of its configuration that do not change the result of a trained adapter, or are read, in PEFT 0.21.
 /// Other keys, such as `rank_pattern` and `use_qalora`, are supported only with values without an effect.
-const KNOWN: [&str; 26] = [
+const SUPPORTED: [&str; 26] = [
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
@@ -135,7 +135,7 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
         "fan_in_fan_out" => value.as_bool() == Some(true) && !config.has_conv1d(),
         "init_lora_weights" => value.as_str().is_some_and(|name| !INITIALIZATIONS.contains(&name)),
         "peft_type" => value.as_str() != Some("LORA"),
-        _ => !KNOWN.contains(&key) && !is_neutral(value),
+        _ => !SUPPORTED.contains(&key) && !is_neutral(value),
     };
     if let Some((key, value)) = adapter.values().iter().find(|(key, value)| has_effect(key, value)) {
         return Err(unsupported(format!("{CONFIG} with `{key}: {value}`")));
