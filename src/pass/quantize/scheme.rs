@@ -31,7 +31,7 @@ enum SchemeGranularity {
 macro_rules! schemes {
     ($($(#[$attribute:meta])* $scheme:ident = $name:literal $(| $alias:literal)* => $row:expr;)*) => {
         /// Quantization scheme of weights and activations. Names are case-insensitive, and `_` is equivalent
-        /// to `-`. Types of GGUF files are parsed from their names: `"Q4_K_M".parse()`.
+        /// to `-`.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
         #[non_exhaustive]
@@ -268,6 +268,7 @@ impl Row {
     }
 }
 
+/// Parses a name, such as `W4A16`, or a type of GGUF files, such as `Q4_K_M`.
 impl FromStr for Scheme {
     type Err = ParseError;
 
