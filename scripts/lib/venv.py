@@ -99,6 +99,11 @@ def decoders() -> Path:
     return prepare("decoders", wanted, "200 MB", reference())
 
 
+def auto_round() -> Path:
+    """The python with auto-round in addition to the reference implementations."""
+    return prepare("auto-round", ["auto-round==0.16.1", "accelerate==1.15.0"], "300 MB", reference())
+
+
 def llm() -> Path:
     """The python with llm-compressor."""
     return prepare("llm", ["llmcompressor==0.14.0.1"], "6 GB")

@@ -213,7 +213,7 @@ impl Levels {
                 QuantizationParams { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero: 0.0 }
             }
             Levels::Uneven => {
-                let scale = store((f64::from(-low) / 127.0).max(f64::from(high) / 113.0));
+                let scale = store((f64::from(low) / f64::from(UNEVEN_LEVELS[0])).max(f64::from(high) / f64::from(UNEVEN_LEVELS[15])));
                 QuantizationParams { scale: if scale > 0.0 { scale } else { f32::EPSILON }, zero: 0.0 }
             }
         }

@@ -95,7 +95,7 @@ class Rows:
 
     def peer(self, bits, iterations):
         out = self.scratch / "peer"
-        command = [autoround(), SCRIPTS / "compare", "weights", "--peer-row", self.known, out, bits, iterations]
+        command = [venv.auto_round(), SCRIPTS / "compare", "weights", "--peer-row", self.known, out, bits, iterations]
         taken = timed(command)
         (folder,) = [config.parent for config in out.rglob("config.json")]
         return self.measured(taken, folder)
@@ -104,10 +104,6 @@ class Rows:
         command = [self.binary, "eval", out, "--arrays", self.judged, "--task", "language-modelling", "--against", self.model, "--json", "--quiet"]
         found = json.loads(subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True).stdout)
         return {"perplexity": found["score"]["value"], "original": found["against"]["value"], "kl": found["fidelity"]["kl"], **taken}
-
-
-def autoround():
-    return venv.prepare("auto-round", ["auto-round==0.16.1", "accelerate==1.15.0"], "300 MB", venv.reference())
 
 
 def show(name, row):

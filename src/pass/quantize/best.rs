@@ -1,8 +1,8 @@
 //! The choice of `method: best`, the default.
 
 use super::{Method, NAME, Quantize, Scheme, WeightObserver};
-use crate::model::{self, Model};
-use crate::pass::targets::{self, SelectedWeights};
+use crate::model::Model;
+use crate::pass::targets::SelectedWeights;
 use crate::pass::{Samples, layerwise};
 
 /// Widths for which trained rounding measurably improves on `gptq`.
@@ -19,11 +19,11 @@ impl Quantize {
     pub(super) fn best_method(&self, model: &Model, sets: &[Samples]) -> Method {
         let schemes: Vec<Scheme> = self.schemes().collect();
         let narrowest = schemes.iter().map(|scheme| scheme.codes().bits()).min().unwrap_or(ROUNDED_BITS);
-        let runs = layerwise::require("quantize: method").is_ok() && self.are_all_layers(model);
         let can_compensate = schemes.iter().all(|scheme| scheme.has_scales_within_rows()) && model.onnx.is_none() && !model.config.has_conv1d();
         // Errors that samples weight have no fourth power.
         let is_rounded = self.observer == Some(WeightObserver::L4);
-        if !sets.contains(&Samples::Calibration) || is_rounded || !runs || !can_compensate {
+        let can_run = || layerwise::require("quantize: method").is_ok() && self.are_all_layers(model);
+        if !sets.contains(&Samples::Calibration) || is_rounded || !can_compensate || !can_run() {
             return Method::Rtn;
         }
         let round_activations = schemes.iter().all(|scheme| scheme.rounds_activations() && scheme.rounds_activations_like(self.scheme));
@@ -38,8 +38,7 @@ impl Quantize {
 
     /// Whether methods with samples support all selected weights.
     fn are_all_layers(&self, model: &Model) -> bool {
-        let selected = targets::select_weights(NAME, &model.weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear);
-        let Ok(SelectedWeights { mut names, .. }) = selected else { return false };
+        let Ok(SelectedWeights { mut names, .. }) = self.selected(&model.weights) else { return false };
         layerwise::retain_supported(NAME, model, &mut names, &[]).is_ok_and(|notes| notes.is_empty())
     }
 }

@@ -1,5 +1,6 @@
 //! Schemes of blocks of GGUF files: a file type, whose mixture selects the type of each matrix, or a type.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::json;
@@ -7,7 +8,7 @@ use serde_json::json;
 use super::{Method, NAME, Quantize, Scheme};
 use crate::error::{Error, Result, counted};
 use crate::export::{FileType, TensorType, gguf_kind, gguf_kinds};
-use crate::model::{self, Model};
+use crate::model::Model;
 use crate::pass::plan::Plan;
 use crate::pass::targets::{self, SelectedWeights};
 use crate::pass::{Pass, layerwise};
@@ -69,14 +70,13 @@ impl Quantize {
 
     /// Selects weights that a GGUF file contains row by row, and chooses their types.
     fn block_layers(&self, model: &Model) -> Result<BlockLayers> {
-        let SelectedWeights { mut names, rule, mut notes } =
-            targets::select_weights(NAME, &model.weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let SelectedWeights { mut names, rule, mut notes } = self.selected(&model.weights)?;
         targets::check_rules(NAME, self.rules.iter().map(|rule| rule.targets.as_slice()), &model.weights, &names)?;
         names.iter().try_for_each(|name| targets::require_matrix(NAME, name, model.weights.get(name)?))?;
-        if self.method.reads_samples() {
+        let calibrates = self.method.reads_samples();
+        if calibrates {
             notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
         }
-        let calibrates = self.method.reads_samples();
         let mut mixtures: BTreeMap<&str, BTreeMap<String, Kind>> = BTreeMap::new();
         let (mut blocks, mut left) = (BTreeMap::new(), Vec::new());
         for name in names {
@@ -89,8 +89,8 @@ impl Quantize {
                 (_, tensor_type) => (ANY, tensor_type),
             };
             let mixture = match mixtures.entry(scheme.name()) {
-                std::collections::btree_map::Entry::Occupied(found) => found.into_mut(),
-                std::collections::btree_map::Entry::Vacant(entry) => entry.insert(gguf_kinds(model, file_type, calibrates)?),
+                Entry::Occupied(found) => found.into_mut(),
+                Entry::Vacant(entry) => entry.insert(gguf_kinds(model, file_type, calibrates)?),
             };
             let row = model.weights.get(name)?.row();
             // Other tensors of the file are floats with any type.

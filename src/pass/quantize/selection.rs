@@ -45,10 +45,15 @@ impl Quantize {
         Ok(layers)
     }
 
+    /// The weights that `targets` and `ignore` select.
+    pub(super) fn selected<'w>(&self, weights: &'w Weights) -> Result<SelectedWeights<'w>> {
+        targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)
+    }
+
     /// Selects weights and chooses their encodings. All experts have the same group size, because
     /// runtimes require it within a layer.
     pub(in crate::pass) fn layers(&self, weights: &Weights) -> Result<Layers> {
-        let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let SelectedWeights { names, rule, notes } = self.selected(weights)?;
         targets::check_rules(NAME, self.rules.iter().map(|rule| rule.targets.as_slice()), weights, &names)?;
         let notes = targets::unquantized_convolutions(NAME, weights, &self.targets).into_iter().chain(notes).collect();
         let mut layers = Layers { encodings: BTreeMap::new(), rule, notes };
@@ -123,10 +128,13 @@ impl Quantize {
     /// The largest usual group size that divides all rows, if the default one divides only some of them and
     /// only transformers loads the weights, which must then have groups of one size.
     pub(super) fn common_group_size(&self, model: &Model) -> Option<i64> {
-        let encodings = self.layers(&model.weights).ok().filter(|_| self.rules.is_empty())?.encodings;
-        let is_only_for_transformers = |spec: &QuantizationSpec| !spec.symmetric && matches!(spec.codes, Codes::Integer(2 | 3));
+        // Selecting the weights would be in vain for most schemes.
+        if !self.rules.is_empty() || !matches!(self.scheme.codes(), Codes::Integer(2 | 3)) {
+            return None;
+        }
+        let encodings = self.layers(&model.weights).ok()?.encodings;
         let granularities: BTreeSet<Granularity> = encodings.values().map(|spec| spec.granularity).collect();
-        if granularities.len() < 2 || !encodings.values().all(is_only_for_transformers) {
+        if granularities.len() < 2 || encodings.values().any(|spec| spec.symmetric) {
             return None;
         }
         let rows = || encodings.keys().filter_map(|name| model.weights.by_name.get(name)).map(Weight::row);

@@ -66,8 +66,9 @@ mod running {
     const MERGER: [&str; 3] = ["mlp.0", "mlp.1", "mlp.2"];
     const MERGER_3: [&str; 3] = ["linear_fc1", "act_fn", "linear_fc2"];
     const EPSILON: f64 = 1e-6;
-    /// Maximum number of frames of a patch.
+    /// Key of the layers after which patches are merged too.
     const DEEP: &str = "deepstack_visual_indexes";
+    /// Maximum number of frames of a patch.
     const MAX_FRAMES: usize = 64;
     /// The batch size.
     const BATCH: TargetSize = TargetSize::Copy(0);
@@ -110,10 +111,7 @@ mod running {
             x = block.with_attention(b, (&name, &name), x, |b, x| patches.attend(b, &name, None, x))?;
         }
         let x = layer_norm(b, "merger.ln_q", "merger.ln_q", x, EPSILON)?;
-        let x = patches.adjacent(b, "merger", x)?;
-        let x = merged(b, "merger", MERGER, x, s.size_or("hidden_size", 3584)?)?;
-        b.output("image_embeds", x);
-        Ok(())
+        patches.output(b, MERGER, x, s.size_or("hidden_size", 3584)?)
     }
 
     pub fn build_2_5(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -127,10 +125,7 @@ mod running {
             x = patches.gated_layer(s, b, &format!("blocks.{index}"), window, x)?;
         }
         let x = norm(b, "merger.ln_q", x)?;
-        let x = patches.adjacent(b, "merger", x)?;
-        let x = merged(b, "merger", MERGER, x, s.size_or("out_hidden_size", 3584)?)?;
-        b.output("image_embeds", x);
-        Ok(())
+        patches.output(b, MERGER, x, s.size_or("out_hidden_size", 3584)?)
     }
 
     pub fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -166,9 +161,7 @@ mod running {
             }
         }
         let x = layer_norm(b, "merger.norm", "merger.norm", x, EPSILON)?;
-        let x = patches.adjacent(b, "merger", x)?;
-        let x = merged(b, "merger", MERGER_3, x, out)?;
-        b.output("image_embeds", x);
+        patches.output(b, MERGER_3, x, out)?;
         // In the order of the layers, as in transformers.
         features.into_iter().enumerate().for_each(|(number, feature)| b.output(&format!("deepstack_features_{number}"), feature));
         Ok(())
@@ -355,6 +348,14 @@ mod running {
             let active = b.node(&node("mlp.gated"), Mul {}, &[gate, up])?;
             let out = linear(b, &node("mlp.down_proj"), active, width)?;
             b.node(layer, Add {}, &[out, x])
+        }
+
+        /// Adds the output: features of merged patches.
+        fn output(&self, b: &mut Builder, parts: [&str; 3], x: ValueId, out: usize) -> Result<()> {
+            let x = self.adjacent(b, "merger", x)?;
+            let x = merged(b, "merger", parts, x, out)?;
+            b.output("image_embeds", x);
+            Ok(())
         }
 
         /// The values of patches that are merged, next to each other: `[batch, merged patches, width]`.

@@ -22,6 +22,7 @@ impl Search<'_> {
     /// As [`run`](Search::run), as far as errors are known before the model runs.
     pub fn planned_work(&self, rates: Option<&Rates>) -> Result<Vec<StageWork>> {
         let formats = self.formats()?;
+        self.require_distribution(&*formats)?;
         self.require_samples()?;
         self.require_possible_size(&*formats)?;
         let stage = |name: &str, macs: u64| StageWork { name: name.to_owned(), macs: Some(macs), at_most: true, ..StageWork::default() }.timed(rates);

@@ -159,6 +159,7 @@ impl Search<'_> {
     /// If the model cannot run or has no logits, calibration samples are missing, or the limit cannot be met.
     pub fn run(&self, times: &mut Option<LatencyTable>) -> Result<Found> {
         let formats = self.formats()?;
+        self.require_distribution(&*formats)?;
         self.require_samples()?;
         self.require_possible_size(&*formats)?;
         let mut times = self.times(&*formats, times)?;
@@ -258,12 +259,16 @@ impl Search<'_> {
 
     /// The formats to choose from.
     fn formats(&self) -> Result<Box<dyn Formats>> {
-        let formats = self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.fractions)?;
-        if self.has_samples() && formats.loss() == SearchLoss::KlDivergence {
-            let how = "without `--calibration`, the errors of the weights order the formats; `--for onnxruntime` compares all outputs";
-            self.model.require_distribution(&self.model.graph()?, "auto", how)?;
+        self.target.formats(self.model, self.formats, matches!(self.budget, Some(Budget::Latency(_))), self.fractions)
+    }
+
+    /// Rejects models whose predictions have no KL divergence, if it is the loss of the formats.
+    fn require_distribution(&self, formats: &dyn Formats) -> Result<()> {
+        if !self.has_samples() || formats.loss() != SearchLoss::KlDivergence {
+            return Ok(());
         }
-        Ok(formats)
+        let how = "without `--calibration`, the errors of the weights order the formats; `--for onnxruntime` compares all outputs";
+        self.model.require_distribution(&self.model.graph()?, "auto", how)
     }
 
     /// The largest point within a limit of size. The size of a file that is only known when it is written may
