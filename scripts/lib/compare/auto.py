@@ -1,6 +1,7 @@
 """Compare `compress auto --for onnxruntime --max-loss` with NNCF's accuracy control on the same samples.
 
-    scripts/compare auto [--only TEXT] [--time TIME] [--latency] [--threads N] [--compress BINARY] [--json]
+    scripts/compare auto [--only TEXT] [--time TIME] [--latency] [--threads N] [--compress BINARY]
+                         [--results FILE] [--json]
 
 MiniLM: calibrated on 128 first sentences of STS-B's training set, limited to 0.1 % of the rank correlation on its
 development set, in rows of 32 sentences. CIFAR-10 network: 128 training images, 0.2 % of the accuracy on 5,000 test
@@ -10,7 +11,8 @@ Each file is evaluated on those samples and on others: the test set of STS-B, or
 Prints size, scores, and the latency relative to the float file, interleaved: MiniLM with 16 texts of 64 tokens, the
 others with one image. NNCF has its mixed preset for images, and its type for transformers for MiniLM; without a limit,
 both tools also write their default static int8. `--latency` adds, for images, the file with the least loss that takes at most 60 % of
-the latency of the float file.
+the latency of the float file. The rows of a model are printed when all its files are measured. `--results FILE` stores
+them, and does not measure the models of an earlier run again.
 """
 
 import argparse
@@ -95,15 +97,18 @@ def figures(python, scratch, files, arguments):
     return json.loads(output([python, WORKER, "judge", scratch, paths, arguments.threads]).splitlines()[-1])
 
 
+HEAD = f"{'model':14} {'file':44} {'MB':>8} {'limited':>9} {'other':>9} {'ms':>8} {'x float32':>9} {'seconds':>8}"
+
+
 def show(rows):
-    print(f"{'model':14} {'file':44} {'MB':>8} {'limited':>9} {'other':>9} {'ms':>8} {'x float32':>9} {'seconds':>8}")
     for row in rows:
         if "failed" in row:
-            print(f"{row['model']:14} {row['file']:44} {row['failed']}")
+            print(f"{row['model']:14} {row['file']:44} {row['failed']}", flush=True)
             continue
         seconds = f"{row['seconds']:.0f}" if "seconds" in row else ""
         print(
-            f"{row['model']:14} {row['file']:44} {row['bytes'] / 1e6:8.2f} {row['validation']:9.4f} {row['test']:9.4f} {row['milliseconds']:8.2f} {row['ratio']:9.3f} {seconds:>8}"
+            f"{row['model']:14} {row['file']:44} {row['bytes'] / 1e6:8.2f} {row['validation']:9.4f} {row['test']:9.4f} {row['milliseconds']:8.2f} {row['ratio']:9.3f} {seconds:>8}",
+            flush=True,
         )
 
 
@@ -114,20 +119,28 @@ def main():
     parser.add_argument("--latency", action="store_true", help="also with a limit of the latency")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of the measured latencies (2)")
     parser.add_argument("--compress", type=Path, default=COMPRESS, metavar="BINARY", help="the binary to use")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep the rows of earlier runs")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     models = [model for model in MODELS if arguments.only in model]
     if not models:
         parser.error(f"no model matches {arguments.only}; models are {', '.join(MODELS)}")
-    rows = []
+    done = json.loads(arguments.results.read_text()) if arguments.results and arguments.results.exists() else {}
+    setting = f"{arguments.threads} threads, time {arguments.time}, latency {arguments.latency}"
     with exits("scripts/compare auto"):
+        if not arguments.json:
+            print(HEAD, flush=True)
         for model in models:
-            with tempfile.TemporaryDirectory(prefix="compress-auto-") as scratch:
-                rows += measure(model, arguments, Path(scratch))
+            key = f"{model}: {setting}"
+            if key not in done:
+                with tempfile.TemporaryDirectory(prefix="compress-auto-") as scratch:
+                    done[key] = measure(model, arguments, Path(scratch))
+                if arguments.results:
+                    arguments.results.write_text(json.dumps(done, indent=2) + "\n")
+            if not arguments.json:
+                show(done[key])
     if arguments.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        show(rows)
+        print(json.dumps([row for model in models for row in done[f"{model}: {setting}"]], indent=2))
 
 
 main()

@@ -33,7 +33,7 @@ TUNE = """  - distill:
       weight_decay: 0
       epochs: 1
 """
-INTEGERS = ["W4A16", "W3A16", "W2A16"]
+INTEGERS = ["W4A16", "W3A16", "W3A16-ASYM", "W2A16", "W2A16-ASYM"]
 METHODS = {
     "rtn": "method: rtn",
     "gptq": "method: gptq",
@@ -61,7 +61,7 @@ def arrays(folder, sampling, count):
         save_windows(Path(folder, f"{name}.npz"), tokenizer, (text / part).read_text(), length, wanted, spread)
 
 
-def peer(known, out, bits, iterations):
+def peer(known, out, scheme, iterations):
     """Weights rounded by auto-round, as a folder of floats."""
     import numpy
     import torch
@@ -73,7 +73,7 @@ def peer(known, out, bits, iterations):
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
     rows = torch.from_numpy(numpy.load(known)["input_ids"])
     samples = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in rows]
-    rounding = AutoRound(network, tokenizer, scheme=f"W{bits}A16", group_size=64, sym=True, iters=int(iterations), seqlen=rows.shape[1], nsamples=len(rows), batch_size=8, dataset=samples, device_map="cpu", amp=False, enable_torch_compile=False)
+    rounding = AutoRound(network, tokenizer, scheme=scheme[:5], group_size=64, sym=not scheme.endswith("-ASYM"), iters=int(iterations), seqlen=rows.shape[1], nsamples=len(rows), batch_size=8, dataset=samples, device_map="cpu", amp=False, enable_torch_compile=False)
     rounding.quantize()
     rounding.save_quantized(out, format="fake")
 
@@ -93,9 +93,9 @@ class Rows:
         recipe.write_text(f"model: {self.model}\ndata: {{ {data} }}\npasses:\n  - quantize: {{ {options} }}\n{TUNE if tuned else ''}output: {self.out}\n")
         return self.measured(timed([self.binary, "run", recipe, "--force", "--quiet", "--no-measure"]), self.out)
 
-    def peer(self, bits, iterations):
+    def peer(self, scheme, iterations):
         out = self.scratch / "peer"
-        command = [venv.auto_round(), SCRIPTS / "compare", "weights", "--peer-row", self.known, out, bits, iterations]
+        command = [venv.auto_round(), SCRIPTS / "compare", "weights", "--peer-row", self.known, out, scheme, iterations]
         taken = timed(command)
         (folder,) = [config.parent for config in out.rglob("config.json")]
         return self.measured(taken, folder)
@@ -132,7 +132,7 @@ def main():
         names = [name + tuned for name in ROWS for tuned in ("", TUNED)]
         jobs = {name: lambda name=name: rows.ours(name) for name in names}
         if arguments.peer:
-            jobs |= {f"{name}, auto-round {arguments.peer}": lambda bits=name[1]: rows.peer(bits, arguments.peer) for name in INTEGERS}
+            jobs |= {f"{name}, auto-round {arguments.peer}": lambda name=name: rows.peer(name, arguments.peer) for name in INTEGERS}
         if not arguments.json:
             print(f"{setting}\n\n| scheme, method | perplexity | × original | KL | CPU seconds | GB |\n| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
         for name, job in jobs.items():
