@@ -61,8 +61,8 @@ impl Left {
         Left::packed(rows, inner, PARALLEL, |first, block| {
             let last = rows - 1;
             // Lanes beyond the last row are ignored.
-            let lanes = std::array::from_fn(|lane| values[(first + lane).min(last) * stride..][..inner].as_chunks());
-            transpose(lanes, block.as_chunks_mut().0);
+            let rows: [_; BLOCK] = std::array::from_fn(|lane| &values[(first + lane).min(last) * stride..][..inner]);
+            transpose(rows, block.as_chunks_mut::<BLOCK>().0, 0);
         })
     }
 
@@ -106,23 +106,26 @@ impl Left {
 }
 
 /// Number of elements of a row that are transposed at once.
-const RUN: usize = 16;
+const RUN: usize = 8;
 
-/// Interleaves the elements of all rows with the same inner index.
+/// Interleaves the elements of some rows: those with the same inner index are the lanes from `top` on of one group.
+/// Each row is read from its beginning to its end, so that the processor fetches the next elements in advance.
 #[inline(always)]
-fn transpose<T: StoredFloat>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; BLOCK]]) {
-    let full = rows[0].0.len();
-    let (runs, rest) = groups.split_at_mut(full * RUN);
-    for (at, groups) in runs.as_chunks_mut::<RUN>().0.iter_mut().enumerate() {
+fn transpose<T: StoredFloat, const LANES: usize, const WIDTH: usize>(rows: [&[T]; LANES], groups: &mut [[f32; WIDTH]], top: usize) {
+    let runs = rows.map(|row| row.as_chunks::<RUN>().0);
+    let (full, rest) = groups.as_chunks_mut::<RUN>();
+    let done = full.len() * RUN;
+    for (at, groups) in full.iter_mut().enumerate() {
+        let values = runs.map(|runs| &runs[at]);
         for (step, group) in groups.iter_mut().enumerate() {
-            for lane in 0..BLOCK {
-                group[lane] = rows[lane].0[at][step].value();
+            for (out, values) in group[top..].iter_mut().zip(values) {
+                *out = values[step].value();
             }
         }
     }
     for (step, group) in rest.iter_mut().enumerate() {
-        for lane in 0..BLOCK {
-            group[lane] = rows[lane].1[step].value();
+        for (out, row) in group[top..].iter_mut().zip(rows) {
+            *out = row[done + step].value();
         }
     }
 }
@@ -147,15 +150,12 @@ pub struct Columns<'a, T> {
 
 impl<T: StoredFloat> Right for Columns<'_, T> {
     fn pack(&self, first: usize, panel: &mut [f32]) {
+        const LANES: usize = 8;
         let groups = panel.as_chunks_mut::<PANEL>().0;
-        // Part of the panel stays in the L1 cache while all columns are written to it.
-        for (step, groups) in groups.chunks_mut(64).enumerate() {
-            for lane in 0..PANEL.min(self.count - first) {
-                let column = &self.values[(first + lane) * self.stride + step * 64..][..groups.len()];
-                for (x, group) in column.iter().zip(groups.iter_mut()) {
-                    group[lane] = x.value();
-                }
-            }
+        let last = self.count - 1;
+        for top in (0..PANEL.min(self.count - first)).step_by(LANES) {
+            let columns: [_; LANES] = std::array::from_fn(|lane| &self.values[(first + top + lane).min(last) * self.stride..][..groups.len()]);
+            transpose(columns, groups, top);
         }
     }
 }
@@ -174,8 +174,11 @@ impl<T: StoredFloat> Right for Rows<'_, T> {
     fn pack(&self, first: usize, panel: &mut [f32]) {
         let width = PANEL.min(self.count - first);
         for (row, group) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
-            for (out, x) in group.iter_mut().zip(&self.values[row * self.stride + first..][..width]) {
-                *out = x.value();
+            let values = &self.values[row * self.stride + first..];
+            match values.first_chunk::<PANEL>() {
+                // Loops of fixed length are faster, even if they include elements beyond the last column.
+                Some(values) => *group = values.map(StoredFloat::value),
+                None => group.iter_mut().zip(&values[..width]).for_each(|(out, x)| *out = x.value()),
             }
         }
     }
