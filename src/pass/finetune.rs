@@ -96,6 +96,10 @@ impl Pass for Finetune {
         Some(Samples::Train)
     }
 
+    fn trains_codes(&self, weight: &str) -> bool {
+        self.training.trains_codes(weight)
+    }
+
     fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
         let (mut applied, classes, mut training) = (Applied::new(NAME, self.options()), self.new_classes(), self.training.clone());
         let (mut student, mut renamed) = (model.clone(), BTreeMap::new());

@@ -142,6 +142,18 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// available data sets, so that recipes and reports state what was done.
     fn resolve_defaults(&mut self, _model: &Model, _sets: &[Samples]) {}
 
+    /// As [`resolve_defaults`](Pass::resolve_defaults), for defaults that depend on the passes after it.
+    /// Returns a note about results that these passes replace.
+    fn resolve_before(&mut self, model: &Model, sets: &[Samples], _later: &[Step]) -> Option<String> {
+        self.resolve_defaults(model, sets);
+        None
+    }
+
+    /// Whether the pass trains the codes of a quantized weight, from its values before quantization.
+    fn trains_codes(&self, _weight: &str) -> bool {
+        false
+    }
+
     /// Files and folders that the pass reads in addition to the model and the data sets.
     fn reads(&self) -> Vec<PathBuf> {
         Vec::new()

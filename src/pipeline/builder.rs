@@ -52,6 +52,8 @@ pub struct Pipeline {
     pub(super) enclosed: Vec<PathBuf>,
     /// Initial state of a run, before its first pass.
     pub(super) start: RunState,
+    /// Notes about resolved defaults.
+    pub(super) notes: Vec<String>,
     threads: usize,
     progress: Arc<dyn Progress>,
     cancel: Cancel,
@@ -109,6 +111,7 @@ impl Pipeline {
             rates: None,
             enclosed: Vec::new(),
             start: RunState::default(),
+            notes: Vec::new(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             progress: Arc::new(Silent),
             cancel: Cancel::default(),
@@ -197,14 +200,16 @@ impl Pipeline {
         resolved.running.reset_data();
         let sets = resolved.running.configured_sets();
         let (mut after, mut run) = (model.clone(), self.start(model));
-        for step in &mut resolved.steps {
+        let mut steps = resolved.steps.as_mut_slice();
+        while let Some((step, later)) = steps.split_first_mut() {
             require_uncorrected(step.pass().name(), &after)?;
-            step.pass_mut().resolve_defaults(&after, &sets);
+            resolved.notes.extend(step.pass_mut().resolve_before(&after, &sets, later));
             let Plan { model, applied, .. } = step.pass().plan(&after, &run)?;
             Pipeline::add_record(&mut run, applied, (&after, &model));
             after = model;
+            steps = later;
         }
-        self.finish_passes(&mut after, model, &mut run)?;
+        resolved.finish_passes(&mut after, model, &mut run)?;
         resolved.export.iter_mut().for_each(|export| export.format_mut().resolve_defaults(&after, &sets));
         let calibrates = resolved.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         let with_labels = resolved.steps.iter().any(|step| step.pass().reads_labels());

@@ -36,13 +36,14 @@ impl Pipeline {
     }
 
     /// Finishes the passes: updates the norms of adapters, reconciles tied weights, and adds notes about
-    /// weights that no pass changed, about results that a format does not keep, and about the sizes that the
-    /// user has specified.
+    /// resolved defaults, about weights that no pass changed, about results that a format does not keep, and
+    /// about the sizes that the user has specified.
     ///
     /// # Errors
     /// No format keeps the result of the last pass, or a format does not store all layers of the checkpoint.
     pub(super) fn finish_passes(&self, after: &mut Model, before: &Model, run: &mut RunState) -> Result<()> {
         after.update_norms();
+        run.notes.extend(self.notes.iter().cloned());
         run.notes.extend(after.settle_ties(before)?);
         run.notes.extend(fixed_sizes(after, &self.sizes));
         run.notes.extend(unchanged_experts(after, run));

@@ -71,7 +71,7 @@ const MAX_OUTPUTS: usize = 8;
 pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
     let output = if fidelity.outputs.len() > 1 { format!("the worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
     // Only outputs with classes have these figures.
-    let mut with_classes = fidelity.outputs.iter().filter(|(_, output)| output.kl.is_some()).map(|(name, _)| format!("`{name}`"));
+    let mut with_classes = fidelity.outputs.iter().filter(|(_, output)| output.kl.or(output.label_kl).is_some()).map(|(name, _)| format!("`{name}`"));
     let predicting = with_classes.next().filter(|_| with_classes.next().is_none()).unwrap_or_else(|| output.clone());
     let mut rows = Vec::new();
     let mut add = |name: &str, output: &str, value: String| rows.push([format!("{name} of {output}"), "-".into(), value]);
@@ -80,6 +80,9 @@ pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
     add("SQNR", &output, decibels(fidelity.sqnr_db));
     if let Some(kl) = fidelity.kl {
         add("KL divergence", &predicting, format!("{kl:.4}"));
+    }
+    if let Some(kl) = fidelity.label_kl {
+        add("KL divergence of a label", &predicting, format!("{kl:.4}"));
     }
     if let Some(top1) = fidelity.top1_agreement {
         add("same top class", &predicting, format!("{:.1} %", 100.0 * top1));

@@ -1,11 +1,14 @@
 //! Object detectors: sizes of images, and losses of scores that are not a distribution over classes.
 #![cfg(feature = "run")]
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use compress::Model;
+use compress_core::work::{Cancel, Silent, Work};
+use compress_engine::exec::{Executor, Parameters, Residence};
 use serde_json::{Value, json};
 
 use crate::cli::support::{compress, data, ok, read_json};
@@ -61,7 +64,9 @@ fn scores_are_not_compared_as_a_distribution() {
     let labels = "config.json has `problem_type` \"multi_label_classification\"";
     for (command, parts) in [
         ("distill detector -o out --teacher detector --train train.safetensors", [sigmoids, "such as `hidden: 1`"]),
-        ("distill labels -o out --teacher labels --train texts.safetensors", [labels, "such as `hidden: 1`"]),
+        ("distill labels -o out --teacher labels --train texts.safetensors", [labels, "specify a loss of other values, such as `hidden: 1`"]),
+        // No loss without a teacher reads other values.
+        ("finetune labels -o out --train texts.safetensors --losses hard=1", [labels, "train it with `distill` and a loss of other values"]),
         ("auto detector --for transformers --front f.json --calibration train.safetensors --eval eval.safetensors", [sigmoids, "--for onnxruntime"]),
         ("auto detector --for transformers --plan --calibration train.safetensors --eval eval.safetensors", [sigmoids, "without `--calibration`"]),
         ("auto labels --for transformers --front f.json --calibration texts.safetensors", [labels, "--for onnxruntime"]),
@@ -78,4 +83,41 @@ fn scores_are_not_compared_as_a_distribution() {
     let measured = data(folder, "eval quantized --against detector --data eval.safetensors --json");
     let fidelity = &measured["fidelity"];
     assert!(fidelity["cosine"].as_f64() < Some(1.0) && fidelity["kl"].is_null() && fidelity["top1_agreement"].is_null(), "{measured}");
+    assert!(fidelity.get("label_kl").is_none(), "{measured}");
+}
+
+/// The labels of a multi-label classifier have separate probabilities, whose divergence is that of Bernoulli
+/// distributions.
+#[test]
+fn labels_are_compared_one_by_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    changed(folder, "bert-sequence-classification", "labels", &json!({ "problem_type": "multi_label_classification" }));
+    let ids = Tensor::from_vec((0..48i64).map(|i| i * i % 13 + 1).collect::<Vec<_>>(), (8, 6), &Device::Cpu).unwrap();
+    let inputs: BTreeMap<String, Tensor> = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into();
+    candle_core::safetensors::save(&inputs.clone().into_iter().collect(), folder.join("texts.safetensors")).unwrap();
+    ok(folder, "quantize labels -o rounded --group-size 4");
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let logits = |name: &str| -> Vec<f32> {
+        let model = Model::open(folder.join(name)).unwrap();
+        let graph = model.graph().unwrap();
+        let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
+        Executor::new(&graph, parameters, Device::Cpu).run(&inputs).unwrap()["logits"].flatten_all().unwrap().to_vec1().unwrap()
+    };
+    let (before, after) = (logits("labels"), logits("rounded"));
+    let label = |(a, b): (&f32, &f32)| {
+        let [p, q] = [a, b].map(|logit| 1.0 / (1.0 + (-f64::from(*logit)).exp()));
+        p * (p / q).ln() + (1.0 - p) * ((1.0 - p) / (1.0 - q)).ln()
+    };
+    let expected = before.iter().zip(&after).map(label).sum::<f64>() / before.len() as f64;
+    let measured = data(folder, "eval rounded --against labels --data texts.safetensors --json");
+    let fidelity = &measured["fidelity"];
+    let found = fidelity["label_kl"].as_f64().unwrap();
+    assert!(expected > 0.0 && (found - expected).abs() < 1e-3 * expected, "{expected}: {measured}");
+    ok(folder, "search-structure labels -o searched --limit layers=0.7 --round-to 2 --uniform false --calibration texts.safetensors");
+    assert_eq!(read_json(&folder.join("searched/report.json"))["passes"][0]["details"]["loss"], "KL divergence of a label");
+    let report = &read_json(&folder.join("rounded/report.json"))["fidelity"];
+    for fidelity in [fidelity, report] {
+        assert!(fidelity["kl"].is_null() && fidelity["top1_agreement"].is_null() && fidelity["label_kl"].as_f64() > Some(0.0), "{fidelity}");
+    }
 }

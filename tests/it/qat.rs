@@ -194,12 +194,30 @@ fn training_through_rounding_reduces_its_loss() {
             ..Distill::default()
         };
         let divergence = |out: &str, pass: Option<Distill>| {
-            let steps = std::iter::once(quantize(json!({ "scheme": scheme })).into()).chain(pass.map(Step::from)).collect();
+            let steps = std::iter::once(quantize(json!({ "scheme": scheme, "method": "rtn" })).into()).chain(pass.map(Step::from)).collect();
             let report = desk.run((&desk.model, &format!("{scheme}-{out}")), steps, (&train, &held_out)).unwrap();
             report.accuracy.as_ref().unwrap().fidelity.as_ref().unwrap().kl.unwrap()
         };
         let (rounded, trained) = (divergence("rounded", None), divergence("trained", Some(train_pass)));
         assert!(trained < 0.85 * rounded, "{scheme}: {rounded} rounded, {trained} trained");
+    }
+}
+
+/// Although the recipe has calibration data, no codes are chosen on it by default that training replaces.
+#[test]
+fn codes_that_training_replaces_are_not_chosen() {
+    let desk = Desk::new();
+    let data = ids(desk.folder.path(), 12, 1, Task::LanguageModelling);
+    for (method, chosen, words) in [
+        (json!(null), "rtn", "quantize: `method` is `rtn`, because `finetune` trains the weights from their values before quantization"),
+        (json!("gptq"), "gptq", "warning: quantize: `finetune` trains 14 of 14 weights from their values before quantization"),
+    ] {
+        let mut options = json!({ "scheme": "W4A16" });
+        options.as_object_mut().unwrap().extend((!method.is_null()).then(|| ("method".to_owned(), method)));
+        let steps = vec![quantize(options).into(), finetune(1, 1e-3, QuantizerScales::Fixed).into()];
+        let report = desk.run((&desk.model, chosen), steps, (&data, &data)).unwrap();
+        assert_eq!(report.recipe["passes"][0]["quantize"]["method"], chosen);
+        assert_eq!(report.notes.iter().filter(|note| note.starts_with(words)).count(), 1, "{:?}", report.notes);
     }
 }
 

@@ -34,7 +34,8 @@ use files::PREPROCESSING;
 pub use files::{AuxiliaryFiles, ExclusionReason, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
 pub use python_numbers::{parse_config, parse_json, render_python};
 pub use roles::{
-    LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, no_single_label, part, stacked_experts,
+    LINEAR_RULE, LogitKind, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, no_single_label, part,
+    stacked_experts,
 };
 
 use crate::arch;

@@ -58,16 +58,11 @@ pub struct Grid<'a, S> {
     pub steps: Vec<QuantizationParams>,
     /// Column of the weight for each processed column.
     pub order: &'a [usize],
-    /// Rounds a scale to its storage dtype. A function that returns 0 states that the scales are fixed.
-    pub store: S,
+    /// Rounds a scale to its storage dtype; `None` if the scales are fixed.
+    pub store: Option<S>,
 }
 
 impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
-    /// Whether the scales must not change.
-    pub fn has_fixed_scales(&self) -> bool {
-        (self.store)(1.0) == 0.0
-    }
-
     fn groups(&self) -> usize {
         self.order.len().div_ceil(self.group.max(1))
     }
@@ -76,18 +71,16 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
         self.steps[row * self.groups() + self.order[column] / self.group]
     }
 
-    fn find(&self, values: &[f32], costs: &[f32], range: Range) -> QuantizationParams {
-        match range {
-            Range::MinMax => self.levels.params(grid::range(values), &self.store),
-            Range::MinError(least) => self.levels.search(values, costs, least, &self.store),
-        }
-    }
-
-    /// Determines the parameters of all groups from the weight `[rows, size]`. `costs` are the costs of
-    /// its columns.
+    /// Determines the parameters of all groups from the weight `[rows, size]`, unless the scales are fixed.
+    /// `costs` are the costs of its columns.
     pub fn fit(&mut self, weights: &[f32], costs: &[f32], range: Range) {
-        let (size, group) = (self.order.len(), self.group);
-        let of_row = |row: &[f32]| row.chunks(group).zip(costs.chunks(group)).map(|(values, costs)| self.find(values, costs, range)).collect::<Vec<_>>();
+        let Some(store) = &self.store else { return };
+        let (size, group, levels) = (self.order.len(), self.group, self.levels);
+        let find = |(values, costs): (&[f32], &[f32])| match range {
+            Range::MinMax => levels.params(grid::range(values), store),
+            Range::MinError(least) => levels.search(values, costs, least, store),
+        };
+        let of_row = |row: &[f32]| row.chunks(group).zip(costs.chunks(group)).map(find).collect::<Vec<_>>();
         self.steps = weights.par_chunks(size.max(1)).flat_map_iter(of_row).collect();
     }
 
@@ -195,7 +188,7 @@ mod tests {
             group: 4,
             steps: vec![QuantizationParams { scale, zero: 0.0 }; 2],
             order: &order,
-            store: |scale| scale as f32,
+            store: Some(|scale| scale as f32),
         });
         let mut weights = W.to_vec();
         compensation.apply(&mut weights, 4, &mut ColumnSolver::new(zeros, grid));
@@ -235,7 +228,7 @@ mod tests {
         let solve = |order: &[usize], zeros: Zeros, integers: Option<IntegerGrid>| {
             let compensation = Compensation::new(&products, size, order, 0.01).unwrap();
             let grid = integers.map(|integers| {
-                let mut grid = Grid { levels: Levels::Integers(integers), group: 48, steps: Vec::new(), order, store: |scale| scale as f32 };
+                let mut grid = Grid { levels: Levels::Integers(integers), group: 48, steps: Vec::new(), order, store: Some(|scale| scale as f32) };
                 grid.fit(&weight, &[1.0; 144], Range::MinMax);
                 grid
             });

@@ -62,7 +62,7 @@ impl Hessian {
         let mut gradients = self.times(&errors, (0, size));
         drop(errors);
         for _ in 0..sweeps {
-            let groups = if grid.has_fixed_scales() { 0..0 } else { 0..size };
+            let groups = if grid.store.is_none() { 0..0 } else { 0..size };
             for first in groups.step_by(grid.group.max(1)) {
                 self.fit_scales((first, grid.group.min(size - first)), values, &mut gradients, grid);
             }
@@ -80,7 +80,7 @@ impl Hessian {
     fn fit_scales<S: Fn(f64) -> f32 + Sync>(&self, columns: (usize, usize), values: &mut [f32], gradients: &mut [f32], grid: &mut Grid<S>) {
         let ((first, width), size) = (columns, self.size);
         let (index, groups) = (first / grid.group, size.div_ceil(grid.group));
-        let (levels, store) = (grid.levels, &grid.store);
+        let (levels, Some(store)) = (grid.levels, &grid.store) else { return };
         let of_row = |(row, steps): (&[f32], &[QuantizationParams])| {
             let step = steps[index];
             row[first..][..width].iter().map(|value| levels.level(*value, step)).collect::<Vec<_>>()
@@ -238,7 +238,7 @@ mod tests {
             let targets: Vec<f32> = (0..rows * size).map(|i| number(i * 31 + seed)).collect();
             let order: Vec<usize> = (0..size).collect();
             let store = move |scale: f64| if is_half { half::bf16::from_f64(scale).to_f32() } else { scale as f32 };
-            let mut grid = Grid { levels, group, steps: Vec::new(), order: &order, store };
+            let mut grid = Grid { levels, group, steps: Vec::new(), order: &order, store: Some(store) };
             grid.fit(&targets, &vec![1.0; size], Range::MinMax);
             let mut values = targets.clone();
             grid.round(&mut values);
@@ -289,7 +289,7 @@ mod tests {
             kind.decode(&blocks, &mut values);
             let rounded = objective(&hessian, &targets, &values);
             let steps = kind.params(&blocks);
-            let mut grid = Grid { levels, group, steps: steps.clone(), order: &order, store: |_| 0.0 };
+            let mut grid = Grid { levels, group, steps: steps.clone(), order: &order, store: None::<fn(f64) -> f32> };
             let mut work: Vec<f32> = targets.chunks(size).flat_map(|row| order.iter().map(|column| row[*column])).collect();
             let mut solver = ColumnSolver::new(Zeros::None, Some(grid));
             compensation.apply(&mut work, 128, &mut solver);
@@ -314,7 +314,7 @@ mod tests {
         let hessian = Hessian::new(&[2.0, 1.0, 0.0, 3.0], 2, 0.0);
         let (order, levels) = ([0, 1], Levels::Integers(IntegerGrid { bits: 4, symmetric: true }));
         let steps = vec![QuantizationParams { scale: 0.5, zero: 0.0 }, QuantizationParams { scale: 1.0, zero: 0.0 }];
-        let mut grid = Grid { levels, group: 2, steps, order: &order, store: |scale| scale as f32 };
+        let mut grid = Grid { levels, group: 2, steps, order: &order, store: Some(|scale| scale as f32) };
         let (targets, mut values) = ([1.2, 2.4, 3.0, 0.0], vec![1.0, 2.0, 3.0, 0.0]);
         hessian.refine(&targets, &mut values, &mut grid, &[], 1);
         assert_eq!(grid.steps.iter().map(|step| step.scale).collect::<Vec<_>>(), [0.6, 1.0]);

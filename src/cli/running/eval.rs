@@ -206,11 +206,15 @@ fn score_table(score: &Score, before: Option<&Score>) -> Table {
 
 fn fidelity_table(fidelity: &Fidelity, against: &Path) -> Table {
     let optional = |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |v| format!("{v:.digits$}"));
+    let divergence = match (fidelity.kl, fidelity.label_kl) {
+        (None, Some(kl)) => ("Kullback-Leibler divergence of a label", Some(kl)),
+        (kl, _) => ("Kullback-Leibler divergence", kl),
+    };
     let rows = [
         ("cosine, mean", format!("{:.6}", fidelity.cosine)),
         ("cosine, minimum", format!("{:.6}", fidelity.cosine_min)),
         ("SQNR", decibels(fidelity.sqnr_db)),
-        ("Kullback-Leibler divergence", optional(fidelity.kl, 6)),
+        (divergence.0, optional(divergence.1, 6)),
         ("same top class", optional(fidelity.top1_agreement, 4)),
         ("largest difference", format!("{:.3e}", fidelity.max_abs_error)),
     ];

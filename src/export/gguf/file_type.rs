@@ -10,11 +10,15 @@ use crate::store::gguf::Kind;
 macro_rules! file_types {
     ($($name:ident $id:literal $most:ident $description:literal;)+) => {
         /// File type of a GGUF file, by its name in llama.cpp.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
         #[allow(non_camel_case_types)]
         #[non_exhaustive]
         pub enum FileType {
+            /// That of the blocks of `quantize`, if there are any, otherwise F16
+            #[default]
+            #[serde(rename = "auto")]
+            Auto,
             $(#[doc = $description] $name,)+
         }
 
@@ -22,6 +26,7 @@ macro_rules! file_types {
             /// Value of the metadata key `general.file_type`.
             pub(crate) fn id(self) -> u64 {
                 match self {
+                    FileType::Auto => FileType::F16.id(),
                     $(FileType::$name => $id,)+
                 }
             }
@@ -37,6 +42,7 @@ macro_rules! file_types {
             /// The type of most matrices.
             pub(super) fn most(self) -> Kind {
                 let most = match self {
+                    FileType::Auto => return FileType::F16.most(),
                     $(FileType::$name => TensorType::$most,)+
                 };
                 most.kind()
@@ -79,14 +85,6 @@ file_types! {
     TQ1_0 36 TQ1_0 "Ternary weights, in 1.69 bits";
     IQ1_S 24 IQ1_S "Ternary weights as points of a grid, with a scale per 32 weights; needs importance";
     MXFP4_MOE 38 MXFP4 "4-bit floats with a scale per 32 weights for experts, 8 bits for other matrices";
-}
-
-// The variants are rows of a table, in which none can be marked.
-#[allow(clippy::derivable_impls)]
-impl Default for FileType {
-    fn default() -> FileType {
-        FileType::F16
-    }
 }
 
 impl FileType {

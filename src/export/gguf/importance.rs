@@ -5,16 +5,22 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::Gguf;
 use super::tensors::{Layout, Planned, width};
 use crate::arch::GgufFamily;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::model::gguf::Arrangement;
-use crate::run_state::ColumnImportance;
+use crate::run_state::{ColumnImportance, InputImportance, RunState};
+use crate::store::StorageFormat;
 use crate::store::gguf::{ImportanceFile, InputSums, Kind, Value};
+use crate::store::writer::Item;
 
 /// Name of the file with the importance that was computed from samples.
 pub(super) const FILE: &str = "imatrix.gguf";
+
+/// Why importance has no effect after a pass.
+const QUANTIZED: &str = "has no effect, because `quantize` has chosen the blocks of all matrices that it affects: omit it";
 
 /// Source of the importance of columns.
 pub(super) enum Importance<'a> {
@@ -73,6 +79,31 @@ impl Matrix {
     }
 }
 
+/// Whether samples determine the importance of the columns of a tensor with this name in the file. As in
+/// llama.cpp, the head and the embedding table are excluded. The inputs of a projection of latent vectors are
+/// not those of its transposed part for each head.
+fn is_measured(gguf_name: &str) -> bool {
+    gguf_name.starts_with("blk.") && !GgufFamily::is_latent_part(gguf_name)
+}
+
+impl Gguf {
+    /// Whether the importance of columns affects matrices that no pass has quantized to blocks.
+    pub(super) fn leaves_weighted_matrices(&self, model: &Model) -> bool {
+        let weighted = Gguf { importance: InputImportance::Activation, ..self.clone() };
+        let is_left = |(name, item): (&String, &Item)| {
+            let has_blocks = model.weights.by_name.get(name).is_some_and(|weight| weight.exact_blocks().is_some());
+            let is_weighted = matches!(item.storage_format, StorageFormat::Gguf(kind) if kind.uses_importance());
+            is_weighted && !has_blocks && is_measured(&item.name)
+        };
+        weighted.prepare(model, &RunState::default(), false).is_ok_and(|prepared| prepared.names.iter().zip(&prepared.items).any(is_left))
+    }
+
+    /// Whether the importance of columns affects the quantization to one of the types.
+    pub(super) fn can_use_importance(&self) -> bool {
+        self.file_type.uses_importance() || self.types.iter().any(|(_, kind)| kind.uses_importance())
+    }
+}
+
 impl Importance<'_> {
     /// The importance of the columns of a tensor whose type has a search for scales.
     ///
@@ -84,12 +115,8 @@ impl Importance<'_> {
         }
         match self {
             Importance::Unused | Importance::Planned => Ok(None),
-            // As in llama.cpp, the head and the embedding table are excluded.
-            // The inputs of a projection of latent vectors are not those of its transposed part for each
-            // head.
             Importance::Samples(all) => {
-                let is_used = planned.gguf_name.starts_with("blk.") && !GgufFamily::is_latent_part(&planned.gguf_name);
-                let columns = all.columns.get(&planned.name).filter(|_| is_used).cloned();
+                let columns = all.columns.get(&planned.name).filter(|_| is_measured(&planned.gguf_name)).cloned();
                 Ok(columns.map(|columns| layout.arrangement.columns(&planned.gguf_name, columns)))
             }
             Importance::Matrix(matrix) => matrix.columns(planned, layout.experts),
@@ -122,19 +149,27 @@ impl Importance<'_> {
         values.into_iter().filter_map(|(key, value)| Some((format!("quantize.imatrix.{key}"), value?))).collect()
     }
 
-    /// Notes about matrices that are quantized with and without importance.
+    /// Notes about matrices that are quantized with and without importance. `is_written`: whether the
+    /// importance is also written.
     ///
     /// # Errors
-    /// The importance matrix contains none of the tensors.
-    pub fn notes(&self, all: &[Planned], file: &str) -> Result<Vec<String>> {
+    /// The importance matrix contains none of the tensors, or a pass has quantized all matrices that the
+    /// importance affects.
+    pub fn notes(&self, all: &[Planned], file: &str, is_written: bool) -> Result<Vec<String>> {
         let (with, without): (Vec<&Planned>, Vec<&Planned>) =
             all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_)) && !planned.keeps_codes()).partition(|planned| planned.is_weighted());
+        let has_blocks = all.iter().any(Planned::keeps_blocks);
+        let is_affected = |planned: &Planned| !planned.keeps_codes() && planned.kind.uses_importance() && is_measured(&planned.gguf_name);
         let (source, reasons) = match self {
+            Importance::Planned | Importance::Samples(_) if has_blocks && !is_written && !all.iter().any(is_affected) => {
+                return Err(Error::option("gguf: importance", QUANTIZED));
+            }
             Importance::Unused | Importance::Planned => return Ok(Vec::new()),
             Importance::Samples(importance) => (
                 format!("the mean square of the input of each column on {} calibration samples", importance.samples),
                 "the head, weights used by several layers, and types without a search for scales",
             ),
+            Importance::Matrix(_) if with.is_empty() && has_blocks => return Err(Error::option("gguf: imatrix", QUANTIZED)),
             Importance::Matrix(matrix) if with.is_empty() => {
                 let reason = format!("{} contains none of the tensors that are quantized by importance: compute it for this model", matrix.file);
                 return Err(Error::option("gguf: imatrix", reason));

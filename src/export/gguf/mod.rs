@@ -230,7 +230,7 @@ impl Gguf {
         }
         let file = file_name(run);
         notes.extend(fallback_note(&all, file));
-        notes.extend(importance.notes(&all, file)?);
+        notes.extend(importance.notes(&all, file, self.write_imatrix)?);
         if !module_items.is_empty() {
             let (folders, is_file) = (model.weights.folders.join("`, `"), run.file.is_some());
             notes.push(if is_file {
@@ -300,9 +300,13 @@ impl Gguf {
         let (reason, hint) = match (is_split, requested) {
             (true, _) => ("the file does not contain its rows".to_owned(), "add it to `ignore` of the pass"),
             (false, Some(other)) => (format!("`types` requests {other}"), "use the same types in `rules` of the pass and in `types`"),
-            (false, None) => (format!("it is {other} in files of the type {:?}", self.file_type), "use the same `scheme` of the pass and `type` of the file"),
+            (false, None) => (
+                format!("it is {other} in files of the type {:?}", self.file_type),
+                "omit the `type` of the file, and quantize all matrices in one pass, with `rules` for those of other types",
+            ),
         };
-        Err(Error::tensor(name, format!("was quantized to {own} by a pass, but {reason}, so that it would be rounded twice"), hint))
+        let scheme = exact.file_type.and_then(FileType::from_id).map_or(String::new(), |scheme| format!(" with `scheme: {scheme:?}`"));
+        Err(Error::tensor(name, format!("was quantized to {own} by a pass{scheme}, but {reason}, so that it would be rounded twice"), hint))
     }
 
     /// The importance of columns.
@@ -328,11 +332,6 @@ impl Gguf {
             (None, Some(importance)) => Ok(Importance::Samples(importance)),
             (None, None) => Ok(Importance::Planned),
         }
-    }
-
-    /// Whether the importance of columns affects the quantization to one of the types.
-    fn can_use_importance(&self) -> bool {
-        self.file_type.uses_importance() || self.types.iter().any(|(_, kind)| kind.uses_importance())
     }
 }
 
@@ -375,19 +374,16 @@ impl Format for Gguf {
 
     fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
         let blocks = || model.weights.by_name.values().filter_map(Weight::exact_blocks);
-        // The file type of the pass replaces the default one, in which its blocks cannot be written.
-        if let Some(file_type) = blocks().find_map(|exact| FileType::from_id(exact.file_type?)).filter(|_| self.file_type == FileType::default()) {
-            self.file_type = file_type;
-        }
-        if blocks().next().is_some() && self.importance == InputImportance::Auto && self.imatrix.is_none() {
-            self.importance = InputImportance::None;
+        if self.file_type == FileType::Auto {
+            self.file_type = blocks().find_map(|exact| FileType::from_id(exact.file_type?)).unwrap_or(FileType::F16);
         }
         if self.imatrix.is_some() && self.importance == InputImportance::Auto {
             self.importance = InputImportance::Activation;
         }
         // Training data is not used for importance.
         let can_calibrate = self.can_use_importance() && sets.contains(&Samples::Calibration);
-        self.importance = self.importance.resolved(if can_calibrate { sets } else { &[] });
+        let is_used = || blocks().next().is_none() || self.importance != InputImportance::Auto || self.leaves_weighted_matrices(model);
+        self.importance = self.importance.resolved(if can_calibrate && is_used() { sets } else { &[] });
     }
 
     fn runs_on(&self) -> Option<Samples> {

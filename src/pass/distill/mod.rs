@@ -191,6 +191,11 @@ impl Pass for Distill {
         Some(Samples::Train)
     }
 
+    fn trains_codes(&self, weight: &str) -> bool {
+        let has_own_weights = matches!(self.student, Some(Student::Model(_) | Student::Config(_) | Student::Eagle3(_)));
+        !has_own_weights && self.training.trains_codes(weight)
+    }
+
     fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>> {
         let mut applied = Applied::new(NAME, self.options());
         if let Some(Student::Eagle3(options)) = &self.student {

@@ -134,7 +134,11 @@ impl<'a> Job<'a> {
         }
         let objective = Objective::new(&self.training.losses, graph, teacher, task)?;
         if objective.over_logits().is_some() {
-            self.student.require_distribution(graph, "losses", "specify a loss of other values, such as `hidden: 1`")?;
+            let how = match teacher {
+                Some(_) => "specify a loss of other values, such as `hidden: 1`",
+                None => "train it with `distill` and a loss of other values, such as `hidden: 1`",
+            };
+            self.student.require_distribution(graph, "losses", how)?;
         }
         Ok(objective)
     }

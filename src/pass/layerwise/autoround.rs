@@ -371,7 +371,7 @@ mod tests {
         };
         let rounded: Vec<f32> = POSITIONS.iter().zip(scales).map(|(at, scale)| levels.level_at(*at, step(scale)) * step(scale).scale).collect();
         let order: Vec<usize> = (0..size).collect();
-        let grid = Grid { levels, group, steps: scales.iter().step_by(group).map(|scale| step(*scale)).collect(), order: &order, store };
+        let grid = Grid { levels, group, steps: scales.iter().step_by(group).map(|scale| step(*scale)).collect(), order: &order, store: Some(store) };
         let layer = Layer { weight: "w".into(), rows, size, input_major: false };
         (TrainedLayer::new(&layer, &weight, (&affine, global_scale), values, &rounded, &grid), rounded)
     }

@@ -84,7 +84,7 @@ impl BlockRounding<'_> {
                 let mut blocks = Vec::new();
                 let rule = |values: &[f32]| {
                     blocks = encoded(kind, values, layer.size, &costs);
-                    let grid = Grid { levels, group, steps: kind.params(&blocks), order, store: |_: f64| 0.0 };
+                    let grid = Grid { levels, group, steps: kind.params(&blocks), order, store: None::<fn(f64) -> f32> };
                     let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
                     choices.zeroed = zeros.chunks(layer.size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
                     choices

@@ -412,7 +412,7 @@ mod tests {
         fn solve(&self, _layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
             let steps = vec![QuantizationParams { scale: 0.5, zero: 0.0 }; values.len() / SIZE];
             let levels = Levels::Integers(IntegerGrid { bits: 4, symmetric: true });
-            let grid = Grid { levels, group: SIZE, steps, order: &prepared.order, store: (|scale: f64| scale as f32) as fn(f64) -> f32 };
+            let grid = Grid { levels, group: SIZE, steps, order: &prepared.order, store: Some((|scale: f64| scale as f32) as fn(f64) -> f32) };
             match (attempt, &prepared.solver) {
                 (Attempt::Compensated(correction), Some(solver)) => {
                     let rule = |_: &[f32]| ColumnSolver::new(Zeros::None, Some(grid));

@@ -41,7 +41,7 @@ pub(super) fn grid<'o>(
         ));
     };
     let store = stored_scale(affine, global_scale(global_scales, layer));
-    Ok(Grid { levels, group, steps: Vec::new(), order, store })
+    Ok(Grid { levels, group, steps: Vec::new(), order, store: Some(store) })
 }
 
 /// The global scale of a layer's weight; 1 if it has none.

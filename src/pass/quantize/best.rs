@@ -1,9 +1,11 @@
 //! The choice of `method: best`, the default.
 
 use super::{Method, NAME, Quantize, Scheme, WeightObserver};
+use crate::error::counted;
 use crate::model::Model;
 use crate::pass::targets::SelectedWeights;
-use crate::pass::{Samples, layerwise};
+use crate::pass::{Samples, Step, layerwise};
+use crate::run_state::WARNING;
 
 /// Widths for which trained rounding measurably improves on `gptq`.
 const TRAINED_BITS: u8 = 3;
@@ -36,6 +38,28 @@ impl Quantize {
         }
     }
 
+    /// A note if later passes train the codes that the method chooses. If they train all of them, the default
+    /// method becomes rounding to nearest.
+    pub(super) fn lost_codes(&mut self, model: &Model, later: &[Step], is_default: bool) -> Option<String> {
+        // Blocks of GGUF files are trained as floats, of which the pipeline warns.
+        if !self.method.compensates() || self.has_blocks() {
+            return None;
+        }
+        let SelectedWeights { names, .. } = self.selected(&model.weights).ok()?;
+        let trained = |step: &Step| names.iter().filter(|name| step.pass().trains_codes(name)).count();
+        let (trained, pass) = later.iter().map(|step| (trained(step), step.pass().name())).find(|(trained, _)| *trained > 0)?;
+        let method = if self.method == Method::Gptq { "gptq" } else { "autoround" };
+        let from = "from their values before quantization";
+        if is_default && trained == names.len() {
+            self.method = Method::Rtn;
+            return Some(format!("{NAME}: `method` is `rtn`, because `{pass}` trains the weights {from}, which replaces the codes of `{method}`"));
+        }
+        Some(format!(
+            "{WARNING}{NAME}: `{pass}` trains {trained} of {} {from}, which replaces their codes of `method: {method}`: use `method: rtn`, which takes less time, or `scales: only` in `{pass}`",
+            counted(names.len(), "weight")
+        ))
+    }
+
     /// Whether methods with samples support all selected weights.
     fn are_all_layers(&self, model: &Model) -> bool {
         let Ok(SelectedWeights { mut names, .. }) = self.selected(&model.weights) else { return false };
@@ -50,6 +74,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::pass::Pass;
 
     #[test]
     fn the_method_depends_on_schemes_model_and_samples() {
@@ -82,5 +107,36 @@ mod tests {
         assert_eq!(best("llama", &samples, tables), Method::Rtn);
         assert_eq!(best("llama", &[Samples::Train], json!({})), Method::Rtn);
         assert_eq!(best("gpt2", &samples, json!({ "scheme": "W4A16" })), Method::Rtn);
+    }
+
+    #[test]
+    fn codes_that_later_passes_train_are_not_chosen() {
+        let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+        for (options, later, method, words) in [
+            (json!({}), json!({ "finetune": {} }), Method::Rtn, "quantize: `method` is `rtn`, because `finetune` trains"),
+            (json!({ "scheme": "W2A16" }), json!({ "distill": { "scales": "learnable" } }), Method::Rtn, "the codes of `autoround`"),
+            (json!({}), json!({ "finetune": { "adapter": { "absorb": true } } }), Method::Rtn, "because `finetune` trains"),
+            (json!({}), json!({ "finetune": { "targets": ["*q_proj*"] } }), Method::Gptq, "warning: quantize: `finetune` trains 2 of 14 weights"),
+            (
+                json!({ "method": "gptq" }),
+                json!({ "distill": { "student": { "every": 2 } } }),
+                Method::Gptq,
+                "warning: quantize: `distill` trains 14 of 14 weights",
+            ),
+            (json!({ "method": "autoround" }), json!({ "finetune": {} }), Method::Autoround, "use `method: rtn`"),
+            (json!({ "method": "rtn" }), json!({ "finetune": {} }), Method::Rtn, ""),
+            (json!({ "scheme": "W8A8" }), json!({ "finetune": {} }), Method::Smoothquant, ""),
+            (json!({}), json!({ "distill": { "scales": "only" } }), Method::Gptq, ""),
+            (json!({}), json!({ "finetune": { "adapter": { "merge": false } } }), Method::Gptq, ""),
+            (json!({}), json!({ "finetune": { "targets": ["*norm*"] } }), Method::Gptq, ""),
+            (json!({}), json!({ "distill": { "student": { "model": "other" } } }), Method::Gptq, ""),
+            (json!({}), json!({ "cast": { "to": "bf16" } }), Method::Gptq, ""),
+        ] {
+            let mut pass: Quantize = serde_json::from_value(options.clone()).unwrap();
+            let steps: Vec<Step> = vec![Step::from_name("cast").unwrap(), serde_json::from_value(later.clone()).unwrap()];
+            let note = pass.resolve_before(&model, &[Samples::Calibration, Samples::Train], &steps).unwrap_or_default();
+            assert_eq!(pass.method, method, "{options} {later}: {note}");
+            assert!(if words.is_empty() { note.is_empty() } else { note.contains(words) }, "{options} {later}: {note}");
+        }
     }
 }

@@ -29,7 +29,7 @@ use selection::Layers;
 
 use super::targets;
 use super::weight_quantizer::{ScaleGroup, WeightObserver, WeightQuantizer};
-use super::{Pass, Plan, Samples, layerwise, options_of};
+use super::{Pass, Plan, Samples, Step, layerwise, options_of};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -364,6 +364,12 @@ impl Pass for Quantize {
         if let Some(correction) = &mut self.correct {
             correction.importance = correction.importance.resolved(sets);
         }
+    }
+
+    fn resolve_before(&mut self, model: &Model, sets: &[Samples], later: &[Step]) -> Option<String> {
+        let is_default = self.method == Method::Best;
+        self.resolve_defaults(model, sets);
+        self.lost_codes(model, later, is_default)
     }
 
     fn runs_on(&self) -> Option<Samples> {

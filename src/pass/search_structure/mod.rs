@@ -130,8 +130,7 @@ impl SearchStructure {
             false => structure.choose_mixed(Some(&library.losses)),
         }?;
         let found = self.build(&structure, &chosen, &library, &measurement, &mut applied)?;
-        let measured = measurement.loss(&found)?;
-        let kind = if graph.outputs().iter().any(|(name, _)| name == "logits") { "KL divergence" } else { "cosine distance" };
+        let (measured, kind) = measurement.named_loss(&found)?;
         let samples = counted(measurement.held_out, "held-out sample");
         applied.notes.push(format!("{kind} from the original model on {samples}: {measured:.4}; the sum of the scores is {:.4}", chosen.loss));
         let baselines = if self.baselines { self.baselines(&structure, &library, &measurement)? } else { Value::Null };

@@ -81,13 +81,22 @@ impl<'a> Measurement<'a> {
         Ok(Measurement { context, batches, split, comparison: Comparison::new(model.clone(), Samples::Batches(held_out)), held_out: count })
     }
 
-    /// The KL divergence of the outputs of a model from the original ones on held-out samples, or one minus
-    /// their mean cosine similarity for models without logits.
+    /// The loss of a model, without its name.
     pub fn loss(&self, model: &Model) -> Result<f64> {
+        self.named_loss(model).map(|(loss, _)| loss)
+    }
+
+    /// The KL divergence of the outputs of a model from the original ones on held-out samples, or one minus
+    /// their mean cosine similarity for models without predictions, and its name.
+    pub fn named_loss(&self, model: &Model) -> Result<(f64, &'static str)> {
         self.context.work.cancel.check()?;
         let fidelity = self.comparison.fidelity(model, self.context.resources(Rounding::Token))?;
-        let loss = fidelity.kl.unwrap_or(1.0 - fidelity.cosine);
-        Ok(if loss.is_finite() { loss.max(0.0) } else { NOT_FINITE })
+        let (loss, name) = match (fidelity.kl, fidelity.label_kl) {
+            (Some(divergence), _) => (divergence, "KL divergence"),
+            (None, Some(divergence)) => (divergence, "KL divergence of a label"),
+            (None, None) => (1.0 - fidelity.cosine, "cosine distance"),
+        };
+        Ok((if loss.is_finite() { loss.max(0.0) } else { NOT_FINITE }, name))
     }
 }
 

@@ -146,7 +146,7 @@ impl Run<'_> {
         let unchanged = self.unchanged_weights(&written, exports);
         let (limit, start) = (2 * MIN_TIME.max(self.start.elapsed() / 8), Instant::now());
         run_blocks(&mut [&mut before, &mut after], &unchanged, || start.elapsed() > limit)?;
-        let mut accumulator = FidelityAccumulator::default();
+        let mut accumulator = FidelityAccumulator::new(self.before.logit_kind()?);
         for (index, sample) in samples.iter().enumerate().take(before.batches()) {
             self.work.cancel.check()?;
             let lengths = sample.token_count().zip(classes(&graph));

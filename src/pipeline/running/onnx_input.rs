@@ -16,7 +16,7 @@ use crate::data::{self, Batch};
 use crate::error::{Error, Result};
 use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, Runtime, SamplesFrom, Subject, quantized_values};
 use crate::export::Exported;
-use crate::model::Model;
+use crate::model::{LogitKind, Model};
 use crate::pipeline::measured::Measured;
 use crate::runtime::Limits;
 
@@ -130,7 +130,7 @@ impl Run<'_> {
             return Ok((None, None));
         }
         let target = before.target();
-        let inputs = target.inputs.to_vec();
+        let (inputs, logits) = (target.inputs.to_vec(), LogitKind::from_config(target.config));
         let batches = |kind: usize| {
             (0..SYNTHETIC_SAMPLES)
                 .map(|number| data::synthetic_for_ports(&inputs, self.pipeline.seed.wrapping_add(number), kind))
@@ -143,7 +143,7 @@ impl Run<'_> {
             Ok(if held_out.len() < MAX_HELD_OUT { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         })?;
         let mut compare = |samples: &[Batch]| {
-            let mut accumulator = FidelityAccumulator::default();
+            let mut accumulator = FidelityAccumulator::new(logits);
             for sample in samples {
                 self.work.cancel.check()?;
                 let outputs = input_model.run(&sample.inputs)?;

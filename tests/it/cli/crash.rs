@@ -86,26 +86,41 @@ fn a_signal_ends_a_run_with_a_message_and_without_leftovers() {
     }
 }
 
-/// Kills `decompose` in each block. The weights of later blocks are corrected for inputs that the factors of
-/// earlier ones have changed, so that they depend on everything before them.
+/// Kills passes that run block by block in each block, also one whose weights become blocks of a GGUF file.
+/// The weights of later blocks are corrected for inputs that earlier ones have changed, so that they depend
+/// on everything before them.
 #[test]
 #[cfg(feature = "run")]
-fn a_killed_decomposition_yields_the_result_of_an_uninterrupted_one() {
+fn a_killed_pass_yields_the_result_of_an_uninterrupted_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
+    let details = killed_and_resumed(&golden, &["decompose", "--rank", "0.85"], "model.safetensors");
+    let corrected = details["layers"].as_array().unwrap().iter().filter(|layer| layer["propagation"] == 0.25).count();
+    assert!(corrected > 5, "{details}");
+    // Rows of complete blocks.
+    let model = crate::low_bits::llama(folder.path());
+    let details = killed_and_resumed(&model, &["quantize", "--scheme", "Q4_K_M", "--method", "gptq", "--export", "gguf"], "model.gguf");
+    assert_eq!(details["quantized"], 14, "{details}");
+}
+
+/// Runs a pass on calibration samples, and again with a kill in each block and `--resume`. The weights must
+/// be the same. Returns the details of the pass in the report.
+#[cfg(feature = "run")]
+fn killed_and_resumed(model: &Path, args: &[&str], weights: &str) -> serde_json::Value {
     use std::io::{BufRead, BufReader};
 
     use candle_core::{Device, Tensor};
 
     use crate::cli::support::read_json;
-    let folder = tempfile::tempdir().unwrap();
+    let ([pass, options @ ..], folder) = (args, tempfile::tempdir().unwrap()) else { panic!("no pass") };
     let path = folder.path();
     let ids = Tensor::from_vec((0..384i64).map(|i| i * i * 7 % 41 % 40).collect::<Vec<_>>(), (48, 8), &Device::Cpu).unwrap();
     let arrays = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())];
     candle_core::safetensors::save(&arrays.into(), path.join("ids.safetensors")).unwrap();
-    let llama = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
     let start = |out: &str| {
-        let args = ["--calibration", "ids.safetensors", "--rank", "0.85", "--resume", "--threads", "2", "--log-format", "json", "-o", out];
+        let args = ["--calibration", "ids.safetensors", "--resume", "--threads", "2", "--log-format", "json", "-o", out];
         let mut command = command(path);
-        command.arg("decompose").arg(&llama).args(args);
+        command.arg(pass).arg(model).args(options).args(args);
         // Cached results of one run would make another one too short to be killed.
         command.env("COMPRESS_CACHE", path.join(format!("cache-{out}"))).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
@@ -117,7 +132,7 @@ fn a_killed_decomposition_yields_the_result_of_an_uninterrupted_one() {
     let mut killed = 0;
     for block in 2..=5 {
         let mut child = start("parts");
-        let stage = format!("\"Block {block} of 6\"");
+        let stage = format!("\"Block {block} of ");
         // All lines, if the run ends before it is killed.
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
         let is_reached = lines.any(|line| line.contains(&stage));
@@ -133,17 +148,16 @@ fn a_killed_decomposition_yields_the_result_of_an_uninterrupted_one() {
         }
         killed += usize::from(is_reached);
     }
-    assert!(killed > 0, "no run lived long enough to be killed");
+    assert!(killed > 0, "no run of {pass} lived long enough to be killed");
     if !path.join("parts").exists() {
         finish("parts");
     }
     let details = |out: &str| read_json(&path.join(out).join("report.json"))["passes"][0]["details"].clone();
-    let corrected = details("whole")["layers"].as_array().unwrap().iter().filter(|layer| layer["propagation"] == 0.25).count();
-    assert!(corrected > 5, "{}", details("whole"));
     assert_eq!(details("whole"), details("parts"));
-    let weights = |out: &str| fs::read(path.join(out).join("model.safetensors")).unwrap();
-    assert!(weights("whole") == weights("parts"));
+    let [whole, parts] = ["whole", "parts"].map(|out| fs::read(path.join(out).join(weights)).unwrap());
+    assert!(whole == parts, "{pass}");
     assert!(!path.join("parts.unfinished").exists());
+    details("whole")
 }
 
 /// Writes a model with an infinite loop. With `doubling`, its value doubles in each iteration.

@@ -201,7 +201,7 @@ fn column_grid(rows: usize, first: usize, width: usize, integers: IntegerGrid, o
     let groups = (first + width).div_ceil(32);
     let zero = |at: usize| if integers.symmetric { 0.0 } else { (at % 3) as f32 - 1.0 };
     let steps = (0..rows * groups).map(|at| QuantizationParams { scale: 0.05 + (at % 7) as f32 * 0.03, zero: zero(at) }).collect();
-    Grid { levels: Levels::Integers(integers), group: 32, steps, order, store: |scale| scale as f32 }
+    Grid { levels: Levels::Integers(integers), group: 32, steps, order, store: Some(|scale| scale as f32) }
 }
 
 /// A block `[rows, width]` as `[width, rows]` on the device.

@@ -80,7 +80,7 @@ pub use tokens::{Tokenizer, special_tokens, token_text, unreadable_tokenizer};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::model::{Config, auxiliary_path};
+use crate::model::{Config, LogitKind, auxiliary_path};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Unrecognized keys in a folder's preprocessing files, each prefixed with its file name.
@@ -152,6 +152,8 @@ pub struct DataSet {
     source: Box<dyn SampleSource>,
     task: Task,
     metric: Option<String>,
+    /// What the output `logits` of the model holds.
+    logits: LogitKind,
     description: String,
     /// The batch size, if the model accepts only one, and that is larger than 1.
     fixed_batch: Option<usize>,
@@ -179,6 +181,7 @@ impl DataSet {
             source,
             task,
             metric: options.metric.clone(),
+            logits: LogitKind::from_config(target.config),
             description,
             fixed_batch,
             limit: options.samples,
@@ -211,6 +214,11 @@ impl DataSet {
     /// The registered metric to compute instead of that of the task.
     pub fn metric(&self) -> Option<&str> {
         self.metric.as_deref()
+    }
+
+    /// What the output `logits` of the model holds that the data was opened for.
+    pub fn logits(&self) -> LogitKind {
+        self.logits
     }
 
     /// Path of the data, or name of its source.
@@ -447,6 +455,7 @@ mod tests {
             source: Box::new(Numbers(count)),
             task: Task::Fidelity,
             metric: None,
+            logits: LogitKind::default(),
             description: "numbers".into(),
             fixed_batch: None,
             limit: None,

@@ -74,7 +74,7 @@ impl Comparison {
     pub fn fidelity(&self, model: &Model, resources: Resources) -> Result<Fidelity> {
         let cached = self.cached.get();
         let original = Some(&self.original).filter(|_| cached.is_none());
-        let (mut fidelity, mut known) = (FidelityAccumulator::default(), cached.into_iter().flatten());
+        let (mut fidelity, mut known) = (FidelityAccumulator::new(self.original.logit_kind()?), cached.into_iter().flatten());
         let (mut bytes, mut kept) = (0, Vec::new());
         self.each_batch([model].into_iter().chain(original), resources, |batch, outputs| {
             let mut outputs = outputs.into_iter();

@@ -6,13 +6,14 @@ use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
 use super::embedding::cosine_from_products;
-use super::{Fidelity, OutputFidelity, Outputs, in_chunks, tensor_error};
+use super::{Fidelity, OutputFidelity, Outputs, divergence, in_chunks, tensor_error};
 use crate::arch::BOXES;
 use crate::data::{Batch, Padding, SequenceRole, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
-use crate::ir::ops::{ScalarOps, on_host};
+use crate::ir::ops::on_host;
+use crate::model::LogitKind;
 
 /// Lower bound of the signal to quantization noise ratio, in decibels.
 const MIN_SQNR: f64 = -300.0;
@@ -20,11 +21,17 @@ const MIN_SQNR: f64 = -300.0;
 /// Accumulates the differences of all float outputs of two models over batches.
 #[derive(Debug, Clone, Default)]
 pub struct FidelityAccumulator {
+    logits: LogitKind,
     outputs: BTreeMap<String, OutputAccumulator>,
     not_compared: BTreeMap<String, String>,
 }
 
 impl FidelityAccumulator {
+    /// For models whose output `logits`, if each sample has one row, holds this.
+    pub fn new(logits: LogitKind) -> FidelityAccumulator {
+        FidelityAccumulator { logits, ..FidelityAccumulator::default() }
+    }
+
     /// Adds the outputs of both models on one batch.
     pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
         let padding = Padding::from_batch(batch).map_err(tensor_error)?;
@@ -37,7 +44,7 @@ impl FidelityAccumulator {
         for name in names {
             let reason = match (before.get(&name), after.get(&name)) {
                 (Some(a), Some(b)) if a.dims() == b.dims() => {
-                    let layout = Layout::new(&name, before, a.dims(), batch);
+                    let layout = Layout::new(&name, (before, self.logits), a.dims(), batch);
                     self.outputs.entry(name.clone()).or_default().add((&name, layout), batch, &padding, a, b)?;
                     compared = true;
                     continue;
@@ -68,12 +75,12 @@ struct Layout {
     width: usize,
     /// Whether each row belongs to a token.
     tokens: bool,
-    /// Whether each row holds the logits of a distribution. The scores of a detector are sigmoids.
-    logits: bool,
+    /// What each row holds.
+    kind: LogitKind,
 }
 
 impl Layout {
-    fn new(name: &str, outputs: &Outputs, dims: &[usize], batch: &Batch) -> Layout {
+    fn new(name: &str, (outputs, kind): (&Outputs, LogitKind), dims: &[usize], batch: &Batch) -> Layout {
         let tokens = dims.len() == 3 && batch.inputs.values().any(|input| input.rank() == 2 && dims.starts_with(input.dims()));
         let logits = name == "logits" && matches!(dims.len(), 2 | 3) && dims.last() > Some(&1);
         let width = match dims {
@@ -81,7 +88,13 @@ impl Layout {
             [.., last] if tokens || logits => *last,
             [_, sample @ ..] => sample.iter().product(),
         };
-        Layout { width: width.max(1), tokens, logits: logits && !outputs.contains_key(BOXES) }
+        let kind = match dims.len() {
+            // The scores of a detector are sigmoids.
+            _ if !logits || outputs.contains_key(BOXES) => LogitKind::Values,
+            2 => kind,
+            _ => LogitKind::Classes,
+        };
+        Layout { width: width.max(1), tokens, kind }
     }
 }
 
@@ -127,7 +140,7 @@ impl ColumnSums {
 /// Accumulated differences of one output.
 #[derive(Debug, Clone, Default)]
 struct OutputAccumulator {
-    logits: bool,
+    kind: LogitKind,
     /// The sums over all rows, if each has one element.
     column: Option<ColumnSums>,
     rows: u64,
@@ -145,12 +158,12 @@ impl OutputAccumulator {
     fn add(&mut self, (name, layout): (&str, Layout), batch: &Batch, padding: &Padding, a: &Tensor, b: &Tensor) -> Result<()> {
         // Exported encoder-decoder models also return the encoder's hidden states.
         let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
-        self.logits = layout.logits;
+        self.kind = layout.kind;
         if layout.width == 1 {
             self.column.get_or_insert_default();
         }
         let kept = if layout.tokens { padding.token_rows(TokenAxis { role, axis: Some(1) }, a.dims()) } else { None };
-        let rows = rows(a, b, layout.width, layout.logits).map_err(tensor_error)?;
+        let rows = rows(a, b, layout.width, layout.kind).map_err(tensor_error)?;
         // Rows are computed in parallel and summed in order, so that results do not depend on the number
         // of threads.
         for (index, row) in rows.iter().enumerate() {
@@ -187,8 +200,9 @@ impl OutputAccumulator {
             // Clamped, because JSON has no minus infinity, which results if all outputs of the first
             // model are zero.
             sqnr_db: (self.noise > 0.0).then(|| (10.0 * (self.signal / self.noise).log10()).max(MIN_SQNR)),
-            kl: self.logits.then_some(self.divergence / rows),
-            top1_agreement: self.logits.then_some(self.agreements as f64 / rows),
+            kl: (self.kind == LogitKind::Classes).then_some(self.divergence / rows),
+            label_kl: (self.kind == LogitKind::Labels).then_some(self.divergence / rows),
+            top1_agreement: (self.kind == LogitKind::Classes).then_some(self.agreements as f64 / rows),
             max_abs_error: self.error,
             largest: self.largest,
         }
@@ -210,7 +224,7 @@ struct Row {
 }
 
 impl Row {
-    fn from_values(a: &[f32], b: &[f32], logits: bool) -> Row {
+    fn from_values(a: &[f32], b: &[f32], kind: LogitKind) -> Row {
         let first = |values: &[f32]| values.first().map_or(0.0, |value| f64::from(*value));
         let mut row = Row { first: [first(a), first(b)], ..Row::default() };
         let (mut both, mut other) = (0f64, 0f64);
@@ -230,43 +244,45 @@ impl Row {
         if !row.signal.is_finite() {
             row.largest = f64::NAN;
         }
-        if logits {
-            row.divergence = divergence(a, b);
-            row.agrees = argmax(a) == argmax(b);
+        match kind {
+            LogitKind::Classes => (row.divergence, row.agrees) = (clamp_negative(divergence::of_classes(a, b)), argmax(a) == argmax(b)),
+            LogitKind::Labels => row.divergence = clamp_negative(divergence::of_labels(a, b)),
+            LogitKind::Values => {}
         }
         row
     }
 }
 
 /// Differences of each row. Rows on a device are reduced there.
-fn rows(a: &Tensor, b: &Tensor, width: usize, logits: bool) -> candle_core::Result<Vec<Row>> {
+fn rows(a: &Tensor, b: &Tensor, width: usize, kind: LogitKind) -> candle_core::Result<Vec<Row>> {
     if on_host(a.device()) || !a.device().same_device(b.device()) {
         let (a, b) = (floats_on_host(a, Cause::Answers)?, floats_on_host(b, Cause::Answers)?);
-        let all = |a: &[f32], b: &[f32]| a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).map(|(a, b)| Row::from_values(a, b, logits)).collect();
+        let all = |a: &[f32], b: &[f32]| a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).map(|(a, b)| Row::from_values(a, b, kind)).collect();
         return read(&a, |a| read(&b, |b| Ok(all(a, b))));
     }
     let flat = |tensor: &Tensor| tensor.reshape((tensor.elem_count() / width, width));
     let (a, b) = (flat(a)?, flat(b)?);
     in_chunks(a.dim(0)?, width, |rows| {
         let chunk = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len())?.to_dtype(DType::F64);
-        rows_on_device(&chunk(&a)?, &chunk(&b)?, logits)
+        rows_on_device(&chunk(&a)?, &chunk(&b)?, kind)
     })
 }
 
 /// [`Row::from_values`] for `[rows, width]` on a device.
-fn rows_on_device(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<Vec<Row>> {
+fn rows_on_device(a: &Tensor, b: &Tensor, kind: LogitKind) -> candle_core::Result<Vec<Row>> {
     let difference = (a - b)?;
     let sum = |products: Tensor| products.sum(D::Minus1);
     let mut figures =
         vec![sum((a * b)?)?, sum(a.sqr()?)?, sum(b.sqr()?)?, sum(difference.sqr()?)?, difference.abs()?.max(D::Minus1)?, a.abs()?.max(D::Minus1)?];
     let first = |tensor: &Tensor| tensor.narrow(1, 0, 1)?.squeeze(1);
     figures.extend([first(a)?, first(b)?]);
-    if logits {
-        let log_softmax = |logits: &Tensor| logits.broadcast_sub(&logits.log_sum_exp(D::Minus1)?.unsqueeze(1)?);
-        let (p, q) = (log_softmax(a)?, log_softmax(b)?);
-        let (probability, terms) = (p.exp()?, (&p - q)?);
-        figures.push(sum(probability.eq_scalar(0.0)?.where_cond(&probability, &(&probability * terms)?)?)?);
-        figures.push(a.argmax(D::Minus1)?.eq(&b.argmax(D::Minus1)?)?.to_dtype(DType::F64)?);
+    match kind {
+        LogitKind::Classes => {
+            let agrees = a.argmax(D::Minus1)?.eq(&b.argmax(D::Minus1)?)?;
+            figures.extend([divergence::of_classes_on_device(a, b)?, agrees.to_dtype(DType::F64)?]);
+        }
+        LogitKind::Labels => figures.push(divergence::of_labels_on_device(a, b)?),
+        LogitKind::Values => {}
     }
     let values: Vec<f64> = transfer::values(&Tensor::stack(&figures, 1)?, Cause::Answers)?;
     let row = |values: &[f64]| {
@@ -282,22 +298,6 @@ fn rows_on_device(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<V
 /// Index of the largest logit; the first one of equal logits.
 fn argmax(logits: &[f32]) -> Option<usize> {
     logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0))).map(|(index, _)| index)
-}
-
-/// Kullback-Leibler divergence `sum p (ln p - ln q)` of the softmax distributions of two rows of logits.
-fn divergence(a: &[f32], b: &[f32]) -> f64 {
-    let total = |logits: &[f32]| {
-        let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        f64::from(highest) + logits.iter().map(|l| f64::from(l - highest).exp()).sum::<f64>().ln()
-    };
-    let (all_a, all_b) = (total(a), total(b));
-    let term = |(x, y): (&f32, &f32)| {
-        let (p, q) = (f64::from(*x) - all_a, f64::from(*y) - all_b);
-        let probability = p.exp();
-        // The term is 0 for p = 0, also if q = 0, where `p - q` is NaN.
-        if probability == 0.0 { 0.0 } else { probability * (p - q) }
-    };
-    clamp_negative(a.iter().zip(b).map(term).sum())
 }
 
 /// Replaces a sum that is negative due to rounding by zero. Unlike `max`, preserves NaN.
@@ -396,6 +396,24 @@ mod tests {
         assert!(alone.kl > Some(0.0) && alone.cosine == found.outputs["logits"].cosine, "{alone:?} {found:?}");
     }
 
+    /// Each label of a multi-label classifier has its own probability, but tokens have a distribution.
+    #[test]
+    fn figures_depend_on_the_kind_of_logits() {
+        let found = |kind, shape: &[usize]| {
+            let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+            let outputs = |seed| -> Outputs { [("logits".to_owned(), numbers(shape, seed))].into() };
+            let mut fidelity = FidelityAccumulator::new(kind);
+            fidelity.add(&batch, &outputs(1), &outputs(2)).unwrap();
+            let found = fidelity.finish();
+            assert_eq!(found.label_kl, found.outputs["logits"].label_kl);
+            [found.kl, found.top1_agreement, found.label_kl].map(|figure| figure.is_some())
+        };
+        assert_eq!(found(LogitKind::Classes, &[2, 5]), [true, true, false]);
+        assert_eq!(found(LogitKind::Labels, &[2, 5]), [false, false, true]);
+        assert_eq!(found(LogitKind::Values, &[2, 5]), [false; 3]);
+        assert_eq!(found(LogitKind::Labels, &[2, 4, 5]), [true, true, false]);
+    }
+
     /// The cosine of one element depends only on its sign.
     #[test]
     fn outputs_with_one_element_per_sample_are_compared_over_all_samples() {
@@ -456,10 +474,10 @@ mod tests {
         (66..99).for_each(|i| b[i] = a[i]);
         (a[100], b[131]) = (f32::NAN, f32::INFINITY);
         let tensor = |values: &[f32]| Tensor::from_slice(values, (4, 33), &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
-        for logits in [true, false] {
-            let device = rows_on_device(&tensor(&a), &tensor(&b), logits).unwrap();
+        for kind in [LogitKind::Classes, LogitKind::Labels, LogitKind::Values] {
+            let device = rows_on_device(&tensor(&a), &tensor(&b), kind).unwrap();
             for (index, (device, (a, b))) in device.iter().zip(a.chunks(33).zip(b.chunks(33))).enumerate() {
-                let host = Row::from_values(a, b, logits);
+                let host = Row::from_values(a, b, kind);
                 let figures =
                     |row: &Row| [row.cosine, row.signal, row.noise, row.error, row.divergence, f64::from(u8::from(row.agrees)), row.first[0], row.first[1]];
                 for (host, device) in figures(&host).into_iter().zip(figures(device)) {
@@ -469,7 +487,7 @@ mod tests {
             assert_eq!(device.len(), 4);
         }
         // A token with probability zero in both models does not make the divergence NaN.
-        assert!(Row::from_values(&a[..33], &b[..33], true).divergence > 0.0);
+        assert!(Row::from_values(&a[..33], &b[..33], LogitKind::Classes).divergence > 0.0);
     }
 
     #[test]

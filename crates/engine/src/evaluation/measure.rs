@@ -76,7 +76,7 @@ impl Evaluation {
         Ok(Evaluation {
             metrics: (0..models).map(|_| metric(data)).collect::<Result<_>>()?,
             times: vec![Duration::ZERO; models],
-            pairs: pairs.iter().map(|pair| (*pair, FidelityAccumulator::default())).collect(),
+            pairs: pairs.iter().map(|pair| (*pair, FidelityAccumulator::new(data.logits()))).collect(),
             samples: 0,
         })
     }

@@ -19,6 +19,7 @@ mod running {
     mod classification;
     mod comparison;
     mod custom_metric;
+    mod divergence;
     mod embedding;
     mod fidelity;
     mod folded_states;

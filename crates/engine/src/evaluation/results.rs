@@ -52,6 +52,10 @@ pub struct Fidelity {
     pub sqnr_db: Option<f64>,
     /// Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits.
     pub kl: Option<f64>,
+    /// Mean Kullback-Leibler divergence of the probability of a label, in nats; only for the logits of
+    /// multi-label classifiers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label_kl: Option<f64>,
     /// Fraction of the predictions with the same top class; only for logits.
     pub top1_agreement: Option<f64>,
     /// Largest absolute difference, of the output with the largest difference relative to its values.
@@ -89,6 +93,10 @@ pub struct OutputFidelity {
     pub sqnr_db: Option<f64>,
     /// Mean Kullback-Leibler divergence, in nats; only for logits.
     pub kl: Option<f64>,
+    /// Mean Kullback-Leibler divergence of the probability of a label, in nats; only for the logits of
+    /// multi-label classifiers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label_kl: Option<f64>,
     /// Fraction of the rows with the same top class; only for logits.
     pub top1_agreement: Option<f64>,
     /// Largest absolute difference.
@@ -121,6 +129,7 @@ impl Fidelity {
             cosine_min: worst(&|output| Some(-output.cosine_min)).map_or(1.0, |(_, output)| output.cosine_min),
             sqnr_db: worst(&|output| output.sqnr_db.map(|db| -db)).and_then(|(_, output)| output.sqnr_db),
             kl: worst(&|output| output.kl).and_then(|(_, output)| output.kl),
+            label_kl: worst(&|output| output.label_kl).and_then(|(_, output)| output.label_kl),
             top1_agreement: worst(&|output| output.top1_agreement.map(|part| -part)).and_then(|(_, output)| output.top1_agreement),
             max_abs_error: error.map_or(0.0, |output| output.max_abs_error),
             largest: error.map_or(0.0, |output| output.largest),
@@ -350,7 +359,16 @@ mod tests {
     #[test]
     fn one_output_with_nan_is_found_among_others() {
         let lost = |(max_abs_error, largest)| {
-            let equal = OutputFidelity { cosine: 1.0, cosine_min: 1.0, sqnr_db: None, kl: None, top1_agreement: None, max_abs_error: 0.0, largest: 1.0 };
+            let equal = OutputFidelity {
+                cosine: 1.0,
+                cosine_min: 1.0,
+                sqnr_db: None,
+                kl: None,
+                label_kl: None,
+                top1_agreement: None,
+                max_abs_error: 0.0,
+                largest: 1.0,
+            };
             let other = OutputFidelity { max_abs_error, largest, ..equal.clone() };
             Fidelity::worst_of([("a".to_owned(), equal), ("b".to_owned(), other)].into(), BTreeMap::new()).lost_finite_values()
         };
@@ -372,6 +390,7 @@ mod tests {
             cosine_min: cosine - 0.1,
             sqnr_db,
             kl,
+            label_kl: None,
             top1_agreement: kl.map(|kl| 1.0 - kl),
             max_abs_error,
             largest,

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{AuxiliaryFiles, Config, Model, adapter, no_single_label};
+use super::{AuxiliaryFiles, Config, LogitKind, Model, adapter, no_single_label};
 use crate::arch::{self, SentenceModule, Settings};
 use crate::error::{Error, Result};
 use crate::files;
@@ -248,6 +248,11 @@ impl Model {
             _ => None,
         };
         graph.nodes().iter().filter_map(input).collect()
+    }
+
+    /// What the output `logits` holds.
+    pub fn logit_kind(&self) -> Result<LogitKind> {
+        Ok(LogitKind::from_config(self.preprocessing()?.1.values()))
     }
 
     /// Rejects models whose output `logits`, if there is one, is not a distribution over classes or tokens.

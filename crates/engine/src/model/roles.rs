@@ -82,6 +82,29 @@ pub fn no_single_label(config: &Map<String, Value>, classes: Option<usize>) -> O
     }
 }
 
+/// What the output `logits` of a model holds, if each sample has one row.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum LogitKind {
+    /// A distribution over classes.
+    #[default]
+    Classes,
+    /// A probability of each label, as sigmoids.
+    Labels,
+    /// Other values.
+    Values,
+}
+
+impl LogitKind {
+    /// By the `problem_type` of a configuration.
+    pub fn from_config(config: &Map<String, Value>) -> LogitKind {
+        match config.get("problem_type").and_then(Value::as_str) {
+            None | Some("single_label_classification") => LogitKind::Classes,
+            Some("multi_label_classification") => LogitKind::Labels,
+            Some(_) => LogitKind::Values,
+        }
+    }
+}
+
 /// Whether a weight belongs to a linear layer or a convolution, by its name and shape.
 pub fn is_prunable(name: &str, weight: &Weight) -> bool {
     let named = match weight.role {

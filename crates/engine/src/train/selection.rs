@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Training, weight_rounding};
+use super::{QuantizerScales, Training, weight_rounding};
 use crate::error::Result;
 use crate::ir::{Graph, Node, Op};
 use crate::model::Model;
@@ -29,6 +29,22 @@ pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Re
 /// Returns a predicate for the parameters that are trained.
 pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
     let statistics = statistics(graph);
-    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-    move |name| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name)
+    move |name| !statistics.contains(name) && selects(targets, ignore, name)
+}
+
+fn selects(targets: &[Pattern], ignore: &[Pattern], name: &str) -> bool {
+    let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
+    (targets.is_empty() || any(targets)) && !any(ignore)
+}
+
+impl Training {
+    /// Whether the codes of a quantized weight with this name are trained, from its values before
+    /// quantization.
+    pub fn trains_codes(&self, name: &str) -> bool {
+        let is_trained = match &self.adapter {
+            Some(adapter) => adapter.absorb && selects(&adapter.targets, &[], name),
+            None => selects(&self.targets, &self.ignore, name),
+        };
+        is_trained && self.scales != QuantizerScales::Only
+    }
 }

@@ -318,7 +318,7 @@ mod tests {
             for order in orders(size) {
                 let solve = |solver: &Solver| {
                     let rule = |values: &[f32]| {
-                        let mut grid = Grid { levels, group: 32, steps: Vec::new(), order: &order, store: single as fn(f64) -> f32 };
+                        let mut grid = Grid { levels, group: 32, steps: Vec::new(), order: &order, store: Some(single as fn(f64) -> f32) };
                         grid.fit(values, &vec![1.0; size], Range::MinMax);
                         let mut rule = ColumnSolver::new(Zeros::None, Some(grid));
                         rule.zeroed = frozen.chunks(size).flat_map(|row| order.iter().map(|column| row[*column])).collect();

@@ -37,7 +37,7 @@ pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
     sweeps: usize,
 ) -> Result<Tensor> {
     let ((size, rows), device) = (values.dims2()?, hessian.device());
-    if !matches!(grid.levels, Levels::Integers(_)) || grid.has_fixed_scales() {
+    if !matches!(grid.levels, Levels::Integers(_)) || grid.store.is_none() {
         let on_host = Hessian::from_damped(transfer::values(hessian, Cause::Statistics)?, size);
         let mut found = by_row(&values)?;
         on_host.refine(&by_row(&targets)?, &mut found, grid, frozen, sweeps);
@@ -102,7 +102,7 @@ impl Descent<'_> {
         let mut changes = vec![0f32; rows * count];
         let each = count + count * (count + 1) / 2;
         let lines = grid.steps.par_chunks_mut(size.div_ceil(group)).zip(sums.par_chunks(each)).zip(changes.par_chunks_mut(count));
-        let store = &grid.store;
+        let Some(store) = &grid.store else { return Ok(()) };
         lines.for_each(|((steps, sums), changes)| fit_row(&mut steps[index..][..count], sums, changes, store));
         if changes.iter().any(|change| *change != 0.0) {
             let groups = indices((first..end).map(|column| (column / group - index) as u32).collect(), device)?;
@@ -214,7 +214,7 @@ mod tests {
             let order: Vec<usize> = (0..size).collect();
             let [before, host, device] = [None, Some(true), Some(false)].map(|on_host| {
                 let levels = Levels::Integers(IntegerGrid { bits: 4, symmetric });
-                let mut grid = Grid { levels, group, steps: Vec::new(), order: &order, store: multiple as fn(f64) -> f32 };
+                let mut grid = Grid { levels, group, steps: Vec::new(), order: &order, store: Some(multiple as fn(f64) -> f32) };
                 grid.fit(&targets, &vec![1.0; size], Range::MinMax);
                 let mut values = targets.clone();
                 grid.round(&mut values);

@@ -224,7 +224,7 @@ impl Formats for Blocks {
         vec![Gguf { file_type: FileType::F16, ..Gguf::default() }.into()]
     }
 
-    /// The matrices that no pass has quantized, such as the embedding table, are rounded without importance.
+    /// The matrices that no pass has quantized, such as the embedding table, are measured without importance.
     fn stored(&self, mut model: Model, units: &[Unit], options: &[usize]) -> Model {
         for (name, option, _) in self.by_weight(units, options) {
             if let Some(weight) = model.weights.by_name.get_mut(name).filter(|weight| weight.exact_blocks().is_none()) {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::formats::{Writing, applied};
+use super::formats::{Formats, Writing, applied};
 use super::measure::Measurement;
 use super::{Budget, Found, Point, Search};
 use crate::calibration::ActivationObserver;
@@ -126,7 +126,9 @@ impl Search<'_> {
             let judged = if most.is_zero() {
                 None
             } else {
-                within(most, self.context.work.cancel, |cancel| self.judged(&candidate, &writing.exports, (&*found, &point), &measurement, cancel))?
+                within(most, self.context.work.cancel, |cancel| {
+                    self.judged(&candidate, &writing.exports, (&*found, &point), (&measurement, &*formats), cancel)
+                })?
             };
             let taken = begun.elapsed();
             let measured = judged.as_ref().and_then(|judged| judged.measured);
@@ -148,7 +150,14 @@ impl Search<'_> {
     }
 
     /// The point with the size, the loss and the score of the model that a candidate produces.
-    fn judged(&self, candidate: &Candidate, exports: &[Export], (found, point): (&Found, &Point), measurement: &Measurement, cancel: &Cancel) -> Result<Point> {
+    fn judged(
+        &self,
+        candidate: &Candidate,
+        exports: &[Export],
+        (found, point): (&Found, &Point),
+        (measurement, formats): (&Measurement, &dyn Formats),
+        cancel: &Cancel,
+    ) -> Result<Point> {
         let Context { work, seed, data, device, memory, .. } = self.context;
         let context =
             Context { work: Work { cancel, ..*work }, seed: *seed, data, device: device.clone(), memory: *memory, memory_tracker: None, checkpoints: None };
@@ -157,7 +166,7 @@ impl Search<'_> {
         if let [export] = exports {
             judged.bytes = export.format().forecast(&model, &run)?.bytes;
         }
-        let model = self.formats()?.stored(model, &found.units, &point.options);
+        let model = formats.stored(model, &found.units, &point.options);
         measurement.judge(model, &mut judged)?;
         Ok(judged)
     }

@@ -40,13 +40,18 @@ struct BlockBytes(Weight);
 
 impl WeightSource for BlockBytes {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let mut bytes = Vec::new();
-        self.0.visit(1, &mut |block| {
-            bytes.extend_from_slice(block.now.blocks);
-            Ok(())
-        })?;
-        Bytes { dtype: DType::U8, bytes }.visit(unit, sink)
+        Bytes { dtype: DType::U8, bytes: bytes_of(&self.0, |view| view.blocks)? }.visit(unit, sink)
     }
+}
+
+/// All bytes of a part of a weight.
+fn bytes_of(weight: &Weight, part: for<'v> fn(&View<'v>) -> &'v [u8]) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    weight.visit(1, &mut |block| {
+        bytes.extend_from_slice(part(&block.now));
+        Ok(())
+    })?;
+    Ok(bytes)
 }
 
 /// Scales and zero points of the blocks of a quantized weight.
@@ -147,11 +152,7 @@ impl BlockQuantized {
     /// The bytes of all blocks, if they are given.
     fn blocks(&self) -> Result<Vec<u8>> {
         let BlockScales::Blocks(stored) = &self.scales else { return Ok(Vec::new()) };
-        let mut bytes = Vec::new();
-        stored.visit(1, &mut |block| {
-            bytes.extend_from_slice(block.now.values);
-            Ok(())
-        })?;
+        let bytes = bytes_of(stored, |view| view.values)?;
         let expected = self.upstream.elements().checked_div(self.kind.elements()).and_then(|blocks| blocks.checked_mul(self.kind.bytes()));
         if expected == Some(bytes.len()) {
             return Ok(bytes);
