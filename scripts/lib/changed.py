@@ -23,7 +23,7 @@ CRATES = {
 }
 # Modules of tests/it that test files, by the beginning of their path; all matching rows apply.
 TESTS = {
-    "crates/kernels/": "ops laws goldens",
+    "crates/kernels/": "ops laws goldens gguf::tuned",
     "crates/core/src/files": "cli::commands cli::hub_output mutated",
     "crates/core/src/output": "cli parts",
     "crates/core/src/store/gguf": "contract contract_files loads",
@@ -40,7 +40,7 @@ TESTS = {
     "crates/engine/src/train/communicator": "layerwise_processes",
     "crates/engine/src/train/team": "layerwise_processes",
     "crates/engine/src/generation": "generation drafts draft_command on_policy onnx_cached draft_heads",
-    "crates/engine/src/train": "adapters contrastive dropout on_policy qat teacher_files train train_encoder_decoder train_extension train_processes train_reports training_data optimizers tape",
+    "crates/engine/src/train": "adapters contrastive dropout on_policy qat teacher_files train train_encoder_decoder train_extension train_processes train_reports training_data optimizers tape gguf::tuned",
     "src/build": "cached package",
     "src/cli": "cli python_package deployment",
     "src/cli/running/draft": "draft_command draft_heads",

@@ -19,15 +19,17 @@ impl Pipeline {
     pub(super) fn add_record(run: &mut RunState, applied: Applied, (before, after): (&Model, &Model)) {
         let (before, after) = (&before.weights.by_name, &after.weights.by_name);
         let source = |weight: &Weight| Arc::as_ptr(&weight.source()).cast::<()>();
+        let unrounded = |weight: &Weight| weight.exact_blocks().and_then(|_| weight.source().unrounded().map(source));
         let sources: BTreeSet<*const ()> = before.values().map(source).collect();
+        // Blocks of the same values are the same codes with trained scales.
         let is_changed = |(name, weight): &(&String, &Weight)| {
-            let had_blocks = before.get(*name).is_some_and(|weight| weight.exact_blocks().is_some());
-            had_blocks && !sources.contains(&source(weight))
+            let blocks = before.get(*name).and_then(unrounded);
+            blocks.is_some() && blocks != unrounded(weight) && !sources.contains(&source(weight))
         };
         let count = after.iter().filter(is_changed).count();
         if count > 0 {
             run.notes.push(format!(
-                "{WARNING}{}: {} that `quantize` has stored in blocks of a GGUF file are changed, so that a file rounds them again: make `quantize` the last pass",
+                "{WARNING}{}: {} that `quantize` has stored in blocks of a GGUF file are changed, so that a file rounds them again: make `quantize` the last pass, or train only their scales (`scales: only`)",
                 applied.name,
                 counted(count, "weight")
             ));

@@ -42,11 +42,13 @@ METHODS = {
     "autoround, guided": "method: autoround, guide: loss",
 }
 OTHERS = {"NVFP4A16": ["rtn", "gptq"], "MXFP4A16": ["rtn", "gptq"], "W8A8": ["rtn", "gptq", "smoothquant"]}
+# Written to GGUF files, whose embeddings have the type of the file.
+GGUF = {name: ["rtn", "gptq"] for name in ["Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K"]}
 TUNED = ", tuned"
 # Options of `quantize` by the name of a row. Each of them can also be tuned.
 ROWS = {
     **{f"{name}, {method}": f"scheme: {name}, group_size: 64, {options}" for name in INTEGERS for method, options in METHODS.items()},
-    **{f"{name}, {method}": f"scheme: {name}, method: {method}" for name, methods in OTHERS.items() for method in methods},
+    **{f"{name}, {method}": f"scheme: {name}, method: {method}" for name, methods in {**OTHERS, **GGUF}.items() for method in methods},
 }
 
 
@@ -90,8 +92,9 @@ class Rows:
         recipe, tuned = self.scratch / "recipe.yaml", name.endswith(TUNED)
         data = f"calibration: {{ arrays: {self.known} }}" + (f", train: {{ arrays: {self.train} }}" if tuned else "")
         options = ROWS[name.removesuffix(TUNED)]
-        recipe.write_text(f"model: {self.model}\ndata: {{ {data} }}\npasses:\n  - quantize: {{ {options} }}\n{TUNE if tuned else ''}output: {self.out}\n")
-        return self.measured(timed([self.binary, "run", recipe, "--force", "--quiet", "--no-measure"]), self.out)
+        out = self.out.with_suffix(".gguf") if name.split(",")[0] in GGUF else self.out
+        recipe.write_text(f"model: {self.model}\ndata: {{ {data} }}\npasses:\n  - quantize: {{ {options} }}\n{TUNE if tuned else ''}output: {out}\n")
+        return self.measured(timed([self.binary, "run", recipe, "--force", "--quiet", "--no-measure"]), out)
 
     def peer(self, scheme, iterations):
         out = self.scratch / "peer"

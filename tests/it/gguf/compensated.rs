@@ -30,7 +30,8 @@ fn tokens() -> Tensor {
     Tensor::from_vec((0..(2 * SAMPLES * TOKENS) as i64).map(|i| (i * i * 7 + i / 5) % 41).collect::<Vec<_>>(), (2 * SAMPLES, TOKENS), &Device::Cpu).unwrap()
 }
 
-fn calibration(folder: &Path) -> Data {
+/// Calibration samples in a file of the folder.
+pub(super) fn calibration(folder: &Path) -> Data {
     let path = folder.join("tokens.safetensors");
     let ids = tokens();
     candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();

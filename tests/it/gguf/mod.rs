@@ -9,6 +9,7 @@ mod importance;
 mod quantizer;
 mod reading;
 mod same_codes;
+mod tuned;
 mod types;
 mod vocabularies;
 mod writing;

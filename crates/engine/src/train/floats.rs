@@ -3,12 +3,19 @@
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
+use crate::error::Error;
 use crate::exec::transfer::{self, Cause};
 pub(super) use crate::exec::{change, read};
 
 /// Elements of one job of an elementwise loop, a multiple of
 /// [`dynamic_8bit::BLOCK`](crate::kernel::dynamic_8bit::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;
+
+/// Converts an error of an operation on the tensor with this name.
+pub(super) fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
+    let what = format!("tensor `{name}`");
+    move |e| Error::candle(what, e)
+}
 
 /// Returns the tensor as contiguous f32 on the host, without a copy if it already is.
 pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
 use crate::ir::{Bindings, Element, Graph, TensorType, Value};
 use crate::model::{Model, is_linear};
-use crate::store::Encoding;
+use crate::store::{Encoding, ExactBlocks, Weight};
 
 /// Predicted peak memory of a training step, in bytes by category.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -70,8 +70,17 @@ pub fn forecast(
         if let Some(adapter) = options.adapter.as_ref().filter(|adapter| adapter.absorb) {
             return Some((adapter.rank * weight.shape.iter().sum::<usize>()) as u64);
         }
-        let (Encoding::Quantized(spec), QuantizerScales::Only) = (&weight.encoding, options.scales) else { return None };
-        Some(spec.scale_shape(&weight.shape).iter().product::<usize>() as u64)
+        match (&weight.encoding, options.scales, weight.exact_blocks()) {
+            (Encoding::Quantized(spec), QuantizerScales::Only, _) => Some(spec.scale_shape(&weight.shape).iter().product::<usize>() as u64),
+            (_, QuantizerScales::Only, Some(ExactBlocks { kind, .. })) => Some((weight.elements() / kind.elements() * kind.factors_per_block()) as u64),
+            _ => None,
+        }
+    };
+    // BF16 codes, blocks, or the floats that absorb an adapter.
+    let code_bytes = |value: &Value| match model.weights.by_name.get(&value.name).and_then(Weight::exact_blocks) {
+        _ if options.adapter.is_some() => 4 * elements(&value.ty),
+        Some(ExactBlocks { kind, .. }) => elements(&value.ty) / kind.elements() as u64 * kind.bytes() as u64,
+        None => 2 * elements(&value.ty),
     };
     let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
     let linear = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
@@ -114,8 +123,8 @@ pub fn forecast(
     };
     // Trained weights need f32 master weights, and a copy if the forward pass rounds or converts them.
     let weight_bytes = |value: &Value| match trained(value) {
-        // BF16 codes, or the floats that absorb an adapter, and the dequantized weight.
-        count if codes(value).is_some() => 4 * count + (if options.adapter.is_some() { 4 } else { 2 } + width) * elements(&value.ty),
+        // The codes, and the dequantized weight.
+        count if codes(value).is_some() => 4 * count + code_bytes(value) + width * elements(&value.ty),
         0 => frozen(value)[0] + computed_norm(value),
         count if width == 4 && !is_rounded(value) => 4 * count,
         count => (4 + width) * count,

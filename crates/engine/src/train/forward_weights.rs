@@ -6,17 +6,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::absorbed::Absorbed;
+use super::fixed_codes::FixedCodes;
+use super::floats::failed;
 use super::output_norm::OutputNorms;
 use super::scales;
 use super::weight_rounding::Rounding;
 use crate::error::{Error, Result};
 use crate::exec::{ManagedTensor, Residence, load_tensor};
 use crate::store::Weight;
-
-pub(super) fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    let what = format!("tensor `{name}`");
-    move |e| Error::candle(what, e)
-}
 
 pub(super) fn not_part(name: &str) -> Error {
     Error::tensor(name, "is not a parameter of this training", "")
@@ -29,6 +26,7 @@ pub(super) struct ForwardWeights {
     pub packed: Arc<BTreeMap<String, Weight>>,
     pub norms: Arc<OutputNorms>,
     pub rounded: Arc<BTreeMap<String, Rounding>>,
+    pub with_fixed_codes: Arc<BTreeMap<String, Box<dyn FixedCodes>>>,
     pub absorbed: Arc<BTreeMap<String, Absorbed>>,
     pub device: Device,
     pub compute: DType,
@@ -49,17 +47,17 @@ impl ForwardWeights {
             };
             return self.norms.compute(name, norm, &|name| self.get(name), copied);
         }
-        let rounding = self.rounded.get(name);
-        let learned = if rounding.is_some() { learned(&self.masters, name, &self.device)? } else { None };
+        let (rounding, fixed_codes) = (self.rounded.get(name), self.with_fixed_codes.get(name));
+        let learned = if rounding.is_some() || fixed_codes.is_some() { learned(&self.masters, name, &self.device)? } else { None };
         let Some(master) = self.masters.get(name) else {
             let fixed = self.fixed.get(name).ok_or_else(|| not_part(name))?.load(&self.device)?;
-            let Some(rounding) = rounding else { return Ok(fixed) };
-            if let Some(absorbed) = self.absorbed.get(name) {
-                let [inner, outer] = factors(&self.masters, absorbed, &self.device)?;
-                let sum = absorbed.sum(&fixed, [&inner, &outer]);
-                return sum.and_then(|sum| rounding.apply(&sum, None)?.to_dtype(self.compute)).map_err(failed(name));
+            if let Some(codes) = fixed_codes {
+                return codes.dequantize(&fixed, learned.as_ref()).and_then(|weight| weight.to_dtype(self.compute)).map_err(failed(name));
             }
-            return rounding.dequantize(&fixed, learned.as_ref()).and_then(|weight| weight.to_dtype(self.compute)).map_err(failed(name));
+            let Some((rounding, absorbed)) = rounding.zip(self.absorbed.get(name)) else { return Ok(fixed) };
+            let [inner, outer] = factors(&self.masters, absorbed, &self.device)?;
+            let sum = absorbed.sum(&fixed, [&inner, &outer]);
+            return sum.and_then(|sum| rounding.apply(&sum, None)?.to_dtype(self.compute)).map_err(failed(name));
         };
         let master = master.load(&self.device)?;
         let weight = rounding.map_or_else(|| Ok(master.clone()), |rounding| rounding.apply(&master, learned.as_ref()));

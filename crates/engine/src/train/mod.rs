@@ -18,6 +18,7 @@ mod draw;
 mod dropout;
 mod exchange;
 mod extension;
+mod fixed_codes;
 mod floats;
 mod forecast;
 mod forward_weights;
@@ -40,6 +41,7 @@ mod shared_options;
 
 pub mod options;
 mod output_norm;
+mod pruning_mask;
 mod records;
 mod run;
 mod scales;

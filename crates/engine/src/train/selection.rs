@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{QuantizerScales, Training, weight_rounding};
+use super::{QuantizerScales, Training, fixed_codes, weight_rounding};
 use crate::error::Result;
 use crate::ir::{Graph, Node, Op};
 use crate::model::Model;
@@ -19,11 +19,15 @@ pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
     inputs.map(|id| graph.value(*id).name.as_str()).collect()
 }
 
-/// Rejects trained weights whose codes cannot be trained.
+/// Rejects trained weights whose codes or scales cannot be trained.
 pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Result<()> {
     let selected = selected(graph, &options.targets, &options.ignore);
     let mut names = graph.params().map(|(_, value)| &value.name).filter(|name| selected(name));
-    names.try_for_each(|name| model.weights.by_name.get(name).map_or(Ok(()), |weight| weight_rounding::require_trainable(name, weight)))
+    names.try_for_each(|name| {
+        let Some(weight) = model.weights.by_name.get(name) else { return Ok(()) };
+        weight_rounding::require_trainable(name, weight)?;
+        fixed_codes::require_trainable(name, weight, options.scales)
+    })
 }
 
 /// Returns a predicate for the parameters that are trained.

@@ -3,6 +3,8 @@
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
+use super::fixed_codes::FixedCodes;
+use super::floats::failed;
 use super::{floats, scales};
 use crate::error::{Error, Result};
 use crate::exec::Residence;
@@ -17,7 +19,7 @@ use crate::store::{Codes, DType as Stored, Encoding, FloatFormat, Granularity, Q
 /// return.
 pub(super) struct Rounding {
     /// The stored scales before training.
-    pub(super) scales: Scales,
+    scales: Scales,
     /// Stored scales as a column, one row for each run of elements with the same scale.
     scale: Tensor,
     /// Zero points, in the shape of `scale`.
@@ -28,11 +30,11 @@ pub(super) struct Rounding {
     scale_dtype: DType,
     /// Dtype that the executor keeps the values in.
     value_dtype: DType,
-    learned: LearnedScales,
+    learned: ScaleRuns,
 }
 
 /// Which runs share a learned scale.
-struct LearnedScales {
+struct ScaleRuns {
     /// Number of learned scales.
     count: usize,
     /// Number of elements per learned scale.
@@ -41,15 +43,15 @@ struct LearnedScales {
     of_run: Option<Tensor>,
 }
 
-impl LearnedScales {
-    fn new(spec: &QuantizationSpec, shape: &[usize], scales: &Scales, device: &Device) -> candle_core::Result<LearnedScales> {
+impl ScaleRuns {
+    fn new(spec: &QuantizationSpec, shape: &[usize], scales: &Scales, device: &Device) -> candle_core::Result<ScaleRuns> {
         let (runs, rows) = (scales.scales.len(), shape.first().copied().unwrap_or(1));
         // A weight in memory has a scale for each row of a block.
-        let Granularity::Block([high, _]) = spec.granularity else { return Ok(LearnedScales { count: runs, elements: scales.run, of_run: None }) };
+        let Granularity::Block([high, _]) = spec.granularity else { return Ok(ScaleRuns { count: runs, elements: scales.run, of_run: None }) };
         let (high, groups) = (high.clamp(1, rows.max(1)), runs / rows.max(1));
         let of_run: Vec<u32> = (0..runs).map(|run| (run / groups.max(1) / high * groups + run % groups.max(1)) as u32).collect();
         let of_run = transfer::to_device(&Tensor::from_vec(of_run, runs, &Device::Cpu)?, device, Cause::Weights)?;
-        Ok(LearnedScales { count: rows.div_ceil(high) * groups, elements: scales.run * high, of_run: Some(of_run) })
+        Ok(ScaleRuns { count: rows.div_ceil(high) * groups, elements: scales.run * high, of_run: Some(of_run) })
     }
 }
 
@@ -80,21 +82,16 @@ impl Rounding {
             scale_format: spec.scale_format(),
             scale_dtype,
             value_dtype,
-            learned: LearnedScales::new(spec, shape, &scales, device)?,
+            learned: ScaleRuns::new(spec, shape, &scales, device)?,
             scales,
         })
     }
 
     /// Rejects scales that their format cannot represent, or with which values are not numbers.
-    pub(super) fn require_scales(&self, name: &str, scales: &[f32], hint: &str) -> Result<()> {
+    fn require_scales(&self, name: &str, scales: &[f32], hint: &str) -> Result<()> {
         // Groups of zeros have the smallest power of two, which is subnormal.
         let is_exempt = |scale: f32| self.scale_format == ScaleFormat::PowerOfTwo && scale > 0.0;
         scales.iter().filter(|scale| !is_exempt(**scale)).try_for_each(|scale| scales::require_scale(name, *scale, hint))
-    }
-
-    /// Number of learned scales.
-    pub(super) fn learned_scales(&self) -> usize {
-        self.learned.count
     }
 
     /// The stored scales, multiplied by the exponentials of the learned logarithms and rounded to the format
@@ -151,18 +148,13 @@ impl Rounding {
         self.values(&self.nearest(&self.runs(weight)?.broadcast_div(&step)?)?, &step)?.reshape(weight.dims())
     }
 
-    /// The weight with these codes.
-    pub(super) fn dequantize(&self, codes: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
-        self.values(&self.runs(codes)?, &self.steps_of(&self.scale(learned)?)?)?.reshape(codes.dims())
-    }
-
     /// The values of codes, as the executor reads them from a file.
     fn values(&self, numbers: &Tensor, step: &Tensor) -> candle_core::Result<Tensor> {
         numbers.broadcast_mul(step)?.to_dtype(self.value_dtype)?.to_dtype(DType::F32)
     }
 
     /// The codes to write, one byte each, of a weight or of its fixed codes, with their scales.
-    pub(super) fn encode(&self, weight: &Tensor, is_fixed: bool, learned: Option<&Tensor>) -> candle_core::Result<(Vec<i8>, Vec<f32>)> {
+    fn encode(&self, weight: &Tensor, is_fixed: bool, learned: Option<&Tensor>) -> candle_core::Result<(Vec<i8>, Vec<f32>)> {
         let scale = self.scale(learned)?;
         let numbers = match is_fixed {
             true => self.runs(weight)?,
@@ -178,13 +170,15 @@ impl Rounding {
         Ok((codes, transfer::values(&scale, Cause::State)?))
     }
 
-    fn runs(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
-        weight.to_dtype(DType::F32)?.reshape((self.scales.scales.len(), self.scales.run))
+    /// A weight of a model with the codes of trained values or with fixed codes, and with their scales.
+    pub(super) fn write(&self, (name, weight): (&str, &Weight), values: &Tensor, is_fixed: bool, learned: Option<&Tensor>) -> Result<Weight> {
+        let (codes, scales) = self.encode(values, is_fixed, learned).map_err(failed(name))?;
+        self.require_scales(name, &scales, scales::LEARNED)?;
+        weight.with_integers(name, codes, &Scales { scales, ..self.scales.clone() })
     }
 
-    /// Gradient with respect to the logarithms of the scales of a weight with fixed codes.
-    pub(super) fn code_scale_gradient(&self, codes: &Tensor, learned: Option<&Tensor>, gradient: &Tensor) -> candle_core::Result<Tensor> {
-        self.logarithm_gradient(gradient, &self.runs(codes)?, &self.steps_of(&self.scale(learned)?)?)
+    fn runs(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
+        weight.to_dtype(DType::F32)?.reshape((self.scales.scales.len(), self.scales.run))
     }
 
     /// Gradient with respect to the logarithms of the scales, from that of the rounded weight. Rounding of
@@ -208,6 +202,24 @@ impl Rounding {
             None => of_runs,
         };
         sums.affine(scales::gradient_factor(self.learned.elements), 0.0)
+    }
+}
+
+impl FixedCodes for Rounding {
+    fn learned_scales(&self) -> usize {
+        self.learned.count
+    }
+
+    fn dequantize(&self, codes: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        self.values(&self.runs(codes)?, &self.steps_of(&self.scale(learned)?)?)?.reshape(codes.dims())
+    }
+
+    fn code_scale_gradient(&self, codes: &Tensor, learned: Option<&Tensor>, gradient: &Tensor) -> candle_core::Result<Tensor> {
+        self.logarithm_gradient(gradient, &self.runs(codes)?, &self.steps_of(&self.scale(learned)?)?)
+    }
+
+    fn written(&self, (name, weight): (&str, &Weight), codes: &Tensor, learned: Option<&Tensor>) -> Result<Weight> {
+        self.write((name, weight), codes, true, learned)
     }
 }
 

@@ -5,14 +5,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::absorbed::Absorbed;
 use super::checkpoint::Stream;
-use super::forward_weights::{ForwardWeights, factors, failed, learned, not_part};
+use super::fixed_codes::{FixedBlocks, FixedCodes};
+use super::floats::failed;
+use super::forward_weights::{ForwardWeights, factors, learned, not_part};
 use super::frozen::Frozen;
 use super::optimizer::{self, Optimizer, Settings};
 use super::output_norm::{OutputNorm, OutputNorms};
+use super::pruning_mask::{NOTED_FRACTION, pruning_mask};
 use super::scales::{self, Quantizers};
 use super::selection::{selected, statistics};
 use super::weight_rounding::Rounding;
@@ -21,9 +24,8 @@ use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Pending, Placement, Residence, rounding_scheme};
 use crate::ir::Graph;
-use crate::ir::ops::ScalarOps;
 use crate::model::{Model, is_linear};
-use crate::store::{ActivationScheme, Scales, Weight, select};
+use crate::store::{ActivationScheme, Weight, select};
 use crate::work::Work;
 
 /// Origin of the zeros of a weight.
@@ -62,6 +64,8 @@ pub struct Weights {
     unexplained: usize,
     /// Fake quantization of weights that are written as codes.
     rounded: Arc<BTreeMap<String, Rounding>>,
+    /// Quantized weights of which only the scales are trained.
+    with_fixed_codes: Arc<BTreeMap<String, Box<dyn FixedCodes>>>,
     /// Weights that absorb adapters, of which the factors are trained.
     absorbed: Arc<BTreeMap<String, Absorbed>>,
     /// Rounding of the inputs of layers at run time, by the names of their weights.
@@ -97,14 +101,15 @@ impl Weights {
         select::check("targets", targets, names.iter().copied())?;
         select::check("ignore", ignore, names.iter().copied())?;
         let selected = selected(graph, targets, ignore);
-        // Master weights start from the values before quantization, if these are available.
+        // Master weights start from the values before quantization, if these are available. Blocks of GGUF
+        // files are floats.
         let mut unrounded = model.weights.clone();
         for (name, weight) in &mut unrounded.by_name {
-            if let Some(before) = weight.source().unrounded().filter(|_| selected(name) && !has_fixed_codes) {
+            if let Some(before) = weight.source().unrounded().filter(|_| selected(name) && !has_fixed_codes && weight.exact_blocks().is_none()) {
                 *weight = before.clone();
             }
         }
-        let mut rounded = BTreeMap::new();
+        let (mut rounded, mut with_fixed_codes) = (BTreeMap::new(), BTreeMap::<String, Box<dyn FixedCodes>>::new());
         let linear_weights = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
         let layout = layout(options.optimizer, linear_weights)?;
         let mut weights = Weights {
@@ -116,6 +121,7 @@ impl Weights {
             zeros: 0,
             unexplained: 0,
             rounded: Arc::default(),
+            with_fixed_codes: Arc::default(),
             absorbed: Arc::default(),
             input_schemes: model.weights.by_name.iter().filter_map(|(name, weight)| Some((name.clone(), rounding_scheme(weight)?))).collect(),
             activation_scales: BTreeMap::new(),
@@ -130,7 +136,18 @@ impl Weights {
         let (stored, names): (Vec<&String>, Vec<&String>) = names.into_iter().partition(|name| keeps_stored(name));
         let Frozen { dense, packed } = Frozen::load(stored, &model.weights, (&weights.home, device, compute), work)?;
         (weights.fixed, weights.packed) = (dense, Arc::new(packed));
-        let groups = weights.home.name_groups(names.into_iter());
+        let mut others = Vec::new();
+        for name in names {
+            work.cancel.check()?;
+            let blocks = if has_fixed_codes && selected(name) { FixedBlocks::from_weight(name, model.weights.get(name)?)? } else { None };
+            let Some((blocks, bytes)) = blocks else {
+                others.push(name);
+                continue;
+            };
+            weights.fixed.insert(name.clone(), weights.home.store(&bytes)?);
+            with_fixed_codes.insert(name.clone(), Box::new(blocks));
+        }
+        let groups = weights.home.name_groups(others.into_iter());
         for names in &groups {
             let work = if groups.len() > 1 { work.quiet() } else { *work };
             work.cancel.check()?;
@@ -145,16 +162,20 @@ impl Weights {
                     continue;
                 }
                 if let Some(rounding) = Rounding::from_weight(name, model.weights.get(name)?, device)? {
-                    let codes = has_fixed_codes.then(|| rounding.codes(&tensor)).transpose().map_err(failed(name))?;
+                    if has_fixed_codes {
+                        weights.fixed.insert(name.clone(), weights.home.store(&rounding.codes(&tensor).map_err(failed(name))?)?);
+                        with_fixed_codes.insert(name.clone(), Box::new(rounding));
+                        continue;
+                    }
                     rounded.insert(name.clone(), rounding);
-                    if let Some(fixed) = codes.or_else(|| absorbs.then(|| tensor.clone())) {
-                        weights.fixed.insert(name.clone(), weights.home.store(&fixed)?);
+                    if absorbs {
+                        weights.fixed.insert(name.clone(), weights.home.store(&tensor)?);
                         continue;
                     }
                 }
                 let kept = weights.home.store_in_units(&tensor, weights.layout.unit(name, tensor.dims()))?;
                 let kind = zeros(model.weights.get(name)?);
-                if let Some((mask, zeros)) = mask(&tensor).map_err(failed(name))?.filter(|_| kind != ZeroKind::Codes) {
+                if let Some((mask, zeros)) = pruning_mask(&tensor).map_err(failed(name))?.filter(|_| kind != ZeroKind::Codes) {
                     let has_nonzeros = zeros < tensor.elem_count() as u64;
                     if kind == ZeroKind::Pruned || kind == ZeroKind::OfPrunedModel && has_nonzeros {
                         weights.masks.insert(name.clone(), weights.home.store_with(&mask, &kept)?);
@@ -169,20 +190,22 @@ impl Weights {
                 weights.trained.insert(name.clone(), kept);
             }
         }
-        weights.rounded = Arc::new(rounded);
-        if has_fixed_codes && weights.rounded.is_empty() {
+        (weights.rounded, weights.with_fixed_codes) = (Arc::new(rounded), Arc::new(with_fixed_codes));
+        if has_fixed_codes && weights.with_fixed_codes.is_empty() {
             return Err(Error::option("scales", "`only` needs quantized weights in the trained tensors: quantize first"));
         }
-        if weights.trained.is_empty() && weights.rounded.is_empty() {
+        if weights.trained.is_empty() && weights.rounded.is_empty() && weights.with_fixed_codes.is_empty() {
             return Err(Error::option("targets", "matches no parameter that can be trained"));
         }
         for (name, kept) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
             memory_tracker.allocate_named(MemoryCategory::Weights, name, kept.bytes())?;
         }
-        // Rounded and converted weights of the forward pass are copies.
-        let is_copied = |name: &String| weights.rounded.contains_key(name) || compute != DType::F32 && weights.trained.contains_key(name);
-        for (name, kept) in weights.trained.iter().chain(&weights.fixed).filter(|(name, _)| weights.home.is_memory() && is_copied(name)) {
-            memory_tracker.allocate_named(MemoryCategory::Weights, name, (kept.dims().iter().product::<usize>() * compute.size_in_bytes()) as u64)?;
+        // Rounded, dequantized and converted weights of the forward pass are copies.
+        let is_quantized = |name: &String| weights.rounded.contains_key(name) || weights.with_fixed_codes.contains_key(name);
+        let is_copied = |name: &String| is_quantized(name) || compute != DType::F32 && weights.trained.contains_key(name);
+        for (name, _) in weights.trained.iter().chain(&weights.fixed).filter(|(name, _)| weights.home.is_memory() && is_copied(name)) {
+            let elements = model.weights.get(name)?.elements();
+            memory_tracker.allocate_named(MemoryCategory::Weights, name, (elements * compute.size_in_bytes()) as u64)?;
         }
         Ok(weights)
     }
@@ -246,8 +269,9 @@ impl Weights {
     /// Adds the scales of quantized weights and activations to the trained parameters.
     pub fn learn_scales(&mut self, quantizers: &Quantizers) -> Result<()> {
         let zeros = |name: &str, count: usize| self.home.store(&Tensor::zeros(count, DType::F32, &self.device).map_err(failed(name))?);
-        for (name, rounding) in &*self.rounded {
-            self.trained.insert(scales::logarithm_name(name), zeros(name, rounding.learned_scales())?);
+        let rounded = self.rounded.iter().map(|(name, rounding)| (name, rounding as &dyn FixedCodes));
+        for (name, codes) in rounded.chain(self.with_fixed_codes.iter().map(|(name, codes)| (name, &**codes))) {
+            self.trained.insert(scales::logarithm_name(name), zeros(name, codes.learned_scales())?);
         }
         for (name, factor) in quantizers.logarithms() {
             self.trained.insert(name.clone(), zeros(&name, 1)?);
@@ -263,12 +287,12 @@ impl Weights {
 
     /// Whether a parameter is computed from trained ones: its scales, or the factors of an adapter.
     pub fn is_computed(&self, name: &str) -> bool {
-        self.rounded.contains_key(name) && !self.trained.contains_key(name)
+        self.has_fixed_codes(name) || self.absorbed.contains_key(name)
     }
 
     /// Whether only the scales of a parameter are trained.
     pub fn has_fixed_codes(&self, name: &str) -> bool {
-        self.is_computed(name) && !self.absorbed.contains_key(name)
+        self.with_fixed_codes.contains_key(name)
     }
 
     /// The trained parameters that a gradient belongs to, and their gradients: the scales of a weight with
@@ -279,10 +303,10 @@ impl Weights {
             let gradients = absorbed.gradients(&gradient, [&inner, &outer]).map_err(failed(name))?;
             return Ok(absorbed.factors.iter().cloned().zip(gradients).collect());
         }
-        let Some(rounding) = self.rounded.get(name).filter(|_| self.has_fixed_codes(name)) else { return Ok(vec![(name.to_owned(), gradient)]) };
+        let Some(fixed_codes) = self.with_fixed_codes.get(name) else { return Ok(vec![(name.to_owned(), gradient)]) };
         let codes = self.fixed_value(name)?;
         let learned = learned(&self.trained, name, &self.device)?;
-        let gradient = rounding.code_scale_gradient(&codes, learned.as_ref(), &gradient).map_err(failed(name))?;
+        let gradient = fixed_codes.code_scale_gradient(&codes, learned.as_ref(), &gradient).map_err(failed(name))?;
         Ok(vec![(scales::logarithm_name(name), gradient)])
     }
 
@@ -293,7 +317,7 @@ impl Weights {
     /// Number of weights that stay zero, of tensors with such weights, of tensors with fake
     /// quantization, and of tensors with zeros of unknown origin.
     pub fn constraint_counts(&self) -> (u64, usize, usize, usize) {
-        (self.zeros, self.masks.len(), self.rounded.len(), self.unexplained)
+        (self.zeros, self.masks.len(), self.rounded.len() + self.with_fixed_codes.len(), self.unexplained)
     }
 
     /// Gathers sharded tensors into a temporary file if `required` on this rank; the result is empty
@@ -326,6 +350,7 @@ impl Weights {
             packed: self.packed.clone(),
             norms: self.norms.clone(),
             rounded: self.rounded.clone(),
+            with_fixed_codes: self.with_fixed_codes.clone(),
             absorbed: self.absorbed.clone(),
             device: self.device.clone(),
             compute: self.compute,
@@ -431,7 +456,7 @@ impl Weights {
     /// format.
     pub fn write_to(&self, state: &BTreeMap<String, ManagedTensor>, model: &mut Model) -> Result<BTreeSet<String>> {
         let mut changed = BTreeSet::new();
-        for name in state.keys().chain(self.rounded.keys().filter(|name| self.is_computed(name))) {
+        for name in state.keys().chain(self.absorbed.keys()).chain(self.with_fixed_codes.keys()) {
             let Some(weight) = model.weights.by_name.get(name) else { continue };
             let new = self.weight(name, state, weight)?;
             model.weights.by_name.insert(name.clone(), new);
@@ -443,6 +468,9 @@ impl Weights {
     fn weight(&self, name: &str, state: &BTreeMap<String, ManagedTensor>, weight: &Weight) -> Result<Weight> {
         let floats = |tensor: &Tensor| transfer::values::<f32>(tensor, Cause::State);
         let master = state.get(name);
+        if let Some(codes) = self.with_fixed_codes.get(name) {
+            return codes.written((name, weight), &self.fixed_value(name)?, learned(state, name, &self.device)?.as_ref());
+        }
         if let Some(rounding) = self.rounded.get(name) {
             let learned = learned(state, name, &self.device)?;
             let mut tensor = master.map_or_else(|| self.fixed_value(name), |master| master.load(&self.device))?;
@@ -450,9 +478,7 @@ impl Weights {
                 let [inner, outer] = factors(state, absorbed, &self.device)?;
                 tensor = absorbed.sum(&tensor, [&inner, &outer]).map_err(failed(name))?;
             }
-            let (codes, scales) = rounding.encode(&tensor, self.has_fixed_codes(name), learned.as_ref()).map_err(failed(name))?;
-            rounding.require_scales(name, &scales, scales::LEARNED)?;
-            return weight.with_integers(name, codes, &Scales { scales, ..rounding.scales.clone() });
+            return rounding.write((name, weight), &tensor, false, learned.as_ref());
         }
         let kept = master.ok_or_else(|| not_part(name))?;
         if kept.is_in_file() {
@@ -470,19 +496,3 @@ fn layout(kind: optimizer::Kind, linear_weights: BTreeSet<String>) -> Result<Box
 
 /// Momentum of the running statistics, as in PyTorch.
 const MOMENTUM: f64 = 0.1;
-
-/// Fraction of zeros of unknown origin above which a note is written; fewer can be the row of a padding
-/// token, or chance.
-const NOTED_FRACTION: f64 = 0.005;
-
-/// The pruning mask of a matrix with zeros, and their number.
-fn mask(tensor: &Tensor) -> candle_core::Result<Option<(Tensor, u64)>> {
-    if tensor.rank() < 2 {
-        return Ok(None);
-    }
-    let mask = tensor.ne_scalar(0.0)?.to_dtype(DType::F32)?;
-    // Sums of more than 2^24 ones are not exact in f32.
-    let kept = transfer::number(&mask.sum(D::Minus1)?.to_dtype(DType::F64)?.sum_all()?, Cause::Weights)?;
-    let zeros = tensor.elem_count() as u64 - kept as u64;
-    Ok((zeros > 0).then_some((mask, zeros)))
-}

@@ -7,6 +7,7 @@
 mod codes;
 mod decode;
 mod encode;
+mod factors;
 mod grids;
 mod search;
 

@@ -7,7 +7,9 @@ use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::kernel::ggml::BlockType;
 use crate::kernel::grid::QuantizationParams;
-use crate::store::{BlockSink, Bytes, DType, Decoded, Encoding, ExactBlocks, Granularity, StorageFormat, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{
+    BlockSink, Bytes, DType, Decoded, Encoding, ExactBlocks, Granularity, Origin, StorageFormat, View, Weight, WeightSource, least_common_multiple,
+};
 
 /// Quantizes a dense weight to blocks. Yields the blocks and their dequantized values.
 pub struct BlockQuantized {
@@ -40,7 +42,7 @@ struct BlockBytes(Weight);
 
 impl WeightSource for BlockBytes {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        Bytes { dtype: DType::U8, bytes: bytes_of(&self.0, |view| view.blocks)? }.visit(unit, sink)
+        Bytes { dtype: DType::U8, bytes: self.0.blocks()? }.visit(unit, sink)
     }
 }
 
@@ -102,6 +104,21 @@ impl Weight {
         let shape = vec![self.filled_rows(), blocks.len().checked_div(self.filled_rows()).unwrap_or(0)];
         let blocks = Weight::new(DType::U8, shape, Encoding::Dense, Arc::new(Bytes { dtype: DType::U8, bytes: blocks }));
         self.in_blocks(exact, name, BlockScales::Blocks(Box::new(blocks)))
+    }
+
+    /// A weight that has [exact blocks](Weight::exact_blocks), with others that have the same codes and
+    /// learned scales; `None` if it has no blocks.
+    #[must_use]
+    pub fn with_learned_blocks(&self, name: &str, blocks: Vec<u8>) -> Option<Weight> {
+        let (exact, source) = (self.exact_blocks()?, self.source());
+        // Starts from the values before rounding, so that the previous blocks are not computed again.
+        let learned = source.unrounded().unwrap_or(self).with_blocks(exact, name, blocks);
+        Some(self.then(learned.dtype, learned.encoding.clone(), learned.source()).with_origin(Origin::Learned))
+    }
+
+    /// The bytes of the [exact blocks](Weight::exact_blocks); empty without them.
+    pub fn blocks(&self) -> Result<Vec<u8>> {
+        bytes_of(self, |view| view.blocks)
     }
 
     /// The blocks of a matrix that has [exact ones](Weight::exact_blocks), as bytes of shape `[rows, bytes
@@ -173,6 +190,10 @@ impl BlockQuantized {
 impl WeightSource for BlockQuantized {
     fn exact_blocks(&self) -> Option<ExactBlocks> {
         Some(ExactBlocks { kind: self.kind, file_type: self.file_type })
+    }
+
+    fn unrounded(&self) -> Option<&Weight> {
+        Some(&self.upstream)
     }
 
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
