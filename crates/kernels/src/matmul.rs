@@ -108,8 +108,9 @@ impl Left {
 /// Number of elements of a row that are transposed at once.
 const RUN: usize = 8;
 
-/// Interleaves the elements of some rows: those with the same inner index are the lanes from `top` on of one group.
-/// Each row is read from its beginning to its end, so that the processor fetches the next elements in advance.
+/// Interleaves the elements of some rows: those with the same inner index are the lanes from `top` on of one
+/// group. Each row is read from its beginning to its end, so that the processor fetches the next elements in
+/// advance.
 #[inline(always)]
 fn transpose<T: StoredFloat, const LANES: usize, const WIDTH: usize>(rows: [&[T]; LANES], groups: &mut [[f32; WIDTH]], top: usize) {
     let runs = rows.map(|row| row.as_chunks::<RUN>().0);
