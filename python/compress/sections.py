@@ -249,6 +249,10 @@ class Fidelity:
     kl: float | None = None
     """Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits."""
 
+    label_kl: float | None = None
+    """Mean Kullback-Leibler divergence of the probability of a label, in nats; only for the logits of
+    multi-label classifiers."""
+
     top1_agreement: float | None = None
     """Fraction of the predictions with the same top class; only for logits."""
 
@@ -281,6 +285,10 @@ class OutputFidelity:
 
     kl: float | None = None
     """Mean Kullback-Leibler divergence, in nats; only for logits."""
+
+    label_kl: float | None = None
+    """Mean Kullback-Leibler divergence of the probability of a label, in nats; only for the logits of
+    multi-label classifiers."""
 
     top1_agreement: float | None = None
     """Fraction of the rows with the same top class; only for logits."""
@@ -319,6 +327,10 @@ class MeasuredFidelity:
 
     kl: float | None = None
     """Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits."""
+
+    label_kl: float | None = None
+    """Mean Kullback-Leibler divergence of the probability of a label, in nats; only for the logits of
+    multi-label classifiers."""
 
     top1_agreement: float | None = None
     """Fraction of the predictions with the same top class; only for logits."""
