@@ -21,7 +21,7 @@ impl Pipeline {
         let source = |weight: &Weight| Arc::as_ptr(&weight.source()).cast::<()>();
         let unrounded = |weight: &Weight| weight.exact_blocks().and_then(|_| weight.source().unrounded().map(source));
         let sources: BTreeSet<*const ()> = before.values().map(source).collect();
-        // Blocks of the same values are the same codes with trained scales.
+        // Blocks with the same values before rounding have the same codes, and trained scales.
         let is_changed = |(name, weight): &(&String, &Weight)| {
             let blocks = before.get(*name).and_then(unrounded);
             blocks.is_some() && blocks != unrounded(weight) && !sources.contains(&source(weight))

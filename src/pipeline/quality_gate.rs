@@ -38,7 +38,11 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
     }
     let found = [
         (fidelity.cosine < COSINE).then(|| format!("the mean cosine of `{}` is {:.2}, below {COSINE}", fidelity.output, fidelity.cosine)),
-        fidelity.kl.filter(|kl| *kl > PERPLEXITY.ln()).map(|kl| format!("the predictions diverge by {kl:.1} nats, more than {:.1}", PERPLEXITY.ln())),
+        fidelity
+            .kl
+            .or(fidelity.label_kl)
+            .filter(|kl| *kl > PERPLEXITY.ln())
+            .map(|kl| format!("the predictions diverge by {kl:.1} nats, more than {:.1}", PERPLEXITY.ln())),
         fidelity
             .top1_agreement
             .filter(|part| *part < AGREEMENT)
@@ -160,6 +164,9 @@ mod tests {
         // The divergence of a model whose perplexity rose from 20.3 to 142.
         assert!(violations(&fidelity(0.99, Some(1.9), Some(0.5)), None).unwrap().contains("1.9 nats, more than 1.1"));
         assert!(violations(&fidelity(0.99, Some(1.0), Some(0.1)), None).unwrap().contains("10 %"));
+        let mut labels = fidelity(0.99, None, None);
+        labels.label_kl = Some(1.2);
+        assert!(violations(&labels, None).unwrap().contains("1.2 nats, more than 1.1"));
     }
 
     #[test]

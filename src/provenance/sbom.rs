@@ -230,7 +230,7 @@ fn fidelity_metrics(fidelity: &Fidelity, slice: &str) -> Vec<Value> {
         ("lowest cosine similarity to the base model", Some(fidelity.cosine_min)),
         ("signal to quantization noise ratio in dB", fidelity.sqnr_db),
         ("KL divergence from the base model in nats", fidelity.kl),
-        ("KL divergence of a label from the base model in nats", fidelity.label_kl),
+        ("KL divergence per label from the base model in nats", fidelity.label_kl),
         ("agreement of the top class with the base model", fidelity.top1_agreement),
     ];
     figures.into_iter().filter_map(|(name, value)| Some(metric(name, value?, slice))).collect()

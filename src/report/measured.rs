@@ -82,7 +82,7 @@ pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
         add("KL divergence", &predicting, format!("{kl:.4}"));
     }
     if let Some(kl) = fidelity.label_kl {
-        add("KL divergence of a label", &predicting, format!("{kl:.4}"));
+        add("KL divergence per label", &predicting, format!("{kl:.4}"));
     }
     if let Some(top1) = fidelity.top1_agreement {
         add("same top class", &predicting, format!("{:.1} %", 100.0 * top1));

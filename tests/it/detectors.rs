@@ -116,7 +116,7 @@ fn labels_are_compared_one_by_one() {
     assert!(expected > 0.0 && (found - expected).abs() < 1e-3 * expected, "{expected}: {measured}");
     changed(folder, "modernbert-sequence-classification", "modern", &json!({ "problem_type": "multi_label_classification" }));
     ok(folder, "search-structure modern -o searched --limit layers=0.7 --round-to 2 --uniform false --calibration texts.safetensors");
-    assert_eq!(read_json(&folder.join("searched/report.json"))["passes"][0]["details"]["loss"], "KL divergence of a label");
+    assert_eq!(read_json(&folder.join("searched/report.json"))["passes"][0]["details"]["loss"], "KL divergence per label");
     let report = &read_json(&folder.join("rounded/report.json"))["fidelity"];
     for fidelity in [fidelity, report] {
         assert!(fidelity["kl"].is_null() && fidelity["top1_agreement"].is_null() && fidelity["label_kl"].as_f64() > Some(0.0), "{fidelity}");

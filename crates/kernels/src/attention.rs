@@ -141,7 +141,7 @@ impl Attention<'_> {
         }
     }
 
-    /// A scaled panel of rows of a head. Columns beyond the last row are zero.
+    /// A scaled panel of rows of a head. Columns beyond the last row are zero, or equal to it.
     pub(super) fn panel(&self, rows: &[f32], [count, width, stride]: [usize; 3], scale: f32) -> Scratch {
         let mut panel = Scratch::new(width * PANEL);
         if count < PANEL {

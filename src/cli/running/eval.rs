@@ -207,7 +207,7 @@ fn score_table(score: &Score, before: Option<&Score>) -> Table {
 fn fidelity_table(fidelity: &Fidelity, against: &Path) -> Table {
     let optional = |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |v| format!("{v:.digits$}"));
     let divergence = match (fidelity.kl, fidelity.label_kl) {
-        (None, Some(kl)) => ("Kullback-Leibler divergence of a label", Some(kl)),
+        (None, Some(kl)) => ("Kullback-Leibler divergence per label", Some(kl)),
         (kl, _) => ("Kullback-Leibler divergence", kl),
     };
     let rows = [

@@ -87,13 +87,14 @@ fn is_measured(gguf_name: &str) -> bool {
 }
 
 impl Gguf {
-    /// Whether the importance of columns affects matrices that no pass has quantized to blocks.
+    /// Whether the importance of columns affects matrices whose codes no pass has chosen.
     pub(super) fn leaves_weighted_matrices(&self, model: &Model) -> bool {
         let weighted = Gguf { importance: InputImportance::Activation, ..self.clone() };
         let is_left = |(name, item): (&String, &Item)| {
-            let has_blocks = model.weights.by_name.get(name).is_some_and(|weight| weight.exact_blocks().is_some());
-            let is_weighted = matches!(item.storage_format, StorageFormat::Gguf(kind) if kind.uses_importance());
-            is_weighted && !has_blocks && is_measured(&item.name)
+            let StorageFormat::Gguf(kind) = item.storage_format else { return false };
+            let weight = model.weights.by_name.get(name);
+            let keeps_codes = weight.is_some_and(|weight| weight.exact_blocks().is_some() || weight.block_params(kind, name).is_some());
+            kind.uses_importance() && !keeps_codes && is_measured(&item.name)
         };
         weighted.prepare(model, &RunState::default(), false).is_ok_and(|prepared| prepared.names.iter().zip(&prepared.items).any(is_left))
     }

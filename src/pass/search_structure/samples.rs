@@ -93,7 +93,7 @@ impl<'a> Measurement<'a> {
         let fidelity = self.comparison.fidelity(model, self.context.resources(Rounding::Token))?;
         let (loss, name) = match (fidelity.kl, fidelity.label_kl) {
             (Some(divergence), _) => (divergence, "KL divergence"),
-            (None, Some(divergence)) => (divergence, "KL divergence of a label"),
+            (None, Some(divergence)) => (divergence, "KL divergence per label"),
             (None, None) => (1.0 - fidelity.cosine, "cosine distance"),
         };
         Ok((if loss.is_finite() { loss.max(0.0) } else { NOT_FINITE }, name))

@@ -128,3 +128,16 @@ fn worse_scales_are_not_written() {
         assert!(error.contains(words), "{error}");
     }
 }
+
+/// Trained weights lose their blocks, so that the file rounds them again, which is a warning.
+#[test]
+fn trained_weights_lose_their_blocks() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 64);
+    let mut training = tuning(json!({ "scales": "fixed", "max_steps": 1 }));
+    training["distill"].as_object_mut().unwrap().remove("evaluate_every");
+    let steps = [json!({ "quantize": { "scheme": "Q4_0", "method": "rtn" } }), training];
+    let report = builder(folder.path(), &steps).measure(false).build().unwrap().run(model, folder.path().join("trained.gguf")).unwrap();
+    let warning = "warning: distill: 14 weights that `quantize` has stored in blocks of a GGUF file are changed";
+    assert_eq!(report.notes.iter().filter(|note| note.starts_with(warning)).count(), 1, "{:?}", report.notes);
+}

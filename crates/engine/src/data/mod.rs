@@ -152,7 +152,7 @@ pub struct DataSet {
     source: Box<dyn SampleSource>,
     task: Task,
     metric: Option<String>,
-    /// What the output `logits` of the model holds.
+    /// Kind of the output `logits` of the model.
     logits: LogitKind,
     description: String,
     /// The batch size, if the model accepts only one, and that is larger than 1.
@@ -216,7 +216,7 @@ impl DataSet {
         self.metric.as_deref()
     }
 
-    /// What the output `logits` of the model holds that the data was opened for.
+    /// Kind of the output `logits` of the model that the data was opened for.
     pub fn logits(&self) -> LogitKind {
         self.logits
     }

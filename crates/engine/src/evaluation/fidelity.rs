@@ -27,7 +27,7 @@ pub struct FidelityAccumulator {
 }
 
 impl FidelityAccumulator {
-    /// For models whose output `logits`, if each sample has one row, holds this.
+    /// For models with outputs `logits` of this kind, if each sample has one row.
     pub fn new(logits: LogitKind) -> FidelityAccumulator {
         FidelityAccumulator { logits, ..FidelityAccumulator::default() }
     }
@@ -75,7 +75,7 @@ struct Layout {
     width: usize,
     /// Whether each row belongs to a token.
     tokens: bool,
-    /// What each row holds.
+    /// Kind of each row.
     kind: LogitKind,
 }
 

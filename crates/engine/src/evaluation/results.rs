@@ -71,10 +71,10 @@ pub struct Fidelity {
 }
 
 impl Fidelity {
-    /// The fidelity as a score: the KL divergence of logits, or the mean cosine similarity.
+    /// The fidelity as a score: the KL divergence of classes or labels, or the mean cosine similarity.
     #[doc(hidden)]
     pub fn score(&self) -> Score {
-        let (metric, value) = self.kl.map_or(("cosine", self.cosine), |kl| (KL_DIVERGENCE, kl));
+        let (metric, value) = self.kl.or(self.label_kl).map_or(("cosine", self.cosine), |kl| (KL_DIVERGENCE, kl));
         Score { metric: metric.to_owned(), value, ci95: None, more: BTreeMap::new() }
     }
 }
@@ -412,5 +412,8 @@ mod tests {
         assert_eq!(broken.outputs["logits"], good[1].1);
         let none = Fidelity::worst_of(BTreeMap::new(), BTreeMap::new());
         assert_eq!((none.cosine, none.cosine_min, none.max_abs_error, none.sqnr_db, none.not_finite()), (1.0, 1.0, 0.0, None, None));
+        let score = |fidelity: Fidelity| (fidelity.score().metric, fidelity.score().value);
+        assert_eq!(score(none.clone()), ("cosine".to_owned(), 1.0));
+        assert_eq!(score(Fidelity { label_kl: Some(0.25), ..none }), ("kl_divergence".to_owned(), 0.25));
     }
 }

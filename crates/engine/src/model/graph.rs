@@ -250,7 +250,7 @@ impl Model {
         graph.nodes().iter().filter_map(input).collect()
     }
 
-    /// What the output `logits` holds.
+    /// Kind of the output `logits`.
     pub fn logit_kind(&self) -> Result<LogitKind> {
         Ok(LogitKind::from_config(self.preprocessing()?.1.values()))
     }

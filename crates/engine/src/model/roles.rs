@@ -82,13 +82,13 @@ pub fn no_single_label(config: &Map<String, Value>, classes: Option<usize>) -> O
     }
 }
 
-/// What the output `logits` of a model holds, if each sample has one row.
+/// Kind of the output `logits` of a model, if each sample has one row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LogitKind {
-    /// A distribution over classes.
+    /// Logits of a distribution over classes.
     #[default]
     Classes,
-    /// A probability of each label, as sigmoids.
+    /// One logit per label, whose sigmoid is the probability of the label.
     Labels,
     /// Other values.
     Values,
