@@ -11,6 +11,13 @@ pub(super) fn total(row: &[f32], factor: f32) -> f32 {
 }
 
 simd! {
+    /// `ln Σ exp(factor x)`.
+    pub fn log_sum(row: &[f32], factor: f32) -> f32 {
+        total(row, factor)
+    }
+}
+
+simd! {
     /// Soft cross-entropy: adds `(softmax(x / temperature) - softmax(y / temperature)) * factor` to
     /// `out`. Returns the KL divergence `Σ q (ln q - ln p)`.
     pub fn soft(x: &[f32], y: &[f32], temperature: f32, factor: f32, out: &mut [f32]) -> f32 {
@@ -74,6 +81,8 @@ mod tests {
             close(loss, p.iter().enumerate().map(|(i, p)| -wanted(i) * p).sum());
             out.iter().zip(&p).enumerate().for_each(|(i, (out, p))| close(*out, 2.0 * (p.exp() - wanted(i))));
         }
+        let sum = x.iter().map(|x| (f64::from(*x) * 0.5).exp()).sum::<f64>();
+        close(log_sum(&x, 0.5), sum.ln());
         assert!(soft(&[f32::NAN, 1.0], &[0.0, 1.0], 1.0, 1.0, &mut [0.0; 2]).is_nan());
     }
 }

@@ -16,11 +16,10 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read};
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::Tensor;
 use half::f16;
 use rayon::prelude::*;
 use twox_hash::{XxHash3_64, XxHash3_128};
@@ -32,11 +31,9 @@ use crate::exec::transfer::{self, Cause};
 /// Version of the file format.
 const FORMAT: u32 = 5;
 /// Logarithm of a probability of 0.
-const ZERO_PROBABILITY: f16 = f16::from_f32_const(-1e4);
+pub(super) const ZERO_PROBABILITY: f16 = f16::from_f32_const(-1e4);
 /// Largest sum of the listed probabilities of a token, which have been rounded.
 const LARGEST_SUM: f64 = 1.01;
-/// A logit without a share of the sum of exponentials.
-const MASKED: f32 = -1e30;
 /// Bytes of a column index and its value.
 const ENTRY_BYTES: usize = 6;
 /// Bytes of the probability of the other columns of a row.
@@ -64,9 +61,9 @@ pub struct Cache {
     /// Index of the file that this process writes, and its length in bytes.
     own: Option<(usize, u64)>,
     /// Cached logits per row.
-    top: usize,
+    pub(super) top: usize,
     /// Temperature of the probabilities.
-    temperature: f64,
+    pub(super) temperature: f64,
     records: HashMap<u128, Record>,
 }
 
@@ -260,32 +257,6 @@ impl Cache {
         entries.rest.push(rest);
         Ok(())
     }
-
-    /// The teacher's logits for some rows of `entries`, for the student's logits `[rows, columns]`, on
-    /// their device. Logits that are not cached differ from the student's by a constant, so that they have
-    /// the cached probability together. Fails if a column index is out of range.
-    pub fn logits(&self, entries: &Entries, rows: Range<usize>, student: &Tensor) -> candle_core::Result<Tensor> {
-        let (count, columns) = student.dims2()?;
-        let logits = entries.logits.get(rows.start * self.top..rows.end * self.top);
-        let (Some(logits), Some(rest)) = (logits.filter(|_| rows.len() == count), entries.rest.get(rows)) else {
-            candle_core::bail!("{count} rows of logits are needed, but others are cached")
-        };
-        if logits.iter().any(|(column, _)| *column as usize >= columns) {
-            candle_core::bail!("the cached logits are from a teacher with more than {columns} columns");
-        }
-        let device = student.device();
-        let on_device = |tensor: Tensor| transfer::to_device(&tensor, device, Cause::Answers);
-        let shape = (count, self.top);
-        let indices = on_device(Tensor::from_vec(logits.iter().map(|(column, _)| *column).collect::<Vec<u32>>(), shape, &Device::Cpu)?)?;
-        let values = on_device(Tensor::from_vec(logits.iter().map(|(_, value)| value.to_f32()).collect::<Vec<f32>>(), shape, &Device::Cpu)?)?;
-        let rest = on_device(Tensor::from_vec(rest.iter().map(|rest| rest.max(ZERO_PROBABILITY).to_f32()).collect::<Vec<f32>>(), (count, 1), &Device::Cpu)?)?;
-        let masked = Tensor::full(MASKED, shape, device)?;
-        let scaled = (student.to_dtype(DType::F32)?.contiguous()?.scatter(&indices, &masked, 1)? / self.temperature)?;
-        let largest = scaled.max_keepdim(D::Minus1)?;
-        let sum = (scaled.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?.log()? + largest)?;
-        let others = (scaled.broadcast_add(&(rest - sum)?)? * self.temperature)?;
-        others.scatter(&indices, &values, 1)
-    }
 }
 
 /// Key, number of rows and checksum of a record.
@@ -360,6 +331,8 @@ pub fn keys(batch: &Batch, positions: &[Vec<u32>], columns: usize) -> Result<Vec
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
     use crate::data::References;
 

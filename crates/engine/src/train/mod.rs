@@ -8,6 +8,7 @@ mod augment;
 pub mod average;
 mod batches;
 pub mod cache;
+mod cached_logits;
 mod cached_teacher;
 mod checkpoint;
 pub mod clip;
