@@ -136,7 +136,9 @@ def main():
                 with tempfile.TemporaryDirectory(prefix="compress-auto-") as scratch:
                     done[key] = measure(model, arguments, Path(scratch))
                 if arguments.results:
-                    arguments.results.write_text(json.dumps(done, indent=2) + "\n")
+                    # Models with a failed row are measured again.
+                    stored = {key: rows for key, rows in done.items() if not any("failed" in row for row in rows)}
+                    arguments.results.write_text(json.dumps(stored, indent=2) + "\n")
             if not arguments.json:
                 show(done[key])
     if arguments.json:
