@@ -44,6 +44,7 @@ fn selects(targets: &[Pattern], ignore: &[Pattern], name: &str) -> bool {
 impl Training {
     /// Whether the codes of a quantized weight with this name are trained, from its values before
     /// quantization.
+    #[doc(hidden)]
     pub fn trains_codes(&self, name: &str) -> bool {
         let is_trained = match &self.adapter {
             Some(adapter) => adapter.absorb && selects(&adapter.targets, &[], name),
