@@ -17,6 +17,7 @@ macro_rules! file_types {
         pub enum FileType {
             /// That of the blocks of `quantize`, if there are any, otherwise F16
             #[default]
+            #[doc(hidden)]
             #[serde(rename = "auto")]
             Auto,
             $(#[doc = $description] $name,)+

@@ -95,6 +95,7 @@ pub struct OutputFidelity {
     pub kl: Option<f64>,
     /// Mean Kullback-Leibler divergence of the probability of a label, in nats; only for the logits of
     /// multi-label classifiers.
+    #[doc(hidden)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label_kl: Option<f64>,
     /// Fraction of the rows with the same top class; only for logits.
