@@ -55,10 +55,15 @@ pub(super) fn compare_quantized_values(model: &Model, file: &Path, samples: &[Ba
         model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Quantized(spec) if matches!(spec.activations, ActivationScheme::DynamicToken)));
     let (ok, difference) = judge(&found.outputs, half || dynamic, Some(&opened.output_rounding()));
     let count = samples.iter().map(|sample| sample.samples).sum::<usize>();
+    let similar = if dynamic { ", or similar after layers with dynamic quantization," } else { "" };
     let difference = if ok { String::new() } else { format!("; outputs computed from them differ: {difference}") };
     Ok(Some((
         ok,
-        format!("{} quantized values are within one step on {}, each computed from the same inputs{difference}", found.values, counted(count, "sample")),
+        format!(
+            "{} quantized values are within one step{similar} on {}, each computed from the same inputs{difference}",
+            found.values,
+            counted(count, "sample")
+        ),
     )))
 }
 
