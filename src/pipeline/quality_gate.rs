@@ -38,11 +38,7 @@ fn violations(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String
     }
     let found = [
         (fidelity.cosine < COSINE).then(|| format!("the mean cosine of `{}` is {:.2}, below {COSINE}", fidelity.output, fidelity.cosine)),
-        fidelity
-            .kl
-            .or(fidelity.label_kl)
-            .filter(|kl| *kl > PERPLEXITY.ln())
-            .map(|kl| format!("the predictions diverge by {kl:.1} nats, more than {:.1}", PERPLEXITY.ln())),
+        fidelity.divergence().filter(|kl| *kl > PERPLEXITY.ln()).map(|kl| format!("the predictions diverge by {kl:.1} nats, more than {:.1}", PERPLEXITY.ln())),
         fidelity
             .top1_agreement
             .filter(|part| *part < AGREEMENT)

@@ -2,14 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use crate::evaluation::quantized_values::MIN_COSINE;
 use crate::evaluation::{Fidelity, OutputFidelity};
 
 /// Tolerance relative to the largest output, or to 1 if that is smaller.
 const TOLERANCE: f64 = 1e-3;
-/// Minimum mean cosine similarity of models that multiply integers or 16-bit floats, in which values
-/// halfway between two integers may round either way.
-const MIN_COSINE: f64 = 0.99;
-
 /// Whether two runtimes agree, and by how much they differ. `coarse`: the model multiplies integers or
 /// 16-bit floats. `rounding`: relative differences by which only one runtime rounds outputs; `None` if both
 /// write them with 32 bits.

@@ -26,18 +26,16 @@ use crate::work::Work;
 /// Tolerance in quantization steps: a sum halfway between two steps may be rounded either way.
 const STEPS: i64 = 1;
 
-/// Minimum cosine similarity of values that are computed by layers with dynamic quantization: an input of
-/// such a layer between two of its steps may be rounded either way, which changes all outputs for this token.
-/// As for the outputs of models with dynamic quantization.
-const MIN_COSINE: f64 = 0.99;
+/// Minimum cosine similarity of values of models that multiply dynamically quantized integers or 16-bit
+/// floats, in which values halfway between two steps may round either way.
+pub const MIN_COSINE: f64 = 0.99;
 
 /// The result of a comparison.
 #[derive(Debug)]
 pub struct Agreement {
     /// Number of quantized values of the graph.
     pub values: usize,
-    /// The value with the largest difference of those that differ by more than the tolerance, and that
-    /// difference in steps.
+    /// The value that exceeds the tolerance by the largest difference, with this difference in steps.
     pub wrong: Option<(String, i64)>,
     /// Fidelity of the outputs that the built-in executor computes from the file's quantized values to
     /// the outputs of the file.

@@ -71,10 +71,16 @@ pub struct Fidelity {
 }
 
 impl Fidelity {
+    /// The KL divergence of classes, or that of labels.
+    #[doc(hidden)]
+    pub fn divergence(&self) -> Option<f64> {
+        self.kl.or(self.label_kl)
+    }
+
     /// The fidelity as a score: the KL divergence of classes or labels, or the mean cosine similarity.
     #[doc(hidden)]
     pub fn score(&self) -> Score {
-        let (metric, value) = self.kl.or(self.label_kl).map_or(("cosine", self.cosine), |kl| (KL_DIVERGENCE, kl));
+        let (metric, value) = self.divergence().map_or(("cosine", self.cosine), |kl| (KL_DIVERGENCE, kl));
         Score { metric: metric.to_owned(), value, ci95: None, more: BTreeMap::new() }
     }
 }
