@@ -522,6 +522,9 @@ class SearchMethod:
     measured: float | None = None
     """Loss on held-out samples; absent if the time was too short."""
 
+    failed: str | None = None
+    """The error that ended it; the output is written with another method."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchPoint:

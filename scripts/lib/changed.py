@@ -52,7 +52,7 @@ TESTS = {
     "src/pass/decompose": "low_rank",
     "src/pass/distill": "adapters on_policy qat teacher_files train train_encoder_decoder train_extension training_data draft_heads contrastive dropout",
     "src/pass/finetune": "adapters train train_encoder_decoder contrastive dropout train_extension",
-    "src/pass/layerwise": "layerwise layerwise_processes corrections",
+    "src/pass/layerwise": "layerwise layerwise_processes corrections gguf::compensated",
     "src/pass/palettize": "low_rank",
     "src/pass/peft": "adapters corrections",
     "src/pass/prune_structured": "structured properties::pruning",

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use super::quantize::Corrections;
+use super::quantize::{Corrections, Formats};
 use super::{Context, Palettize, PruneUnstructured, Quantize};
 use crate::error::{Error, Result};
 use crate::kernel::cache::CacheScheme;
 use crate::model::Model;
 use crate::run_state::{Applied, ModelRun};
-use crate::store::{ExactBlocks, Pattern, QuantizationSpec, Weights};
+use crate::store::{Pattern, QuantizationSpec, Weights};
 
 /// Checks whether the build can run models. Always returns an error.
 pub(super) fn require(option: &str) -> Result<()> {
@@ -35,18 +35,7 @@ pub(super) fn prune(_pass: &PruneUnstructured, _names: &BTreeSet<&str>, _model: 
 /// Unreachable, because [`require`] has returned an error before.
 pub(super) fn quantize(
     _pass: &Quantize,
-    _encodings: (&BTreeMap<String, QuantizationSpec>, Option<&Corrections>),
-    _model: &mut Model,
-    _context: &Context,
-    _applied: &mut Applied,
-) -> Result<Map<String, Value>> {
-    Err(unable("method"))
-}
-
-/// Unreachable, because [`require`] has returned an error before.
-pub(super) fn quantize_blocks(
-    _pass: &Quantize,
-    _blocks: &BTreeMap<String, ExactBlocks>,
+    _formats: (Formats, Option<&Corrections>),
     _model: &mut Model,
     _context: &Context,
     _applied: &mut Applied,

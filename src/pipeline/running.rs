@@ -73,7 +73,10 @@ impl Pipeline {
         }
         // All processes perform the checks of rank 0, so that none waits for a process that has failed.
         self.check_output(model, output.as_ref())?;
-        let (mut pipeline, after, state) = self.resolved(model)?;
+        // The name of the output determines its format.
+        let (pipeline, file) = self.for_output(output.as_ref())?;
+        let (mut pipeline, after, state) = pipeline.resolved(model)?;
+        let state = RunState { file, ..state };
         pipeline.check_planned(&after, &state, Some(output.as_ref()))?;
         pipeline.open_samples(after.for_samples(model))?;
         model.check_contents(&pipeline.work())?;

@@ -150,6 +150,10 @@ pub struct SearchMethod {
     /// Loss on held-out samples; absent if the time was too short.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<f64>,
+    /// The error that ended it; the output is written with another method.
+    #[doc(hidden)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failed: Option<String>,
     /// Time that it took.
     pub seconds: f64,
     /// Whether the output was written with it.

@@ -195,14 +195,6 @@ impl Levels {
         }
     }
 
-    /// The code at an integer position within the bounds.
-    pub fn code_at(self, position: f32) -> i8 {
-        match self {
-            Levels::Integers(_) | Levels::Uneven => position as i8,
-            Levels::Floats(format) => format.encode(format.decode(position.abs() as u8).copysign(position)) as i8,
-        }
-    }
-
     /// The parameters for a range; for floats, the scale with which the largest magnitude is the largest
     /// value.
     pub fn params(self, (low, high): (f32, f32), store: impl Fn(f64) -> f32) -> QuantizationParams {
@@ -302,7 +294,6 @@ mod tests {
             for position in lowest as i32..=highest as i32 {
                 let value = levels.level_at(position as f32, found) * found.scale;
                 prop_assert!((levels.position(value, found) - position as f32).abs() < 1e-3, "levels have consecutive positions");
-                prop_assert_eq!(levels.code(value, found), levels.code_at(position as f32));
             }
         }
     }

@@ -33,22 +33,24 @@ TUNE = """  - distill:
       weight_decay: 0
       epochs: 1
 """
-INTEGERS = ["W4A16", "W3A16", "W3A16-ASYM", "W2A16", "W2A16-ASYM"]
+INTEGERS = ["W4A16", "W4A16-ASYM", "W3A16", "W3A16-ASYM", "W2A16", "W2A16-ASYM"]
 METHODS = {
     "rtn": "method: rtn",
     "gptq": "method: gptq",
     "gptq, guided": "method: gptq, guide: loss",
+    "autoround, 20 steps": "method: autoround, iterations: 20",
     "autoround": "method: autoround",
     "autoround, guided": "method: autoround, guide: loss",
 }
 OTHERS = {"NVFP4A16": ["rtn", "gptq"], "MXFP4A16": ["rtn", "gptq"], "W8A8": ["rtn", "gptq", "smoothquant"]}
 # Written to GGUF files, whose embeddings have the type of the file.
-GGUF = {name: ["rtn", "gptq"] for name in ["Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K"]}
+GGUF = ["Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K"]
 TUNED = ", tuned"
 # Options of `quantize` by the name of a row. Each of them can also be tuned.
 ROWS = {
     **{f"{name}, {method}": f"scheme: {name}, group_size: 64, {options}" for name in INTEGERS for method, options in METHODS.items()},
-    **{f"{name}, {method}": f"scheme: {name}, method: {method}" for name, methods in {**OTHERS, **GGUF}.items() for method in methods},
+    **{f"{name}, {method}": f"scheme: {name}, method: {method}" for name, methods in OTHERS.items() for method in methods},
+    **{f"{name}, {method}": f"scheme: {name}, {options}" for name in GGUF for method, options in METHODS.items()},
 }
 
 

@@ -338,7 +338,9 @@ impl Args {
         }
         if let Some(option) = self.method.filter(|_| runtime.is_file()).map(|_| "--method") {
             let reason = match runtime {
-                LoadedBy::LlamaCpp => "has no effect on GGUF files, whose scales are searched by the importance of the columns: `--time` tries `gptq`",
+                LoadedBy::LlamaCpp => {
+                    "has no effect on GGUF files, whose scales are searched by the importance of the columns: `--time` tries methods that choose codes"
+                }
                 _ => "has no effect on ONNX files, whose int8 weights are rounded to nearest",
             };
             return Err(Error::option(option, reason));
@@ -454,7 +456,11 @@ fn text(found: &Found, target: LoadedBy, section: Option<&FormatSearch>) -> Stri
     if let Some(point) = &found.chosen {
         text += &format!("Chosen: {}\n", found.summary(point));
         for method in &found.methods {
-            let measured = method.measured.map_or_else(|| "not finished in time".to_owned(), |value| format!("measured {} {}", found.loss, loss(value)));
+            let measured = match (method.measured, &method.failed) {
+                (Some(value), _) => format!("measured {} {}", found.loss, loss(value)),
+                (None, Some(error)) => format!("failed: {error}"),
+                (None, None) => "not finished in time".to_owned(),
+            };
             let chosen = if method.chosen { "; the output is written with it" } else { "" };
             text += &format!("`{}` ({:.0} s): {measured}{chosen}.\n", method.method, method.seconds);
         }

@@ -9,6 +9,8 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::held_out::{Errors, Split};
+use super::layer_format::LayerFormat;
+use super::row_scales::RowScales;
 use super::{Layer, ModifiedBlock};
 use crate::calibration::sample_sizes;
 use crate::data::{Padding, TokenAxis};
@@ -17,19 +19,18 @@ use crate::exec::transfer::{self, Cause};
 use crate::exec::{MemoryTracker, Parameters, Tape, floats_on_host, read};
 use crate::ir::ValueId;
 use crate::kernel::column_solver::Grid;
-use crate::kernel::grid::{Levels, QuantizationParams};
+use crate::kernel::grid::QuantizationParams;
 use crate::kernel::trained_rounding::{self, TrainedRange};
 use crate::pass::calibrate::tensor_error;
-use crate::pass::weight_quantizer::stored_scale;
-use crate::store::{QuantizationSpec, ScaleFormat, Scales, Weight};
+use crate::store::Weight;
 use crate::work::{Event, ProgressUnit};
 
 /// Distance of initial offsets from the ends of the rounding interval of their codes.
 const MARGIN: f32 = 0.25;
 /// Learning rate of the ranges, relative to that of the offsets.
 const RANGE_RATE: f32 = 0.05;
-/// Learning rate of the offsets of weights with scales of one byte, relative to that of others. These scales
-/// are fixed, because the next one changes all weights of its group by several percent.
+/// Learning rate of the offsets of weights with [fixed scales](LayerFormat::has_fixed_scales), relative to
+/// that of others.
 const FIXED_RANGE_RATE: f32 = 2.0;
 /// Number of times that the error on held-out tokens is measured, and of measurements without an improvement
 /// after which training ends.
@@ -51,11 +52,10 @@ pub(super) struct Training {
 pub(super) struct TrainedLayer {
     layer: Layer,
     weight: Weight,
-    affine: QuantizationSpec,
-    global_scale: f32,
-    levels: Levels,
-    group: usize,
+    format: LayerFormat,
     values: Vec<f32>,
+    /// Scales before training.
+    scales: RowScales,
     state: State,
 }
 
@@ -67,63 +67,61 @@ struct State {
 }
 
 impl TrainedLayer {
-    /// A layer with the weight `values` `[rows, size]`, which was rounded to `rounded` on a grid.
-    pub fn new<S: Fn(f64) -> f32 + Sync>(
-        layer: &Layer,
-        weight: &Weight,
-        (affine, global_scale): (&QuantizationSpec, f32),
-        values: Vec<f32>,
-        rounded: &[f32],
-        grid: &Grid<'_, S>,
-    ) -> TrainedLayer {
-        let groups = layer.size.div_ceil(grid.group.max(1)).max(1);
-        let (size, levels) = (layer.size.max(1), grid.levels);
-        let rows = values.par_chunks(size).zip(rounded.par_chunks(size)).zip(grid.steps.par_chunks(groups));
-        let offsets = rows.flat_map_iter(|((values, rounded), steps)| {
-            let offset = |(at, (value, rounded)): (usize, (&f32, &f32))| trained_rounding::offset(levels, [*value, *rounded], steps[at / grid.group], MARGIN);
+    /// A layer with the weight `values` `[rows, size]`, which was rounded to `rounded` with these scales.
+    pub fn new(layer: &Layer, weight: &Weight, format: &LayerFormat, values: Vec<f32>, rounded: &[f32], scales: &RowScales) -> TrainedLayer {
+        let LayerFormat { levels, group, .. } = *format;
+        let (size, params) = (layer.size.max(1), format.steps(scales));
+        let groups = size.div_ceil(group.max(1)).max(1);
+        let rows = values.par_chunks(size).zip(rounded.par_chunks(size)).zip(params.par_chunks(groups));
+        let offsets = rows.flat_map_iter(|((values, rounded), params)| {
+            let offset = |(at, (value, rounded)): (usize, (&f32, &f32))| trained_rounding::offset(levels, [*value, *rounded], params[at / group], MARGIN);
             values.iter().zip(rounded).enumerate().map(offset).collect::<Vec<f32>>()
         });
-        let state = State { offsets: offsets.collect(), ranges: grid.steps.iter().map(|step| TrainedRange::new(*step)).collect() };
-        let (layer, weight, affine) = (layer.clone(), weight.clone(), affine.clone());
-        TrainedLayer { layer, weight, affine, global_scale, levels, group: grid.group, values, state }
+        let state = State { offsets: offsets.collect(), ranges: params.iter().map(|params| TrainedRange::new(*params)).collect() };
+        let (layer, weight, format, scales) = (layer.clone(), weight.clone(), format.clone(), scales.clone());
+        TrainedLayer { layer, weight, format, values, scales, state }
     }
 
     /// Number of groups of a row.
     fn groups(&self) -> usize {
-        self.layer.size.div_ceil(self.group.max(1)).max(1)
+        self.layer.size.div_ceil(self.format.group.max(1)).max(1)
     }
 
-    fn params(&self, range: &TrainedRange) -> QuantizationParams {
-        range.params(self.levels, stored_scale(&self.affine, self.global_scale))
+    /// Quantization parameters of all groups.
+    fn params(&self) -> Vec<QuantizationParams> {
+        let store = self.format.store();
+        let stored = |scale: f64| store.map_or(scale as f32, |store| store(scale));
+        self.state.ranges.iter().map(|range| range.params(self.format.levels, stored)).collect()
     }
 
-    /// The weight on its grid.
-    fn rounded(&self) -> Vec<f32> {
-        let (size, mut out) = (self.layer.size.max(1), vec![0f32; self.values.len()]);
+    /// The weight as it is stored, and its scales.
+    fn rounded(&self) -> Result<(Vec<f32>, RowScales)> {
+        let LayerFormat { levels, group, .. } = self.format;
+        let (size, mut out, params) = (self.layer.size.max(1), vec![0f32; self.values.len()], self.params());
         let rows = out.par_chunks_mut(size).zip(self.values.par_chunks(size)).zip(self.state.offsets.par_chunks(size));
-        rows.zip(self.state.ranges.par_chunks(self.groups())).for_each(|(((out, values), offsets), ranges)| {
-            let groups = out.chunks_mut(self.group).zip(values.chunks(self.group)).zip(offsets.chunks(self.group));
-            for (((out, values), offsets), range) in groups.zip(ranges) {
-                trained_rounding::round(self.levels, values, offsets, self.params(range), out);
+        rows.zip(params.par_chunks(self.groups())).for_each(|(((out, values), offsets), params)| {
+            let groups = out.chunks_mut(group).zip(values.chunks(group)).zip(offsets.chunks(group));
+            for (((out, values), offsets), params) in groups.zip(params) {
+                trained_rounding::round(levels, values, offsets, *params, out);
             }
         });
-        out
+        let order: Vec<usize> = (0..self.layer.size).collect();
+        let grid = Grid { levels, group, steps: params, order: &order, store: self.format.store() };
+        let scales = self.format.finish(&mut out, grid, self.scales.clone())?;
+        Ok((out, scales))
     }
 
     /// Moves all numbers against the signs of their gradients. `gradients` are those of the rounded weight.
     fn step(&mut self, gradients: &[f32], rate: f32) {
-        let (size, groups, group, levels) = (self.layer.size.max(1), self.groups(), self.group, self.levels);
-        let store = stored_scale(&self.affine, self.global_scale);
-        let (rate, range_rate) = match self.affine.scale_format() {
-            ScaleFormat::Float => (rate, RANGE_RATE * rate),
-            ScaleFormat::PowerOfTwo | ScaleFormat::Relative => (FIXED_RANGE_RATE * rate, 0.0),
-        };
+        let LayerFormat { levels, group, .. } = self.format;
+        let (size, groups, params) = (self.layer.size.max(1), self.groups(), self.params());
+        let (rate, range_rate) = if self.format.has_fixed_scales() { (FIXED_RANGE_RATE * rate, 0.0) } else { (rate, RANGE_RATE * rate) };
         let State { offsets, ranges } = &mut self.state;
         let rows = offsets.par_chunks_mut(size).zip(self.values.par_chunks(size)).zip(gradients.par_chunks(size));
-        rows.zip(ranges.par_chunks_mut(groups)).for_each(|(((offsets, values), gradients), ranges)| {
+        rows.zip(ranges.par_chunks_mut(groups)).zip(params.par_chunks(groups)).for_each(|((((offsets, values), gradients), ranges), params)| {
             let parts = offsets.chunks_mut(group).zip(values.chunks(group)).zip(gradients.chunks(group));
-            for (((offsets, values), gradients), range) in parts.zip(ranges) {
-                let of_range = trained_rounding::step(levels, values, offsets, gradients, range.params(levels, store), rate);
+            for ((((offsets, values), gradients), range), params) in parts.zip(ranges).zip(params) {
+                let of_range = trained_rounding::step(levels, values, offsets, gradients, *params, rate);
                 range.step(levels, of_range, range_rate);
             }
         });
@@ -131,16 +129,8 @@ impl TrainedLayer {
 
     /// The quantized weight.
     fn quantized(&self) -> Result<Weight> {
-        let params: Vec<QuantizationParams> = self.state.ranges.iter().map(|range| self.params(range)).collect();
-        let parts = self.values.chunks(self.layer.size.max(1)).zip(self.state.offsets.chunks(self.layer.size.max(1))).zip(params.chunks(self.groups()));
-        let codes = parts.flat_map(|((values, offsets), params)| {
-            let groups = values.chunks(self.group).zip(offsets.chunks(self.group)).zip(params);
-            groups.flat_map(|((values, offsets), params)| trained_rounding::codes_of(self.levels, values, offsets, *params))
-        });
-        let (codes, run) = (codes.collect(), self.group);
-        let global_scale = self.global_scale;
-        let (scales, zero_points) = params.into_iter().map(|QuantizationParams { scale, zero }| (scale * global_scale, zero)).unzip();
-        self.weight.quantized(&self.layer.weight, self.affine.clone(), codes, &Scales { run, scales, zero_points, global_scale })
+        let (values, scales) = self.rounded()?;
+        self.format.weight(&self.weight, &values, scales)
     }
 }
 
@@ -210,7 +200,7 @@ impl Training {
                     Ok(())
                 };
                 read(&gradient, step).map_err(tensor_error)?;
-                let rounded = Tensor::from_vec(layer.rounded(), (layer.layer.rows, layer.layer.size), &training.block.context.device);
+                let rounded = Tensor::from_vec(layer.rounded()?.0, (layer.layer.rows, layer.layer.size), &training.block.context.device);
                 parameters = parameters.with(&layer.layer.weight, rounded.map_err(tensor_error)?);
             }
             drop(gradients);
@@ -349,58 +339,84 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::kernel::grid::IntegerGrid;
-    use crate::store::{ActivationScheme, Bytes, Codes, DType, Encoding, FloatFormat, Granularity};
+    use crate::kernel::column_solver::Range;
+    use crate::kernel::ggml::BlockType;
+    use crate::pass::weight_quantizer::stored_scale;
+    use crate::store::{ActivationScheme, Bytes, Codes, DType, Encoding, ExactBlocks, FloatFormat, Granularity, QuantizationSpec};
+
+    /// A layer with weights in rows of `size`, and with the scales and values to which it was rounded.
+    fn trained(format: &LayerFormat, values: Vec<f32>, size: usize, rounded: &[f32], scales: &RowScales) -> TrainedLayer {
+        let bytes = Bytes { dtype: DType::F32, bytes: values.iter().flat_map(|value| value.to_le_bytes()).collect() };
+        let weight = Weight::new(DType::F32, vec![values.len() / size, size], Encoding::Dense, Arc::new(bytes));
+        TrainedLayer::new(&layer(values.len(), size), &weight, format, values, rounded, scales)
+    }
+
+    fn layer(count: usize, size: usize) -> Layer {
+        Layer { weight: "w".into(), rows: count / size, size, input_major: false }
+    }
 
     /// A layer of eight weights in rows of `size`, with codes that differ from the nearest ones, and the
     /// weight that they represent.
-    fn layer(codes: Codes, symmetric: bool, scale_dtype: DType, size: usize) -> (TrainedLayer, Vec<f32>) {
+    fn in_scheme(codes: Codes, symmetric: bool, scale_dtype: DType, size: usize) -> (TrainedLayer, Vec<f32>) {
         const POSITIONS: [f32; 8] = [2.0, -4.0, 1.0, 3.0, 0.0, -1.0, 1.0, -3.0];
         let values = vec![0.3f32, -0.9, 0.2, 2.0, 0.1, -0.26, 0.5, -3.0];
-        let bytes = Bytes { dtype: DType::F32, bytes: values.iter().flat_map(|value| value.to_le_bytes()).collect() };
-        let (rows, group) = (8 / size, size.min(2));
-        let weight = Weight::new(DType::F32, vec![rows, size], Encoding::Dense, Arc::new(bytes));
-        let affine = QuantizationSpec { codes, granularity: Granularity::Group(group), symmetric, scale_dtype, activations: ActivationScheme::None };
-        let global_scale = if affine.has_global_scale() { 37.0 } else { 1.0 };
-        let (zero, store) = (if symmetric { 0.0 } else { 1.0 }, stored_scale(&affine, global_scale));
+        let group = size.min(2);
+        let spec = QuantizationSpec { codes, granularity: Granularity::Group(group), symmetric, scale_dtype, activations: ActivationScheme::None };
+        let global_scale = if spec.has_global_scale() { 37.0 } else { 1.0 };
+        let format = LayerFormat::from_scheme(&layer(8, size), &spec, global_scale, Range::MinMax).unwrap();
+        let (zero, store) = (if symmetric { 0.0 } else { 1.0 }, stored_scale(&spec, global_scale));
         let scales = [0.25, 0.25, 0.5, 0.5, 0.125, 0.125, 0.75, 0.75];
         let step = |scale: f64| QuantizationParams { scale: store(scale), zero };
-        let levels = match codes {
-            Codes::Float(format) => Levels::Floats(format.codec()),
-            codes => Levels::Integers(IntegerGrid { bits: codes.bits().into(), symmetric }),
-        };
+        let levels = format.levels;
         let rounded: Vec<f32> = POSITIONS.iter().zip(scales).map(|(at, scale)| levels.level_at(*at, step(scale)) * step(scale).scale).collect();
-        let order: Vec<usize> = (0..size).collect();
-        let grid = Grid { levels, group, steps: scales.iter().step_by(group).map(|scale| step(*scale)).collect(), order: &order, store: Some(store) };
-        let layer = Layer { weight: "w".into(), rows, size, input_major: false };
-        (TrainedLayer::new(&layer, &weight, (&affine, global_scale), values, &rounded, &grid), rounded)
+        let scales = RowScales { steps: scales.iter().step_by(group).map(|scale| step(*scale)).collect(), blocks: Vec::new() };
+        (trained(&format, values, size, &rounded, &scales), rounded)
+    }
+
+    /// A layer of two rows in blocks, as above.
+    fn in_blocks(kind: BlockType) -> Option<(TrainedLayer, Vec<f32>)> {
+        const SIZE: usize = 256;
+        let mut random = fastrand::Rng::with_seed(kind.id().into());
+        let values: Vec<f32> = (0..2 * SIZE).map(|_| random.f32() - 0.4).collect();
+        let format = LayerFormat::from_blocks(&layer(values.len(), SIZE), ExactBlocks { kind, file_type: None }).ok()?;
+        let (scales, order) = (format.fit(&values, &[1.0; SIZE]), (0..SIZE).collect::<Vec<usize>>());
+        let mut rounded: Vec<f32> = values.iter().map(|value| 0.8 * value).collect();
+        let grid = format.grid(&scales, &order);
+        grid.round(&mut rounded);
+        let scales = format.finish(&mut rounded, grid, scales).unwrap();
+        Some((trained(&format, values, SIZE, &rounded, &scales), rounded))
     }
 
     /// The weights of the trained model are those of the file, bit for bit.
     #[test]
     fn training_starts_from_the_given_codes() {
         let [e2m1, e4m3] = [FloatFormat::E2m1, FloatFormat::E4m3].map(Codes::Float);
-        for (codes, symmetric, scales, size) in [
+        let schemes = [
             (Codes::Integer(3), true, DType::F32, 4),
             (Codes::Integer(3), false, DType::F32, 4),
             (Codes::Integer(3), true, DType::F32, 1),
             (e2m1, true, DType::F8_E4M3, 4),
             (e2m1, true, DType::F8_E8M0, 4),
             (e4m3, true, DType::F32, 4),
-        ] {
-            let (mut layer, rounded) = layer(codes, symmetric, scales, size);
-            let gradients = [1.0f32, -1.0, 2.0, -0.5, 1.0, 0.0, -3.0, 1.0];
+        ];
+        let schemes = schemes.map(|(codes, symmetric, scales, size)| (format!("{codes} {scales}"), in_scheme(codes, symmetric, scales, size)));
+        let blocks = BlockType::ALL.into_iter().filter_map(|kind| Some((kind.name().to_owned(), in_blocks(kind)?)));
+        let mut count = 0;
+        for (name, (mut layer, rounded)) in schemes.into_iter().chain(blocks) {
+            let gradients: Vec<f32> = [1.0f32, -1.0, 2.0, -0.5, 1.0, 0.0, -3.0, 1.0].into_iter().cycle().take(rounded.len()).collect();
             layer.step(&gradients, 0.0);
-            assert_eq!(layer.rounded(), rounded);
-            assert_eq!(layer.quantized().unwrap().floats("w").unwrap(), rounded);
+            assert_eq!(layer.rounded().unwrap().0, rounded, "{name}");
+            assert_eq!(layer.quantized().unwrap().floats("w").unwrap(), rounded, "{name}");
             // Steps against the signs of gradients decrease their product with the weight.
             let product = |values: &[f32]| values.iter().zip(&gradients).map(|(value, gradient)| value * gradient).sum::<f32>();
             (0..8).for_each(|_| layer.step(&gradients, 0.125));
-            let trained = layer.rounded();
-            let least = if codes == e4m3 { 0.0 } else { 0.5 };
-            assert!(product(&trained) < product(&rounded) - least, "{codes} {scales}: {trained:?} {rounded:?}");
-            assert_eq!(layer.quantized().unwrap().floats("w").unwrap(), trained);
+            let trained = layer.rounded().unwrap().0;
+            let least = if name.starts_with(&e4m3.to_string()) { 0.0 } else { 0.5 };
+            assert!(product(&trained) < product(&rounded) - least, "{name}: {trained:?} {rounded:?}");
+            assert_eq!(layer.quantized().unwrap().floats("w").unwrap(), trained, "{name}");
+            count += 1;
         }
+        assert_eq!(count, 6 + BlockType::ALL.into_iter().filter(|kind| kind.levels().is_some()).count());
     }
 
     /// Batches may contain several samples with padding, and some samples may be short.

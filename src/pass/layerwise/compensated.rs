@@ -11,7 +11,6 @@ use super::sampled::{Sampled, outputs_step, stacks};
 use super::solver::{Change, Correction, Part, Solver};
 use super::{Layer, MethodReport, Moments, MomentsRequest, Readers};
 use crate::error::{Error, Result};
-use crate::store::Weight;
 
 /// Damping that is tried first, and the limits of the search, as fractions of the mean of the diagonal.
 const DAMPING: f64 = 0.1;
@@ -66,7 +65,7 @@ pub(super) trait Compensating {
     }
 
     /// Replaces values `[n, size]` of a weight by a solution, for some or all outputs of the layer.
-    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()>;
+    fn solve(&self, layer: &Layer, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()>;
 }
 
 /// The chosen solutions of the layers that read a value.
@@ -278,13 +277,13 @@ impl Choosing {
             let fitted = fitted.as_ref().unwrap_or(moments);
             let prepared = Prepared::new(value, fitted, Cow::Borrowed(&fitted.differences), self.preparation(damping), &mut Vec::new())?;
             for sampled in sampled {
-                let Sampled { layer, weight, layers, values, outputs, feedback } = sampled;
+                let Sampled { layer, layers, values, outputs, feedback } = sampled;
                 let attempt = match tried {
                     Tried::Plain(index) => Attempt::Plain(index),
                     Tried::Damping(_) => Attempt::Compensated(self.correction(sampled, &prepared, (held_out, &outputs[fold]), &mut trials)?),
                 };
                 let mut solved = values.clone();
-                method.solve(layer, weight, &mut solved, &prepared, attempt)?;
+                method.solve(layer, &mut solved, &prepared, attempt)?;
                 let mut solved = held_out.outputs(&solved, layer.size)?;
                 let mut targets = Cow::Borrowed(&outputs[fold][0]);
                 if let Some(feedback) = feedback {
@@ -384,8 +383,6 @@ impl<'m> Prepared<'m> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use candle_core::{Device, Tensor};
 
     use super::super::MomentsRequest;
@@ -393,7 +390,6 @@ mod tests {
     use super::*;
     use crate::kernel::column_solver::{ColumnSolver, Grid, Zeros};
     use crate::kernel::grid::{IntegerGrid, Levels, QuantizationParams};
-    use crate::store::{Bytes, DType, Encoding};
 
     const SIZE: usize = 20;
 
@@ -409,7 +405,7 @@ mod tests {
             &["rtn"]
         }
 
-        fn solve(&self, _layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
+        fn solve(&self, _layer: &Layer, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
             let steps = vec![QuantizationParams { scale: 0.5, zero: 0.0 }; values.len() / SIZE];
             let levels = Levels::Integers(IntegerGrid { bits: 4, symmetric: true });
             let grid = Grid { levels, group: SIZE, steps, order: &prepared.order, store: Some((|scale: f64| scale as f32) as fn(f64) -> f32) };
@@ -438,12 +434,10 @@ mod tests {
             moments.hold_out("x", fold, &tensor(0.4, 80, fold), Some(&tensor(0.0, 80, fold))).unwrap();
         }
         let layer = |rows: usize| Layer { weight: "w".into(), rows, size: SIZE, input_major: false };
-        let bytes = Bytes { dtype: DType::F32, bytes: vec![0; 4 * SIZE] };
-        let weight = Weight::new(DType::F32, vec![1, SIZE], Encoding::Dense, Arc::new(bytes));
         let values = |rows: usize| (0..rows * SIZE).map(|i| number(i * 31 + rows)).collect::<Vec<f32>>();
         let sampled = |parts: &[(usize, usize)]| {
             let parts = parts.iter().map(|(index, rows)| (*index, values(*rows))).collect();
-            Sampled::with_values(&layer(9), weight.clone(), parts, &moments.folds).unwrap()
+            Sampled::with_values(&layer(9), parts, &moments.folds).unwrap()
         };
         let choosing = Choosing { name: "gptq", ordered: true, damping: None, propagation: None, sweeps: 0, keeps_products: false };
         for tried in [Tried::Plain(0), Tried::Damping(0.1)] {

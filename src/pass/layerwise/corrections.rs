@@ -164,7 +164,7 @@ impl Corrector<'_> {
 }
 
 impl Method for Corrector<'_> {
-    fn check(&self, _layer: &Layer, _weight: &Weight) -> Result<()> {
+    fn check(&self, _layer: &Layer) -> Result<()> {
         Ok(())
     }
 

@@ -5,8 +5,8 @@ use std::rc::Rc;
 
 use super::Layer;
 use super::ranks::part;
+use super::row_scales::RowScales;
 use crate::error::{Error, Result};
-use crate::kernel::grid::QuantizationParams;
 use crate::train::Team;
 
 /// Maximum bytes of one message; the communicator rejects those of more than 1 GiB.
@@ -41,12 +41,7 @@ impl DividedRows {
 
     /// Rounds a weight `[rows, size]`, and returns the scales of all rows. `round` rounds the rows of this
     /// rank, which its layer describes. A weight with fewer rows than ranks is rounded by every rank.
-    pub fn round(
-        &self,
-        layer: &Layer,
-        values: &mut [f32],
-        round: impl FnOnce(&Layer, &mut [f32]) -> Result<Vec<QuantizationParams>>,
-    ) -> Result<Vec<QuantizationParams>> {
+    pub fn round(&self, layer: &Layer, values: &mut [f32], round: impl FnOnce(&Layer, &mut [f32]) -> Result<RowScales>) -> Result<RowScales> {
         let (rank, count) = (self.0.rank(), self.0.size());
         if layer.rows < count {
             return round(layer, values);
@@ -56,19 +51,17 @@ impl DividedRows {
             rows.start * layer.size..rows.end * layer.size
         };
         let own = &mut values[elements(rank)];
-        let steps = round(&Layer { rows: part(layer.rows, rank, count).len(), ..layer.clone() }, own)?;
-        let numbers = own.iter().copied().chain(steps.iter().flat_map(|step| [step.scale, step.zero]));
-        let message: Vec<u8> = numbers.flat_map(f32::to_le_bytes).collect();
+        let scales = round(&Layer { rows: part(layer.rows, rank, count).len(), ..layer.clone() }, own)?;
+        let message: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).chain(scales.to_bytes()).collect();
         // All rows have messages of the same length.
         let longest = message.len() / part(layer.rows, rank, count).len().max(1) * layer.rows.div_ceil(count);
-        let mut all = Vec::new();
+        let mut all = RowScales::default();
         for (rank, message) in self.gather(&message, longest)?.iter().enumerate() {
-            let numbers: Vec<f32> = message.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
             let rows = &mut values[elements(rank)];
             let too_few = || Error::run(format!("rank {rank}"), "sent too few rounded weights", "report this error");
-            let (rounded, steps) = numbers.split_at_checked(rows.len()).ok_or_else(too_few)?;
-            rows.copy_from_slice(rounded);
-            all.extend(steps.as_chunks::<2>().0.iter().map(|[scale, zero]| QuantizationParams { scale: *scale, zero: *zero }));
+            let (rounded, others) = message.split_at_checked(4 * rows.len()).ok_or_else(too_few)?;
+            rows.iter_mut().zip(rounded.as_chunks::<4>().0).for_each(|(value, bytes)| *value = f32::from_le_bytes(*bytes));
+            all.extend(scales.with_bytes(others));
         }
         Ok(all)
     }

@@ -249,7 +249,7 @@ fn not_finite(weight: &str) -> Error {
 }
 
 impl Method for Factorizer<'_> {
-    fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
+    fn check(&self, layer: &Layer) -> Result<()> {
         self.factorization(&layer.weight).map(|_| ())
     }
 

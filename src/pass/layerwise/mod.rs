@@ -5,15 +5,14 @@
 
 mod autoround;
 mod block_checkpoints;
-mod block_rounding;
 mod checks;
 mod compensated;
 mod corrections;
 mod divided_rows;
 mod forecast;
-mod grids;
 mod guide;
 mod held_out;
+mod layer_format;
 mod low_rank;
 mod moments;
 mod output_feedback;
@@ -26,6 +25,7 @@ mod remaining;
 mod report;
 mod rescale;
 mod rounding;
+mod row_scales;
 mod runs;
 mod sampled;
 mod scores;
@@ -55,7 +55,6 @@ use crate::store::{Weight, Weights};
 use crate::train::Team;
 use block_checkpoints::BlockReport;
 pub(in crate::pass) use block_checkpoints::checkpoint_bytes;
-pub(in crate::pass) use block_rounding::quantize_blocks;
 use checks::{require_bytes, require_finite};
 pub(in crate::pass) use corrections::{correct, correction_bytes, declare_corrections};
 pub(in crate::pass) use forecast::{model_runs, runs_to_layers, runs_to_supported};
@@ -87,7 +86,7 @@ const CACHE_BYTES: [u64; 2] = [128 << 20, 1 << 30];
 /// A method that modifies layers.
 trait Method {
     /// Returns an error if the method does not support a layer. Called before any work.
-    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()>;
+    fn check(&self, layer: &Layer) -> Result<()>;
 
     /// Receives the gradients of a guided run before the first layer.
     fn guided(&mut self, _guide: &Rc<Guide>) {}
@@ -186,7 +185,7 @@ impl Layerwise<'_> {
     fn run_in(&self, team: &Rc<Team>, model: &mut Model, method: &mut dyn Method) -> Result<Summary> {
         let graph = model.graph()?;
         let sites = sites(self.name, &graph, self.targets, self.flow.guidance == Guidance::Tokens)?;
-        sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
+        sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer))?;
         self.require_memory(&graph, model, &sites, method)?;
         let context = self.context;
         let data = context.data.calibration.as_ref().ok_or_else(|| Error::option(self.name, "needs calibration samples: `data: { calibration: ... }`"))?;
@@ -382,7 +381,7 @@ impl Layerwise<'_> {
         let largest = layers().map(layer).max().unwrap_or(0) as u64;
         // Refining a block needs its gradients and several copies of its weights, and all of its activations.
         let refined =
-            |block: &analysis::Block| layers().filter(|layer| block.parameters.contains(&layer.weight)).map(|layer| 28 * layer.rows * layer.size).sum();
+            |block: &analysis::Block| layers().filter(|layer| block.parameters.contains(&layer.weight)).map(|layer| 32 * layer.rows * layer.size).sum();
         let blocks = if self.flow.refined { analysis::blocks(graph) } else { Vec::new() };
         let refined = blocks.iter().map(refined).max().map_or(0, |bytes: usize| bytes as u64 + 4 * need.activations);
         let moments = guide::bytes_in_memory(self.flow.guidance, sites, self.context.checkpoints.is_some());

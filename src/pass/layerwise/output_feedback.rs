@@ -5,10 +5,10 @@
 //! <https://arxiv.org/abs/2505.22988>).
 
 use super::output_moments::{OutputGroup, OutputMoments};
+use super::row_scales::RowScales;
 use crate::error::Result;
 use crate::kernel::compensation::{Compensation, Ratios};
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::grid::QuantizationParams;
 use crate::kernel::matmul::{Left, Rows, product};
 
 /// Number of rows that are rounded at once, each without compensation for the others.
@@ -45,17 +45,12 @@ impl OutputFeedback {
 
     /// Replaces the rows of a weight `[rows, size]` by the values that `round` chooses for blocks of rows,
     /// and returns the scales of all rows.
-    pub fn round(
-        &self,
-        values: &mut [f32],
-        size: usize,
-        mut round: impl FnMut(&mut [f32]) -> Result<Vec<QuantizationParams>>,
-    ) -> Result<Vec<QuantizationParams>> {
-        let mut steps = Vec::new();
+    pub fn round(&self, values: &mut [f32], size: usize, mut round: impl FnMut(&mut [f32]) -> Result<RowScales>) -> Result<RowScales> {
+        let mut scales = RowScales::default();
         for group in &self.groups {
-            group.round((&mut *values, size, self.rows), &mut steps, &mut round)?;
+            group.round((&mut *values, size, self.rows), &mut scales, &mut round)?;
         }
-        Ok(steps)
+        Ok(scales)
     }
 
     /// The errors of outputs `[n, rows]`, weighted so that half of the sum of their squares is the increase
@@ -108,8 +103,8 @@ impl GroupFeedback {
     fn round(
         &self,
         (values, size, rows): (&mut [f32], usize, usize),
-        steps: &mut Vec<QuantizationParams>,
-        round: &mut impl FnMut(&mut [f32]) -> Result<Vec<QuantizationParams>>,
+        scales: &mut RowScales,
+        round: &mut impl FnMut(&mut [f32]) -> Result<RowScales>,
     ) -> Result<()> {
         let mut errors = vec![0f32; self.order.len() * size];
         for first in (0..self.order.len()).step_by(ROWS) {
@@ -119,14 +114,12 @@ impl GroupFeedback {
                 |(at, row): (usize, &usize)| (0..size).map(|column| values[row * size + column] + added[column * order.len() + at]).collect::<Vec<f32>>();
             let mut block = order.iter().enumerate().flat_map(target).collect::<Vec<f32>>();
             let found = round(&mut block)?;
-            let each = found.len() / order.len();
-            steps.resize(rows * each, QuantizationParams { scale: 0.0, zero: 0.0 });
             for (at, row) in order.iter().enumerate() {
                 let (rounded, value) = (&block[at * size..][..size], &mut values[row * size..][..size]);
                 let error = &mut errors[(first + at) * size..][..size];
                 error.iter_mut().zip(rounded).zip(&*value).for_each(|((error, rounded), value)| *error = value - rounded);
                 value.copy_from_slice(rounded);
-                steps[row * each..][..each].copy_from_slice(&found[at * each..][..each]);
+                scales.set_row((*row, rows), &found, (at, order.len()));
             }
         }
         Ok(())
@@ -152,6 +145,7 @@ impl GroupFeedback {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::grid::QuantizationParams;
 
     const SIZE: usize = 5;
 
@@ -165,9 +159,10 @@ mod tests {
         OutputGroup { size: rows, products: (0..rows * rows).map(|at| product(at / rows, at % rows)).collect(), damping }
     }
 
-    fn halves(values: &mut [f32]) -> Result<Vec<QuantizationParams>> {
+    fn halves(values: &mut [f32]) -> Result<RowScales> {
         values.iter_mut().for_each(|value| *value = (2.0 * *value).round() / 2.0);
-        Ok((0..values.len() / SIZE).map(|row| QuantizationParams { scale: values[row * SIZE], zero: 0.0 }).collect())
+        let steps = (0..values.len() / SIZE).map(|row| QuantizationParams { scale: values[row * SIZE], zero: 0.0 });
+        Ok(RowScales { steps: steps.collect(), blocks: Vec::new() })
     }
 
     fn damped(group: &OutputGroup) -> Vec<f64> {
@@ -202,7 +197,7 @@ mod tests {
                 let weight: Vec<f32> = (0..rows * SIZE).map(|_| random.f32()).collect();
                 let (mut plain, mut compensated) = (weight.clone(), weight.clone());
                 halves(&mut plain).unwrap();
-                let steps = feedback.round(&mut compensated, SIZE, halves).unwrap();
+                let steps = feedback.round(&mut compensated, SIZE, halves).unwrap().steps;
                 assert!(steps.iter().zip(compensated.chunks(SIZE)).all(|(step, row)| step.scale == row[0]) && steps.len() == rows);
                 assert!(rows > ROWS || plain == compensated);
                 losses.iter_mut().zip([&plain, &compensated]).for_each(|(sum, values)| *sum += loss(&moments, &errors(values, &weight)));
@@ -228,7 +223,7 @@ mod tests {
                     return halves(values);
                 }
                 moved.into_iter().for_each(|(at, change)| values[at] += change);
-                Ok(Vec::new())
+                Ok(RowScales::default())
             });
             rounded.map(|_| loss(&moments, &errors(&values, &weight))).unwrap()
         };

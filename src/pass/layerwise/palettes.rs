@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::grids::costs;
+use super::layer_format::costs;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, unsupported};
 use crate::error::{Error, Result, counted};
 use crate::kernel::palette::nearest;
@@ -49,7 +49,7 @@ struct Palettes<'a> {
 }
 
 impl Method for Palettes<'_> {
-    fn check(&self, _layer: &Layer, _weight: &Weight) -> Result<()> {
+    fn check(&self, _layer: &Layer) -> Result<()> {
         Ok(())
     }
 

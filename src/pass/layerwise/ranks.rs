@@ -281,6 +281,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::divided_rows::DividedRows;
+    use super::super::row_scales::RowScales;
     use super::super::{Moments, MomentsRequest};
     use super::*;
     use crate::kernel::grid::QuantizationParams;
@@ -306,21 +307,25 @@ mod tests {
 
     #[test]
     fn divided_rows_are_rounded_once() {
-        for rows in [2, 3, 8] {
+        let steps = |values: &[f32]| {
+            let params = values.chunks(3).map(|row| QuantizationParams { scale: row[0] + 10.0, zero: -row[2] });
+            RowScales { steps: params.collect(), blocks: Vec::new() }
+        };
+        let blocks = |values: &[f32]| RowScales { steps: Vec::new(), blocks: values.chunks(3).flat_map(|row| [row[0] as u8, 7]).collect() };
+        for (rows, scales) in [(2, steps as fn(&[f32]) -> RowScales), (3, steps), (8, steps), (8, blocks)] {
             let values: Vec<f32> = (0..3 * rows).map(|i| i as f32 / 4.0 - 1.1).collect();
             let layer = Layer { weight: "w".into(), rows, size: 3, input_major: false };
             let all = run_ranks(3, |ranks| {
                 let mut rounded = values.clone();
-                let steps = DividedRows::new(ranks.team).round(&layer, &mut rounded, |layer, values| {
+                let found = DividedRows::new(ranks.team).round(&layer, &mut rounded, |layer, values| {
                     assert_eq!(values.len(), 3 * layer.rows);
                     values.iter_mut().for_each(|value| *value = value.round());
-                    Ok(values.chunks(3).map(|row| QuantizationParams { scale: row[0] + 10.0, zero: -row[2] }).collect())
+                    Ok(scales(values))
                 });
-                (rounded, steps.unwrap().iter().map(|step| [step.scale, step.zero]).collect::<Vec<_>>())
+                (rounded, found.unwrap())
             });
             let rounded: Vec<f32> = values.iter().map(|value| value.round()).collect();
-            let steps: Vec<[f32; 2]> = rounded.chunks(3).map(|row| [row[0] + 10.0, -row[2]]).collect();
-            assert!(all.iter().all(|found| *found == (rounded.clone(), steps.clone())), "{rows}: {all:?}");
+            assert!(all.iter().all(|found| *found == (rounded.clone(), scales(&rounded))), "{rows}: {all:?}");
         }
     }
 

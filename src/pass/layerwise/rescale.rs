@@ -34,7 +34,7 @@ pub(super) enum Strength {
 
 /// Quantizes and dequantizes weights `[rows, size]`. The second last argument holds the sums of squares
 /// of the inputs.
-type Round<'r> = Box<dyn Fn(&Layer, &Weight, &mut [f32], &[f64], RoundingMode) + 'r>;
+type Round<'r> = Box<dyn Fn(&Layer, &mut [f32], &[f64], RoundingMode) + 'r>;
 
 /// Accuracy of simulated quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,6 @@ pub(super) struct Rescale {
 /// A layer that absorbs the multiplication.
 struct Reader {
     layer: Layer,
-    weight: Weight,
     values: Vec<f32>,
     /// Outputs of the unquantized layer for the test rows, `[n, rows]`.
     outputs: Tensor,
@@ -203,7 +202,7 @@ impl Rescale {
                 let layer = Layer { weight: consumer.weight.clone(), rows: outputs, size: inputs, input_major: consumer.first };
                 let values = layer.output_major(weight.floats(&consumer.weight)?);
                 let outputs = product(&rows, &tensor(&values, &[outputs, inputs], work.context)?)?;
-                readers.push((consumer.index.clone(), Reader { layer, weight, values, outputs }));
+                readers.push((consumer.index.clone(), Reader { layer, values, outputs }));
             }
             let representable = |factors: &mut [f32]| match &norm {
                 Some(norm) => norm.restrict(factors),
@@ -327,7 +326,7 @@ impl Rescale {
             let mut values = reader.values.clone();
             values.chunks_exact_mut(by.len().max(1)).for_each(|row| row.iter_mut().zip(&by).for_each(|(value, by)| *value *= by));
             let squares: Vec<f64> = moments.squares.iter().zip(&by).map(|(square, by)| square / f64::from(by * by)).collect();
-            (self.round)(&reader.layer, &reader.weight, &mut values, &squares, mode);
+            (self.round)(&reader.layer, &mut values, &squares, mode);
             let largest = moments.largest.iter().zip(&by).fold(0f32, |largest, (value, by)| largest.max(value / by));
             let activations = input_scales::for_largest(self.activations, DType::F32, largest);
             let divide = || rows.broadcast_div(&Tensor::from_slice(&by, (1, by.len()), rows.device())?);
@@ -411,8 +410,7 @@ mod tests {
         let graph = model.graph().unwrap();
         let layers: BTreeSet<String> = model.weights.by_name.keys().filter(|name| name.ends_with("proj.weight")).cloned().collect();
         let found = |ignored: Vec<Pattern>| -> Vec<BTreeSet<String>> {
-            let (strength, activations, round) =
-                (Strength::Awq, ActivationScheme::None, Box::new(|_: &Layer, _: &Weight, _: &mut [f32], _: &[f64], _: RoundingMode| {}));
+            let (strength, activations, round) = (Strength::Awq, ActivationScheme::None, Box::new(|_: &Layer, _: &mut [f32], _: &[f64], _: RoundingMode| {}));
             let rescale = Rescale { strength, activations, groups: BTreeMap::new(), ignored, round };
             rescale.chains(&graph, &layers, &model).unwrap().chains.iter().map(|(chain, _)| names(chain).cloned().collect()).collect()
         };

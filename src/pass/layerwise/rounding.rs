@@ -1,5 +1,6 @@
 //! Quantization with calibration samples: round to nearest with weighted errors, or GPTQ, in which later
-//! columns compensate for the error (`kernel/compensation.rs`).
+//! columns compensate for the error (`kernel/compensation.rs`). The scales of blocks of GGUF files are those
+//! of the encoder of their type; the methods choose the codes.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,31 +12,31 @@ use super::autoround::{TrainedLayer, Training};
 use super::compensated::{Attempt, Choosing, Chosen, Compensating, Prepared};
 use super::corrections::{add_term, correction, correction_bytes, describe};
 use super::divided_rows::DividedRows;
-use super::grids::{costs, global_scale, grid};
 use super::guide::{Guidance, Guide};
 use super::held_out::LayerChoice;
+use super::layer_format::LayerFormat;
 use super::output_feedback::OutputFeedback;
 use super::output_moments;
 use super::parallel::floats;
 use super::preserved_zeros::{is_sparse, preserved_zeros};
 use super::rescale::RoundingMode;
+use super::row_scales::RowScales;
 use super::solver::{Correction, Part, Steps};
 use super::{Flow, Layer, Layerwise, Method, MethodReport, ModifiedBlock, Moments, MomentsRequest, Readers, Rescale, Strength, Summary};
 use crate::error::{Error, Result};
-use crate::kernel::column_solver::{ColumnSolver, Grid, Range, Zeros};
-use crate::kernel::grid::QuantizationParams;
+use crate::kernel::column_solver::{ColumnSolver, Range, Zeros};
 use crate::model::Model;
-use crate::pass::quantize::{self, Corrections, Method as By, Quantize};
+use crate::pass::quantize::{self, Corrections, Formats, Method as By, Quantize};
 use crate::pass::{Context, Pass, WeightObserver};
 use crate::run_state::Applied;
-use crate::store::{ActivationScheme, Granularity, Pattern, QuantizationSpec, Scales, Weight};
+use crate::store::{ActivationScheme, Granularity, Pattern, QuantizationSpec, Weight};
 use crate::train::Team;
 use crate::work::Meter;
 
 /// Configuration of the quantization of a model.
 pub(super) struct Quantization<'a> {
     name: &'static str,
-    pub encodings: &'a BTreeMap<String, QuantizationSpec>,
+    formats: Formats<'a>,
     /// Global scales of weights that have one.
     global_scales: BTreeMap<String, f32>,
     /// The options of GPTQ; `None` to round to nearest.
@@ -74,7 +75,7 @@ pub(in crate::pass) fn rescale(
     context: &Context,
     applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
-    let rounding = Quantization::rounding(pass, encodings, model, &applied.meter)?;
+    let rounding = Quantization::rounding(pass, Formats::Schemes(encodings), model, &applied.meter)?;
     let quantization = Quantization { strength: strength(pass), ignored: pass.ignore.clone(), ..rounding };
     // The checkpoints of the pass are those of rounded blocks.
     let context = Context { checkpoints: None, device: context.device.clone(), memory_tracker: context.memory_tracker.clone(), ..*context };
@@ -102,7 +103,7 @@ fn describe_rescaling(summary: &Summary, details: &mut Map<String, Value>, appli
 /// have static scales, channels were [rescaled](rescale) before.
 pub(in crate::pass) fn quantize(
     pass: &Quantize,
-    (encodings, corrections): (&BTreeMap<String, QuantizationSpec>, Option<&Corrections>),
+    (formats, corrections): (Formats, Option<&Corrections>),
     model: &mut Model,
     context: &Context,
     applied: &mut Applied,
@@ -117,10 +118,10 @@ pub(in crate::pass) fn quantize(
         keeps_products: corrections.is_some_and(|corrections| corrections.uses_samples),
     });
     let strength = strength(pass).filter(|_| !pass.stores_scales());
-    let rounding = Quantization::rounding(pass, encodings, model, &applied.meter)?;
+    let rounding = Quantization::rounding(pass, formats, model, &applied.meter)?;
     let guidance = if pass.guide == quantize::Guide::Loss { Guidance::Outputs } else { Guidance::None };
     let quantization = Quantization { gptq, training, guidance, strength, ignored: pass.ignore.clone(), corrections, ..rounding };
-    let inputs = Inputs::Nearest { costs: Vec::new(), products: Vec::new() };
+    let inputs = Inputs::Nearest { squares: Vec::new(), products: Vec::new() };
     let mut rounder = Rounder { quantization: &quantization, inputs, trained: Vec::new(), rows: None, report: MethodReport::default() };
     let summary = quantization.run(model, context, &mut rounder)?;
     let mut details = Map::new();
@@ -148,23 +149,25 @@ const RATE: f32 = 0.5;
 /// Name of trained rounding in the report.
 const AUTOROUND: &str = "autoround";
 /// Name of the solution with compensation in the report.
-pub(super) const GPTQ: &str = "gptq";
+const GPTQ: &str = "gptq";
 /// Columns that are rounded before the error is propagated to the remaining columns.
-pub(super) const BLOCK: usize = 128;
+const BLOCK: usize = 128;
 /// Smallest range of the scale search, in percent of minmax.
 const MIN_RANGE_PERCENT: u32 = 40;
 
 impl<'a> Quantization<'a> {
     /// Rounds to nearest, without the other options of the pass.
-    pub fn rounding(pass: &'a Quantize, encodings: &'a BTreeMap<String, QuantizationSpec>, model: &Model, meter: &Meter) -> Result<Quantization<'a>> {
-        let groups = pass.scale_groups(encodings, model).into_iter();
-        let groups = groups.filter_map(|(name, group)| encodings.get(&name).and_then(|affine| affine.codes.float()).map(|format| (name, group, format)));
+    pub fn rounding(pass: &'a Quantize, formats: Formats<'a>, model: &Model, meter: &Meter) -> Result<Quantization<'a>> {
+        let encodings = schemes(formats);
+        let groups = encodings.into_iter().flat_map(|encodings| pass.scale_groups(encodings, model));
+        let float = |name: &String| encodings?.get(name)?.codes.float();
+        let groups = groups.filter_map(|(name, group)| float(&name).map(|format| (name, group, format)));
         let global_scales = groups.map(|(name, group, format)| Ok((name, group.global_scale(format, meter)?))).collect::<Result<_>>()?;
         let (name, ignored) = (pass.name(), Vec::new());
         let (guidance, guide, without_gradients) = (Guidance::None, OnceCell::new(), RefCell::default());
         Ok(Quantization {
             name,
-            encodings,
+            formats,
             global_scales,
             gptq: None,
             training: None,
@@ -182,20 +185,18 @@ impl<'a> Quantization<'a> {
 impl Quantization<'_> {
     /// Rescales channels and applies a method to the layers of a model.
     fn run(&self, model: &mut Model, context: &Context, method: &mut dyn Method) -> Result<Summary> {
-        let targets: BTreeSet<&str> = self.encodings.keys().map(String::as_str).collect();
-        let rescale = self.strength.map(|strength| {
-            let (encodings, global_scales, pass) = (self.encodings.clone(), self.global_scales.clone(), self.pass.clone());
-            let round = move |layer: &Layer, weight: &Weight, values: &mut [f32], squares: &[f64], mode: RoundingMode| {
-                let order: Vec<usize> = (0..layer.size).collect();
+        let targets: BTreeSet<&str> = self.formats.names();
+        let rescale = self.strength.zip(schemes(self.formats)).map(|(strength, encodings)| {
+            let (specs, global_scales, pass) = (encodings.clone(), self.global_scales.clone(), self.pass.clone());
+            let round = move |layer: &Layer, values: &mut [f32], squares: &[f64], mode: RoundingMode| {
                 // A layer without an encoding is not quantized and has no error.
-                let encoding = encodings.get(&layer.weight);
-                if let Some((affine, mut grid)) = encoding.and_then(|affine| Some((affine, grid((layer, weight), affine, &global_scales, &order).ok()?))) {
-                    grid.fit(values, &costs(squares), if mode == RoundingMode::Exact { range(&pass, affine) } else { Range::MinMax });
-                    grid.round(values);
-                }
+                let Some(spec) = specs.get(&layer.weight) else { return };
+                let range = if mode == RoundingMode::Exact { range(&pass, spec) } else { Range::MinMax };
+                let format = LayerFormat::from_scheme(layer, spec, global_scale(&global_scales, layer), range);
+                format.and_then(|format| format.nearest(values, squares)).ok();
             };
-            let activations = self.encodings.values().next().map_or(ActivationScheme::None, |affine| affine.activations);
-            let groups = self.encodings.iter().filter_map(|(name, affine)| match affine.granularity {
+            let activations = encodings.values().next().map_or(ActivationScheme::None, |affine| affine.activations);
+            let groups = encodings.iter().filter_map(|(name, affine)| match affine.granularity {
                 Granularity::Group(size) => Some((name.clone(), size)),
                 _ => None,
             });
@@ -213,16 +214,26 @@ impl Quantization<'_> {
     }
 }
 
+/// The schemes of weights that are not quantized to blocks.
+fn schemes(formats: Formats<'_>) -> Option<&BTreeMap<String, QuantizationSpec>> {
+    if let Formats::Schemes(schemes) = formats { Some(schemes) } else { None }
+}
+
 /// How scales are chosen: with the least error, or covering the largest values.
 fn range(pass: &Quantize, affine: &QuantizationSpec) -> Range {
     if pass.observer(affine.codes) == WeightObserver::Mse { Range::MinError(MIN_RANGE_PERCENT) } else { Range::MinMax }
 }
 
+/// The global scale of a layer's weight; 1 if it has none.
+fn global_scale(global_scales: &BTreeMap<String, f32>, layer: &Layer) -> f32 {
+    global_scales.get(&layer.weight).copied().unwrap_or(1.0)
+}
+
 /// The inputs of the next layers.
 enum Inputs {
-    /// Costs of the errors of columns, to round to nearest, and the sums of products if they are collected.
+    /// Sums of squares of columns, to round to nearest, and the sums of products if they are collected.
     Nearest {
-        costs: Vec<f32>,
+        squares: Vec<f64>,
         products: Vec<f32>,
     },
     Gptq(Chosen),
@@ -264,8 +275,8 @@ struct Unrounded<'a> {
 }
 
 impl Method for Unrounded<'_> {
-    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
-        self.quantization.grid(layer, weight, &[]).map(drop)
+    fn check(&self, layer: &Layer) -> Result<()> {
+        self.quantization.format(layer).map(drop)
     }
 
     fn read(&mut self, _value: &str, _moments: Moments, _readers: &Readers) -> Result<()> {
@@ -282,67 +293,66 @@ impl Method for Unrounded<'_> {
 }
 
 impl Quantization<'_> {
-    fn affine(&self, layer: &Layer) -> Result<&QuantizationSpec> {
-        self.encodings.get(&layer.weight).ok_or_else(|| Error::tensor(&layer.weight, "has no encoding", "add it to `ignore`"))
-    }
-
-    /// The quantization grid of a layer, with columns in the given order.
-    pub fn grid<'o>(&self, layer: &Layer, weight: &Weight, order: &'o [usize]) -> Result<Grid<'o, impl Fn(f64) -> f32 + Sync + use<'o>>> {
-        grid((layer, weight), self.affine(layer)?, &self.global_scales, order)
-    }
-
-    /// Rounds a weight `[rows, size]` to nearest.
-    pub fn nearest(&self, layer: &Layer, weight: &Weight, values: &mut [f32], costs: &[f32]) -> Result<Vec<QuantizationParams>> {
-        let order: Vec<usize> = (0..layer.size).collect();
-        let mut grid = self.grid(layer, weight, &order)?;
-        grid.fit(values, costs, range(self.pass, self.affine(layer)?));
-        grid.round(values);
-        Ok(grid.steps)
+    /// The format of a layer's weight.
+    pub fn format(&self, layer: &Layer) -> Result<LayerFormat> {
+        let missing = || Error::tensor(&layer.weight, "has no format", "add it to `ignore`");
+        match self.formats {
+            Formats::Schemes(encodings) => {
+                let spec = encodings.get(&layer.weight).ok_or_else(missing)?;
+                LayerFormat::from_scheme(layer, spec, global_scale(&self.global_scales, layer), range(self.pass, spec))
+            }
+            Formats::Blocks(blocks) => LayerFormat::from_blocks(layer, *blocks.get(&layer.weight).ok_or_else(missing)?),
+        }
     }
 
     /// Rounds a weight `[rows, size]`.
-    fn round(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<Vec<QuantizationParams>> {
+    fn round(&self, format: &LayerFormat, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<RowScales> {
+        let size = prepared.order.len();
         let (Some(solver), Attempt::Compensated(correction)) = (&prepared.solver, attempt) else {
-            return self.nearest(layer, weight, values, &costs(&prepared.squares));
+            return format.nearest(values, &prepared.squares);
         };
         // Targets that compensate for other rows have no zeros to preserve.
-        if let Some(feedback) = correction.feedback.clone().filter(|_| !is_sparse(values)) {
+        if let Some(feedback) = correction.feedback.clone().filter(|_| !format.has_zero() || !is_sparse(values)) {
             if let Some((change, fractions)) = correction.used() {
                 change.add_to(values, &fractions)?;
             }
-            return feedback.round(values, layer.size, |rows| {
-                let parts = vec![Part { rows: rows.len() / layer.size.max(1), fraction: 0.0 }];
-                self.round(layer, weight, rows, prepared, Attempt::Compensated(Correction { parts, change: None, feedback: None }))
+            return feedback.round(values, size, |rows| {
+                let parts = vec![Part { rows: rows.len() / size.max(1), fraction: 0.0 }];
+                self.round(format, rows, prepared, Attempt::Compensated(Correction { parts, change: None, feedback: None }))
             });
         }
         let order = &prepared.order;
-        let mut grid = self.grid(layer, weight, order)?;
-        let zeros = preserved_zeros(values, layer.size, &correction.parts);
+        let zeros = if format.has_zero() { preserved_zeros(values, size, &correction.parts) } else { Vec::new() };
         // Errors are weighted after compensation by later columns.
-        let mut costs = vec![0f32; layer.size];
+        let mut costs = vec![0f32; size];
         order.iter().zip(solver.costs()).for_each(|(column, cost)| costs[*column] = *cost);
-        let range = range(self.pass, self.affine(layer)?);
+        let mut scales = RowScales::default();
         let rule = |values: &[f32]| {
-            grid.fit(values, &costs, range);
-            let mut choices = ColumnSolver::new(Zeros::None, Some(grid));
-            choices.zeroed = zeros.chunks(layer.size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
+            scales = format.fit(values, &costs);
+            let mut choices = ColumnSolver::new(Zeros::None, Some(format.grid(&scales, order)));
+            choices.zeroed = zeros.chunks(size.max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect();
             choices
         };
         let solved = solver.solve(values, order, correction, Steps { block: BLOCK, frozen: &zeros, sweeps: self.sweeps() }, rule)?;
-        Ok(solved.grid.map(|grid| grid.steps).unwrap_or_default())
+        match solved.grid {
+            Some(grid) => format.finish(values, grid, scales),
+            None => Ok(scales),
+        }
     }
 }
 
 impl Compensating for Quantization<'_> {
     fn plain(&self) -> &'static [&'static str] {
-        &["rtn"]
+        match self.formats {
+            Formats::Schemes(_) => &["rtn"],
+            Formats::Blocks(_) => &["importance"],
+        }
     }
 
-    /// Layers with the same scheme and global scale, which have the same grid.
+    /// Layers with the same format, unless errors are compensated between rows.
     fn can_stack(&self, layers: [&Layer; 2]) -> bool {
-        let [scheme, other] = layers.map(|layer| self.encodings.get(&layer.weight).map(QuantizationSpec::scheme));
-        let [scale, other_scale] = layers.map(|layer| global_scale(&self.global_scales, layer));
-        self.guidance != Guidance::Outputs && scheme.is_some() && scheme == other && scale == other_scale
+        let [Ok(one), Ok(other)] = layers.map(|layer| self.format(layer)) else { return false };
+        self.guidance != Guidance::Outputs && one.can_stack(&other)
     }
 
     fn feedback(&self, layer: &Layer, step: usize) -> Result<Option<Rc<OutputFeedback>>> {
@@ -358,14 +368,14 @@ impl Compensating for Quantization<'_> {
         })
     }
 
-    fn solve(&self, layer: &Layer, weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
-        self.round(layer, weight, values, prepared, attempt).map(drop)
+    fn solve(&self, layer: &Layer, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
+        self.round(&self.format(layer)?, values, prepared, attempt).map(drop)
     }
 }
 
 impl Method for Rounder<'_> {
-    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
-        self.quantization.grid(layer, weight, &[]).map(drop)
+    fn check(&self, layer: &Layer) -> Result<()> {
+        self.quantization.format(layer).map(drop)
     }
 
     fn guided(&mut self, guide: &Rc<Guide>) {
@@ -373,18 +383,20 @@ impl Method for Rounder<'_> {
     }
 
     fn bytes(&self, layer: &Layer) -> usize {
-        // Sweeps also hold the targets, the gradients, and a full set of second moments.
+        // Sweeps also hold the targets, the gradients, and a full set of second moments. Blocks are decoded
+        // twice to find their parameters.
+        let decoded = if matches!(self.quantization.formats, Formats::Blocks(_)) { 8 * layer.rows * layer.size } else { 0 };
         let rounding = if self.quantization.sweeps() > 0 { 24 * layer.rows * layer.size + 4 * layer.size * layer.size } else { 16 * layer.rows * layer.size };
         let feedback = if self.quantization.guidance == Guidance::Outputs { 4 * layer.rows * layer.size + 3 * output_moments::bytes(layer.rows) } else { 0 };
-        (rounding + feedback).max(self.quantization.corrections.map_or(0, |_| correction_bytes([layer.rows, layer.size])))
+        (rounding + decoded + feedback).max(self.quantization.corrections.map_or(0, |_| correction_bytes([layer.rows, layer.size])))
     }
 
     fn read(&mut self, value: &str, moments: Moments, readers: &Readers) -> Result<()> {
         // The previous solver may occupy much of a GPU's memory.
-        self.inputs = Inputs::Nearest { costs: Vec::new(), products: Vec::new() };
+        self.inputs = Inputs::Nearest { squares: Vec::new(), products: Vec::new() };
         self.inputs = match self.quantization.gptq {
             Some(choosing) => Inputs::Gptq(choosing.run(value, moments, readers, self.quantization, &mut self.report)?),
-            None => Inputs::Nearest { costs: costs(&moments.squares), products: moments.products },
+            None => Inputs::Nearest { squares: moments.squares, products: moments.products },
         };
         Ok(())
     }
@@ -393,26 +405,21 @@ impl Method for Rounder<'_> {
         let original = self.quantization.training.map(|_| values.to_vec());
         let corrections = self.quantization.corrections.filter(|corrections| corrections.layers.contains_key(&layer.weight));
         let target = corrections.map(|_| self.inputs.target(layer, values)).transpose()?;
+        let format = self.quantization.format(layer)?;
         let round = |layer: &Layer, values: &mut [f32]| match &self.inputs {
-            Inputs::Nearest { costs, .. } => self.quantization.nearest(layer, weight, values, costs),
-            Inputs::Gptq(chosen) => self.quantization.round(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values, self.quantization)?),
+            Inputs::Nearest { squares, .. } => format.nearest(values, squares),
+            Inputs::Gptq(chosen) => self.quantization.round(&format, values, &chosen.prepared, chosen.attempt(layer, values, self.quantization)?),
         };
-        let steps = match &self.rows {
+        let scales = match &self.rows {
             // Zeros are preserved by their fraction in the complete layer.
-            Some(rows) if rows.none(layer, values, is_sparse) => rows.round(layer, values, round)?,
+            Some(rows) if !format.has_zero() || rows.none(layer, values, is_sparse) => rows.round(layer, values, round)?,
             _ => round(layer, values)?,
         };
         self.report.without_gradients.append(&mut self.quantization.without_gradients.borrow_mut());
-        let affine = self.quantization.affine(layer)?;
-        let order: Vec<usize> = (0..layer.size).collect();
-        let grid = Grid { steps, ..self.quantization.grid(layer, weight, &order)? };
-        let global_scale = global_scale(&self.quantization.global_scales, layer);
         if let Some(original) = original {
-            self.trained.push(TrainedLayer::new(layer, weight, (affine, global_scale), original, values, &grid));
+            self.trained.push(TrainedLayer::new(layer, weight, &format, original, values, &scales));
         }
-        let codes = grid.codes_of(values);
-        let (scales, zero_points) = grid.steps.iter().map(|QuantizationParams { scale, zero }| (*scale * global_scale, *zero)).unzip();
-        let new = weight.quantized(&layer.weight, affine.clone(), codes, &Scales { run: grid.group, scales, zero_points, global_scale })?;
+        let new = format.weight(weight, values, scales)?;
         let mut changed = Vec::with_capacity(3);
         if let (Some(corrections), Some(target)) = (corrections, target) {
             let (factors, error) = correction(corrections, &layer.weight, [&target, &new.floats(&layer.weight)?], Some(self.inputs.products()))?;
@@ -453,42 +460,5 @@ impl Method for Rounder<'_> {
 
     fn report(&mut self) -> &mut MethodReport {
         &mut self.report
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_layers_with_the_same_grid_are_solved_together() {
-        let spec = |group: usize| QuantizationSpec {
-            codes: crate::store::Codes::Integer(4),
-            granularity: crate::store::Granularity::Group(group),
-            symmetric: true,
-            scale_dtype: crate::store::DType::F32,
-            activations: crate::store::ActivationScheme::None,
-        };
-        let encodings: BTreeMap<String, QuantizationSpec> =
-            [("a", 8), ("b", 8), ("c", 16), ("d", 8)].map(|(name, group)| (name.to_owned(), spec(group))).into();
-        let pass = Quantize::default();
-        let quantization = Quantization {
-            name: "quantize",
-            encodings: &encodings,
-            global_scales: BTreeMap::from([("d".to_owned(), 2.0)]),
-            gptq: None,
-            training: None,
-            guidance: Guidance::None,
-            guide: OnceCell::new(),
-            without_gradients: RefCell::default(),
-            pass: &pass,
-            strength: None,
-            ignored: Vec::new(),
-            corrections: None,
-        };
-        let layer = |name: &str| Layer { weight: name.into(), rows: 3, size: 16, input_major: false };
-        let found = ["b", "c", "d", "ignored"].map(|name| quantization.can_stack([&layer("a"), &layer(name)]));
-        assert_eq!(found, [true, false, false, false]);
-        assert!(!quantization.can_stack([&layer("ignored"), &layer("ignored")]));
     }
 }

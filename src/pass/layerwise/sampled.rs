@@ -9,7 +9,6 @@ use super::solver::Change;
 use super::{Layer, Readers};
 use crate::error::Result;
 use crate::pass::calibrate::tensor_error;
-use crate::store::Weight;
 
 /// Maximum number of outputs of a layer that are compared.
 const MAX_OUTPUTS: usize = 256;
@@ -20,7 +19,6 @@ const MAX_STACKED: usize = 16;
 pub(super) struct Sampled {
     /// The first of the complete layers, on which amounts depend.
     pub layer: Layer,
-    pub weight: Weight,
     /// Indices of the layers, and their outputs among those below.
     pub layers: Vec<(usize, Range<usize>)>,
     /// Values of the weights for these outputs.
@@ -35,7 +33,7 @@ impl Sampled {
     /// Samples outputs of layers, given by their indices.
     pub fn new(readers: &Readers, stack: Vec<usize>, folds: &[HeldOut]) -> Result<Sampled> {
         let first = &readers.layers[stack[0]];
-        let (weight, mut complete) = readers.values(first)?;
+        let mut complete = readers.values(first)?.1;
         let mut parts = Vec::with_capacity(stack.len());
         for (at, index) in stack.into_iter().enumerate() {
             let layer = &readers.layers[index];
@@ -45,11 +43,11 @@ impl Sampled {
             let rows = complete.chunks_exact(layer.size.max(1)).step_by(outputs_step(layer));
             parts.push((index, rows.flatten().copied().collect()));
         }
-        Sampled::with_values(first, weight, parts, folds)
+        Sampled::with_values(first, parts, folds)
     }
 
     /// From values of layers `[n, size]`, given by their indices.
-    pub fn with_values(layer: &Layer, weight: Weight, parts: Vec<(usize, Vec<f32>)>, folds: &[HeldOut]) -> Result<Sampled> {
+    pub fn with_values(layer: &Layer, parts: Vec<(usize, Vec<f32>)>, folds: &[HeldOut]) -> Result<Sampled> {
         let (mut layers, mut values) = (Vec::with_capacity(parts.len()), Vec::new());
         for (index, part) in parts {
             let first = values.len() / layer.size.max(1);
@@ -58,7 +56,7 @@ impl Sampled {
         }
         let outputs = |fold: &HeldOut| Ok([fold.original_outputs(&values, layer.size)?, fold.outputs(&values, layer.size)?]);
         let outputs = folds.iter().map(outputs).collect::<Result<_>>()?;
-        Ok(Sampled { layer: layer.clone(), weight, layers, values, outputs, feedback: None })
+        Ok(Sampled { layer: layer.clone(), layers, values, outputs, feedback: None })
     }
 
     /// Number of outputs.

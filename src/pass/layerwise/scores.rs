@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::grids::costs;
 use super::guide::{Guidance, Guide};
 use super::rounding::Quantization;
 use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsRequest, Readers, sites, unsupported};
@@ -21,7 +20,7 @@ use crate::kernel::matmul::{Columns, Left, product};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::input_importance::importance_of;
-use crate::pass::quantize::{Quantize, Scheme};
+use crate::pass::quantize::{Formats, Quantize, Scheme};
 use crate::store::gguf::Kind;
 use crate::store::{QuantizationSpec, Weight};
 use crate::work::Meter;
@@ -89,7 +88,7 @@ pub fn scores(formats: &[WeightFormat], model: &Model, context: &Context) -> Res
     let meter = Arc::new(Meter::default());
     let options = formats.iter().zip(&encodings).map(|(format, encodings)| {
         Ok(match format {
-            WeightFormat::Scheme(pass) => Rounding::Scheme(Box::new(Quantization::rounding(pass, encodings, model, &meter)?)),
+            WeightFormat::Scheme(pass) => Rounding::Scheme(Box::new(Quantization::rounding(pass, Formats::Schemes(encodings), model, &meter)?), encodings),
             WeightFormat::Blocks(kind) => Rounding::Blocks(*kind),
         })
     });
@@ -151,17 +150,17 @@ fn block_bytes(layer: &Layer, kind: BlockType) -> Option<u64> {
 
 /// How weights are rounded in a format.
 enum Rounding<'a> {
-    Scheme(Box<Quantization<'a>>),
+    Scheme(Box<Quantization<'a>>, &'a Encodings),
     Blocks(BlockType),
 }
 
 impl Rounding<'_> {
     /// Rounds the values of a layer and returns their stored size; `None` if the format cannot store them.
-    fn round(&self, layer: &Layer, weight: &Weight, values: &mut [f32], moments: &Moments, importance: &[f32]) -> Result<Option<u64>> {
+    fn round(&self, layer: &Layer, values: &mut [f32], moments: &Moments, importance: &[f32]) -> Result<Option<u64>> {
         match self {
-            Rounding::Scheme(scheme) => {
-                let Some(affine) = scheme.encodings.get(&layer.weight) else { return Ok(None) };
-                scheme.nearest(layer, weight, values, &costs(&moments.squares))?;
+            Rounding::Scheme(scheme, encodings) => {
+                let Some(affine) = encodings.get(&layer.weight) else { return Ok(None) };
+                scheme.format(layer)?.nearest(values, &moments.squares)?;
                 Ok(Some(stored_bytes(layer, affine)))
             }
             Rounding::Blocks(kind) => {
@@ -185,10 +184,10 @@ struct Scorer<'a> {
 }
 
 impl Method for Scorer<'_> {
-    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()> {
+    fn check(&self, layer: &Layer) -> Result<()> {
         self.options.iter().try_for_each(|option| match option {
-            Rounding::Scheme(scheme) if scheme.encodings.contains_key(&layer.weight) => scheme.grid(layer, weight, &[]).map(drop),
-            Rounding::Scheme(_) | Rounding::Blocks(_) => Ok(()),
+            Rounding::Scheme(scheme, encodings) if encodings.contains_key(&layer.weight) => scheme.format(layer).map(drop),
+            Rounding::Scheme(..) | Rounding::Blocks(_) => Ok(()),
         })
     }
 
@@ -201,7 +200,7 @@ impl Method for Scorer<'_> {
         Ok(())
     }
 
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
+    fn change(&mut self, layer: &Layer, _weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let (Some(moments), Some(gradients)) = (&self.moments, self.outputs.get(&layer.weight)) else { return Ok(Vec::new()) };
         let importance = importance_of(&moments.squares).unwrap_or_else(|| vec![1.0; layer.size]);
         let inputs = Left::pack(&moments.rows, moments.rows.len() / layer.size.max(1), layer.size, layer.size);
@@ -210,7 +209,7 @@ impl Method for Scorer<'_> {
         let mut scores = Vec::with_capacity(self.options.len());
         for option in &self.options {
             let mut errors = values.to_vec();
-            let bytes = option.round(layer, weight, &mut errors, moments, &importance)?;
+            let bytes = option.round(layer, &mut errors, moments, &importance)?;
             scores.push(bytes.map(|bytes| {
                 errors.iter_mut().zip(&*values).for_each(|(rounded, value)| *rounded -= value);
                 Score { loss: routed * expected_loss(&inputs, &errors, layer, gradients), bytes }

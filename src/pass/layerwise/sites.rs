@@ -25,6 +25,11 @@ pub(super) struct Layer {
 }
 
 impl Layer {
+    /// The shape in which the weight is stored.
+    pub fn shape(&self) -> [usize; 2] {
+        if self.input_major { [self.size, self.rows] } else { [self.rows, self.size] }
+    }
+
     /// Converts stored values to `[rows, size]`.
     pub fn output_major(&self, values: Vec<f32>) -> Vec<f32> {
         if self.input_major { transposed(&values, self.rows) } else { values }

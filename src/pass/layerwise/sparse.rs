@@ -144,7 +144,7 @@ impl Compensating for Amounts<'_> {
         &["l1", "wanda"]
     }
 
-    fn solve(&self, layer: &Layer, _weight: &Weight, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
+    fn solve(&self, layer: &Layer, values: &mut [f32], prepared: &Prepared, attempt: Attempt) -> Result<()> {
         let zeros = self.zeros(layer)?;
         match (attempt, &prepared.solver) {
             (Attempt::Compensated(correction), Some(solver)) => {
@@ -165,7 +165,7 @@ fn norms(squares: &[f64]) -> Vec<f32> {
 }
 
 impl Method for Sparse<'_> {
-    fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
+    fn check(&self, layer: &Layer) -> Result<()> {
         self.zeros.zeros(layer).map(|_| ())
     }
 
@@ -183,7 +183,7 @@ impl Method for Sparse<'_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         match &self.inputs {
             Inputs::Norms(norms) => remove(values, norms, self.zeros.zeros(layer)?),
-            Inputs::Sparsegpt(chosen) => self.zeros.solve(layer, weight, values, &chosen.prepared, chosen.attempt(layer, values, &self.zeros)?)?,
+            Inputs::Sparsegpt(chosen) => self.zeros.solve(layer, values, &chosen.prepared, chosen.attempt(layer, values, &self.zeros)?)?,
         }
         let new = weight.with_values(&layer.weight, &layer.stored(values.to_vec()))?;
         Ok(vec![(layer.weight.clone(), new)])

@@ -30,7 +30,8 @@ impl Quantize {
         }
         let round_activations = schemes.iter().all(|scheme| scheme.rounds_activations() && scheme.rounds_activations_like(self.scheme));
         match narrowest {
-            // Trained rounding has neither corrections nor blocks of GGUF files.
+            // Trained rounding has no corrections. For blocks of GGUF files, whose scales are fixed, its gain
+            // is within the noise.
             ..=TRAINED_BITS if self.correct.is_none() && !self.has_blocks() => Method::Autoround,
             ..ROUNDED_BITS => Method::Gptq,
             _ if round_activations => Method::Smoothquant,

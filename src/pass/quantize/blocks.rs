@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::json;
 
-use super::{Method, NAME, Quantize, Scheme};
+use super::{Formats, NAME, Quantize, Scheme};
 use crate::error::{Error, Result, counted};
 use crate::export::{FileType, TensorType, gguf_kind, gguf_kinds};
 use crate::model::Model;
@@ -41,7 +41,7 @@ impl Scheme {
 
 impl Quantize {
     /// Whether the schemes are those of blocks of GGUF files.
-    pub(crate) fn has_blocks(&self) -> bool {
+    pub(super) fn has_blocks(&self) -> bool {
         self.schemes().any(Scheme::is_blocks)
     }
 
@@ -52,13 +52,13 @@ impl Quantize {
             let reason = format!("{scheme} is a type of GGUF files, and {} a scheme of compressed-tensors, which no file contains together", other.name());
             return Err(Error::option(format!("{NAME}: rules"), reason));
         }
-        if !matches!(self.method, Method::Rtn | Method::Gptq | Method::Best) {
-            return Err(Error::option(format!("{NAME}: method"), format!("{scheme} is a type of GGUF files, which support `rtn` and `gptq`")));
+        if self.method.rescales() {
+            let reason = format!("{scheme} is a type of GGUF files, which support `rtn`, `gptq` and `autoround`");
+            return Err(Error::option(format!("{NAME}: method"), reason));
         }
         let unsupported = [
             ("group_size", self.layouts().any(|layout| layout.group_size.is_some())),
             ("observer", self.observer.is_some()),
-            ("guide", !self.guide.is_none()),
             ("correct", self.correct.is_some()),
             ("kv_cache", self.kv_cache.is_some()),
         ];
@@ -121,7 +121,7 @@ impl Quantize {
     /// Plans the quantization to blocks.
     pub(super) fn plan_blocks<'a>(&'a self, model: &'a Model) -> Result<Plan<'a>> {
         let BlockLayers { blocks, rule, notes } = self.block_layers(model)?;
-        let tensors: BTreeSet<String> = blocks.keys().cloned().collect();
+        let tensors: BTreeSet<String> = Formats::Blocks(&blocks).names().into_iter().map(str::to_owned).collect();
         let mut applied = Applied { tensors, rule, notes, ..Applied::new(NAME, self.options()) };
         let mut planned = model.clone();
         let (mut parameters, mut types) = (0, BTreeMap::<&str, usize>::new());
@@ -140,7 +140,7 @@ impl Quantize {
         let mut executed = applied.clone();
         Ok(Plan::new(planned, applied).with_execution(move |context| {
             let mut after = model.clone();
-            let more = layerwise::quantize_blocks(self, &blocks, &mut after, context, &mut executed)?;
+            let more = layerwise::quantize(self, (Formats::Blocks(&blocks), None), &mut after, context, &mut executed)?;
             executed.details.as_object_mut().into_iter().for_each(|details| details.extend(more.clone()));
             Ok((after, executed))
         }))

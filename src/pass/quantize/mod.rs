@@ -8,6 +8,7 @@
 mod best;
 mod blocks;
 pub(in crate::pass) mod correction;
+mod formats;
 mod kv_cache;
 mod rules;
 mod scheme;
@@ -21,6 +22,7 @@ use serde_json::{Map, Value, json};
 
 pub use correction::Correction;
 pub(in crate::pass) use correction::Corrections;
+pub(in crate::pass) use formats::Formats;
 pub use kv_cache::KvCache;
 use rules::SchemeLayout;
 pub use rules::SchemeRule;
@@ -389,7 +391,7 @@ impl Pass for Quantize {
         let Layers { mut encodings, rule, notes } = self.supported_layers(model)?;
         let parameters: u64 = encodings.keys().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
         let corrections = self.corrections(&encodings, model)?;
-        let tensors: BTreeSet<String> = encodings.keys().cloned().collect();
+        let tensors: BTreeSet<String> = Formats::Schemes(&encodings).names().into_iter().map(str::to_owned).collect();
         let notes = notes.into_iter().chain(targets::naming_note(NAME, model, &self.targets));
         let notes = notes.chain(corrections.iter().flat_map(|corrections| corrections.notes.iter().cloned().chain([corrections.note()]))).collect();
         let mut applied = Applied { tensors, rule, notes, ..Applied::new(NAME, self.options()) };
@@ -428,7 +430,7 @@ impl Pass for Quantize {
                 executed.notes.extend(layerwise::find_input_scales(NAME, &mut encodings, &after, context)?);
             }
             if self.method.reads_samples() {
-                more.extend(layerwise::quantize(self, (&encodings, corrections.as_ref()), &mut after, context, &mut executed)?);
+                more.extend(layerwise::quantize(self, (Formats::Schemes(&encodings), corrections.as_ref()), &mut after, context, &mut executed)?);
             } else {
                 self.round(&encodings, &mut after, &executed.meter)?;
                 if let Some(corrections) = &corrections {

@@ -125,7 +125,8 @@ fn methods(search: &FormatSearch) -> Markup {
         .methods
         .iter()
         .map(|method| {
-            let measured = method.measured.map_or_else(|| "not finished in time".to_owned(), short);
+            let unfinished = || method.failed.as_ref().map_or_else(|| "not finished in time".to_owned(), |error| format!("failed: {error}"));
+            let measured = method.measured.map_or_else(unfinished, short);
             let chosen = if method.chosen { "written" } else { "" };
             vec![html! { code { (method.method) } }, html! { (measured) }, html! { (format!("{:.0} s", method.seconds)) }, html! { (chosen) }]
         })
@@ -186,7 +187,13 @@ mod tests {
             ..FormatSearch::default()
         };
         assert_eq!(methods(&search).into_string(), "");
-        let tried = |method: &str, measured: Option<f64>| SearchMethod { method: method.to_owned(), measured, seconds: 12.3, chosen: measured.is_some() };
+        let tried = |method: &str, measured: Option<f64>| SearchMethod {
+            method: method.to_owned(),
+            measured,
+            seconds: 12.3,
+            chosen: measured.is_some(),
+            ..SearchMethod::default()
+        };
         let search = FormatSearch { methods: vec![tried("gptq", Some(0.019)), tried("autoround", None)], ..search };
         let page = methods(&search).into_string();
         assert!(page.contains("<td>0.0190</td><td>12 s</td><td>written</td>") && page.contains("not finished in time"), "{page}");

@@ -1,4 +1,4 @@
-//! Blocks whose codes GPTQ has chosen on calibration samples.
+//! Blocks whose codes `quantize` has chosen on calibration samples.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -46,6 +46,12 @@ fn builder(folder: &Path, options: Value) -> Builder {
     Pipeline::builder().calibration(calibration(folder)).pass(pass(options)).measure(false).force(true)
 }
 
+/// Options of two objects.
+fn merged(options: &Value, more: Value) -> Value {
+    let objects = [options.clone(), more].into_iter().filter_map(|value| if let Value::Object(object) = value { Some(object) } else { None });
+    Value::Object(objects.flatten().collect())
+}
+
 /// The types of the tensors of a file.
 fn kinds(file: &Path) -> BTreeMap<String, String> {
     GgufFile::open(file).unwrap().stored().map(|(name, kind, ..)| (name.to_owned(), kind.to_string())).collect()
@@ -83,17 +89,23 @@ fn held_out_error(model: &Model, found: &Model) -> f64 {
 /// samples than scales and codes by importance.
 #[test]
 fn files_have_compensated_codes() {
-    for (networks, width, file_type) in [
-        (Networks::Plain, 64, FileType::Q4_K_M),
-        (Networks::Plain, 256, FileType::Q4_K_M),
-        (Networks::Plain, 256, FileType::Q3_K_S),
-        (Networks::Plain, 256, FileType::IQ4_XS),
-        (Networks::Apart, 64, FileType::Q4_0),
+    let [gptq, guided, trained] = ["gptq", "gptq", "autoround"].map(|method| json!({ "method": method }));
+    let guided = merged(&guided, json!({ "guide": "loss" }));
+    let trained = merged(&trained, json!({ "iterations": 200 }));
+    for (networks, width, file_type, options) in [
+        (Networks::Plain, 64, FileType::Q4_K_M, &gptq),
+        (Networks::Plain, 256, FileType::Q4_K_M, &gptq),
+        (Networks::Plain, 256, FileType::Q3_K_S, &guided),
+        (Networks::Plain, 256, FileType::IQ4_XS, &gptq),
+        (Networks::Plain, 256, FileType::Q2_K, &trained),
+        (Networks::Plain, 64, FileType::Q4_0, &trained),
+        (Networks::Apart, 64, FileType::Q4_0, &gptq),
+        (Networks::Apart, 64, FileType::Q4_0, &guided),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let model = tiny(folder.path(), networks, width);
         let scheme = format!("{file_type:?}");
-        let builder = builder(folder.path(), json!({ "scheme": scheme, "method": "gptq" }));
+        let builder = builder(folder.path(), merged(options, json!({ "scheme": scheme })));
         let both = builder.export(Gguf::default()).export(Safetensors::default()).build().unwrap();
         let report = both.run(model.clone(), folder.path().join("gptq")).unwrap();
         assert_eq!(report.recipe["export"][0]["gguf"]["type"], scheme.as_str());
@@ -107,6 +119,9 @@ fn files_have_compensated_codes() {
         let [gptq, importance] = ["gptq", "out"].map(|name| folder.path().join(name).join("model.gguf"));
         assert_eq!(kinds(&gptq), kinds(&importance), "{scheme}");
         let [gptq, importance, floats] = [gptq, importance, folder.path().join("gptq")].map(|path| Model::open(path).unwrap());
+        let choices: Vec<&str> = report.passes[0].details["layers"].as_array().unwrap().iter().filter_map(|layer| layer["choice"].as_str()).collect();
+        // Trained rounding keeps the result of `gptq` where it is not better.
+        assert!(choices.contains(&"gptq"), "{scheme} {options}: {choices:?}");
         let quantized = report.passes[0].details["quantized"].as_u64().unwrap();
         assert_eq!(quantized, model.weights.by_name.keys().filter(|name| name.contains("proj") || name.contains("experts.")).count() as u64);
         for (name, weight) in model.weights.by_name.keys().filter(|name| name.contains("proj")).map(|name| (name, floats.weights.get(name).unwrap())) {
@@ -114,7 +129,7 @@ fn files_have_compensated_codes() {
         }
         if networks == Networks::Plain {
             let [with, without] = [&gptq, &importance].map(|found| held_out_error(&model, found));
-            assert!(with < MAX_ERROR * without, "{scheme} {width}: {with} and {without}");
+            assert!(with < MAX_ERROR * without, "{scheme} {width} {options}: {with} and {without}");
         }
     }
 }
@@ -183,26 +198,29 @@ fn later_passes_that_change_blocks_are_warnings() {
 /// A run that is interrupted and resumed writes the same bytes, with another number of threads.
 #[test]
 fn resumed_runs_write_the_same_bytes() {
-    let folder = tempfile::tempdir().unwrap();
-    let model = tiny(folder.path(), Networks::Plain, 64);
-    let builder = |threads| builder(folder.path(), json!({ "scheme": "Q4_K_M", "method": "gptq" })).force(false).threads(threads);
-    builder(4).build().unwrap().run(model.clone(), folder.path().join("whole.gguf")).unwrap();
-    let cancel = Cancel::default();
-    let handle = cancel.clone();
-    let watch = move |event: Event| {
-        if let Event::Begin { stage, .. } = event
-            && stage.starts_with("Block 3 of")
-        {
-            handle.cancel();
-        }
-    };
-    let output = folder.path().join("resumed.gguf");
-    let stopped = builder(2).progress(watch).cancel(cancel).build().unwrap().run(model.clone(), &output);
-    assert!(matches!(stopped.unwrap_err(), Error::Paused { .. } | Error::Interrupted { .. } | Error::Cancelled));
-    let report = builder(1).resume(true).build().unwrap().run(model, &output).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("loaded from the checkpoints of an interrupted run")), "{:?}", report.notes);
-    let [whole, resumed] = ["whole.gguf", "resumed.gguf"].map(|name| fs::read(folder.path().join(name)).unwrap());
-    assert!(whole == resumed);
+    let trained = json!({ "method": "autoround", "iterations": 12, "guide": "loss" });
+    for options in [json!({ "method": "gptq" }), trained] {
+        let folder = tempfile::tempdir().unwrap();
+        let model = tiny(folder.path(), Networks::Plain, 64);
+        let options = merged(&options, json!({ "scheme": "Q4_K_M" }));
+        let builder = |threads| builder(folder.path(), options.clone()).force(false).threads(threads);
+        let [whole, resumed] = ["whole.gguf", "resumed.gguf"].map(|name| folder.path().join(name));
+        builder(4).build().unwrap().run(model.clone(), &whole).unwrap();
+        let cancel = Cancel::default();
+        let handle = cancel.clone();
+        let watch = move |event: Event| {
+            if let Event::Begin { stage, .. } = event
+                && stage.starts_with("Block 3 of")
+            {
+                handle.cancel();
+            }
+        };
+        let stopped = builder(2).progress(watch).cancel(cancel).build().unwrap().run(model.clone(), &resumed);
+        assert!(matches!(stopped.unwrap_err(), Error::Paused { .. } | Error::Interrupted { .. } | Error::Cancelled));
+        let report = builder(1).resume(true).build().unwrap().run(model.clone(), &resumed).unwrap();
+        assert!(report.notes.iter().any(|note| note.contains("loaded from the checkpoints of an interrupted run")), "{:?}", report.notes);
+        assert!(fs::read(&whole).unwrap() == fs::read(&resumed).unwrap(), "{options}");
+    }
 }
 
 #[test]
@@ -228,7 +246,7 @@ fn mismatches_are_refused() {
         assert!(error.contains(words), "{options}: {error}");
     }
     let error = builder(folder.path(), json!({ "scheme": "Q4_K_M", "method": "awq" })).build().unwrap_err().to_string();
-    assert!(error.contains("which support `rtn` and `gptq`"), "{error}");
+    assert!(error.contains("which support `rtn`, `gptq` and `autoround`"), "{error}");
     let export = Gguf { importance: InputImportance::Activation, ..Gguf::default() };
     let unused = builder(folder.path(), json!({ "scheme": "Q4_0" })).export(export.clone()).build().unwrap();
     let error = unused.run(model.clone(), folder.path().join("unused.gguf")).unwrap_err().to_string();

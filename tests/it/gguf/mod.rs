@@ -5,7 +5,7 @@
 
 mod compensated;
 mod experts;
-mod importance;
+pub mod importance;
 mod quantizer;
 mod reading;
 mod same_codes;

@@ -64,7 +64,7 @@ impl Candidate {
         if let [before @ .., Step::Quantize(base)] = passes
             && before.iter().all(|step| matches!(step, Step::PruneStructured(_)))
         {
-            let (name, method, guide, iterations) = *METHODS.get(number).filter(|_| number == 0 || !base.has_blocks())?;
+            let (name, method, guide, iterations) = *METHODS.get(number)?;
             let pass = Quantize { method, guide, iterations, ..base.clone() };
             return Some(Some(Candidate { options: vec![name], passes: [before, &[Step::from(pass)]].concat() }));
         }
@@ -124,15 +124,22 @@ impl Search<'_> {
             let most = (left / 2).min(left.saturating_sub(repeated));
             let begun = Instant::now();
             let judged = if most.is_zero() {
-                None
+                Ok(None)
             } else {
-                within(most, self.context.work.cancel, |cancel| {
-                    self.judged(&candidate, &writing.exports, (&*found, &point), (&measurement, &*formats), cancel)
-                })?
+                within(most, self.context.work.cancel, |cancel| self.judged(&candidate, &writing.exports, (&*found, &point), (&measurement, &*formats), cancel))
             };
             let taken = begun.elapsed();
+            // A method that needs too much memory does not discard the results of others.
+            let (judged, failed) = match judged {
+                Err(error) if !matches!(error, Error::Cancelled) && (best.is_some() || is_rounded) => (None, Some(error.to_string())),
+                judged => (judged?, None),
+            };
+            let has_failed = failed.is_some();
             let measured = judged.as_ref().and_then(|judged| judged.measured);
-            found.methods.push(SearchMethod { method: candidate.name(), measured, seconds: taken.as_secs_f64(), ..SearchMethod::default() });
+            found.methods.push(SearchMethod { method: candidate.name(), measured, failed, seconds: taken.as_secs_f64(), ..SearchMethod::default() });
+            if has_failed {
+                continue;
+            }
             // Slower methods do not end in time either.
             let Some((judged, measured)) = judged.zip(measured) else { break };
             let is_within = limit.is_none_or(|limit| limit.allows(&judged, self.model.stored_bytes()));
