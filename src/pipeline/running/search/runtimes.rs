@@ -122,10 +122,20 @@ impl LoadedBy {
     fn all_formats(self, model: &Model, by_time: bool) -> Result<Box<dyn Formats>> {
         Ok(match self {
             // https://docs.vllm.ai/en/latest/features/quantization: WNA16 of compressed-tensors has 4 and 8
-            // bits.
-            LoadedBy::Vllm => {
-                Box::new(Schemes::new(model, &[(Scheme::W4A16, 128), (Scheme::W4A16, 64), (Scheme::W4A16, 32), (Scheme::W8A16, 128), (Scheme::W8A16, 32)]))
-            }
+            // bits, with 4 bits also zero points.
+            LoadedBy::Vllm => Box::new(Schemes::new(
+                model,
+                &[
+                    (Scheme::W4A16, 128),
+                    (Scheme::W4A16Asym, 128),
+                    (Scheme::W4A16, 64),
+                    (Scheme::W4A16Asym, 64),
+                    (Scheme::W4A16, 32),
+                    (Scheme::W4A16Asym, 32),
+                    (Scheme::W8A16, 128),
+                    (Scheme::W8A16, 32),
+                ],
+            )),
             // transformers unpacks the weights when it loads them, so that all widths are supported.
             LoadedBy::Transformers => Box::new(Schemes::new(
                 model,
