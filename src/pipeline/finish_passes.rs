@@ -21,10 +21,12 @@ impl Pipeline {
         let source = |weight: &Weight| Arc::as_ptr(&weight.source()).cast::<()>();
         let unrounded = |weight: &Weight| weight.exact_blocks().and_then(|_| weight.source().unrounded().map(source));
         let sources: BTreeSet<*const ()> = before.values().map(source).collect();
-        // Blocks with the same values before rounding have the same codes, and trained scales.
+        // Blocks with the same values before rounding have the same codes, and trained scales. A pass may
+        // rename layers.
+        let blocks: BTreeSet<*const ()> = before.values().filter_map(unrounded).collect();
         let is_changed = |(name, weight): &(&String, &Weight)| {
-            let blocks = before.get(*name).and_then(unrounded);
-            blocks.is_some() && blocks != unrounded(weight) && !sources.contains(&source(weight))
+            let keeps_codes = unrounded(weight).is_some_and(|values| blocks.contains(&values)) || sources.contains(&source(weight));
+            before.get(*name).and_then(unrounded).is_some() && !keeps_codes
         };
         let count = after.iter().filter(is_changed).count();
         if count > 0 {

@@ -48,7 +48,11 @@ impl Quantize {
         }
         let SelectedWeights { names, .. } = self.selected(&model.weights).ok()?;
         let trained = |step: &Step| names.iter().filter(|name| step.pass().trains_codes(name)).count();
-        let (trained, pass) = later.iter().map(|step| (trained(step), step.pass().name())).find(|(trained, _)| *trained > 0)?;
+        let pass = later.iter().rev().max_by_key(|step| trained(step))?.pass().name();
+        let trained = names.iter().filter(|name| later.iter().any(|step| step.pass().trains_codes(name))).count();
+        if trained == 0 {
+            return None;
+        }
         let method = if self.method == Method::Gptq { "gptq" } else { "autoround" };
         let from = "from their values before quantization";
         if is_default && trained == names.len() {
@@ -139,5 +143,11 @@ mod tests {
             assert_eq!(pass.method, method, "{options} {later}: {note}");
             assert!(if words.is_empty() { note.is_empty() } else { note.contains(words) }, "{options} {later}: {note}");
         }
+        // Several passes train all codes together.
+        let steps = [json!({ "finetune": { "targets": ["*q_proj*"] } }), json!({ "finetune": {} })];
+        let steps = steps.map(|step| serde_json::from_value::<Step>(step).unwrap());
+        let mut pass = Quantize::default();
+        pass.resolve_before(&model, &[Samples::Calibration, Samples::Train], &steps);
+        assert_eq!(pass.method, Method::Rtn);
     }
 }

@@ -70,7 +70,7 @@ pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, statistics: &BT
     let pass = QuantizeStatic { embeddings: false, ..pass.clone() };
     measure_layers(prepared, context, |name| {
         let fidelity = compared.fidelity(&pass.with_layer(prepared, name, statistics)?)?;
-        Ok(Damage { quantized: Some(fidelity.cosine), kl: fidelity.kl, ..Damage::new(name) })
+        Ok(Damage { quantized: Some(fidelity.cosine), kl: fidelity.divergence(), ..Damage::new(name) })
     })
 }
 
@@ -140,7 +140,7 @@ impl QuantizeStatic {
         measure_layers(&prepared, context, |name| {
             let mut damage = pass.weight_damage(&plain, name)?;
             let fidelity = compared.fidelity(&pass.with_layer(&prepared, name, &statistics)?)?;
-            (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
+            (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.divergence());
             damage.weights = Some(compared_plain.fidelity(&pass.with_weight(&plain, name, ActivationScheme::None)?)?.cosine);
             damage.dynamic = Some(compared_plain.fidelity(&pass.with_weight(&plain, name, ActivationScheme::DynamicToken)?)?.cosine);
             for scheme in schemes {

@@ -130,6 +130,17 @@ fn worse_scales_are_not_written() {
 }
 
 /// Trained weights lose their blocks, so that the file rounds them again, which is a warning.
+/// A student has the last layer of the teacher, with another name.
+#[test]
+fn renamed_layers_keep_their_codes() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 64);
+    let steps = [json!({ "quantize": { "scheme": "Q4_0", "method": "rtn" } }), tuning(json!({ "student": { "layers": [1] }, "max_steps": 20 }))];
+    let notes = builder(folder.path(), &steps).build().unwrap().run(model, folder.path().join("student.gguf")).unwrap().notes;
+    assert!(notes.iter().any(|note| note.contains("7 weights written with the blocks of `quantize`")), "{notes:?}");
+    assert!(!notes.iter().any(|note| note.contains("rounds them again")), "{notes:?}");
+}
+
 #[test]
 fn trained_weights_lose_their_blocks() {
     let folder = tempfile::tempdir().unwrap();
