@@ -160,6 +160,13 @@ pub struct SearchMethod {
     pub chosen: bool,
 }
 
+impl SearchMethod {
+    /// Why there is no measured loss.
+    pub(crate) fn without_loss(&self) -> String {
+        self.failed.as_ref().map_or_else(|| "not finished in time".to_owned(), |error| format!("failed: {error}"))
+    }
+}
+
 /// Latencies of a model and of mixtures of its formats, on one machine. `compress auto --times` reads and
 /// writes them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -294,6 +294,12 @@ mod tests {
             for position in lowest as i32..=highest as i32 {
                 let value = levels.level_at(position as f32, found) * found.scale;
                 prop_assert!((levels.position(value, found) - position as f32).abs() < 1e-3, "levels have consecutive positions");
+                let code = levels.code(value, found);
+                let level = match levels {
+                    Levels::Floats(format) => format.decode(code as u8),
+                    Levels::Integers(_) | Levels::Uneven => levels.level_at(code.into(), found),
+                };
+                prop_assert_eq!(level * found.scale, value, "codes represent their levels");
             }
         }
     }

@@ -209,6 +209,7 @@ mod tests {
         let mut rounded = [0f32; 4];
         round(levels, &values, &offsets, params, &mut rounded);
         assert_eq!(rounded, [1.0, -2.0, 0.25, 3.0]);
+        assert_eq!(rounded.map(|value| levels.code(value, params)), [4, 8 | 6, 1, 7]);
         let mut range = TrainedRange::new(params);
         range.step(levels, of_scale, 0.25);
         assert_eq!(range.params(levels, |scale| scale as f32), QuantizationParams { scale: 0.375, zero: 0.0 });

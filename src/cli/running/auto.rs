@@ -456,11 +456,7 @@ fn text(found: &Found, target: LoadedBy, section: Option<&FormatSearch>) -> Stri
     if let Some(point) = &found.chosen {
         text += &format!("Chosen: {}\n", found.summary(point));
         for method in &found.methods {
-            let measured = match (method.measured, &method.failed) {
-                (Some(value), _) => format!("measured {} {}", found.loss, loss(value)),
-                (None, Some(error)) => format!("failed: {error}"),
-                (None, None) => "not finished in time".to_owned(),
-            };
+            let measured = method.measured.map_or_else(|| method.without_loss(), |value| format!("measured {} {}", found.loss, loss(value)));
             let chosen = if method.chosen { "; the output is written with it" } else { "" };
             text += &format!("`{}` ({:.0} s): {measured}{chosen}.\n", method.method, method.seconds);
         }

@@ -94,7 +94,7 @@ impl TrainedLayer {
         self.state.ranges.iter().map(|range| range.params(self.format.levels, stored)).collect()
     }
 
-    /// The weight as it is stored, and its scales.
+    /// The stored values of the weight, and its scales.
     fn rounded(&self) -> Result<(Vec<f32>, RowScales)> {
         let LayerFormat { levels, group, .. } = self.format;
         let (size, mut out, params) = (self.layer.size.max(1), vec![0f32; self.values.len()], self.params());

@@ -103,8 +103,8 @@ impl LayerFormat {
         }
     }
 
-    /// Whether scales keep their values while codes are trained: those of one byte, because the next one
-    /// changes all weights of its group by several percent, and those that the encoder of blocks finds.
+    /// Whether scales keep their values while codes are trained: scales of one byte, because the next one
+    /// changes all weights of its group by several percent, and the scales of blocks of GGUF files.
     pub fn has_fixed_scales(&self) -> bool {
         match &self.storage {
             Storage::Scheme(spec, ..) => spec.scale_format() != ScaleFormat::Float,

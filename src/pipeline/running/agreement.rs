@@ -7,6 +7,7 @@ use crate::evaluation::{Fidelity, OutputFidelity};
 
 /// Tolerance relative to the largest output, or to 1 if that is smaller.
 const TOLERANCE: f64 = 1e-3;
+
 /// Whether two runtimes agree, and by how much they differ. `coarse`: the model multiplies integers or
 /// 16-bit floats. `rounding`: relative differences by which only one runtime rounds outputs; `None` if both
 /// write them with 32 bits.

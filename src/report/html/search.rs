@@ -125,8 +125,7 @@ fn methods(search: &FormatSearch) -> Markup {
         .methods
         .iter()
         .map(|method| {
-            let unfinished = || method.failed.as_ref().map_or_else(|| "not finished in time".to_owned(), |error| format!("failed: {error}"));
-            let measured = method.measured.map_or_else(unfinished, short);
+            let measured = method.measured.map_or_else(|| method.without_loss(), short);
             let chosen = if method.chosen { "written" } else { "" };
             vec![html! { code { (method.method) } }, html! { (measured) }, html! { (format!("{:.0} s", method.seconds)) }, html! { (chosen) }]
         })

@@ -120,8 +120,10 @@ fn files_have_compensated_codes() {
         assert_eq!(kinds(&gptq), kinds(&importance), "{scheme}");
         let [gptq, importance, floats] = [gptq, importance, folder.path().join("gptq")].map(|path| Model::open(path).unwrap());
         let choices: Vec<&str> = report.passes[0].details["layers"].as_array().unwrap().iter().filter_map(|layer| layer["choice"].as_str()).collect();
-        // Trained rounding keeps the result of `gptq` where it is not better.
         assert!(choices.contains(&"gptq"), "{scheme} {options}: {choices:?}");
+        // Trained rounding keeps the result of `gptq` where it is not better, which a note states.
+        let is_trained = choices.contains(&"autoround") || notes.iter().any(|note| note.contains("instead of autoround"));
+        assert_eq!(is_trained, options["method"] == "autoround", "{scheme} {options}: {notes:?}");
         let quantized = report.passes[0].details["quantized"].as_u64().unwrap();
         assert_eq!(quantized, model.weights.by_name.keys().filter(|name| name.contains("proj") || name.contains("experts.")).count() as u64);
         for (name, weight) in model.weights.by_name.keys().filter(|name| name.contains("proj")).map(|name| (name, floats.weights.get(name).unwrap())) {

@@ -129,8 +129,7 @@ fn worse_scales_are_not_written() {
     }
 }
 
-/// Trained weights lose their blocks, so that the file rounds them again, which is a warning.
-/// A student has the last layer of the teacher, with another name.
+/// The last layer of the teacher is the first one of a student, with another name.
 #[test]
 fn renamed_layers_keep_their_codes() {
     let folder = tempfile::tempdir().unwrap();
@@ -141,6 +140,7 @@ fn renamed_layers_keep_their_codes() {
     assert!(!notes.iter().any(|note| note.contains("rounds them again")), "{notes:?}");
 }
 
+/// Trained weights lose their blocks, so that the file rounds them again, which is a warning.
 #[test]
 fn trained_weights_lose_their_blocks() {
     let folder = tempfile::tempdir().unwrap();
