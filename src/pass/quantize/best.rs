@@ -42,7 +42,7 @@ impl Quantize {
     /// A note if later passes train the codes that the method chooses. If they train all of them, the default
     /// method becomes rounding to nearest.
     pub(super) fn lost_codes(&mut self, model: &Model, later: &[Step], is_default: bool) -> Option<String> {
-        // Blocks of GGUF files are trained as floats, of which the pipeline warns.
+        // Codes of blocks of GGUF files cannot be trained, and a later pass that tries is rejected.
         if !self.method.compensates() || self.has_blocks() {
             return None;
         }

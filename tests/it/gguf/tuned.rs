@@ -121,9 +121,11 @@ fn worse_scales_are_not_written() {
     run("rounded.gguf", std::slice::from_ref(&quantize)).unwrap();
     run("worse.gguf", &[quantize.clone(), tuning(json!({ "learning_rate": 2.0, "max_steps": 2, "evaluate_every": 1 }))]).unwrap();
     assert!(tensors(&folder.path().join("rounded.gguf")) == tensors(&folder.path().join("worse.gguf")));
-    for (options, words) in
-        [(json!({ "targets": ["*norm*"] }), "`only` needs quantized weights"), (json!({ "scales": "learnable" }), "codes and scales are not trained together")]
-    {
+    for (options, words) in [
+        (json!({ "targets": ["*norm*"] }), "`only` needs quantized weights"),
+        (json!({ "scales": "learnable" }), "quantized to blocks of a GGUF file, whose codes are not trained"),
+        (json!({ "scales": "fixed" }), "whose codes are not trained"),
+    ] {
         let error = run("refused.gguf", &[quantize.clone(), tuning(options)]).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
@@ -138,17 +140,4 @@ fn renamed_layers_keep_their_codes() {
     let notes = builder(folder.path(), &steps).build().unwrap().run(model, folder.path().join("student.gguf")).unwrap().notes;
     assert!(notes.iter().any(|note| note.contains("7 weights written with the blocks of `quantize`")), "{notes:?}");
     assert!(!notes.iter().any(|note| note.contains("rounds them again")), "{notes:?}");
-}
-
-/// Trained weights lose their blocks, so that the file rounds them again, which is a warning.
-#[test]
-fn trained_weights_lose_their_blocks() {
-    let folder = tempfile::tempdir().unwrap();
-    let model = tiny(folder.path(), Networks::Plain, 64);
-    let mut training = tuning(json!({ "scales": "fixed", "max_steps": 1 }));
-    training["distill"].as_object_mut().unwrap().remove("evaluate_every");
-    let steps = [json!({ "quantize": { "scheme": "Q4_0", "method": "rtn" } }), training];
-    let report = builder(folder.path(), &steps).measure(false).build().unwrap().run(model, folder.path().join("trained.gguf")).unwrap();
-    let warning = "warning: distill: 14 weights that `quantize` has stored in blocks of a GGUF file are changed";
-    assert_eq!(report.notes.iter().filter(|note| note.starts_with(warning)).count(), 1, "{:?}", report.notes);
 }

@@ -105,12 +105,12 @@ impl FixedCodes for FixedBlocks {
     }
 }
 
-/// Rejects blocks of GGUF files whose scales are not trained in this way.
+/// Rejects blocks of GGUF files whose codes are trained, or whose scales are not trained in this way.
 pub(super) fn require_trainable(name: &str, weight: &Weight, scales: QuantizerScales) -> Result<()> {
     match (weight.exact_blocks(), scales) {
-        (Some(_), QuantizerScales::Learnable) => {
-            let reason = "has blocks of a GGUF file, whose codes and scales are not trained together";
-            Err(Error::tensor(name, reason, "use `scales: only`, or exclude it with `ignore`"))
+        (Some(_), QuantizerScales::Fixed | QuantizerScales::Learnable) => {
+            let reason = "is quantized to blocks of a GGUF file, whose codes are not trained";
+            Err(Error::tensor(name, reason, "quantize after the training, use `scales: only`, or exclude it with `ignore`"))
         }
         (Some(ExactBlocks { kind, .. }), QuantizerScales::Only) if kind.factors_per_block() == 0 => {
             let reason = format!("has blocks of the type {}, whose scales are not trained", kind.name());

@@ -101,11 +101,10 @@ impl Weights {
         select::check("targets", targets, names.iter().copied())?;
         select::check("ignore", ignore, names.iter().copied())?;
         let selected = selected(graph, targets, ignore);
-        // Master weights start from the values before quantization, if these are available. Blocks of GGUF
-        // files are floats.
+        // Master weights start from the values before quantization, if these are available.
         let mut unrounded = model.weights.clone();
         for (name, weight) in &mut unrounded.by_name {
-            if let Some(before) = weight.source().unrounded().filter(|_| selected(name) && !has_fixed_codes && weight.exact_blocks().is_none()) {
+            if let Some(before) = weight.source().unrounded().filter(|_| selected(name) && !has_fixed_codes) {
                 *weight = before.clone();
             }
         }
