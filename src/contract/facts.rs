@@ -24,6 +24,13 @@ pub(crate) fn loads_float_experts(codes: Codes) -> bool {
     codes.float().is_some_and(|format| format.row().loads_float_experts)
 }
 
+/// Whether transformers 5 loads quantized experts in separate tensors in a format of compressed-tensors. It
+/// dequantizes them and stacks those of a layer, whose activations are floats then. Found by loading folders
+/// of each scheme with transformers 5.23 and compressed-tensors 0.20.
+pub(crate) fn loads_quantized_experts(format: &str, symmetric: bool) -> bool {
+    symmetric && matches!(format, "pack-quantized" | "float-quantized")
+}
+
 /// Whether transformers dequantizes weights in a format of compressed-tensors to bfloat16, whatever the
 /// dtype of the model.
 pub(crate) fn is_only_bf16(format: &str) -> bool {

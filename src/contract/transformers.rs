@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
-use super::facts::{is_of_expert, is_only_bf16, loads_float_experts};
-use super::folder::{Folder, Module};
-use super::scheme::Arguments;
+use super::facts::{is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts};
+use super::folder::Folder;
+use super::scheme::{Arguments, Group};
 use super::transformers_names::MODEL_TYPES;
 use super::{Finding, Needs, Rule, Target, compressed_tensors, shared};
 use crate::arch;
@@ -75,7 +75,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
     shared::GROUP_ROWS.from("compressed_tensors/quantization/lifecycle/forward.py"),
     Rule {
         name: "experts",
-        sentence: "Experts in separate tensors are floats, and only in folders of FP8: transformers stacks them, which fails otherwise.",
+        sentence: "Experts in separate tensors have symmetric packed integers or FP8, or are floats in folders of FP8: transformers stacks them, which fails otherwise. Quantized folders of Llama 4 have only separate experts.",
         source: "transformers/conversion_mapping.py",
         versions: &["5.23"],
         needs: Needs::Weights,
@@ -127,25 +127,32 @@ fn format_is_known(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
 fn experts(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     // transformers replaces the experts of these families with linear layers.
     let is_split = arch::family(folder.model_type()).is_some_and(|family| family.splits_experts);
-    if is_split || folder.compressed_tensors().is_none() {
+    if folder.compressed_tensors().is_none() {
         return Ok(Vec::new());
     }
-    let separate = |quantized: bool| {
-        let is_expert = |(name, module): &(&String, &Module)| module.is_quantized == quantized && is_of_expert(name);
-        folder.modules.iter().find(is_expert).map(|(name, _)| name.clone())
-    };
-    if let Some(name) = separate(true) {
-        let reason = "is a quantized expert in a separate tensor, and transformers stacks the experts of a layer";
-        return Ok(vec![Finding::new(name, reason, "load the folder in vLLM or transformers 4, or quantize without experts")]);
+    if is_split {
+        let stacked = folder.tensors.iter().find(|(name, tensor)| tensor.shape.len() == 3 && name.split('.').any(|part| part == "experts"));
+        let reason = "contains all experts of a layer, which transformers replaces with one linear layer each in quantized folders, and leaves uninitialized";
+        return Ok(stacked.map(|(name, _)| Finding::new(name.clone(), reason, "use `split-experts` before `quantize`")).into_iter().collect());
+    }
+    let is_loaded = |group: &Group| loads_quantized_experts(&group.format, group.weights.as_ref().is_some_and(|weights| weights.symmetric));
+    if let Some((name, _, group)) = folder.quantized().find(|(name, _, group)| is_of_expert(name) && !is_loaded(group)) {
+        let reason = format!(
+            "is a quantized expert in a separate tensor, and transformers stacks the experts of a layer, which fails for the weights of `{}`",
+            group.name
+        );
+        let hint = "load the folder in vLLM or transformers 4, or quantize with a symmetric scheme with float activations, such as W4A16, or FP8";
+        return Ok(vec![Finding::new(name, reason, hint)]);
     }
     let fails = |arguments: &Arguments| arguments.codes().is_some_and(|codes| !loads_float_experts(codes));
     let group = folder.quantized().map(|(_, _, group)| group).find(|group| group.weights.as_ref().is_some_and(fails));
-    let (Some(group), Some(name)) = (group, separate(false)) else { return Ok(Vec::new()) };
+    let float = folder.modules.iter().find(|(name, module)| !module.is_quantized && is_of_expert(name));
+    let (Some(group), Some((name, _))) = (group, float) else { return Ok(Vec::new()) };
     let reason = format!(
         "is a float expert in a separate tensor, and transformers stacks the experts of a layer, which fails in a folder with the weights of `{}`",
         group.name
     );
-    Ok(vec![Finding::new(name, reason, "load the folder in vLLM or transformers 4, or quantize with `--scheme FP8-DYNAMIC`")])
+    Ok(vec![Finding::new(name.clone(), reason, "load the folder in vLLM or transformers 4, quantize the experts too, or use `--scheme FP8-DYNAMIC`")])
 }
 
 fn zero_points(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

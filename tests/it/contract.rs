@@ -273,6 +273,11 @@ fn routers_and_experts_are_checked() {
     let good = run(json!({ "scheme": "W8A8" }));
     assert_eq!(violated(&good, "vllm"), BTreeSet::from(["tokenizer"]));
     assert_eq!(violated(&good, "transformers"), BTreeSet::from(["experts"]));
+    // Those of transformers 5.23 that were loaded, and had the outputs of this program's executor.
+    for (scheme, is_loaded) in [("W4A16", true), ("W3A16", true), ("W4AFP8", true), ("FP8-DYNAMIC", true), ("W4A16-ASYM", false), ("W4A8", false)] {
+        let quantized = run(json!({ "scheme": scheme, "group_size": if scheme.starts_with("FP8") { None } else { Some(8) } }));
+        assert_eq!(violated(&quantized, "transformers").contains("experts"), !is_loaded, "{scheme}");
+    }
     // Float experts are stacked only in folders of FP8.
     for (scheme, is_loaded) in [("W8A8", false), ("FP8-DYNAMIC", true)] {
         let floats = run(json!({ "scheme": scheme, "ignore": ["*experts*"] }));

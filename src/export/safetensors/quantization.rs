@@ -26,7 +26,7 @@ pub(super) struct Group<'a> {
 }
 
 impl Group<'_> {
-    fn format(&self) -> &'static str {
+    pub(super) fn format(&self) -> &'static str {
         self.spec.codes.file_format(self.spec.scale_format(), self.packed)
     }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
-use crate::contract::facts::{VLLM_BITS, is_of_expert, is_only_bf16, loads_float_experts, vllm_loads_embeddings};
+use crate::contract::facts::{VLLM_BITS, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, vllm_loads_embeddings};
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Codes, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
@@ -21,21 +21,24 @@ fn is_attention_module(items: &[Item], module: &str) -> bool {
 /// Notes about experts: transformers 5 stacks those of a layer in one tensor, except for families whose
 /// experts it splits in quantized folders.
 fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<String> {
-    let separate = |item: &&Item| item.weight.shape.len() == 2 && is_of_expert(&item.name);
-    let is_quantized = |item: &Item| matches!(item.weight.encoding, Encoding::Quantized(_));
+    let is_float = |item: &Item| item.weight.shape.len() == 2 && is_of_expert(&item.name) && item.weight.encoding == Encoding::Dense;
     if arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts) {
         let is_stacked = |item: &Item| stacked_experts(&item.name, &item.weight).is_some();
         return (!groups.is_empty() && items.iter().any(is_stacked)).then(|| {
             "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong: use `split-experts` before `quantize`".to_owned()
         });
     }
-    if items.iter().filter(separate).any(is_quantized) {
+    let of_experts = || groups.iter().filter(|group| group.modules.iter().any(|module| is_of_expert(module)));
+    if of_experts().any(|group| !loads_quantized_experts(group.format(), group.spec.symmetric)) {
         return Some(
-            "quantized experts: transformers 4 and vLLM load them; transformers 5 fuses all experts of a layer into one tensor, which fails for quantized ones"
+            "quantized experts: transformers 4 and vLLM load them; transformers 5 fuses all experts of a layer into one tensor, which fails for these weights; it succeeds for symmetric schemes with float activations, such as W4A16, and for FP8"
                 .to_owned(),
         );
     }
-    (groups.iter().any(|g| !loads_float_experts(g.spec.codes)) && items.iter().any(|item| separate(&item))).then(|| {
+    if of_experts().any(|group| group.spec.activations != ActivationScheme::None) {
+        return Some("quantized experts: transformers 5 fuses all experts of a layer into one tensor, and computes them with float activations".to_owned());
+    }
+    (groups.iter().any(|g| !loads_float_experts(g.spec.codes)) && items.iter().any(is_float)).then(|| {
         "float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned()
     })
 }
