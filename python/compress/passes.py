@@ -13,7 +13,7 @@ from ._process import Path
 from ._run import Settings, run_pass
 from .report import Report
 
-__all__ = ["prune_unstructured", "prune_structured", "search_structure", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize", "split_experts", "rotate"]
+__all__ = ["prune_unstructured", "prune_structured", "search_structure", "prune_vocabulary", "decompose", "quantize", "quantize_dynamic", "quantize_static", "palettize", "distill", "finetune", "cast", "dequantize", "split_experts", "extract_language_model", "rotate"]
 
 
 def prune_unstructured(
@@ -687,6 +687,22 @@ def split_experts(
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.SplitExperts()
+    return run_pass(step, model, output, settings)
+
+
+def extract_language_model(
+    model: Path,
+    output: Path,
+    **settings: Unpack[Settings],
+) -> Report:
+    """Keep only the language model of a model with a vision tower, with the configuration and the names of a text model.
+
+    Args:
+        model: the model: a folder or a file, or a remote one like hf:org/name.
+        output: folder to write.
+        settings: calibration, evaluation, force and more, as listed in `Settings`.
+    """
+    step = recipe.ExtractLanguageModel()
     return run_pass(step, model, output, settings)
 
 

@@ -1598,6 +1598,14 @@ class SplitExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtractLanguageModel:
+    """Keep only the language model of a model with a vision tower, with the configuration and the names of
+    a text model."""
+
+    NAME: ClassVar[Literal["extract-language-model"]] = "extract-language-model"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rotate:
     """Rotate the residual stream and the values of attention heads by orthogonal matrices, which
     distribute outliers of activations and weights over all features."""
@@ -1810,7 +1818,7 @@ class Evaluate:
     `.eval_results`, in the form that the Hub reads."""
 
 
-Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "search-structure", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize", "split-experts", "rotate"] | PruneUnstructured | PruneStructured | SearchStructure | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize | SplitExperts | Rotate
+Step: TypeAlias = Literal["prune-unstructured", "prune-structured", "search-structure", "prune-vocabulary", "decompose", "quantize", "quantize-dynamic", "quantize-static", "palettize", "distill", "finetune", "cast", "dequantize", "split-experts", "extract-language-model", "rotate"] | PruneUnstructured | PruneStructured | SearchStructure | PruneVocabulary | Decompose | Quantize | QuantizeDynamic | QuantizeStatic | Palettize | Distill | Finetune | Cast | Dequantize | SplitExperts | ExtractLanguageModel | Rotate
 """One step of a recipe: a pass with its options, or only its name."""
 
 

@@ -10,7 +10,7 @@ use crate::report::escape::display;
 /// Commands by purpose. Commands that no group names, such as new passes, belong to the first one.
 const GROUPS: [(&str, &[&str]); 5] = [
     ("Compress", &["init", "auto", "draft", "plan", "run", "chain", "merge"]),
-    ("Convert", &["cast", "dequantize", "densify", "split-experts"]),
+    ("Convert", &["cast", "dequantize", "densify", "split-experts", "extract-language-model"]),
     ("Measure", &["eval", "generate", "analyze", "report", "check"]),
     ("Inspect", &["inspect", "diff", "verify"]),
     ("Machine", &["doctor", "cache", "schema", "completions", "man"]),

@@ -52,6 +52,7 @@ mod running {
     pub(in crate::pass) mod decompose;
     mod dequantize;
     mod distill;
+    mod extract_language_model;
     mod finetune;
     pub(in crate::pass) mod fresh_weights;
     pub(in crate::pass) mod input_importance;
@@ -66,11 +67,13 @@ mod running {
     mod search_structure;
     mod split_experts;
     pub(in crate::pass) mod testing;
+    pub(in crate::pass) mod tower;
     pub(in crate::pass) mod training_options;
 
     pub use decompose::Decompose;
     pub use dequantize::Dequantize;
     pub use distill::{Distill, DraftHead, MoreTeacher, Student};
+    pub use extract_language_model::ExtractLanguageModel;
     pub use finetune::Finetune;
     pub(crate) use input_importance::input_importance;
     #[doc(hidden)]
@@ -317,6 +320,9 @@ crate::entry::gather! { passes []
     /// Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
     /// runtimes can quantize
     "split-experts" => SplitExperts if runs,
+    /// Keep only the language model of a model with a vision tower, with the configuration and the names of a
+    /// text model
+    "extract-language-model" => ExtractLanguageModel if runs,
     /// Rotate the residual stream and the values of attention heads by orthogonal matrices, which distribute
     /// outliers of activations and weights over all features
     "rotate" => Rotate if runs,

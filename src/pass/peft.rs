@@ -1,16 +1,20 @@
 //! Requirements of PEFT on the adapters that passes write, and how runtimes load them.
 
+use crate::arch;
 use crate::contract::facts::vllm_adapter_rank;
 use crate::error::Result;
 use crate::model::{Model, class};
 use crate::pass::targets::is_expert;
 
 /// The requirement on a model for which PEFT loads an adapter.
-pub(super) const REQUIREMENT: &str = "requires a model that PEFT can load an adapter for: a folder of a transformers model";
+pub(super) const REQUIREMENT: &str =
+    "requires a model that PEFT can load an adapter for: a folder of a transformers model without a vision tower (`extract-language-model`)";
 
 /// Whether PEFT can load adapters for layers of a model.
 pub(super) fn can_adapt(model: &Model) -> bool {
-    model.onnx.is_none() && !model.config.model_type().is_empty()
+    // Modules of models with a vision tower have other names in transformers than in published files.
+    let has_tower = arch::family(model.config.model_type()).is_some_and(|family| family.language_model.is_some());
+    model.onnx.is_none() && !model.config.model_type().is_empty() && !has_tower
 }
 
 /// Why PEFT cannot load an adapter for a weight, as the predicate of a sentence about several weights.

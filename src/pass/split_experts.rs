@@ -64,8 +64,7 @@ impl Pass for SplitExperts {
                 "the model has a graph of its own, which reads the experts from one tensor: use this pass before passes that change the graph",
             ));
         }
-        let text = model.config.get("text_config").and_then(Value::as_object).unwrap_or(model.config.values());
-        let hidden = text.get("hidden_size").and_then(Value::as_u64).and_then(|width| usize::try_from(width).ok());
+        let hidden = arch::text_values(model.config.values()).get("hidden_size").and_then(Value::as_u64).and_then(|width| usize::try_from(width).ok());
         let hidden = hidden.ok_or_else(|| Error::option(NAME, "`hidden_size` in config.json is missing, which determines the axes of experts"))?;
         let mut planned = model.clone();
         let (mut applied, mut layers) = (Applied::new(NAME, self.options()), 0usize);

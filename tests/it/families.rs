@@ -8,7 +8,7 @@ use crate::common::pipeline;
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress::pass::{Cast, Quantize, QuantizeDynamic, Step};
-use compress_core::store::Role;
+use compress_core::store::{Role, Weight};
 use compress_engine::model::{exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, stacked_experts};
 use compress_graph::analysis::mixtures;
 use compress_graph::arch::{self, Family};
@@ -44,7 +44,15 @@ impl Sample {
     /// Whether the family has experts, of which the number may be zero.
     fn has_experts(&self) -> bool {
         let config = self.model.config.values();
-        self.family.experts_key(config).is_some_and(|key| config.get(key) != Some(&json!(0)))
+        self.family.experts_key(config).is_some_and(|key| arch::text_values(config).get(key) != Some(&json!(0)))
+    }
+
+    /// The family, or that of the language model in a model with a vision tower.
+    fn graph_family(&self) -> &'static Family {
+        let Some(language_model) = self.family.language_model else { return self.family };
+        let stated = arch::text_values(self.model.config.values()).get("model_type").and_then(Value::as_str);
+        let of_text = stated.filter(|name| *name != self.family.model_type);
+        arch::family(of_text.unwrap_or(language_model.model_type)).unwrap()
     }
 
     fn name(&self, id: ValueId) -> &str {
@@ -69,9 +77,8 @@ impl Sample {
 
 #[test]
 fn every_family_with_a_graph_has_a_reference_model() {
-    let sampled: BTreeSet<&str> = samples().iter().map(|sample| sample.family.model_type).collect();
-    let missing: Vec<&str> =
-        arch::families().filter(|family| family.graph.is_some()).map(|family| family.model_type).filter(|name| !sampled.contains(name)).collect();
+    let sampled: BTreeSet<&str> = samples().iter().flat_map(|sample| [sample.family, sample.graph_family()].map(|family| family.model_type)).collect();
+    let missing: Vec<&str> = arch::families().filter(|family| family.is_run()).map(|family| family.model_type).filter(|name| !sampled.contains(name)).collect();
     assert!(missing.is_empty(), "{missing:?}");
     let mut names: Vec<&str> = arch::families().map(|family| family.model_type).collect();
     let all = names.len();
@@ -95,7 +102,7 @@ fn fused_layers_read_the_same_value() {
             let layer = arch::fused_layer(model_type, weight);
             let group = sample.family.fused.iter().position(|parts| layer.ends_with(&format!(".{}", parts.join("+"))));
             assert_eq!(group.is_none(), layer == weight, "{}: {layer}", sample.name);
-            found.entry(model_type).or_default().extend(group);
+            found.entry(sample.graph_family().model_type).or_default().extend(group);
             layers.entry(layer).or_default().insert(read);
         }
         for (layer, inputs) in layers {
@@ -184,7 +191,7 @@ fn the_key_of_the_number_of_experts_is_that_of_the_graph() {
     for sample in samples() {
         let Some(key) = sample.family.experts_key(sample.model.config.values()).filter(|_| sample.has_experts()) else { continue };
         let count = mixtures(&sample.graph).unwrap().first().unwrap().experts.len();
-        assert_eq!(sample.model.config.get(key).and_then(Value::as_u64), Some(count as u64), "{}", sample.name);
+        assert_eq!(arch::text_values(sample.model.config.values()).get(key).and_then(Value::as_u64), Some(count as u64), "{}", sample.name);
         checked += 1;
     }
     assert!(checked > 4, "{checked}");
@@ -249,10 +256,14 @@ fn conventions_agree_with_the_table() {
     for sample in samples() {
         let mut weights = sample.model.weights.by_name.clone();
         weights.values_mut().for_each(|weight| weight.role = None);
-        arch::mark_roles(&mut weights, &serde_json::Map::new());
+        // The names of some towers mean that of one only next to a language model.
+        let config = if sample.family.language_model.is_some() { json!({ "text_config": {}, "vision_config": {} }) } else { json!({}) };
+        arch::mark_roles(&mut weights, config.as_object().unwrap());
         for (name, weight) in &sample.model.weights.by_name {
             let by_name = &weights[name];
-            if (is_linear(name, weight), is_embedding(name, weight)) != (is_linear(name, by_name), is_embedding(name, by_name)) {
+            // Towers have no tables that passes select.
+            let is_table = |weight: &Weight| is_embedding(name, weight) && sample.role(name) != Some(Role::Vision);
+            if (is_linear(name, weight), is_table(weight)) != (is_linear(name, by_name), is_table(by_name)) {
                 differing.insert(format!("{}: {name}", sample.name));
             }
         }

@@ -42,6 +42,7 @@ mod loads;
 mod low_bits;
 mod low_rank;
 mod mixed_schemes;
+mod multimodal;
 mod mutated;
 mod on_policy;
 mod onnx;

@@ -120,8 +120,9 @@ fn save_samples(folder: &Path) {
 
 /// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
 /// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` with a
-/// tokenizer for GGUF files, `llama-4` without one, `network` with a graph from a guide and `images`,
-/// `classifier` for these images with `samples.safetensors` and `runs`, and the keys of a signer.
+/// tokenizer for GGUF files, `llama-4` without one, `gemma-3` with a vision tower, `network` with a graph
+/// from a guide and `images`, `classifier` for these images with `samples.safetensors` and `runs`, and the
+/// keys of a signer.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -144,7 +145,9 @@ fn with_all_models() -> tempfile::TempDir {
     std::fs::write(folder.path().join("smollm/tokenizer.json"), crate::low_bits::BYTE_LEVEL).unwrap();
     for file in ["config.json", "model.safetensors"] {
         copy(&format!("models/llama4/{file}"), &format!("llama-4/{file}"));
+        copy(&format!("models/gemma3-vl/{file}"), &format!("gemma-3/{file}"));
     }
+    copy("evaluation/characters.json", "gemma-3/tokenizer.json");
     copy("evaluation/book.txt", "book.txt");
     let book = std::fs::read_to_string(golden.join("evaluation/book.txt")).unwrap();
     std::fs::write(folder.path().join("validation.txt"), book.split_whitespace().rev().collect::<Vec<_>>().join(" ")).unwrap();

@@ -23,7 +23,7 @@ from lib import GOLDEN
 MODELS = (
     "llama-grouped-tied mistral gemma2 gemma3 gpt2 gpt-neox opt qwen2-moe mixtral deepseek-v2-lite phi3-longrope smollm3-sliding granite "
     "olmo3 glm4 ernie4_5 hunyuan-alpha starcoder2 stablelm-parallel phi cohere2 gemma glm4-moe deepseek-v3 gpt-oss minimax-m2 lfm2-biases granite-hybrid mamba2 nemotron-h "
-    "qwen3-next qwen3_5 llama4 ministral3"
+    "qwen3-next qwen3_5 llama4 ministral3 gemma3-vl qwen2-vl"
 ).split()
 TEXT_TO_TEXT = ["t5", "t5-gated", "mt5"]
 # The cache of transformers 5.23 has as many layers as the encoder.
@@ -73,7 +73,8 @@ def of_speech(name):
 def goldens(name):
     if name in SPEECH:
         return of_speech(name)
-    model = loaded(transformers.AutoModelForSeq2SeqLM if name in TEXT_TO_TEXT else transformers.AutoModelForCausalLM, name)
+    other = transformers.AutoModelForImageTextToText if name.endswith("-vl") else transformers.AutoModelForCausalLM
+    model = loaded(transformers.AutoModelForSeq2SeqLM if name in TEXT_TO_TEXT else other, name)
     found = []
     for length in (2, 4):
         best = []

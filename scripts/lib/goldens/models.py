@@ -251,10 +251,11 @@ def fresh(name):
     return folder
 
 
-def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}, files={}, modules={}, model_type=None, **how):
+def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}, files={}, modules={}, model_type=None, spell=None, **how):
     """A model of transformers.
 
-    `options` are passed to its constructor, `edit` converts the tensors of the file to an older layout, `overlook` replaces
+    `options` are passed to its constructor, `edit` converts the tensors of the file to an older layout, and `spell` the
+    values of config.json, `overlook` replaces
     fields of the configuration, `files` are additional files, and `modules` sentence-transformers modules by folder.
     `model_type` is that of a family with the same code.
     """
@@ -264,6 +265,8 @@ def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}
     (folder / "generation_config.json").unlink(missing_ok=True)
     if edit:
         save_file(edit(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    if spell:
+        write_json(folder / "config.json", spell(json.loads((folder / "config.json").read_text())))
     for path, module in modules.items():
         (folder / path).mkdir()
         randomise(module, f"{name}/{path}").save(str(folder / path), safe_serialization="bin" not in path)
@@ -272,7 +275,7 @@ def pretrained(name, kind, config, inputs, *, options={}, edit=None, overlook={}
 
     def load(path, **arguments):
         arguments |= {"attn_implementation": "eager", "output_loading_info": True, **options}
-        if hasattr(config, "num_experts_per_tok"):
+        if hasattr(getattr(config, "text_config", config), "num_experts_per_tok"):
             arguments["experts_implementation"] = "eager"  # the others do not support f64
         model, info = kind.from_pretrained(path, **arguments)
         check(not info["missing_keys"], f"{name}: missing {info['missing_keys']}")
@@ -1537,6 +1540,76 @@ def ministral3():
     decoder("ministral3-window", transformers.Ministral3ForCausalLM, **common, sliding_window=4, rope_parameters=plain, tie_word_embeddings=True, overlook=window)
 
 
+# Language models with a vision tower, on texts
+
+QWEN_TOWER = {"hidden_size": 8, "intermediate_size": 12, "depth": 1, "num_heads": 2, "patch_size": 2, "out_hidden_size": 16}
+SIGLIP = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 4, "patch_size": 2}
+
+
+def multimodal():
+    def add(name, kind, text, vision, overlook={}, **fields):
+        text = {**DECODER, **GROUPED, "rope_parameters": PLAIN_ROPE, **text}
+        how = {key: fields.pop(key) for key in ("edit", "spell") if key in fields}
+        config = kind.config_class(text_config=text, vision_config=vision, **fields)
+        others = {"rms_norm_eps": {"rms_norm_eps": 1e-6}, **overlook}
+        if "rope_theta" in text["rope_parameters"]:
+            others["rope_theta"] = {"rope_parameters": {**text["rope_parameters"], "rope_theta": 1e4}}
+        others = {label: {"text_config": {**config.text_config.to_dict(), **other}} for label, other in others.items()}
+        towers = ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+        pretrained(name, kind, config, tokens(name), overlook=others, unused=towers, **how)
+
+    def older(tensors):
+        return {key.replace("model.visual", "visual").replace("model.language_model", "model"): x for key, x in tensors.items()}
+
+    def flat(config):
+        text = config.pop("text_config")
+        rope = text.pop("rope_parameters")
+        text["rope_theta"], text["rope_scaling"] = rope["rope_theta"], {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        return {**{key: x for key, x in text.items() if key not in ("layer_types", "model_type")}, **config}
+
+    def terse(config):
+        # A published file leaves out what its class specifies.
+        config["text_config"].pop("num_key_value_heads")
+        return config
+
+    ids = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    sections = {**PLAIN_ROPE, "mrope_section": [1, 1]}
+    qwen2 = {"embed_dim": 8, "hidden_size": 16, "mlp_ratio": 2, "depth": 1, "num_heads": 2, "patch_size": 2}
+    add("qwen2-vl", transformers.Qwen2VLForConditionalGeneration, {"rope_parameters": sections}, qwen2, **ids, edit=older, spell=flat)
+    add("qwen2_5-vl", transformers.Qwen2_5_VLForConditionalGeneration, {"rope_parameters": sections}, {**QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 8}, **ids, tie_word_embeddings=True)
+    deep = {**QWEN_TOWER, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+    wide = {"head_dim": 8, "rope_parameters": {**PLAIN_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
+    add("qwen3-vl", transformers.Qwen3VLForConditionalGeneration, wide, deep, **ids)
+    experts = {**wide, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]}
+    top = {"the number of experts per token": {"num_experts_per_tok": 1}}
+    add("qwen3-vl-moe", transformers.Qwen3VLMoeForConditionalGeneration, experts, deep, top, **ids)
+    window = {"the window": {"sliding_window": 5}}
+    gemma = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "query_pre_attn_scalar": 6, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    gemma["rope_parameters"] = {"full_attention": PLAIN_ROPE, "sliding_attention": {**PLAIN_ROPE, "rope_theta": 10.0}}
+    add("gemma3-vl", transformers.Gemma3ForConditionalGeneration, gemma, SIGLIP, window, image_token_index=60, mm_tokens_per_image=1, spell=terse)
+    mistral = {"model_type": "mistral", "head_dim": 12, "sliding_window": None}
+    pixtral = {**SIGLIP, "model_type": "pixtral", "head_dim": 4}
+    add("mistral3", transformers.Mistral3ForConditionalGeneration, mistral, pixtral, image_token_index=60)
+    chunks = {"the size of chunks": {"attention_chunk_size": 5}}
+    text = {"head_dim": 8, "intermediate_size": 12, "intermediate_size_mlp": 20, "num_local_experts": 4, "attention_chunk_size": 4, "moe_layers": [0], "no_rope_layers": [1, 0], "pad_token_id": 0}
+    tower = {"hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 4, "patch_size": 2, "vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8}
+    add("llama4-vl", transformers.Llama4ForConditionalGeneration, text, tower, chunks, image_token_index=60)
+    delta = {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 5,
+        "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0], "mrope_interleaved": True},
+    }
+    plain = {**QWEN_TOWER, "num_position_embeddings": 4}
+    add("qwen3_5-vl", transformers.Qwen3_5ForConditionalGeneration, delta, plain, **ids, tie_word_embeddings=True)
+    routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+    add("qwen3_5-moe-vl", transformers.Qwen3_5MoeForConditionalGeneration, {**delta, **routing}, plain, top, **ids)
+
+
 # Images
 
 
@@ -1897,6 +1970,7 @@ for family in (
     gpt_oss,
     llama4,
     ministral3,
+    multimodal,
     vit,
     swin,
     dinov2,

@@ -41,7 +41,7 @@ pub(super) fn config(model: &Model, decoder: &LanguageModel, graph: &Graph, draf
         return Ok(Err("neither config.json nor the graph specifies the maximum length of texts (`max_position_embeddings`)".into()));
     };
     let settings = open_auxiliary_config(&model.path, &model.auxiliary.synthesized, "generation_config.json")?;
-    let setting = |key: &str| [settings.get(key), model.config.get(key)].into_iter().flatten().find(|value| !value.is_null()).cloned();
+    let setting = |key: &str| [settings.get(key), arch::token(model.config.values(), key)].into_iter().flatten().find(|value| !value.is_null()).cloned();
     // Negative numbers mean that the token is not defined.
     let tokens = |key: &str| -> Vec<u64> {
         match setting(key) {
@@ -54,7 +54,8 @@ pub(super) fn config(model: &Model, decoder: &LanguageModel, graph: &Graph, draf
         return Ok(Err("neither generation_config.json nor config.json specifies an `eos_token_id`".into()));
     };
     let last = |name: &str| graph.outputs().iter().find(|(output, _)| output == name).and_then(|(_, id)| graph.value(*id).ty.shape.last()?.fixed());
-    let hidden = model.config.get("hidden_size").or_else(|| model.config.get("n_embd")).and_then(Value::as_u64).unwrap_or((heads * key_width) as u64);
+    let values = arch::text_values(model.config.values());
+    let hidden = values.get("hidden_size").or_else(|| values.get("n_embd")).and_then(Value::as_u64).unwrap_or((heads * key_width) as u64);
     let has_input = |name: &str| draft.model.graph.iter().flat_map(|graph| &graph.input).any(|port| port.name() == name);
     let names = |key: &str, name: &str| (key.to_owned(), Value::from(name));
     let mut inputs: Map<String, Value> = [TOKENS, MASK, POSITIONS].into_iter().filter(|name| has_input(name)).map(|name| names(name, name)).collect();

@@ -17,6 +17,7 @@ use crate::ir::ops::Linear;
 use crate::ir::{Builder, Dim, Graph, Kind, Op, ValueId};
 use crate::model::{Config, Model};
 use crate::pass::fresh_weights::fresh_weights;
+use crate::pass::tower;
 use crate::store::{Block, BlockSink, DType, Encoding, Origin, Pattern, View, Weight, WeightSource};
 use crate::train::losses::{DraftSteps, Losses, Soft};
 use crate::work::Meter;
@@ -93,6 +94,7 @@ impl DraftHead {
 
     /// Attaches a new head to a model. `losses` may specify the divergence.
     pub(super) fn attach(&self, target: &Model, losses: &Losses, seed: u64) -> Result<AttachedHead> {
+        tower::require_none(target, "a draft head")?;
         let graph = target.graph()?;
         let tables = Tables::find(target, &graph)?;
         let layers = analysis::layers(&graph).ok_or_else(|| wrong("the model has no repeated layers"))?;

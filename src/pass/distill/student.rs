@@ -15,6 +15,7 @@ use crate::ir::Builder;
 use crate::model::{Config, Model};
 use crate::pass::fresh_weights::fresh_weights;
 use crate::pass::prune_structured::drop_layers;
+use crate::pass::tower;
 use crate::run_state::RunState;
 
 /// The student: the input model with some of its layers, another model, or random weights.
@@ -134,6 +135,7 @@ fn with_layers(mut model: Model, notes: &mut Vec<String>, layers: &[usize]) -> R
 /// Replaces the weights and configuration of a model by random weights for another configuration. The
 /// tokenizer and other files are kept.
 fn fresh(mut model: Model, notes: &mut Vec<String>, path: &Path, seed: u64) -> Result<Model> {
+    tower::require_none(&model, "a student with another configuration")?;
     let is_folder = crate::files::is_dir(path);
     let file = if is_folder { path.join("config.json") } else { path.to_owned() };
     let files = if is_folder { crate::files::files(path).map_err(Error::io("list", path))? } else { Vec::new() };

@@ -10,6 +10,7 @@ use crate::arch;
 use crate::error::{Error, Result};
 use crate::ir::{Catalog, Graph, GraphFile, Node, Op};
 use crate::model::Model;
+use crate::pass::tower;
 use crate::work::Meter;
 
 /// Indices of the remaining elements, by tensor and axis.
@@ -81,7 +82,12 @@ fn head_dim(graph: &Graph) -> Option<usize> {
 
 /// Replaces the graph of a model. Updates `config.json` (with the additional values `more`) if it can
 /// describe the graph. Returns notes on the description of the model.
+///
+/// # Errors
+/// The model has a vision tower, which is not part of the graph and is made for the widths of the language
+/// model.
 pub(in crate::pass) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(String, Value)>) -> Result<Vec<String>> {
+    tower::require_none(model, "removing layers or units")?;
     let head_dim = head_dim(&graph);
     let resized = arch::resized(model.config.values(), head_dim, &|name| model.weights.shape(name)).into_iter().map(|(key, value)| (key.to_owned(), value));
     let values: Vec<(String, Value)> = resized.chain(more).collect();

@@ -24,7 +24,7 @@ use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op, rebuild};
 use crate::kernel::rotation::Rotation;
 use crate::model::Model;
-use crate::pass::{Pass, Plan, options_of, targets};
+use crate::pass::{Pass, Plan, options_of, targets, tower};
 use crate::run_state::{Applied, RunState, WARNING};
 use crate::store::{DType, Origin, Role, Weight, ZeroOrigin};
 
@@ -178,6 +178,7 @@ impl Rotated<'_> {
     /// Fails if the model has matrices that are not part of the graph, because they may belong to the
     /// residual stream.
     fn require_complete_graph(&self, graph: &Graph) -> Result<()> {
+        tower::require_none(self.model, "a rotation of the residual stream")?;
         let known: std::collections::BTreeSet<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
         let other = self.model.weights.by_name.iter().find(|(name, weight)| weight.shape.len() > 1 && weight.is_float() && !known.contains(name.as_str()));
         match other {

@@ -53,7 +53,7 @@ impl Facts<'_> {
         let runs = model.graph().is_ok();
         let convolutions = parts.first().is_some_and(|(part, _)| *part == ModelPart::Convolutions);
         let supported =
-            arch::family(model.config.model_type()).filter(|family| family.graph.is_some()).map(|family| family.kind_of(&Settings::new(model.config.values())));
+            arch::family(model.config.model_type()).filter(|family| family.is_run()).map(|family| family.kind_of(&Settings::new(model.config.values())));
         let kind = supported.or((runs && convolutions).then_some(ModelKind::Convolutional));
         let has_blocks = is_gguf(model) && model.weights.by_name.values().any(|weight| weight.stored_type.is_some());
         Facts {
@@ -190,7 +190,7 @@ fn data(facts: &Facts, path: &str, out: &mut Vec<String>) {
     }
     let architecture = facts.model.config.class();
     let text = |task: &str, more: &str| {
-        let positions = ["max_position_embeddings", "n_positions"].iter().find_map(|key| facts.model.config.values().get(*key)?.as_u64());
+        let positions = ["max_position_embeddings", "n_positions"].iter().find_map(|key| arch::text_values(facts.model.config.values()).get(*key)?.as_u64());
         format!("{{ text: book.txt{task}, max_length: {}{more} }}", positions.map_or(LENGTH, |positions| positions.min(LENGTH)))
     };
     let (language, windows, images) = (text(", task: language-modelling", ""), text("", ", samples: 64"), format!("{{ images: {PLACEHOLDER}, samples: 256 }}"));
@@ -239,7 +239,7 @@ fn search(facts: &Facts, path: &str, calibration: &str, out: &mut Vec<String>) {
     if facts.quantized || (is_text && !facts.has_file("tokenizer.json")) {
         return;
     }
-    let generates = ["ForCausalLM", "LMHeadModel"].iter().any(|end| facts.model.config.class().ends_with(end));
+    let generates = has_tower(facts) || ["ForCausalLM", "LMHeadModel"].iter().any(|end| facts.model.config.class().ends_with(end));
     let is_language_model = facts.kind == Some(ModelKind::Decoder) && generates && !has_transposed_weights(facts) && facts.model.onnx.is_none();
     let limit = if is_language_model { "vllm --max-size 5bits" } else { "onnxruntime --max-loss 0.5%" };
     out.push("# Instead of the passes below, `compress auto` chooses the format of each layer for a limit of the size or the loss:".into());
@@ -265,6 +265,11 @@ fn has_transposed_weights(facts: &Facts) -> bool {
     facts.model.config.has_conv1d() && facts.runs && !facts.quantized
 }
 
+/// Whether the model has a vision tower next to a language model.
+fn has_tower(facts: &Facts) -> bool {
+    arch::family(facts.model.config.model_type()).is_some_and(|family| family.language_model.is_some())
+}
+
 /// Whether only an ONNX file is suggested, whose `precision` determines the type of floats.
 fn exports_onnx(facts: &Facts) -> bool {
     needs_calibration(facts) || has_transposed_weights(facts)
@@ -285,7 +290,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
     }
     out.push("passes:".into());
     let mut line = |text: &str| out.push(text.to_owned());
-    if facts.runs {
+    if facts.runs && !has_tower(facts) {
         line("  # Removes a part of the heads and neurons (or channels): smaller and faster in any runtime;");
         line("  # `repair` adjusts the remaining weights on calibration samples.");
         line("#  - prune-structured: { target: { macs: 0.75 }, importance: activation, repair: least-squares }");

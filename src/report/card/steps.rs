@@ -19,7 +19,7 @@ const fn sentence(pass: &'static str, text: &'static str, options: &'static [&'s
     Sentence { pass, text, options }
 }
 
-const SENTENCES: [Sentence; 15] = [
+const SENTENCES: [Sentence; 16] = [
     sentence("prune-unstructured", "Weights with the smallest absolute values were set to zero", &["amount"]),
     sentence("prune-structured", "Heads, neurons, channels, width, layers or experts were removed", &["amount"]),
     sentence("search-structure", "The widths of layers and the parts to remove were chosen for a limit of the size", &["limit"]),
@@ -33,6 +33,7 @@ const SENTENCES: [Sentence; 15] = [
     sentence("finetune", "The model was trained on labels or the next token", &[]),
     sentence("cast", "Floats were converted to another float format", &["to"]),
     sentence("dequantize", "Weights were dequantized", &[]),
+    sentence("extract-language-model", "The language model was extracted from a model with a vision tower", &[]),
     sentence("split-experts", "Experts in one tensor were stored as separate linear layers", &[]),
     sentence("rotate", "The residual stream and the values of attention heads were rotated by orthogonal matrices, which preserves the outputs", &[]),
 ];

@@ -54,7 +54,7 @@ fn a_pass_writes_a_folder() {
     let model = Model::open(&alone).unwrap();
     assert_eq!(model.auxiliary.files, [Path::new("tokenizer.json")]);
     assert!(!model.auxiliary.synthesized.contains_key(Path::new("tokenizer.json")));
-    assert!(model.auxiliary.notes(&alone).iter().any(|note| note.contains("config.json (they describe the original weights)")));
+    assert!(model.auxiliary.notes(&alone).iter().any(|note| note.contains("config.json (they describe the original model)")));
     Pipeline::builder().build().unwrap().run(model, folder.path().join("copy")).unwrap();
     same_weights(&Model::open(folder.path().join("copy")).unwrap(), &Model::open(&input).unwrap(), "copy");
     fs::copy(&input, alone.join("other.gguf")).unwrap();

@@ -15,6 +15,7 @@ use super::pixels::Pixels;
 use super::rows::{self, LABELS, Rows, names, require_all_used};
 use super::sequence_role::{DECODER_ATTENTION_MASK, DECODER_INPUT_IDS, INPUT_IDS, SequenceRole};
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::DType;
@@ -278,7 +279,7 @@ impl Arrays {
             count: count.min(options.samples.unwrap_or(usize::MAX)),
             batch: options.batch(task, tokens),
             targets,
-            vocabulary: target.config.get("vocab_size").and_then(Value::as_i64),
+            vocabulary: arch::text_values(target.config).get("vocab_size").and_then(Value::as_i64),
             pixels: Pixels::plain(options)?,
         })
     }

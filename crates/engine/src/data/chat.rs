@@ -19,6 +19,7 @@ use crate::model::{SynthesizedFiles, open_auxiliary_config, read_auxiliary_text}
 /// File with the template.
 const FILE: &str = "chat_template.jinja";
 const SETTINGS: &str = "tokenizer_config.json";
+const PROCESSOR: &str = "chat_template.json";
 /// Names of the reasoning of a message. Templates read the first one.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// Maximum number of template instructions, since templates are untrusted.
@@ -82,7 +83,7 @@ pub struct ChatTemplate {
 
 impl ChatTemplate {
     /// Opens the template of a folder, or of the files synthesized from a weight file:
-    /// `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
+    /// `chat_template.jinja`, or `chat_template` in `tokenizer_config.json` or `chat_template.json`.
     pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<ChatTemplate> {
         let settings = open_auxiliary_config(folder, synthesized, SETTINGS)?;
         let own = read_auxiliary_text(folder, synthesized, FILE)?;
@@ -95,7 +96,10 @@ impl ChatTemplate {
             _ => None,
         };
         let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| Template::new(&text));
-        let text = own.or_else(|| stored("default")).ok_or_else(|| Error::Unsupported {
+        // Processors of models for images and texts have a separate file.
+        let of_processor = || open_auxiliary_config(folder, synthesized, PROCESSOR).map(|file| Some(file.get("chat_template")?.as_str()?.to_owned()));
+        let text = own.or_else(|| stored("default")).map_or_else(of_processor, |text| Ok(Some(text)))?;
+        let text = text.ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
             hint: format!("add {FILE} to the model's folder, or use plain texts instead of chats"),
         })?;

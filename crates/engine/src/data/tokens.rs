@@ -296,14 +296,14 @@ fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config:
         .get_padding()
         .map(|padding| i64::from(padding.pad_id))
         .or_else(|| named.and_then(|token| tokenizer.token_to_id(token)).map(i64::from))
-        .or_else(|| config.get("pad_token_id").and_then(Value::as_i64))
+        .or_else(|| arch::token(config, "pad_token_id").and_then(Value::as_i64))
         .unwrap_or(0)
 }
 
 /// The end-of-text token: from the tokenizer, otherwise the first one of the configuration.
 fn end(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config: &Map<String, Value>) -> Option<i64> {
     let named = settings.get("eos_token").and_then(token_text).and_then(|token| tokenizer.token_to_id(token)).map(i64::from);
-    let stored = config.get("eos_token_id").and_then(|ids| ids.as_array().map_or(Some(ids), |ids| ids.first())).and_then(Value::as_i64);
+    let stored = arch::token(config, "eos_token_id").and_then(|ids| ids.as_array().map_or(Some(ids), |ids| ids.first())).and_then(Value::as_i64);
     named.or(stored)
 }
 
@@ -311,8 +311,8 @@ fn end(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config:
 fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize>) -> Option<usize> {
     let number = |values: &Map<String, Value>, key: &str| values.get(key).and_then(Value::as_u64).filter(|n| (1..NO_LIMIT).contains(n)).map(|n| n as usize);
     let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
-    // CLIP-like models have a separate text configuration, which omits default values.
-    let text = target.config.get("text_config").and_then(Value::as_object).unwrap_or(target.config);
+    // The text configuration of CLIP-like models omits default values.
+    let text = arch::text_values(target.config);
     let Positions { keys, default, offset } = arch::family(kind).map_or(Positions::DEFAULT, |family| family.positions);
     let positions = keys.iter().find_map(|key| number(text, key)).or(default);
     let offset = match offset {

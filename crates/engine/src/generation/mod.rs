@@ -388,7 +388,8 @@ fn require_folder(model: &Model) -> Result<()> {
 /// Number of positions that `config.json` specifies.
 pub fn stated_positions(model: &Model) -> Option<usize> {
     let positions = arch::family(model.config.model_type()).map_or(Positions::DEFAULT, |family| family.positions);
-    let stated = positions.keys.iter().find_map(|key| model.config.get(key)?.as_u64());
+    let values = arch::text_values(model.config.values());
+    let stated = positions.keys.iter().find_map(|key| values.get(*key)?.as_u64());
     stated.map(|count| usize::try_from(count).unwrap_or(usize::MAX))
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::model::{Model, open_auxiliary_config};
 
@@ -55,7 +56,7 @@ impl Settings {
 
     /// A value, with `config.json` as the fallback.
     pub fn get_anywhere(&self, key: &str) -> Option<&Value> {
-        self.get(key).or_else(|| self.config.get(key).filter(|value| !value.is_null()))
+        self.get(key).or_else(|| arch::token(&self.config, key).filter(|value| !value.is_null()))
     }
 
     /// An error for an invalid value.

@@ -135,6 +135,11 @@ impl Config {
         if self.get("tie_embedding").is_some() {
             self.set("tie_embedding", json!(false));
         }
+        // That of a language model with a vision tower, whose class has a default.
+        let has_tower = arch::family(self.model_type()).is_some_and(|family| family.language_model.is_some());
+        if let Some(Value::Object(text)) = self.values.get_mut("text_config").filter(|_| has_tower) {
+            text.insert("tie_word_embeddings".to_owned(), json!(false));
+        }
     }
 
     /// Sets the dtype of the weights, under the key that the file already uses.
@@ -157,6 +162,8 @@ impl Config {
             ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| self.class().ends_with(end));
         // The first key is one of LFM2, and takes precedence in transformers.
         let specified = ["tie_embedding", "tie_word_embeddings"].into_iter().find_map(|key| self.get(key).and_then(Value::as_bool));
+        // transformers reads that of a language model with a vision tower only in some families.
+        let specified = specified.or_else(|| self.values.get("text_config")?.get("tie_word_embeddings")?.as_bool());
         // A stored head of T5 is never tied: transformers writes `tie_word_embeddings` into every
         // configuration.
         let specified = specified.filter(|_| !self.shares_table());

@@ -72,7 +72,7 @@ pub enum ExclusionReason {
     OldWeights,
     /// A LoRA adapter for the original weights, which transformers would apply to the new ones.
     Adapter,
-    /// Description of the packing of the original weights.
+    /// Description of the packing of the original weights, or of inputs that the model no longer reads.
     Described,
     /// Description of an ONNX file that is not part of the output.
     Runtime,
@@ -101,7 +101,7 @@ impl ExclusionReason {
             ExclusionReason::Adapter => {
                 "they are a LoRA adapter of the original weights, which is not applied: if it belongs to the model, merge it first with `merge_and_unload` of PEFT"
             }
-            ExclusionReason::Described => "they describe the original weights",
+            ExclusionReason::Described => "they describe the original model",
             ExclusionReason::Runtime => "they describe the original ONNX file",
             ExclusionReason::Vocabulary => "they contain the original vocabulary; tokenizer.json contains the new one",
             ExclusionReason::Replaced => "they describe an earlier run or the files of the input",

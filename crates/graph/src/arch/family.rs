@@ -85,10 +85,24 @@ pub struct Family {
     /// Replacements within module names, applied in order, that transformers 5 makes when it loads a
     /// checkpoint (its `conversion_mapping.py`).
     pub renames: &'static [(&'static str, &'static str)],
+    /// The language model of a model that also has a vision tower. Its graph, which reads texts without
+    /// images, is that of the whole model.
+    pub language_model: Option<LanguageModel>,
     /// Names in GGUF files, if llama.cpp supports the family.
     pub gguf: Option<&'static GgufFamily>,
     /// Model type of onnxruntime-genai 0.18; `decoder` for decoders that it does not list.
     pub genai: &'static str,
+}
+
+/// The language model of a multimodal model, described by `text_config` in `config.json`.
+#[derive(Debug, Clone, Copy)]
+pub struct LanguageModel {
+    /// `model_type`, if `text_config` does not specify it.
+    pub model_type: &'static str,
+    /// Sizes that `text_config` of published models does not specify.
+    pub sizes: &'static [(&'static str, usize)],
+    /// Whether the first published configurations have its keys next to `vision_config`.
+    pub is_flat: bool,
 }
 
 /// Configuration keys that are not read but accepted.
@@ -268,6 +282,7 @@ pub(super) const EMPTY: Family = Family {
     counts_rope_factors: false,
     layer_scale: 1.0,
     renames: &[],
+    language_model: None,
     gguf: None,
     genai: "decoder",
 };
@@ -332,6 +347,7 @@ impl Family {
     /// The configuration key of the number of experts, if the family has experts.
     pub fn experts_key(&self, config: &Map<String, Value>) -> Option<&'static str> {
         let keys = self.experts?.keys;
+        let config = super::text_values(config);
         let is_present = |key: &&&str| config.get(**key).is_some_and(|value| !value.is_null());
         keys.iter().find(is_present).or(keys.first()).copied()
     }

@@ -50,6 +50,7 @@ pub(super) const GEMMA2: Family = Family {
         default_window: Some(4096),
         has_query_scalar: true,
         default_soft_caps: Some([50.0, 30.0]),
+        key_value_heads: Some(4),
         hidden_size_scaled_layers: Some(46),
         ..GGUF
     }),
@@ -84,6 +85,7 @@ pub(super) const GEMMA3: Family = Family {
         windows: Windows::AllBut(6),
         has_query_scalar: true,
         has_local_rope: true,
+        key_value_heads: Some(4),
         hidden_size_scaled_layers: Some(62),
         ..GGUF
     }),
@@ -96,18 +98,18 @@ mod running {
     use crate::arch::running::Settings;
     use crate::arch::running::decoder::{self, Decoder, HeadNorms, Layer, Norm, every_layer, is_local, required_window};
     use crate::arch::running::rope::{RopeDefaults, by_layer_type, rotary};
-    use crate::error::Result;
+    use crate::error::{Error, Result};
     use crate::ir::Builder;
     use crate::ir::ops::{RmsNorm, Rotary};
 
     const NORMS: decoder::Norms =
         [Some("input_layernorm"), Some("post_attention_layernorm"), Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")];
 
-    /// The common properties of all versions.
-    fn gemma<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
+    /// The common properties of all versions, with a default number of key-value heads.
+    fn gemma<'s, 'c>(s: &'s Settings<'c>, groups: Option<usize>) -> Result<Decoder<'s, 'c>> {
         let norm = RmsNorm { epsilon: s.number_or("rms_norm_eps", 1e-6)?, offset: 1.0 };
         let embedding_scale = Some((s.size("hidden_size")? as f64).sqrt());
-        Ok(Decoder { mlp_bias: false, embedding_scale, ..Decoder::with_norm(s, Some(256), None, Norm::Rms(norm))? })
+        Ok(Decoder { mlp_bias: false, embedding_scale, ..Decoder::with_norm(s, Some(256), groups, Norm::Rms(norm))? })
     }
 
     /// The common properties of the later versions.
@@ -116,14 +118,14 @@ mod running {
             scale: 1.0 / s.number_or("query_pre_attn_scalar", 256.0)?.sqrt(),
             norms: NORMS,
             activation: s.text_or("hidden_activation", "gelu_pytorch_tanh")?,
-            ..gemma(s)?
+            ..gemma(s, Some(4))?
         })
     }
 
     pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         // The first published files specify the exact GELU, but were trained with the approximation.
         let activation = s.text_or("hidden_act", "gelu_pytorch_tanh")?;
-        let decoder = Decoder { activation: if activation == "gelu" { "gelu_pytorch_tanh" } else { activation }, ..gemma(s)? };
+        let decoder = Decoder { activation: if activation == "gelu" { "gelu_pytorch_tanh" } else { activation }, ..gemma(s, None)? };
         decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(false))?)
     }
 
@@ -137,6 +139,12 @@ mod running {
         let number = |key: &str| s.get(key).map(|_| s.number(key)).transpose();
         // Gemma 3 does not cap attention scores, but has the key.
         let (logit_cap, _) = (number("final_logit_softcapping")?, number("attn_logit_softcapping")?);
+        if logit_cap.is_some() && s.is_inside() {
+            return Err(Error::Unsupported {
+                what: "config.json: `final_logit_softcapping` of a model with a vision tower".into(),
+                hint: "transformers does not cap its logits, unlike those of the text model: set it to null".into(),
+            });
+        }
         let decoder = Decoder { head_norms: HeadNorms::Head, logit_cap, ..later(s)? };
         let (global, local) = (rotary_of(s, "full_attention", decoder.head_dim)?, rotary_of(s, "sliding_attention", decoder.head_dim)?);
         let pattern = s.size_or("sliding_window_pattern", 6)?;

@@ -85,17 +85,18 @@ pub(super) mod running {
 
     pub fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
         let decoder = Decoder { qkv_bias: true, out_bias: false, ..Decoder::new(s, None)? };
-        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index))?)
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index, 28))?)
     }
 
     pub fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
         let decoder = Decoder { head_norms: HeadNorms::Head, ..Decoder::new(s, Some(128))? };
-        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index))?)
+        decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |index| slides_by_number(s, index, 28))?)
     }
 
-    /// Whether a layer of Qwen has a sliding window: by its type, or by its index.
-    pub fn slides_by_number(s: &Settings, layer: usize) -> Result<bool> {
-        let (first, used) = (s.token_or("max_window_layers", 28)?, s.flag_or("use_sliding_window", false)?);
+    /// Whether a layer of Qwen has a sliding window: by its type, or by its index, from a number on with this
+    /// default.
+    pub fn slides_by_number(s: &Settings, layer: usize, default: i64) -> Result<bool> {
+        let (first, used) = (s.token_or("max_window_layers", default)?, s.flag_or("use_sliding_window", false)?);
         let by_type = slides(s, layer, used)?;
         Ok(by_type.unwrap_or_else(|| used && i64::try_from(layer).is_ok_and(|layer| layer >= first)))
     }

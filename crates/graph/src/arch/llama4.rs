@@ -3,7 +3,7 @@
 //! inputs next to a shared expert.
 
 use super::gguf::{self, Divisors, GgufExperts, GgufFamily, Setting, Windows};
-use super::{DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, Sizes, without_graph};
+use super::{DECODER, DECODER_SIZES, DenseLayers, ExpertLayout, Family, Keys, Sizes};
 
 pub(super) const LLAMA4_TEXT: Family = Family {
     model_type: "llama4_text",
@@ -36,7 +36,9 @@ pub(super) const LLAMA4_TEXT: Family = Family {
         ],
         ..DECODER_SIZES
     }),
-    experts: Some(ExpertLayout { dense: &[DenseLayers::Experts("moe_layers")], ..without_graph::LLAMA4_EXPERTS }),
+    routers: &["feed_forward.router"],
+    experts: Some(ExpertLayout { keys: &["num_local_experts"], dense: &[DenseLayers::Experts("moe_layers")], ..ExpertLayout::SEPARATE }),
+    splits_experts: true,
     gguf: Some(&GgufFamily {
         architecture: "llama4",
         class: "Llama4ForCausalLM",
@@ -74,7 +76,7 @@ pub(super) const LLAMA4_TEXT: Family = Family {
         key_value_heads: Some(8),
         ..gguf::LLAMA
     }),
-    ..without_graph::LLAMA4
+    ..DECODER
 };
 
 #[cfg(feature = "run")]

@@ -51,6 +51,7 @@ mod mixtral;
 mod modernbert;
 mod module_names;
 mod mpnet;
+mod multimodal;
 mod nemotron_h;
 mod olmo2;
 mod olmo3;
@@ -77,7 +78,9 @@ mod without_graph;
 use serde_json::{Map, Value};
 
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, SELECTION_BIAS, VISION_TRANSFORMER, classifier};
-pub use family::{ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, ModelKind, PositionOffset, Positions, Sizes, Tie};
+pub use family::{
+    ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, LanguageModel, ModelKind, PositionOffset, Positions, Sizes, Tie,
+};
 pub use gguf::{
     ATTENTION_MULTIPLIER, Divisors, EXPERT_SCORES, GgufExperts, GgufFamily, GgufHead, GgufTraits, LOGIT_DIVISOR, Recurrent, Setting, StoredShape, Tiling,
     Windows,
@@ -170,15 +173,28 @@ const FAMILIES: &[&Family] = &[
     &rt_detr::RT_DETR_V2,
 ];
 
+pub use multimodal::{TextModel, extracted, is_of_tower, name_in_text_model};
+
 /// All families.
 pub fn families() -> impl Iterator<Item = &'static Family> {
-    FAMILIES.iter().copied().chain(without_graph::FAMILIES)
+    FAMILIES.iter().copied().chain(multimodal::FAMILIES).chain(without_graph::FAMILIES)
 }
 
 /// The `model_type` of a configuration, or that of a head for speculative decoding; empty without one.
 pub fn model_type(config: &Map<String, Value>) -> &str {
     let text = |key: &str| config.get(key).and_then(Value::as_str);
     text("speculators_model_type").or_else(|| text("model_type")).unwrap_or("")
+}
+
+/// The values that describe the language model: those of `text_config`, if there are any.
+pub fn text_values(config: &Map<String, Value>) -> &Map<String, Value> {
+    config.get("text_config").and_then(Value::as_object).unwrap_or(config)
+}
+
+/// The id of a special token, or a list of ids: of the model, or of its language model.
+pub fn token<'c>(config: &'c Map<String, Value>, key: &str) -> Option<&'c Value> {
+    let stated = |values: &'c Map<String, Value>| values.get(key).filter(|value| !value.is_null());
+    stated(config).or_else(|| stated(text_values(config)))
 }
 
 /// The family with this `model_type`.

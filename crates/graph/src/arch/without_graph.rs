@@ -8,7 +8,6 @@ use crate::store::Role;
 const NUMBERED: &[&[&str]] = &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["w1", "w3"]];
 /// Latent attention of DeepSeek.
 const LATENT: &[&[&str]] = &[&["q_a_proj", "kv_a_proj_with_mqa"], &["gate_proj", "up_proj"]];
-const VISION: &[(&str, Role)] = &[("vision_model", Role::Vision)];
 /// Filters of state-space layers, with few elements for each channel.
 const MAMBA_FILTERS: &[(&str, Role)] = &[("mamba.conv1d", Role::Other)];
 
@@ -23,27 +22,6 @@ const MIXTURE: Family = Family {
 /// Decoders with experts, with the names of Mixtral; routers also with those of transformers 5.
 const SPARSE: Family = Family { fused: NUMBERED, routers: &["block_sparse_moe.gate", "mlp.gate", "mlp.router"], experts: LOCAL, ..MIXTURE };
 const LOCAL: Option<ExpertLayout> = Some(ExpertLayout { keys: &["num_local_experts"], parts: None, ..ExpertLayout::SEPARATE });
-/// Hybrids of attention and gated delta networks.
-const DELTA: Family = Family {
-    tied: &[("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "model.language_model.embed_tokens.weight")],
-    fused: &[&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["in_proj_qkv", "in_proj_z"], &["in_proj_b", "in_proj_a"]],
-    embeddings: &["embed_tokens", "visual.pos_embed"],
-    routers: &["mlp.gate", "shared_expert_gate"],
-    exempt: &[("linear_attn.conv1d", Role::Other), ("linear_attn.in_proj_a", Role::LinearAttentionGate), ("linear_attn.in_proj_b", Role::LinearAttentionGate)],
-    experts: Some(ExpertLayout::SEPARATE),
-    ..MIXTURE
-};
-/// Decoders like Llama with a vision tower, by the names of transformers 5, and of older checkpoints.
-const MULTIMODAL: Family = Family {
-    tied: &[
-        ("lm_head.weight", "model.language_model.embed_tokens.weight"),
-        ("lm_head.weight", "model.embed_tokens.weight"),
-        ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
-    ],
-    embeddings: &["embed_tokens", "visual.pos_embed", "embeddings.position_embedding"],
-    sizes: None,
-    ..DECODER
-};
 const STEP3: Family = Family {
     routers: &["moe.gate"],
     exempt: &[("vision_model", Role::Vision), ("vit_downsampler", Role::Vision), ("vit_large_projector", Role::Vision)],
@@ -55,9 +33,6 @@ const STEP3: Family = Family {
     }),
     ..MIXTURE
 };
-/// Llama 4, whose text model has a graph.
-pub(super) const LLAMA4: Family = Family { routers: &["feed_forward.router"], experts: Some(LLAMA4_EXPERTS), splits_experts: true, exempt: VISION, ..MIXTURE };
-pub(super) const LLAMA4_EXPERTS: ExpertLayout = ExpertLayout { keys: &["num_local_experts"], ..ExpertLayout::SEPARATE };
 /// Decoders with the names of GPT-2.
 const GPT: Family = Family { tied: &[("lm_head.weight", "transformer.wte.weight")], fused: &[], embeddings: &["wte", "wpe"], sizes: None, ..DECODER };
 /// Decoders with the names of BLOOM.
@@ -107,15 +82,6 @@ pub(super) const FAMILIES: &[Family] = &[
         ..like("ernie4_5_moe", MIXTURE)
     },
     like("hunyuan_v1_moe", MIXTURE),
-    like("llama4", LLAMA4),
-    like("gemma3", MULTIMODAL),
-    like("mistral3", MULTIMODAL),
-    like("qwen2_vl", MULTIMODAL),
-    like("qwen2_5_vl", MULTIMODAL),
-    like("qwen3_vl", MULTIMODAL),
-    Family { routers: &["mlp.gate"], experts: Some(ExpertLayout::SEPARATE), ..like("qwen3_vl_moe", MULTIMODAL) },
-    like("qwen3_5", DELTA),
-    like("qwen3_5_moe", DELTA),
     Family {
         routers: &["router"],
         experts: Some(ExpertLayout { keys: &["num_local_experts"], stacked: &["input_linear", "output_linear"], parts: None, ..ExpertLayout::SEPARATE }),

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 
+use crate::arch;
 use crate::data::{self, Batch, References};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Outputs, Subject};
@@ -90,8 +91,7 @@ fn tokens(path: &Path) -> Result<Batch> {
     let file = path.join("config.json");
     let text = files::read_to_string(&file).map_err(Error::io("read", &file))?;
     let config = parse_config(&text).map_err(|e| Error::malformed(&file, e))?;
-    let of_text = config.get("text_config").and_then(|text| text.get("vocab_size"));
-    let size = [of_text, config.get("vocab_size")].into_iter().flatten().find_map(serde_json::Value::as_u64);
+    let size = arch::text_values(&config).get("vocab_size").and_then(serde_json::Value::as_u64);
     let size = size.unwrap_or(MOST_TOKENS).clamp(1, MOST_TOKENS);
     let (texts, length) = SHAPE;
     let ids = (0..texts.saturating_mul(length) as u64).map(|at| i64::try_from(at.saturating_mul(7919).checked_rem(size).unwrap_or(0)).unwrap_or(0));

@@ -20,7 +20,9 @@ pub struct Settings<'c> {
     /// Name of the file, for errors.
     file: &'c str,
     /// The groups that contain these values, outermost first.
-    groups: [&'c str; 2],
+    groups: [&'c str; 3],
+    /// The values of the model that contains the one with this configuration.
+    outer: Option<&'c Map<String, Value>>,
     read: Option<&'c ReadKeys>,
     /// Default sizes for missing keys.
     sizes: &'static [(&'static str, usize)],
@@ -43,7 +45,7 @@ impl<'c> Settings<'c> {
 
     /// Wraps the values of this file.
     pub fn for_file(values: &'c Map<String, Value>, file: &'c str) -> Self {
-        Self { values, file, groups: [""; 2], read: None, sizes: &[] }
+        Self { values, file, groups: [""; 3], outer: None, read: None, sizes: &[] }
     }
 
     /// Also records the keys that are read.
@@ -89,6 +91,14 @@ impl<'c> Settings<'c> {
             }
         }
         found
+    }
+
+    /// Records keys as read that an outer configuration repeats with the same values.
+    pub fn mark_repeated(&self, outer: &Settings) {
+        let same = self.values.iter().filter(|(key, value)| outer.values.get(*key) == Some(*value));
+        same.for_each(|(key, _)| {
+            let _ = outer.get(key);
+        });
     }
 
     /// Whether a key is explicitly null.
@@ -193,21 +203,43 @@ impl<'c> Settings<'c> {
     }
 
     fn within(&self, key: &'c str, values: &'c Map<String, Value>) -> Settings<'c> {
-        // Groups are at most two levels deep.
+        // Groups are at most three levels deep.
         Settings { values, groups: self.inner(key).unwrap_or(self.groups), sizes: &[], ..*self }
     }
 
-    fn inner(&self, key: &'c str) -> Option<[&'c str; 2]> {
+    fn inner(&self, key: &'c str) -> Option<[&'c str; 3]> {
         match self.groups {
-            ["", _] => Some([key, ""]),
-            [outer, ""] => Some([outer, key]),
+            ["", ..] => Some([key, "", ""]),
+            [outer, "", _] => Some([outer, key, ""]),
+            [outer, middle, ""] => Some([outer, middle, key]),
             _ => None,
         }
     }
 
+    /// Also uses the class of the model that contains the one with this configuration, and whether its output
+    /// head is tied.
+    #[must_use]
+    pub fn inside(self, outer: &Settings<'c>) -> Self {
+        Self { outer: Some(outer.values), ..self }
+    }
+
+    /// Whether another model contains the one with this configuration.
+    pub fn is_inside(&self) -> bool {
+        self.outer.is_some()
+    }
+
+    /// Whether the output head is the embedding table, if the checkpoint does not have one.
+    pub fn ties_head(&self) -> Result<bool> {
+        const KEY: &str = "tie_word_embeddings";
+        // transformers also accepts the value of the outer configuration.
+        let outer = self.outer.and_then(|values| values.get(KEY)).and_then(Value::as_bool);
+        Ok(self.flag_or(KEY, outer.unwrap_or(true))? || outer == Some(true))
+    }
+
     /// The class that the weights were saved from, or an empty string.
     pub fn class(&self) -> &'c str {
-        self.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("")
+        let stated = self.outer.map_or_else(|| self.get("architectures"), |values| values.get("architectures"));
+        stated.and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("")
     }
 
     /// Number of classes of a classifier.

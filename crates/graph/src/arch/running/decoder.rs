@@ -11,6 +11,12 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, ChunkBias, Embedding, Linear, MergeHeads, Mul, Normalize, RmsNorm, Scale, Sigmoid, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
 
+/// Prefixes of the language model of a multimodal model: in files of transformers 5, in published
+/// ones, and in those of models without an output head.
+const LANGUAGE_MODELS: [&str; 3] = ["model.language_model.", "language_model.model.", "language_model."];
+/// Names of the output head, and of that in a language model.
+const HEADS: [&str; 2] = ["lm_head.weight", "language_model.lm_head.weight"];
+
 impl<'s, 'c> Decoder<'s, 'c> {
     /// A Llama with this configuration. The default width of heads is `head_dim`, or else the width of
     /// the residual stream divided by their number.
@@ -81,7 +87,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
     /// Adds inputs, nodes and outputs; `layer` returns the properties of the layer with an index.
     pub fn build(&self, b: &mut Builder, layer: impl Fn(usize) -> Result<Layer>) -> Result<()> {
         let s = self.s;
-        let prefix = if b.has("model.embed_tokens.weight") { "model." } else { "" };
+        let prefix = prefix(b);
         let (tokens, mask) = text_inputs(b)?;
         let table = b.param(&format!("{prefix}embed_tokens.weight"), &[s.size("vocab_size")?, s.size("hidden_size")?])?;
         let mut x = b.node("embed_tokens", Embedding {}, &[tokens, table])?;
@@ -91,8 +97,9 @@ impl<'s, 'c> Decoder<'s, 'c> {
         }
         let x = self.norm.add(b, self.last_norm, &format!("{prefix}{}", self.last_norm), x)?;
         b.output("last_hidden_state", x);
-        if s.class().ends_with("ForCausalLM") || b.has("lm_head.weight") {
-            let weight = language_head(s, b, "lm_head.weight", table)?;
+        let head = HEADS.into_iter().find(|head| b.stores(head)).unwrap_or(HEADS[0]);
+        if ["ForCausalLM", "ForConditionalGeneration"].iter().any(|class| s.class().ends_with(class)) || b.has(head) {
+            let weight = language_head(s, b, head, table)?;
             let mut inputs = vec![x, weight];
             if self.head_bias {
                 inputs.push(b.param("lm_head.bias", &[s.size("vocab_size")?])?);
@@ -215,6 +222,12 @@ impl<'s, 'c> Decoder<'s, 'c> {
             None => self.dense(b, at, x),
         }
     }
+}
+
+/// What the names of weights begin with.
+pub fn prefix(b: &Builder) -> &'static str {
+    let within = LANGUAGE_MODELS.into_iter().find(|prefix| b.stores(&format!("{prefix}embed_tokens.weight")));
+    within.unwrap_or_else(|| if b.has("model.embed_tokens.weight") { "model." } else { "" })
 }
 
 /// `x` times a factor, if there is one other than 1.

@@ -88,7 +88,7 @@ pub fn has_head(b: &Builder, prefix: &str, module: &str) -> bool {
 /// configuration does not disable tied embeddings. As in transformers 5, a stored tensor takes precedence
 /// over the configuration, and `tie_embedding`, a key of LFM2, over `tie_word_embeddings`.
 pub fn language_head(s: &Settings, b: &mut Builder, name: &str, table: ValueId) -> Result<ValueId> {
-    if !b.stores(name) && s.flag_or("tie_embedding", s.flag_or("tie_word_embeddings", true)?)? {
+    if !b.stores(name) && s.flag_or("tie_embedding", s.ties_head()?)? {
         return Ok(table);
     }
     let shape = [s.size("vocab_size")?, b.width(table)?];

@@ -17,11 +17,13 @@ pub struct RopeDefaults {
     pub partial: Option<(&'static str, f64)>,
     /// Longest sequence of the original training; `None` to use `max_position_embeddings`.
     pub original: Option<usize>,
+    /// Whether positions may have three axes, which are equal for the tokens of a text (Qwen2-VL).
+    pub has_sections: bool,
 }
 
 impl Default for RopeDefaults {
     fn default() -> Self {
-        Self { theta: 10_000.0, partial: None, original: None }
+        Self { theta: 10_000.0, partial: None, original: None, has_sections: false }
     }
 }
 
@@ -64,6 +66,7 @@ pub fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: 
     let original = || s.size_or("original_max_position_embeddings", p.size_or("original_max_position_embeddings", defaults.original.unwrap_or(max_position))?);
     let scaling = match kind(&p)? {
         "default" => RotaryScaling::None,
+        "mrope" if defaults.has_sections => RotaryScaling::None,
         "linear" => RotaryScaling::Linear { factor: p.number("factor")? },
         "dynamic" => RotaryScaling::Dynamic { factor: p.number("factor")?, max_position },
         "llama3" => {

@@ -1,0 +1,17 @@
+//! Changes that a model with a vision tower does not support, because its tower is not part of the graph.
+
+use crate::arch;
+use crate::error::{Error, Result};
+use crate::model::Model;
+
+/// Rejects a model with a vision tower.
+pub(in crate::pass) fn require_none(model: &Model, change: &str) -> Result<()> {
+    let model_type = model.config.model_type();
+    if arch::family(model_type).is_none_or(|family| family.language_model.is_none()) {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what: format!("{change} of `{model_type}`, a model with a vision tower,"),
+        hint: "use `extract-language-model` first, for a text model without the tower".into(),
+    })
+}

@@ -1,0 +1,200 @@
+//! Language models of folders with a vision tower, which passes run on texts, and copy without changes.
+#![cfg(feature = "run")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use compress::Model;
+use compress::pass::{ExtractLanguageModel, Method, Quantize, Scheme, Step};
+use compress_engine::data::Data;
+use compress_engine::model::Config;
+use serde_json::{Value, json};
+
+use crate::common::{Tensors, golden_model, outputs, pipeline, read};
+use crate::contract::violated;
+
+const NAMES: [&str; 9] = ["gemma3-vl", "llama4-vl", "mistral3", "qwen2-vl", "qwen2_5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3_5-moe-vl", "qwen3_5-vl"];
+const TOWERS: [&str; 4] = ["visual.", "vision_tower.", "vision_model.", "multi_modal_projector."];
+
+type Inputs = BTreeMap<String, Tensor>;
+
+/// The texts of the reference outputs.
+fn inputs(name: &str) -> Inputs {
+    let stored = candle_core::safetensors::load(golden_model(name).join("golden.safetensors"), &Device::Cpu).unwrap();
+    ["input_ids", "attention_mask"].map(|input| (input.to_owned(), stored[&format!("in/{input}")].clone())).into()
+}
+
+/// These texts as a data set in a folder.
+fn texts(name: &str, folder: &Path) -> Data {
+    let file = folder.join("texts.safetensors");
+    candle_core::safetensors::save(&inputs(name).into_iter().collect(), &file).unwrap();
+    Data { arrays: Some(file), ..Data::default() }
+}
+
+fn is_of_tower(name: &str) -> bool {
+    TOWERS.iter().any(|part| name.contains(part))
+}
+
+/// The language model is quantized on texts, and the tower is copied.
+#[test]
+fn the_tower_is_copied_by_passes_that_run_the_language_model() {
+    for name in NAMES {
+        let folder = golden_model(name);
+        let pass = Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, ..Quantize::default() };
+        let written = tempfile::tempdir().unwrap();
+        let data = texts(name, written.path());
+        let output = written.path().join("out");
+        let report = pipeline().calibration(data).pass(pass).build().unwrap().run(Model::open(&folder).unwrap(), &output).unwrap();
+        let (before, after): (Tensors, Tensors) = (read(&folder.join("model.safetensors")), read(&output.join("model.safetensors")));
+        let tower: BTreeSet<&String> = before.keys().filter(|name| is_of_tower(name)).collect();
+        assert!(!tower.is_empty() && tower.iter().all(|name| after.get(*name) == before.get(*name)), "{name}");
+        assert_eq!(after.keys().filter(|name| is_of_tower(name)).count(), tower.len(), "{name}");
+        let packed: Vec<&String> = after.keys().filter(|name| name.ends_with("self_attn.q_proj.weight_packed")).collect();
+        assert_eq!(packed.len(), if name.starts_with("qwen3_5") { 1 } else { 2 }, "{name}: {packed:?}");
+        assert!(report.fidelity.is_some(), "{name}");
+        // Of Llama 4, experts in one tensor must be split for quantized folders.
+        assert_eq!(violated(&output, "transformers").contains("experts"), name == "llama4-vl", "{name}");
+        let config: Value = serde_json::from_str(&fs::read_to_string(output.join("config.json")).unwrap()).unwrap();
+        let ignored: Vec<&str> = config["quantization_config"]["ignore"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
+        assert!(ignored.iter().any(|name| is_of_tower(&format!("{name}."))), "{name}: {ignored:?}");
+    }
+}
+
+/// A golden model with another value in `config.json`, after its path.
+fn changed(name: &str, path: &str, value: Value) -> Model {
+    let mut model = Model::open(golden_model(name)).unwrap();
+    let mut config = Value::Object(model.config.values().clone());
+    let (group, key) = path.rsplit_once('/').unwrap();
+    config.pointer_mut(group).unwrap().as_object_mut().unwrap().insert(key.to_owned(), value);
+    model.config = Config::from_values(config.as_object().unwrap().clone());
+    model
+}
+
+#[test]
+fn keys_of_the_language_model_are_used_or_refused() {
+    for (name, path, value, reason) in [
+        ("gemma3-vl", "/text_config/model_type", json!("gemma4_text"), "`text_config` with the model_type `gemma4_text`"),
+        ("gemma3-vl", "/text_config/vocab_size", Value::Null, "262208"),
+        ("gemma3-vl", "/text_config/use_bidirectional_attention", json!(true), "use_bidirectional_attention"),
+        ("gemma3-vl", "/text_config/final_logit_softcapping", json!(30.0), "`final_logit_softcapping` of a model with a vision tower"),
+        ("qwen3-vl-moe", "/text_config/norm_topk_prob", json!(false), "`norm_topk_prob` of false"),
+        ("mistral3", "/text_config/rope_parameters/rope_type", json!("mrope"), "rope scaling `mrope`"),
+        ("mistral3", "/text_config", json!(7), "`text_config` is 7, expected an object"),
+        ("mistral3", "/text_config/hidden_act", json!("step"), "activation `step`"),
+        ("qwen2-vl", "/num_key_value_heads", json!(3), "num_key_value_heads"),
+        ("qwen2-vl", "/rope_scaling/type", json!("axial"), "rope scaling `axial`"),
+        ("qwen3-vl", "/text_config/rope_parameters/rope_type", json!("axial"), "rope scaling `axial`"),
+    ] {
+        let error = changed(name, path, value).graph().err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains(reason), "{name}: {path}: {error}");
+    }
+    for name in NAMES {
+        let (_, unknown) = Model::open(golden_model(name)).unwrap().graph_and_unknown_keys().unwrap();
+        assert!(unknown.is_empty(), "{name}: {unknown:?}");
+        let mut model = Model::open(golden_model(name)).unwrap();
+        model.config.set("window_of_images", json!(3));
+        let (_, unknown) = model.graph_and_unknown_keys().unwrap();
+        assert_eq!(unknown, ["config.json: window_of_images"], "{name}");
+    }
+}
+
+/// Heads are tied as in transformers, and some versions wrote the keys of the language model twice.
+#[test]
+fn configurations_of_other_versions_describe_the_same_model() {
+    for name in NAMES {
+        let model = Model::open(golden_model(name)).unwrap();
+        let stored = model.weights.by_name.keys().any(|name| name.ends_with("lm_head.weight"));
+        assert_eq!(model.tied_names().is_empty(), stored, "{name}");
+    }
+    let mut model = Model::open(golden_model("qwen2-vl")).unwrap();
+    let expected = model.graph().unwrap().to_string();
+    let mut text = model.config.values().clone();
+    text.shift_remove("vision_config");
+    text.insert("model_type".to_owned(), json!("qwen2_vl_text"));
+    text.insert("layer_types".to_owned(), json!(["full_attention", "full_attention"]));
+    model.config.set("layer_types", text["layer_types"].clone());
+    model.config.set("text_config", Value::Object(text));
+    let (graph, unknown) = model.graph_and_unknown_keys().unwrap();
+    assert_eq!((graph.to_string(), unknown), (expected, Vec::new()));
+    model.config.untie();
+    assert_eq!(model.config.get("text_config").unwrap()["tie_word_embeddings"], json!(false));
+}
+
+/// The tower is made for the widths of the language model.
+#[test]
+fn sizes_of_the_language_model_are_not_changed() {
+    let steps = [
+        json!({ "prune-structured": { "dims": ["mlp"], "amount": 0.5, "importance": "l1" } }),
+        json!({ "prune-structured": { "dims": ["layers"], "amount": 0.5, "importance": "l1" } }),
+        json!({ "search-structure": { "limit": { "layers": 0.6 } } }),
+        json!({ "distill": { "student": { "layers": [1] }, "max_steps": 1 } }),
+        json!({ "distill": { "student": { "config": golden_model("mistral3").join("config.json") }, "max_steps": 1 } }),
+        json!({ "distill": { "student": { "eagle3": {} }, "losses": { "soft": { "temperature": 1, "divergence": "acceptance" } }, "max_steps": 1 } }),
+        json!({ "rotate": { "parts": ["residual"] } }),
+    ];
+    let written = tempfile::tempdir().unwrap();
+    let data = texts("mistral3", written.path());
+    for step in steps {
+        let parsed: Step = serde_json::from_value(step.clone()).unwrap();
+        let run = pipeline().calibration(data.clone()).train(data.clone()).pass(parsed).build().unwrap();
+        let error = run.run(Model::open(golden_model("mistral3")).unwrap(), written.path().join("out")).unwrap_err().to_string();
+        assert!(error.contains("`mistral3`, a model with a vision tower"), "{step}: {error}");
+    }
+}
+
+/// The outputs for texts, and the outputs of the model as a text model without its tower.
+#[test]
+fn a_language_model_is_a_model_of_its_own() {
+    for (name, model_type, class) in [
+        ("gemma3-vl", "gemma3_text", "Gemma3ForCausalLM"),
+        ("llama4-vl", "llama4_text", "Llama4ForCausalLM"),
+        ("mistral3", "mistral", "MistralForCausalLM"),
+        ("qwen2-vl", "qwen2", "Qwen2ForCausalLM"),
+        ("qwen2_5-vl", "qwen2", "Qwen2ForCausalLM"),
+        ("qwen3-vl", "qwen3", "Qwen3ForCausalLM"),
+        ("qwen3-vl-moe", "qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("qwen3_5-moe-vl", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+        ("qwen3_5-vl", "qwen3_5_text", "Qwen3_5ForCausalLM"),
+    ] {
+        let input = tempfile::tempdir().unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(golden_model(name).join(file), input.path().join(file)).unwrap();
+        }
+        fs::write(input.path().join("preprocessor_config.json"), "{}").unwrap();
+        let written = tempfile::tempdir().unwrap();
+        let output = written.path().join("out");
+        pipeline().pass(ExtractLanguageModel {}).build().unwrap().run(Model::open(input.path()).unwrap(), &output).unwrap();
+        let model = Model::open(&output).unwrap();
+        assert_eq!((model.config.model_type(), model.config.class()), (model_type, class));
+        assert!(!model.weights.by_name.keys().any(|name| is_of_tower(name) || name.contains("language_model")), "{name}");
+        assert!(!output.join("preprocessor_config.json").exists(), "{name}");
+        let (_, unknown) = model.graph_and_unknown_keys().unwrap();
+        assert!(unknown.is_empty(), "{name}: {unknown:?}");
+        let inputs = inputs(name);
+        let [before, after] = [Model::open(golden_model(name)).unwrap(), model].map(|model| outputs(&model, &inputs)["logits"].flatten_all().unwrap());
+        assert!(before.to_vec1::<f32>().unwrap() == after.to_vec1::<f32>().unwrap(), "{name}");
+    }
+    let written = tempfile::tempdir().unwrap();
+    let run = pipeline().pass(ExtractLanguageModel {}).build().unwrap();
+    let error = run.run(Model::open(golden_model("llama")).unwrap(), written.path().join("out")).unwrap_err().to_string();
+    assert!(error.contains("`llama` in config.json is not a model with a vision tower"), "{error}");
+}
+
+/// Published files of Qwen3-VL with experts have the other order of axes than those of transformers 5.
+#[test]
+fn experts_have_either_order_of_axes() {
+    let folder = golden_model("qwen3-vl-moe");
+    let copy = tempfile::tempdir().unwrap();
+    fs::copy(folder.join("config.json"), copy.path().join("config.json")).unwrap();
+    let mut tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+    let experts = tensors.iter_mut().filter(|(name, _)| name.contains(".mlp.experts."));
+    let transposed = experts.map(|(_, tensor)| *tensor = tensor.transpose(1, 2).unwrap().contiguous().unwrap()).count();
+    assert_eq!(transposed, 2);
+    candle_core::safetensors::save(&tensors, copy.path().join("model.safetensors")).unwrap();
+    let inputs = inputs("qwen3-vl-moe");
+    let [before, after] = [folder.as_path(), copy.path()].map(|folder| outputs(&Model::open(folder).unwrap(), &inputs)["logits"].flatten_all().unwrap());
+    let (before, after) = (before.to_vec1::<f32>().unwrap(), after.to_vec1::<f32>().unwrap());
+    assert!(before.iter().zip(&after).all(|(one, other)| (one - other).abs() < 1e-4));
+}
