@@ -325,6 +325,18 @@ fn settings_without_effect_are_accepted() {
     let back = Model::open(folder.path().join("out/model.gguf")).unwrap();
     let settings: Value = serde_json::from_str(&back.auxiliary.synthesized[Path::new("tokenizer_config.json")]).unwrap();
     assert_eq!(settings["chat_template"], json["chat_template"]);
+    // As in transformers, the template in a separate file takes precedence, and that of a processor is the
+    // last.
+    let template = |file: &str, text: &str| {
+        fs::write(folder.path().join("in").join(file), text).unwrap();
+        fs::remove_dir_all(folder.path().join("out")).unwrap();
+        export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F16).unwrap();
+        values(folder.path())["tokenizer.chat_template"].clone()
+    };
+    assert_eq!(template("chat_template.json", r#"{ "chat_template": "d" }"#), gguf::Value::Text("a".to_owned()));
+    assert_eq!(template("chat_template.jinja", "c"), gguf::Value::Text("c".to_owned()));
+    fs::remove_file(folder.path().join("in/chat_template.jinja")).unwrap();
+    assert_eq!(template("tokenizer_config.json", "{}"), gguf::Value::Text("d".to_owned()));
 }
 
 /// Converters write the 64-bit value of a 32-bit float; GGUF files contain 32 bits.

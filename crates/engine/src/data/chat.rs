@@ -14,12 +14,11 @@ use serde_json::{Map, Value, json};
 
 use super::tokens::{special_tokens, token_text};
 use crate::error::{Error, Result};
-use crate::model::{SynthesizedFiles, open_auxiliary_config, read_auxiliary_text};
+use crate::model::{SynthesizedFiles, open_auxiliary_config, processor_template, read_auxiliary_text};
 
 /// File with the template.
 const FILE: &str = "chat_template.jinja";
 const SETTINGS: &str = "tokenizer_config.json";
-const PROCESSOR: &str = "chat_template.json";
 /// Names of the reasoning of a message. Templates read the first one.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// Maximum number of template instructions, since templates are untrusted.
@@ -96,9 +95,7 @@ impl ChatTemplate {
             _ => None,
         };
         let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| Template::new(&text));
-        // Processors of models for images and texts have a separate file.
-        let of_processor = || open_auxiliary_config(folder, synthesized, PROCESSOR).map(|file| Some(file.get("chat_template")?.as_str()?.to_owned()));
-        let text = own.or_else(|| stored("default")).map_or_else(of_processor, |text| Ok(Some(text)))?;
+        let text = own.or_else(|| stored("default")).map_or_else(|| processor_template(folder, synthesized), |text| Ok(Some(text)))?;
         let text = text.ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
             hint: format!("add {FILE} to the model's folder, or use plain texts instead of chats"),
@@ -342,6 +339,10 @@ mod tests {
         let template = ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap();
         let render = |tools| template.render_complete(&Chat { messages: json!([]), tools }).unwrap();
         assert_eq!((render(Value::Null).as_str(), render(json!([{ "b": "tool" }])).as_str()), ("plain", "tool"));
+        // The template of a processor.
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("chat_template.json"), json!({ "chat_template": "{{ messages | length }}" }).to_string()).unwrap();
+        assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "0");
         // Special tokens in a separate file, as written by old versions of transformers.
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();

@@ -8,7 +8,7 @@ use super::describe::Keys;
 use super::pre_tokenizer::{PreTokenizer, at};
 use super::token_types::{BYTE, CONTROL, NORMAL, SPACE, TEMPLATE, TEMPLATES, UNKNOWN, UNUSED, USER_DEFINED};
 use crate::error::{Error, Result, counted};
-use crate::model::{Model, parse_json, read_auxiliary_text};
+use crate::model::{Model, parse_json, processor_template, read_auxiliary_text};
 use crate::store::gguf::Value;
 
 const FILE: &str = "tokenizer.json";
@@ -142,14 +142,16 @@ pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
         };
         values.push((key(&format!("add_{name}_token")), Value::Bool(is_added)));
     }
-    let template = at(&settings, "/chat_template");
-    if let Some(list) = template.as_array() {
-        values.extend(templates(list).map_err(refused)?);
-    } else if let Some(template) = template
-        .as_str()
-        .map_or_else(|| read_auxiliary_text(&model.path, &model.auxiliary.synthesized, "chat_template.jinja"), |text| Ok(Some(text.to_owned())))?
-    {
-        values.push((TEMPLATE.into(), Value::Text(template)));
+    // As in transformers, a separate file takes precedence.
+    let (folder, synthesized) = (&model.path, &model.auxiliary.synthesized);
+    let (own, stored) = (read_auxiliary_text(folder, synthesized, "chat_template.jinja")?, at(&settings, "/chat_template"));
+    let text = own.or_else(|| stored.as_str().map(str::to_owned));
+    match (text, stored.as_array()) {
+        (None, Some(list)) => values.extend(templates(list).map_err(refused)?),
+        (text, _) => {
+            let text = text.map_or_else(|| processor_template(folder, synthesized), |text| Ok(Some(text)))?;
+            values.extend(text.map(|text| (TEMPLATE.into(), Value::Text(text))));
+        }
     }
     Ok((values, notes))
 }
