@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use self::parts::Part;
 use super::{Exported, Format, LostResult, SizeForecast, lost_blocks};
 use crate::analysis::EncoderDecoder;
+use crate::arch;
 use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
 use crate::files::{Destination, LocalNames};
@@ -357,6 +358,9 @@ fn notes(model: &Model, graph: &Graph, slots: &[&InitializerLayout]) -> Vec<Stri
         return notes;
     }
     let unused = model.unused(graph);
+    if arch::has_tower(model.config.model_type()) {
+        notes.push(format!("{WARNING}{} has only the language model, for texts without images", file::MODEL));
+    }
     if let Some(first) = unused.first() {
         notes.push(format!("not part of the graph and not in {}: {} of the checkpoint (the first: `{first}`)", file::MODEL, counted(unused.len(), "tensor")));
     }

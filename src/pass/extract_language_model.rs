@@ -46,7 +46,15 @@ impl Pass for ExtractLanguageModel {
     fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
         let model_type = model.config.model_type();
         let Some(text) = arch::extracted(model.config.values()) else {
-            return Err(Error::option(NAME, format!("`{model_type}` in config.json is not a model with a vision tower whose language model can be extracted")));
+            let reason = if arch::has_tower(model_type) {
+                let of_text = arch::text_values(model.config.values()).get("model_type").cloned().unwrap_or_default();
+                format!("the language model {of_text} in `text_config` of config.json cannot be extracted")
+            } else if model_type.is_empty() {
+                "the model has no `model_type` in config.json".to_owned()
+            } else {
+                format!("`{model_type}` in config.json is not a model with a vision tower")
+            };
+            return Err(Error::option(NAME, reason));
         };
         if !model.has_derived_graph() {
             return Err(Error::option(NAME, "the model has a graph of its own: use this pass before passes that change the graph"));
@@ -65,7 +73,7 @@ impl Pass for ExtractLanguageModel {
                 applied.tensors.insert(name.clone());
             }
             if planned.weights.by_name.insert(new.clone(), weight.clone()).is_some() {
-                return Err(Error::tensor(name, format!("cannot be renamed: `{new}` already exists"), "remove one of them"));
+                return Err(Error::tensor(name, format!("becomes `{new}`, and so does another tensor"), "remove one of them"));
             }
         }
         let ties_head = !model.tied_names().is_empty() || !planned.weights.by_name.contains_key("lm_head.weight");

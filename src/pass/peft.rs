@@ -13,7 +13,7 @@ pub(super) const REQUIREMENT: &str =
 /// Whether PEFT can load adapters for layers of a model.
 pub(super) fn can_adapt(model: &Model) -> bool {
     // Modules of models with a vision tower have other names in transformers than in published files.
-    let has_tower = arch::family(model.config.model_type()).is_some_and(|family| family.language_model.is_some());
+    let has_tower = arch::has_tower(model.config.model_type());
     model.onnx.is_none() && !model.config.model_type().is_empty() && !has_tower
 }
 

@@ -99,6 +99,11 @@ impl Pass for SplitExperts {
         if arch::family(model_type).is_some_and(|family| family.splits_experts) {
             applied.notes.push("transformers loads separate experts of this family only in quantized folders: use `quantize` after this pass".to_owned());
         }
+        if arch::family(model_type).is_some_and(|family| family.needs_stacked_experts) {
+            applied
+                .notes
+                .push("transformers does not load separate experts of this family: use `extract-language-model` too, or load the output in vLLM".to_owned());
+        }
         Ok(Plan::new(planned, applied))
     }
 }

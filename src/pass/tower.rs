@@ -7,7 +7,7 @@ use crate::model::Model;
 /// Rejects a model with a vision tower.
 pub(in crate::pass) fn require_none(model: &Model, change: &str) -> Result<()> {
     let model_type = model.config.model_type();
-    if arch::family(model_type).is_none_or(|family| family.language_model.is_none()) {
+    if !arch::has_tower(model_type) {
         return Ok(());
     }
     Err(Error::Unsupported {

@@ -81,6 +81,7 @@ fn keys_of_the_language_model_are_used_or_refused() {
         ("gemma3-vl", "/text_config/final_logit_softcapping", json!(30.0), "`final_logit_softcapping` of a model with a vision tower"),
         ("qwen3-vl-moe", "/text_config/norm_topk_prob", json!(false), "`norm_topk_prob` of false"),
         ("mistral3", "/text_config/rope_parameters/rope_type", json!("mrope"), "rope scaling `mrope`"),
+        ("mistral3", "/text_config/rope_parameters", json!("x"), "`rope_parameters` is \"x\", expected an object"),
         ("mistral3", "/text_config", json!(7), "`text_config` is 7, expected an object"),
         ("mistral3", "/text_config/hidden_act", json!("step"), "activation `step`"),
         ("qwen2-vl", "/num_key_value_heads", json!(3), "num_key_value_heads"),
@@ -180,6 +181,53 @@ fn a_language_model_is_a_model_of_its_own() {
     let run = pipeline().pass(ExtractLanguageModel {}).build().unwrap();
     let error = run.run(Model::open(golden_model("llama")).unwrap(), written.path().join("out")).unwrap_err().to_string();
     assert!(error.contains("`llama` in config.json is not a model with a vision tower"), "{error}");
+    let other = changed("gemma3-vl", "/text_config/model_type", json!("gemma4_text"));
+    let run = pipeline().pass(ExtractLanguageModel {}).build().unwrap();
+    let error = run.run(other, written.path().join("out")).unwrap_err().to_string();
+    assert!(error.contains("the language model \"gemma4_text\" in `text_config`"), "{error}");
+}
+
+/// Outputs that transformers does not load: separate experts of families that it does not stack.
+#[test]
+fn experts_of_a_folder_are_those_that_transformers_reads() {
+    for (name, passes, is_loaded) in [
+        ("qwen3-vl-moe", vec![json!("split-experts")], false),
+        ("qwen3-vl-moe", vec![json!("split-experts"), json!("extract-language-model")], true),
+        ("llama4-vl", vec![json!("split-experts")], false),
+        ("llama4-vl", vec![json!("split-experts"), json!({ "quantize": { "scheme": "W4A16", "group_size": -1, "method": "rtn" } })], true),
+    ] {
+        let written = tempfile::tempdir().unwrap();
+        let output = written.path().join("out");
+        let steps: Vec<Step> = passes.iter().map(|pass| serde_json::from_value(pass.clone()).unwrap()).collect();
+        pipeline().passes(steps).build().unwrap().run(Model::open(golden_model(name)).unwrap(), &output).unwrap();
+        assert_eq!(violated(&output, "transformers").contains("experts"), !is_loaded, "{name}: {passes:?}");
+    }
+}
+
+/// As in transformers, the head is that next to the language model, also in a folder without `architectures`.
+#[test]
+fn the_head_is_that_of_the_language_model() {
+    let golden = Model::open(golden_model("llama4-vl")).unwrap();
+    let mut model = golden.clone();
+    let head = model.weights.by_name["language_model.lm_head.weight"].clone();
+    model.weights.by_name.insert("lm_head.weight".to_owned(), head);
+    assert_eq!(model.graph().unwrap().to_string(), golden.graph().unwrap().to_string());
+    let mut model = Model::open(golden_model("gemma3-vl")).unwrap();
+    let expected = model.graph().unwrap().to_string();
+    model.config.remove("architectures");
+    assert_eq!(model.graph().unwrap().to_string(), expected);
+}
+
+#[test]
+fn figures_that_do_not_include_the_tower_are_marked() {
+    let written = tempfile::tempdir().unwrap();
+    let output = written.path().join("out");
+    let pass: Step = serde_json::from_value(json!({ "prune-unstructured": { "amount": 0.9, "targets": ["*visual*attn.qkv.weight"] } })).unwrap();
+    let report = pipeline().pass(pass).build().unwrap().run(Model::open(golden_model("qwen3-vl")).unwrap(), &output).unwrap();
+    assert!(report.fidelity.is_some());
+    assert!(report.notes.iter().any(|note| note.starts_with("warning: fidelity does not include 1 changed weight")), "{:?}", report.notes);
+    let card = fs::read_to_string(output.join("README.md")).unwrap();
+    assert!(card.contains("AutoModelForImageTextToText.from_pretrained") && card.contains("pipeline_tag: image-text-to-text"), "{card}");
 }
 
 /// Published files of Qwen3-VL with experts have the other order of axes than those of transformers 5.

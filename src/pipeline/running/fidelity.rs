@@ -16,7 +16,7 @@ use super::memory::{free_memory, lack_of_memory};
 use crate::analysis;
 use crate::arch;
 use crate::data::{self, Batch, Data};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, SamplesFrom, Subject, without_folded_states};
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence, Rounding, sizes_of};
 use crate::export::Exported;
@@ -100,16 +100,32 @@ impl Run<'_> {
             Ok(true) => return skipped("the student preprocesses samples differently from the input".into()),
             Err(e) => return skipped(e.to_string()),
         }
+        let unread = self.unread_note(&graph, exports);
         let compared = match self.with_tokens_of_output() {
             Ok(None) => self.compare_models(&graph, exports),
             Ok(Some(input)) => input.graph().and_then(|graph| self.compared_with(&input).compare_models(&graph, exports)),
             Err(e) => Err(e),
         };
         match compared {
-            Ok((measured, note)) => Ok(not_finite_note(&measured.fidelity).map_or((Some(measured), note), |note| (None, Some(note)))),
+            Ok((measured, note)) => {
+                let note = note.into_iter().chain(unread).reduce(|note, other| format!("{note}; {other}"));
+                Ok(not_finite_note(&measured.fidelity).map_or((Some(measured), note), |note| (None, Some(note))))
+            }
             Err(Error::Cancelled) => Err(Error::Cancelled),
             Err(e) => skipped(e.to_string()),
         }
+    }
+
+    /// A warning about changed weights that the graph does not read, such as those of a vision tower.
+    fn unread_note(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Option<String> {
+        let read: BTreeSet<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
+        let weights = exports.iter().flat_map(|(_, exported)| &exported.weights);
+        // A pass may rename weights.
+        let is_unread = |name: &str| self.before.weights.by_name.contains_key(name) && !read.contains(name);
+        let unread: BTreeSet<&str> = weights.filter(|(name, measured)| measured.changed && is_unread(name)).map(|(name, _)| name.as_str()).collect();
+        let first = unread.first()?;
+        let count = counted(unread.len(), "changed weight");
+        Some(format!("{WARNING}fidelity does not include {count} that the model does not read for these samples (the first: `{first}`)"))
     }
 
     /// The reason if the blocks of the models do not fit into memory.

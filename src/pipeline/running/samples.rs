@@ -47,7 +47,7 @@ impl Pipeline {
         // A training chooses the codes of `quantize` itself, or has been the reason for `rtn`.
         let trains = self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train));
         let of_quantize = self.steps.iter().any(|step| step.pass().name() == "quantize");
-        let methods = if of_quantize && !trains { "; `quantize` uses them with another `method`, such as `gptq` or `best`" } else { "" };
+        let methods = if of_quantize && !trains { "; `quantize` uses them with `method: gptq`" } else { "" };
         Some(format!("no pass uses the calibration samples, which serve at most to measure the output{methods}"))
     }
 

@@ -267,7 +267,7 @@ fn has_transposed_weights(facts: &Facts) -> bool {
 
 /// Whether the model has a vision tower next to a language model.
 fn has_tower(facts: &Facts) -> bool {
-    arch::family(facts.model.config.model_type()).is_some_and(|family| family.language_model.is_some())
+    arch::has_tower(facts.model.config.model_type())
 }
 
 /// Whether only an ONNX file is suggested, whose `precision` determines the type of floats.

@@ -3,7 +3,6 @@
 use std::fmt::{Result, Write};
 
 use super::Card;
-use super::tasks::Task;
 use crate::contract::Runtime;
 use crate::contract::facts::{has_tokenizer, vllm_max_lora_rank};
 use crate::model::adapter::{self, FOLDER};
@@ -92,9 +91,11 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
     }
     let architecture = card.architecture().unwrap_or_default();
     let has_processor = card.files.contains("preprocessor_config.json");
+    let class = card.task().map_or("AutoModel", |task| task.auto_class);
     let preprocessor = match () {
         // The processor of the whole model, which the file names, needs a tokenizer.
         () if has_processor && VISION_TOWERS.iter().any(|end| architecture.ends_with(end)) => Some(("AutoImageProcessor", "processor")),
+        () if has_tokenizer && has_processor && class == "AutoModelForImageTextToText" => Some(("AutoProcessor", "processor")),
         () if has_tokenizer => Some(("AutoTokenizer", "tokenizer")),
         () if has_processor => Some(("AutoProcessor", "processor")),
         () => None,
@@ -105,7 +106,6 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
         });
         return format!("{import}from transformers.models.{module} import {class}\n\nmodel = {class}.from_pretrained(\"{PATH}\"){line}");
     }
-    let class = Task::of_class(&architecture).map_or("AutoModel", |task| task.auto_class);
     // PEFT adapts layers by their weights, which those with packed weights lack.
     let corrected = is_corrected(card);
     let packed = corrected && card.config.contains_key("quantization_config");

@@ -4,7 +4,6 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::Card;
-use super::tasks::Task;
 use crate::contract::Runtime;
 use crate::report::Layer;
 
@@ -106,7 +105,7 @@ fn library(card: &Card) -> Option<String> {
 fn pipeline_tag(card: &Card) -> Option<String> {
     let class = card.architecture();
     let stated = text(card, "pipeline_tag").filter(|_| class == card.source.architecture);
-    let of_class = || class.as_deref().and_then(Task::of_class).map(|task| task.pipeline_tag);
+    let of_class = || card.task().map(|task| task.pipeline_tag);
     let of_folder = || card.is_sentence_encoder().then_some("sentence-similarity");
     stated.or_else(|| of_folder().or_else(of_class).map(str::to_owned))
 }

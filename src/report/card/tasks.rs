@@ -2,6 +2,7 @@
 
 use super::Card;
 use super::source::architecture;
+use crate::arch;
 
 /// The task of the model classes with a suffix.
 pub(super) struct Task {
@@ -31,9 +32,14 @@ const TASKS: [Task; 11] = [
     task("WhisperForConditionalGeneration", "automatic-speech-recognition", "AutoModelForSpeechSeq2Seq"),
 ];
 
+const WITH_IMAGES: Task = task("", "image-text-to-text", "AutoModelForImageTextToText");
+
 impl Task {
-    /// The task of a model class.
-    pub fn of_class(class: &str) -> Option<&'static Task> {
+    /// The task of a model class; that of models with this `model_type`, if they have a vision tower.
+    pub fn of_model(model_type: &str, class: &str) -> Option<&'static Task> {
+        if arch::has_tower(model_type) {
+            return Some(&WITH_IMAGES);
+        }
         TASKS.iter().find(|task| class.ends_with(task.suffix))
     }
 }
@@ -45,6 +51,12 @@ impl Card<'_> {
     /// The model class of the output.
     pub(super) fn architecture(&self) -> Option<String> {
         architecture(self.config)
+    }
+
+    /// The task of the output.
+    pub(super) fn task(&self) -> Option<&'static Task> {
+        let model_type = self.config.get("model_type").and_then(serde_json::Value::as_str).unwrap_or_default();
+        Task::of_model(model_type, self.architecture().as_deref().unwrap_or_default())
     }
 
     /// Whether sentence-transformers loads the folder.

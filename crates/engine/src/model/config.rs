@@ -136,7 +136,7 @@ impl Config {
             self.set("tie_embedding", json!(false));
         }
         // That of a language model with a vision tower, whose class has a default.
-        let has_tower = arch::family(self.model_type()).is_some_and(|family| family.language_model.is_some());
+        let has_tower = arch::has_tower(self.model_type());
         if let Some(Value::Object(text)) = self.values.get_mut("text_config").filter(|_| has_tower) {
             text.insert("tie_word_embeddings".to_owned(), json!(false));
         }

@@ -73,6 +73,9 @@ pub struct Family {
     pub experts: Option<ExpertLayout>,
     /// Whether transformers replaces experts in one tensor with a linear layer each in quantized folders.
     pub splits_experts: bool,
+    /// Whether transformers 5 does not stack experts that are separate tensors in a file, as it does for
+    /// other families.
+    pub needs_stacked_experts: bool,
     /// Maximum length of a text.
     pub positions: Positions,
     /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
@@ -277,6 +280,7 @@ pub(super) const EMPTY: Family = Family {
     float32: &[],
     experts: None,
     splits_experts: false,
+    needs_stacked_experts: false,
     positions: Positions::DEFAULT,
     is_input_major: false,
     counts_rope_factors: false,

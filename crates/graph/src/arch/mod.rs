@@ -197,6 +197,11 @@ pub fn token<'c>(config: &'c Map<String, Value>, key: &str) -> Option<&'c Value>
     stated(config).or_else(|| stated(text_values(config)))
 }
 
+/// Whether models of this `model_type` have a vision tower, which is not part of their graph.
+pub fn has_tower(model_type: &str) -> bool {
+    family(model_type).is_some_and(|family| family.language_model.is_some())
+}
+
 /// The family with this `model_type`.
 pub fn family(model_type: &str) -> Option<&'static Family> {
     families().find(|family| family.model_type == model_type)

@@ -79,6 +79,7 @@ const QWEN3_VL_MOE_TEXT: Family = Family {
         dense: &[DenseLayers::Indices("mlp_only_layers", "decoder_sparse_step")],
         ..ExpertLayout::SEPARATE
     }),
+    needs_stacked_experts: true,
     gguf: None,
     ..qwen_moe::QWEN3_MOE
 };

@@ -103,6 +103,12 @@ impl LoadedBy {
         if self == LoadedBy::OnnxRuntime {
             return Ok(());
         }
+        let splits_experts = arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts);
+        let stacked = model.weights.by_name.iter().find(|(name, weight)| splits_experts && model::stacked_experts(name, weight).is_some());
+        if let Some((name, _)) = stacked.filter(|_| self == LoadedBy::Transformers) {
+            let reason = "contains all experts of a layer, which transformers reads as separate layers in quantized folders";
+            return Err(Error::tensor(name, reason, "use `compress split-experts` first, and search on its output"));
+        }
         let kind = arch::family(model.config.model_type()).map(|family| family.kind_of(&Settings::new(model.config.values())));
         let weights = || model.weights.by_name.iter();
         let bytes: u64 = weights().map(|(_, weight)| weight.stored_bytes).sum();

@@ -60,9 +60,15 @@ const SHARED: &str = "n_shared_experts";
 /// Builds the GGUF metadata of a model.
 pub fn describe(model: &Model) -> Result<Metadata> {
     let kind = model.config.model_type();
-    let (described, family) = arch::family(kind)
-        .and_then(|described| Some((described, described.gguf?)))
-        .ok_or_else(|| Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint: format!("supported: {}", GgufFamily::model_types()) })?;
+    let (described, family) = arch::family(kind).and_then(|described| Some((described, described.gguf?))).ok_or_else(|| {
+        let has_tower = arch::has_tower(kind);
+        let hint = if has_tower {
+            "files of llama.cpp have the language model without the vision tower: use `extract-language-model` first".to_owned()
+        } else {
+            format!("supported: {}", GgufFamily::model_types())
+        };
+        Error::Unsupported { what: format!("gguf: model_type `{kind}`"), hint }
+    })?;
     let has = |family: &GgufFamily, is_part: fn(&str) -> bool| model.weights.by_name.keys().any(|name| family.to_gguf(name).is_some_and(|name| is_part(&name)));
     let family = family.without_experts.filter(|_| !has(family, GgufFamily::is_router)).unwrap_or(family);
     let family = family.without_recurrent.filter(|_| !has(family, GgufFamily::is_filter)).unwrap_or(family);

@@ -14,8 +14,9 @@ use crate::ir::{Builder, ValueId};
 /// Prefixes of the language model of a multimodal model: in files of transformers 5, in published
 /// ones, and in those of models without an output head.
 const LANGUAGE_MODELS: [&str; 3] = ["model.language_model.", "language_model.model.", "language_model."];
-/// Names of the output head, and of that in a language model.
-const HEADS: [&str; 2] = ["lm_head.weight", "language_model.lm_head.weight"];
+const HEAD: &str = "lm_head.weight";
+/// The output head in published files with the second prefix.
+const INNER_HEAD: &str = "language_model.lm_head.weight";
 
 impl<'s, 'c> Decoder<'s, 'c> {
     /// A Llama with this configuration. The default width of heads is `head_dim`, or else the width of
@@ -97,8 +98,9 @@ impl<'s, 'c> Decoder<'s, 'c> {
         }
         let x = self.norm.add(b, self.last_norm, &format!("{prefix}{}", self.last_norm), x)?;
         b.output("last_hidden_state", x);
-        let head = HEADS.into_iter().find(|head| b.stores(head)).unwrap_or(HEADS[0]);
-        if ["ForCausalLM", "ForConditionalGeneration"].iter().any(|class| s.class().ends_with(class)) || b.has(head) {
+        let head = if prefix == LANGUAGE_MODELS[1] && b.stores(INNER_HEAD) { INNER_HEAD } else { HEAD };
+        // transformers loads a model with a vision tower with its head, whatever its class.
+        if s.class().ends_with("ForCausalLM") || s.is_inside() || b.has(head) {
             let weight = language_head(s, b, head, table)?;
             let mut inputs = vec![x, weight];
             if self.head_bias {

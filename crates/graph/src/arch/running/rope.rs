@@ -38,7 +38,8 @@ pub fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
             hint: "keep the correct one and remove the other".into(),
         });
     }
-    Ok(s.group("rope_parameters").or(s.group("rope_scaling")))
+    let group = |key| s.get(key).map(|_| s.group_or_empty(key)).transpose();
+    Ok(group("rope_parameters")?.or(group("rope_scaling")?))
 }
 
 /// Fails if a configuration does not specify the base, of which versions of transformers have different
