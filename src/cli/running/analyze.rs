@@ -42,6 +42,14 @@ impl Args {
             _ => QuantizeStatic::default(),
         };
         self.file.check(&super::init::RECIPE)?;
+        let other = recipe.passes.iter().find(|step| matches!(step, Step::Quantize(_) | Step::Palettize(_)));
+        if let Some(other) = other.filter(|_| position.is_none() && self.file.output.is_some()) {
+            let reason = format!(
+                "the recipe already quantizes by `{}`, and int8 would round its weights again: remove this pass, or use `compress auto`, which chooses a format for each layer",
+                other.pass().name()
+            );
+            return Err(Error::option("--output", reason));
+        }
         let model = Model::open(&recipe.model)?;
         recipe.data.ignore_labels(false);
         if let Some(options) = &recipe.data.calibration {

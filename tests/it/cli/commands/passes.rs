@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::cli::support::{METADATA, Run, command, data, f32s, file, floats, golden_model, model, model_of, names, ok, read_json};
+use crate::cli::support::{METADATA, Run, command, compress, data, f32s, file, floats, golden_model, model, model_of, names, ok, read_json};
 
 const QUERY: &str = "encoder.layer.0.attention.self.query.weight";
 const DENSE: &str = "encoder.layer.1.output.dense.weight";
@@ -266,6 +266,11 @@ fn sensitivity_is_measured_on_all_batches() {
     .unwrap();
     let layers = data(path, "analyze recipe.yaml --json")["layers"].clone();
     assert_eq!(layers[0]["name"], "coarse.weight", "{layers}");
+    // Weights of another scheme would be rounded again.
+    std::fs::write(path.join("recipe.yaml"), "model: in\npasses: [{ quantize: { scheme: W8A16 } }]\noutput: out\n").unwrap();
+    let refused = compress(path, "analyze recipe.yaml -o mixed.yaml");
+    assert!(refused.code != 0 && refused.stderr.contains("already quantizes by `quantize`"), "{}", refused.stderr);
+    assert!(!path.join("mixed.yaml").exists());
 }
 
 /// The baseline has no fused multiply-add; docs/internals/graph.md describes the effect.
