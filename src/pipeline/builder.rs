@@ -423,6 +423,7 @@ impl Builder {
     }
 
     /// Adds a note to the report.
+    #[doc(hidden)]
     pub fn note(mut self, note: impl Into<String>) -> Self {
         self.0.start.notes.push(note.into());
         self

@@ -161,6 +161,7 @@ impl Report {
     }
 
     /// The changed weights, sorted by ascending signal-to-noise ratio.
+    #[doc(hidden)]
     pub fn most_changed(&self) -> Vec<&Layer> {
         let mut changed: Vec<_> = self.layers.iter().filter_map(|layer| Some((layer.sqnr_db?, layer))).collect();
         changed.sort_by(|a, b| a.0.total_cmp(&b.0));

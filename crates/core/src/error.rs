@@ -234,6 +234,7 @@ impl Error {
     }
 
     /// Whether the request itself was invalid, so that a retry cannot help.
+    #[doc(hidden)]
     pub fn is_misuse(&self) -> bool {
         matches!(self, Error::Option { .. } | Error::Recipe { .. } | Error::NoMatch { .. })
     }
