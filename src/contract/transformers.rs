@@ -75,7 +75,7 @@ pub(super) const RULES: &[Rule<Folder>] = &[
     shared::GROUP_ROWS.from("compressed_tensors/quantization/lifecycle/forward.py"),
     Rule {
         name: "experts",
-        sentence: "Experts in separate tensors have symmetric packed integers or FP8, or are floats in folders of FP8: transformers stacks them, which fails otherwise. Quantized folders of Llama 4 have only separate experts, others none, and those of Qwen3-VL none.",
+        sentence: "Experts in separate tensors have symmetric packed integers or FP8, or are floats in folders of FP8: transformers stacks them, which fails otherwise. In Llama 4, quantized folders have only separate experts, and other folders none. In Qwen3-VL, all experts of a layer are in one tensor.",
         source: "transformers/conversion_mapping.py",
         versions: &["5.23"],
         needs: Needs::Weights,
@@ -125,12 +125,12 @@ fn format_is_known(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
 }
 
 fn experts(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
-    // transformers replaces the experts of these families with linear layers.
     let family = arch::family(folder.model_type());
+    // transformers replaces the experts of these families with linear layers in quantized folders.
     let is_split = family.is_some_and(|family| family.splits_experts);
     let separate = folder.modules.keys().find(|name| is_of_expert(name));
     if let Some(name) = separate.filter(|_| family.is_some_and(|family| family.needs_stacked_experts)) {
-        let reason = "is an expert in a separate tensor, and transformers stacks those of other families only, so that its experts are uninitialized";
+        let reason = "is an expert in a separate tensor, and transformers does not stack those of this family, so that its experts are uninitialized";
         return Ok(vec![Finding::new(name.clone(), reason, "use `extract-language-model` too, load the folder in vLLM, or keep experts in one tensor")]);
     }
     if folder.compressed_tensors().is_none() {

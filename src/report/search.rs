@@ -161,7 +161,7 @@ pub struct SearchMethod {
 }
 
 impl SearchMethod {
-    /// Why there is no measured loss.
+    /// The reason for the lack of a measured loss.
     pub(crate) fn without_loss(&self) -> String {
         self.failed.as_ref().map_or_else(|| "not finished in time".to_owned(), |error| format!("failed: {error}"))
     }

@@ -44,7 +44,7 @@ impl Pipeline {
     fn unused_calibration_note(&self) -> Option<String> {
         let calibrates = self.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         self.running.data.calibration.as_ref().filter(|_| !calibrates && !self.steps.is_empty())?;
-        // A training chooses the codes of `quantize` itself, or has been the reason for `rtn`.
+        // Codes that a later pass trains replace those of any method.
         let trains = self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train));
         let of_quantize = self.steps.iter().any(|step| step.pass().name() == "quantize");
         let methods = if of_quantize && !trains { "; `quantize` uses them with `method: gptq`" } else { "" };

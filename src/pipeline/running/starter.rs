@@ -239,7 +239,8 @@ fn search(facts: &Facts, path: &str, calibration: &str, out: &mut Vec<String>) {
     if facts.quantized || (is_text && !facts.has_file("tokenizer.json")) {
         return;
     }
-    let generates = has_tower(facts) || ["ForCausalLM", "LMHeadModel"].iter().any(|end| facts.model.config.class().ends_with(end));
+    let generates =
+        arch::has_tower(facts.model.config.model_type()) || ["ForCausalLM", "LMHeadModel"].iter().any(|end| facts.model.config.class().ends_with(end));
     let is_language_model = facts.kind == Some(ModelKind::Decoder) && generates && !has_transposed_weights(facts) && facts.model.onnx.is_none();
     let limit = if is_language_model { "vllm --max-size 5bits" } else { "onnxruntime --max-loss 0.5%" };
     out.push("# Instead of the passes below, `compress auto` chooses the format of each layer for a limit of the size or the loss:".into());
@@ -265,11 +266,6 @@ fn has_transposed_weights(facts: &Facts) -> bool {
     facts.model.config.has_conv1d() && facts.runs && !facts.quantized
 }
 
-/// Whether the model has a vision tower next to a language model.
-fn has_tower(facts: &Facts) -> bool {
-    arch::has_tower(facts.model.config.model_type())
-}
-
 /// Whether only an ONNX file is suggested, whose `precision` determines the type of floats.
 fn exports_onnx(facts: &Facts) -> bool {
     needs_calibration(facts) || has_transposed_weights(facts)
@@ -290,7 +286,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
     }
     out.push("passes:".into());
     let mut line = |text: &str| out.push(text.to_owned());
-    if facts.runs && !has_tower(facts) {
+    if facts.runs && !arch::has_tower(facts.model.config.model_type()) {
         line("  # Removes a part of the heads and neurons (or channels): smaller and faster in any runtime;");
         line("  # `repair` adjusts the remaining weights on calibration samples.");
         line("#  - prune-structured: { target: { macs: 0.75 }, importance: activation, repair: least-squares }");

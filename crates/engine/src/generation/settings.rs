@@ -56,7 +56,7 @@ impl Settings {
 
     /// A value, with `config.json` as the fallback.
     pub fn get_anywhere(&self, key: &str) -> Option<&Value> {
-        self.get(key).or_else(|| arch::token(&self.config, key).filter(|value| !value.is_null()))
+        self.get(key).or_else(|| arch::token(&self.config, key))
     }
 
     /// An error for an invalid value.

@@ -105,7 +105,7 @@ impl FixedCodes for FixedBlocks {
     }
 }
 
-/// Rejects blocks of GGUF files whose codes are trained, or whose scales are not trained in this way.
+/// Rejects training of the codes of blocks of GGUF files, and of scales that are not 16-bit floats.
 pub(super) fn require_trainable(name: &str, weight: &Weight, scales: QuantizerScales) -> Result<()> {
     match (weight.exact_blocks(), scales) {
         (Some(_), QuantizerScales::Fixed | QuantizerScales::Learnable) => {

@@ -257,6 +257,10 @@ pub(super) const EXEMPT: &[(&str, Role)] = &[
     ("indexer.weights_proj", Role::Other),
 ];
 
+/// Prefixes of the names of a language model next to a vision tower: in files of transformers 5, in published
+/// ones, and in those of models without an output head.
+pub(super) const PREFIXES: [&str; 3] = ["model.language_model.", "language_model.model.", "language_model."];
+
 /// Bias for the selection of experts, whose differences bfloat16 does not resolve.
 pub(super) const SELECTION_BIAS: &[&str] = &["e_score_correction_bias"];
 

@@ -1,14 +1,15 @@
 //! Language models with a vision tower: Qwen-VL, Gemma 3, Mistral 3, Llama 4 and Qwen3.5.
 //!
 //! A graph has the language model, and reads texts without images, all of whose positions are equal on the
-//! three axes of Qwen-VL (Wang et al., 2024). Passes keep the vision tower as it is.
+//! three axes of Qwen-VL (Wang et al., 2024). Passes copy the vision tower unchanged.
 
 use serde_json::{Map, Value, json};
 
+use super::family::{EXEMPT, PREFIXES};
 use super::{DECODER, DenseLayers, ExpertLayout, Family, Keys, LanguageModel, gemma, llama, llama4, qwen_moe, qwen3_next};
 use crate::store::Role;
 
-/// Keys of images, and of their places in texts.
+/// Keys of images, and of the tokens that stand for them in texts.
 const KEYS: Keys = Keys {
     harmless: &[
         "boi_token_id",
@@ -32,42 +33,14 @@ const KEYS: Keys = Keys {
     neutral: &[],
 };
 
-const TEXT_KEYS: Keys = Keys {
-    harmless: &[
-        "attention_dropout",
-        "max_position_embeddings",
-        "max_window_layers",
-        // Images and videos have separate positions, texts do not.
-        "rope_parameters.mrope_interleaved",
-        "rope_parameters.mrope_section",
-        "rope_scaling.mrope_interleaved",
-        "rope_scaling.mrope_section",
-        "sliding_window",
-        "use_sliding_window",
-    ],
-    neutral: llama::KEYS.neutral,
-};
-
 const EXPERT_KEYS: Keys = Keys {
-    harmless: &[
-        "attention_dropout",
-        "intermediate_size",
-        "max_position_embeddings",
-        "output_router_logits",
-        "rope_parameters.mrope_interleaved",
-        "rope_parameters.mrope_section",
-        "rope_scaling.mrope_interleaved",
-        "rope_scaling.mrope_section",
-        "router_aux_loss_coef",
-    ],
+    harmless: &["attention_dropout", "intermediate_size", "max_position_embeddings", "output_router_logits", "router_aux_loss_coef"],
     neutral: &[("partial_rotary_factor", "1.0")],
 };
 
-const QWEN2_VL_TEXT: Family =
-    Family { model_type: "qwen2_vl_text", graph: graph!(running::build_qwen2_vl), keys: TEXT_KEYS, gguf: None, genai: DECODER.genai, ..llama::QWEN2 };
+const QWEN2_VL_TEXT: Family = Family { model_type: "qwen2_vl_text", graph: graph!(running::build_qwen2_vl), gguf: None, genai: DECODER.genai, ..llama::QWEN2 };
 
-const QWEN3_VL_TEXT: Family =
-    Family { model_type: "qwen3_vl_text", graph: graph!(running::build_qwen3_vl), keys: TEXT_KEYS, gguf: None, genai: DECODER.genai, ..llama::QWEN3 };
+const QWEN3_VL_TEXT: Family = Family { model_type: "qwen3_vl_text", graph: graph!(running::build_qwen3_vl), gguf: None, genai: DECODER.genai, ..llama::QWEN3 };
 
 const QWEN3_VL_MOE_TEXT: Family = Family {
     model_type: "qwen3_vl_moe_text",
@@ -144,7 +117,7 @@ pub struct TextModel {
     pub values: Map<String, Value>,
 }
 
-/// What transformers calls a language model as a model of its own.
+/// The names in transformers of a language model as a model of its own.
 struct Alone {
     /// The `model_type` within a model with a vision tower.
     inside: &'static str,
@@ -229,13 +202,15 @@ fn remove_sections(values: &mut Map<String, Value>, key: &str) {
 
 /// Whether a tensor belongs to a vision tower, or projects its features.
 pub fn is_of_tower(name: &str) -> bool {
-    name.split('.').any(|part| ["visual", "vision_tower", "vision_model", "multi_modal_projector"].contains(&part))
+    let is_tower = |part: &str| part == "vision_model" || EXEMPT.iter().any(|(name, role)| *name == part && *role == Role::Vision);
+    name.split('.').any(is_tower)
 }
 
 /// The name in a text model of a tensor of a language model.
 pub fn name_in_text_model(name: &str) -> String {
-    let inside = name.strip_prefix("model.language_model.").or_else(|| name.strip_prefix("language_model.model."));
-    inside.map_or_else(|| name.strip_prefix("language_model.").unwrap_or(name).to_owned(), |rest| format!("model.{rest}"))
+    let [new, published, without_head] = PREFIXES;
+    let inside = name.strip_prefix(new).or_else(|| name.strip_prefix(published));
+    inside.map_or_else(|| name.strip_prefix(without_head).unwrap_or(name).to_owned(), |rest| format!("model.{rest}"))
 }
 
 #[cfg(feature = "run")]

@@ -93,12 +93,15 @@ impl<'c> Settings<'c> {
         found
     }
 
+    /// Records a key as read.
+    pub fn mark(&self, key: &str) {
+        let _ = self.get(key);
+    }
+
     /// Records keys as read that an outer configuration repeats with the same values.
     pub fn mark_repeated(&self, outer: &Settings) {
         let same = self.values.iter().filter(|(key, value)| outer.values.get(*key) == Some(*value));
-        same.for_each(|(key, _)| {
-            let _ = outer.get(key);
-        });
+        same.for_each(|(key, _)| outer.mark(key));
     }
 
     /// Whether a key is explicitly null.

@@ -7,13 +7,11 @@ pub use super::layout::{Decoder, HeadNorms, Layer, LayerNames, NORMS_BEFORE, Nor
 use super::parts::{language_head, slices, text_inputs};
 use super::rope::{RopeDefaults, neighbors, rotary};
 use super::{Settings, indivisible};
+use crate::arch::family::PREFIXES;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, ChunkBias, Embedding, Linear, MergeHeads, Mul, Normalize, RmsNorm, Scale, Sigmoid, SplitHeads, Tanh};
 use crate::ir::{Builder, ValueId};
 
-/// Prefixes of the language model of a multimodal model: in files of transformers 5, in published
-/// ones, and in those of models without an output head.
-const LANGUAGE_MODELS: [&str; 3] = ["model.language_model.", "language_model.model.", "language_model."];
 const HEAD: &str = "lm_head.weight";
 /// The output head in published files with the second prefix.
 const INNER_HEAD: &str = "language_model.lm_head.weight";
@@ -98,7 +96,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         }
         let x = self.norm.add(b, self.last_norm, &format!("{prefix}{}", self.last_norm), x)?;
         b.output("last_hidden_state", x);
-        let head = if prefix == LANGUAGE_MODELS[1] && b.stores(INNER_HEAD) { INNER_HEAD } else { HEAD };
+        let head = if prefix == PREFIXES[1] && b.stores(INNER_HEAD) { INNER_HEAD } else { HEAD };
         // transformers loads a model with a vision tower with its head, whatever its class.
         if s.class().ends_with("ForCausalLM") || s.is_inside() || b.has(head) {
             let weight = language_head(s, b, head, table)?;
@@ -226,9 +224,9 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 }
 
-/// What the names of weights begin with.
+/// The prefix of the names of weights.
 pub fn prefix(b: &Builder) -> &'static str {
-    let within = LANGUAGE_MODELS.into_iter().find(|prefix| b.stores(&format!("{prefix}embed_tokens.weight")));
+    let within = PREFIXES.into_iter().find(|prefix| b.stores(&format!("{prefix}embed_tokens.weight")));
     within.unwrap_or_else(|| if b.has("model.embed_tokens.weight") { "model." } else { "" })
 }
 

@@ -17,7 +17,7 @@ pub struct RopeDefaults {
     pub partial: Option<(&'static str, f64)>,
     /// Longest sequence of the original training; `None` to use `max_position_embeddings`.
     pub original: Option<usize>,
-    /// Whether positions may have three axes, which are equal for the tokens of a text (Qwen2-VL).
+    /// Whether positions may have three axes, which are equal in texts without images (Qwen2-VL).
     pub has_sections: bool,
 }
 
@@ -62,6 +62,10 @@ pub fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<R
 pub fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
     let turned = rotary_dim(s, parameters, head_dim, defaults)?;
     let width = Some(turned).filter(|turned| *turned != head_dim);
+    if defaults.has_sections {
+        // Texts without images do not depend on the axes of elements.
+        parameters.iter().for_each(|p| ["mrope_section", "mrope_interleaved"].iter().for_each(|key| p.mark(key)));
+    }
     let Some(p) = parameters else { return Ok(Rotary { theta, scaling: RotaryScaling::None, width }) };
     let max_position = s.size_or("max_position_embeddings", 2048)?;
     let original = || s.size_or("original_max_position_embeddings", p.size_or("original_max_position_embeddings", defaults.original.unwrap_or(max_position))?);
