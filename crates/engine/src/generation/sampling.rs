@@ -21,12 +21,23 @@ impl Sampler {
 
     /// Selects the next token from the logits.
     pub fn next(&mut self, logits: &[f32]) -> Result<i64> {
-        self.select(logits, "generation").map(|proposal| proposal.token)
+        require_finite(logits, "generation")?;
+        token_id(match &mut self.0 {
+            Some((sampling, random)) => Distribution::draw(logits, sampling, random.f64()),
+            None => most_likely(logits, 1).first().copied(),
+        })
     }
 
     /// Selects a token from the logits of a draft.
     pub fn propose(&mut self, logits: &[f32]) -> Result<Proposal> {
-        self.select(logits, "generation with the draft")
+        require_finite(logits, "generation with the draft")?;
+        match &mut self.0 {
+            Some((sampling, random)) => {
+                let distribution = Distribution::new(logits, sampling);
+                Ok(Proposal { token: token_id(distribution.at(random.f64()))?, distribution: Some(distribution) })
+            }
+            None => Ok(Proposal { token: token_id(most_likely(logits, 1).first().copied())?, distribution: None }),
+        }
     }
 
     /// Accepts a proposal by the logits of the model, or selects another token, so that the tokens have the
@@ -42,17 +53,6 @@ impl Sampler {
             return Ok((proposal.token, true));
         }
         token_id(model.without(draft, logits.len()).at(random.f64())).map(|token| (token, false))
-    }
-
-    fn select(&mut self, logits: &[f32], what: &str) -> Result<Proposal> {
-        require_finite(logits, what)?;
-        match &mut self.0 {
-            Some((sampling, random)) => {
-                let distribution = Distribution::new(logits, sampling);
-                Ok(Proposal { token: token_id(distribution.at(random.f64()))?, distribution: Some(distribution) })
-            }
-            None => Ok(Proposal { token: token_id(most_likely(logits, 1).first().copied())?, distribution: None }),
-        }
     }
 }
 
@@ -140,6 +140,14 @@ impl Distribution {
     fn new(logits: &[f32], sampling: &Sampling) -> Distribution {
         let nucleus = nucleus_share(sampling).and_then(|share| Self::nucleus(logits, share, sampling.temperature));
         nucleus.unwrap_or_else(|| Self::sorted(logits, sampling))
+    }
+
+    /// The token at a point between 0 and 1 of the cumulative distribution of the next token.
+    fn draw(logits: &[f32], sampling: &Sampling, point: f64) -> Option<usize> {
+        let is_complete = sampling.top_k.is_none() && sampling.top_p.is_none_or(|share| share >= 1.0);
+        // Of all tokens, only those up to the point are sorted.
+        let nucleus = if is_complete { Self::nucleus(logits, point, sampling.temperature) } else { None };
+        nucleus.map_or_else(|| Self::new(logits, sampling).at(point), |nucleus| nucleus.tokens.last().copied())
     }
 
     /// The distribution from the `top_k` most likely tokens in order.
@@ -259,6 +267,16 @@ mod tests {
             }
         }
         assert!(found > 15, "{found}");
+        let mut quick = 0;
+        for spread in [0.01, 1.0, 8.0, 60.0] {
+            let logits: Vec<f32> = (0..3000).map(|at| if at % 7 == 0 { f32::NEG_INFINITY } else { (random.f32() * 600.0).floor() / 600.0 * spread }).collect();
+            for point in [0.0, 1e-12, 0.1, 0.5, 0.93, 0.9999, 1.0 - f64::EPSILON] {
+                let sampling = Sampling { temperature: 0.7, ..Sampling::default() };
+                quick += usize::from(Distribution::nucleus(&logits, point, 0.7).is_some());
+                assert_eq!(Distribution::draw(&logits, &sampling, point), Distribution::sorted(&logits, &sampling).at(point), "{spread} {point}");
+            }
+        }
+        assert!(quick > 15, "{quick}");
         // All tokens are sorted once.
         for (top_p, top_k, share) in [(Some(0.9), None, Some(0.9)), (Some(1.0), None, None), (Some(0.9), Some(2), None), (None, None, None)] {
             assert_eq!(nucleus_share(&Sampling { top_p, top_k, ..Sampling::default() }), share, "{top_p:?} {top_k:?}");
