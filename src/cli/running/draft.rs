@@ -16,9 +16,9 @@ use crate::pass::{Context, Distill, DraftHead, Pass, Student, Training};
 use crate::pipeline::draft::{self, Continuations, DraftTest, PromptSource, Prompts, Samples, Steps};
 use crate::pipeline::search::parse_time;
 use crate::pipeline::{Builder, Pipeline, memory_limit};
-use crate::train::BatchSize;
 use crate::train::communicator::RankConfig;
 use crate::train::schedule::{Curve, Schedule};
+use crate::train::{BatchSize, Precision};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -83,6 +83,9 @@ pub(in crate::cli) struct Args {
     /// Continuations per step
     #[arg(long, value_name = "N", default_value_t = BatchSize::Samples(8), help_heading = "Training")]
     batch_size: BatchSize,
+    /// Precision of activations and gradients
+    #[arg(long, value_enum, default_value_t = Precision::default(), help_heading = "Training")]
+    precision: Precision,
     /// Held-out prompts to measure the draft on, in the format of `--prompts` [default: a tenth of the
     /// prompts, at most 16]
     #[arg(long, value_name = "FILE", help_heading = "Measurement")]
@@ -222,7 +225,8 @@ impl Args {
 
     fn distillation(&self, student: &Student, steps: u64) -> Distill {
         let schedule = Schedule { kind: Curve::Cosine, warmup_steps: steps / WARMUP_DIVISOR, ..Schedule::default() };
-        let training = Training { learning_rate: self.learning_rate, schedule, max_steps: Some(steps), batch_size: self.batch_size, ..Training::default() };
+        let (learning_rate, batch_size, precision) = (self.learning_rate, self.batch_size, self.precision);
+        let training = Training { learning_rate, schedule, max_steps: Some(steps), batch_size, precision, ..Training::default() };
         draft::distillation(student.clone(), training)
     }
 

@@ -11,9 +11,14 @@ use crate::error::Result;
 use crate::exec::{Inputs, MemoryNeed, Parameters, Schedule, on_pool_thread};
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 
-/// Numbers of texts per batch, of which the largest that fits into memory is used: a forward pass reads all
-/// parameters once for all texts.
-const BATCH_SIZES: [usize; 4] = [16, 8, 4, 2];
+/// Maximum number of texts per batch on the CPU and on a GPU: a forward pass reads all parameters once for all
+/// texts.
+const LARGEST_BATCH: [usize; 2] = [16, 256];
+
+fn largest_batch(device: &Device) -> usize {
+    let [on_cpu, on_gpu] = LARGEST_BATCH;
+    if device.is_cpu() { on_cpu } else { on_gpu }
+}
 
 /// A text of a batch.
 struct Row {
@@ -30,14 +35,14 @@ impl Row {
     }
 
     /// Appends the next token.
-    fn extend(&mut self, model: &LanguageModel, mut logits: Vec<f32>, is_first: bool) -> Result<()> {
+    fn extend(&mut self, model: &LanguageModel, logits: &mut [f32], is_first: bool) -> Result<()> {
         if self.end.is_some() {
             // All texts of a batch have the same length.
             self.tokens.extend(self.tokens.last().copied());
             return Ok(());
         }
-        model.suppress(&mut logits, is_first);
-        let token = self.sampler.next(&logits)?;
+        model.suppress(logits, is_first);
+        let token = self.sampler.next(logits)?;
         self.tokens.push(token);
         self.end = model.ends.contains(&token).then_some(self.tokens.len());
         Ok(())
@@ -66,7 +71,7 @@ impl LanguageModel {
         if rest.is_empty() {
             return Ok(());
         }
-        let size = self.batch_size(rest, options, memory)?;
+        let size = self.batch_size(rest, options, (memory, device))?;
         let mut decoder = Decoder::load(self, 0, device, work)?;
         work.progress.on(Event::Begin { stage: "Sampling", total: prompts.len() as u64, unit: ProgressUnit::Samples });
         work.progress.on(Event::Advance(done as u64));
@@ -102,7 +107,7 @@ impl LanguageModel {
         let mut order: Vec<(usize, &(Vec<i64>, usize))> = prompts.iter().enumerate().collect();
         order.sort_by_key(|(_, (prompt, _))| prompt.len());
         let mut found = vec![Vec::new(); prompts.len()];
-        let largest = BATCH_SIZES.first().copied().unwrap_or(1).min(most.max(1));
+        let largest = largest_batch(device).min(most.max(1));
         let result: Result<()> = on_pool_thread(device, || {
             for group in order.chunk_by(|(_, one), (_, other)| one.0.len() == other.0.len()).flat_map(|same| same.chunks(largest)) {
                 let rows = group.iter().map(|(index, (prompt, _))| Row::new(prompt, sampling, *index)).collect();
@@ -118,8 +123,8 @@ impl LanguageModel {
         result.map(|()| found)
     }
 
-    /// The number of texts per batch for these prompts.
-    fn batch_size(&self, prompts: &[Vec<i64>], options: &Generate, memory: MemoryLimit) -> Result<usize> {
+    /// The number of texts per batch for these prompts: the largest power of two that fits into memory.
+    fn batch_size(&self, prompts: &[Vec<i64>], options: &Generate, (memory, device): (MemoryLimit, &Device)) -> Result<usize> {
         let prompts: Vec<Prompt> = prompts.iter().map(|prompt| Prompt { tokens: prompt.clone(), inputs: Inputs::new() }).collect();
         self.require_memory(&prompts, options, memory)?;
         let need = self.memory_need(&prompts, options, 1, 0)?;
@@ -127,7 +132,8 @@ impl LanguageModel {
             let need = MemoryNeed { activations: need.activations.saturating_mul(*size as u64), ..need.clone() };
             matches!(Schedule::choose(memory, &[(self.model.config.model_type(), need)]), Ok(Schedule::Resident))
         };
-        Ok(BATCH_SIZES.into_iter().find(fits).unwrap_or(1))
+        let sizes = std::iter::successors(Some(largest_batch(device)), |size| Some(size / 2)).take_while(|size| *size > 1);
+        Ok(sizes.into_iter().find(fits).unwrap_or(1))
     }
 
     /// Continues prompts of the same length by at most `tokens` tokens.
@@ -140,8 +146,8 @@ impl LanguageModel {
                 break;
             }
             let texts: Vec<&[i64]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
-            let logits = decoder.batch_logits(&texts, 1, work)?;
-            rows.par_iter_mut().zip(logits).try_for_each(|(row, logits)| row.extend(self, logits, number == 0))?;
+            let (mut logits, width) = decoder.batch_logits(&texts, 1, work)?;
+            rows.par_iter_mut().zip(logits.par_chunks_mut(width)).try_for_each(|(row, logits)| row.extend(self, logits, number == 0))?;
         }
         let continuation = |mut row: Row| {
             row.tokens.truncate(row.end.unwrap_or(usize::MAX));

@@ -106,12 +106,13 @@ impl<'g> Decoder<'g> {
     /// Logits of the next token after each of the last `rows` of `all` tokens. Tokens that are already in
     /// the KV cache are not recomputed; these rows must not be in it.
     pub fn logits(&mut self, all: &[i64], rows: usize, work: &Work) -> Result<Vec<Vec<f32>>> {
-        self.batch_logits(&[all], rows, work)
+        let (values, width) = self.batch_logits(&[all], rows, work)?;
+        Ok(values.chunks(width).map(<[f32]>::to_vec).collect())
     }
 
-    /// Like [`logits`](Decoder::logits), for several texts of the same length; returns the logits text by
-    /// text.
-    pub fn batch_logits(&mut self, texts: &[&[i64]], rows: usize, work: &Work) -> Result<Vec<Vec<f32>>> {
+    /// Like [`logits`](Decoder::logits), for several texts of the same length. Returns the logits text by text,
+    /// and their number for a token.
+    pub fn batch_logits(&mut self, texts: &[&[i64]], rows: usize, work: &Work) -> Result<(Vec<f32>, usize)> {
         let graph = &self.model.graph;
         let length = texts.first().map_or(0, |text| text.len());
         if !SequenceCache::is_stable(graph, self.cache.tokens(), length) {
@@ -143,9 +144,8 @@ impl<'g> Decoder<'g> {
                 let logits = outputs.get(LOGITS).ok_or_else(|| Error::graph(LOGITS, "are not computed"))?;
                 let values = values(logits, Cause::Answers).map_err(computed)?;
                 let width = logits.dims().last().copied().unwrap_or(0).max(1);
-                let found: Vec<Vec<f32>> = values.chunks(width).map(<[f32]>::to_vec).collect();
-                return if found.len() == rows.saturating_mul(texts.len()) {
-                    Ok(found)
+                return if values.len() == width.saturating_mul(rows).saturating_mul(texts.len()) {
+                    Ok((values, width))
                 } else {
                     Err(Error::graph(LOGITS, "must be those of the last tokens only"))
                 };
