@@ -69,9 +69,29 @@ fused! {
     without: cfg!(target_arch = "aarch64");
 }
 
+/// A stored float type, with the inner loop of its products. Generic functions are compiled in the crates
+/// that use them, with their level of optimization, which is low in builds of tests; this function is
+/// compiled here.
+pub trait FewRows: StoredFloat {
+    /// Sums of a few columns, with fused multiply-adds if the processor has them.
+    fn sums(columns: &ColumnRuns<Self>, x: &[[f32; LANES]], fused: bool, out: &mut Sums);
+}
+
+macro_rules! stored_floats {
+    ($($float:ty),+) => {
+        $(impl FewRows for $float {
+            fn sums(columns: &ColumnRuns<Self>, x: &[[f32; LANES]], fused: bool, out: &mut Sums) {
+                if fused { with::sums(columns, x, out) } else { without::sums(columns, x, out) }
+            }
+        })+
+    };
+}
+
+stored_floats!(f32, half::bf16, half::f16);
+
 /// `x Wᵀ` for at most [`MAX_ROWS`] rows `x` `[rows, inner]`, with a weight whose rows are the columns of
 /// the result, with all threads.
-pub fn product<T: StoredFloat>(x: &[f32], rows: usize, weight: &Columns<T>, inner: usize, epilogue: Epilogue, out: &mut [f32]) {
+pub fn product<T: FewRows>(x: &[f32], rows: usize, weight: &Columns<T>, inner: usize, epilogue: Epilogue, out: &mut [f32]) {
     let mut lanes = Scratch::new(rows.div_ceil(LANES) * inner * LANES);
     lanes.fill(0.0);
     for (row, x) in x.chunks_exact(inner.max(1)).take(rows).enumerate() {
@@ -86,11 +106,7 @@ pub fn product<T: StoredFloat>(x: &[f32], rows: usize, weight: &Columns<T>, inne
             let columns = std::array::from_fn(|lane| weight.values[(first + at + lane).min(first + width - 1) * weight.stride..][..inner].as_chunks());
             for (group, x) in lanes.chunks((inner * LANES).max(1)).enumerate() {
                 let x = x.as_chunks::<LANES>().0;
-                if fused {
-                    with::sums(&columns, x, &mut found)
-                } else {
-                    without::sums(&columns, x, &mut found)
-                }
+                T::sums(&columns, x, fused, &mut found);
                 for (lane, tile) in tile.chunks_exact_mut(width).skip(group * LANES).take(LANES).enumerate() {
                     tile[at..].iter_mut().zip(&found).for_each(|(out, sums)| *out = sums[lane]);
                 }

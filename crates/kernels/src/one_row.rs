@@ -36,25 +36,51 @@ simd! {
     }
 }
 
+/// A stored float type, with the inner loops of its products, which are compiled in this crate like those of
+/// [`FewRows`](super::few_rows::FewRows).
+pub trait OneRow: StoredFloat {
+    /// Dot products of a row with a few columns.
+    fn dots(columns: &[&[Self]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]);
+
+    /// Sums of a few adjacent columns, for a weight that is stored row by row.
+    fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]);
+}
+
+macro_rules! stored_floats {
+    ($($float:ty),+) => {
+        $(impl OneRow for $float {
+            fn dots(columns: &[&[Self]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]) {
+                dots(columns, x, out);
+            }
+
+            fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]) {
+                stripe(x, values, position, out);
+            }
+        })+
+    };
+}
+
+stored_floats!(f32, half::bf16, half::f16);
+
 /// `x Wᵀ` for one row, with a weight whose rows are the columns of the result.
-pub fn product<T: StoredFloat>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
+pub fn product<T: OneRow>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
     by_columns(x.len(), COLUMNS, epilogue, out, |first, sums| {
         let last = first + sums.len() - 1;
         for (index, sums) in sums.chunks_mut(COLUMNS).enumerate() {
             // Lanes beyond the last column are ignored.
             let columns = std::array::from_fn(|column| &weight.values[(first + index * COLUMNS + column).min(last) * weight.stride..][..x.len()]);
             let mut found = [0f32; COLUMNS];
-            dots(&columns, x, &mut found);
+            T::dots(&columns, x, &mut found);
             sums.copy_from_slice(&found[..sums.len()]);
         }
     });
 }
 
 /// `x W` for one row.
-pub fn product_by_rows<T: StoredFloat>(x: &[f32], weight: &Rows<T>, epilogue: Epilogue, out: &mut [f32]) {
+pub fn product_by_rows<T: OneRow>(x: &[f32], weight: &Rows<T>, epilogue: Epilogue, out: &mut [f32]) {
     by_columns(x.len(), STRIPE, epilogue, out, |first, sums| {
         for (index, sums) in sums.chunks_mut(STRIPE).enumerate() {
-            stripe(x, weight.values, [first + index * STRIPE, weight.stride], sums);
+            T::stripe(x, weight.values, [first + index * STRIPE, weight.stride], sums);
         }
     });
 }

@@ -10,10 +10,11 @@ use super::host::{Host, column_sums, contiguous, readable, steps};
 use super::{Fused, Gradients, Kernel};
 use crate::kernel::activation::activate;
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
+use crate::kernel::few_rows::{self, FewRows};
+use crate::kernel::matmul::{Columns, Left, Rows, product};
 use crate::kernel::matmul_gradient::long_product;
+use crate::kernel::one_row::{self, OneRow};
 use crate::kernel::scratch::cleared;
-use crate::kernel::{few_rows, one_row};
 
 impl Kernel for Linear {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
@@ -73,7 +74,7 @@ impl Kernel for Linear {
 }
 
 impl Linear {
-    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
+    fn multiply<T: FewRows + OneRow>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
         if let Some(sparse) = SparseRows::find(x, rows, inner, steps) {
