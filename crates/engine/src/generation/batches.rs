@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::exec::{Inputs, MemoryNeed, Parameters, Schedule, on_pool_thread};
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 
-/// Maximum number of texts per batch on the CPU and on a GPU: a forward pass reads all parameters once for all
-/// texts.
+/// Maximum number of texts per batch on the CPU and on a GPU: a forward pass reads all parameters once for
+/// all texts.
 const LARGEST_BATCH: [usize; 2] = [16, 256];
 
 fn largest_batch(device: &Device) -> usize {

@@ -110,8 +110,8 @@ impl<'g> Decoder<'g> {
         Ok(values.chunks(width).map(<[f32]>::to_vec).collect())
     }
 
-    /// Like [`logits`](Decoder::logits), for several texts of the same length. Returns the logits text by text,
-    /// and their number for a token.
+    /// Like [`logits`](Decoder::logits), for several texts of the same length. Returns the logits text by
+    /// text, and their number for a token.
     pub fn batch_logits(&mut self, texts: &[&[i64]], rows: usize, work: &Work) -> Result<(Vec<f32>, usize)> {
         let graph = &self.model.graph;
         let length = texts.first().map_or(0, |text| text.len());
