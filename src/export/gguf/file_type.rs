@@ -40,6 +40,13 @@ macro_rules! file_types {
                 }
             }
 
+            /// The file type with this type of most matrices: the one with its name, or the last of several.
+            pub(super) fn mostly(kind: Kind) -> Option<FileType> {
+                let all = [$((stringify!($name), FileType::$name)),+].into_iter().filter(|(_, found)| found.most() == kind);
+                let named = all.clone().find(|(name, _)| matches!(kind, Kind::Blocks(kind) if kind.name() == *name));
+                named.or(all.last()).map(|(_, found)| found)
+            }
+
             /// The type of most matrices.
             pub(super) fn most(self) -> Kind {
                 let most = match self {

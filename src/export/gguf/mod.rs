@@ -253,7 +253,7 @@ impl Gguf {
         require_described(model, layers)?;
         let (entries, note) = vocabulary(model, rows)?;
         notes.extend(note);
-        values.push(("general.file_type".into(), Value::Unsigned(self.file_type.id())));
+        values.push(("general.file_type".into(), Value::Unsigned(self.described_type(&all).id())));
         let has_vocabulary = entries.iter().any(|(key, _)| key == "tokenizer.ggml.tokens");
         values.extend(entries);
         values.extend(importance.metadata());
@@ -280,6 +280,21 @@ impl Gguf {
             rearranged.extend(planned.rearranged.then_some(index));
         }
         Ok(Prepared { family, items, encodings, names, rearranged, pieces, outline, notes, has_vocabulary, is_complete, module_items, split })
+    }
+
+    /// The file type of the metadata: that of the options, unless this is a type of floats, and most matrices
+    /// are blocks of a pass.
+    fn described_type(&self, all: &[Planned]) -> FileType {
+        let mut counts: Vec<(Kind, usize)> = Vec::new();
+        for planned in all.iter().filter(|planned| planned.weight.shape.len() > 1) {
+            match counts.iter_mut().find(|(kind, _)| *kind == planned.kind) {
+                Some((_, count)) => *count += planned.weight.elements(),
+                None => counts.push((planned.kind, planned.weight.elements())),
+            }
+        }
+        let most = counts.into_iter().max_by_key(|(_, count)| *count).filter(|(kind, _)| matches!(kind, Kind::Blocks(_)));
+        let is_float = self.types.is_empty() && matches!(self.file_type.most(), Kind::Plain(_));
+        most.filter(|_| is_float).and_then(|(kind, _)| FileType::mostly(kind)).unwrap_or(self.file_type)
     }
 
     /// The type of the blocks of a pass that are written; `None` for floats with their values. `kinds` are

@@ -177,6 +177,20 @@ fn rules_select_types_of_matrices() {
     assert_eq!((found, kinds["token_embd.weight"].as_str()), (["Q4_0", "Q4_0", "Q5_K", "Q6_K"], "Q6_K"));
 }
 
+/// The file states the type of most matrices, also where no name of a file type was given.
+#[test]
+fn files_state_the_type_of_most_matrices() {
+    for (scheme, id) in [("Q4_K", 14), ("Q5_K", 16), ("Q3_K", 11), ("Q2_K", 10), ("Q6_K", 18), ("Q4_K_M", 15)] {
+        let folder = tempfile::tempdir().unwrap();
+        let model = tiny(folder.path(), Networks::Plain, 256);
+        let options = json!({ "scheme": scheme, "method": "rtn" });
+        let out = folder.path().join("out.gguf");
+        Pipeline::builder().pass(pass(options)).measure(false).build().unwrap().run(model, &out).unwrap();
+        let found = GgufFile::open(&out).unwrap().values["general.file_type"].clone();
+        assert_eq!(found, compress_core::store::gguf::Value::Unsigned(id), "{scheme}");
+    }
+}
+
 /// Passes that change the weights again are warnings, also `quantize`; `cast` leaves the blocks unchanged.
 #[test]
 fn later_passes_that_change_blocks_are_warnings() {
