@@ -77,6 +77,9 @@ impl Args {
                 output::print(&format!("\n {label}: {}\n", names.join(", ")))?;
             }
         }
+        if let Some(unused) = unused.as_ref().filter(|unused| !unused.tower.is_empty()) {
+            output::print(&format!("\n vision tower: {}, which passes copy unchanged\n", counted(unused.tower.len(), "tensor")))?;
+        }
         output::print(&format!(
             "\n{}\n",
             summary(&model, (!self.header_only).then(|| zeros.iter().flatten().sum()), [inputs.join("\n"), outputs.join("\n")], cannot_run)

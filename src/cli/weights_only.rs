@@ -100,6 +100,7 @@ pub(super) struct Computation {
 pub(super) struct Unused {
     pub keys: Vec<String>,
     pub weights: Vec<String>,
+    pub tower: Vec<String>,
 }
 
 impl Computation {

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::layerwise;
-use super::{Amount, InputImportance, Pass, Plan, Samples, options_of};
+use super::{Amount, InputImportance, Pass, Plan, Samples, options_of, tower};
 use crate::error::{Error, ParseError, Result, counted};
 use crate::ir::ops::Conv;
 use crate::ir::{Graph, Op, Rewrite, rebuild};
@@ -149,7 +149,7 @@ impl Decompose {
 
     /// Factorization of the layer of a weight, or the reason why it is not factorized.
     fn factorization(&self, graph: &Graph, name: &str, weight: &Weight) -> Result<Factorization, &'static str> {
-        let Some((id, _)) = graph.params().find(|(_, value)| value.name == name) else { return Err("not used by the model") };
+        let Some((id, _)) = graph.params().find(|(_, value)| value.name == name) else { return Err(tower::unread(name)) };
         let readers: Vec<_> = graph.nodes().iter().filter(|node| node.inputs.contains(&id)).collect();
         let is_second_input = readers
             .iter()

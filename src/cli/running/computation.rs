@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::arch;
 use crate::data;
 use crate::error::Result;
 use crate::ir::Graph;
@@ -24,6 +25,8 @@ pub(in crate::cli) struct Unused {
     /// Keys of configuration files, each after the name of its file.
     pub keys: Vec<String>,
     pub weights: Vec<String>,
+    /// Weights of a vision tower, which passes copy.
+    pub tower: Vec<String>,
 }
 
 impl Computation {
@@ -49,5 +52,7 @@ impl Computation {
 
 fn unused(model: &Model, graph: &Graph, mut keys: Vec<String>) -> Result<Unused> {
     keys.extend(data::unknown_keys(&model.path)?);
-    Ok(Unused { keys, weights: model.unused(graph) })
+    let has_tower = arch::has_tower(model.config.model_type());
+    let (tower, weights) = model.unused(graph).into_iter().partition(|name| has_tower && arch::is_of_tower(name));
+    Ok(Unused { keys, weights, tower })
 }

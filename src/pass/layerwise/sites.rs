@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Node, Op, ValueId};
 use crate::kernel::dense::transposed;
 use crate::model::Model;
-use crate::pass::targets;
+use crate::pass::{targets, tower};
 use crate::store::Pattern;
 
 /// A linear layer.
@@ -71,7 +71,9 @@ fn unsupported_in<'n>(graph: &Graph, names: &BTreeSet<&'n str>) -> BTreeMap<Reas
     let reads = reads(graph, names);
     let mut found: BTreeMap<Reason, Vec<&str>> = BTreeMap::new();
     for name in names {
-        if let Err(reason) = layer(graph, reads.get(name).map_or(&[], Vec::as_slice)) {
+        let found_reads = reads.get(name).map_or(&[][..], Vec::as_slice);
+        let reason = if found_reads.is_empty() { Some(tower::unread(name)) } else { layer(graph, found_reads).err() };
+        if let Some(reason) = reason {
             found.entry(reason).or_default().push(name);
         }
     }
@@ -102,7 +104,6 @@ fn layer(graph: &Graph, reads: &[(&Node, usize)]) -> Result<(ValueId, Layer), Re
             Op::Linear(op) => (node, op),
             _ => return Err("read by an operator that is not a linear layer"),
         },
-        [] => return Err("not used by the model"),
         _ => return Err("read by several layers"),
     };
     let &[read, weight, ..] = node.inputs.as_slice() else { return Err("read by a layer without an input") };

@@ -70,6 +70,15 @@ fn inspect_lists_unused_keys_and_weights() {
     assert!(text.contains("\n unknown keys: config.json: rotary_scaling, sentence_bert"), "{text}");
     assert!(text.contains("\n unused weights: cls.seq_relationship.bias, "), "{text}");
 
+    let tower = tempfile::tempdir().unwrap();
+    golden_model(tower.path(), "qwen2_5-vl", &[]);
+    let unused = &data(tower.path(), "inspect in --json --header-only")["unused"];
+    let names = unused["tower"].as_array().unwrap();
+    assert!(names.len() > 4 && names.iter().all(|name| name.as_str().unwrap().contains("visual")), "{unused}");
+    assert_eq!(unused["weights"], json!([]));
+    let text = ok(tower.path(), "inspect in --header-only").stdout;
+    assert!(text.contains(&format!("\n vision tower: {} tensors, which passes copy", names.len())) && !text.contains("unused weights"), "{text}");
+
     config["position_embedding_type"] = json!("relative_key");
     fs::write(&path, config.to_string()).unwrap();
     let found = data(folder.path(), "inspect in --json");
