@@ -470,6 +470,12 @@ fn the_report_states_whether_tokens_were_removed() {
     assert_eq!(evaluated.fidelity.as_ref().unwrap().fidelity.max_abs_error, 0.0, "{:?}", evaluated.notes);
     let some = notes(case.pass());
     assert!(some.contains("of 48 removed: ids of tokens are new"), "{some}");
+    // A row without a token in the middle.
+    let mut words = tokenizer("WordLevel");
+    words["model"]["vocab"].as_object_mut().unwrap().remove("t20");
+    let pass = PruneVocabulary { vocab_size: Some(ROWS - 1), ..PruneVocabulary::default() };
+    let gap = Case::new("llama", &words, TEXTS).run(vec![pass.into()]).unwrap().notes.join("\n");
+    assert!(gap.contains("no token was removed: all 47 tokens") && gap.contains("so that ids are new"), "{gap}");
 }
 
 #[test]

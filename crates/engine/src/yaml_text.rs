@@ -122,6 +122,9 @@ pub fn unknown(what: &str, name: &str, expected: &[&str]) -> String {
     if let Some((first, _)) = name.split_once(' ').filter(|(first, _)| expected.contains(first)) {
         return format!("unknown {what} `{name}`: write `{first}:`, with a colon before its options");
     }
+    if expected.is_empty() {
+        return format!("unknown {what} `{name}`: there are no options here");
+    }
     match suggestion(name, expected.iter().copied()) {
         Some(near) => format!("unknown {what} `{name}`, did you mean `{near}`? E{LIST}{}", quoted(expected)),
         None => format!("unknown {what} `{name}`, e{LIST}{}", quoted(expected)),
@@ -143,5 +146,11 @@ mod tests {
         assert_eq!(argument_of("groups").unwrap(), "--groups \"{ targets: ['*.bias'], learning_rate: 0.001 }\"");
         assert_eq!(argument_of("optimizer").unwrap(), "--optimizer adamw");
         assert!(example_of("epochs").is_none() && argument_of("epochs").is_none());
+    }
+
+    #[test]
+    fn unknown_keys_are_compared_with_those_that_exist() {
+        assert_eq!(unknown("key", "foo", &["bar"]), "unknown key `foo`, expected one of `bar`");
+        assert_eq!(unknown("key", "foo", &[]), "unknown key `foo`: there are no options here");
     }
 }

@@ -174,7 +174,15 @@ impl PruneVocabulary {
             }
         }
         applied.notes.push(match removed {
-            0 => format!("no token was removed: all {} are necessary or requested", counted(all.len(), "token")),
+            0 => {
+                let is_renumbered = all.iter().any(|id| ids.get(*id) != Some(id));
+                let new = if is_renumbered {
+                    "; rows without a token were removed, so that ids are new, and caches of tokens and of logits do not apply"
+                } else {
+                    ""
+                };
+                format!("no token was removed: all {} are necessary or requested{new}", counted(all.len(), "token"))
+            }
             _ => format!("{} of {} removed: ids of tokens are new, so caches of tokens and of logits do not apply", counted(removed, "token"), all.len()),
         });
         applied.notes.extend(notes);
