@@ -51,13 +51,14 @@ impl DraftSteps {
         Ok((ours, theirs))
     }
 
-    /// The sum of the divergences of some rows, and the gradient of their logits.
+    /// The sum of the divergences of some rows, and the gradient of their logits. `target` has the columns of
+    /// the head's vocabulary.
     fn divergence(&self, logits: &Tensor, target: &Tensor, (ours, theirs): &Rows) -> Result<(Tensor, Tensor)> {
         let device = logits.device();
         let select = |values: &Tensor, rows: &[u32]| values.index_select(&index_tensor(rows, device)?, 0);
-        let target = select(target, theirs)?.index_select(&index_tensor(&self.tokens, device)?, 1)?;
         let temperature = self.soft.temperature;
-        let (student, teacher) = (log_softmax(&(select(logits, ours)? / temperature)?)?, log_softmax(&(target / temperature)?)?);
+        let [student, teacher] = [(logits, ours), (target, theirs)].map(|(values, rows)| log_softmax(&(select(values, rows)? / temperature)?));
+        let (student, teacher) = (student?, teacher?);
         let (value, gradient) = with_gradient(self.soft.divergence, &student, &teacher)?;
         let gradient = transfer::place_rows(&(gradient * temperature)?, ours, logits.dim(0)?)?;
         Ok(((value * (temperature * temperature))?, gradient))
@@ -85,7 +86,8 @@ impl Loss for DraftSteps {
 
     fn sum(&self, student: &[Tensor], _teacher: &[Tensor], _projections: &[Tensor], batch: &Batch) -> Result<LossSum> {
         let Some((target, steps)) = student.split_last() else { candle_core::bail!("the loss has no values") };
-        let (sequence, target) = (target.dim(1)?, flat(target)?);
+        // The vocabulary of the target is many times as large.
+        let (sequence, target) = (target.dim(1)?, flat(target)?.index_select(&index_tensor(&self.tokens, target.device())?, 1)?);
         let mut sum = LossSum { value: Tensor::zeros((), DType::F32, target.device())?, student: Vec::new(), projections: Vec::new() };
         for (step, logits) in steps.iter().enumerate() {
             let rows = self.rows(batch, sequence, step).map_err(candle_core::Error::wrap)?;
