@@ -123,7 +123,7 @@ pub fn unknown(what: &str, name: &str, expected: &[&str]) -> String {
         return format!("unknown {what} `{name}`: write `{first}:`, with a colon before its options");
     }
     if expected.is_empty() {
-        return format!("unknown {what} `{name}`: there are no options here");
+        return format!("unknown {what} `{name}`: no options are accepted here");
     }
     match suggestion(name, expected.iter().copied()) {
         Some(near) => format!("unknown {what} `{name}`, did you mean `{near}`? E{LIST}{}", quoted(expected)),
@@ -151,6 +151,6 @@ mod tests {
     #[test]
     fn unknown_keys_are_compared_with_those_that_exist() {
         assert_eq!(unknown("key", "foo", &["bar"]), "unknown key `foo`, expected one of `bar`");
-        assert_eq!(unknown("key", "foo", &[]), "unknown key `foo`: there are no options here");
+        assert_eq!(unknown("key", "foo", &[]), "unknown key `foo`: no options are accepted here");
     }
 }

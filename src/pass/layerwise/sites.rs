@@ -71,8 +71,7 @@ fn unsupported_in<'n>(graph: &Graph, names: &BTreeSet<&'n str>) -> BTreeMap<Reas
     let reads = reads(graph, names);
     let mut found: BTreeMap<Reason, Vec<&str>> = BTreeMap::new();
     for name in names {
-        let found_reads = reads.get(name).map_or(&[][..], Vec::as_slice);
-        let reason = if found_reads.is_empty() { Some(tower::unread(name)) } else { layer(graph, found_reads).err() };
+        let reason = reads.get(name).map_or_else(|| Some(tower::unread(name)), |readers| layer(graph, readers).err());
         if let Some(reason) = reason {
             found.entry(reason).or_default().push(name);
         }

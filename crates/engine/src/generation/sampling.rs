@@ -145,7 +145,7 @@ impl Distribution {
     /// The token at a point between 0 and 1 of the cumulative distribution of the next token.
     fn draw(logits: &[f32], sampling: &Sampling, point: f64) -> Option<usize> {
         let is_complete = sampling.top_k.is_none() && sampling.top_p.is_none_or(|share| share >= 1.0);
-        // Of all tokens, only those up to the point are sorted.
+        // If no token is filtered, only those up to the point need to be sorted.
         let nucleus = if is_complete { Self::nucleus(logits, point, sampling.temperature) } else { None };
         nucleus.map_or_else(|| Self::new(logits, sampling).at(point), |nucleus| nucleus.tokens.last().copied())
     }

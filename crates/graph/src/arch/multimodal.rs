@@ -9,7 +9,7 @@ use super::family::{EXEMPT, PREFIXES};
 use super::{DECODER, DenseLayers, ExpertLayout, Family, Keys, LanguageModel, gemma, llama, llama4, qwen_moe, qwen3_next};
 use crate::store::Role;
 
-/// Keys of images, and of the tokens that stand for them in texts.
+/// Keys of images, and of the tokens that represent them in texts.
 const KEYS: Keys = Keys {
     harmless: &[
         "boi_token_id",
