@@ -96,6 +96,18 @@ file_types! {
 }
 
 impl FileType {
+    /// The file type of the type with the most elements, of pairs of a type and a number of elements.
+    pub(super) fn of_most(kinds: impl Iterator<Item = (Kind, usize)>) -> Option<FileType> {
+        let mut sums: Vec<(Kind, usize)> = Vec::new();
+        for (kind, elements) in kinds {
+            match sums.iter_mut().find(|(known, _)| *known == kind) {
+                Some((_, sum)) => *sum += elements,
+                None => sums.push((kind, elements)),
+            }
+        }
+        sums.into_iter().max_by_key(|(_, sum)| *sum).and_then(|(kind, _)| FileType::mostly(kind))
+    }
+
     /// Whether the importance of columns affects the quantization.
     pub(super) fn uses_importance(self) -> bool {
         self.most().uses_importance()

@@ -190,7 +190,7 @@ impl Gguf {
                 split.extend(is_split.then(|| name.clone()));
                 let exact = weight.exact_blocks().map(|exact| self.kept_blocks((name, exact), (requested_kind, kind), is_split)).transpose()?.flatten();
                 let (target, kind) = match exact.map(Kind::Blocks) {
-                    Some(kept) if kept != kind => (kept, kept),
+                    Some(kept) if kept != kind || weight.exact_blocks().is_some_and(|exact| exact.file_type.is_none()) => (kept, kept),
                     _ => (target, kind),
                 };
                 let blocks = exact.and_then(|_| weight.block_bytes());
@@ -285,16 +285,10 @@ impl Gguf {
     /// The file type of the metadata: that of the options, unless this is a type of floats, and most matrices
     /// are blocks of a pass.
     fn described_type(&self, all: &[Planned]) -> FileType {
-        let mut counts: Vec<(Kind, usize)> = Vec::new();
-        for planned in all.iter().filter(|planned| planned.weight.shape.len() > 1) {
-            match counts.iter_mut().find(|(kind, _)| *kind == planned.kind) {
-                Some((_, count)) => *count += planned.weight.elements(),
-                None => counts.push((planned.kind, planned.weight.elements())),
-            }
-        }
-        let most = counts.into_iter().max_by_key(|(_, count)| *count).filter(|(kind, _)| matches!(kind, Kind::Blocks(_)));
+        let matrices = all.iter().filter(|planned| planned.weight.shape.len() > 1);
+        let most = FileType::of_most(matrices.map(|planned| (planned.kind, planned.weight.elements())));
         let is_float = self.types.is_empty() && matches!(self.file_type.most(), Kind::Plain(_));
-        most.filter(|_| is_float).and_then(|(kind, _)| FileType::mostly(kind)).unwrap_or(self.file_type)
+        most.filter(|most| is_float && matches!(most.most(), Kind::Blocks(_))).unwrap_or(self.file_type)
     }
 
     /// The type of the blocks of a pass that are written; `None` for floats with their values. `kinds` are
@@ -388,9 +382,15 @@ impl Format for Gguf {
     }
 
     fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
-        let blocks = || model.weights.by_name.values().filter_map(Weight::exact_blocks);
+        let blocks = || model.weights.by_name.values().filter_map(|weight| Some((weight.exact_blocks()?, weight)));
         if self.file_type == FileType::Auto {
-            self.file_type = blocks().find_map(|exact| FileType::from_id(exact.file_type?)).unwrap_or(FileType::F16);
+            let kinds = || blocks().map(|(exact, weight)| (Kind::Blocks(exact.kind), weight));
+            let of_mixture = blocks().find_map(|(exact, _)| FileType::from_id(exact.file_type?));
+            // Rows that are not a multiple of its block size have another type.
+            let is_selected = |of_pass: &Kind| kinds().all(|(kind, weight)| fit_row(*of_pass, weight.row()) == kind);
+            let of_pass = || kinds().map(|(kind, _)| kind).find(is_selected).and_then(FileType::mostly);
+            let of_most = || FileType::of_most(kinds().map(|(kind, weight)| (kind, weight.elements())));
+            self.file_type = of_mixture.or_else(of_pass).or_else(of_most).unwrap_or(FileType::F16);
         }
         if self.imatrix.is_some() && self.importance == InputImportance::Auto {
             self.importance = InputImportance::Activation;

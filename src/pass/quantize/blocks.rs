@@ -78,7 +78,7 @@ impl Quantize {
             notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
         }
         let mut mixtures: BTreeMap<&str, BTreeMap<String, Kind>> = BTreeMap::new();
-        let (mut blocks, mut left) = (BTreeMap::new(), Vec::new());
+        let (mut blocks, mut left, mut replaced) = (BTreeMap::new(), Vec::new(), Vec::new());
         for name in names {
             let has_rule = self.rules.iter().any(|rule| rule.targets.iter().any(|pattern| pattern.matches(name)));
             let scheme = self.layout_of(name).scheme;
@@ -100,7 +100,16 @@ impl Quantize {
                 left.push(name);
                 continue;
             };
+            if let Some(requested) = tensor_type.map(TensorType::kind).filter(|requested| *requested != Kind::Blocks(kind)) {
+                replaced.push(format!("`{name}`: {}, not {requested}", kind.name()));
+            }
             blocks.insert(name.to_owned(), ExactBlocks { kind, file_type: (tensor_type.is_none() && !has_rule).then(|| file_type.id()) });
+        }
+        if let Some(first) = replaced.first() {
+            notes.push(format!(
+                "{NAME}: {} with rows that are not a multiple of the block size have blocks of a larger type (the first: {first})",
+                counted(replaced.len(), "weight")
+            ));
         }
         if let Some(first) = left.first() {
             notes.push(format!(

@@ -188,7 +188,23 @@ fn files_state_the_type_of_most_matrices() {
         Pipeline::builder().pass(pass(options)).measure(false).build().unwrap().run(model, &out).unwrap();
         let found = GgufFile::open(&out).unwrap().values["general.file_type"].clone();
         assert_eq!(found, compress_core::store::gguf::Value::Unsigned(id), "{scheme}");
+        // So are those that the pass leaves to the export.
+        assert!(kinds(&out)["token_embd.weight"].contains('K'), "{scheme}: {:?}", kinds(&out));
     }
+}
+
+/// Rows of 64 elements have no blocks of 256: the pass and the export choose another type, and a note states
+/// it.
+#[test]
+fn types_that_do_not_fit_rows_are_replaced_with_a_note() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, out) = (tiny(folder.path(), Networks::Plain, 64), folder.path().join("out.gguf"));
+    let options = json!({ "scheme": "Q4_K", "method": "rtn" });
+    let report = Pipeline::builder().pass(pass(options)).measure(false).build().unwrap().run(model, &out).unwrap();
+    let note = "quantize: 14 weights with rows that are not a multiple of the block size have blocks of a larger type";
+    let first = "(the first: `model.layers.0.mlp.down_proj.weight`: Q5_0, not Q4_K)";
+    assert!(report.notes.iter().any(|found| found.starts_with(note) && found.ends_with(first)), "{:?}", report.notes);
+    assert_eq!((kinds(&out)["blk.0.attn_q.weight"].as_str(), kinds(&out)["token_embd.weight"].as_str()), ("Q5_0", "Q8_0"));
 }
 
 /// Passes that change the weights again are warnings, also `quantize`; `cast` leaves the blocks unchanged.
