@@ -2,6 +2,7 @@
 //! and the layout of weights.
 
 mod body_layers;
+mod branching;
 mod check;
 mod constant_sizes;
 pub mod control_flow;

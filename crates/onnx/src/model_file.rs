@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use super::branching::depends_on_values;
 use super::check::{self, bodies};
 use super::elements::{self, Varints, dtype, in_memory, is_valid_field, raw_bytes};
 use super::external::{DataFiles, ExternalData};
@@ -161,6 +162,11 @@ impl ModelFile {
     /// Size of the file and of its external data.
     pub fn bytes(&self) -> u64 {
         std::iter::once(&self.path).chain(&self.data_files).filter_map(|path| crate::files::length(path).ok()).fold(0, u64::saturating_add)
+    }
+
+    /// Whether values of the inputs decide which parts of the model run, for a batch as a whole.
+    pub fn branches(&self) -> bool {
+        depends_on_values(&self.model)
     }
 
     /// Version of the standard operator set.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use prost::Message;
 
+use super::branching::depends_on_values;
 use super::constant_sizes;
 use super::external::{DataFiles, ExternalData};
 use super::inlining;
@@ -73,7 +74,7 @@ fn loading(model: &ModelProto, bytes: u64, path: &Path, options: Options) -> Res
     let refused = |reason: String| Error::run(path.display(), reason, "");
     inlining::check_functions(model).map_err(refused)?;
     let folds = constant_sizes::may_fold(model, limits.memory).map_err(refused)?;
-    Ok(Loading { options: Options { limits: Some(limits), ..options }, folds, bytes })
+    Ok(Loading { options: Options { limits: Some(limits), ..options }, folds, bytes, branches: depends_on_values(model) })
 }
 
 #[cfg(test)]

@@ -34,18 +34,26 @@ pub(super) fn observed(prepared: &Prepared, requests: &mut BTreeMap<String, Requ
 }
 
 /// Deselects layers in bodies without statistics of their inputs, and notes the reasons. `graph` is that of
-/// [`observed`], which has run.
+/// [`observed`], which has run on batches of the size that was requested.
 ///
 /// # Errors
 /// If no layer remains.
-pub(super) fn deselect_unobserved(prepared: &mut Prepared, graph: &Graph, statistics: &BTreeMap<String, ValueStatistics>) -> Result<()> {
+pub(super) fn deselect_unobserved(
+    prepared: &mut Prepared,
+    graph: &Graph,
+    statistics: &BTreeMap<String, ValueStatistics>,
+    batch_size: Option<usize>,
+) -> Result<()> {
     let failures = control_flow::failures(graph);
     let is_observed = |name: &String| !failures.contains_key(name) && statistics.get(name).is_some_and(|found| found.histogram.range() != (0.0, 0.0));
     let weights = selected(&prepared.graph, &prepared.layers).into_iter();
     let unobserved: Vec<String> = weights.filter(|weight| !is_observed(&observed_input(weight))).collect();
     let Some(first) = unobserved.first() else { return Ok(()) };
     let reason = failures.get(&observed_input(first)).map_or_else(
-        || "no calibration sample reaches it with values other than zero".to_owned(),
+        || match batch_size.filter(|size| *size > 1) {
+            Some(size) => format!("no calibration sample reaches it in batches of {size}, of which each runs one branch for all samples: omit `batch_size`"),
+            None => "no calibration sample reaches it with values other than zero".to_owned(),
+        },
         |reason| format!("its input could not be observed: {reason}"),
     );
     if unobserved.len() == prepared.layers.len() {

@@ -225,7 +225,7 @@ impl QuantizeStatic {
         let mut requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, weights)?;
         let graph = bodies::observed(prepared, &mut requests)?;
         let statistics = calibrate::statistics(NAME, &graph, &prepared.model, &requests, context)?;
-        bodies::deselect_unobserved(prepared, &graph, &statistics).map(|()| statistics)
+        bodies::deselect_unobserved(prepared, &graph, &statistics, context.data.calibration.as_ref().and_then(|data| data.batch_size)).map(|()| statistics)
     }
 
     /// Prepares the model, collects statistics, and migrates scales.

@@ -137,7 +137,7 @@ mod tests {
         let synthesized = crate::model::SynthesizedFiles::new();
         let open = |element, shape: &[Option<usize>], options: Data| {
             let inputs = [port(element, shape)];
-            let target = Target { folder: Path::new("none"), synthesized: &synthesized, config: &Map::new(), inputs: &inputs, outputs: &[] };
+            let target = Target { folder: Path::new("none"), synthesized: &synthesized, config: &Map::new(), inputs: &inputs, outputs: &[], branches: false };
             let input = ImageInput::from_target(&options, &target, Path::new("p"))?;
             Pixels::open(&options, &target, &input).map(|pixels| (input, pixels))
         };

@@ -174,9 +174,9 @@ impl DataSet {
             labels::require_single_label(&target)?;
         }
         let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::is_run_folder(options, path, &target))?;
-        let fixed_batch = target.fixed_batch().filter(|_| !runs);
-        let options = &Data { batch_size: options.batch_size.or(fixed_batch), ..options.clone() };
-        let fixed_batch = fixed_batch.filter(|batch| *batch > 1);
+        let batch_size = options.batch_size.or(target.default_batch().filter(|_| !runs));
+        let options = &Data { batch_size, ..options.clone() };
+        let fixed_batch = target.fixed_batch().filter(|batch| !runs && *batch > 1);
         let made = |source, description| DataSet {
             source,
             task,

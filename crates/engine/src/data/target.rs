@@ -21,6 +21,8 @@ pub struct Target<'m> {
     pub inputs: &'m [Port],
     /// Outputs of the model.
     pub outputs: &'m [Port],
+    /// Whether values of the inputs decide which parts of the model run, for all samples of a batch together.
+    pub branches: bool,
 }
 
 impl Target<'_> {
@@ -33,6 +35,11 @@ impl Target<'_> {
     pub(super) fn classes(&self) -> Option<usize> {
         let logits = self.outputs.iter().find(|port| port.name == "logits").or(self.outputs.first());
         logits.filter(|port| port.shape.len() == 2).and_then(|port| port.shape.last().copied().flatten())
+    }
+
+    /// The batch size if none is requested, if it is not chosen by the size of the samples.
+    pub(super) fn default_batch(&self) -> Option<usize> {
+        self.fixed_batch().or(self.branches.then_some(1))
     }
 
     /// The batch size, if the model accepts only one.

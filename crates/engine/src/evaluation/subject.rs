@@ -45,6 +45,7 @@ pub struct Subject {
     config: Map<String, Value>,
     inputs: Vec<Port>,
     outputs: Vec<Port>,
+    branches: bool,
     rounding: Rounding,
     tracker: Option<Arc<MemoryTracker>>,
     precision: Precision,
@@ -120,12 +121,14 @@ impl Subject {
         let (inputs, outputs) = Port::from_graph(&graph);
         let (folder, config) = model.preprocessing()?;
         let (synthesized, config) = (model.auxiliary.synthesized.clone(), config.values().clone());
+        let branches = model.onnx.as_ref().is_some_and(|file| file.branches());
         Ok(Subject {
             folder,
             synthesized,
             config,
             inputs,
             outputs,
+            branches,
             rounding: Rounding::Token,
             tracker: None,
             precision: Precision::F32,
@@ -138,14 +141,16 @@ impl Subject {
         Subject::with_session(OnnxRuntime::open(path, threads)?, folder, config)
     }
 
-    fn with_session(session: OnnxRuntime, folder: &Path, config: Map<String, Value>) -> Result<Subject> {
+    fn with_session(mut session: OnnxRuntime, folder: &Path, config: Map<String, Value>) -> Result<Subject> {
         let (inputs, outputs) = session.ports();
+        let branches = session.sessions_mut().iter().any(|session| session.branches());
         Ok(Subject {
             folder: folder.to_owned(),
             synthesized: SynthesizedFiles::new(),
             config,
             inputs,
             outputs,
+            branches,
             rounding: Rounding::Tensor,
             tracker: None,
             precision: Precision::F32,
@@ -235,7 +240,7 @@ impl Subject {
 
     /// The interface that data must match.
     pub fn target(&self) -> Target<'_> {
-        Target { folder: &self.folder, synthesized: &self.synthesized, config: &self.config, inputs: &self.inputs, outputs: &self.outputs }
+        Target { folder: &self.folder, synthesized: &self.synthesized, config: &self.config, inputs: &self.inputs, outputs: &self.outputs, branches: self.branches }
     }
 
     /// Memory needed to run a folder on inputs of these sizes, or on one sample of default size; `None`

@@ -136,6 +136,7 @@ mod tests {
             config: &serde_json::Map::new(),
             inputs: &inputs,
             outputs: &[],
+            branches: false,
         };
         let data = DataSet::open(&Data { arrays: Some(path), ..Data::default() }, target).unwrap();
         (folder, data)

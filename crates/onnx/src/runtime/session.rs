@@ -76,6 +76,8 @@ pub struct Session {
     bytes: u64,
     /// Whether constants were folded.
     folds: bool,
+    /// See [`branches`](Session::branches).
+    branches: bool,
     /// Check of the sizes of values before a run.
     size_check: Option<Box<SizeCheck>>,
 }
@@ -119,6 +121,8 @@ pub(crate) struct Loading {
     pub folds: bool,
     /// Size of the model and of its external data.
     pub bytes: u64,
+    /// Whether values of the inputs decide which parts of the model run.
+    pub branches: bool,
 }
 
 impl Session {
@@ -148,6 +152,11 @@ impl Session {
     /// Size of the model and of its external data.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Whether values of the inputs decide which parts of the model run, for a batch as a whole.
+    pub fn branches(&self) -> bool {
+        self.branches
     }
 
     /// Requires exact accumulation. Every file that compress writes supports it. Fails if ONNX Runtime
@@ -203,8 +212,9 @@ impl Session {
             unsupported.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
         match unsupported {
             None => {
-                let (bytes, folds) = (loading.bytes, loading.folds);
-                Ok(Session { path: path.to_owned(), inner, cancel, fallback: None, refusal: None, limits: None, bytes, folds, size_check: None })
+                let Loading { folds, bytes, branches, .. } = loading;
+                let path = path.to_owned();
+                Ok(Session { path, inner, cancel, fallback: None, refusal: None, limits: None, bytes, folds, branches, size_check: None })
             }
             Some((what, outlet)) => Err(Error::Unsupported {
                 what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),

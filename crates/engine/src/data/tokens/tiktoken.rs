@@ -160,7 +160,7 @@ mod tests {
 
     fn open(folder: &Path) -> Result<Tokenizer> {
         let (synthesized, config) = (SynthesizedFiles::new(), Map::new());
-        let target = Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[] };
+        let target = Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[], branches: false };
         Tokenizer::open(&target, None)
     }
 
