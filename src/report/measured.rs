@@ -103,6 +103,7 @@ pub(crate) fn output_rows(fidelity: &Fidelity) -> Vec<[String; 2]> {
     if more > 0 {
         rows.push([format!("{more} more outputs"), "more similar".into()]);
     }
+    rows.extend(fidelity.equal.iter().map(|(name, part)| [format!("`{name}`: equal values"), format!("{:.2} %", 100.0 * part)]));
     rows.extend(fidelity.not_compared.iter().map(|(name, reason)| [format!("`{name}`: not compared"), reason.clone()]));
     rows
 }

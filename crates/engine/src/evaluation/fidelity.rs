@@ -2,28 +2,28 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{D, DType, Tensor};
-use rayon::prelude::*;
+use candle_core::Tensor;
 
 use super::embedding::cosine_from_products;
-use super::{Fidelity, OutputFidelity, Outputs, divergence, in_chunks, tensor_error};
+use super::fidelity_rows::{Row, clamp_negative, rows};
+use super::{Fidelity, OutputFidelity, Outputs, tensor_error};
 use crate::arch::BOXES;
 use crate::data::{Batch, Padding, SequenceRole, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{floats_on_host, read};
-use crate::ir::ops::on_host;
 use crate::model::LogitKind;
 
 /// Lower bound of the signal to quantization noise ratio, in decibels.
 const MIN_SQNR: f64 = -300.0;
 
-/// Accumulates the differences of all float outputs of two models over batches.
+/// Accumulates the differences of all outputs of two models over batches.
 #[derive(Debug, Clone, Default)]
 pub struct FidelityAccumulator {
     logits: LogitKind,
     outputs: BTreeMap<String, OutputAccumulator>,
     not_compared: BTreeMap<String, String>,
+    /// Numbers of equal and of all values of the outputs of integers.
+    integers: BTreeMap<String, [f64; 2]>,
 }
 
 impl FidelityAccumulator {
@@ -55,18 +55,41 @@ impl FidelityAccumulator {
             reasons.push(format!("output `{name}` {reason}"));
             self.not_compared.insert(name, reason);
         }
+        let is_integer = |tensor: &Tensor| !tensor.dtype().is_float();
+        for (name, a) in before.iter().filter(|(name, tensor)| is_integer(tensor) && after.get(*name).is_none_or(is_integer)) {
+            let reason = match after.get(name) {
+                Some(b) if a.dims() == b.dims() => {
+                    let [equal, all] = self.integers.entry(name.clone()).or_default();
+                    *equal += equal_values(a, b).map_err(tensor_error)?;
+                    *all += a.elem_count() as f64;
+                    continue;
+                }
+                Some(b) => format!("has the shape {:?} in the first model and {:?} in the second", a.dims(), b.dims()),
+                None => "exists in only one of the models".to_owned(),
+            };
+            self.not_compared.insert(name.clone(), reason);
+        }
         if compared {
             return Ok(());
         }
         let names = |outputs: &Outputs| outputs.keys().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
         let outputs = format!("the first model has {}, the second has {}", names(before), names(after));
-        Err(Error::option("evaluation", format!("the models have no comparable float output in common: {outputs}; {}", reasons.join(", "))))
+        let reasons: Vec<String> = std::iter::once(outputs).chain(reasons).collect();
+        Err(Error::option("evaluation", format!("the models have no comparable float output in common: {}", reasons.join("; "))))
     }
 
     /// Fidelity of all outputs, of which the worst counts.
     pub fn finish(self) -> Fidelity {
-        Fidelity::worst_of(self.outputs.into_iter().map(|(name, output)| (name, output.finish())).collect(), self.not_compared)
+        let fidelity = Fidelity::worst_of(self.outputs.into_iter().map(|(name, output)| (name, output.finish())).collect(), self.not_compared);
+        let equal = self.integers.into_iter().filter(|(_, [_, all])| *all > 0.0).map(|(name, [equal, all])| (name, equal / all)).collect();
+        Fidelity { equal, ..fidelity }
     }
+}
+
+/// The number of equal values of two tensors of integers of the same shape.
+fn equal_values(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
+    let integers = |tensor: &Tensor| transfer::values::<i64>(tensor, Cause::Answers);
+    Ok(integers(a)?.iter().zip(&integers(b)?).filter(|(a, b)| a == b).count() as f64)
 }
 
 /// Division of an output into rows that are compared.
@@ -209,106 +232,11 @@ impl OutputAccumulator {
     }
 }
 
-/// Differences of one row: a sample or a token.
-#[derive(Default)]
-struct Row {
-    cosine: f64,
-    signal: f64,
-    noise: f64,
-    error: f64,
-    largest: f64,
-    divergence: f64,
-    agrees: bool,
-    /// The first element in both models.
-    first: [f64; 2],
-}
-
-impl Row {
-    fn from_values(a: &[f32], b: &[f32], kind: LogitKind) -> Row {
-        let first = |values: &[f32]| values.first().map_or(0.0, |value| f64::from(*value));
-        let mut row = Row { first: [first(a), first(b)], ..Row::default() };
-        let (mut both, mut other) = (0f64, 0f64);
-        for (x, y) in a.iter().zip(b) {
-            let (x, y) = (f64::from(*x), f64::from(*y));
-            both += x * y;
-            other += y * y;
-            row.signal += x * x;
-            row.noise += (x - y) * (x - y);
-            let error = (x - y).abs();
-            if error > row.error || error.is_nan() {
-                row.error = error;
-            }
-            row.largest = row.largest.max(x.abs());
-        }
-        row.cosine = cosine_from_products(both, row.signal, other);
-        if !row.signal.is_finite() {
-            row.largest = f64::NAN;
-        }
-        match kind {
-            LogitKind::Classes => (row.divergence, row.agrees) = (clamp_negative(divergence::of_classes(a, b)), argmax(a) == argmax(b)),
-            LogitKind::Labels => row.divergence = clamp_negative(divergence::of_labels(a, b)),
-            LogitKind::Values => {}
-        }
-        row
-    }
-}
-
-/// Differences of each row. Rows on a device are reduced there.
-fn rows(a: &Tensor, b: &Tensor, width: usize, kind: LogitKind) -> candle_core::Result<Vec<Row>> {
-    if on_host(a.device()) || !a.device().same_device(b.device()) {
-        let (a, b) = (floats_on_host(a, Cause::Answers)?, floats_on_host(b, Cause::Answers)?);
-        let all = |a: &[f32], b: &[f32]| a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).map(|(a, b)| Row::from_values(a, b, kind)).collect();
-        return read(&a, |a| read(&b, |b| Ok(all(a, b))));
-    }
-    let flat = |tensor: &Tensor| tensor.reshape((tensor.elem_count() / width, width));
-    let (a, b) = (flat(a)?, flat(b)?);
-    in_chunks(a.dim(0)?, width, |rows| {
-        let chunk = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len())?.to_dtype(DType::F64);
-        rows_on_device(&chunk(&a)?, &chunk(&b)?, kind)
-    })
-}
-
-/// [`Row::from_values`] for `[rows, width]` on a device.
-fn rows_on_device(a: &Tensor, b: &Tensor, kind: LogitKind) -> candle_core::Result<Vec<Row>> {
-    let difference = (a - b)?;
-    let sum = |products: Tensor| products.sum(D::Minus1);
-    let mut figures =
-        vec![sum((a * b)?)?, sum(a.sqr()?)?, sum(b.sqr()?)?, sum(difference.sqr()?)?, difference.abs()?.max(D::Minus1)?, a.abs()?.max(D::Minus1)?];
-    let first = |tensor: &Tensor| tensor.narrow(1, 0, 1)?.squeeze(1);
-    figures.extend([first(a)?, first(b)?]);
-    match kind {
-        LogitKind::Classes => {
-            let agrees = a.argmax(D::Minus1)?.eq(&b.argmax(D::Minus1)?)?;
-            figures.extend([divergence::of_classes_on_device(a, b)?, agrees.to_dtype(DType::F64)?]);
-        }
-        LogitKind::Labels => figures.push(divergence::of_labels_on_device(a, b)?),
-        LogitKind::Values => {}
-    }
-    let values: Vec<f64> = transfer::values(&Tensor::stack(&figures, 1)?, Cause::Answers)?;
-    let row = |values: &[f64]| {
-        let at = |index: usize| values.get(index).copied().unwrap_or(0.0);
-        let error = if at(3).is_nan() { f64::NAN } else { at(4) };
-        let cosine = cosine_from_products(at(0), at(1), at(2));
-        let largest = if at(1).is_finite() { at(5) } else { f64::NAN };
-        Row { cosine, signal: at(1), noise: at(3), error, largest, divergence: clamp_negative(at(8)), agrees: at(9) > 0.0, first: [at(6), at(7)] }
-    };
-    Ok(values.chunks_exact(figures.len()).map(row).collect())
-}
-
-/// Index of the largest logit; the first one of equal logits.
-fn argmax(logits: &[f32]) -> Option<usize> {
-    logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0))).map(|(index, _)| index)
-}
-
-/// Replaces a sum that is negative due to rounding by zero. Unlike `max`, preserves NaN.
-fn clamp_negative(sum: f64) -> f64 {
-    if sum < 0.0 { 0.0 } else { sum }
-}
-
 #[cfg(test)]
 mod tests {
-    use candle_core::{Device, Tensor};
+    use candle_core::{DType, Device, Tensor};
 
+    use super::super::fidelity_rows::rows_on_device;
     use super::*;
     use crate::data::References;
 
@@ -366,6 +294,24 @@ mod tests {
         assert!(compared(&batch, &before, &other).unwrap().not_compared["boxes"].contains("[2, 5, 4]"));
         let error = compared(&batch, &before[..1], &other[..1]).unwrap_err().to_string();
         assert!(error.contains("`boxes`") && error.contains("[2, 4, 5]"), "{error}");
+    }
+
+    #[test]
+    fn values_of_outputs_without_floats_are_counted() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+        let scores = numbers(&[2, 3], 1);
+        let outputs = |labels: [u32; 4], dtype: DType| {
+            let labels = Tensor::new(&labels, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            [("labels", labels), ("scores", scores.clone())]
+        };
+        let fidelity = compared(&batch, &outputs([1, 0, 1, 1], DType::U8), &outputs([1, 1, 1, 0], DType::I64)).unwrap();
+        assert_eq!((fidelity.equal, fidelity.not_compared.len()), ([("labels".to_owned(), 0.5)].into(), 0));
+        let other = [("labels", scores.clone()), ("scores", scores.clone())];
+        let fidelity = compared(&batch, &outputs([1; 4], DType::U8)[..1].iter().chain(&other[1..]).cloned().collect::<Vec<_>>(), &other).unwrap();
+        assert_eq!(fidelity.equal.len(), 0);
+        assert!(fidelity.not_compared["labels"].contains("[4] in the first model"), "{:?}", fidelity.not_compared);
+        let error = compared(&batch, &outputs([1; 4], DType::U8)[..1], &outputs([1; 4], DType::U8)[..1]).unwrap_err().to_string();
+        assert!(error.ends_with("the second has `labels`"), "{error}");
     }
 
     /// Outputs of images are compared by sample: a row of pixels that is zero in one model changes the

@@ -22,6 +22,7 @@ mod running {
     mod divergence;
     mod embedding;
     mod fidelity;
+    mod fidelity_rows;
     mod folded_states;
     mod language_modelling;
     mod latency;

@@ -65,9 +65,13 @@ pub struct Fidelity {
     /// Fidelity of each output.
     #[serde(default)]
     pub outputs: BTreeMap<String, OutputFidelity>,
-    /// Float outputs that were not compared, with the reasons.
+    /// Outputs that were not compared, with the reasons.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub not_compared: BTreeMap<String, String>,
+    /// Fraction of equal values of each output of integers or Booleans.
+    #[doc(hidden)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub equal: BTreeMap<String, f64>,
 }
 
 impl Fidelity {
@@ -142,6 +146,7 @@ impl Fidelity {
             largest: error.map_or(0.0, |output| output.largest),
             outputs,
             not_compared,
+            equal: BTreeMap::new(),
         }
     }
 
