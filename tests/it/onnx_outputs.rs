@@ -193,16 +193,17 @@ fn copies_of_weights_are_weights_of_layers() {
         product("b", "alone copied", "c"),
         node("Gemm", &["c", "fourth"], "e", vec![]),
         product("e", "twice", "d"),
-        node("Mul", &["d", "twice"], "y", vec![]),
+        node("Mul", &["d", "twice"], "f", vec![]),
+        node("MatMul", &["left", "f"], "y", vec![]),
     ];
-    let file = model(13, &[8, 8], nodes, ["shared", "alone", "twice"].map(|name| floats(name, &[8, 8])).to_vec());
+    let file = model(13, &[8, 8], nodes, ["shared", "alone", "twice", "left"].map(|name| floats(name, &[8, 8])).to_vec());
     std::fs::write(&path, file.encode_to_vec()).unwrap();
     let count = |file: &ModelProto, op: &str| file.graph.as_ref().unwrap().node.iter().filter(|node| node.op_type() == op).count();
     let report = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
     let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
     // One product reads the integers of a shared weight, and the copies are dequantized floats.
-    assert_eq!(["MatMulInteger", "MatMul", "Identity"].map(|op| count(&written, op)), [2, 2, 3]);
-    let unchanged = "quantize-dynamic leaves unchanged: the weight `twice`, which layers read in different axis orders, or which other nodes read too";
+    assert_eq!(["MatMulInteger", "MatMul", "Identity"].map(|op| count(&written, op)), [2, 3, 3]);
+    let unchanged = "quantize-dynamic leaves unchanged: the weight `twice`, which layers read in different axis orders, or which other nodes read too, the operand `left`, which is neither a matrix on the right of a MatMul or Gemm nor the kernel of a Conv";
     assert!(report.notes.iter().any(|note| note == unchanged), "{:?}", report.notes);
     // In the graph, all of them are linear layers.
     if onnxruntime::has_onnx_runtime() {

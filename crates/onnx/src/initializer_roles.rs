@@ -31,6 +31,8 @@ pub(super) enum UsageKind {
     Kernel,
     /// As an embedding table.
     Table,
+    /// As another operand of a product, or by an operator that may multiply it.
+    Operand,
     /// As the input of an `Identity`, whose uses are listed too.
     Identity,
     /// As a scale or zero point.
@@ -116,12 +118,13 @@ pub(super) fn float(node: &NodeProto, name: &str, missing: f32) -> f32 {
 
 fn usage_kind(node: &NodeProto, input: usize) -> UsageKind {
     match (node.op_type(), input) {
-        _ if !is_own(node.domain()) => UsageKind::Other,
+        _ if !is_own(node.domain()) => UsageKind::Operand,
         ("MatMul", 1) => UsageKind::Columns,
         ("Gemm", 1) if int(node, "transB", 0) == 0 => UsageKind::Columns,
         ("Gemm", 1) => UsageKind::Rows,
         ("Conv", 1) => UsageKind::Kernel,
         ("Gather", 0) if int(node, "axis", 0) == 0 => UsageKind::Table,
+        ("MatMul" | "Gemm" | "Transpose", 0) | ("ConvTranspose" | "LSTM" | "GRU" | "RNN", 1 | 2) | ("Einsum", _) => UsageKind::Operand,
         _ => UsageKind::Other,
     }
 }
@@ -186,6 +189,7 @@ pub(super) fn role(usages: &[Usage], shape: &[usize]) -> (Role, bool) {
         2 if any(&[UsageKind::Columns, UsageKind::Rows]) => (Role::Mixed, false),
         3.. if any(&[UsageKind::Kernel]) => (Role::Mixed, false),
         _ if shape.iter().all(|size| *size == 1) => (Role::Constant, false),
+        2.. if any(&[UsageKind::Operand, UsageKind::Columns]) => (Role::Operand, false),
         _ => (Role::Other, false),
     }
 }

@@ -67,6 +67,9 @@ pub enum Role {
     Localization,
     /// A matrix that products read in different axis orders, or that other nodes read too.
     Mixed,
+    /// An operand of a product in an ONNX file that is neither a matrix on the right of a matrix product nor
+    /// the kernel of a convolution.
+    Operand,
     /// A number of a computation rather than a weight: a single element, or one that determines shapes.
     Constant,
     /// Any other role, like norms and position biases.

@@ -19,6 +19,7 @@ fn description(role: Role) -> Option<[&'static str; 2]> {
         Role::TokenPrediction => "multi-token prediction layer",
         Role::Localization => "localization layer",
         Role::Mixed => return Some(["weight", ", which layers read in different axis orders, or which other nodes read too"]),
+        Role::Operand => return Some(["operand", ", which is neither a matrix on the right of a MatMul or Gemm nor the kernel of a Conv"]),
     };
     Some([kind, ""])
 }
