@@ -12,6 +12,9 @@ use crate::report::{Report, Timing, processor};
 pub(super) const WRITING: &str = "read and write";
 /// Largest number of earlier runs whose times correct an estimate.
 const MAX_RUNS: usize = 16;
+/// Shortest estimate without correction, in seconds, from which a ratio is learned: constant costs dominate
+/// shorter stages.
+const MIN_ESTIMATE: f64 = 0.2;
 
 /// Measured rates of a machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -35,12 +38,12 @@ impl Rates {
         if count == 0 { 1.0 } else { (logarithms().sum::<f64>() / count as f64).exp() }
     }
 
-    /// Adds the times of a run.
+    /// Adds the times of a run, except those of short stages.
     fn add(&mut self, timing: &Timing) {
         for stage in &timing.stages {
             let (Some(estimated), Some(actual)) = (stage.estimated_seconds, stage.seconds) else { continue };
-            if estimated > 0.0 && actual > 0.0 {
-                let raw = estimated / self.ratio(&stage.name);
+            let raw = estimated / self.ratio(&stage.name);
+            if raw >= MIN_ESTIMATE && actual > 0.0 {
                 let ratios = self.ratios.entry(stage.name.clone()).or_default();
                 ratios.push(actual / raw);
                 ratios.drain(..ratios.len().saturating_sub(MAX_RUNS));
@@ -181,6 +184,17 @@ mod tests {
         };
         (0..40).for_each(|_| rates.add(&many));
         assert_eq!(rates.ratios["gptq"].len(), MAX_RUNS);
+    }
+
+    /// A stage of milliseconds, such as loading a tiny model, does not correct estimates of large ones.
+    #[test]
+    fn short_stages_do_not_correct_estimates() {
+        let mut rates = rates();
+        let short = StageTime { name: "gptq".into(), estimated_seconds: Some(0.001), at_most: false, seconds: Some(0.5) };
+        rates.add(&Timing { estimated_seconds: Some(0.001), stages: vec![short.clone()] });
+        assert!(rates.ratios.is_empty());
+        rates.add(&Timing { estimated_seconds: Some(1.0), stages: vec![StageTime { estimated_seconds: Some(1.0), ..short }] });
+        assert_eq!(rates.ratio("gptq"), 0.5);
     }
 
     #[test]
