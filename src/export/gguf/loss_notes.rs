@@ -42,9 +42,15 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
         notes.push(format!("{file}: {} written with the same codes, and scales as 16-bit floats", counted(with_codes.len(), "quantized weight")));
     }
     if !dequantized.is_empty() {
-        let smaller = smaller_type(weights, file_type).map_or(String::new(), |smaller| {
-            format!("; the file has their rounding errors, but is not smaller: for blocks of the same width, use `compress cast MODEL -o {file} --to f32 --export 'gguf: {{type: {smaller:?}}}'`, without `quantize`")
-        });
+        let smaller = match (type_with_codes(weights, file_type), smaller_type(weights, file_type)) {
+            (Some(kept), _) => format!(
+                "; the file has their rounding errors, but is not smaller: use `--export 'gguf: {{ type: {kept:?} }}'`, which stores the same codes in blocks"
+            ),
+            (None, Some(smaller)) => format!(
+                "; the file has their rounding errors, but is not smaller: no type of GGUF files stores these codes; for blocks of the same width, use `compress cast MODEL -o {file} --to f32 --export 'gguf: {{ type: {smaller:?} }}'` on the original model, without `quantize`"
+            ),
+            (None, None) => String::new(),
+        };
         let once = format!("`compress cast MODEL -o {file} --to f32 --export 'gguf: {{ type: {file_type:?} }}'`");
         let twice = format!("; the weights are quantized twice, with the errors of both: quantize them only to the types of the file, as in {once}");
         let twice = if is_quantized_twice { twice } else { String::new() };
@@ -66,6 +72,15 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
 /// Whether most matrices of a file of this type are floats.
 fn is_float(file_type: FileType) -> bool {
     matches!(file_type.most(), Kind::Plain(_))
+}
+
+/// The smallest file type whose blocks represent the codes of all quantized weights, if `file_type` is a
+/// float type.
+fn type_with_codes(weights: &BTreeMap<String, Weight>, file_type: FileType) -> Option<FileType> {
+    let mut types = [FileType::Q4_0, FileType::Q4_1, FileType::Q5_0, FileType::Q5_1, FileType::Q8_0].into_iter().filter(|_| is_float(file_type));
+    let quantized = || weights.iter().filter(|(_, weight)| weight.encoding != Encoding::Dense);
+    let keeps_codes = |kind| quantized().all(|(name, weight)| weight.block_params(kind, name).is_some());
+    types.find(|file_type| matches!(file_type.most(), Kind::Blocks(kind) if keeps_codes(kind)))
 }
 
 /// The file type with about as many bits as the quantized weights, if `file_type` is a float type.

@@ -478,11 +478,11 @@ fn the_note_on_dequantized_weights_names_a_smaller_type() {
         notes.into_iter().find(|note| note.contains("dequantized")).expect("a note")
     };
     let pass = |scheme: &str| serde_json::from_value::<compress::pass::Quantize>(serde_json::json!({ "scheme": scheme, "group_size": -1 })).unwrap();
-    // Rows of these models are shorter than 256.
+    // Rows of these models are shorter than the blocks.
     let four = note(pass("W4A16"), FileType::F16);
-    assert!(four.contains("has their rounding errors") && four.contains("--export 'gguf: {type: Q4_0}'"), "{four}");
+    assert!(four.contains("has their rounding errors") && four.contains("--to f32 --export 'gguf: { type: Q4_0 }'`"), "{four}");
     let eight = note(pass("W8A16"), FileType::BF16);
-    assert!(eight.contains("--export 'gguf: {type: Q8_0}'"), "{eight}");
+    assert!(eight.contains("no type of GGUF files stores these codes") && eight.contains("--export 'gguf: { type: Q8_0 }'`"), "{eight}");
     let twice = note(pass("W4A16"), FileType::Q4_0);
     assert!(!twice.contains("not smaller") && twice.contains("quantized twice") && twice.contains("--to f32 --export 'gguf: { type: Q4_0 }'"), "{twice}");
 }

@@ -424,12 +424,22 @@ fn weights_that_are_quantized_twice_are_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     wide(path);
-    let notes = |pass: &[&str]| {
-        let args = [pass, ["wide", "-o", "small.gguf", "--force", "--json", "--export", "gguf: { type: Q4_0 }"].as_slice()].concat();
+    let notes_as = |file_type: &str, pass: &[&str]| {
+        let format = format!("gguf: {{ type: {file_type} }}");
+        let args = [pass, ["wide", "-o", "small.gguf", "--force", "--json", "--export", &format].as_slice()].concat();
         let run = command(path).args(args).output().unwrap();
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
         serde_json::from_slice::<Value>(&run.stdout).unwrap()["notes"].to_string()
     };
+    let notes = |pass: &[&str]| notes_as("Q4_0", pass);
+    // Files of floats name the type that stores the codes.
+    for (scheme, file_type) in [("W4A16", "Q4_0"), ("W4A16-ASYM", "Q4_1"), ("W8A16", "Q8_0")] {
+        let floats = notes_as("F16", &["quantize", "--scheme", scheme, "--group-size", "32"]);
+        let advice = format!(
+            "warning: small.gguf: 7 quantized weights dequantized and converted to the types of the file; the file has their rounding errors, but is not smaller: use `--export 'gguf: {{ type: {file_type} }}'`, which stores the same codes"
+        );
+        assert!(floats.contains(&advice), "{floats}");
+    }
     let kept = notes(&["quantize", "--scheme", "W4A16", "--group-size", "32"]);
     assert!(kept.contains("7 quantized weights written with the same codes") && !kept.contains("quantized twice"), "{kept}");
     let twice = notes(&["quantize", "--scheme", "W8A16", "--group-size", "32"]);
