@@ -155,7 +155,11 @@ impl Pass for Cast {
     }
 
     fn remedy(&self) -> &'static str {
-        "`to: bf16`, which has the range of f32, or `ignore` for the weights with the largest values"
+        match self.to {
+            FloatFormat::F16 => "`to: bf16`, which has the range of f32, or `ignore` for the weights with the largest values",
+            FloatFormat::Bf16 => "`to: f16`, which has more bits of precision, or `ignore` for the weights that `compress analyze` names",
+            FloatFormat::F32 => "",
+        }
     }
 }
 

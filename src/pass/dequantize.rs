@@ -134,7 +134,7 @@ impl Pass for Dequantize {
     }
 
     fn remedy(&self) -> &'static str {
-        "`ignore` for the weight"
+        ""
     }
 }
 

@@ -91,6 +91,10 @@ impl Pass for ExtractLanguageModel {
             vec![format!("the language model is stored as `{}`; {} of the vision tower are removed", planned.config.model_type(), counted(removed, "tensor"))];
         Ok(Plan::new(planned, applied))
     }
+
+    fn remedy(&self) -> &'static str {
+        ""
+    }
 }
 
 /// Replaces the configuration of the whole model by that of the text model.

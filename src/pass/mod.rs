@@ -195,7 +195,8 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// If a pattern does not match, or if the pass does not support a weight.
     fn plan<'a>(&'a self, model: &'a Model, state: &'a RunState) -> Result<Plan<'a>>;
 
-    /// Advice to the user if the outputs of the model are severely degraded by the pass.
+    /// Advice to the user if the outputs of the model are severely degraded by the pass; empty if the pass
+    /// preserves them.
     fn remedy(&self) -> &'static str {
         "a smaller change"
     }

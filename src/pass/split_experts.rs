@@ -106,6 +106,10 @@ impl Pass for SplitExperts {
         }
         Ok(Plan::new(planned, applied))
     }
+
+    fn remedy(&self) -> &'static str {
+        ""
+    }
 }
 
 /// Whether a tensor of all experts has the axes `[experts, in, out]` instead of `[experts, out, in]`. Files

@@ -127,14 +127,14 @@ fn quality_warning(measured: &MeasuredFidelity, accuracy: Option<&Accuracy>, pip
         if measured.samples_from == SamplesFrom::Synthetic { "; your own evaluation data would be more conclusive than synthetic samples" } else { "" };
     let changed = |name: &str| run.history.iter().any(|applied| applied.name == name && !applied.tensors.is_empty());
     let mut causes: Vec<String> = Vec::new();
-    for pass in pipeline.steps.iter().map(|step| step.pass()).filter(|pass| changed(pass.name())) {
+    for pass in pipeline.steps.iter().map(|step| step.pass()).filter(|pass| changed(pass.name()) && !pass.remedy().is_empty()) {
         let cause = format!("`{}`: {}", pass.name(), pass.remedy());
         if !causes.contains(&cause) {
             causes.push(cause);
         }
     }
     let remedies = match causes.is_empty() {
-        true => ". No pass has changed a weight, so the format of the output is the cause: choose one with more bits, or compare it with `compress eval OUTPUT --data FILE --against MODEL`".to_owned(),
+        true => ". No pass approximates weights, so the format of the output is the cause: choose one with more bits, or compare it with `compress eval OUTPUT --data FILE --against MODEL`".to_owned(),
         false => format!(". Remedies: after {}", causes.join("; after ")),
     };
     Some(format!("the outputs differ strongly from the original model's: on {}, {reason}{synthetic}{remedies}", measured.describe()))
@@ -227,6 +227,28 @@ mod tests {
         assert!(!note([0.7, 0.8], "hard", 0.99).unwrap().starts_with(WARNING));
         assert!(note([0.7, 0.01], "soft", 0.1).unwrap().contains("differ strongly"));
         assert_eq!(note([0.7, 0.01], "soft", 0.99), None);
+    }
+
+    /// A pass that preserves the outputs is not the cause, whether or not another pass is.
+    #[test]
+    fn passes_that_preserve_outputs_are_not_blamed() {
+        let note = |passes: &[&str]| {
+            let steps = passes.iter().map(|name| serde_json::from_value::<crate::pass::Step>(json!(name)).unwrap());
+            let pipeline = steps.fold(Pipeline::builder(), |builder, step| builder.pass(step)).build().unwrap();
+            let changed = |name: &&str| {
+                let pass = pipeline.steps.iter().map(|step| step.pass()).find(|pass| pass.name() == *name).unwrap();
+                crate::run_state::Applied { tensors: ["w".to_owned()].into(), ..crate::run_state::Applied::new(pass.name(), json!({})) }
+            };
+            let run = RunState { history: passes.iter().map(changed).collect(), ..RunState::default() };
+            let found = MeasuredFidelity::new(SamplesFrom::Synthetic, 4, None, fidelity(0.1, None, None));
+            quality_note(&Measured { fidelity: Some(found), ..Measured::default() }, &pipeline, &run).unwrap()
+        };
+        let both = note(&["rotate", "quantize"]);
+        assert!(both.contains("Remedies: after `quantize`") && !both.contains("rotate"), "{both}");
+        let format = note(&["rotate"]);
+        assert!(format.contains("No pass approximates weights, so the format of the output is the cause"), "{format}");
+        let cast = note(&["cast"]);
+        assert!(cast.contains("after `cast`: `to: f16`") && !cast.contains("bf16"), "{cast}");
     }
 
     /// A draft is judged by the proposals that the model accepts.

@@ -123,7 +123,7 @@ impl Pass for Rotate {
     }
 
     fn remedy(&self) -> &'static str {
-        "`cast: { to: f32 }` before the pass, because weights in 16 bits are rounded again"
+        ""
     }
 }
 
