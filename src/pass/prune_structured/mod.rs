@@ -47,7 +47,7 @@ use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::Amount;
 use crate::ratio::suggest_percentage;
-use crate::run_state::{Applied, RunState};
+use crate::run_state::{Applied, RunState, WARNING};
 use crate::store::{Pattern, Role, Weight};
 use selection::Selection;
 
@@ -189,6 +189,10 @@ pub(super) fn remove_units(
         let repairing = repair::Repairing { before: &before, graph, after: model, surviving: &surviving, repair, is_held_out };
         let (layers, normalisations) = repairing.run(context)?;
         applied.notes.push(format!("repaired on calibration data: {}, {}", counted(layers, "layer"), counted(normalisations, "batch normalisation")));
+        if layers == 0 {
+            let reason = repair::reason_for_no_layers(graph, &surviving);
+            applied.notes.push(format!("{WARNING}`repair` has adjusted no layer: {reason}"));
+        }
     }
     Ok(())
 }
@@ -253,7 +257,7 @@ impl PruneStructured {
             let scores = ranking.measured(|context| selection.scores(self, &graph, &model, context))?;
             let widths = selection.widths(self, &graph, &model, scores.as_ref(), ranking)?;
             let removed = selection.removed_units(&widths, scores.as_ref());
-            applied.notes.extend(selection.notes(&widths));
+            applied.notes.extend(selection.notes(self, &widths));
             if self.ranks_by_weights() && is_transformer(&graph) && !removed.is_empty() {
                 applied.notes.push(WEIGHT_RANKING_NOTE.to_owned());
             }

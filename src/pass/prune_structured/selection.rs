@@ -13,6 +13,7 @@ use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::{Context, Scope};
+use crate::run_state::WARNING;
 use crate::store::select;
 
 /// Groups selected for pruning.
@@ -242,10 +243,10 @@ impl Selection {
     }
 
     /// Notes on unexpected consequences of these widths.
-    pub fn notes(&self, widths: &[usize]) -> Vec<String> {
+    pub fn notes(&self, pass: &PruneStructured, widths: &[usize]) -> Vec<String> {
         let mut notes: Vec<String> = self.unranked.iter().cloned().collect();
         if self.selected_groups().iter().zip(widths).all(|(group, width)| group.size == *width) {
-            notes.push("no units were removed: the amount is smaller than the step between possible widths".to_owned());
+            notes.push(format!("{WARNING}{NAME}: no units were removed: {}", self.reason_for_full_widths(pass)));
         }
         let narrower: BTreeSet<&str> =
             self.selected_groups().iter().zip(widths).filter(|(group, width)| group.size != **width).filter_map(|(group, _)| group.output.as_deref()).collect();
@@ -254,6 +255,29 @@ impl Selection {
         }
         notes.extend(narrower.into_iter().map(|output| format!("output `{output}` is narrower than before")));
         notes
+    }
+
+    /// Why all groups keep their sizes: the amount is too small, or no group has a smaller width.
+    fn reason_for_full_widths(&self, pass: &PruneStructured) -> String {
+        let groups = self.selected_groups();
+        let Some(bundle) = self.bundles.iter().max_by_key(|bundle| bundle.widths.len()) else { return "no group is selected".to_owned() };
+        let name = bundle.groups.first().map_or("", |index| groups[*index].name.as_str());
+        let (unit, size) = (bundle.unit, bundle.size);
+        let options = match (unit, pass.minimum) {
+            // Both options apply only to other units.
+            (GroupUnit::Heads, _) => None,
+            (_, None) => Some((format!(" with `round_to: {}`", pass.round_to), "lower `round_to`")),
+            (_, Some(minimum)) => Some((format!(" with `round_to: {}` and `minimum: {minimum}`", pass.round_to), "lower `round_to` or `minimum`")),
+        };
+        let (rule, advice) = options.unwrap_or_default();
+        let advice = |prefix: &str| if advice.is_empty() { String::new() } else { format!("{prefix}{advice}") };
+        match bundle.widths.get(1) {
+            Some(next) => {
+                let advice = advice(", or ");
+                format!("the amount is too small, because the next width of `{name}` ({unit}) below {size} is {next}{rule}: increase `amount`{advice}")
+            }
+            None => format!("`{name}` ({unit}) has {}, and no smaller width is possible{rule}{}", counted(size, "unit"), advice(": ")),
+        }
     }
 
     /// Sizes of groups before and after, for the report.

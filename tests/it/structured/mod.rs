@@ -325,6 +325,20 @@ fn an_amount_of_zero_changes_nothing() {
     assert!(done.report.notes.iter().any(|note| note.contains("no units were removed")));
 }
 
+/// The note names the option that allows no smaller width, or the next one.
+#[test]
+fn units_that_are_not_removed_are_explained() {
+    for (round_to, amount, parts) in [
+        (32, 0.5, ["(mlp) has 24 units, and no smaller width is possible with `round_to: 32`: lower `round_to`", "warning: prune-structured: no units"]),
+        (8, 0.1, ["the amount is too small, because the next width of", "(mlp) below 24 is 16 with `round_to: 8`: increase `amount`, or lower `round_to`"]),
+    ] {
+        let pass = PruneStructured { round_to, amount: Some(Amounts::All(Amount::fraction(amount))), ..half(&[PrunedPart::Mlp]) };
+        let notes = run("llama", Pipeline::builder().pass(pass)).report.notes;
+        let note = notes.iter().find(|note| note.contains("no units were removed")).unwrap_or_else(|| panic!("{notes:?}"));
+        assert!(parts.iter().all(|part| note.contains(part)), "{note}");
+    }
+}
+
 #[test]
 fn passes_compose_and_the_result_is_exported() {
     for name in ["bert", "llama", "vit", "torchvision-resnet18"] {

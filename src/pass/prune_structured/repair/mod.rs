@@ -20,7 +20,7 @@ use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::calibration::select_rows;
 use crate::data::SequenceRoles;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::{BatchNorm, transposed_product};
@@ -289,6 +289,18 @@ pub(in crate::pass) fn alternating_rows(sizes: &[usize], first: usize, is_held_o
     halves
 }
 
+/// Why no layer is repaired.
+pub(super) fn reason_for_no_layers(graph: &Graph, surviving: &Surviving) -> String {
+    const SUPPORTED: &str = "it supports linear layers and convolutions with `groups: 1`";
+    let weight = |node: &Node| node.inputs.get(1).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
+    let is_cut = |node: &&Node| matches!(&node.op, Op::Conv(op) if op.groups > 1) && surviving.keys().any(|(name, _)| *name == weight(node));
+    let grouped: Vec<String> = graph.nodes().iter().filter(is_cut).map(weight).collect();
+    match grouped.first() {
+        Some(first) => format!("{SUPPORTED}, but the removed units belong to {}, such as `{first}`", counted(grouped.len(), "grouped convolution")),
+        None => format!("{SUPPORTED}, none of which reads the removed units"),
+    }
+}
+
 /// Whether a batch normalization reads the output of a node. Its updated statistics replace a bias
 /// correction.
 fn is_normalized(graph: &Graph, node: &Node) -> bool {
@@ -353,6 +365,22 @@ mod tests {
                 assert!(is_close, "input_major: {input_major}, {name}: {found:?}, not {expected:?}");
             }
         }
+    }
+
+    #[test]
+    fn grouped_convolutions_are_not_repaired() {
+        let conv = |groups: usize| format!("Conv{{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":{groups}}}");
+        let graph: Graph = format!(
+            "input x: float[batch, 4, 6, 6]\nparam a.weight: float[8, 4, 1, 1]\nparam b.weight: float[8, 1, 1, 1]\n\
+            h = {}(x, a.weight) -> float[batch, 8, 6, 6]\ny = {}(h, b.weight) -> float[batch, 8, 6, 6]\noutput y = y\n",
+            conv(1),
+            conv(8)
+        )
+        .parse()
+        .unwrap();
+        let reason = |names: &[&str]| reason_for_no_layers(&graph, &names.iter().map(|name| (((*name).to_owned(), 0), vec![0])).collect());
+        assert!(reason(&["a.weight", "b.weight"]).ends_with("the removed units belong to 1 grouped convolution, such as `b.weight`"));
+        assert!(reason(&["a.weight"]).ends_with("none of which reads the removed units"));
     }
 
     /// With one sample per batch, the second half would otherwise hold rows of the same samples as the
