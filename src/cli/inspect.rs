@@ -77,6 +77,9 @@ impl Args {
                 output::print(&format!("\n {label}: {}\n", names.join(", ")))?;
             }
         }
+        if let Some(unused) = unused.as_ref().filter(|unused| !unused.token_maps.is_empty()) {
+            output::print(&format!("\n token maps: {}, between the token ids of the head and those of its model\n", unused.token_maps.join(", ")))?;
+        }
         if let Some(unused) = unused.as_ref().filter(|unused| !unused.tower.is_empty()) {
             output::print(&format!("\n vision tower: {}, which passes copy unchanged\n", counted(unused.tower.len(), "tensor")))?;
         }

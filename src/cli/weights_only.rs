@@ -101,6 +101,7 @@ pub(super) struct Unused {
     pub keys: Vec<String>,
     pub weights: Vec<String>,
     pub tower: Vec<String>,
+    pub token_maps: Vec<String>,
 }
 
 impl Computation {

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::process::Stdio;
 use std::time::Duration;
 
 use candle_core::npy::NpzTensors;
@@ -216,6 +217,25 @@ fn interrupted_runs_continue() {
     assert_eq!((found.len(), found[2].1.as_slice()), (40, [40, 41, 42].as_slice()));
 }
 
+/// An interruption names the continuations that it keeps, and the option with which they are used.
+#[test]
+fn an_interrupted_sampling_names_its_continuations() {
+    let folder = prepared();
+    let folder = folder.path();
+    let arguments = "draft in -o out --prompts prompts.txt --samples 100000 --tokens 8 --steps 3 --quiet";
+    let child = command(folder).args(arguments.split(' ')).stderr(Stdio::piped()).spawn().unwrap();
+    let is_sampling = || fs::read_to_string(folder.join("out.unfinished/sampled.jsonl")).is_ok_and(|text| text.lines().count() > 1);
+    while !is_sampling() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("no output was written; the complete continuations are saved in out.unfinished"), "{error}");
+    assert!(error.contains("hint: run the same command again with `--resume`") && output.status.code() == Some(1), "{error}");
+    assert!(is_sampling() && !folder.join("out").exists());
+}
+
 /// Prompts from windows of a text and from chats, and the number of steps for a time.
 #[test]
 fn texts_and_chats_are_prompts() {
@@ -290,7 +310,7 @@ fn unsuitable_models_prompts_and_options_are_refused() {
         ("t5 -o out --prompts prompts.txt", "takes source texts, not prompts to continue"),
         ("single -o out --prompts prompts.txt", "single has 1 layer: a draft omits layers"),
         ("untokenized -o out --prompts prompts.txt", "without tokenizer.json"),
-        ("in -o out", "--prompts"),
+        ("in -o out", "<--prompts <FILE>|--data <DATA>>"),
         ("in -o out --prompts nosuchfile.txt", "nosuchfile.txt"),
         ("in -o out --prompts empty.txt", "--prompts: empty.txt contains no prompts"),
         ("in -o out --prompts prompts.txt --test empty.txt", "--test: empty.txt contains no prompts"),

@@ -337,6 +337,24 @@ fn a_step_lowers_the_loss_as_the_gradient_predicts() {
     assert!((lowered - 1.0).abs() < 2e-3, "the loss of {loss} fell by {lowered} of the expected amount");
 }
 
+/// A head has no score of its own, and its maps of token ids are not superfluous weights.
+#[test]
+fn commands_recognize_a_head() {
+    let folder = prepared();
+    let folder = folder.path();
+    let head = head();
+    let head = head.to_str().unwrap();
+    let unused = &data(folder, &format!("inspect {head} --json"))["unused"];
+    assert_eq!((&unused["weights"], &unused["token_maps"]), (&json!([]), &json!(["d2t", "t2d"])), "{unused}");
+    let text = ok(folder, &format!("inspect {head} --header-only")).stdout;
+    assert!(text.contains("\n token maps: d2t, t2d, between the token ids of the head") && !text.contains("unused weights"), "{text}");
+    for models in [head.to_owned(), format!("in --against {head}")] {
+        let result = compress(folder, &format!("eval {models} --data prompts.txt"));
+        assert!(result.code == 1 && result.stderr.contains("an EAGLE-3 head reads hidden states of another model"), "{}", result.stderr);
+        assert!(result.stderr.contains("`compress generate MODEL --draft HEAD --prompt TEXT`"), "{}", result.stderr);
+    }
+}
+
 #[test]
 fn options_of_other_drafts_are_refused() {
     let folder = prepared();

@@ -204,7 +204,7 @@ impl Model {
     pub fn has_new_classes(&self, input: &Model) -> bool {
         let differs = |key: &str| self.config.get(key) != input.config.get(key);
         // A draft head reads hidden states of the input, which the samples of the input determine.
-        let is_draft_head = arch::family(self.config.model_type()).is_some_and(|family| family.kind == arch::ModelKind::DraftHead);
+        let is_draft_head = arch::is_draft_head(self.config.model_type());
         self.path == input.path && !is_draft_head && (differs("id2label") || differs("architectures") || self.has_added_head(input))
     }
 

@@ -8,6 +8,9 @@ use crate::error::Result;
 use crate::ir::Graph;
 use crate::model::Model;
 
+/// Names of the tensors that map the tokens of a head to those of its model, and back.
+const TOKEN_MAPS: [&str; 2] = ["d2t", "t2d"];
+
 /// Inputs and outputs of a model, if known.
 #[derive(Default)]
 pub(in crate::cli) struct Computation {
@@ -27,6 +30,8 @@ pub(in crate::cli) struct Unused {
     pub weights: Vec<String>,
     /// Weights of a vision tower, which passes copy.
     pub tower: Vec<String>,
+    /// Maps between the token ids of a head for speculative decoding and those of its model.
+    pub token_maps: Vec<String>,
 }
 
 impl Computation {
@@ -53,6 +58,8 @@ impl Computation {
 fn unused(model: &Model, graph: &Graph, mut keys: Vec<String>) -> Result<Unused> {
     keys.extend(data::unknown_keys(&model.path)?);
     let has_tower = arch::has_tower(model.config.model_type());
-    let (tower, weights) = model.unused(graph).into_iter().partition(|name| has_tower && arch::is_of_tower(name));
-    Ok(Unused { keys, weights, tower })
+    let is_head = arch::is_draft_head(model.config.model_type());
+    let (tower, weights) = model.unused(graph).into_iter().partition::<Vec<String>, _>(|name| has_tower && arch::is_of_tower(name));
+    let (token_maps, weights) = weights.into_iter().partition(|name| is_head && TOKEN_MAPS.contains(&name.as_str()));
+    Ok(Unused { keys, weights, tower, token_maps })
 }

@@ -1,13 +1,13 @@
 //! `compress draft`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::args::{Global, Writing, open_input};
 use super::output;
 use super::samples::parse_data;
 use crate::data::{Data, DataSets};
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result, counted, redact_path};
 use crate::export::Safetensors;
 use crate::generation::LanguageModel;
 use crate::model::Model;
@@ -21,7 +21,7 @@ use crate::train::schedule::{Curve, Schedule};
 use crate::train::{BatchSize, Precision};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:
+#[command(group = clap::ArgGroup::new("source").args(["prompts", "data"]).required(true), after_help = "Examples:
   compress draft llama -o out/draft --prompts prompts.txt
   compress draft llama -o out/draft --layers 4 --data book.txt --samples 4000 --tokens 256 --time 2h
   compress draft llama-chat -o out/draft --prompts questions.txt --chat --test held-out.txt
@@ -49,7 +49,7 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "N")]
     vocabulary: Option<usize>,
     /// Prompts, one per line of a .txt file, or one per record of .csv, .tsv or .jsonl (also chats)
-    #[arg(long, value_name = "FILE", conflicts_with = "data", required_unless_present = "data", help_heading = "Continuations")]
+    #[arg(long, value_name = "FILE", help_heading = "Continuations")]
     prompts: Option<PathBuf>,
     /// Treat each prompt as a user message in the model's chat template
     #[arg(long, conflicts_with = "data", help_heading = "Continuations")]
@@ -127,6 +127,12 @@ fn of_argument(error: Error) -> Error {
     }
 }
 
+/// The error of a run that is interrupted before its training.
+fn interrupted(folder: &Path) -> Error {
+    let kept = format!("no output was written; the complete continuations are saved in {}", redact_path(folder).display());
+    Error::run("interrupted", kept, "run the same command again with `--resume`: it continues with them")
+}
+
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         self.check()?;
@@ -141,7 +147,7 @@ impl Args {
         self.check_output(&model, global)?;
         let prompts = Prompts::read((&model, &language), self.source()?, self.test.as_deref(), self.samples)?;
         let folder = ResumeFolder::open(&self.output, self.resume, self.writing.force)?;
-        let (data, distill) = global.work(|work| {
+        let prepared = global.work(|work| {
             let device = global.models.device.open()?;
             let memory = memory_limit(global.models.memory, &device);
             let continuations = Continuations { model: (&model, &language), prompts: &prompts.train, samples: &self.samples(), folder: folder.path() };
@@ -155,6 +161,10 @@ impl Args {
             let batch = self.batch().min(self.samples);
             let steps = Steps { model: &model, distill: &self.distillation(&student, STEPS), batch, time, folder: folder.path() }.count(&context, work)?;
             Ok((data, self.distillation(&student, steps)))
+        });
+        let (data, distill) = prepared.map_err(|error| match error {
+            Error::Cancelled if folder.has_work() => interrupted(folder.path()),
+            error => error,
         })?;
         // The run opens the folder again, with the continuations.
         drop(folder);

@@ -7,6 +7,7 @@ use serde_json::json;
 use super::args::Global;
 use super::output;
 use super::samples::parse_data;
+use crate::arch;
 use crate::data::{Data, DataSet, Task, has_renumbered_tokens};
 use crate::error::{Error, Result, counted, redact_path};
 use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
@@ -63,6 +64,10 @@ impl Args {
         }
         let mut subjects: Vec<Subject> = subjects.into_iter().map(|subject| subject.with_precision(self.precision)).collect();
         let last = &subjects[subjects.len() - 1];
+        if subjects.iter().any(|subject| arch::is_draft_head(arch::model_type(subject.target().config))) {
+            let hint = "measure it with its model: `compress generate MODEL --draft HEAD --prompt TEXT` prints how many of its proposals the model accepts";
+            return Err(Error::run("eval", "an EAGLE-3 head reads hidden states of another model, so that it has no score of its own", hint));
+        }
         let runtime = last.runtime();
         let data = DataSet::open(&options, last.target())?;
         if data.task() == Task::Fidelity && self.against.is_none() {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::retained::Retained;
 use super::tokenizer::TokenizerFile;
 use super::{NAME, files};
-use crate::arch::{ModelKind, family, role};
+use crate::arch::{is_draft_head, role};
 use crate::data::DECODER_INPUT_IDS;
 use crate::error::{Error, Result};
 use crate::ir::ops::{TokenChoice, TokenPool};
@@ -54,7 +54,7 @@ impl TokenTables {
         if model.onnx.is_some() {
             return Err(unsupported("an .onnx model fixes the size of its vocabulary in its operators"));
         }
-        if family(model.config.model_type()).is_some_and(|family| family.kind == ModelKind::DraftHead) {
+        if is_draft_head(model.config.model_type()) {
             return Err(unsupported("a draft head has the token ids of its model: prune the vocabulary of the model, and train a head for the result"));
         }
         let graph = model.graph()?;

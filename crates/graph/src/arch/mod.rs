@@ -202,6 +202,12 @@ pub fn has_tower(model_type: &str) -> bool {
     family(model_type).is_some_and(|family| family.language_model.is_some())
 }
 
+/// Whether models of this `model_type` are heads for speculative decoding, which read hidden states of
+/// another model.
+pub fn is_draft_head(model_type: &str) -> bool {
+    family(model_type).is_some_and(|family| family.kind == ModelKind::DraftHead)
+}
+
 /// The family with this `model_type`.
 pub fn family(model_type: &str) -> Option<&'static Family> {
     families().find(|family| family.model_type == model_type)
