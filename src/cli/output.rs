@@ -121,7 +121,8 @@ pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<
     if global.json {
         return json(report);
     }
-    print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()))
+    let outcome = if report.is_verified() { "written and verified" } else { "written, but not verified end to end" };
+    print(&format!("{}\n {outcome}: {}\n", report.to_terminal(), folder.display()))
 }
 
 /// Maximum number of weight names listed for a pass.

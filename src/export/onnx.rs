@@ -29,7 +29,7 @@ use crate::onnx::proto::{DataType, TensorProto};
 use crate::onnx::{Cache, Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
 use crate::run_state::{RunState, WARNING};
 use crate::store::writer::{self, Item, Piece, Prebuilt, WeightMeasurement, Written};
-use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weights};
+use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The ONNX format.
@@ -82,6 +82,11 @@ fn opset<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::E
 
 /// The pass that converts floats to another type.
 const CAST: &str = "cast";
+/// The pass that stores weights as indices into codebooks.
+const PALETTIZE: &str = "palettize";
+
+/// Note on an option without effect.
+const NO_HALVES: &str = "`float16_weights` has no effect: no matrix has 16-bit floats (add `cast: { to: f16 }` to the passes)";
 
 /// A planned export.
 struct Prepared {
@@ -196,8 +201,7 @@ impl Onnx {
             ));
         }
         if self.float16_weights && drafts.iter().flat_map(|draft| &draft.weights).all(|slot| !slot.widened) {
-            let reason = "`float16_weights` has no effect: no matrix has 16-bit floats (add `cast: { to: f16 }` to the passes)";
-            notes.push(format!("{}: {reason}", file::MODEL));
+            notes.push(format!("{}: {NO_HALVES}", file::MODEL));
         }
         if let Some((decoder, draft)) = decoder.as_ref().zip(drafts.first()) {
             match genai::config(model, decoder, &graph, draft, file_names(run)[0])? {
@@ -226,7 +230,12 @@ impl Onnx {
         }
         let metadata = if run.history.is_empty() { BTreeMap::new() } else { metadata(model, run) };
         let metadata = metadata.into_iter().filter(|(key, value)| model.weights.metadata.get(key) != Some(value)).collect();
-        file.rewrite(&model.weights, file_names(run), &metadata, file::LARGEST)
+        let mut rewritten = file.rewrite(&model.weights, file_names(run), &metadata, file::LARGEST)?;
+        let is_half = |weight: &Weight| weight.encoding == Encoding::Dense && weight.dtype == DType::F16 && weight.shape.len() > 1;
+        if self.float16_weights && !model.weights.by_name.values().any(is_half) {
+            rewritten.notes.push(format!("{}: {NO_HALVES}", file_names(run)[0]));
+        }
+        Ok(rewritten)
     }
 
     /// Writes a model that was opened from an ONNX file, with its original graph.
@@ -379,6 +388,18 @@ impl Format for Onnx {
     fn lost_result(&self, model: &Model, run: &RunState) -> Option<LostResult> {
         if let Some(lost) = lost_blocks(model) {
             return Some(lost);
+        }
+        let is_palette = |weight: &&Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_palette());
+        let palettes = original_file(model).map_or(0, |_| model.weights.by_name.values().filter(is_palette).count());
+        if palettes > 0 {
+            return Some(LostResult {
+                pass: PALETTIZE,
+                reason: format!(
+                    "writes the values of {} as floats, which are not smaller, because the graph of an .onnx file is not changed",
+                    counted(palettes, "palettized weight")
+                ),
+                remedy: "palettize the model folder from which the file was exported, or use `quantize-dynamic` or `cast: { to: f16 }`".into(),
+            });
         }
         let cast = run.history.iter().rfind(|applied| applied.name == CAST)?;
         let to = cast.options.get("to").and_then(Value::as_str).filter(|to| ["f16", "bf16"].contains(to))?;

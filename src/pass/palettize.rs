@@ -22,7 +22,7 @@ use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
 use crate::store::header::byte_count;
 use crate::store::{
-    Block, BlockSink, DType, Encoding, Granularity, Pattern, QuantizationSpec, Rows, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
+    Block, BlockSink, DType, Encoding, Granularity, Pattern, QuantizationSpec, Rows, StorageFormat, View, Weight, WeightSource, least_common_multiple,
 };
 use crate::work::{Meter, lock};
 
@@ -78,7 +78,8 @@ struct Sizes {
 
 impl Palettize {
     /// Selects weights. Returns their encodings, their total sizes, and the record of the pass.
-    fn encodings(&self, weights: &Weights) -> Result<(BTreeMap<String, QuantizationSpec>, Sizes, Applied)> {
+    fn encodings(&self, model: &Model) -> Result<(BTreeMap<String, QuantizationSpec>, Sizes, Applied)> {
+        let weights = &model.weights;
         let rule = if self.embeddings { format!("{}; and embeddings", model::PRUNABLE_RULE) } else { model::PRUNABLE_RULE.to_owned() };
         let eligible = |name: &str, weight: &Weight| model::is_prunable(name, weight) || (self.embeddings && model::is_embedding(name, weight));
         let SelectedWeights { names, rule, notes } = targets::select_weights(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
@@ -122,13 +123,16 @@ impl Palettize {
             applied.notes.push(format!("palettize: {what}, which are left unchanged (the first: `{first}`)"));
         }
         let values: u64 = encodings.keys().map(|name| Ok(weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
-        applied.notes.push(format!(
-            "palettize: the size of {} falls from {:.1} MB to {:.1} MB, {:.2} bits per value",
-            counted(encodings.len(), "weight"),
-            sizes.before as f64 / 1e6,
-            sizes.after as f64 / 1e6,
-            8.0 * sizes.after as f64 / values.max(1) as f64
-        ));
+        // An .onnx file whose graph is not changed stores floats.
+        if model.onnx.is_none() || model.changed_graph.is_some() {
+            applied.notes.push(format!(
+                "palettize: the size of {} falls from {:.1} MB to {:.1} MB, {:.2} bits per value",
+                counted(encodings.len(), "weight"),
+                sizes.before as f64 / 1e6,
+                sizes.after as f64 / 1e6,
+                8.0 * sizes.after as f64 / values.max(1) as f64
+            ));
+        }
         Ok((encodings, sizes, applied))
     }
 }
@@ -165,7 +169,7 @@ impl Pass for Palettize {
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
-        let (encodings, sizes, mut applied) = self.encodings(&model.weights)?;
+        let (encodings, sizes, mut applied) = self.encodings(model)?;
         let group = |affine: &QuantizationSpec| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
         applied.memory_by_thread = VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0);
         let mut planned = model.clone();

@@ -48,6 +48,9 @@ pub const SCHEMA: u32 = 1;
 pub const FILE: &str = FILES[0];
 /// File names of the report in all formats.
 pub(crate) const FILES: [&str; 3] = crate::output::REPORT_FILES;
+/// Part of the notes about files that could not be run, after their names.
+#[doc(hidden)]
+pub const NOT_VERIFIED: &str = " was not verified end to end";
 
 /// A report, as serialized to `report.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -121,6 +124,13 @@ impl Report {
     pub(crate) fn files(&self) -> impl Iterator<Item = (&str, u64, &str)> {
         let outputs = self.outputs.iter().map(|file| (file.path.as_str(), file.bytes, file.blake3.as_str()));
         outputs.chain(self.carried.iter().map(|file| (file.path.as_str(), file.bytes, file.blake3.as_str())))
+    }
+
+    /// Whether no note states that a file [could not be run](NOT_VERIFIED).
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_verified(&self) -> bool {
+        !self.notes.iter().any(|note| note.contains(NOT_VERIFIED))
     }
 
     /// The warnings, without their prefix, and the other notes.

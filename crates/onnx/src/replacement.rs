@@ -51,7 +51,7 @@ struct Quantizer {
 }
 
 const NO_INTEGER_PRODUCT: &str = "stored as integers but applied to float activations, because the consumers have no integer equivalent in the opset of this file, or because several products share them";
-const DEQUANTIZED: &str = "written as dequantized floats, because ONNX Runtime does not support the format here";
+const DEQUANTIZED: &str = "written as dequantized floats, which are not smaller, because the nodes of the file read floats";
 
 impl<'m> Replacer<'m> {
     pub fn new(model: &'m ModelProto, opset: i64) -> Self {

@@ -18,6 +18,7 @@ use crate::evaluation::{FidelityAccumulator, MeasuredFidelity, Runtime, SamplesF
 use crate::export::Exported;
 use crate::model::{LogitKind, Model};
 use crate::pipeline::measured::Measured;
+use crate::report::{NOT_VERIFIED, WARNING};
 use crate::runtime::Limits;
 
 /// Number of synthetic samples.
@@ -55,7 +56,7 @@ impl Run<'_> {
                 Err(e @ (Error::Cancelled | Error::Verification { .. })) => return Err(e),
                 // The comparison with the built-in executor would exceed the limit too.
                 Err(e @ Error::Run { .. }) => {
-                    measured.notes.push(format!("{} was not verified end to end, and fidelity was not measured: {e}", self.file));
+                    measured.notes.push(format!("{}{NOT_VERIFIED}, and fidelity was not measured: {e}", self.file));
                     return Ok(measured);
                 }
                 Err(e) => skipped(e.to_string()),
@@ -90,11 +91,11 @@ impl Run<'_> {
         // An ONNX file does not specify which synthetic samples it accepts.
         let samples = samples.as_ref().filter(|(_, description)| *description != SYNTHETIC);
         let samples = samples.map_or((&[][..], SYNTHETIC), |(samples, description)| (samples.as_slice(), *description));
-        let incomplete = match compare_onnx_model(model, &path, samples, &self.work) {
+        let (warning, incomplete) = match compare_onnx_model(model, &path, samples, &self.work) {
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             // ONNX Runtime does not accept the input either.
-            Err(e) => e.to_string(),
-            Ok(Comparison::Incomplete(reason)) => reason,
+            Err(e) => (WARNING, e.to_string()),
+            Ok(Comparison::Incomplete(reason)) => ("", reason),
             Ok(Comparison::Differs(reason)) => return Err(Error::Verification { path: self.file.into(), reason }),
             Ok(Comparison::Agrees(found)) => {
                 for (_, exported) in exports.iter_mut().filter(|(format, _)| *format == "onnx") {
@@ -103,7 +104,10 @@ impl Run<'_> {
                 return Ok(());
             }
         };
-        measured.notes.push(format!("{} was not verified end to end: {incomplete}", self.file));
+        // The staging folder does not exist after the run.
+        let path = path.to_string_lossy();
+        let incomplete = incomplete.replace(&format!("{path}: "), "").replace(&*path, self.file);
+        measured.notes.push(format!("{warning}{}{NOT_VERIFIED}: {incomplete}", self.file));
         Ok(())
     }
 
@@ -239,6 +243,9 @@ mod tests {
                 Ok(measured) => {
                     assert!(verified, "{before}, {after}, {measures}");
                     assert_eq!(measured.fidelity.is_some(), before == "Relu", "{:?}", measured.notes);
+                    let refusal = "warning: out.onnx was not verified end to end: ONNX Runtime refuses the model: ";
+                    let is_refused = |note: &String| note.starts_with(refusal) && !note.contains("/out.onnx");
+                    assert_eq!(measured.notes.iter().any(is_refused), before == "Unknown", "{:?}", measured.notes);
                 }
                 Err(e) => assert!(!verified && matches!(e, Error::Verification { .. }), "{before}, {after}, {measures}: {e}"),
             }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 use compress::export::{Onnx, Safetensors};
-use compress::pass::{Dequantize, Finetune, Palettize, PruneUnstructured, Quantize, QuantizeDynamic, Scheme, Step};
+use compress::pass::{Cast, Dequantize, Finetune, FloatFormat, Palettize, PruneUnstructured, Quantize, QuantizeDynamic, Scheme, Step};
 use compress::pipeline::verify;
 use compress::{Model, Report};
 use compress_core::work::{Cancel, Silent, Work};
@@ -169,6 +169,13 @@ fn unsupported_changes_are_rejected_before_writing() {
     assert!(refused(builder().export(Safetensors::default()), "out").contains("in.onnx: writing an .onnx model as safetensors"));
     assert!(refused(builder().export(Safetensors::default()), "out.onnx").contains("is of the format onnx, but other formats are configured"));
     assert!(refused(builder().export(Onnx { opset: Some(18), ..Onnx::default() }), "out.onnx").contains("opset"));
+    // Matrices of 16 bits are stored as such anyway.
+    for (to, is_noted) in [(FloatFormat::F32, true), (FloatFormat::F16, false)] {
+        let pass = Cast { to, ..Cast::default() };
+        let pipeline = builder().pass(pass).export(Onnx { float16_weights: true, ..Onnx::default() }).measure(false).build().unwrap();
+        let notes = pipeline.run(place.open(), place.path(&format!("{to:?}.onnx"))).unwrap().notes;
+        assert_eq!(notes.iter().any(|note| note.contains("`float16_weights` has no effect")), is_noted, "{notes:?}");
+    }
 }
 
 #[test]

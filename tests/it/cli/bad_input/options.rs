@@ -155,6 +155,14 @@ fn flags() {
             "'--loads'…tip: `--loads` applies to the output: write it before the first `--`",
             "",
         ),
+        #[cfg(feature = "run")]
+        small(
+            "data of a recipe",
+            "analyze recipe.yaml --calibration x.txt",
+            2,
+            "'--calibration'…tip: data sets are keys of the recipe: `--set data.calibration.text=FILE`",
+            "",
+        ),
         small("a signature of a pass", "chain in -o out -- cast --sign key.pem", 2, "'--sign'…tip: `--sign` applies to the output", ""),
         #[cfg(feature = "run")]
         small("data of the Hub", "quantize-static in -o out --calibration hf:org/name", 2, "`hf:org/name` is not a file: data sets are not downloaded", ""),
