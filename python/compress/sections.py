@@ -260,7 +260,10 @@ class Fidelity:
     """Fidelity of each output."""
 
     not_compared: Mapping[str, str] = field(default_factory=dict)
-    """Float outputs that were not compared, with the reasons."""
+    """Outputs that were not compared, with the reasons."""
+
+    equal: Mapping[str, float] = field(default_factory=dict)
+    """Fraction of equal values of each output of integers or Booleans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +342,10 @@ class MeasuredFidelity:
     """Fidelity of each output."""
 
     not_compared: Mapping[str, str] = field(default_factory=dict)
-    """Float outputs that were not compared, with the reasons."""
+    """Outputs that were not compared, with the reasons."""
+
+    equal: Mapping[str, float] = field(default_factory=dict)
+    """Fraction of equal values of each output of integers or Booleans."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -444,7 +444,14 @@ fn vocabularies_of_gguf_files_are_pruned() {
         let out = folder.path().join(name);
         builder.build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap_or_else(|e| panic!("{name}: {e}"));
         let tokens = |model: &Model| {
-            let target = Target { folder: &model.path, synthesized: &model.auxiliary.synthesized, config: model.config.values(), inputs: &[], outputs: &[], branches: false };
+            let target = Target {
+                folder: &model.path,
+                synthesized: &model.auxiliary.synthesized,
+                config: model.config.values(),
+                inputs: &[],
+                outputs: &[],
+                branches: false,
+            };
             let tokenizer = Tokenizer::open(&target, None).unwrap();
             let names = |text: &str| tokenizer.untruncated(text, true).unwrap().into_iter().map(|id| tokenizer.token(id).unwrap()).collect::<Vec<_>>();
             texts.lines().map(names).collect::<Vec<_>>()

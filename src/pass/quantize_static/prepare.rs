@@ -55,7 +55,9 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
     for name in &layers {
         targets::require_float(pass, name, weights.get(name)?)?;
         if !candidates.contains(name.as_str()) {
-            let other = || Error::tensor(name, "is not the weight of a linear layer or a convolution of this model", "remove it from `targets`");
+            let reason =
+                "is not the weight of a linear layer or a convolution of this model, which are matrices on the right of products without factors, and kernels";
+            let other = || Error::tensor(name, reason, "remove it from `targets`");
             return Err(unreached::error(&model, name).unwrap_or_else(other));
         }
     }

@@ -188,7 +188,7 @@ fn files_state_the_type_of_most_matrices() {
         Pipeline::builder().pass(pass(options)).measure(false).build().unwrap().run(model, &out).unwrap();
         let found = GgufFile::open(&out).unwrap().values["general.file_type"].clone();
         assert_eq!(found, compress_core::store::gguf::Value::Unsigned(id), "{scheme}");
-        // So are those that the pass leaves to the export.
+        // The export stores the remaining matrices in the same type or a larger one.
         assert!(kinds(&out)["token_embd.weight"].contains('K'), "{scheme}: {:?}", kinds(&out));
     }
 }

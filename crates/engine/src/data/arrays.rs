@@ -443,7 +443,8 @@ mod tests {
         let config = serde_json::from_str(r#"{ "decoder_start_token_id": 0, "pad_token_id": 0, "vocab_size": 10 }"#).unwrap();
         let port = |name: &str| Port { name: name.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
         let inputs = ["input_ids", DECODER_INPUT_IDS, DECODER_ATTENTION_MASK].map(port);
-        let target = Target { folder: folder.path(), synthesized: &SynthesizedFiles::default(), config: &config, inputs: &inputs, outputs: &[], branches: false };
+        let target =
+            Target { folder: folder.path(), synthesized: &SynthesizedFiles::default(), config: &config, inputs: &inputs, outputs: &[], branches: false };
         let source = Arrays::open(&Data::default(), &path, Task::LanguageModelling, target).unwrap();
         let row = |index: usize, values: [i64; 3]| {
             let bytes = |values: [i64; 3]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();

@@ -161,7 +161,14 @@ mod tests {
     fn classes(id2label: &str, kind: Option<LabelKind>) -> Classes {
         let config = serde_json::from_str(&format!(r#"{{"id2label": {id2label}}}"#)).unwrap();
         let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(3)], number: None }];
-        let target = Target { folder: Path::new("."), synthesized: &crate::model::SynthesizedFiles::new(), config: &config, inputs: &[], outputs: &outputs, branches: false };
+        let target = Target {
+            folder: Path::new("."),
+            synthesized: &crate::model::SynthesizedFiles::new(),
+            config: &config,
+            inputs: &[],
+            outputs: &outputs,
+            branches: false,
+        };
         Classes::from_target(&Data { label_kind: kind, ..Data::default() }, &target)
     }
 
@@ -221,8 +228,14 @@ mod tests {
         let refused = |config: &str, outputs: usize| {
             let config = serde_json::from_str(config).unwrap();
             let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(outputs)], number: None }];
-            let target =
-                Target { folder: Path::new("."), synthesized: &crate::model::SynthesizedFiles::new(), config: &config, inputs: &[], outputs: &outputs, branches: false };
+            let target = Target {
+                folder: Path::new("."),
+                synthesized: &crate::model::SynthesizedFiles::new(),
+                config: &config,
+                inputs: &[],
+                outputs: &outputs,
+                branches: false,
+            };
             require_single_label(&target).map_err(|e| e.to_string())
         };
         assert_eq!(refused("{}", 2), Ok(()));

@@ -240,7 +240,14 @@ impl Subject {
 
     /// The interface that data must match.
     pub fn target(&self) -> Target<'_> {
-        Target { folder: &self.folder, synthesized: &self.synthesized, config: &self.config, inputs: &self.inputs, outputs: &self.outputs, branches: self.branches }
+        Target {
+            folder: &self.folder,
+            synthesized: &self.synthesized,
+            config: &self.config,
+            inputs: &self.inputs,
+            outputs: &self.outputs,
+            branches: self.branches,
+        }
     }
 
     /// Memory needed to run a folder on inputs of these sizes, or on one sample of default size; `None`

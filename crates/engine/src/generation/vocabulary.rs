@@ -14,8 +14,14 @@ pub struct Vocabulary {
 impl Vocabulary {
     pub(super) fn open(model: &Model, graph: &Graph) -> Result<Vocabulary> {
         let (inputs, outputs) = Port::from_graph(graph);
-        let target =
-            Target { folder: &model.path, synthesized: &model.auxiliary.synthesized, config: model.config.values(), inputs: &inputs, outputs: &outputs, branches: false };
+        let target = Target {
+            folder: &model.path,
+            synthesized: &model.auxiliary.synthesized,
+            config: model.config.values(),
+            inputs: &inputs,
+            outputs: &outputs,
+            branches: false,
+        };
         Ok(Vocabulary { tokenizer: Tokenizer::open(&target, None)?, folder: model.path.display().to_string() })
     }
 
@@ -99,7 +105,14 @@ mod tests {
     fn vocabulary(tokenizer: &serde_json::Value) -> Vocabulary {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        let target = Target { folder: folder.path(), synthesized: &crate::model::SynthesizedFiles::new(), config: &Map::new(), inputs: &[], outputs: &[], branches: false };
+        let target = Target {
+            folder: folder.path(),
+            synthesized: &crate::model::SynthesizedFiles::new(),
+            config: &Map::new(),
+            inputs: &[],
+            outputs: &[],
+            branches: false,
+        };
         Vocabulary { tokenizer: Tokenizer::open(&target, None).unwrap(), folder: "here".into() }
     }
 
