@@ -1,7 +1,10 @@
 //! Folders of images, optionally with one subfolder per class.
 
-use std::io::Read;
+use std::io::{BufRead, Read, Seek};
 use std::path::{Path, PathBuf};
+
+use image::metadata::Orientation;
+use image::{DynamicImage, ImageDecoder, ImageError, ImageReader, ImageResult, Limits};
 
 use super::held_out::hash;
 use super::image_files::{self, Skipped};
@@ -74,8 +77,8 @@ impl ClassFolders {
         let mut numbers = Vec::new();
         let mut first = None;
         for (file, _) in files {
-            let image = image::ImageReader::open(file).map_err(Error::io("open", file))?;
-            let image = image.with_guessed_format().map_err(Error::io("read", file))?.decode().map_err(|e| unreadable(file, &e))?;
+            let image = ImageReader::open(file).map_err(Error::io("open", file))?;
+            let image = decode(image.with_guessed_format().map_err(Error::io("read", file))?).map_err(|e| unreadable(file, &e))?;
             let (mut pixels, height, width) = self.pixels.preprocess(&image, &self.input, file)?;
             self.input.require_size(height, width, file, &self.pixels.size_advice())?;
             if *first.get_or_insert((height, width)) != (height, width) {
@@ -91,9 +94,23 @@ impl ClassFolders {
     }
 }
 
-fn unreadable(file: &Path, error: &image::ImageError) -> Error {
+/// Decodes an image, and applies the orientation of its EXIF metadata, as `load_image` of transformers does.
+fn decode<R: BufRead + Seek>(reader: ImageReader<R>) -> ImageResult<DynamicImage> {
+    let mut decoder = reader.into_decoder()?;
+    // As in `ImageReader::decode`.
+    let mut limits = Limits::default();
+    limits.reserve(decoder.total_bytes())?;
+    decoder.set_limits(limits)?;
+    // Images with invalid metadata are decoded without an orientation.
+    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+    let mut image = DynamicImage::from_decoder(decoder)?;
+    image.apply_orientation(orientation);
+    Ok(image)
+}
+
+fn unreadable(file: &Path, error: &ImageError) -> Error {
     match error {
-        image::ImageError::Limits(_) => Error::malformed(file, "is too large to decode: shrink or remove the image"),
+        ImageError::Limits(_) => Error::malformed(file, "is too large to decode: shrink or remove the image"),
         _ => Error::malformed(file, format!("cannot be decoded as an image ({error}): save it again or remove it")),
     }
 }
@@ -131,4 +148,49 @@ impl SampleSource for ClassFolders {
 fn class_name(folder: &Path) -> Result<String> {
     let name = folder.file_name().and_then(|name| name.to_str()).map(str::to_owned);
     name.ok_or_else(|| Error::malformed(folder, "the name of a class folder is not UTF-8: rename the folder"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use image::ImageFormat;
+
+    use super::*;
+
+    /// As `exif_transpose` of Pillow.
+    #[test]
+    fn the_exif_orientation_is_applied() {
+        let mut wide = image::GrayImage::new(16, 8);
+        (0..8).for_each(|y| (0..8).for_each(|x| wide.put_pixel(x, y, image::Luma([255]))));
+        // A TIFF header, and a directory with the tag 0x112: one value of type 3.
+        let tiff = |orientation: u8| [&b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0"[..], &[orientation, 0, 0, 0, 0, 0, 0]].concat();
+        let written = |format: ImageFormat| {
+            let mut file = Cursor::new(Vec::new());
+            wide.write_to(&mut file, format).unwrap();
+            file.into_inner()
+        };
+        let jpeg = |metadata: Vec<u8>| {
+            let segment = [b"Exif\0\0", metadata.as_slice()].concat();
+            let (start, rest) = (&[0xff, 0xd8, 0xff, 0xe1, 0, segment.len() as u8 + 2], written(ImageFormat::Jpeg));
+            [start, segment.as_slice(), &rest[2..]].concat()
+        };
+        // Width, height, and the values of the top left and the bottom right pixel.
+        let decoded = |bytes: Vec<u8>| {
+            let reader = ImageReader::new(Cursor::new(bytes)).with_guessed_format().unwrap();
+            let image = decode(reader).unwrap().into_luma8();
+            let (width, height) = image.dimensions();
+            let is_white = |x, y| image.get_pixel(x, y)[0] > 128;
+            (width, height, is_white(0, 0), is_white(width - 1, height - 1))
+        };
+        let stored = (16, 8, true, false);
+        for (orientation, expected) in
+            [(1, stored), (2, (16, 8, false, true)), (3, (16, 8, false, true)), (6, (8, 16, true, false)), (8, (8, 16, false, true)), (9, stored)]
+        {
+            assert_eq!(decoded(jpeg(tiff(orientation))), expected, "{orientation}");
+        }
+        for bytes in [jpeg(b"MM".to_vec()), written(ImageFormat::Jpeg), written(ImageFormat::Png), written(ImageFormat::Bmp)] {
+            assert_eq!(decoded(bytes), stored);
+        }
+    }
 }

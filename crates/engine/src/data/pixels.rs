@@ -3,14 +3,15 @@
 use std::fmt;
 use std::path::Path;
 
-use fast_image_resize::images::Image;
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+use fast_image_resize::{FilterType, ResizeAlg};
 use image::DynamicImage;
 use serde_json::{Map, Value};
 
 use super::image_input::ImageInput;
+use super::image_processors::{self, ImageProcessor};
 use super::image_size::Size;
 use super::options::{ChannelOrder, Data, ImageLayout};
+use super::resample::{self, MAX_PIXELS, resize};
 use super::{Target, qwen_vl};
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
@@ -20,8 +21,6 @@ use crate::model::{Config, auxiliary_path};
 const FILE: &str = "preprocessor_config.json";
 /// Factor that scales bytes to 0 to 1.
 const UNIT: f64 = 1.0 / 255.0;
-/// Maximum number of pixels of a resized image.
-const MAX_PIXELS: usize = 1 << 26;
 /// ConvNeXt's processor crops images after resizing if the size is below this.
 const CONVNEXT_NO_CROP: usize = 384;
 
@@ -86,8 +85,9 @@ impl Pixels {
     /// Reads the preprocessing of the model's folder, and applies the data options.
     pub fn open(options: &Data, target: &Target, input: &ImageInput) -> Result<Pixels> {
         let path = auxiliary_path(target.folder, FILE);
-        let mut pixels = if path.is_file() {
-            Pixels::parse(Config::open(&path)?.values(), &path, input.size(), target.config)?.0
+        let file = path.is_file().then(|| Config::open(&path)).transpose()?;
+        let mut pixels = if let Some(file) = &file {
+            Pixels::parse(file.values(), &path, input.size(), target.config)?.0
         } else if let Some(pixels) = Pixels::torchvision(target.config).filter(|_| input.channels == 3 && input.port.element == Element::Float) {
             pixels
         } else {
@@ -115,6 +115,9 @@ impl Pixels {
             return Err(Error::option("data", format!("`channels: bgr` requires a model with 3 channels, this one has {}", input.channels)));
         }
         pixels.require_plausible_mean()?;
+        if let Some(file) = &file {
+            image_processors::require_statistics(file.values(), &path, &pixels.mean, &pixels.std)?;
+        }
         Ok(pixels)
     }
 
@@ -173,22 +176,23 @@ impl Pixels {
         let on = |key: &str| values.get(key).and_then(Value::as_bool);
         let length = |value: &Value| value.as_u64().filter(|n| (1..=MAX_PIXELS as u64).contains(n)).map(|n| n as usize);
         let number = |value: &Value, key: &str| value.get(key).and_then(length);
-        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(key)).and_then(Value::as_str).unwrap_or("");
+        let class = image_processors::class(|key| values.get(key));
+        let processor = ImageProcessor::from_class(class);
         // Qwen-VL computes a size from each image; here, all images have that of the input.
-        let is_adaptive = kind.starts_with("Qwen2VL");
+        let is_adaptive = class == "Qwen2VL";
         if is_adaptive {
             qwen_vl::require_patches(&values, path, config)?;
         }
-        let numbers = |key: &str| match values.get(key) {
-            None | Some(Value::Null) => Ok(if is_adaptive { qwen_vl::default(key) } else { Vec::new() }),
+        let numbers = |key: &str, default: Option<[f64; 3]>| match values.get(key) {
+            None | Some(Value::Null) => Ok(default.map_or(Vec::new(), Vec::from)),
             Some(Value::Array(items)) => items.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().ok_or_else(|| wrong(key)),
             Some(_) => Err(wrong(key)),
         };
-        let square = |key: &str| match values.get(key) {
-            None | Some(Value::Null) => Ok(None),
+        let keeps_aspect = processor.map_or(on("do_center_crop") == Some(true), |processor| processor.keeps_aspect);
+        let square = |key: &str, default: Option<Size>| match values.get(key) {
+            None | Some(Value::Null) => Ok(default),
             Some(size) => match (length(size), number(size, "height"), number(size, "width"), number(size, "shortest_edge")) {
-                (Some(n), ..) if key == "crop_size" => Ok(Some(Size::Exactly(n, n))),
-                (Some(n), ..) if on("do_center_crop") == Some(true) => Ok(Some(Size::Shorter(n))),
+                (Some(n), ..) if key == "size" && keeps_aspect => Ok(Some(Size::Shorter(n))),
                 (Some(n), ..) => Ok(Some(Size::Exactly(n, n))),
                 (_, Some(height), Some(width), _) => Ok(Some(Size::Exactly(height, width))),
                 (.., Some(shorter)) => Ok(Some(Size::Shorter(shorter))),
@@ -196,23 +200,19 @@ impl Pixels {
             },
         };
         let given = |key: &str| values.get(key).filter(|value| !value.is_null());
-        let filter = match given("resample").map(Value::as_u64) {
-            Some(Some(0)) => ResizeAlg::Nearest,
-            Some(Some(1)) => ResizeAlg::Convolution(FilterType::Lanczos3),
-            None if is_adaptive => ResizeAlg::Convolution(FilterType::CatmullRom),
-            None | Some(Some(2)) => ResizeAlg::Convolution(FilterType::Bilinear),
-            Some(Some(3)) => ResizeAlg::Convolution(FilterType::CatmullRom),
-            Some(Some(4)) => ResizeAlg::Convolution(FilterType::Box),
-            Some(Some(5)) => ResizeAlg::Convolution(FilterType::Hamming),
-            Some(_) => return Err(wrong("resample")),
+        let filter = match given("resample") {
+            Some(number) => resample::filter(number).ok_or_else(|| wrong("resample"))?,
+            None => ResizeAlg::Convolution(processor.map_or(FilterType::Bilinear, |processor| processor.filter)),
         };
         let mut size = match on("do_resize") {
             Some(false) => None,
             _ if is_adaptive => input.map(|(height, width)| Size::Exactly(height, width)),
-            _ => square("size")?,
+            _ => square("size", processor.map(|processor| processor.size))?,
         };
-        let mut crop = if on("do_center_crop") == Some(true) { square("crop_size")?.or(size) } else { None };
-        if let (true, Some(Size::Shorter(edge))) = (kind.starts_with("ConvNext"), size) {
+        let crops = on("do_center_crop").unwrap_or(processor.is_some_and(|processor| processor.crops));
+        let default_crop = processor.and_then(|processor| processor.crop_size).map(|side| Size::Exactly(side, side));
+        let mut crop = if crops { square("crop_size", default_crop)?.or(size) } else { None };
+        if let (true, Some(Size::Shorter(edge))) = (class == "ConvNext", size) {
             let fraction = values.get("crop_pct").and_then(Value::as_f64).unwrap_or(224.0 / 256.0);
             if !fraction.is_normal() || fraction < 0.0 {
                 return Err(wrong("crop_pct"));
@@ -226,11 +226,11 @@ impl Pixels {
         let crop = crop.map(Size::crop);
         let factor = given("rescale_factor").map_or(Some(UNIT), Value::as_f64);
         let rescale = if on("do_rescale") == Some(false) { 1.0 } else { factor.ok_or_else(|| wrong("rescale_factor"))? };
-        let normalize = on("do_normalize") != Some(false);
+        let normalize = on("do_normalize").unwrap_or(processor.is_none_or(|processor| processor.normalizes));
         // EfficientNet's processor divides by the deviation again unless `include_top` is false.
-        let divides_twice = kind.starts_with("EfficientNet") && on("include_top") != Some(false);
-        let mean = if normalize { numbers("image_mean")? } else { vec![] };
-        let mut std = if normalize || divides_twice { numbers("image_std")? } else { vec![] };
+        let divides_twice = class == "EfficientNet" && on("include_top") != Some(false);
+        let mean = if normalize { numbers("image_mean", processor.map(|processor| processor.mean))? } else { vec![] };
+        let mut std = if normalize || divides_twice { numbers("image_std", processor.map(|processor| processor.std))? } else { vec![] };
         if normalize && divides_twice {
             std.iter_mut().for_each(|value| *value *= *value);
         }
@@ -353,28 +353,6 @@ impl fmt::Display for Pixels {
         }
         f.write_str(if self.reversed { ", channels in BGR order" } else { "" })
     }
-}
-
-/// Resizes like Pillow: first along rows, rounded to bytes, then along columns.
-fn resize(bytes: Vec<u8>, from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
-    let pixels = from.0.max(to.0).checked_mul(to.1);
-    if to.0 == 0 || to.1 == 0 || pixels.is_none_or(|pixels| pixels > MAX_PIXELS) {
-        return Err(format!("is {} x {} and cannot be resized to {} x {}", from.0, from.1, to.0, to.1));
-    }
-    let bytes = if from.1 == to.1 { bytes } else { stretch(&bytes, from, (from.0, to.1), channels, filter)? };
-    if from.0 == to.0 { Ok(bytes) } else { stretch(&bytes, (from.0, to.1), to, channels, filter) }
-}
-
-/// Resizes along one axis.
-fn stretch(bytes: &[u8], from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
-    let kind = if channels == 1 { PixelType::F32 } else { PixelType::F32x3 };
-    let side = |n: usize| u32::try_from(n).map_err(|_| format!("cannot be resized to {} x {}", to.0, to.1));
-    let numbers: Vec<u8> = bytes.iter().flat_map(|b| f32::from(*b).to_ne_bytes()).collect();
-    let image = Image::from_vec_u8(side(from.1)?, side(from.0)?, numbers, kind).map_err(|e| e.to_string())?;
-    let mut resized = Image::new(side(to.1)?, side(to.0)?, kind);
-    Resizer::new().resize(&image, &mut resized, &ResizeOptions::new().resize_alg(filter).use_alpha(false)).map_err(|e| e.to_string())?;
-    let byte = |number: &[u8]| f32::from_ne_bytes(number.try_into().unwrap_or_default()).round().clamp(0.0, 255.0) as u8;
-    Ok(resized.into_vec().chunks_exact(4).map(byte).collect())
 }
 
 #[cfg(test)]

@@ -38,11 +38,6 @@ pub(super) fn require_patches(values: &Settings, path: &Path, config: &Map<Strin
     Ok(())
 }
 
-/// The default of `image_mean` or `image_std`: the values of CLIP.
-pub(super) fn default(key: &str) -> Vec<f64> {
-    if key == "image_mean" { vec![0.481_454_66, 0.457_827_5, 0.408_210_73] } else { vec![0.268_629_54, 0.261_302_58, 0.275_777_11] }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::pixels::Pixels;
@@ -65,7 +60,6 @@ mod tests {
         assert_eq!(pixels(given, "{}").unwrap(), format!("{resized}, mean [0.5], std [0.25]"));
         let raw = r#"{"image_processor_type":"Qwen2VLImageProcessor","do_normalize":false}"#;
         assert_eq!(pixels(raw, "{}").unwrap(), format!("{resized}, no mean, no std"));
-        assert_eq!(pixels(r#"{"image_processor_type":"ViTImageProcessor"}"#, "{}").unwrap(), "not resized, pixels divided by 255, no mean, no std");
     }
 
     #[test]
