@@ -77,6 +77,10 @@ impl Args {
         let other = match &self.against {
             Some(other) => {
                 let same_ids = options.images.is_some() || !has_renumbered_tokens([last.target(), subjects[0].target()])?;
+                if !same_ids && options.arrays.is_some() {
+                    let reason = format!("contains token ids, which are other tokens in {}: use texts", redact_path(other).display());
+                    return Err(Error::option("--arrays", reason));
+                }
                 own_samples((&data, same_ids), DataSet::open(&options, subjects[0].target()), [&path, other], &mut notes)?
             }
             None => None,
@@ -169,22 +173,28 @@ impl Args {
 fn own_samples((data, same_ids): (&DataSet, bool), other: Result<DataSet>, [path, other_path]: [&Path; 2], notes: &mut Vec<String>) -> Result<Option<DataSet>> {
     let (path, other_path) = (redact_path(path), redact_path(other_path));
     let other = match other {
-        Ok(other) if same_ids && data.is_prepared_like(&other)? => return Ok(None),
         Ok(other) => other,
         Err(e) => {
             notes.push(format!("{} ran on samples that were preprocessed for {}: {e}", other_path.display(), path.display()));
             return Ok(None);
         }
     };
-    let description = |data: &DataSet| data.preprocessing().unwrap_or_else(|| "its own tokenizer".to_owned());
-    let reason = format!("{} and {} preprocess samples differently ({}; {})", path.display(), other_path.display(), description(data), description(&other));
+    let reason = match data.difference_from(&other)? {
+        None if same_ids => return Ok(None),
+        None => "their tokens have different ids".to_owned(),
+        Some(difference) => difference,
+    };
+    let reason = format!("{} and {} differ in preprocessing or labels ({reason})", path.display(), other_path.display());
     if data.task() == Task::Fidelity {
         return Err(Error::option(
             "eval: against",
             format!("{reason}, so that their outputs cannot be compared: specify the preprocessing of both by options of `--data`"),
         ));
     }
-    notes.push(format!("{reason}: each model was scored with its own preprocessing, and their outputs were not compared"));
+    notes.push(format!("{reason}: each model was scored with its own samples, and their outputs were not compared"));
+    if !same_ids && data.task() == Task::LanguageModelling {
+        notes.push("perplexities are not comparable: they are means over different tokens".to_owned());
+    }
     Ok(Some(other))
 }
 
@@ -257,7 +267,7 @@ mod tests {
             Ok::<_, Error>((other.is_some(), notes))
         };
         let error = own(Task::Fidelity, &[]).unwrap_err().to_string();
-        assert!(error.contains("a and b preprocess samples differently") && error.contains("0.9"), "{error}");
+        assert!(error.contains("a and b differ in preprocessing or labels") && error.contains("0.9"), "{error}");
         assert_eq!(own(Task::Fidelity, &[0.5]).unwrap(), (false, Vec::new()));
         let (is_separate, notes) = own(Task::Classification, &[]).unwrap();
         assert!(is_separate && notes[0].contains("their outputs were not compared"), "{notes:?}");

@@ -76,6 +76,7 @@ pub(super) fn open(teachers: &[MoreTeacher], student: &Model) -> Result<Vec<(Mod
     let open = |teacher: &MoreTeacher| {
         let model = Model::open(&teacher.model).map_err(|e| if matches!(e, Error::Io { .. }) { Error::option(OPTION, e) } else { e })?;
         vocabulary::require_same(student, &model)?;
+        vocabulary::require_same_classes(student, &model)?;
         Ok((model, teacher.clone()))
     };
     teachers.iter().map(open).collect()

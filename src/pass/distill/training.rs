@@ -93,6 +93,9 @@ impl<'a> Job<'a> {
         let teacher_graph = teacher.map(Model::graph).transpose()?;
         if let Some(teacher) = teacher {
             vocabulary::require_same(model, teacher)?;
+            if training.losses.soft.is_some() {
+                vocabulary::require_same_classes(model, teacher)?;
+            }
         }
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
         let objective = self.objective(&graph, teacher_graph.as_ref(), task)?;
@@ -263,6 +266,9 @@ impl<'a> Job<'a> {
         let teacher_graph = teacher.map(Model::graph).transpose()?;
         if let Some(teacher) = teacher {
             vocabulary::require_same(model, teacher)?;
+            if self.training.losses.soft.is_some() {
+                vocabulary::require_same_classes(model, teacher)?;
+            }
         }
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs training samples: add `data: { train: ... }`"))?;
         if self.head.is_some() {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::data::{class_difference, class_names};
 use crate::error::{Error, Result};
 use crate::model::{Model, read_auxiliary_text};
 
@@ -31,6 +32,15 @@ pub(super) fn require_same(student: &Model, teacher: &Model) -> Result<()> {
         "distill: teacher",
         format!("has a different tokenizer: `{token}` {} in {} and {} in {}; {remedy}", describe(one), ours.display(), describe(other), theirs.display()),
     ))
+}
+
+/// Returns an error if the classes of a teacher of a loss over logits are in another order.
+pub(super) fn require_same_classes(student: &Model, teacher: &Model) -> Result<()> {
+    let [ours, theirs] = [student, teacher].map(|model| class_names(model.config.values()));
+    class_difference([&ours, &theirs]).map_or(Ok(()), |reason| {
+        let hint = "reorder `id2label` and the rows of the classifier of one of them";
+        Err(Error::option("distill: teacher", format!("has another order of classes than the student: {reason} ({}); {hint}", teacher.path.display())))
+    })
 }
 
 pub(super) type Tokens = BTreeMap<String, u64>;

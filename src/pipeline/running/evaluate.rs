@@ -291,16 +291,19 @@ impl Run<'_> {
         // A student from another folder may preprocess samples differently. Each model is then scored on
         // its own samples.
         let own = if self.after.path == self.before.path && !renumbered { None } else { Some(sets.open(options, targets[1])?) };
-        let own = if own.as_ref().map_or(Ok(true), |own| Ok(!renumbered && data.is_prepared_like(own)?))? { None } else { own };
+        let difference = own.as_ref().map_or(Ok(None), |own| data.difference_from(own))?;
+        let own = own.filter(|_| renumbered || difference.is_some());
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
         let mut models = models_to_run.load(&batch.inputs, &self.pipeline.running, &self.work)?;
         let outcomes = match &own {
             None => evaluation::evaluate(&data, &mut models, &pairs, &self.work)?,
             Some(own) => {
-                let reason =
-                    if renumbered { "the output has other tokens than the input" } else { "the student preprocesses samples differently from the input" };
-                measured.notes.push(format!("{reason}: each model was scored with its own preprocessing, and their outputs were not compared"));
+                let reason = match difference {
+                    _ if renumbered => "the output has other tokens than the input".to_owned(),
+                    difference => format!("input and output differ in preprocessing or labels ({})", difference.unwrap_or_default()),
+                };
+                measured.notes.push(format!("{reason}: each model was scored with its own samples, and their outputs were not compared"));
                 if renumbered && data.task() == Task::LanguageModelling {
                     measured.notes.push(FEWER_ROWS.into());
                 }

@@ -97,7 +97,7 @@ impl Run<'_> {
         }
         match self.preprocessing_differs() {
             Ok(false) => {}
-            Ok(true) => return skipped("the student preprocesses samples differently from the input".into()),
+            Ok(true) => return skipped("the student differs from the input in preprocessing or classes".into()),
             Err(e) => return skipped(e.to_string()),
         }
         let unread = self.unread_note(&graph, exports);
@@ -193,7 +193,7 @@ impl Run<'_> {
         match sets.calibration.as_ref().or(sets.train.as_ref()) {
             Some(set) => {
                 let own = sets.open(set, after.target())?;
-                Ok(!sets.open(set, before.target())?.is_prepared_like(&own)?)
+                Ok(sets.open(set, before.target())?.difference_from(&own)?.is_some())
             }
             None => Ok(!data::has_same_preprocessing([before.target(), after.target()])?),
         }

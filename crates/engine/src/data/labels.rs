@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::options::{Data, LabelKind};
 use super::{References, Target};
@@ -51,6 +51,19 @@ pub(super) fn require_single_label(target: &Target) -> Result<()> {
     let Some(reason) = no_single_label(target.config, target.classes()) else { return Ok(()) };
     let what = "the task classification requires a single-label classifier with softmax and cross entropy";
     Err(Error::option("task", format!("{reason}, but {what}: set `task: fidelity` to compare the model's outputs or to learn from a teacher")))
+}
+
+/// The names of the classes of a model by index, without placeholders such as `LABEL_0`.
+pub fn class_names(config: &Map<String, Value>) -> BTreeMap<usize, String> {
+    let names = config.get("id2label").and_then(Value::as_object).into_iter().flatten();
+    let named = names.filter_map(|(id, name)| Some((id.parse().ok()?, name.as_str()?.to_owned())));
+    named.filter(|(id, name)| *name != format!("LABEL_{id}")).collect()
+}
+
+/// Why the outputs of two models for the same class have different indices, if both name their classes.
+pub fn class_difference([a, b]: [&BTreeMap<usize, String>; 2]) -> Option<String> {
+    let (id, name) = a.iter().find(|(id, name)| b.get(id).is_some_and(|other| other != *name))?;
+    Some(format!("class {id} is `{name}` and `{}`", b.get(id).map_or("", String::as_str)))
 }
 
 /// Maps labels to classes.

@@ -55,6 +55,7 @@ mod wav;
 mod window;
 mod windows;
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -63,7 +64,7 @@ pub use batch::{Batch, References};
 pub use chat::{ChatTemplate, Message};
 pub use compress_core::one_or_several;
 pub use corpus::{Corpus, CorpusText};
-pub use labels::IGNORED;
+pub use labels::{IGNORED, class_difference, class_names};
 use largest::BatchSizes;
 pub use largest::LargestInputs;
 pub use open_sets::{DataSets, OpenSets};
@@ -156,6 +157,8 @@ pub struct DataSet {
     metric: Option<String>,
     /// Kind of the output `logits` of the model.
     logits: LogitKind,
+    /// Names of the classes of the model, by index.
+    classes: BTreeMap<usize, String>,
     description: String,
     /// The batch size, if the model accepts only one, and that is larger than 1.
     fixed_batch: Option<usize>,
@@ -184,6 +187,7 @@ impl DataSet {
             task,
             metric: options.metric.clone(),
             logits: LogitKind::from_config(target.config),
+            classes: labels::class_names(target.config),
             description,
             fixed_batch,
             limit: options.samples,
@@ -458,6 +462,7 @@ mod tests {
             task: Task::Fidelity,
             metric: None,
             logits: LogitKind::default(),
+            classes: BTreeMap::new(),
             description: "numbers".into(),
             fixed_batch: None,
             limit: None,

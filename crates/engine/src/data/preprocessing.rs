@@ -1,9 +1,11 @@
 //! Comparison of the preprocessing of two models.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 
 use super::held_out::identity;
-use super::{Batch, DataSet, References, Target, Tokenizer};
+use super::labels::{class_difference, class_names};
+use super::{Batch, DataSet, Order, References, Target, Tokenizer};
 use crate::error::{Error, Result};
 use crate::model::read_auxiliary_text;
 
@@ -20,11 +22,14 @@ const PREPARATION: [&str; 7] = [
     "config_sentence_transformers.json",
 ];
 
-/// Whether two models have the same inputs and the same preprocessing.
+/// Whether two models have the same inputs, preprocessing and names of classes.
 pub fn has_same_preprocessing([a, b]: [Target; 2]) -> Result<bool> {
     let text = |target: Target, name: &str| read_auxiliary_text(target.folder, target.synthesized, name);
     let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
-    Ok(a.inputs == b.inputs && !VOCABULARIES.into_iter().chain(PREPARATION).map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
+    let [classes, others] = [a, b].map(|target| class_names(target.config));
+    Ok(a.inputs == b.inputs
+        && class_difference([&classes, &others]).is_none()
+        && !VOCABULARIES.into_iter().chain(PREPARATION).map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
 }
 
 /// Whether a token has different ids in the tokenizers of two models, or the same id is another token.
@@ -41,20 +46,50 @@ pub fn has_renumbered_tokens([a, b]: [Target; 2]) -> Result<bool> {
     Ok(b.iter().any(|(token, id)| a.get(token).is_some_and(|other| other != id) || tokens.get(id).is_some_and(|other| *other != token)))
 }
 
+/// Samples of two data sets that are compared. Preprocessing is expensive for images.
+const MAX_TEXTS: usize = 256;
+const MAX_IMAGES: usize = 8;
+
 impl DataSet {
-    /// Whether another data set contains the same samples with the same preprocessing, judged by the
-    /// description of the preprocessing and the shared inputs of the first sample.
-    pub fn is_prepared_like(&self, other: &DataSet) -> Result<bool> {
+    /// Why another data set, for another model, contains other samples, preprocessing or labels; `None` if
+    /// they are the same, judged by the names of classes, the description of the preprocessing, and the
+    /// labels and shared inputs of the first samples.
+    pub fn difference_from(&self, other: &DataSet) -> Result<Option<String>> {
+        if let Some(reason) = class_difference([&self.classes, &other.classes]) {
+            return Ok(Some(reason));
+        }
+        let description = |data: &DataSet| data.preprocessing().unwrap_or_else(|| "its own tokenizer".to_owned());
+        let reason = || Some(format!("{}; {}", description(self), description(other)));
         if self.preprocessing() != other.preprocessing() {
-            return Ok(false);
+            return Ok(reason());
         }
         let (a, b) = (self.first()?, other.first()?);
-        let shared = |batch: &Batch, other: &Batch| {
-            let inputs = batch.inputs.iter().filter(|(name, _)| other.inputs.contains_key(*name));
-            let inputs = inputs.map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
-            identity(&Batch { inputs, references: References::None, samples: batch.samples }.narrow(0, 1)?)
+        let shared: Vec<&String> = a.inputs.keys().filter(|name| b.inputs.contains_key(*name)).collect();
+        // Rows of batches of another size may be in another order.
+        let count = match a.samples == b.samples {
+            true if self.preprocessing().is_some() => MAX_IMAGES,
+            true => MAX_TEXTS,
+            false => 1,
         };
-        Ok(shared(&a, &b)? == shared(&b, &a)?)
+        Ok(if self.first_samples(&shared, count)? == other.first_samples(&shared, count)? { None } else { reason() })
+    }
+
+    /// Hashes of these inputs of the first samples, and the labels of their batches.
+    fn first_samples(&self, inputs: &[&String], count: usize) -> Result<(Vec<u64>, Vec<References>)> {
+        let (mut samples, mut references) = (Vec::new(), Vec::new());
+        self.for_each_in(Order::default(), |batch| {
+            references.push(batch.references.clone());
+            let shared = inputs.iter().filter_map(|name| Some(((*name).clone(), batch.inputs.get(*name)?.clone()))).collect();
+            let rows = batch.inputs.values().filter_map(|input| input.dims().first()).min().copied().unwrap_or(0);
+            let batch = Batch { inputs: shared, references: References::None, samples: rows };
+            for row in 0..rows.min(count.saturating_sub(samples.len())) {
+                samples.push(identity(&batch.narrow(row, 1)?)?);
+            }
+            Ok(if samples.len() < count { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+        })?;
+        // Batches of another size have other labels.
+        references.truncate(if count > 1 { references.len() } else { 0 });
+        Ok((samples, references))
     }
 }
 

@@ -65,7 +65,35 @@ fn each_model_is_scored_on_its_own_samples() {
     assert_ne!(a["score"], b["score"]);
     assert_eq!([&both["score"], &both["against"], &both["fidelity"]], [&a["score"], &b["score"], &Value::Null], "{both}");
     let refused = compress(folder.path(), &format!("eval a --against b {}", set.replace("classification", "fidelity")));
-    assert!(refused.code == 2 && refused.stderr.contains("preprocess samples differently"), "{}", refused.stderr);
+    assert!(refused.code == 2 && refused.stderr.contains("differ in preprocessing or labels"), "{}", refused.stderr);
+}
+
+/// Models with the same classes in another order have no outputs in common: an evaluation does not compare
+/// them, and the classes of a teacher must have the same order.
+#[test]
+fn classes_in_another_order_are_not_compared() {
+    let folder = prepared();
+    fs::create_dir(folder.path().join("other")).unwrap();
+    for file in fs::read_dir(folder.path().join("in")).unwrap().map(|entry| entry.unwrap().path()) {
+        fs::copy(&file, folder.path().join("other").join(file.file_name().unwrap())).unwrap();
+    }
+    for (name, classes) in
+        [("in", serde_json::json!({ "0": "yes", "1": "no", "2": "maybe" })), ("other", serde_json::json!({ "0": "no", "1": "yes", "2": "maybe" }))]
+    {
+        let path = folder.path().join(name).join("config.json");
+        let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        config["id2label"] = classes;
+        config.as_object_mut().unwrap().remove("label2id");
+        fs::write(&path, config.to_string()).unwrap();
+    }
+    let samples = fs::read_to_string(folder.path().join("labelled.csv")).unwrap();
+    let samples = samples.replace("LABEL_0", "yes").replace("LABEL_1", "no").replace("LABEL_2", "maybe");
+    fs::write(folder.path().join("labelled.csv"), samples).unwrap();
+    let both = data(folder.path(), "eval in --against other --data labelled.csv --label-column label --json");
+    assert!(both["fidelity"].is_null() && both["notes"][0].as_str().unwrap().contains("class 0 is `yes` and `no`"), "{both}");
+    let train = "--train {text:labelled.csv,label_column:label} --max-steps 1 --no-measure";
+    let refused = compress(folder.path(), &format!("distill in -o out --teacher other --losses soft=1 {train}"));
+    assert!(refused.code == 2 && refused.stderr.contains("another order of classes than the student: class 0 is `yes` and `no`"), "{}", refused.stderr);
 }
 
 /// The mapping is the same as in a recipe and for `--train` and `--calibration`.
