@@ -76,7 +76,8 @@ struct WordsFile {
     affine: QuantizationSpec,
 }
 
-/// Removes all GPTQ and AWQ weights from a checkpoint. Fails if the parts of a weight do not match.
+/// Removes all GPTQ and AWQ weights from a checkpoint. Fails if the parts of a weight do not match, or if the
+/// model divides activations by scales (`ScaledActivation` of AutoAWQ), which the weights do not contain.
 pub(super) fn take(checkpoint: &mut Checkpoint) -> Result<Vec<(String, Weight)>> {
     let modules: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(".qweight")).map(str::to_owned).collect();
     let is_complete =
@@ -86,6 +87,11 @@ pub(super) fn take(checkpoint: &mut Checkpoint) -> Result<Vec<(String, Weight)>>
         if is_complete(checkpoint, &module) {
             weights.push(weight(checkpoint, &module)?);
         }
+    }
+    let is_activation = |name: &&String| name.strip_suffix(".scales").is_some_and(|module| !checkpoint.tensors.contains_key(&format!("{module}.qweight")));
+    if let Some(name) = checkpoint.tensors.keys().find(is_activation).filter(|_| !weights.is_empty()) {
+        let reason = "contains scales by which AutoAWQ divides the activations of a layer, which is not supported";
+        return Err(Error::tensor(name, reason, "start from the original checkpoint"));
     }
     Ok(weights)
 }
@@ -131,6 +137,10 @@ fn weight(checkpoint: &mut Checkpoint, module: &str) -> Result<(String, Weight)>
     let (size, scattered) = match &order {
         Some(order) => input_groups(order, row, groups, stated)
             .ok_or_else(|| broken(format!("its g_idx {} {:?} does not assign a group to each input", order.dtype, order.shape)))?,
+        None if words == Words::Gptq && config.is_ordered && groups > 1 => {
+            let reason = format!("has {groups} groups of inputs in the order of `desc_act`, which is true in its quantization_config, but no `g_idx`");
+            return Err(Error::tensor(&part("g_idx"), reason, "start from the original checkpoint, or set `desc_act` to false if the groups are consecutive"));
+        }
         None => {
             let even = || row.checked_div(groups).filter(|_| row.is_multiple_of(groups));
             let size = stated.or_else(even);

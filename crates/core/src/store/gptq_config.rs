@@ -12,6 +12,8 @@ pub struct GptqConfig {
     pub symmetric: Option<bool>,
     /// Number of inputs per group, if it is specified and the same for all layers.
     pub group_size: Option<GroupSize>,
+    /// Whether GPTQ has assigned inputs to groups in the order of their importance (`desc_act`).
+    pub is_ordered: bool,
 }
 
 /// A group size of a configuration.

@@ -18,6 +18,9 @@ use crate::files;
 use crate::kernel::cache::CacheScheme;
 use crate::store::{DType, GptqConfig, OriginalFormat};
 
+/// Key of the description of quantized weights.
+const QUANTIZATION: &str = "quantization_config";
+
 /// Prefix of the `model_type` of such folders, so that other libraries find no class for it:
 /// transformers ignores unknown quantization methods, and would silently compute something else.
 const OWN_TYPE: &str = "compress-";
@@ -210,14 +213,21 @@ impl Config {
                 hint: "rename it to `quantization_config`, the key of newer versions of compressed-tensors".into(),
             });
         }
-        if self.get("quantization_config").is_none_or(Value::is_null) {
+        let nested = remove_nested_descriptions(&mut self.values, "");
+        if self.get(QUANTIZATION).is_none_or(Value::is_null) {
+            if let Some(key) = nested.first() {
+                return Err(Error::Unsupported {
+                    what: format!("{}: `{key}`", path.join("config.json").display()),
+                    hint: "move it to the top level of the file, with the names of layers as in the checkpoint".into(),
+                });
+            }
             let file = path.join(quantization::MODELOPT);
             return match modelopt_description(&file)? {
                 Some(described) => self.take_original(described, &file),
                 None => Ok(Schemes::from_gptq(separate_description(path)?)),
             };
         }
-        let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
+        let quantization = self.values.shift_remove(QUANTIZATION).unwrap_or_default();
         self.text = None;
         let file = path.join("config.json");
         let refused = quantization::unsupported(&file);
@@ -257,6 +267,22 @@ impl Config {
             None => Some(format!("{:#}\n", Value::Object(self.values.clone()))),
         }
     }
+}
+
+/// Removes the descriptions of quantized weights from nested configurations, such as `text_config`, and
+/// returns their paths.
+fn remove_nested_descriptions(values: &mut Map<String, Value>, parent: &str) -> Vec<String> {
+    let mut removed = Vec::new();
+    for (key, value) in values.iter_mut().filter(|(key, _)| *key != QUANTIZATION) {
+        let Value::Object(nested) = value else { continue };
+        let path = format!("{parent}{key}.");
+        if nested.get(QUANTIZATION).is_some_and(|described| !described.is_null()) {
+            nested.shift_remove(QUANTIZATION);
+            removed.push(format!("{path}{QUANTIZATION}"));
+        }
+        removed.extend(remove_nested_descriptions(nested, &path));
+    }
+    removed
 }
 
 /// The separate description of ModelOpt, as a value of `quantization_config`.
@@ -350,6 +376,28 @@ mod tests {
         let mut config = Config { text: Some("kept".into()), values, ..Config::default() };
         assert!(config.take_quantization(Path::new("m")).unwrap().require_quantized(&crate::store::Weights::default()).is_ok());
         assert_eq!(config.render().unwrap(), "kept");
+    }
+
+    #[test]
+    fn nested_descriptions_are_rejected_without_one_at_the_top_level() {
+        let opened = |values: Value| {
+            let mut config = Config::from_values(values.as_object().unwrap().clone());
+            let found = config.take_quantization(Path::new("m")).map(|_| ());
+            (found.map_err(|error| error.to_string()), Value::Object(config.values))
+        };
+        let gptq = json!({"quant_method": "gptq"});
+        for (values, key) in [
+            (json!({"text_config": {"quantization_config": gptq}}), "text_config.quantization_config"),
+            (json!({"a_config": {"text_config": {"quantization_config": gptq}}, "quantization_config": null}), "a_config.text_config.quantization_config"),
+        ] {
+            let error = opened(values).0.unwrap_err();
+            assert!(error.contains(&format!("config.json: `{key}`")), "{error}");
+        }
+        let null = json!({"text_config": {"quantization_config": null}});
+        assert_eq!(opened(null.clone()), (Ok(()), null));
+        // A description that no longer applies is not written again.
+        let both = json!({"text_config": {"quantization_config": gptq, "a": 1}, "quantization_config": gptq});
+        assert_eq!(opened(both), (Ok(()), json!({"text_config": {"a": 1}})));
     }
 
     #[test]

@@ -255,7 +255,8 @@ pub(super) fn gptq_config(described: &Value) -> Result<Option<GptqConfig>, Refus
             let overrides = described.get("dynamic").and_then(Value::as_object);
             let is_uniform = overrides.is_none_or(|rules| rules.values().all(|rule| rule.get("group_size").is_none()));
             let group_size = group_size.filter(|_| is_uniform);
-            Ok(Some(GptqConfig { second_version: format.as_deref() == Some("gptq_v2"), symmetric, group_size }))
+            let is_ordered = described.get("desc_act") == Some(&Value::Bool(true));
+            Ok(Some(GptqConfig { second_version: format.as_deref() == Some("gptq_v2"), symmetric, group_size, is_ordered }))
         }
         Some("awq") => {
             one_of(&["version"], &["gemm"])?;

@@ -146,6 +146,13 @@ fn words_of_gptq_and_awq() {
             "tensor `x.weight`: its g_idx I32 [8] does not assign a group to each input",
             hint,
         ),
+        of(
+            "activations with scales",
+            METADATA,
+            gptq(vec![floats("mlp.act.scales", &[8])]),
+            "tensor `mlp.act.scales`: contains scales by which AutoAWQ divides the activations of a layer, which is not supported",
+            "start from the original checkpoint",
+        ),
         of("a weight twice", METADATA, gptq(vec![floats("x.weight", &[8, 8])]), "tensor `x.weight`: is stored twice", "write the file again"),
     ]);
 }
