@@ -29,7 +29,9 @@ use crate::onnx::proto::{DataType, TensorProto};
 use crate::onnx::{Cache, Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
 use crate::run_state::{RunState, WARNING};
 use crate::store::writer::{self, Item, Piece, Prebuilt, WeightMeasurement, Written};
-use crate::store::{ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weight, Weights};
+use crate::store::{
+    ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, Granularity, QuantizationSpec, Rescaled, StorageFormat, Weight, Weights,
+};
 use crate::work::Work;
 
 /// The ONNX format.
@@ -159,6 +161,7 @@ impl Onnx {
             let weight = model.weights.get(&value.name)?;
             match &weight.encoding {
                 Encoding::Quantized(spec) => match spec.codes {
+                    Codes::Integer(_) if is_in_blocks(spec) => {}
                     Codes::Integer(_) => drop(style.integers.insert(value.name.clone(), spec.clone())),
                     Codes::Palette(_) => drop(style.palettes.insert(value.name.clone(), spec.clone())),
                     Codes::Float(_) => {}
@@ -296,6 +299,11 @@ fn item(slot: &InitializerLayout, weights: &Weights) -> Result<Item> {
     Ok(Item { name, weight, storage_format: slot.storage_format })
 }
 
+/// Whether a weight consists of integers with a scale per block of rows and columns.
+fn is_in_blocks(spec: &QuantizationSpec) -> bool {
+    spec.codes.is_integer() && matches!(spec.granularity, Granularity::Block(_))
+}
+
 /// The ONNX file that a model was opened from, if no pass has changed the graph.
 fn original_file(model: &Model) -> Option<&ModelFile> {
     model.onnx.as_deref().filter(|_| model.changed_graph.is_none())
@@ -353,6 +361,14 @@ fn notes(model: &Model, graph: &Graph, slots: &[&InitializerLayout]) -> Vec<Stri
     let rounded = specs().filter(|spec| spec.codes.is_integer() && matches!(spec.activations, ActivationScheme::Float(..))).count();
     if rounded > 0 {
         notes.push(format!("{}: the activations of {} with FP8 activations stay floats", file::MODEL, counted(rounded, "weight")));
+    }
+    let blocks = specs().filter(|spec| is_in_blocks(spec)).count();
+    if blocks > 0 {
+        notes.push(format!(
+            "{WARNING}{}: {} dequantized, so that they are not smaller, and activations stay floats: ONNX has no scales of blocks of several rows; use `quantize --scheme W4A16` or `quantize-dynamic`",
+            file::MODEL,
+            counted(blocks, "integer weight")
+        ));
     }
     let floats = specs().filter(|spec| spec.codes.float().is_some()).count();
     if floats > 0 {

@@ -346,3 +346,31 @@ fn matrices_of_16_bits_are_converted_when_the_file_is_loaded() {
     let run = Pipeline::builder().pass(cast()).export(both).build().unwrap().run(Model::open(golden("bert")).unwrap(), folder.path().join("both"));
     assert!(run.err().unwrap().to_string().contains("float16_weights: has no effect with `precision: float16`"));
 }
+
+/// ONNX has no scales of blocks of several rows.
+#[test]
+fn integers_in_blocks_of_rows_are_written_as_floats() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("in");
+    one_layer(&path, 32, 64, &[0.0; 32 * 64]);
+    let (codes, scales) = (vec![1; 32 * 64], [0.5f32; 4].map(f32::to_le_bytes).concat());
+    let view = |dtype, shape: [usize; 2], bytes| safetensors::tensor::TensorView::new(dtype, shape.to_vec(), bytes).unwrap();
+    let tensors = [
+        ("fc.weight", view(safetensors::Dtype::I8, [32, 64], codes.as_slice())),
+        ("fc.weight_scale", view(safetensors::Dtype::F32, [2, 2], scales.as_slice())),
+    ];
+    safetensors::serialize_to_file(tensors, None, &path.join("model.safetensors")).unwrap();
+    let weights = serde_json::json!({ "num_bits": 8, "type": "int", "symmetric": true, "strategy": "block", "block_structure": [16, 32] });
+    let group = serde_json::json!({ "targets": ["Linear"], "weights": weights });
+    let config = serde_json::json!({
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed", "config_groups": { "group_0": group }
+    });
+    std::fs::write(path.join("config.json"), serde_json::json!({ "quantization_config": config }).to_string()).unwrap();
+    let pipeline = Pipeline::builder().export(Onnx::default()).measure(false).build().unwrap();
+    let report = pipeline.run(Model::open(&path).unwrap(), folder.path().join("out")).unwrap();
+    let bytes = std::fs::read(folder.path().join("out").join(file::MODEL)).unwrap();
+    let graph = ModelProto::decode(bytes.as_slice()).unwrap().graph.unwrap();
+    assert!(nodes(&graph, "DequantizeLinear").is_empty());
+    assert!(graph.initializer.iter().any(|tensor| tensor.data_type() == DataType::Float && tensor.dims.iter().product::<i64>() == 32 * 64));
+    assert!(report.notes.iter().any(|note| note.contains("1 integer weight dequantized, so that they are not smaller")), "{:?}", report.notes);
+}

@@ -191,6 +191,14 @@ fn the_last_group_of_gptq_and_awq_may_be_short() {
     }
     let error = Model::open(grouped(&desk, 192, 2, None, config("gptq", 0))).unwrap_err().to_string();
     assert!(error.contains("`group_size` of 0"), "{error}");
+    let ordered = |groups: usize, is_ordered: bool| {
+        let mut config = config("gptq", 192 / groups as i64);
+        config["desc_act"] = json!(is_ordered);
+        Model::open(grouped(&desk, 192, groups, None, config)).map(|_| ())
+    };
+    let error = ordered(2, true).unwrap_err().to_string();
+    assert!(error.contains("tensor `a.g_idx`: has 2 groups of inputs in the order of `desc_act`"), "{error}");
+    assert!(ordered(1, true).is_ok() && ordered(2, false).is_ok());
     // GPTQModel's rules for single layers take precedence over the general size.
     let mut dynamic = config("gptq", 128);
     dynamic["dynamic"] = json!({ "+:a": { "group_size": 96 } });
@@ -225,5 +233,38 @@ fn the_last_block_may_have_fewer_columns() {
         let dense = desk.run(&input, pipeline().export(Safetensors::with_layout(Layout::Dense))).unwrap();
         assert!(opened(&dense.path).0 == expected, "{name}: dense");
         assert!(opened(&desk.run(&input, pipeline()).unwrap().path).0 == expected, "{name}: written");
+    }
+}
+
+/// A block of several rows has one zero point, as it has one scale.
+#[test]
+fn blocks_of_rows_have_zero_points() {
+    let desk = Desk::new();
+    let [rows, row, high, wide]: [usize; 4] = [40, 64, 16, 32];
+    let [down, across] = [rows.div_ceil(high), row / wide];
+    let code = |at: usize| f64::from((at % 200) as u8) - 100.0;
+    let zero = |at: usize| at as f64 - 3.0;
+    let integers = |shape: &[usize], value: &dyn Fn(usize) -> f64| {
+        let bits: Vec<u64> = (0..shape.iter().product()).map(|at| u64::from(value(at) as i8 as u8)).collect();
+        Tensor::from_bits(DType::I8, shape, &bits)
+    };
+    let input = desk.weights(&Tensors::from([
+        ("a.weight".into(), integers(&[rows, row], &code)),
+        ("a.weight_scale".into(), Tensor::floats(DType::F32, &[down, across], &(0..down * across).map(scale).collect::<Vec<_>>())),
+        ("a.weight_zero_point".into(), integers(&[down, across], &zero)),
+    ]));
+    let weights = json!({ "num_bits": 8, "type": "int", "symmetric": false, "strategy": "block", "block_structure": [high, wide] });
+    let group = json!({ "targets": ["Linear"], "weights": weights, "input_activations": null, "format": "int-quantized" });
+    let config = json!({
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed", "config_groups": { "group_0": group }
+    });
+    std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": config }).to_string()).unwrap();
+    let block = |at: usize| at / row / high * across + at % row / wide;
+    let expected: Vec<f32> = (0..rows * row).map(|at| ((code(at) - zero(block(at))) * scale(block(at))) as f32).collect();
+    let written = desk.run(&input, pipeline()).unwrap().path;
+    for folder in [&input, &written] {
+        let (found, encoding) = opened(folder);
+        assert!(found == expected, "{}", folder.display());
+        assert_eq!(granularity(&encoding), Some(Granularity::Block([high, wide])));
     }
 }

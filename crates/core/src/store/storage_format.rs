@@ -20,6 +20,8 @@
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use std::borrow::Cow;
+
 use super::block_packing::{Blocks, Halves};
 use super::stored_tensor::{PartSink, StoredTensor};
 use super::{Codes, DType, Encoding, Granularity, OriginalFormat, Packing, View, Weight};
@@ -240,31 +242,36 @@ impl Emitter {
                 zero_points.extend_from_slice(view.zero_points);
                 return Ok(());
             }
-            if self.high > 1 {
-                let line = self.groups.max(1).saturating_mul(self.scale_size);
-                for scales in view.scales.chunks_exact(line.max(1)) {
-                    let shown = self.rows.is_multiple_of(self.high);
-                    self.rows = self.rows.saturating_add(1);
-                    if shown {
-                        sink(at, scales)?;
-                    }
-                }
-            } else {
-                sink(at, view.scales)?;
-            }
+            let (scales, zero_points) = self.of_blocks_of_rows(view);
+            sink(at, &scales)?;
             if first && affine.has_global_scale() {
                 sink(at.saturating_add(1), &view.global_scale.to_le_bytes())?;
             }
             if !affine.symmetric && self.storage_format == StorageFormat::Packed {
-                let [_, zero_points] = &mut self.parameters;
-                zero_points.extend_from_slice(view.zero_points);
+                let [_, buffered] = &mut self.parameters;
+                buffered.extend_from_slice(&zero_points);
                 self.pack_zero_points(WORD_ROWS, sink)?;
             } else if !affine.symmetric {
                 let narrow = matches!(self.storage_format, StorageFormat::Halves { .. });
-                sink(at.saturating_add(1), if narrow { self.halves[1].put(view.zero_points) } else { view.zero_points })?;
+                sink(at.saturating_add(1), if narrow { self.halves[1].put(&zero_points) } else { &zero_points })?;
             }
         }
         Ok(())
+    }
+
+    /// The scales and zero points of a view, once per block of rows.
+    fn of_blocks_of_rows<'v>(&mut self, view: &View<'v>) -> (Cow<'v, [u8]>, Cow<'v, [u8]>) {
+        if self.high <= 1 {
+            return (view.scales.into(), view.zero_points.into());
+        }
+        let (groups, start, high) = (self.groups.max(1), self.rows, self.high);
+        let scale_bytes = groups.saturating_mul(self.scale_size).max(1);
+        self.rows = start.saturating_add(view.scales.len().checked_div(scale_bytes).unwrap_or(0));
+        let first_rows = |bytes: &[u8], line: usize| -> Vec<u8> {
+            let rows = bytes.chunks_exact(line).enumerate().filter(|(row, _)| start.saturating_add(*row).is_multiple_of(high));
+            rows.flat_map(|(_, line)| line).copied().collect()
+        };
+        (first_rows(view.scales, scale_bytes).into(), first_rows(view.zero_points, groups).into())
     }
 
     /// Packs the zero points of complete multiples of `rows` rows into words along the outputs.
