@@ -2,16 +2,22 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::Gguf;
 use super::file_type::FileType;
 use super::tensors::{Planned, is_frequency};
+use crate::arch::GgufFamily;
 use crate::error::counted;
 use crate::model::Model;
-use crate::run_state::{RunState, WARNING};
+use crate::run_state::{Applied, RunState, WARNING};
 use crate::store::gguf::Kind;
-use crate::store::{ActivationScheme, DType, Encoding, Weight};
+use crate::store::{ActivationScheme, DType, Encoding, Pattern, Weight};
+
+/// Name of the pass that chooses blocks.
+const QUANTIZE: &str = "quantize";
 
 /// Notes about precision and quantization that the file cannot represent.
-pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, run: &RunState, file: &str) -> Vec<String> {
+pub(super) fn loss_notes(options: &Gguf, model: &Model, all: &[Planned], run: &RunState, file: &str) -> Vec<String> {
+    let file_type = options.file_type;
     let weights = &model.weights.by_name;
     let with_blocks = all.iter().filter(|planned| planned.keeps_blocks()).count();
     let with_codes: BTreeSet<&String> = all.iter().filter(|planned| planned.keeps_codes() && !planned.keeps_blocks()).map(|planned| &planned.name).collect();
@@ -38,6 +44,7 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
     if with_blocks > 0 {
         notes.push(format!("{file}: {} written with the blocks of `quantize`", counted(with_blocks, "weight")));
     }
+    notes.extend(excluded_note(options, model, all, run, file));
     if !with_codes.is_empty() {
         notes.push(format!("{file}: {} written with the same codes, and scales as 16-bit floats", counted(with_codes.len(), "quantized weight")));
     }
@@ -67,6 +74,41 @@ pub(super) fn loss_notes(model: &Model, all: &[Planned], file_type: FileType, ru
         ));
     }
     notes
+}
+
+/// A warning about matrices that `targets` or `ignore` of the passes that choose blocks exclude, but that the
+/// file stores in blocks, unless `types` selects their type.
+fn excluded_note(options: &Gguf, model: &Model, all: &[Planned], run: &RunState, file: &str) -> Option<String> {
+    let has_blocks = |name: &String| model.weights.by_name.get(name).is_some_and(|weight| weight.exact_blocks().is_some());
+    let passes = run.history.iter().filter(|applied| applied.name == QUANTIZE && applied.tensors.iter().any(has_blocks));
+    let patterns = |applied: &Applied, key: &str| -> Vec<Pattern> {
+        applied.options.get(key).and_then(|patterns| serde_json::from_value(patterns.clone()).ok()).unwrap_or_default()
+    };
+    let passes: Vec<[Vec<Pattern>; 2]> = passes.map(|applied| [patterns(applied, "targets"), patterns(applied, "ignore")]).collect();
+    let matches = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+    let is_excluded = |[targets, ignore]: &[Vec<Pattern>; 2], name: &str| (!targets.is_empty() && !matches(targets, name)) || matches(ignore, name);
+    let is_requested = |planned: &Planned| {
+        let stacked = GgufFamily::split_expert(&planned.gguf_name).map(|(stacked, _)| stacked);
+        let names = [Some(&planned.name), Some(&planned.gguf_name), stacked.as_ref()];
+        options.types.iter().any(|(pattern, _)| names.into_iter().flatten().any(|name| pattern.matches(name)))
+    };
+    let in_blocks = all.iter().filter(|planned| matches!(planned.kind, Kind::Blocks(_)) && !has_blocks(&planned.name) && !is_requested(planned));
+    let excluded = in_blocks.filter(|planned| !passes.is_empty() && passes.iter().all(|pass| is_excluded(pass, &planned.name)));
+    let excluded: BTreeSet<&String> = excluded.map(|planned| &planned.name).collect();
+    let first = excluded.first()?;
+    let ignored = passes.iter().flat_map(|[_, ignore]| ignore).find(|pattern| pattern.matches(first));
+    // The same matrix of all layers.
+    let of_layers = || first.split('.').map(|part| if part.parse::<usize>().is_ok() { "*" } else { part }).collect::<Vec<_>>().join(".");
+    // A pattern that also matches blocks of a pass would be an error.
+    let is_distinct = |pattern: &String| {
+        let pattern = pattern.parse::<Pattern>();
+        pattern.is_ok_and(|pattern| !model.weights.by_name.keys().any(|name| has_blocks(name) && pattern.matches(name)))
+    };
+    let pattern = ignored.map(ToString::to_string).into_iter().chain([of_layers()]).find(is_distinct).unwrap_or_else(|| (*first).clone());
+    Some(format!(
+        "{WARNING}{file}: the types of the file also quantize {} that `targets` or `ignore` of `quantize` exclude, such as `{first}`; `types` keep them as floats, as in `--export \"gguf: {{ types: {{ '{pattern}': F16 }} }}\"`",
+        counted(excluded.len(), "weight")
+    ))
 }
 
 /// Whether most matrices of a file of this type are floats.

@@ -255,6 +255,32 @@ fn resumed_runs_write_the_same_bytes() {
     }
 }
 
+/// A warning states which matrices the types of the file quantize although the pass excludes them.
+#[test]
+fn excluded_matrices_that_the_file_quantizes_are_noted() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = tiny(folder.path(), Networks::Plain, 64);
+    let warning = |options: Value, types: Value| {
+        let export = serde_json::from_value::<compress::export::Export>(json!({ "gguf": { "types": types } })).unwrap();
+        let pipeline = Pipeline::builder().pass(pass(options)).export(export).measure(false).force(true).build().unwrap();
+        let notes = pipeline.run(model.clone(), folder.path().join("out")).unwrap().notes;
+        notes.into_iter().find(|note| note.contains("the types of the file also quantize"))
+    };
+    let ignored = json!({ "scheme": "Q4_0", "ignore": ["*down_proj*"] });
+    let found = warning(ignored.clone(), json!({})).unwrap();
+    assert!(found.starts_with("warning: ") && found.contains("also quantize 2 weights") && found.contains("{ '*down_proj*': F16 }"), "{found}");
+    assert_eq!(warning(ignored, json!({ "*down_proj*": "F16" })), None);
+    let found = warning(json!({ "scheme": "Q4_0", "targets": ["*proj*"], "ignore": ["*q_proj*"] }), json!({ "*q_proj*": "F16" })).unwrap();
+    assert!(found.contains("such as `model.embed_tokens.weight`"), "{found}");
+    let found = warning(json!({ "scheme": "Q4_0", "targets": ["*q_proj*"] }), json!({ "token_embd": "F16" })).unwrap();
+    assert!(found.contains("{ 'model.layers.*.mlp.down_proj.weight': F16 }"), "{found}");
+    let found = warning(json!({ "scheme": "Q4_0", "targets": ["*.0.mlp.down_proj*"] }), json!({ "*attn*": "F16", "token_embd": "F16" })).unwrap();
+    assert!(found.contains("{ 'model.layers.*.mlp.gate_proj.weight': F16 }"), "{found}");
+    let found = warning(json!({ "scheme": "Q4_0", "targets": ["*.0.*down_proj*", "*.0.*gate_proj*"] }), json!({ "*.0.*": "Q4_0", "token_embd": "F16" }));
+    assert!(found.unwrap().contains("{ 'model.layers.1.mlp.down_proj.weight': F16 }"));
+    assert_eq!(warning(json!({ "scheme": "Q4_0" }), json!({})), None);
+}
+
 #[test]
 fn mismatches_are_refused() {
     let folder = tempfile::tempdir().unwrap();
