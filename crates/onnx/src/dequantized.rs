@@ -260,6 +260,13 @@ impl ModelFile {
                 counted(weights.count().saturating_add(1), "weight")
             ));
         }
+        if let (count @ 1.., bytes) = self.unnamed {
+            notes.push(format!(
+                "{} with {:.1} kB not processed or counted: in functions, sparse initializers, training graphs, or several bodies with equal names",
+                counted(count, "float tensor"),
+                bytes as f64 / 1e3
+            ));
+        }
         notes.extend(self.unsupported_integers());
         notes.extend(self.unsupported_casts());
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();

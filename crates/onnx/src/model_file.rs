@@ -27,6 +27,9 @@ use crate::store::{DType, Encoding, RawTensor, Transposed, Weight, Weights};
 /// Minimum number of elements for an integer `Constant` to be a weight. Float constants always are.
 const LARGE_CONSTANT: u64 = 8;
 
+/// Minimum size in bytes of a tensor without a unique name that a note counts.
+const MIN_UNNAMED: u64 = 1024;
+
 /// A model file.
 pub struct ModelFile {
     /// Path of the file.
@@ -53,6 +56,9 @@ pub struct ModelFile {
     pub(super) expanded: OnceLock<Result<Expanded, String>>,
     /// Whether it computes with 16-bit floats, see [`is_half`](Self::is_half).
     pub(super) is_half: bool,
+    /// Number of larger float tensors that are not weights, because they have no unique name, and their
+    /// bytes.
+    pub(super) unnamed: (usize, u64),
     /// Loaded subgraphs without a typed form.
     pub(super) subgraphs: Mutex<SubgraphCache>,
 }
@@ -151,6 +157,7 @@ impl ModelFile {
             fixed_sizes: OnceLock::new(),
             expanded: OnceLock::new(),
             is_half: false,
+            unnamed: (0, 0),
             subgraphs: Mutex::default(),
             model: ModelProto::default(),
         };
@@ -259,6 +266,10 @@ impl ModelFile {
             let number = tensor.mark.and_then(|mark| usize::try_from(mark).ok());
             let Some(entry) = number.and_then(|number| self.tensors.get_mut(number)) else { return Err(wrong("its mark is missing".into())) };
             let found = resolve_external_data(tensor, entry, &mut files).and_then(|()| weight(tensor, entry, label)).map_err(wrong)?;
+            let (count, bytes) = self.unnamed;
+            if let Some(weight) = found.as_ref().filter(|weight| named.is_none() && weight.is_float() && weight.value_bytes() >= MIN_UNNAMED) {
+                self.unnamed = (count.saturating_add(1), bytes.saturating_add(weight.value_bytes()));
+            }
             if let (Some(name), Some(weight)) = (named, found) {
                 entry.weight = Some(name.to_owned());
                 let usages = usages.get(name).map_or(&[][..], Vec::as_slice);

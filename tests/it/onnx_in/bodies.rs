@@ -168,3 +168,25 @@ fn weights_of_several_layers_in_bodies_stay_in_floats() {
     assert!(error.to_string().contains("`third`: cannot be quantized: node `then_branch/MatMul` is in a body"), "{error}");
     assert!(error.hint().unwrap().contains("quantize-dynamic"), "{error:?}");
 }
+
+/// The bodies of both branches have an initializer of their own with the same name.
+#[test]
+fn tensors_without_a_unique_name_are_counted_in_a_note() {
+    let branch = |attribute: &str| {
+        let output = format!("{attribute}_out");
+        let mut body = body(attribute, vec![node("MatMul", &["a", "own"], &[&output], vec![])], vec![], vec![value(&output, DataType::Float, &["n", "16"])]);
+        body.g.as_mut().unwrap().initializer = vec![raw("own", &[16, 16])];
+        body
+    };
+    let limit = TensorProto { float_data: vec![0.9], ..tensor("limit", DataType::Float, &[]) };
+    let nodes = vec![
+        node("MatMul", &["x", "first"], &["a"], vec![]),
+        node("ReduceMax", &["x"], &["largest"], vec![AttributeProto::int("keepdims", 0)]),
+        node("Less", &["largest", "limit"], &["small"], vec![]),
+        node("If", &["small"], &["b"], vec![branch("then_branch"), branch("else_branch")]),
+        node("MatMul", &["b", "last"], &["y"], vec![]),
+    ];
+    let place = Place::new(&file(nodes, vec![raw("first", &[20, 16]), raw("last", &[16, 8]), limit]));
+    let report = builder().pass(compress::pass::QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("int8.onnx")).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("2 float tensors with 2.0 kB not processed or counted")), "{:?}", report.notes);
+}
