@@ -1,6 +1,6 @@
 //! Fidelity: differences between the outputs of two models.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::Tensor;
 
@@ -56,16 +56,19 @@ impl FidelityAccumulator {
             self.not_compared.insert(name, reason);
         }
         let is_integer = |tensor: &Tensor| !tensor.dtype().is_float();
-        for (name, a) in before.iter().filter(|(name, tensor)| is_integer(tensor) && after.get(*name).is_none_or(is_integer)) {
-            let reason = match after.get(name) {
-                Some(b) if a.dims() == b.dims() => {
-                    let [equal, all] = self.integers.entry(name.clone()).or_default();
-                    *equal += equal_values(a, b).map_err(tensor_error)?;
-                    *all += a.elem_count() as f64;
+        let integers: BTreeSet<&String> = before.iter().chain(after).filter(|(_, tensor)| is_integer(tensor)).map(|(name, _)| name).collect();
+        for name in integers {
+            let reason = match (before.get(name), after.get(name)) {
+                (Some(a), Some(b)) if !(is_integer(a) && is_integer(b)) => continue,
+                (Some(a), Some(b)) if a.dims() == b.dims() => {
+                    // A row of floats corresponds to each integer.
+                    let rows = [a.dims(), &[1]].concat();
+                    let found = equal_values(a, b, padding.token_rows(tokens_of(name, batch), &rows).as_deref()).map_err(tensor_error)?;
+                    self.integers.entry(name.clone()).or_default().iter_mut().zip(found).for_each(|(sum, count)| *sum += count);
                     continue;
                 }
-                Some(b) => format!("has the shape {:?} in the first model and {:?} in the second", a.dims(), b.dims()),
-                None => "exists in only one of the models".to_owned(),
+                (Some(a), Some(b)) => format!("has the shape {:?} in the first model and {:?} in the second", a.dims(), b.dims()),
+                _ => "exists in only one of the models".to_owned(),
             };
             self.not_compared.insert(name.clone(), reason);
         }
@@ -86,10 +89,20 @@ impl FidelityAccumulator {
     }
 }
 
-/// The number of equal values of two tensors of integers of the same shape.
-fn equal_values(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
+/// The tokens of an output. Exported encoder-decoder models also return the encoder's hidden states.
+fn tokens_of(name: &str, batch: &Batch) -> TokenAxis {
+    let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
+    TokenAxis { role, axis: Some(1) }
+}
+
+/// The numbers of equal and of all values of two tensors of integers of the same shape, without those of
+/// padding.
+fn equal_values(a: &Tensor, b: &Tensor, kept: Option<&[bool]>) -> candle_core::Result<[f64; 2]> {
     let integers = |tensor: &Tensor| transfer::values::<i64>(tensor, Cause::Answers);
-    Ok(integers(a)?.iter().zip(&integers(b)?).filter(|(a, b)| a == b).count() as f64)
+    let (a, b) = (integers(a)?, integers(b)?);
+    let is_kept = |at: usize| kept.is_none_or(|kept| kept.get(at) != Some(&false));
+    let compared = a.iter().zip(&b).enumerate().filter(|(at, _)| is_kept(*at)).map(|(_, (a, b))| a == b);
+    Ok(compared.fold([0.0; 2], |[equal, all], is_equal| [equal + f64::from(u8::from(is_equal)), all + 1.0]))
 }
 
 /// Division of an output into rows that are compared.
@@ -179,13 +192,11 @@ struct OutputAccumulator {
 
 impl OutputAccumulator {
     fn add(&mut self, (name, layout): (&str, Layout), batch: &Batch, padding: &Padding, a: &Tensor, b: &Tensor) -> Result<()> {
-        // Exported encoder-decoder models also return the encoder's hidden states.
-        let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
         self.kind = layout.kind;
         if layout.width == 1 {
             self.column.get_or_insert_default();
         }
-        let kept = if layout.tokens { padding.token_rows(TokenAxis { role, axis: Some(1) }, a.dims()) } else { None };
+        let kept = if layout.tokens { padding.token_rows(tokens_of(name, batch), a.dims()) } else { None };
         let rows = rows(a, b, layout.width, layout.kind).map_err(tensor_error)?;
         // Rows are computed in parallel and summed in order, so that results do not depend on the number
         // of threads.
@@ -306,6 +317,15 @@ mod tests {
         };
         let fidelity = compared(&batch, &outputs([1, 0, 1, 1], DType::U8), &outputs([1, 1, 1, 0], DType::I64)).unwrap();
         assert_eq!((fidelity.equal, fidelity.not_compared.len()), ([("labels".to_owned(), 0.5)].into(), 0));
+        // Padding is not compared, and other outputs are named.
+        let tokens = |rows: [[u32; 3]; 2]| ("tokens", Tensor::new(&rows, &Device::Cpu).unwrap());
+        let mask = Tensor::new(&[[1i64, 1, 0], [1, 0, 0]], &Device::Cpu).unwrap();
+        let padded = Batch { inputs: [("attention_mask".to_owned(), mask)].into(), ..batch.clone() };
+        let (a, b) = (tokens([[1, 2, 3], [4, 5, 6]]), tokens([[1, 0, 0], [4, 0, 0]]));
+        let fidelity =
+            compared(&padded, &[("scores", scores.clone()), a], &[("scores", scores.clone()), b, ("more", Tensor::new(&[1u32], &Device::Cpu).unwrap())]);
+        let fidelity = fidelity.unwrap();
+        assert_eq!((fidelity.equal["tokens"], &*fidelity.not_compared["more"]), (2.0 / 3.0, "exists in only one of the models"));
         let other = [("labels", scores.clone()), ("scores", scores.clone())];
         let fidelity = compared(&batch, &outputs([1; 4], DType::U8)[..1].iter().chain(&other[1..]).cloned().collect::<Vec<_>>(), &other).unwrap();
         assert_eq!(fidelity.equal.len(), 0);
