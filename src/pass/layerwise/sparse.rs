@@ -160,7 +160,11 @@ impl Compensating for Amounts<'_> {
     }
 }
 
+/// Norms of inputs. If no token reaches a layer, weights are compared by their magnitudes.
 fn norms(squares: &[f64]) -> Vec<f32> {
+    if squares.iter().all(|square| *square == 0.0) {
+        return vec![1.0; squares.len()];
+    }
     squares.iter().map(|square| square.sqrt() as f32).collect()
 }
 

@@ -65,7 +65,9 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
             let Some(squares) = squares(member) else { continue };
             let weight = calibrate::some_parameters(vec![&member.param], model, context)?.get(&member.param).map_err(tensor_error)?;
             let weights = sum_except(&weight.sqr().map_err(tensor_error)?, member.axis)?;
-            let products: Vec<f64> = if weights.len() == squares.len() { weights.iter().zip(squares).map(|(w, s)| w * s).collect() } else { weights };
+            // Units of a layer that no token reaches, such as an expert, are compared by their weights.
+            let is_reached = weights.len() == squares.len() && squares.iter().any(|square| *square > 0.0);
+            let products: Vec<f64> = if is_reached { weights.iter().zip(squares).map(|(w, s)| w * s).collect() } else { weights };
             members.push(by_unit(member, group.size, &products).into_iter().map(f64::sqrt).collect());
         }
         if members.is_empty() {
@@ -119,6 +121,16 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
             format!("{NAME}: importance"),
             "all gradients are zero: `taylor` needs labels, text for a language model, or batches of several samples",
         ));
+    }
+    let smallest = scores.iter().flatten().copied().filter(|score| *score > 0.0).fold(f64::INFINITY, f64::min);
+    // Units that no token reaches, such as those of an expert, are compared by their weights, but cost
+    // nothing in comparison with those of other groups.
+    for (group, scores) in groups.iter().zip(&mut scores).filter(|(_, scores)| scores.iter().all(|score| *score == 0.0)) {
+        for member in members(group) {
+            let weight = calibrate::some_parameters(vec![&member.param], model, context)?.get(&member.param).map_err(tensor_error)?;
+            let squares = sum_except(&weight.sqr().map_err(tensor_error)?, member.axis)?;
+            scores.iter_mut().zip(by_unit(&member, group.size, &squares)).for_each(|(sum, unit)| *sum += unit * f64::EPSILON * smallest);
+        }
     }
     Ok(scores)
 }
