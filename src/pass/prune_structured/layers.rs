@@ -23,6 +23,7 @@ use crate::model::Model;
 use crate::pass::calibrate::{self, tensor_error};
 use crate::pass::plan::layout;
 use crate::pass::{Amount, Context};
+use crate::run_state::WARNING;
 
 /// Name of the input of the first layer of a backbone in transformers, and the prefix of the names of the
 /// outputs of layers.
@@ -161,7 +162,15 @@ pub(in crate::pass) fn renamed(name: &str, prefix: &str, removed: &BTreeSet<usiz
 /// Removes layers by index. Returns notes on the description of the model.
 pub(in crate::pass) fn drop_layers(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTreeSet<usize>) -> Result<Vec<String>> {
     remove_layers(model, graph, found, removed)?;
-    if removed.is_empty() { Ok(Vec::new()) } else { update_config(model, graph, found, removed) }
+    if removed.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut notes = update_config(model, graph, found, removed)?;
+    let attends = |graph: &Graph| graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_)));
+    if attends(graph) && model.graph().is_ok_and(|graph| !attends(&graph)) {
+        notes.push(format!("{WARNING}no attention layer remains, without which transformers cannot create the cache of a hybrid model: keep one of them"));
+    }
+    Ok(notes)
 }
 
 /// Renumbers the weights and rebuilds the graph without the layers. Returns the names of removed and
