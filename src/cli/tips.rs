@@ -7,8 +7,8 @@ const GGUF: &str = "`compress cast MODEL -o model.gguf --to f32` writes a GGUF f
 const ONNX: &str = "`compress cast MODEL -o model.onnx --to f32` writes an ONNX file";
 const MODEL: &str = "the model has no option: write it after the command, as in `compress quantize MODEL -o DIR`";
 const SAMPLES: &str = "the number of samples is an option of the data: `--calibration '{ text: FILE, samples: 128 }'`";
-const CALIBRATION: &str = "data sets are keys of the recipe: `--set data.calibration.text=FILE`";
-const EVALUATION: &str = "data sets are keys of the recipe: `--set data.evaluation.text=FILE`";
+const CALIBRATION: &str = "data sets are keys of the recipe: `--set 'data.calibration={ text: FILE }'`";
+const EVALUATION: &str = "data sets are keys of the recipe: `--set 'data.evaluation={ text: FILE }'`";
 const LENGTH: &str = "the length is an option of the data: `--calibration '{ text: FILE, max_length: 512 }'`";
 const DATASET: &str = "data are files: `--calibration FILE`";
 

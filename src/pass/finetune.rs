@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pass::training_options::training_pass;
 use crate::run_state::{Applied, RunState};
+use crate::train::Offload;
 
 training_pass! {
     /// Train the model on labels, or on the next token.
@@ -85,6 +86,9 @@ impl Pass for Finetune {
             None
         };
         reason.map_or(Ok(()), |reason| Err(Error::option(self.head_option(), reason)))?;
+        if self.training.offload.contains(&Offload::Teacher) {
+            return Err(Error::option(format!("{NAME}: offload"), "`teacher` has no effect, because only `distill` has a teacher: remove it"));
+        }
         self.training.check(NAME)
     }
 

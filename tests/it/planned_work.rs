@@ -106,7 +106,7 @@ fn upper_bounds_of_work_are_marked() {
 fn the_work_of_all_teachers_is_planned() {
     let folder = tempfile::tempdir().unwrap();
     let planned = |pass: Distill| {
-        let pipeline = Pipeline::builder().train(tokens(folder.path())).pass(pass).threads(2).build().unwrap();
+        let pipeline = Pipeline::builder().train(Data { batch_size: None, ..tokens(folder.path()) }).pass(pass).threads(2).build().unwrap();
         let work = json(&pipeline.plan(&Model::open(golden("llama")).unwrap()).unwrap().work);
         (work[0]["macs"].as_u64().unwrap(), work[0]["at_most"].as_bool().unwrap())
     };

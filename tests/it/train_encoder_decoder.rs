@@ -281,8 +281,8 @@ fn pairs_of_texts_are_sources_and_targets() {
     let (run, expected) = (Run::new(), expected()["pairs"].clone());
     let folder = with_tokenizer(&run);
     let pass = with_training!(finetune(), max_steps: Some(1), batch_size: BatchSize::Samples(5));
-    let data = Data { batch_size: Some(5), ..pairs(goldens().join("training/pairs.csv")) };
-    let pipeline = Pipeline::builder().pass(pass.clone()).train(data.clone()).evaluation(data).build().unwrap();
+    let data = pairs(goldens().join("training/pairs.csv"));
+    let pipeline = Pipeline::builder().pass(pass.clone()).train(data.clone()).evaluation(Data { batch_size: Some(5), ..data }).build().unwrap();
     let report = pipeline.run(Model::open(&folder).unwrap(), run.out()).unwrap();
     let found = report.accuracy.as_ref().unwrap();
     let loss = expected["loss"].as_f64().unwrap();

@@ -123,7 +123,7 @@ fn losses(folder: &Path, data: &Data, step: Step) -> Vec<f64> {
 /// Losses of all steps, and the weights after them.
 fn train(folder: &Path, data: &Data, step: Step) -> (Vec<f64>, BTreeMap<String, Vec<f32>>) {
     let out = tempfile::tempdir().unwrap();
-    let pipeline = Pipeline::builder().pass(step).train(data.clone()).seed(3).build().unwrap();
+    let pipeline = Pipeline::builder().pass(step).train(Data { batch_size: None, ..data.clone() }).seed(3).build().unwrap();
     let report = pipeline.run(Model::open(folder).unwrap(), out.path().join("out")).unwrap();
     let curve = report.passes.last().unwrap().details["training"]["curve"].as_array().unwrap().clone();
     (curve.iter().map(|step| step["loss"].as_f64().unwrap()).collect(), weights(&out.path().join("out")))
@@ -403,7 +403,7 @@ fn memory_is_predicted_for_the_longest_texts() {
     // One epoch, more than one, and the first batches of one.
     for (epochs, max_steps) in [(Some(1), None), (None, Some(7)), (None, Some(1))] {
         let pass = Finetune { training: Training { batch_size: BatchSize::Samples(4), epochs, max_steps, ..Training::default() }, ..Finetune::default() };
-        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).seed(3).build().unwrap();
+        let pipeline = Pipeline::builder().pass(pass).train(Data { batch_size: None, ..data.clone() }).seed(3).build().unwrap();
         let report = pipeline.run(Model::open(folder.path()).unwrap(), tempfile::tempdir().unwrap().path().join("out")).unwrap();
         let memory = &report.passes[0].details["memory"];
         let phase = memory["phases"].as_array().unwrap().iter().find(|phase| phase["name"] == "activations").unwrap();

@@ -50,6 +50,15 @@ impl Args {
             );
             return Err(Error::option("--output", reason));
         }
+        // Without a pass to analyze, other quantization does not precede the analysis.
+        let is_other = |step: &&Step| position.is_none() && matches!(step, Step::Quantize(_) | Step::Palettize(_));
+        if let Some(step) = recipe.passes.iter().take(position.unwrap_or(recipe.passes.len())).find(|step| !is_other(step)) {
+            let (name, analyzed) = (step.pass().name(), position.map_or("quantization to int8", |position| recipe.passes[position].pass().name()));
+            let reason = format!(
+                "`{name}` changes the model before {analyzed}, but only the input model can be analyzed: run a recipe that ends with `{name}`, and set `model` to its output folder in a recipe without it",
+            );
+            return Err(Error::option("passes", reason));
+        }
         let model = Model::open(&recipe.model)?;
         recipe.data.ignore_labels(false);
         if let Some(options) = &recipe.data.calibration {

@@ -120,8 +120,12 @@ impl Args {
             let texts = continuations.iter().enumerate().map(text).collect::<Result<_>>()?;
             outputs.push(ModelOutput { path, vocabulary, notes: model.notes().to_vec(), prompts, continuations, texts });
         }
-        let Some(last) = outputs.pop() else { return Ok(()) };
+        let Some(mut last) = outputs.pop() else { return Ok(()) };
         let before = outputs.pop();
+        let differing = before.as_ref().map_or(0, |before| last.prompts.iter().zip(&before.prompts).filter(|(a, b)| a != b).count());
+        if let Some(before) = before.as_ref().filter(|_| differing > 0) {
+            last.notes.push(different_prompts_note(differing, &before.path));
+        }
         if global.json { output::json(&self.data(&options, &last, before.as_ref())) } else { output::print(&self.text(&options, &last, before.as_ref())) }
     }
 
@@ -264,6 +268,15 @@ const MAX_RECORDING_TOKENS: usize = 1 << 12;
 const DRAFT_TOKENS: usize = 4;
 /// Number of columns if stdout is not a terminal.
 const DEFAULT_COLUMNS: u16 = 100;
+
+/// A note that models are compared on different inputs.
+fn different_prompts_note(count: usize, before: &Path) -> String {
+    let what = if count == 1 { "1 prompt has" } else { &format!("{count} prompts have") };
+    format!(
+        "{what} other tokens than in {}, so that the continuations are not comparable: the tokenizers or chat templates of the models differ",
+        before.display()
+    )
+}
 
 impl ModelOutput {
     fn speed(&self) -> Speed {

@@ -101,6 +101,22 @@ impl Distill {
         })
     }
 
+    /// Rejects options of a teacher that does not run.
+    fn check_teacher(&self) -> Result<()> {
+        let wrong = |what: &str, reason: &str| Err(Error::option(format!("{NAME}: {what}"), reason));
+        let offloads = self.training.offload.contains(&Offload::Teacher);
+        let set = [("teacher", self.teacher.is_some()), ("teacher_cache", self.teacher_cache.is_some()), ("offload: teacher", offloads)];
+        match set.into_iter().find(|(_, is_set)| *is_set) {
+            Some((what, _)) if !self.training.losses.reads_teacher() => {
+                wrong(what, "has no effect, because no loss reads the teacher: remove it, or add `soft`, `hidden`, `attention` or `embedding` to `losses`")
+            }
+            _ if offloads && !self.teacher_logits.is_empty() => {
+                wrong("offload: teacher", "has no effect, because `teacher_logits` replace the teacher: remove it")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Rejects options that do not apply to a draft head, whose teacher is the model that it belongs to.
     fn check_head(&self, head: &DraftHead) -> Result<()> {
         let training = &self.training;
@@ -160,6 +176,7 @@ impl Pass for Distill {
         if let Some(Student::Eagle3(head)) = &self.student {
             self.check_head(head)?;
         }
+        self.check_teacher()?;
         self.on_policy.as_ref().map_or(Ok(()), |options| on_policy::check(NAME, options, training, self.teacher_cache.is_some()))?;
         training.check(NAME)
     }

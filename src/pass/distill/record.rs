@@ -8,9 +8,10 @@ use serde_json::{Value, json};
 use super::adapters::Adapters;
 use crate::error::counted;
 use crate::exec::{MemoryTrace, MemoryTracker};
+use crate::ir::{Graph, Op};
 use crate::pass::Checkpoints;
 use crate::train::losses::Losses;
-use crate::train::{LogFormat, MemoryForecast, QuantizerScales, Quantizers, Trained, Training};
+use crate::train::{BatchNorm, LogFormat, MemoryForecast, QuantizerScales, Quantizers, Trained, Training};
 
 /// Numbers of weights that are treated in a special way, known before the first step.
 pub(super) struct Counts {
@@ -70,6 +71,19 @@ impl Counts {
         }
         notes
     }
+}
+
+/// Notes on options without an effect on the training of this graph by this number of processes.
+pub(super) fn unused_options(training: &Training, graph: &Graph, processes: usize) -> Vec<String> {
+    let has_norms = graph.nodes().iter().any(|node| matches!(node.op, Op::BatchNorm(_)));
+    let options = [
+        (training.batch_norm == BatchNorm::Fixed && !has_norms, "`batch_norm: fixed` has no effect, because the model has no batch normalization"),
+        (
+            training.shards_optimizer() && processes == 1,
+            "`shard` has no effect, because the training has one process: start several, for example with `torchrun`",
+        ),
+    ];
+    options.into_iter().filter(|(is_unused, _)| *is_unused).map(|(_, note)| note.to_owned()).collect()
 }
 
 /// The tables and logs of the steps, by file name in the report. `earlier` is the number of passes of the run

@@ -124,9 +124,12 @@ impl<'a> Job<'a> {
             forecast.describe()
         ));
         applied.notes.extend(training.max_steps.and_then(|steps| training.schedule.unfinished_warmup(steps)));
+        let unused = record::unused_options(training, &small, processes);
+        applied.notes.extend(unused.iter().cloned());
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
         applied.model_runs = self.model_runs((&small, &teachers), &objective, batch(&graph, training));
         let planned = self.finished(adapters.as_ref(), model.clone())?;
+        self.applied.notes.extend(unused);
         Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
     }
 

@@ -332,6 +332,11 @@ impl Pass for PruneStructured {
         {
             return wrong("amount", format!("contains {part}, which is not listed in `dims`"));
         }
+        if let Some(Amounts::Each(amounts)) = &self.amount
+            && let Some(part) = self.dims.iter().find(|part| !amounts.contains_key(part))
+        {
+            return wrong("amount", format!("contains no amount for {part}, which `dims` lists: add `{part}=AMOUNT`, or remove {part} from `dims`"));
+        }
         Ok(())
     }
 

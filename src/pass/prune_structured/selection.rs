@@ -168,7 +168,6 @@ impl Selection {
     /// Number of steps of each bundle for the requested amounts.
     fn amounts(&self, pass: &PruneStructured, ranked: Option<&Scores>) -> Result<Vec<usize>> {
         let groups = self.selected_groups();
-        let part = |unit: GroupUnit| DEFAULT_PARTS.into_iter().chain([PrunedPart::Hidden]).find(|part| part.unit() == Some(unit)).unwrap_or(PrunedPart::Hidden);
         let separately = |bundle: &Bundle| {
             let name = bundle.groups.first().map_or("", |index| groups[*index].name.as_str());
             bundle.width_index(name, pass.amount(part(bundle.unit)))
@@ -245,11 +244,22 @@ impl Selection {
     /// Notes on unexpected consequences of these widths.
     pub fn notes(&self, pass: &PruneStructured, widths: &[usize]) -> Vec<String> {
         let mut notes: Vec<String> = self.unranked.iter().cloned().collect();
-        if self.selected_groups().iter().zip(widths).all(|(group, width)| group.size == *width) {
-            notes.push(format!("{WARNING}{NAME}: no units were removed: {}", self.reason_for_full_widths(pass)));
+        let groups = self.selected_groups();
+        let keeps = |bundle: &Bundle| bundle.groups.iter().all(|index| groups[*index].size == widths[*index]);
+        if self.bundles.iter().all(keeps) {
+            notes.push(format!("{WARNING}{NAME}: no units were removed: {}", self.reason_for_full_widths(pass, |_| true)));
+        } else if pass.target.is_none() {
+            // A target determines the amount of each part.
+            let units: BTreeSet<GroupUnit> = self.bundles.iter().map(|bundle| bundle.unit).collect();
+            let of_unit = |unit: GroupUnit| self.bundles.iter().filter(move |bundle| bundle.unit == unit);
+            let is_unchanged = |unit: &GroupUnit| of_unit(*unit).all(keeps) && !pass.amount(part(*unit)).is_zero();
+            notes.extend(units.into_iter().filter(is_unchanged).map(|unit| {
+                let reason = self.reason_for_full_widths(pass, |bundle| bundle.unit == unit);
+                format!("{WARNING}{NAME}: no units of {} were removed: {reason}", part(unit))
+            }));
         }
         let narrower: BTreeSet<&str> =
-            self.selected_groups().iter().zip(widths).filter(|(group, width)| group.size != **width).filter_map(|(group, _)| group.output.as_deref()).collect();
+            groups.iter().zip(widths).filter(|(group, width)| group.size != **width).filter_map(|(group, _)| group.output.as_deref()).collect();
         if narrower.contains("sentence_embedding") {
             notes.push("word_embedding_dimension in the configuration of the pooling module still specifies the original width".to_owned());
         }
@@ -257,10 +267,12 @@ impl Selection {
         notes
     }
 
-    /// Why all groups keep their sizes: the amount is too small, or no group has a smaller width.
-    fn reason_for_full_widths(&self, pass: &PruneStructured) -> String {
+    /// Why all groups of these bundles keep their sizes: the amount is too small, or no group has a smaller
+    /// width.
+    fn reason_for_full_widths(&self, pass: &PruneStructured, includes: impl Fn(&Bundle) -> bool) -> String {
         let groups = self.selected_groups();
-        let Some(bundle) = self.bundles.iter().max_by_key(|bundle| bundle.widths.len()) else { return "no group is selected".to_owned() };
+        let bundles = self.bundles.iter().filter(|bundle| includes(bundle));
+        let Some(bundle) = bundles.max_by_key(|bundle| bundle.widths.len()) else { return "no group is selected".to_owned() };
         let name = bundle.groups.first().map_or("", |index| groups[*index].name.as_str());
         let (unit, size) = (bundle.unit, bundle.size);
         let options = match (unit, pass.minimum) {
@@ -288,6 +300,11 @@ impl Selection {
             .map(|(group, width)| json!({ "name": group.name, "unit": group.unit, "before": group.size, "after": width }))
             .collect()
     }
+}
+
+/// The part whose amount applies to groups of this unit.
+fn part(unit: GroupUnit) -> PrunedPart {
+    DEFAULT_PARTS.into_iter().find(|part| part.unit() == Some(unit)).unwrap_or(PrunedPart::Hidden)
 }
 
 /// The parts to prune. Returns an error if the model does not have one of them.

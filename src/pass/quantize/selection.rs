@@ -144,6 +144,13 @@ impl Quantize {
     /// Checks that a weight has the requested group size, unless it is one of the usual ones, of which the
     /// largest that fits is chosen. `rows`: lengths of the rows to which it applies.
     fn require_used_group_size(&self, rows: &BTreeSet<usize>, encodings: &BTreeMap<String, QuantizationSpec>) -> Result<()> {
+        // Reports also record the default size of the scheme.
+        let default = self.scheme.group().map(|size| size as i64);
+        if rows.is_empty() && self.group_size.is_some_and(|size| Some(size) != default) {
+            let reason = "has no effect, because `rules` assign a scheme to every selected weight: \
+                          remove it, or set the group size in the rules, as in `PATTERN=W4A16:32`";
+            return Err(Error::option(format!("{NAME}: group_size"), reason));
+        }
         let Some(size) = self.layout().group().filter(|size| !USUAL_GROUPS.contains(size)) else { return Ok(()) };
         if rows.is_empty() || encodings.values().any(|affine| affine.granularity == Granularity::Group(size)) {
             return Ok(());

@@ -24,12 +24,13 @@ impl Pipeline {
         }
         self.require_unused_files()?;
         self.require_texts(model)?;
+        self.require_no_training_batch()?;
         if self.used_data().is_empty() {
-            return Ok(self.unused_calibration_note().into_iter().collect());
+            return Ok(self.unused_sample_notes());
         }
         let subject = Subject::from_model(model.clone())?;
         let mut notes = self.sample_notes(&self.open_data(subject.target())?)?;
-        notes.extend(self.unused_calibration_note());
+        notes.extend(self.unused_sample_notes());
         let calibrates = self.model_runs().any(|(_, samples)| samples == Samples::Calibration);
         let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(notes) };
         let reduced = self.running.data.reserve_held_out(set, subject.target())?;
@@ -40,21 +41,30 @@ impl Pipeline {
         Ok(notes)
     }
 
-    /// A note that the passes make no use of the calibration data.
-    fn unused_calibration_note(&self) -> Option<String> {
-        let calibrates = self.model_runs().any(|(_, samples)| samples == Samples::Calibration);
-        self.running.data.calibration.as_ref().filter(|_| !calibrates && !self.steps.is_empty())?;
+    /// Notes that the passes make no use of the calibration data or of the training data.
+    fn unused_sample_notes(&self) -> Vec<String> {
+        let data = &self.running.data;
+        let is_read = |kind: Samples| self.model_runs().any(|(_, samples)| samples == kind);
+        let (calibrates, trains) = (is_read(Samples::Calibration), is_read(Samples::Train));
+        // Without calibration data, passes calibrate on a part of the training data.
+        let paths = |data: &Option<Data>| data.iter().flat_map(Data::paths).cloned().collect::<Vec<_>>();
+        let is_shared = calibrates && paths(&data.calibration) == paths(&data.train);
+        let unused = [("calibration", data.calibration.is_some() && !calibrates), ("training", data.train.is_some() && !trains && !is_shared)];
         // Codes that a later pass trains replace those of any method.
-        let trains = self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train));
         let of_quantize = self.steps.iter().any(|step| step.pass().name() == "quantize");
         let methods = if of_quantize && !trains { "; `quantize` uses them with `method: gptq`" } else { "" };
-        Some(format!("no pass uses the calibration samples, which serve at most to measure the output{methods}"))
+        let note = |name: &str| {
+            let methods = if name == "calibration" { methods } else { "" };
+            format!("no pass uses the {name} samples, which serve at most to measure the output{methods}")
+        };
+        unused.into_iter().filter(|(_, is_unused)| *is_unused && !self.steps.is_empty()).map(|(name, _)| note(name)).collect()
     }
 
     /// The number of samples of each data set that is used, and notes about them.
     pub(in crate::pipeline) fn count_samples(&self, model: &Model) -> Result<(BTreeMap<&'static str, usize>, Vec<String>)> {
         self.require_unused_files()?;
         self.require_texts(model)?;
+        self.require_no_training_batch()?;
         if self.used_data().is_empty() {
             return Ok((BTreeMap::new(), Vec::new()));
         }
@@ -77,6 +87,18 @@ impl Pipeline {
             let reason = "contains token ids, but `prune-vocabulary` renumbers the tokens: use texts, or a separate run on the result";
             Err(Error::option(format!("data: {key}"), reason))
         })
+    }
+
+    /// Rejects the batch size of training data, because training passes have their own.
+    fn require_no_training_batch(&self) -> Result<()> {
+        let trains = self.steps.iter().map(|step| step.pass()).find(|pass| pass.runs_on() == Some(Samples::Train));
+        match (trains, self.running.data.train.as_ref().and_then(|data| data.batch_size)) {
+            (Some(pass), Some(size)) => {
+                let reason = format!("has no effect on training: remove it, and set `batch_size: {size}` in the options of `{}`", pass.name());
+                Err(Error::option("data: train: batch_size", reason))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Notes about assumptions, files that are not read, and the preprocessing of images, with warnings if

@@ -80,7 +80,7 @@ fn coarser_scales_than_requested_are_a_warning() {
 }
 
 #[test]
-fn unused_calibration_data_is_noted() {
+fn unused_data_is_noted() {
     use candle_core::{Device, Tensor};
     let folder = prepared();
     let ids = Tensor::from_vec((0..64i64).map(|i| i * 7 % 40).collect::<Vec<_>>(), (8, 8), &Device::Cpu).unwrap();
@@ -90,6 +90,16 @@ fn unused_calibration_data_is_noted() {
         |method: &str| data(folder.path(), &format!("quantize in --json --force -o out --calibration ids.safetensors --method {method}"))["notes"].to_string();
     assert!(notes("rtn").contains("no pass uses the calibration samples"));
     assert!(!notes("gptq").contains("no pass uses the calibration samples"));
+    let notes = |args: &str| data(folder.path(), &format!("{args} --json --force -o out --train ids.safetensors"))["notes"].to_string();
+    assert!(notes("cast in --to bf16").contains("no pass uses the training samples"));
+    // Samples to calibrate on are those of the training data, if there are no others.
+    for args in ["prune-structured in --dims mlp", "distill in --max-steps 1"] {
+        assert!(!notes(args).contains("no pass uses the training samples"), "{args}");
+    }
+    let batches = r#"distill in -o new --train {"arrays":"ids.safetensors","batch_size":3}"#;
+    refused(folder.path(), batches, "data: train: batch_size: has no effect on training: remove it, and set `batch_size: 3` in the options of `distill`");
+    let notes = notes("distill in --max-steps 1 --batch-norm fixed --shard parameters");
+    assert!(notes.contains("`batch_norm: fixed` has no effect") && notes.contains("`shard` has no effect, because the training has one process"), "{notes}");
 }
 
 #[test]

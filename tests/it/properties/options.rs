@@ -253,7 +253,7 @@ fn models() -> Vec<(Draw, [Data; 2])> {
         } else {
             Data { task: Some(compress_engine::data::Task::LanguageModelling), ..calibration.clone() }
         };
-        (draw, [calibration, train])
+        (draw, [calibration, Data { batch_size: None, ..train }])
     });
     models.collect()
 }

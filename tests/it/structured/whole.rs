@@ -61,6 +61,20 @@ fn amounts_of_layers_and_of_units_apply_together() {
     assert_eq!((done.config("num_hidden_layers"), done.config("intermediate_size")), (1, 14));
 }
 
+/// A part that keeps all units is noted, unless the amount is 0.
+#[test]
+fn parts_without_removed_units_are_noted() {
+    let notes = |mlp: f64| {
+        let amounts = Amounts::Each([(PrunedPart::Heads, Amount::fraction(0.5)), (PrunedPart::Mlp, Amount::fraction(mlp))].into());
+        run("llama", Pipeline::builder().pass(PruneStructured { amount: Some(amounts), ..PruneStructured::default() })).report.notes
+    };
+    let unchanged = "warning: prune-structured: no units of mlp were removed: the amount is too small, because the next width of";
+    assert!(notes(0.05).iter().any(|note| note.starts_with(unchanged)));
+    for mlp in [0.0, 0.5] {
+        assert!(!notes(mlp).iter().any(|note| note.contains("no units")), "{mlp}");
+    }
+}
+
 /// Per-layer entries of `config.json` of DINOv2.
 #[test]
 fn stages_of_a_backbone_follow_its_layers() {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use super::groups;
 use super::losses::Losses;
-use super::optimizer::Settings;
+use super::optimizer::{Kind, Settings};
 use super::schedule::Schedule;
 use crate::error::{Error, ParseError, Result};
 use crate::yaml_text::parse_option;
@@ -255,6 +255,9 @@ impl Training {
         }
         if !(0.0..1.0).contains(&self.momentum) {
             return wrong("momentum", format!("{} is not at least 0 and less than 1", self.momentum));
+        }
+        if self.momentum != Self::default().momentum && !matches!(self.optimizer, Kind::Sgd | Kind::Muon) {
+            return wrong("momentum", "is that of `sgd` and `muon`: remove it, or choose one of these optimizers".into());
         }
         if !(self.clip_norm.is_finite() && self.clip_norm >= 0.0) {
             return wrong("clip_norm", format!("{} is not a finite number of at least 0; 0 disables clipping", self.clip_norm));

@@ -51,6 +51,9 @@ impl Schedule {
         if !(0.0..=1.0).contains(&self.min_rate) {
             return Some(format!("`min_rate` {} is not between 0 and 1: it is a fraction of `learning_rate`", self.min_rate));
         }
+        if self.min_rate > 0.0 && self.kind == Curve::Constant {
+            return Some("`min_rate` needs `kind: cosine` or `linear`, because a constant rate does not decay".to_owned());
+        }
         let (steps, warmup, decay) = (steps?, self.warmup_steps, self.decay_steps?);
         (warmup.saturating_add(decay) > steps)
             .then(|| format!("`warmup_steps` {warmup} and `decay_steps` {decay} are more than the {steps} steps of the training: lower one of them"))
@@ -150,6 +153,7 @@ mod tests {
             (schedule(5, Some(16)), Some(20), ["`warmup_steps` 5 and `decay_steps` 16", "more than the 20 steps"]),
             (schedule(5, Some(0)), None, ["`decay_steps`", "at least 1"]),
             (Schedule { kind: Curve::Constant, ..schedule(5, Some(1)) }, None, ["`decay_steps` needs", "constant"]),
+            (Schedule { kind: Curve::Constant, min_rate: 0.5, ..schedule(0, None) }, None, ["`min_rate` needs", "constant"]),
             (Schedule { min_rate: 1.5, ..schedule(0, None) }, None, ["`min_rate` 1.5", "fraction of `learning_rate`"]),
         ] {
             let reason = schedule.check(steps).unwrap();

@@ -99,6 +99,13 @@ fn flags() {
             "`group_size` is not supported for NVFP4A16",
             "",
         ),
+        small(
+            "groups of no weight",
+            "quantize in -o out --scheme W4A16 --group-size 8 --rule *=W8A16",
+            2,
+            "group_size: has no effect, because `rules` assign a scheme to every selected weight",
+            "",
+        ),
         small("fourth powers of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer l4", 2, "`observer: l4` requires an integer scheme", ""),
         small("a search over rows", "quantize in -o out --scheme FP8-BLOCK --observer mse", 2, "supports only `observer: minmax`", ""),
         small("an unknown scheme", "quantize in -o out --scheme W3A3", 2, "invalid value 'W3A3' for '--scheme <SCHEME>'", ""),
@@ -160,7 +167,15 @@ fn flags() {
             "data of a recipe",
             "analyze recipe.yaml --calibration x.txt",
             2,
-            "'--calibration'…tip: data sets are keys of the recipe: `--set data.calibration.text=FILE`",
+            "'--calibration'…tip: data sets are keys of the recipe: `--set 'data.calibration={ text: FILE }'`",
+            "",
+        ),
+        #[cfg(feature = "run")]
+        small(
+            "evaluation data of a recipe",
+            "plan recipe.yaml --eval x.txt",
+            2,
+            "'--eval'…tip: data sets are keys of the recipe: `--set 'data.evaluation={ text: FILE }'`",
             "",
         ),
         small("a signature of a pass", "chain in -o out -- cast --sign key.pem", 2, "'--sign'…tip: `--sign` applies to the output", ""),
@@ -220,6 +235,39 @@ fn flags() {
             "",
         ),
         small("an unknown shell", "completions tcsh", 2, "invalid value 'tcsh'…bash, elvish, fish, powershell, zsh", ""),
+    ]);
+}
+
+#[cfg(feature = "run")]
+#[test]
+fn options_without_effect_on_training() {
+    let reads = "has no effect, because no loss reads the teacher: remove it, or add `soft`";
+    check([
+        small("momentum of adamw", "finetune in -o out --momentum 0.5 --train a.txt", 2, "momentum): is that of `sgd` and `muon`: remove it", ""),
+        small(
+            "the end of a constant rate",
+            "finetune in -o out --schedule constant,min_rate=0.5 --train a.txt",
+            2,
+            "schedule): `min_rate` needs `kind: cosine` or `linear`",
+            "",
+        ),
+        small(
+            "a teacher of a fine-tuning",
+            "finetune in -o out --offload teacher --train a.txt",
+            2,
+            "offload): `teacher` has no effect, because only `distill` has a teacher: remove it",
+            "",
+        ),
+        small("a teacher without a loss", "distill in -o out --teacher in --losses hard=1 --train a.txt", 2, reads, ""),
+        small("an offloaded teacher without a loss", "distill in -o out --offload teacher --losses hard=1 --train a.txt", 2, reads, ""),
+        small("cached logits without a loss", "distill in -o out --teacher-cache logits --losses hard=1 --train a.txt", 2, reads, ""),
+        small(
+            "an offloaded teacher with its logits",
+            r#"distill in -o out --offload teacher --teacher-logits logits.jsonl --losses {"soft":{"temperature":1}} --train a.txt"#,
+            2,
+            "has no effect, because `teacher_logits` replace the teacher",
+            "",
+        ),
     ]);
 }
 

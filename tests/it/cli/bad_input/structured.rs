@@ -60,6 +60,14 @@ fn amounts() {
             "amount): contains mlp, which is not listed in `dims`",
             "",
         ),
+        family(
+            "a dimension without an amount",
+            "bert",
+            "prune-structured in -o out --dims heads,mlp --amount heads=0.5",
+            2,
+            "amount): contains no amount for mlp, which `dims` lists: add `mlp=AMOUNT`",
+            "",
+        ),
     ]);
 }
 

@@ -85,6 +85,12 @@ fn models_are_compared() {
     let run = ok(folder.path(), "generate int4 --against in --prompt abc --tokens 6");
     assert!(run.stdout.contains("in, ") && run.stdout.contains("int4, "), "{}", run.stdout);
     assert!(run.stdout.contains("are the same") || run.stdout.contains("first difference at token"), "{}", run.stdout);
+    assert!(!run.stdout.contains("other tokens"), "{}", run.stdout);
+    let mut tokenizer = read_json(&folder.path().join("int4/tokenizer.json"));
+    tokenizer["post_processor"] = Value::Null;
+    fs::write(folder.path().join("int4/tokenizer.json"), tokenizer.to_string()).unwrap();
+    let run = ok(folder.path(), "generate int4 --against in --prompt abc --tokens 6");
+    assert!(run.stdout.contains("1 prompt has other tokens than in in, so that the continuations are not comparable"), "{}", run.stdout);
 }
 
 #[test]

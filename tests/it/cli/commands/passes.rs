@@ -271,6 +271,10 @@ fn sensitivity_is_measured_on_all_batches() {
     let refused = compress(path, "analyze recipe.yaml -o mixed.yaml");
     assert!(refused.code != 0 && refused.stderr.contains("already quantizes by `quantize`"), "{}", refused.stderr);
     assert!(!path.join("mixed.yaml").exists());
+    // Passes before the analyzed one change what it quantizes.
+    std::fs::write(path.join("recipe.yaml"), "model: in\npasses: [cast: { to: bf16 }, quantize-static]\noutput: out\n").unwrap();
+    let refused = compress(path, "analyze recipe.yaml");
+    assert!(refused.code == 2 && refused.stderr.contains("`cast` changes the model before quantize-static"), "{}", refused.stderr);
 }
 
 /// The baseline has no fused multiply-add; docs/internals/graph.md describes the effect.

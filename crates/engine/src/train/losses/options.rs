@@ -181,6 +181,11 @@ impl Losses {
         *self == Losses::default()
     }
 
+    /// Whether a loss compares the model with a teacher; the default losses do if there is one.
+    pub fn reads_teacher(&self) -> bool {
+        self.is_empty() || self.soft.is_some() || self.hidden.is_some() || self.attention.is_some() || self.embedding.is_some()
+    }
+
     /// Validates the options.
     pub fn check(&self) -> Result<()> {
         let wrong = |name: &str, reason: &str| Err(Error::option(format!("losses: {name}"), reason));
