@@ -39,7 +39,7 @@ pub(crate) fn depends_on_values(model: &ModelProto) -> bool {
     false
 }
 
-/// What a decision depends on.
+/// Property of a tensor that determines a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Property {
     Value,

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::ir::Graph;
 use crate::model::Model;
 
-/// Names of the tensors that map the tokens of a head to those of its model, and back.
+/// Names of the tensors that map token ids between a head and its model.
 const TOKEN_MAPS: [&str; 2] = ["d2t", "t2d"];
 
 /// Inputs and outputs of a model, if known.

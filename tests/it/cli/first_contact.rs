@@ -92,7 +92,7 @@ fn unused_data_is_noted() {
     assert!(!notes("gptq").contains("no pass uses the calibration samples"));
     let notes = |args: &str| data(folder.path(), &format!("{args} --json --force -o out --train ids.safetensors"))["notes"].to_string();
     assert!(notes("cast in --to bf16").contains("no pass uses the training samples"));
-    // Samples to calibrate on are those of the training data, if there are no others.
+    // Without calibration data, the training data is used for calibration.
     for args in ["prune-structured in --dims mlp", "distill in --max-steps 1"] {
         assert!(!notes(args).contains("no pass uses the training samples"), "{args}");
     }

@@ -89,7 +89,7 @@ impl FidelityAccumulator {
     }
 }
 
-/// The tokens of an output. Exported encoder-decoder models also return the encoder's hidden states.
+/// The token axis of an output. Exported encoder-decoder models also return the encoder's hidden states.
 fn tokens_of(name: &str, batch: &Batch) -> TokenAxis {
     let role = if name.starts_with("encoder_") { SequenceRole::Input } else { batch.output_role() };
     TokenAxis { role, axis: Some(1) }

@@ -91,7 +91,7 @@ fn classes_in_another_order_are_not_compared() {
     fs::write(folder.path().join("labelled.csv"), samples).unwrap();
     let both = data(folder.path(), "eval in --against other --data labelled.csv --label-column label --json");
     assert!(both["fidelity"].is_null() && both["notes"][0].as_str().unwrap().contains("class 0 is `yes` and `no`"), "{both}");
-    let train = "--train {text:labelled.csv,label_column:label} --max-steps 1 --no-measure";
+    let train = r#"--train {"text":"labelled.csv","label_column":"label"} --max-steps 1 --no-measure"#;
     let refused = compress(folder.path(), &format!("distill in -o out --teacher other --losses soft=1 {train}"));
     assert!(refused.code == 2 && refused.stderr.contains("another order of classes than the student: class 0 is `yes` and `no`"), "{}", refused.stderr);
 }
