@@ -22,7 +22,8 @@ from optimum.onnxruntime import ORTModelForSeq2SeqLM, ORTModelForSpeechSeq2Seq
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-MODELS = ["t5", "t5-gated", "t5-own-head", "mt5", "whisper"]
+# The transformers that optimum supports does not read `scale_decoder_outputs`, which t5-gated and mt5 set.
+MODELS = ["t5", "t5-own-head", "whisper"]
 TOKENS = 14
 TOLERANCE = 1e-4
 
@@ -56,9 +57,14 @@ def main():
             inputs = {key[3:]: tensor for key, tensor in stored.items() if key.startswith("in/") and "decoder" not in key}
             classes = (ORTModelForSpeechSeq2Seq, AutoModelForSpeechSeq2Seq) if name == "whisper" else (ORTModelForSeq2SeqLM, AutoModelForSeq2SeqLM)
             ours, theirs = (each.from_pretrained(place) for each, place in zip(classes, (out, model)))
+            # Its cache has as many layers as the encoder, of which the models have fewer.
+            theirs.generation_config.use_cache = False
             for beams in (1, 3):
                 (tokens, scores), (expected, their_scores) = (generated(each, inputs, beams) for each in (ours, theirs))
                 apart = difference(scores, their_scores) if torch.equal(tokens, expected) else float("inf")
                 failures += apart > TOLERANCE
                 print(f"{name}, {beams} beams: {tokens.shape[1]} tokens, scores differ by {apart:.1e}", flush=True)
     sys.exit(failures and f"{failures} comparisons failed")
+
+
+main()
