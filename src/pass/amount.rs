@@ -53,6 +53,7 @@ impl Amount {
     }
 
     /// Whether nothing is to be removed.
+    #[cfg(feature = "run")]
     pub(crate) fn is_zero(self) -> bool {
         matches!(self, Amount::Fraction(Fraction(0.0)) | Amount::Count(0) | Amount::Number(0))
     }

@@ -162,15 +162,7 @@ pub(in crate::pass) fn renamed(name: &str, prefix: &str, removed: &BTreeSet<usiz
 /// Removes layers by index. Returns notes on the description of the model.
 pub(in crate::pass) fn drop_layers(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTreeSet<usize>) -> Result<Vec<String>> {
     remove_layers(model, graph, found, removed)?;
-    if removed.is_empty() {
-        return Ok(Vec::new());
-    }
-    let mut notes = update_config(model, graph, found, removed)?;
-    let attends = |graph: &Graph| graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_)));
-    if attends(graph) && model.graph().is_ok_and(|graph| !attends(&graph)) {
-        notes.push(format!("{WARNING}no attention layer remains, without which transformers cannot create the cache of a hybrid model: keep one of them"));
-    }
-    Ok(notes)
+    if removed.is_empty() { Ok(Vec::new()) } else { update_config(model, graph, found, removed) }
 }
 
 /// Renumbers the weights and rebuilds the graph without the layers. Returns the names of removed and
@@ -253,7 +245,13 @@ fn update_config(model: &mut Model, graph: &Graph, found: &Layers, removed: &BTr
         }
     }
     let smaller = model.graph()?;
-    cut::set_graph(model, smaller, values)
+    let attends = |graph: &Graph| graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_)));
+    let lacks_attention = attends(graph) && !attends(&smaller);
+    let mut notes = cut::set_graph(model, smaller, values)?;
+    if lacks_attention {
+        notes.push(format!("{WARNING}no attention layer remains, without which transformers cannot create the cache of a hybrid model: keep one of them"));
+    }
+    Ok(notes)
 }
 
 /// The types of all layers, if they differ and each of them mixes tokens.

@@ -146,6 +146,16 @@ fn the_letters_of_layers_follow_them() {
     assert!(outputs(&pruned, &Model::open(golden("nemotron-h")).unwrap()).contains_key("logits"));
 }
 
+/// Without data, the only layer of `lfm2` with attention is removed.
+#[test]
+fn a_hybrid_model_without_attention_has_a_warning() {
+    let pass = || PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
+    for (name, warns) in [("lfm2", true), ("llama", false)] {
+        let notes = run(name, Pipeline::builder().pass(pass())).report.notes;
+        assert_eq!(notes.iter().any(|note| note.contains("no attention layer remains")), warns, "{name}: {notes:?}");
+    }
+}
+
 /// The values of a tensor at these indices of its first axis.
 fn rows(weights: &BTreeMap<String, Tensor>, name: &str, numbers: &[u32]) -> Vec<f32> {
     let numbers = Tensor::new(numbers, &Device::Cpu).unwrap();
