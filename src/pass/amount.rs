@@ -52,12 +52,6 @@ impl Amount {
         }
     }
 
-    /// Whether nothing is to be removed.
-    #[cfg(feature = "run")]
-    pub(crate) fn is_zero(self) -> bool {
-        matches!(self, Amount::Fraction(Fraction(0.0)) | Amount::Count(0) | Amount::Number(0))
-    }
-
     /// Returns the count for this many weights, or `None` if there are fewer weights than the count.
     #[doc(hidden)]
     pub fn of(self, weights: u64) -> Option<u64> {

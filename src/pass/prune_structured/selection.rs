@@ -252,7 +252,7 @@ impl Selection {
             // A target determines the amount of each part.
             let units: BTreeSet<GroupUnit> = self.bundles.iter().map(|bundle| bundle.unit).collect();
             let of_unit = |unit: GroupUnit| self.bundles.iter().filter(move |bundle| bundle.unit == unit);
-            let is_unchanged = |unit: &GroupUnit| of_unit(*unit).all(keeps) && !pass.amount(part(*unit)).is_zero();
+            let is_unchanged = |unit: &GroupUnit| of_unit(*unit).all(keeps) && pass.amount(part(*unit)).of(u64::from(u32::MAX)) != Some(0);
             notes.extend(units.into_iter().filter(is_unchanged).map(|unit| {
                 let reason = self.reason_for_full_widths(pass, |bundle| bundle.unit == unit);
                 format!("{WARNING}{NAME}: no units of {} were removed: {reason}", part(unit))
