@@ -10,8 +10,8 @@ use super::proto::{Dimension, GraphProto, ModelProto, NodeProto, ValueInfoProto}
 
 /// Whether the values of inputs decide which branches of `If` run or how often the body of `Loop` does.
 /// These are decisions for a whole batch, so that its samples affect each other. Decisions by shapes, and by
-/// inputs without a batch axis, are the same for all samples, unless shapes depend on
-/// values, as after `NonZero`.
+/// inputs without a batch axis, are the same for all samples, unless shapes depend on values, as after
+/// `NonZero`.
 pub(crate) fn depends_on_values(model: &ModelProto) -> bool {
     let Some(graph) = &model.graph else { return false };
     let mut flow = Flow::default();

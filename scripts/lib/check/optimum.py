@@ -57,7 +57,7 @@ def main():
             inputs = {key[3:]: tensor for key, tensor in stored.items() if key.startswith("in/") and "decoder" not in key}
             classes = (ORTModelForSpeechSeq2Seq, AutoModelForSpeechSeq2Seq) if name == "whisper" else (ORTModelForSeq2SeqLM, AutoModelForSeq2SeqLM)
             ours, theirs = (each.from_pretrained(place) for each, place in zip(classes, (out, model)))
-            # Its cache has as many layers as the encoder, of which the models have fewer.
+            # transformers 4.57 gives the cache as many layers as the encoder, fewer than these decoders have.
             theirs.generation_config.use_cache = False
             for beams in (1, 3):
                 (tokens, scores), (expected, their_scores) = (generated(each, inputs, beams) for each in (ours, theirs))

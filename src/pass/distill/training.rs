@@ -91,12 +91,7 @@ impl<'a> Job<'a> {
         let (model, training, teacher) = (&self.student, &self.training, self.teacher.as_ref());
         let graph = model.graph()?;
         let teacher_graph = teacher.map(Model::graph).transpose()?;
-        if let Some(teacher) = teacher {
-            vocabulary::require_same(model, teacher)?;
-            if training.losses.soft.is_some() {
-                vocabulary::require_same_classes(model, teacher)?;
-            }
-        }
+        self.require_same_outputs()?;
         let task = if has_token_logits(&graph) { Task::LanguageModelling } else { Task::Classification };
         let objective = self.objective(&graph, teacher_graph.as_ref(), task)?;
         require_trainable(&graph, model, training)?;
@@ -259,6 +254,13 @@ impl<'a> Job<'a> {
         Ok((model, applied))
     }
 
+    /// Checks that the tokens of student and teacher, and the classes that a loss compares, are the same.
+    fn require_same_outputs(&self) -> Result<()> {
+        let Some(teacher) = &self.teacher else { return Ok(()) };
+        vocabulary::require_same(&self.student, teacher)?;
+        if self.training.losses.soft.is_none() { Ok(()) } else { vocabulary::require_same_classes(&self.student, teacher) }
+    }
+
     /// Opens the training data, and constructs the losses.
     fn open<'c>(&self, context: &'c Context) -> Result<Inputs<'c>> {
         let (name, model, teacher) = (self.applied.name, &self.student, self.teacher.as_ref());
@@ -267,12 +269,7 @@ impl<'a> Job<'a> {
         teacher.into_iter().chain([model]).try_for_each(|model| model.check_contents(&context.work))?;
         let graph = model.graph()?;
         let teacher_graph = teacher.map(Model::graph).transpose()?;
-        if let Some(teacher) = teacher {
-            vocabulary::require_same(model, teacher)?;
-            if self.training.losses.soft.is_some() {
-                vocabulary::require_same_classes(model, teacher)?;
-            }
-        }
+        self.require_same_outputs()?;
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs training samples: add `data: { train: ... }`"))?;
         if self.head.is_some() {
             draft_head::check_data(context.data)?;

@@ -232,6 +232,12 @@ fn remove(values: &mut [f32], norms: &[f32], zeros: Zeros) {
 mod tests {
     use super::*;
 
+    #[test]
+    fn inputs_that_no_token_reaches_have_equal_norms() {
+        assert_eq!(norms(&[4.0, 0.0]), [2.0, 0.0]);
+        assert_eq!(norms(&[0.0, 0.0]), [1.0, 1.0]);
+    }
+
     /// The example of the reference implementation (locuslab/wanda).
     #[test]
     fn the_most_important_weights_of_rows_remain() {

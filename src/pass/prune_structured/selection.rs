@@ -12,7 +12,7 @@ use crate::arch;
 use crate::error::{Error, Result, counted};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::pass::{Context, Scope};
+use crate::pass::{Amount, Context, Scope};
 use crate::run_state::WARNING;
 use crate::store::select;
 
@@ -252,7 +252,7 @@ impl Selection {
             // A target determines the amount of each part.
             let units: BTreeSet<GroupUnit> = self.bundles.iter().map(|bundle| bundle.unit).collect();
             let of_unit = |unit: GroupUnit| self.bundles.iter().filter(move |bundle| bundle.unit == unit);
-            let is_unchanged = |unit: &GroupUnit| of_unit(*unit).all(keeps) && pass.amount(part(*unit)).of(u64::from(u32::MAX)) != Some(0);
+            let is_unchanged = |unit: &GroupUnit| of_unit(*unit).all(keeps) && !removes_nothing(pass.amount(part(*unit)));
             notes.extend(units.into_iter().filter(is_unchanged).map(|unit| {
                 let reason = self.reason_for_full_widths(pass, |bundle| bundle.unit == unit);
                 format!("{WARNING}{NAME}: no units of {} were removed: {reason}", part(unit))
@@ -300,6 +300,11 @@ impl Selection {
             .map(|(group, width)| json!({ "name": group.name, "unit": group.unit, "before": group.size, "after": width }))
             .collect()
     }
+}
+
+/// Whether an amount is zero for any number of units.
+fn removes_nothing(amount: Amount) -> bool {
+    amount.of(u64::from(u32::MAX)) == Some(0)
 }
 
 /// The part whose amount applies to groups of this unit.

@@ -55,8 +55,7 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
     for name in &layers {
         targets::require_float(pass, name, weights.get(name)?)?;
         if !candidates.contains(name.as_str()) {
-            let reason =
-                "is not the weight of a linear layer or a convolution of this model, which are matrices on the right of products without factors, and kernels";
+            let reason = "is not the weight of a linear layer or a convolution of this model, such as the right operand of a MatMul, or the kernel of a Conv";
             let other = || Error::tensor(name, reason, "remove it from `targets`");
             return Err(unreached::error(&model, name).unwrap_or_else(other));
         }

@@ -171,18 +171,16 @@ mod tests {
     use super::super::Port;
     use super::*;
 
+    /// Calls a function with a model that has this number of classes.
+    fn with_classes<T>(config: &Map<String, Value>, count: usize, use_target: impl FnOnce(Target) -> T) -> T {
+        let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(count)], number: None }];
+        let synthesized = crate::model::SynthesizedFiles::new();
+        use_target(Target { folder: Path::new("."), synthesized: &synthesized, config, inputs: &[], outputs: &outputs, branches: false })
+    }
+
     fn classes(id2label: &str, kind: Option<LabelKind>) -> Classes {
         let config = serde_json::from_str(&format!(r#"{{"id2label": {id2label}}}"#)).unwrap();
-        let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(3)], number: None }];
-        let target = Target {
-            folder: Path::new("."),
-            synthesized: &crate::model::SynthesizedFiles::new(),
-            config: &config,
-            inputs: &[],
-            outputs: &outputs,
-            branches: false,
-        };
-        Classes::from_target(&Data { label_kind: kind, ..Data::default() }, &target)
+        with_classes(&config, 3, |target| Classes::from_target(&Data { label_kind: kind, ..Data::default() }, &target))
     }
 
     /// Ratings from 1 to 3: names that are digits but differ from the class indices.
@@ -240,16 +238,7 @@ mod tests {
     fn regression_and_multi_label_models_are_rejected() {
         let refused = |config: &str, outputs: usize| {
             let config = serde_json::from_str(config).unwrap();
-            let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(outputs)], number: None }];
-            let target = Target {
-                folder: Path::new("."),
-                synthesized: &crate::model::SynthesizedFiles::new(),
-                config: &config,
-                inputs: &[],
-                outputs: &outputs,
-                branches: false,
-            };
-            require_single_label(&target).map_err(|e| e.to_string())
+            with_classes(&config, outputs, |target| require_single_label(&target).map_err(|e| e.to_string()))
         };
         assert_eq!(refused("{}", 2), Ok(()));
         assert_eq!(refused(r#"{"problem_type": "single_label_classification"}"#, 2), Ok(()));

@@ -88,7 +88,9 @@ impl DataSet {
             Ok(if samples.len() < count { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         })?;
         // Batches of another size have other labels.
-        references.truncate(if count > 1 { references.len() } else { 0 });
+        if count == 1 {
+            references.clear();
+        }
         Ok((samples, references))
     }
 }

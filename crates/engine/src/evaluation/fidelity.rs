@@ -35,41 +35,27 @@ impl FidelityAccumulator {
     /// Adds the outputs of both models on one batch.
     pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
         let padding = Padding::from_batch(batch).map_err(tensor_error)?;
-        let floats = |outputs: &'_ Outputs| outputs.iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(name, _)| name.clone()).collect::<Vec<_>>();
-        let mut names = floats(before);
-        names.extend(floats(after));
-        names.sort();
-        names.dedup();
+        let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
         let (mut compared, mut reasons) = (false, Vec::new());
         for name in names {
-            let reason = match (before.get(&name), after.get(&name)) {
+            let reason = match (before.get(name), after.get(name)) {
                 (Some(a), Some(b)) if a.dims() == b.dims() => {
-                    let layout = Layout::new(&name, (before, self.logits), a.dims(), batch);
-                    self.outputs.entry(name.clone()).or_default().add((&name, layout), batch, &padding, a, b)?;
-                    compared = true;
+                    if a.dtype().is_float() || b.dtype().is_float() {
+                        let layout = Layout::new(name, (before, self.logits), a.dims(), batch);
+                        self.outputs.entry(name.clone()).or_default().add((name, layout), batch, &padding, a, b)?;
+                        compared = true;
+                    } else {
+                        // A row of floats corresponds to each integer.
+                        let rows = [a.dims(), &[1]].concat();
+                        let found = equal_values(a, b, padding.token_rows(tokens_of(name, batch), &rows).as_deref()).map_err(tensor_error)?;
+                        self.integers.entry(name.clone()).or_default().iter_mut().zip(found).for_each(|(sum, count)| *sum += count);
+                    }
                     continue;
                 }
                 (Some(a), Some(b)) => format!("has the shape {:?} in the first model and {:?} in the second", a.dims(), b.dims()),
                 _ => "exists in only one of the models".to_owned(),
             };
             reasons.push(format!("output `{name}` {reason}"));
-            self.not_compared.insert(name, reason);
-        }
-        let is_integer = |tensor: &Tensor| !tensor.dtype().is_float();
-        let integers: BTreeSet<&String> = before.iter().chain(after).filter(|(_, tensor)| is_integer(tensor)).map(|(name, _)| name).collect();
-        for name in integers {
-            let reason = match (before.get(name), after.get(name)) {
-                (Some(a), Some(b)) if !(is_integer(a) && is_integer(b)) => continue,
-                (Some(a), Some(b)) if a.dims() == b.dims() => {
-                    // A row of floats corresponds to each integer.
-                    let rows = [a.dims(), &[1]].concat();
-                    let found = equal_values(a, b, padding.token_rows(tokens_of(name, batch), &rows).as_deref()).map_err(tensor_error)?;
-                    self.integers.entry(name.clone()).or_default().iter_mut().zip(found).for_each(|(sum, count)| *sum += count);
-                    continue;
-                }
-                (Some(a), Some(b)) => format!("has the shape {:?} in the first model and {:?} in the second", a.dims(), b.dims()),
-                _ => "exists in only one of the models".to_owned(),
-            };
             self.not_compared.insert(name.clone(), reason);
         }
         if compared {
