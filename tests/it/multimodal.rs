@@ -187,6 +187,36 @@ fn a_language_model_is_a_model_of_its_own() {
     assert!(error.contains("the language model \"gemma4_text\" in `text_config`"), "{error}");
 }
 
+/// A head that is stored as a copy of the embedding, under the names of the input.
+#[test]
+fn ties_of_an_extracted_language_model_are_settled() {
+    let written = tempfile::tempdir().unwrap();
+    let (input, output) = (written.path().join("in"), written.path().join("out"));
+    let pruned = |targets: &str| -> Vec<Step> {
+        let passes = json!(["extract-language-model", { "prune-unstructured": { "amount": 0.5, "targets": [targets] } }]);
+        serde_json::from_value(passes).unwrap()
+    };
+    fs::create_dir(&input).unwrap();
+    fs::copy(golden_model("gemma3-vl").join("config.json"), input.join("config.json")).unwrap();
+    let mut tensors = candle_core::safetensors::load(golden_model("gemma3-vl").join("model.safetensors"), &Device::Cpu).unwrap();
+    let table = tensors["language_model.model.embed_tokens.weight"].clone();
+    tensors.insert("language_model.lm_head.weight".to_owned(), table.copy().unwrap());
+    candle_core::safetensors::save(&tensors, input.join("model.safetensors")).unwrap();
+    let run = |targets: &str| pipeline().passes(pruned(targets)).build().unwrap().run(Model::open(&input).unwrap(), &output);
+    let report = run("*embed_tokens*").unwrap();
+    let note = "`lm_head.weight` is tied to `model.embed_tokens.weight` and has the same values: only one is stored";
+    assert!(report.notes.iter().any(|found| found == note), "{:?}", report.notes);
+    assert!(!read(&output.join("model.safetensors")).contains_key("lm_head.weight"));
+    let error = run("lm_head*").unwrap_err().to_string();
+    assert!(error.contains("`lm_head.weight`: is tied to `model.embed_tokens.weight`"), "{error}");
+    // A head with other values is untied.
+    tensors.insert("language_model.lm_head.weight".to_owned(), table.affine(2.0, 0.0).unwrap());
+    candle_core::safetensors::save(&tensors, input.join("model.safetensors")).unwrap();
+    fs::remove_dir_all(&output).unwrap();
+    run("*embed_tokens*").unwrap();
+    assert!(!Model::open(&output).unwrap().config.get("tie_word_embeddings").unwrap().as_bool().unwrap());
+}
+
 /// Outputs that transformers does not load: separate experts of families that it does not stack.
 #[test]
 fn experts_of_a_folder_are_those_that_transformers_reads() {
