@@ -95,10 +95,11 @@ impl<'m> Flow<'m> {
     }
 }
 
-/// Whether the first axis of an input has no fixed size.
+/// Whether an axis of an input has no fixed size. The axis of the batch need not be the first one, as that of
+/// the states of recurrent networks.
 fn has_batch_axis(input: &ValueInfoProto) -> bool {
     let shape = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()?.shape.as_ref());
-    shape.is_none_or(|shape| shape.dim.first().is_some_and(|dim| !matches!(dim.value, Some(Dimension::DimValue(_)))))
+    shape.is_none_or(|shape| shape.dim.iter().any(|dim| !matches!(dim.value, Some(Dimension::DimValue(_)))))
 }
 
 #[cfg(test)]
@@ -111,8 +112,8 @@ mod tests {
         node_of(op, input.iter().map(|name| (*name).to_owned()).collect(), output, attribute)
     }
 
-    fn input(name: &str, size: Dimension) -> ValueInfoProto {
-        let dim = vec![DimensionProto { value: Some(size), denotation: None }];
+    fn input(name: &str, sizes: &[Dimension]) -> ValueInfoProto {
+        let dim = sizes.iter().map(|size| DimensionProto { value: Some(size.clone()), denotation: None }).collect();
         let tensor_type = Some(TensorTypeProto { elem_type: Some(1), shape: Some(TensorShapeProto { dim }) });
         ValueInfoProto { name: Some(name.into()), r#type: Some(TypeProto { tensor_type, ..TypeProto::default() }), ..ValueInfoProto::default() }
     }
@@ -135,6 +136,7 @@ mod tests {
         for (nodes, expected) in [
             (one("ReduceMax", "x"), true),
             (one("ReduceMax", "fixed"), false),
+            (one("ReduceMax", "state"), true),
             (one("ReduceMax", "weight"), false),
             (chain(&["Shape", "Gather"]), false),
             (chain(&["Relu", "Shape", "Gather"]), false),
@@ -144,9 +146,14 @@ mod tests {
         ] {
             let body = |attribute: &str| AttributeProto { g: Some(GraphProto::default()), i: None, r#type: Some(5), ..AttributeProto::int(attribute, 0) };
             let branches = node("If", &["c"], "y", vec![body("then_branch"), body("else_branch")]);
+            let (batch, one) = (Dimension::DimParam("n".into()), Dimension::DimValue(1));
             let graph = GraphProto {
                 node: [nodes, vec![branches]].concat(),
-                input: vec![input("x", Dimension::DimParam("n".into())), input("fixed", Dimension::DimValue(1))],
+                input: vec![
+                    input("x", std::slice::from_ref(&batch)),
+                    input("fixed", std::slice::from_ref(&one)),
+                    input("state", &[one.clone(), batch.clone()]),
+                ],
                 ..GraphProto::default()
             };
             assert_eq!(depends_on_values(&ModelProto { graph: Some(graph.clone()), ..ModelProto::default() }), expected, "{graph:?}");
