@@ -50,7 +50,6 @@ struct Quantizer {
     position: usize,
 }
 
-const NO_INTEGER_PRODUCT: &str = "stored as integers but applied to float activations, because the consumers have no integer equivalent in the opset of this file, or because several products share them";
 const DEQUANTIZED: &str = "written as dequantized floats, which are not smaller, because the nodes of the file read floats";
 
 impl<'m> Replacer<'m> {
@@ -167,7 +166,7 @@ impl<'m> Replacer<'m> {
         let is_gone = nodes.is_empty();
         readers.extend(copies.iter().filter_map(|copy| Some((copy.node?, Vec::new()))).filter(|_| is_gone));
         let item = Item { name: name.to_owned(), weight, storage_format: storage_format(transposed) };
-        let remark = (dynamic && left).then_some(NO_INTEGER_PRODUCT);
+        let remark = (dynamic && left).then(|| self.float_remark(before, &affine, usages, product));
         Ok(Replacement { item, tensors, nodes, readers, remark })
     }
 
@@ -306,12 +305,31 @@ impl<'m> Replacer<'m> {
         readers
     }
 
+    /// Why some nodes read a weight with dynamically quantized activations as floats. `product`: whether
+    /// another one is an integer product.
+    fn float_remark(&self, before: &Weight, affine: &QuantizationSpec, usages: &[Usage], product: bool) -> &'static str {
+        let nodes = self.model.graph.as_ref().map_or(&[][..], |graph| &graph.node);
+        let is_scaled = |usage: &Usage| usage.node.and_then(|node| nodes.get(node)).is_some_and(|node| !is_plain(node));
+        if product {
+            "stored as integers but applied to float activations except in one product, because runtimes support only one integer product of each weight"
+        } else if self.opset < DYNAMIC_OPSET {
+            "stored as integers but applied to float activations, because the opset of this file has no dynamic quantization; convert the file to opset 11 or later"
+        } else if before.dtype != DType::F32 {
+            "stored as integers but applied to float activations, because integer products return float32, and the file computes with another type"
+        } else if matches!(affine.granularity, Granularity::Group(_)) {
+            "stored as integers but applied to float activations, because integer products have no scales for groups of columns"
+        } else if usages.iter().any(is_scaled) {
+            "stored as integers but applied to float activations, because `alpha`, `beta` or `transA` of a Gemm have no equivalent in integer products"
+        } else {
+            "stored as integers but applied to float activations, because the consumers have no integer equivalent"
+        }
+    }
+
     /// An integer matrix product; `None` if the node has no integer equivalent.
     fn product(&mut self, old: &NodeProto, position: usize, affine: &QuantizationSpec, [values, scales, zero_points]: &[String; 3]) -> Option<Vec<NodeProto>> {
         let ([x, _, ..], [output]) = (old.input.as_slice(), old.output.as_slice()) else { return None };
         let gemm = old.op_type() == "Gemm";
-        let plain = !gemm || (int(old, "transA", 0) == 0 && float(old, "alpha", 1.0) == 1.0 && float(old, "beta", 1.0) == 1.0);
-        if !plain || self.model.graph.as_ref().is_some_and(|graph| graph.initializer.iter().any(|tensor| tensor.name() == x)) {
+        if !is_plain(old) || self.model.graph.as_ref().is_some_and(|graph| graph.initializer.iter().any(|tensor| tensor.name() == x)) {
             return None;
         }
         let mut nodes = Vec::new();
@@ -367,6 +385,11 @@ impl<'m> Replacer<'m> {
 const PER_CHANNEL_OPSET: i64 = 13;
 const BLOCKED_OPSET: i64 = 21;
 const DYNAMIC_OPSET: i64 = 11;
+
+/// Whether a node is not a Gemm that scales a factor or the bias, or transposes the activations.
+fn is_plain(node: &NodeProto) -> bool {
+    node.op_type() != "Gemm" || (int(node, "transA", 0) == 0 && float(node, "alpha", 1.0) == 1.0 && float(node, "beta", 1.0) == 1.0)
+}
 
 /// Copies name and documentation of the old node to the last new one, which has the same output.
 fn copy_metadata(old: &NodeProto, nodes: &mut [NodeProto]) {

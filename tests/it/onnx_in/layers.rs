@@ -233,18 +233,24 @@ fn products_quantize_their_inputs_dynamically() {
             assert!(fidelity.cosine > 0.999, "{fidelity:?}");
         }
     }
-    // Before opset 11, there is no dynamic quantization, but weights are still stored as integers.
-    let place = Place::new(&layers(9));
-    let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
-    assert!(
-        report
-            .notes
-            .iter()
-            .any(|note| note
-                .contains("4 quantized weights, stored as integers but applied to float activations, because the consumers have no integer equivalent")),
-        "{:?}",
-        report.notes
-    );
+    // Otherwise weights are still stored as integers, and a note states why.
+    let mut scaled = layers(13);
+    scaled.graph.as_mut().unwrap().node[1].attribute.push(AttributeProto { f: Some(0.5), i: None, r#type: Some(1), ..AttributeProto::int("alpha", 0) });
+    let mut halves = layers(13);
+    let graph = halves.graph.as_mut().unwrap();
+    graph.node.truncate(1);
+    graph.initializer = vec![TensorProto { raw_data: Some(vec![0; 320]), ..tensor("first", DataType::Float16, &[20, 8]) }];
+    graph.input = vec![value("x", DataType::Float16, &["3", "20"])];
+    graph.output = vec![value("a", DataType::Float16, &["3", "8"])];
+    for (model, note) in [
+        (layers(9), "4 quantized weights, stored as integers but applied to float activations, because the opset of this file has no dynamic quantization"),
+        (scaled, "1 quantized weight, stored as integers but applied to float activations, because `alpha`, `beta` or `transA` of a Gemm"),
+        (halves, "1 quantized weight, stored as integers but applied to float activations, because integer products return float32"),
+    ] {
+        let place = Place::new(&model);
+        let report = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+        assert!(report.notes.iter().any(|found| found.contains(note)), "{note}: {:?}", report.notes);
+    }
 }
 
 #[test]
