@@ -11,7 +11,13 @@ const TOLERANCE: f64 = 1e-3;
 /// Whether two runtimes agree, and by how much they differ. `coarse`: the model multiplies integers or
 /// 16-bit floats. `rounding`: relative differences by which only one runtime rounds outputs; `None` if both
 /// write them with 32 bits.
+///
+/// Integers are compared only if no output consists of floats.
 pub(super) fn judge(fidelity: &Fidelity, coarse: bool, rounding: Option<&BTreeMap<String, f64>>) -> (bool, String) {
+    if fidelity.outputs.is_empty() {
+        let equal = fidelity.equal.values().copied().fold(1.0, f64::min);
+        return (equal == 1.0, format!("{:.1} % of the integers are equal", 100.0 * equal));
+    }
     let tolerance = |name: &String| TOLERANCE + rounding.and_then(|rounding| rounding.get(name)).copied().unwrap_or_default();
     let agrees = |(name, output): &(&String, &OutputFidelity)| output.max_abs_error <= tolerance(name) * output.largest.max(1.0);
     let wrong = fidelity.outputs.iter().find(|output| !coarse && !agrees(output)).map(|(_, output)| output);
@@ -70,6 +76,19 @@ mod tests {
         }
         // The message states the difference that is too large.
         assert!(agree(10.03, 10.02, bfloat16).1.starts_with("largest difference 2.0e-2"));
+    }
+
+    #[test]
+    fn integers_are_equal() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+        let outputs = |last: i64| Outputs::from([("class".to_owned(), Tensor::new(&[3, last], &Device::Cpu).unwrap())]);
+        for (last, expected) in [(4, (true, "100.0 % of the integers are equal")), (5, (false, "50.0 % of the integers are equal"))] {
+            let mut accumulator = FidelityAccumulator::accepting_integers();
+            accumulator.add(&batch, &outputs(4), &outputs(last)).unwrap();
+            let (ok, difference) = judge(&accumulator.finish(), false, None);
+            assert_eq!((ok, difference.as_str()), expected);
+        }
+        assert!(FidelityAccumulator::default().add(&batch, &outputs(4), &outputs(4)).is_err());
     }
 
     /// A difference is an error unless rounding to eight bits explains it.

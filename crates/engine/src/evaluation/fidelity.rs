@@ -24,6 +24,8 @@ pub struct FidelityAccumulator {
     not_compared: BTreeMap<String, String>,
     /// Numbers of equal and of all values of the outputs of integers.
     integers: BTreeMap<String, [f64; 2]>,
+    /// Whether a model may have only outputs of integers.
+    accepts_integers: bool,
 }
 
 impl FidelityAccumulator {
@@ -32,7 +34,13 @@ impl FidelityAccumulator {
         FidelityAccumulator { logits, ..FidelityAccumulator::default() }
     }
 
-    /// Adds the outputs of both models on one batch.
+    /// Also for models with only outputs of integers, whose figures are only those in `equal`.
+    pub fn accepting_integers() -> FidelityAccumulator {
+        FidelityAccumulator { accepts_integers: true, ..FidelityAccumulator::default() }
+    }
+
+    /// Adds the outputs of both models on one batch. Fails without a comparable output, which must be one of
+    /// floats unless `accepts_integers`.
     pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
         let padding = Padding::from_batch(batch).map_err(tensor_error)?;
         let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
@@ -48,6 +56,7 @@ impl FidelityAccumulator {
                         // A row of floats corresponds to each integer.
                         let rows = [a.dims(), &[1]].concat();
                         let found = equal_values(a, b, padding.token_rows(tokens_of(name, batch), &rows).as_deref()).map_err(tensor_error)?;
+                        compared |= self.accepts_integers;
                         self.integers.entry(name.clone()).or_default().iter_mut().zip(found).for_each(|(sum, count)| *sum += count);
                     }
                     continue;
