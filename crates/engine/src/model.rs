@@ -34,7 +34,7 @@ pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 use files::PREPROCESSING;
 pub use files::{AuxiliaryFiles, ExclusionReason, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
-pub use processor::processor_template;
+pub use processor::{processor_settings, processor_template};
 pub use python_numbers::{parse_config, parse_json, render_python};
 pub use roles::{
     LINEAR_RULE, LogitKind, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, no_single_label, part,

@@ -185,7 +185,7 @@ fn data(facts: &Facts, path: &str, out: &mut Vec<String>) {
     if has_text && !facts.has_file("tokenizer.json") {
         out.push("# The folder has no tokenizer.json, which text data needs; use arrays of token ids instead: { arrays: tokens.safetensors }.".into());
     }
-    if has_images && !facts.has_file("preprocessor_config.json") {
+    if has_images && !["preprocessor_config.json", "processor_config.json"].iter().any(|file| facts.has_file(file)) {
         out.push("# The folder has no preprocessor_config.json: specify the preprocessing with resize, rescale, mean and std.".into());
     }
     let architecture = facts.model.config.class();

@@ -90,7 +90,7 @@ fn in_python(card: &Card, has_tokenizer: bool) -> String {
         return format!("from sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer(\"{PATH}\")");
     }
     let architecture = card.architecture().unwrap_or_default();
-    let has_processor = card.files.contains("preprocessor_config.json");
+    let has_processor = ["preprocessor_config.json", "processor_config.json"].iter().any(|file| card.files.contains(*file));
     let class = card.task().map_or("AutoModel", |task| task.auto_class);
     let preprocessor = match () {
         // The processor of the whole model, which the file names, needs a tokenizer.

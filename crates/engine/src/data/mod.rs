@@ -83,17 +83,18 @@ pub use tokens::{Tokenizer, special_tokens, token_text, unreadable_tokenizer};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::model::{Config, LogitKind, auxiliary_path};
+use crate::model::{LogitKind, SynthesizedFiles, processor_settings};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Unrecognized keys in a folder's preprocessing files, each prefixed with its file name.
 pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     let mut unknown = sentences::Sentences::open(folder)?.unknown;
-    let processor = Config::open(&auxiliary_path(folder, speech::FILE))?;
-    unknown.extend(match speech::is_speech_processor(processor.values()) {
-        true => Speech::parse(&processor)?.1.into_iter().map(|key| format!("{}: {key}", speech::FILE)).collect(),
-        false => pixels::unknown_keys(folder)?,
-    });
+    let Some((path, processor)) = processor_settings(folder, &SynthesizedFiles::new())? else { return Ok(unknown) };
+    let keys = match speech::is_speech_processor(processor.values()) {
+        true => Speech::parse(&processor, &path)?.1,
+        false => pixels::Pixels::parse(processor.values(), &path, None, &serde_json::Map::new())?.1,
+    };
+    unknown.extend(keys.into_iter().map(|key| format!("{}: {key}", path.file_name().unwrap_or_default().display())));
     Ok(unknown)
 }
 

@@ -1,4 +1,4 @@
-//! Image preprocessing, as configured by `preprocessor_config.json` and the recipe.
+//! Image preprocessing, as configured by the image processor of the folder and the recipe.
 
 use std::fmt;
 use std::path::Path;
@@ -16,9 +16,8 @@ use super::{Target, qwen_vl};
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::Element;
-use crate::model::{Config, auxiliary_path};
+use crate::model::processor_settings;
 
-const FILE: &str = "preprocessor_config.json";
 /// Factor that scales bytes to 0 to 1.
 const UNIT: f64 = 1.0 / 255.0;
 /// ConvNeXt's processor crops images after resizing if the size is below this.
@@ -58,13 +57,6 @@ const KEYS: Keys = Keys {
     ],
 };
 
-/// Unrecognized keys of a folder's image processor.
-pub(super) fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
-    let path = auxiliary_path(folder, FILE);
-    let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path, None, &Map::new())?;
-    Ok(unknown.into_iter().map(|key| format!("{FILE}: {key}")).collect())
-}
-
 /// Preprocessing of images: resize, crop, rescale, normalize.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Pixels {
@@ -84,10 +76,9 @@ pub(super) struct Pixels {
 impl Pixels {
     /// Reads the preprocessing of the model's folder, and applies the data options.
     pub fn open(options: &Data, target: &Target, input: &ImageInput) -> Result<Pixels> {
-        let path = auxiliary_path(target.folder, FILE);
-        let file = path.is_file().then(|| Config::open(&path)).transpose()?;
-        let mut pixels = if let Some(file) = &file {
-            Pixels::parse(file.values(), &path, input.size(), target.config)?.0
+        let settings = processor_settings(target.folder, target.synthesized)?;
+        let mut pixels = if let Some((path, settings)) = &settings {
+            Pixels::parse(settings.values(), path, input.size(), target.config)?.0
         } else if let Some(pixels) = Pixels::torchvision(target.config).filter(|_| input.channels == 3 && input.port.element == Element::Float) {
             pixels
         } else {
@@ -115,8 +106,8 @@ impl Pixels {
             return Err(Error::option("data", format!("`channels: bgr` requires a model with 3 channels, this one has {}", input.channels)));
         }
         pixels.require_plausible_mean()?;
-        if let Some(file) = &file {
-            image_processors::require_statistics(file.values(), &path, &pixels.mean, &pixels.std)?;
+        if let Some((path, settings)) = &settings {
+            image_processors::require_statistics(settings.values(), path, &pixels.mean, &pixels.std)?;
         }
         Ok(pixels)
     }
@@ -237,7 +228,7 @@ impl Pixels {
         if std.iter().any(|value| !value.is_normal()) {
             return Err(wrong("image_std"));
         }
-        let unknown = KEYS.check(&values, FILE)?;
+        let unknown = KEYS.check(&values, &path.file_name().unwrap_or_default().to_string_lossy())?;
         Ok((Pixels { size: size.map(|size| (size, filter)), crop, rounded_crop: false, rescale, mean, std, reversed: false }, unknown))
     }
 
@@ -362,7 +353,7 @@ mod tests {
 
     fn pixels(json: &str) -> Result<Pixels> {
         let values: Map<String, Value> = serde_json::from_str(json).unwrap();
-        Pixels::parse(&values, Path::new(FILE), Some((28, 56)), &Map::new()).map(|(pixels, _)| pixels)
+        Pixels::parse(&values, Path::new("p"), Some((28, 56)), &Map::new()).map(|(pixels, _)| pixels)
     }
 
     #[test]

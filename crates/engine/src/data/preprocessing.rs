@@ -12,12 +12,13 @@ use crate::model::read_auxiliary_text;
 /// Files of a folder with the vocabulary.
 const VOCABULARIES: [&str; 2] = ["tokenizer.json", "tiktoken.model"];
 /// Other files of a folder that define the preprocessing of samples.
-const PREPARATION: [&str; 7] = [
+const PREPARATION: [&str; 8] = [
     "tokenization_kimi.py",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "preprocessor_config.json",
+    "processor_config.json",
     "generation_config.json",
     "config_sentence_transformers.json",
 ];

@@ -12,10 +12,10 @@ use super::wav::Wav;
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::kernel::fourier::Fourier;
-use crate::model::{Config, SynthesizedFiles, open_auxiliary_config};
+use crate::model::{Config, SynthesizedFiles, processor_settings};
 
 /// File with the preprocessing of recordings.
-pub(super) const FILE: &str = "preprocessor_config.json";
+const FILE: &str = "preprocessor_config.json";
 /// The supported feature extractor.
 const CLASS: &str = "WhisperFeatureExtractor";
 /// Upper frequency of the mel filters, in Hz.
@@ -62,23 +62,21 @@ pub(super) fn is_speech_processor(values: &serde_json::Map<String, serde_json::V
 }
 
 impl Speech {
-    /// Reads `preprocessor_config.json` of a folder.
+    /// Reads the settings of the feature extractor of a folder.
     pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<Speech> {
-        let config = open_auxiliary_config(folder, synthesized, FILE)?;
-        if config.values().is_empty() {
-            return Err(Error::malformed(
-                &folder.join(FILE),
-                "is missing: it defines the preprocessing of recordings (transformers 5 writes it to processor_config.json, under `feature_extractor`: save that part as this file)",
-            ));
-        }
-        Speech::parse(&config).map(|(speech, _)| speech)
+        let Some((path, config)) = processor_settings(folder, synthesized)? else {
+            let reason = "is missing, and processor_config.json has no `feature_extractor`: one of them must define the preprocessing of recordings";
+            return Err(Error::malformed(&folder.join(FILE), reason));
+        };
+        Speech::parse(&config, &path).map(|(speech, _)| speech)
     }
 
     /// Parses a preprocessor configuration. Also returns its unrecognized keys.
-    pub(super) fn parse(config: &Config) -> Result<(Speech, Vec<String>)> {
+    pub(super) fn parse(config: &Config, path: &Path) -> Result<(Speech, Vec<String>)> {
+        let file = &path.file_name().unwrap_or_default().to_string_lossy();
         if !is_speech_processor(config.values()) {
             let hint = format!("only {CLASS} is supported");
-            return Err(Error::Unsupported { what: format!("{FILE}: a `feature_extractor_type` other than {CLASS}"), hint });
+            return Err(Error::Unsupported { what: format!("{file}: a `feature_extractor_type` other than {CLASS}"), hint });
         }
         let read = ReadKeys::default();
         let values = Settings::new(config.values()).recording(&read);
@@ -92,9 +90,9 @@ impl Speech {
             padding: values.number_or("padding_value", 0.0)?,
         };
         if found.samples > MAX_SAMPLES || found.window > found.samples || found.bins > found.window || found.step > found.samples {
-            return Err(Error::graph(FILE, "`chunk_length`, `sampling_rate`, `n_fft`, `hop_length` and `feature_size` are inconsistent"));
+            return Err(Error::graph(file, "`chunk_length`, `sampling_rate`, `n_fft`, `hop_length` and `feature_size` are inconsistent"));
         }
-        let unknown = KEYS.check(&values, FILE)?;
+        let unknown = KEYS.check(&values, file)?;
         Ok((found, unknown))
     }
 

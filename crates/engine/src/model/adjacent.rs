@@ -8,11 +8,10 @@ use super::{AuxiliaryFiles, Model, auxiliary_path, preprocessing_folder};
 use crate::files;
 
 /// Files of tokenizers and processors, in addition to [`PREPROCESSING`].
-const TOKENIZERS: [&str; 10] = [
+const TOKENIZERS: [&str; 9] = [
     "added_tokens.json",
     "chat_template.json",
     "merges.txt",
-    "processor_config.json",
     "sentencepiece.bpe.model",
     "sentence_bert_config.json",
     "spiece.model",

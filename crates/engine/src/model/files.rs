@@ -129,7 +129,7 @@ const LOGGED_PASSES: [&str; 2] = ["finetune", "distill"];
 /// Top-level folders with the model in another format.
 const OTHER_FORMATS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
 /// Preprocessing files of a single ONNX file.
-pub(super) const PREPROCESSING: [&str; 7] = [
+pub(super) const PREPROCESSING: [&str; 8] = [
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -137,6 +137,7 @@ pub(super) const PREPROCESSING: [&str; 7] = [
     "chat_template.jinja",
     "generation_config.json",
     "preprocessor_config.json",
+    "processor_config.json",
 ];
 /// Description of an ONNX file, which is carried over if that file keeps its operators and its name.
 const RUNTIME: &str = "genai_config.json";
