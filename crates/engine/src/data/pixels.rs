@@ -41,6 +41,7 @@ const KEYS: Keys = Keys {
         "image_processor_type",
         "image_std",
         "input_data_format",
+        "max_size",
         "processor_class",
         "return_tensors",
         "rescale_factor",
@@ -179,14 +180,26 @@ impl Pixels {
             Some(Value::Array(items)) => items.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().ok_or_else(|| wrong(key)),
             Some(_) => Err(wrong(key)),
         };
-        let keeps_aspect = processor.map_or(on("do_center_crop") == Some(true), |processor| processor.keeps_aspect);
+        // DETR and its variants.
+        let is_detector = class.ends_with("Detr");
+        let keeps_aspect = processor.map_or(is_detector || on("do_center_crop") == Some(true), |processor| processor.keeps_aspect);
         let square = |key: &str, default: Option<Size>| match values.get(key) {
             None | Some(Value::Null) => Ok(default),
             Some(size) => match (length(size), number(size, "height"), number(size, "width"), number(size, "shortest_edge")) {
-                (Some(n), ..) if key == "size" && keeps_aspect => Ok(Some(Size::Shorter(n))),
+                (Some(shorter), ..) if key == "size" && keeps_aspect => match values.get("max_size").and_then(length) {
+                    Some(longer) => Ok(Some(Size::Limited { shorter, longer })),
+                    None => Ok(Some(Size::Shorter(shorter))),
+                },
                 (Some(n), ..) => Ok(Some(Size::Exactly(n, n))),
                 (_, Some(height), Some(width), _) => Ok(Some(Size::Exactly(height, width))),
-                (.., Some(shorter)) => Ok(Some(Size::Shorter(shorter))),
+                (.., Some(shorter)) => match number(size, "longest_edge").filter(|_| key == "size" && class != "ConvNext") {
+                    None => Ok(Some(Size::Shorter(shorter))),
+                    Some(longer) if processor.is_some() || is_detector => Ok(Some(Size::Limited { shorter, longer })),
+                    Some(_) => {
+                        let reason = format!("`longest_edge` of `size` has an unknown meaning for the class `{class}`");
+                        Err(Error::malformed(path, format!("{reason}: specify `height` and `width` instead")))
+                    }
+                },
                 _ => Err(wrong(key)),
             },
         };
@@ -247,12 +260,7 @@ impl Pixels {
             }
         };
         if let Some((size, filter)) = self.size {
-            let longer = |edge: usize, long: usize, short: usize| edge.saturating_mul(long).checked_div(short).unwrap_or(0);
-            let (high, wide) = match size {
-                Size::Exactly(high, wide) => (high, wide),
-                Size::Shorter(edge) if height < width => (edge, longer(edge, width, height)),
-                Size::Shorter(edge) => (longer(edge, height, width), edge),
-            };
+            let (high, wide) = size.of_image(height, width);
             bytes = resize(bytes, (height, width), (high, wide), channels, filter).map_err(|e| Error::malformed(path, e))?;
             (height, width) = (high, wide);
         }
@@ -329,6 +337,7 @@ impl fmt::Display for Pixels {
             None => f.write_str("not resized")?,
             Some((Size::Exactly(height, width), _)) => write!(f, "resized to {height} x {width}")?,
             Some((Size::Shorter(edge), _)) => write!(f, "resized to a shorter side of {edge}")?,
+            Some((Size::Limited { shorter, longer }, _)) => write!(f, "resized to a shorter side of {shorter} and a longer side of at most {longer}")?,
         }
         if let Some((height, width)) = self.crop {
             write!(f, ", center crop of {height} x {width}")?;
@@ -361,7 +370,10 @@ mod tests {
         let json =
             r#"{"image_processor_type":"Qwen2VLImageProcessorFast","size":{"shortest_edge":3136,"longest_edge":9000},"min_pixels":null,"patch_size":14}"#;
         assert_eq!(pixels(json).unwrap().size, Some((Size::Exactly(28, 56), ResizeAlg::Convolution(FilterType::CatmullRom))));
-        assert_eq!(pixels(&json.replace("Qwen2VLImageProcessorFast", "ViTImageProcessor")).unwrap().size.map(|(size, _)| size), Some(Size::Shorter(3136)));
+        assert_eq!(
+            pixels(&json.replace("Qwen2VLImageProcessorFast", "ViTImageProcessor")).unwrap().size.map(|(size, _)| size),
+            Some(Size::Limited { shorter: 3136, longer: 9000 })
+        );
     }
 
     #[test]
@@ -442,6 +454,15 @@ mod tests {
         }
         assert!(efficientnet(r#","rescale_offset":true"#).unwrap_err().to_string().contains("`rescale_offset`"));
         assert!(pixels(r#"{"size":{"longest_edge":5}}"#).unwrap_err().to_string().contains("`size`"));
+        let error = pixels(r#"{"image_processor_type":"Idefics2ImageProcessor","size":{"shortest_edge":4,"longest_edge":5}}"#).unwrap_err().to_string();
+        assert!(error.contains("`longest_edge` of `size` has an unknown meaning for the class `Idefics2`"), "{error}");
+        for detr in [
+            r#"{"image_processor_type":"DetrImageProcessor","size":{"shortest_edge":800,"longest_edge":1333}}"#,
+            r#"{"feature_extractor_type":"DetrFeatureExtractor","size":800,"max_size":1333}"#,
+        ] {
+            let found = pixels(detr).unwrap().to_string();
+            assert!(found.starts_with("resized to a shorter side of 800 and a longer side of at most 1333, "), "{found}");
+        }
         assert!(pixels(r#"{"resample":9}"#).unwrap_err().to_string().contains("`resample`"));
     }
 
