@@ -107,9 +107,8 @@ pub(in crate::pass) fn statistics(
     };
     let (inputs, outputs) = Port::from_graph(graph);
     let (folder, config) = model.preprocessing()?;
-    let branches = model.onnx.as_ref().is_some_and(|file| file.branches());
-    let synthesized = &model.auxiliary.synthesized;
-    let target = Target { folder: &folder, synthesized, config: config.values(), inputs: &inputs, outputs: &outputs, branches };
+    let described = Target::new(&folder, &model.auxiliary.synthesized, config.values());
+    let target = Target { inputs: &inputs, outputs: &outputs, branches: model.branches(), ..described };
     let data = context.data.open(options, target)?;
     let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(graph, &data.first()?.inputs));
     if let Schedule::Blockwise { states } = Schedule::choose(context.memory, &[(model.config.model_type(), need)])? {

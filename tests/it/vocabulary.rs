@@ -97,7 +97,7 @@ fn ids(tokenizer: &Value) -> BTreeMap<String, usize> {
 /// Tokens of the lines of a text.
 fn tokens(folder: &Path, texts: &str) -> Vec<Vec<String>> {
     let (synthesized, config) = (SynthesizedFiles::new(), Map::new());
-    let target = Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[], branches: false };
+    let target = Target::new(folder, &synthesized, &config);
     let tokenizer = Tokenizer::open(&target, None).unwrap();
     let names = |text: &str| tokenizer.untruncated(text, true).unwrap().into_iter().map(|id| tokenizer.token(id).unwrap()).collect();
     texts.lines().map(names).collect()
@@ -444,14 +444,7 @@ fn vocabularies_of_gguf_files_are_pruned() {
         let out = folder.path().join(name);
         builder.build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap_or_else(|e| panic!("{name}: {e}"));
         let tokens = |model: &Model| {
-            let target = Target {
-                folder: &model.path,
-                synthesized: &model.auxiliary.synthesized,
-                config: model.config.values(),
-                inputs: &[],
-                outputs: &[],
-                branches: false,
-            };
+            let target = Target::new(&model.path, &model.auxiliary.synthesized, model.config.values());
             let tokenizer = Tokenizer::open(&target, None).unwrap();
             let names = |text: &str| tokenizer.untruncated(text, true).unwrap().into_iter().map(|id| tokenizer.token(id).unwrap()).collect::<Vec<_>>();
             texts.lines().map(names).collect::<Vec<_>>()

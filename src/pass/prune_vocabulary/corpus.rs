@@ -122,5 +122,5 @@ fn is_equal(found: &[i64], expected: &[usize]) -> bool {
 
 /// The target of a tokenizer, which depends only on the files of a model.
 fn target(model: &Model) -> Target<'_> {
-    Target { folder: &model.path, synthesized: &model.auxiliary.synthesized, config: model.config.values(), inputs: &[], outputs: &[], branches: false }
+    Target::new(&model.path, &model.auxiliary.synthesized, model.config.values())
 }

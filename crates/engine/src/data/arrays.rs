@@ -440,11 +440,11 @@ mod tests {
         let arrays: std::collections::HashMap<_, _> =
             [("input_ids".to_owned(), tensor(&[5, 6, 7, 8, 9, 1])), ("labels".to_owned(), tensor(&[4, 1, -100, 3, 2, 1]))].into();
         candle_core::safetensors::save(&arrays, &path).unwrap();
+        let synthesized = SynthesizedFiles::default();
         let config = serde_json::from_str(r#"{ "decoder_start_token_id": 0, "pad_token_id": 0, "vocab_size": 10 }"#).unwrap();
         let port = |name: &str| Port { name: name.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
         let inputs = ["input_ids", DECODER_INPUT_IDS, DECODER_ATTENTION_MASK].map(port);
-        let target =
-            Target { folder: folder.path(), synthesized: &SynthesizedFiles::default(), config: &config, inputs: &inputs, outputs: &[], branches: false };
+        let target = Target { inputs: &inputs, ..Target::new(folder.path(), &synthesized, &config) };
         let source = Arrays::open(&Data::default(), &path, Task::LanguageModelling, target).unwrap();
         let row = |index: usize, values: [i64; 3]| {
             let bytes = |values: [i64; 3]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();

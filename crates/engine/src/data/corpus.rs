@@ -99,7 +99,7 @@ mod tests {
         std::fs::write(&plain, "ab\n\ncd e\n").unwrap();
         std::fs::write(&table, "n,other\n1,ab\n2,cd\n").unwrap();
         let (config, synthesized) = (Map::new(), SynthesizedFiles::new());
-        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &[], outputs: &[], branches: false };
+        let target = Target::new(folder.path(), &synthesized, &config);
         let tokenizer = Tokenizer::open(&target, None).unwrap();
         let texts = |options: &Data, path: &Path| {
             let corpus = Corpus::open(options, path, &target).unwrap();

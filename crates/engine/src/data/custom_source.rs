@@ -160,8 +160,7 @@ mod tests {
         let graph: crate::ir::Graph = "input x: float[batch, features]\noutput y = x\n".parse().unwrap();
         let (inputs, outputs) = Port::from_graph(&graph);
         let (config, synthesized) = (Map::new(), SynthesizedFiles::new());
-        let target =
-            Target { folder: std::path::Path::new(""), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs, branches: false };
+        let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(std::path::Path::new(""), &synthesized, &config) };
         let open = |text: &str| DataSet::open(&serde_saphyr::from_str(text).unwrap(), target);
         let set = open("{ source: pairs, batch_size: 2 }").unwrap();
         let mut batches = Vec::new();

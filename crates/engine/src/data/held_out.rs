@@ -236,7 +236,7 @@ mod tests {
         let graph: crate::ir::Graph = "input x: float[batch, 2]\noutput y = x\n".parse().unwrap();
         let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
         let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
-        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs, branches: false };
+        let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(folder.path(), &synthesized, &config) };
         let (all, copy) = (save("all.safetensors", 0..40), save("copy.safetensors", 10..20));
         let held_out = |used: usize, others: &[&Data]| {
             let mut found: Vec<u32> = Vec::new();
@@ -272,7 +272,7 @@ mod tests {
         let graph: crate::ir::Graph = "input x: float[4, 2]\noutput y = x\n".parse().unwrap();
         let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
         let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
-        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs, branches: false };
+        let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(folder.path(), &synthesized, &config) };
         for count in [3usize, 4, 5, 17, 18, 20] {
             let path = folder.path().join(format!("{count}.safetensors"));
             let tensor = Tensor::zeros((count, 2), DType::F32, &candle_core::Device::Cpu).unwrap();
@@ -326,7 +326,7 @@ mod tests {
         let graph: crate::ir::Graph = "input input_ids: int[batch, sequence]\noutput y = input_ids\n".parse().unwrap();
         let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
         let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
-        let target = Target { folder: folder.path(), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs, branches: false };
+        let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(folder.path(), &synthesized, &config) };
         let set = save("k", 12);
         for (lines, compared) in [(SCANNED, true), (SCANNED + 1, false)] {
             let (mut found, other) = (0, save("l", lines));

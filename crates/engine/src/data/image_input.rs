@@ -122,8 +122,6 @@ impl ImageInput {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Map;
-
     use super::super::options::ChannelOrder;
     use super::super::pixels::Pixels;
     use super::*;
@@ -134,10 +132,10 @@ mod tests {
 
     #[test]
     fn inputs_of_any_layout_are_supported() {
-        let synthesized = crate::model::SynthesizedFiles::new();
+        let (synthesized, config) = Default::default();
         let open = |element, shape: &[Option<usize>], options: Data| {
             let inputs = [port(element, shape)];
-            let target = Target { folder: Path::new("none"), synthesized: &synthesized, config: &Map::new(), inputs: &inputs, outputs: &[], branches: false };
+            let target = Target { inputs: &inputs, ..Target::new(Path::new("none"), &synthesized, &config) };
             let input = ImageInput::from_target(&options, &target, Path::new("p"))?;
             Pixels::open(&options, &target, &input).map(|pixels| (input, pixels))
         };

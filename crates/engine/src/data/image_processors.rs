@@ -170,11 +170,11 @@ mod tests {
     #[test]
     fn a_processor_that_normalizes_requires_mean_and_std() {
         let folder = tempfile::tempdir().unwrap();
-        let synthesized = crate::model::SynthesizedFiles::new();
+        let (synthesized, config) = Default::default();
         let inputs = [Port { name: "x".into(), element: Element::Float, shape: vec![None, Some(3), None, None], number: None }];
         let open = |json: &str, options: Data| {
             std::fs::write(folder.path().join("preprocessor_config.json"), json).unwrap();
-            let target = Target { folder: folder.path(), synthesized: &synthesized, config: &Map::new(), inputs: &inputs, outputs: &[], branches: false };
+            let target = Target { inputs: &inputs, ..Target::new(folder.path(), &synthesized, &config) };
             Pixels::open(&options, &target, &ImageInput::from_target(&options, &target, Path::new("p"))?).map(|pixels| pixels.to_string())
         };
         let unknown = r#"{"image_processor_type":"OtherImageProcessor"}"#;

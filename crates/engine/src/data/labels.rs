@@ -175,7 +175,7 @@ mod tests {
     fn with_classes<T>(config: &Map<String, Value>, count: usize, use_target: impl FnOnce(Target) -> T) -> T {
         let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(count)], number: None }];
         let synthesized = crate::model::SynthesizedFiles::new();
-        use_target(Target { folder: Path::new("."), synthesized: &synthesized, config, inputs: &[], outputs: &outputs, branches: false })
+        use_target(Target { outputs: &outputs, ..Target::new(Path::new("."), &synthesized, config) })
     }
 
     fn classes(id2label: &str, kind: Option<LabelKind>) -> Classes {

@@ -152,7 +152,7 @@ mod tests {
         let (inputs, outputs) = Port::from_graph(&graph);
         let (config, other) = (Map::new(), Map::from_iter([("a".to_owned(), Value::Null)]));
         let synthesized = crate::model::SynthesizedFiles::new();
-        let target = |config| Target { folder: folder.path(), synthesized: &synthesized, config, inputs: &inputs, outputs: &outputs, branches: false };
+        let target = |config| Target { inputs: &inputs, outputs: &outputs, ..Target::new(folder.path(), &synthesized, config) };
         let sets = DataSets::default();
         let all = Data { arrays: Some(path), ..Data::default() };
         let first = sets.open(&all, target(&config)).unwrap();

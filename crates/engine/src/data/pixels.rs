@@ -391,7 +391,7 @@ mod tests {
         let open = |config: &str, channels: usize, options: &Data| {
             let config: Map<String, Value> = serde_json::from_str(config).unwrap();
             let inputs = [Port { name: "x".into(), element: Element::Float, shape: vec![None, Some(channels), None, None], number: None }];
-            let target = Target { folder: Path::new("none"), synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &[], branches: false };
+            let target = Target { inputs: &inputs, ..Target::new(Path::new("none"), &synthesized, &config) };
             Pixels::open(options, &target, &ImageInput::from_target(options, &target, Path::new("p")).unwrap()).unwrap()
         };
         let resnet = r#"{"model_type":"torchvision","variant":"resnet18"}"#;

@@ -109,7 +109,7 @@ mod tests {
     fn renumbered_tokens_are_found() {
         let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
         let (config, synthesized) = (Map::new(), SynthesizedFiles::new());
-        let target = |folder| Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[], branches: false };
+        let target = |folder| Target::new(folder, &synthesized, &config);
         let renumbered = || has_renumbered_tokens(folders.each_ref().map(|folder| target(folder.path()))).unwrap();
         let write = |folder: &Path, vocabulary: Value| {
             let tokenizer = json!({ "version": "1.0", "model": { "type": "WordLevel", "unk_token": "a", "vocab": vocabulary } });

@@ -25,7 +25,12 @@ pub struct Target<'m> {
     pub branches: bool,
 }
 
-impl Target<'_> {
+impl<'m> Target<'m> {
+    /// A model without described inputs and outputs.
+    pub fn new(folder: &'m Path, synthesized: &'m SynthesizedFiles, config: &'m Map<String, Value>) -> Target<'m> {
+        Target { folder, synthesized, config, inputs: &[], outputs: &[], branches: false }
+    }
+
     /// Whether the model is an encoder-decoder model.
     pub(super) fn is_encoder_decoder(&self) -> bool {
         self.inputs.iter().any(|port| port.name == DECODER_INPUT_IDS)

@@ -357,7 +357,7 @@ mod tests {
         });
         std::fs::write(folder.join(FILE), whole.to_string()).unwrap();
         let (synthesized, config) = (SynthesizedFiles::new(), Map::new());
-        Tokenizer::open(&Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[], branches: false }, None).unwrap()
+        Tokenizer::open(&Target::new(folder, &synthesized, &config), None).unwrap()
     }
 
     /// The values of `AutoTokenizer` of transformers 5.

@@ -121,7 +121,7 @@ impl Subject {
         let (inputs, outputs) = Port::from_graph(&graph);
         let (folder, config) = model.preprocessing()?;
         let (synthesized, config) = (model.auxiliary.synthesized.clone(), config.values().clone());
-        let branches = model.onnx.as_ref().is_some_and(|file| file.branches());
+        let branches = model.branches();
         Ok(Subject {
             folder,
             synthesized,
@@ -240,14 +240,8 @@ impl Subject {
 
     /// The interface that data must match.
     pub fn target(&self) -> Target<'_> {
-        Target {
-            folder: &self.folder,
-            synthesized: &self.synthesized,
-            config: &self.config,
-            inputs: &self.inputs,
-            outputs: &self.outputs,
-            branches: self.branches,
-        }
+        let described = Target::new(&self.folder, &self.synthesized, &self.config);
+        Target { inputs: &self.inputs, outputs: &self.outputs, branches: self.branches, ..described }
     }
 
     /// Memory needed to run a folder on inputs of these sizes, or on one sample of default size; `None`

@@ -14,14 +14,7 @@ pub struct Vocabulary {
 impl Vocabulary {
     pub(super) fn open(model: &Model, graph: &Graph) -> Result<Vocabulary> {
         let (inputs, outputs) = Port::from_graph(graph);
-        let target = Target {
-            folder: &model.path,
-            synthesized: &model.auxiliary.synthesized,
-            config: model.config.values(),
-            inputs: &inputs,
-            outputs: &outputs,
-            branches: false,
-        };
+        let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(&model.path, &model.auxiliary.synthesized, model.config.values()) };
         Ok(Vocabulary { tokenizer: Tokenizer::open(&target, None)?, folder: model.path.display().to_string() })
     }
 
@@ -98,21 +91,15 @@ impl Vocabulary {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Map, json};
+    use serde_json::json;
 
     use super::*;
 
     fn vocabulary(tokenizer: &serde_json::Value) -> Vocabulary {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        let target = Target {
-            folder: folder.path(),
-            synthesized: &crate::model::SynthesizedFiles::new(),
-            config: &Map::new(),
-            inputs: &[],
-            outputs: &[],
-            branches: false,
-        };
+        let (synthesized, config) = Default::default();
+        let target = Target::new(folder.path(), &synthesized, &config);
         Vocabulary { tokenizer: Tokenizer::open(&target, None).unwrap(), folder: "here".into() }
     }
 

@@ -17,6 +17,11 @@ use crate::store::{ActivationScheme, Encoding, Module, OpenSizes, QuantizationSp
 
 #[doc(hidden)]
 impl Model {
+    /// Whether values of the inputs of an ONNX file decide which parts of it run, for a batch as a whole.
+    pub fn branches(&self) -> bool {
+        self.onnx.as_ref().is_some_and(|file| file.branches())
+    }
+
     /// Opens an ONNX file; `path` is the file itself or its folder.
     pub(super) fn open_onnx(path: &Path, file: &Path) -> Result<Model> {
         let onnx = ModelFile::open(file)?;

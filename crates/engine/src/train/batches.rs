@@ -130,14 +130,8 @@ mod tests {
         let numbers = candle_core::Tensor::from_vec((0..count as u32).collect(), (count, 1), &candle_core::Device::Cpu).unwrap();
         candle_core::safetensors::save(&[("number".to_owned(), numbers)].into(), &path).unwrap();
         let inputs = [Port { name: "number".into(), element: Element::Int, shape: vec![None, Some(1)], number: None }];
-        let target = Target {
-            folder: folder.path(),
-            synthesized: &crate::model::SynthesizedFiles::new(),
-            config: &serde_json::Map::new(),
-            inputs: &inputs,
-            outputs: &[],
-            branches: false,
-        };
+        let (synthesized, config) = Default::default();
+        let target = Target { inputs: &inputs, ..Target::new(folder.path(), &synthesized, &config) };
         let data = DataSet::open(&Data { arrays: Some(path), ..Data::default() }, target).unwrap();
         (folder, data)
     }

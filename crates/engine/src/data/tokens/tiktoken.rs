@@ -160,7 +160,7 @@ mod tests {
 
     fn open(folder: &Path) -> Result<Tokenizer> {
         let (synthesized, config) = (SynthesizedFiles::new(), Map::new());
-        let target = Target { folder, synthesized: &synthesized, config: &config, inputs: &[], outputs: &[], branches: false };
+        let target = Target::new(folder, &synthesized, &config);
         Tokenizer::open(&target, None)
     }
 

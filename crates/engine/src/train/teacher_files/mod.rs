@@ -204,7 +204,7 @@ mod tests {
         let logits = Port { name: "logits".into(), element: Element::Float, shape: vec![None, None, Some(12)], number: None };
         let (inputs, outputs) = ([port("input_ids"), port("attention_mask")], [logits]);
         let (synthesized, config) = (crate::model::SynthesizedFiles::new(), serde_json::Map::new());
-        let target = Target { folder, synthesized: &synthesized, config: &config, inputs: &inputs, outputs: &outputs, branches: false };
+        let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(folder, &synthesized, &config) };
         let options = Data { arrays: Some(path), task: Some(crate::data::Task::LanguageModelling), ..Data::default() };
         let data = DataSet::open(&options, target)?;
         let soft = Some(Soft { weight: 1.0, temperature: 1.0, divergence: Divergence::Forward });
