@@ -64,36 +64,48 @@ impl DataSet {
         if self.preprocessing() != other.preprocessing() {
             return Ok(reason());
         }
-        let (a, b) = (self.first()?, other.first()?);
-        let shared: Vec<&String> = a.inputs.keys().filter(|name| b.inputs.contains_key(*name)).collect();
-        // Rows of batches of another size may be in another order.
-        let count = match a.samples == b.samples {
-            true if self.preprocessing().is_some() => MAX_IMAGES,
-            true => MAX_TEXTS,
-            false => 1,
+        let most = if self.preprocessing().is_some() { MAX_IMAGES } else { MAX_TEXTS };
+        let (a, b) = (self.first_batches(most)?, other.first_batches(most)?);
+        let (Some(first), Some(second)) = (a.first(), b.first()) else { return Ok(None) };
+        let shared: Vec<&String> = first.inputs.keys().filter(|name| second.inputs.contains_key(*name)).collect();
+        // Rows of batches of another size may be in another order, and such batches have other labels.
+        let is_same = match first.samples == second.samples {
+            true => {
+                samples(&a, &shared, most)? == samples(&b, &shared, most)?
+                    && a.iter().map(|batch| &batch.references).eq(b.iter().map(|batch| &batch.references))
+            }
+            false => samples(&a, &shared, 1)? == samples(&b, &shared, 1)?,
         };
-        Ok(if self.first_samples(&shared, count)? == other.first_samples(&shared, count)? { None } else { reason() })
+        Ok(if is_same { None } else { reason() })
     }
 
-    /// Hashes of these inputs of the first samples, and the labels of their batches.
-    fn first_samples(&self, inputs: &[&String], count: usize) -> Result<(Vec<u64>, Vec<References>)> {
-        let (mut samples, mut references) = (Vec::new(), Vec::new());
+    /// The first batches, up to the one with the row of this number.
+    fn first_batches(&self, rows: usize) -> Result<Vec<Batch>> {
+        let (mut batches, mut read) = (Vec::new(), 0);
         self.for_each_in(Order::default(), |batch| {
-            references.push(batch.references.clone());
-            let shared = inputs.iter().filter_map(|name| Some(((*name).clone(), batch.inputs.get(*name)?.clone()))).collect();
-            let rows = batch.inputs.values().filter_map(|input| input.dims().first()).min().copied().unwrap_or(0);
-            let batch = Batch { inputs: shared, references: References::None, samples: rows };
-            for row in 0..rows.min(count.saturating_sub(samples.len())) {
-                samples.push(identity(&batch.narrow(row, 1)?)?);
-            }
-            Ok(if samples.len() < count { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+            read += rows_of(&batch);
+            batches.push(batch);
+            Ok(if read < rows { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         })?;
-        // Batches of another size have other labels.
-        if count == 1 {
-            references.clear();
-        }
-        Ok((samples, references))
+        Ok(batches)
     }
+}
+
+fn rows_of(batch: &Batch) -> usize {
+    batch.inputs.values().filter_map(|input| input.dims().first()).min().copied().unwrap_or(0)
+}
+
+/// Hashes of these inputs of the first rows.
+fn samples(batches: &[Batch], inputs: &[&String], count: usize) -> Result<Vec<u64>> {
+    let mut samples = Vec::new();
+    for batch in batches {
+        let shared = inputs.iter().filter_map(|name| Some(((*name).clone(), batch.inputs.get(*name)?.clone()))).collect();
+        let batch = Batch { inputs: shared, references: References::None, samples: rows_of(batch) };
+        for row in 0..batch.samples.min(count.saturating_sub(samples.len())) {
+            samples.push(identity(&batch.narrow(row, 1)?)?);
+        }
+    }
+    Ok(samples)
 }
 
 #[cfg(test)]
