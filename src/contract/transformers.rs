@@ -126,8 +126,7 @@ fn format_is_known(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
 
 fn experts(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let family = arch::family(folder.model_type());
-    // transformers replaces the experts of these families with linear layers in quantized folders.
-    let is_split = family.is_some_and(|family| family.splits_experts);
+    let is_split = arch::splits_experts(folder.model_type());
     let separate = folder.modules.keys().find(|name| is_of_expert(name));
     if let Some(name) = separate.filter(|_| family.is_some_and(|family| family.needs_stacked_experts)) {
         let reason = "is an expert in a separate tensor, and transformers does not stack those of this family, so that its experts are uninitialized";

@@ -202,6 +202,12 @@ pub fn has_tower(model_type: &str) -> bool {
     family(model_type).is_some_and(|family| family.language_model.is_some())
 }
 
+/// Whether transformers replaces the experts of models with this `model_type` with linear layers in quantized
+/// folders.
+pub fn splits_experts(model_type: &str) -> bool {
+    family(model_type).is_some_and(|family| family.splits_experts)
+}
+
 /// Whether models of this `model_type` are heads for speculative decoding, which read hidden states of
 /// another model.
 pub fn is_draft_head(model_type: &str) -> bool {

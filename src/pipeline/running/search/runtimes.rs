@@ -103,7 +103,7 @@ impl LoadedBy {
         if self == LoadedBy::OnnxRuntime {
             return Ok(());
         }
-        let splits_experts = arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts);
+        let splits_experts = arch::splits_experts(model.config.model_type());
         let stacked = model.weights.by_name.iter().find(|(name, weight)| splits_experts && model::stacked_experts(name, weight).is_some());
         if let Some((name, _)) = stacked.filter(|_| self == LoadedBy::Transformers) {
             let reason = "contains all experts of a layer, which transformers reads as separate layers in quantized folders";
