@@ -138,8 +138,7 @@ impl Gguf {
                 "run the pass `dequantize` first, which adds them to the weights, or export safetensors",
             ));
         }
-        let (mut all, mut split, mut rows) = (Vec::new(), BTreeSet::new(), 0);
-        let mut module_items = Vec::new();
+        let (mut all, mut module_items, mut split, mut rows) = (Vec::new(), Vec::new(), BTreeSet::new(), 0);
         let uses_importance = self.importance == InputImportance::Activation;
         let importance = self.open_importance(run)?;
         let query_group = heads.checked_div(groups).unwrap_or(0);
@@ -190,6 +189,7 @@ impl Gguf {
                 split.extend(is_split.then(|| name.clone()));
                 let exact = weight.exact_blocks().map(|exact| self.kept_blocks((name, exact), (requested_kind, kind), is_split)).transpose()?.flatten();
                 let (target, kind) = match exact.map(Kind::Blocks) {
+                    // A type that was selected for the matrix has no other target.
                     Some(kept) if kept != kind || weight.exact_blocks().is_some_and(|exact| exact.file_type.is_none()) => (kept, kept),
                     _ => (target, kind),
                 };
