@@ -143,6 +143,11 @@ fn sizes_of_the_language_model_are_not_changed() {
         let error = run.run(Model::open(golden_model("mistral3")).unwrap(), written.path().join("out")).unwrap_err().to_string();
         assert!(error.contains("`mistral3`, a model with a vision tower"), "{step}: {error}");
     }
+    // Its experts are no obstacle that is stated first.
+    let rotate: Step = serde_json::from_value(json!("rotate")).unwrap();
+    let run = pipeline().pass(rotate).build().unwrap();
+    let error = run.run(Model::open(golden_model("llama4-vl")).unwrap(), written.path().join("out")).unwrap_err().to_string();
+    assert!(error.contains("a model with a vision tower"), "{error}");
 }
 
 /// The outputs for texts, and the outputs of the model as a text model without its tower.

@@ -89,6 +89,7 @@ impl Pass for Rotate {
         let mut planned = model.clone();
         let mut details = serde_json::Map::new();
         if self.rotates(RotatedPart::Residual) {
+            tower::require_none(model, "a rotation of the residual stream")?;
             let stream = analysis::residual_stream(&graph).map_err(|reason| Error::option(NAME, format!("cannot rotate the residual stream: {reason}")))?;
             rotated.require_complete_graph(&graph)?;
             let rotation = rotated.residual(&stream)?;
@@ -178,7 +179,6 @@ impl Rotated<'_> {
     /// Fails if the model has matrices that are not part of the graph, because they may belong to the
     /// residual stream.
     fn require_complete_graph(&self, graph: &Graph) -> Result<()> {
-        tower::require_none(self.model, "a rotation of the residual stream")?;
         let known: std::collections::BTreeSet<&str> = graph.params().map(|(_, value)| value.name.as_str()).collect();
         let other = self.model.weights.by_name.iter().find(|(name, weight)| weight.shape.len() > 1 && weight.is_float() && !known.contains(name.as_str()));
         match other {
