@@ -96,14 +96,6 @@ impl Pass for SplitExperts {
         applied.notes = vec![format!("the experts of {} are stored as {}", counted(names.len(), "tensor"), counted(layers, "linear layer"))];
         let renaming = |(from, to)| format!("tensors of `{from}` are named `{to}`, as in files with separate experts");
         applied.notes.extend(layout.renamed.map(renaming));
-        if arch::family(model_type).is_some_and(|family| family.splits_experts) {
-            applied.notes.push("transformers loads separate experts of this family only in quantized folders: use `quantize` after this pass".to_owned());
-        }
-        if arch::family(model_type).is_some_and(|family| family.needs_stacked_experts) {
-            applied
-                .notes
-                .push("transformers does not load separate experts of this family: use `extract-language-model` too, or load the output in vLLM".to_owned());
-        }
         Ok(Plan::new(planned, applied))
     }
 

@@ -234,8 +234,10 @@ fn experts_of_a_folder_are_those_that_transformers_reads() {
         let written = tempfile::tempdir().unwrap();
         let output = written.path().join("out");
         let steps: Vec<Step> = passes.iter().map(|pass| serde_json::from_value(pass.clone()).unwrap()).collect();
-        pipeline().passes(steps).build().unwrap().run(Model::open(golden_model(name)).unwrap(), &output).unwrap();
+        let report = pipeline().passes(steps).build().unwrap().run(Model::open(golden_model(name)).unwrap(), &output).unwrap();
         assert_eq!(violated(&output, "transformers").contains("experts"), !is_loaded, "{name}: {passes:?}");
+        // Notes are about the output, not about each pass.
+        assert_eq!(report.notes.iter().any(|note| note.contains("separate experts of this family")), !is_loaded, "{:?}", report.notes);
     }
 }
 

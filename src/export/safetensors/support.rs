@@ -22,7 +22,14 @@ fn is_attention_module(items: &[Item], module: &str) -> bool {
 /// experts it splits in quantized folders.
 fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<String> {
     let is_float = |item: &Item| item.weight.shape.len() == 2 && is_of_expert(&item.name) && item.weight.encoding == Encoding::Dense;
-    if arch::family(model.config.model_type()).is_some_and(|family| family.splits_experts) {
+    let is_separate = || items.iter().any(|item| is_of_expert(&item.name));
+    if arch::family(model.config.model_type()).is_some_and(|family| family.needs_stacked_experts) && is_separate() {
+        return Some("transformers does not load separate experts of this family: use `extract-language-model` too, or load the output in vLLM".to_owned());
+    }
+    if arch::splits_experts(model.config.model_type()) {
+        if groups.is_empty() && is_separate() {
+            return Some("transformers loads separate experts of this family only in quantized folders: use `quantize` too".to_owned());
+        }
         let is_stacked = |item: &Item| stacked_experts(&item.name, &item.weight).is_some();
         return (!groups.is_empty() && items.iter().any(is_stacked)).then(|| {
             "float experts of Llama 4 in one tensor: in quantized folders, transformers replaces them with one linear layer per expert and leaves these uninitialized, so its outputs are wrong: use `split-experts` before `quantize`".to_owned()
