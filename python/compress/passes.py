@@ -153,7 +153,7 @@ def prune_vocabulary(
         languages: Languages whose tokens remain, such as en,de: all tokens in their scripts, and digits,
             punctuation and symbols.
         text_column: Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats,
-            in .jsonl), or the only one].
+            in .jsonl)].
         vocab_size: Maximum number of tokens: the most frequent ones of the texts; without texts, the first by
             merge rank (BPE), score (Unigram) or id (WordPiece).
         min_count: Number of occurrences below which a token of the texts is removed.

@@ -1065,7 +1065,7 @@ class PruneVocabulary:
 
     text_column: int | str | None = None
     """Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
-    .jsonl), or the only one]."""
+    .jsonl)]."""
 
     vocab_size: int | None = None
     """Maximum number of tokens: the most frequent ones of the texts; without texts, the first by merge
@@ -1719,7 +1719,8 @@ class Data:
     """Task [default: chosen from the data and the model's outputs]."""
 
     text_column: int | str | None = None
-    """Column of the text [default: text, sentence, or messages (chats, in .jsonl), or the only one]."""
+    """Column of the text [default: text, sentence, or messages (chats, in .jsonl), or the only one with
+    `header: true`]."""
 
     pair_column: int | str | None = None
     """Column of the second text of a pair; for encoder-decoder models, the target text."""

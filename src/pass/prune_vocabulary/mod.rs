@@ -56,8 +56,7 @@ pub struct PruneVocabulary {
     #[cfg_attr(feature = "cli", schemars(schema_with = "crate::data::one_or_several::one_or_several_schema::<String>"))]
     #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::data::one_or_several::one_or_several")]
     pub languages: Vec<String>,
-    /// Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
-    /// .jsonl), or the only one]
+    /// Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in .jsonl)]
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_column: Option<Column>,

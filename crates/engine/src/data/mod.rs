@@ -1,6 +1,5 @@
-//! Data sets: text, images, arrays and recordings, streamed and never held in memory as a whole.
-//!
-//! One thread reads in order, several threads tokenize and decode, and batches are returned in order.
+//! Data sets: text, images, arrays and recordings, streamed and never held in memory as a whole. One thread
+//! reads in order, several threads tokenize and decode, and batches are returned in order.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -10,6 +9,7 @@ mod arrays;
 mod batch;
 mod chat;
 mod check;
+mod columns;
 mod corpus;
 mod custom_source;
 mod decoder_targets;
@@ -37,6 +37,7 @@ mod pairs;
 mod pixels;
 mod preprocessing;
 mod qwen_vl;
+mod record;
 mod records;
 mod resample;
 mod rows;

@@ -144,7 +144,8 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task: Option<Task>,
-    /// Column of the text [default: text, sentence, or messages (chats, in .jsonl), or the only one]
+    /// Column of the text [default: text, sentence, or messages (chats, in .jsonl), or the only one with
+    /// `header: true`]
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_column: Option<Column>,

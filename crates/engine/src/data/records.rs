@@ -1,80 +1,21 @@
 //! Records of text files: plain lines, columns, or JSON objects.
 
-use std::borrow::Cow;
 use std::io::{BufRead, BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
 use super::Target;
-use super::chat::{Chat, ChatTemplate, RenderedChat};
+use super::chat::{Chat, ChatTemplate};
+use super::columns::columns;
 use super::labels::Label;
 use super::options::{Column, Data};
-use super::text_format::{NOT_UTF8, numeric_label, other_delimiter};
+use super::record::{LABEL, TEXT, listed, require_distinct};
+pub(super) use super::record::{Record, Records, Text};
+use super::text_format::NOT_UTF8;
 pub(super) use super::text_format::{TextFormat, header_note, layout};
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result};
 use crate::files;
-
-/// Input text of a record.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Text {
-    Plain(String),
-    Chat(Chat),
-}
-
-/// A text with its pair and label.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Record {
-    pub text: Text,
-    pub pair: Option<String>,
-    /// A text that does not match the first one.
-    pub negative: Option<String>,
-    pub label: Option<Label>,
-    /// Line number, from 1.
-    pub line: u64,
-}
-
-impl Record {
-    /// The text, and whether it already contains its special tokens, as rendered chats do.
-    pub fn rendered(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
-        match (&self.text, template) {
-            (Text::Plain(text), None) => Ok((text.into(), false)),
-            (Text::Chat(chat), Some(template)) => template.render_complete(chat).map(|text| (text.into(), true)).map_err(self.located(path)),
-            _ => Err(self.mixed(path)),
-        }
-    }
-
-    /// The text, of a chat only up to the first text of the assistant, and whether it already contains its
-    /// special tokens.
-    pub fn prompt(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
-        match (&self.text, template) {
-            (Text::Chat(chat), Some(template)) => template.render_prompt(chat).map(|text| (text.into(), true)).map_err(self.located(path)),
-            _ => self.rendered(template, path),
-        }
-    }
-
-    /// The text of a chat, with the text of the assistant in it.
-    pub fn rendered_with_answers(&self, template: &ChatTemplate, path: &Path) -> Result<RenderedChat> {
-        match &self.text {
-            Text::Chat(chat) => template.render_with_answers(chat).map_err(self.located(path)),
-            Text::Plain(_) => Err(self.mixed(path)),
-        }
-    }
-
-    /// Adds the line to an error of the template.
-    fn located(&self, path: &Path) -> impl Fn(Error) -> Error {
-        let location = format!("{}: line {}", path.display(), self.line);
-        move |e| {
-            let hint = e.hint().unwrap_or_default();
-            Error::run(location.clone(), e, hint)
-        }
-    }
-
-    fn mixed(&self, path: &Path) -> Error {
-        let (this, first) = if matches!(self.text, Text::Chat(_)) { ("a chat", "a text") } else { ("a text", "a chat") };
-        Error::malformed(path, format!("line {} is {this}, but the first line is {first}: a file must contain either texts or chats", self.line))
-    }
-}
 
 /// The chat template for a file of chats; `None` for texts.
 pub(super) fn template(mut records: impl Iterator<Item = Result<Record>>, target: &Target) -> Result<Option<ChatTemplate>> {
@@ -84,17 +25,10 @@ pub(super) fn template(mut records: impl Iterator<Item = Result<Record>>, target
     }
 }
 
-pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
-
 /// The byte order mark that some editors write at the beginning of a file.
 const BYTE_ORDER_MARK: char = '\u{feff}';
-/// A record that is appended to files with columns. If a quoted field is not closed, it is the end of that
-/// field instead.
-const LAST_RECORD: &str = "\u{1}end of file\u{1}";
-const TEXT: [&str; 2] = ["text", "sentence"];
 /// Key of the messages of a chat, in JSON objects.
 const MESSAGES: &str = "messages";
-const LABEL: [&str; 2] = ["label", "labels"];
 
 /// The text of a file without the byte order mark at its beginning.
 pub(super) fn without_byte_order_mark(mut file: impl Read + Send + 'static) -> std::io::Result<Box<dyn Read + Send>> {
@@ -136,140 +70,6 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
             _ => Error::io("read", &path)(e),
         })
     })
-}
-
-fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool, (delimiter, quoting): (u8, bool)) -> Result<Records> {
-    let header = options.header.unwrap_or(true);
-    let mut reader = csv::ReaderBuilder::new()
-        .has_headers(header)
-        .delimiter(delimiter)
-        .quoting(quoting)
-        .flexible(true)
-        .from_reader(file.chain(Cursor::new(format!("\n{LAST_RECORD}\n"))));
-    let wrong = |path: &Path, e: csv::Error| {
-        let line = e.position().map_or(String::new(), |at| format!("line {}: ", at.line()));
-        Error::malformed(path, format!("{line}{}", plain(&e)))
-    };
-    let names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
-    match names.last() {
-        Some(name) if name == LAST_RECORD => {
-            return Err(Error::malformed(
-                path,
-                "is empty: it has neither a header nor samples; the first line names the columns, and each other line is a sample",
-            ));
-        }
-        last => require_closed(path, 1, last.map(String::as_str))?,
-    }
-    if let Some(score) = numeric_label(options, &names) {
-        let reason = format!(
-            "line 1 is taken as the header, but its label column contains the number `{score}`: set `header: false` if the line is a sample, or `header: true` if it is the header"
-        );
-        return Err(Error::malformed(path, reason));
-    }
-    let find = |column: &Column| match column {
-        Column::Index(index) => Ok(*index),
-        Column::Name(name) if header => names.iter().position(|n| n == name).ok_or_else(|| no_column(path, name, &names)),
-        Column::Name(name) => Err(Error::option("data", format!("column `{name}`: with `header: false`, columns are selected by number, from 0"))),
-    };
-    let default = |candidates: &[&str]| candidates.iter().find_map(|name| names.iter().position(|n| n == name));
-    let text = match &options.text_column {
-        Some(column) => find(column)?,
-        None if names.len() == 1 => match other_delimiter(delimiter, path, names.first().map(String::as_str)).filter(|_| options.delimiter.is_none()) {
-            None => 0,
-            Some(hint) => return Err(Error::malformed(path, format!("line 1 is one column, {}: {hint}, or name it as `text_column`", listed(&names)))),
-        },
-        None if header => default(&TEXT).ok_or_else(|| {
-            Error::option(
-                "data",
-                format!("{}: specify `text_column`; the columns are {}; or set `header: false` if the first line is a sample", path.display(), listed(&names)),
-            )
-        })?,
-        None => {
-            return Err(Error::option(
-                "data",
-                format!(
-                    "{}: specify the number of the column of texts, which is counted from 0, as in `text_column: 0`, since `header` is false",
-                    path.display()
-                ),
-            ));
-        }
-    };
-    let pair = options.pair_column.as_ref().map(find).transpose()?;
-    let negative = options.negative_column.as_ref().map(find).transpose()?;
-    let label = match &options.label_column {
-        Some(column) => Some(find(column)?),
-        None if labelled => Some(
-            default(&LABEL).ok_or_else(|| Error::option("data", format!("{}: specify `label_column`; the columns are {}", path.display(), listed(&names))))?,
-        ),
-        None => None,
-    };
-    let path = path.to_owned();
-    let has_crlf = has_crlf(&path);
-    // Texts do not contain tabs, and some tables without a header append columns to single rows.
-    let (may_vary, mut width) = (!header && delimiter == b'\t', header.then_some(names.len()));
-    let records = reader.into_records().enumerate().filter_map(move |(index, record)| {
-        let record = match record {
-            Ok(record) if record.len() == 1 && record.get(0) == Some(LAST_RECORD) => return None,
-            Ok(record) => record,
-            Err(e) => return Some(Err(wrong(&path, e))),
-        };
-        // The reader counts the line feed of CRLF as part of the next line.
-        let offset = u64::from(has_crlf && (header || index > 0));
-        let line = record.position().map_or(0, csv::Position::line).saturating_add(offset);
-        let width = *width.get_or_insert(record.len());
-        let get = |index: usize| {
-            let missing = || {
-                let reason = format!("line {line} has {}, but column {index} (counted from 0) is required", counted(record.len(), "column"));
-                let hint = other_delimiter(delimiter, &path, record.get(0)).map_or_else(String::new, |hint| format!("; {hint}"));
-                Error::malformed(&path, format!("{reason}{hint}"))
-            };
-            record.get(index).map(str::to_owned).ok_or_else(missing)
-        };
-        let read = || {
-            require_closed(&path, line, record.iter().next_back())?;
-            if !may_vary && record.iter().skip(width).any(|field| !field.trim().is_empty()) {
-                let reason = format!("line {line} has {} fields for {}: quote texts that contain the delimiter", record.len(), counted(width, "column"));
-                return Err(Error::malformed(&path, reason));
-            }
-            let label = label.map(get).transpose()?.map(Label::Text);
-            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, negative: negative.map(get).transpose()?, label, line })
-        };
-        Some(read())
-    });
-    Ok(Box::new(records))
-}
-
-/// Checks the last field of a record.
-fn require_closed(path: &Path, line: u64, last: Option<&str>) -> Result<()> {
-    if !last.is_some_and(|field| field.trim_end().ends_with(LAST_RECORD)) {
-        return Ok(());
-    }
-    let reason = format!("line {line} has a quoted field that is not closed; if quotation marks belong to the texts, set `quoting: false`");
-    Err(Error::malformed(path, reason))
-}
-
-/// Whether the first line ends with a carriage return and a line feed.
-fn has_crlf(path: &Path) -> bool {
-    let mut first = Vec::new();
-    let read = files::stream(path).and_then(|file| BufReader::new(file).read_until(b'\n', &mut first));
-    read.is_ok() && first.ends_with(b"\r\n")
-}
-
-/// The message without the position, which the caller adds.
-fn plain(error: &csv::Error) -> String {
-    match error.kind() {
-        csv::ErrorKind::Utf8 { .. } => format!("is {NOT_UTF8}"),
-        csv::ErrorKind::Io(e) => e.to_string(),
-        _ => error.to_string(),
-    }
-}
-
-fn listed(names: &[String]) -> String {
-    if names.is_empty() { "selected by number, since `header` is false".into() } else { names.iter().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ") }
-}
-
-fn no_column(path: &Path, name: &str, names: &[String]) -> Error {
-    Error::option("data", format!("{} has no column `{name}`; the columns are {}", path.display(), listed(names)))
 }
 
 fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool) -> Result<Records> {
@@ -325,7 +125,13 @@ impl Names {
                 Err(Error::malformed(&self.path, format!("line {line} has no {missing}; its keys are {}", listed(&names))))
             }
         };
-        let named = self.text.as_deref().or_else(|| [TEXT[0], TEXT[1], MESSAGES].into_iter().find(|name| object.contains_key(*name)));
+        let text = TEXT.into_iter().find(|name| object.contains_key(*name));
+        let named = self.text.as_deref().or(text).or_else(|| object.contains_key(MESSAGES).then_some(MESSAGES));
+        if let (None, Some(text), true) = (&self.text, text, object.contains_key(MESSAGES)) {
+            return Err(self.wrong(line, &format!("has both `{text}` and `{MESSAGES}`: specify one of them as `text_column`")));
+        }
+        let label = self.label.as_deref().or_else(|| LABEL.into_iter().find(|name| self.labelled && object.contains_key(*name)));
+        require_distinct(&self.path, [named, self.pair.as_deref(), self.negative.as_deref(), label])?;
         let text = match (named, named.and_then(|name| object.get(name))) {
             (Some(name), Some(Value::Array(messages))) if name == MESSAGES || messages.first().is_some_and(Value::is_object) => {
                 Text::Chat(self.chat(line, messages, &object)?)
@@ -438,6 +244,65 @@ mod tests {
         assert!(note("a.tsv", "{ text_column: 0 }").unwrap().starts_with("line 1 of a.tsv was taken as the header: set `header: false`"));
         for (name, options) in [("a.tsv", "{ text_column: 0, header: true }"), ("a.tsv", "{ text_column: text }"), ("a.txt", "{ text_column: 0 }")] {
             assert_eq!(note(name, options), None);
+        }
+    }
+
+    /// The first sample of a file without a header must not be lost.
+    #[test]
+    fn the_header_of_a_single_column_must_be_certain() {
+        for options in ["{}", "{ text_column: 0 }"] {
+            let error = read("a.csv", "one\ntwo\n", options, false).unwrap_err();
+            assert!(
+                error.contains("line 1 is one column, `one`: set it as `text_column` if it names the column; if it is a sample, set `header: false`"),
+                "{error}"
+            );
+        }
+        for (header, options, count) in [
+            ("text", "{}", 1),
+            ("sentence", "{ text_column: 0 }", 1),
+            ("one", "{ text_column: one }", 1),
+            ("one", "{ header: true }", 1),
+            ("one", "{ header: false, text_column: 0 }", 2),
+        ] {
+            assert_eq!(read("a.csv", &format!("{header}\ntwo\n"), options, false).unwrap().len(), count, "{header} {options}");
+        }
+    }
+
+    #[test]
+    fn columns_must_be_unique_and_distinct() {
+        let wrong = |name: &str, text: &str, options: &str| read(name, text, options, true).unwrap_err();
+        let twice = "text,label,text\na,x,b\n";
+        assert!(wrong("a.csv", twice, "{}").contains("has several columns `text`: rename one of them, or select one by its number"));
+        assert!(wrong("a.csv", twice, "{ text_column: text }").contains("has several columns `text`"));
+        assert_eq!(read("a.csv", twice, "{ text_column: 2, header: true }", true).unwrap(), [record("b", None, Some("x"), 2)]);
+        // A column that is not read.
+        assert_eq!(read("a.csv", "text,label,id,id\na,x,1,2\n", "{}", true).unwrap(), [record("a", None, Some("x"), 2)]);
+        let (columns, object) = ("text,label\na,x\n", "{\"text\": \"a\", \"label\": \"x\"}\n");
+        for (options, names) in [
+            ("{ label_column: text }", "`text_column` and `label_column`"),
+            ("{ pair_column: text }", "`text_column` and `pair_column`"),
+            ("{ text_column: label, label_column: label }", "`text_column` and `label_column`"),
+            ("{ pair_column: label, label_column: label }", "`pair_column` and `label_column`"),
+        ] {
+            for (name, text) in [("a.csv", columns), ("a.jsonl", object)] {
+                let error = wrong(name, text, options);
+                assert!(error.contains(&format!("{names} are the same column: select another one")), "{name}: {error}");
+            }
+        }
+        assert!(wrong("a.csv", columns, "{ text_column: 0, label_column: text }").contains("are the same column"));
+        assert!(wrong("a.jsonl", object, "{ text_column: label }").contains("`text_column` and `label_column` are the same column"));
+    }
+
+    /// Either value could be the sample.
+    #[test]
+    fn objects_with_a_text_and_messages_need_the_option() {
+        for key in TEXT {
+            let object = format!("{{\"{key}\": \"a\", \"messages\": [{{\"role\": \"user\", \"content\": \"b\"}}]}}\n");
+            let error = read("a.jsonl", &object, "{}", false).unwrap_err();
+            assert!(error.contains(&format!("line 1: has both `{key}` and `messages`: specify one of them as `text_column`")), "{error}");
+            assert_eq!(read("a.jsonl", &object, &format!("{{ text_column: {key} }}"), false).unwrap(), [record("a", None, None, 1)]);
+            let chat = &read("a.jsonl", &object, "{ text_column: messages }", false).unwrap()[0];
+            assert!(matches!(chat.text, Text::Chat(_)));
         }
     }
 

@@ -1,0 +1,92 @@
+//! A record of a text file: a text or a chat, with its pair and label.
+
+use std::borrow::Cow;
+use std::path::Path;
+
+use super::chat::{Chat, ChatTemplate, RenderedChat};
+use super::labels::Label;
+use crate::error::{Error, Result};
+
+pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
+
+/// Default names of the column of texts.
+pub(super) const TEXT: [&str; 2] = ["text", "sentence"];
+/// Default names of the column of labels.
+pub(super) const LABEL: [&str; 2] = ["label", "labels"];
+
+/// Input text of a record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Text {
+    Plain(String),
+    Chat(Chat),
+}
+
+/// A text with its pair and label.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Record {
+    pub text: Text,
+    pub pair: Option<String>,
+    /// A text that does not match the first one.
+    pub negative: Option<String>,
+    pub label: Option<Label>,
+    /// Line number, from 1.
+    pub line: u64,
+}
+
+impl Record {
+    /// The text, and whether it already contains its special tokens, as rendered chats do.
+    pub fn rendered(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
+        match (&self.text, template) {
+            (Text::Plain(text), None) => Ok((text.into(), false)),
+            (Text::Chat(chat), Some(template)) => template.render_complete(chat).map(|text| (text.into(), true)).map_err(self.located(path)),
+            _ => Err(self.mixed(path)),
+        }
+    }
+
+    /// The text, of a chat only up to the first text of the assistant, and whether it already contains its
+    /// special tokens.
+    pub fn prompt(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
+        match (&self.text, template) {
+            (Text::Chat(chat), Some(template)) => template.render_prompt(chat).map(|text| (text.into(), true)).map_err(self.located(path)),
+            _ => self.rendered(template, path),
+        }
+    }
+
+    /// The text of a chat, with the text of the assistant in it.
+    pub fn rendered_with_answers(&self, template: &ChatTemplate, path: &Path) -> Result<RenderedChat> {
+        match &self.text {
+            Text::Chat(chat) => template.render_with_answers(chat).map_err(self.located(path)),
+            Text::Plain(_) => Err(self.mixed(path)),
+        }
+    }
+
+    /// Adds the line to an error of the template.
+    fn located(&self, path: &Path) -> impl Fn(Error) -> Error {
+        let location = format!("{}: line {}", path.display(), self.line);
+        move |e| {
+            let hint = e.hint().unwrap_or_default();
+            Error::run(location.clone(), e, hint)
+        }
+    }
+
+    fn mixed(&self, path: &Path) -> Error {
+        let (this, first) = if matches!(self.text, Text::Chat(_)) { ("a chat", "a text") } else { ("a text", "a chat") };
+        Error::malformed(path, format!("line {} is {this}, but the first line is {first}: a file must contain either texts or chats", self.line))
+    }
+}
+
+/// Names of columns, for messages.
+pub(super) fn listed(names: &[String]) -> String {
+    if names.is_empty() { "selected by number, since `header` is false".into() } else { names.iter().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ") }
+}
+
+/// Rejects a column that is selected for two purposes: the text, its pair, the negative text, and the label.
+pub(super) fn require_distinct<C: PartialEq>(path: &Path, columns: [Option<C>; 4]) -> Result<()> {
+    const OPTIONS: [&str; 4] = ["text_column", "pair_column", "negative_column", "label_column"];
+    for (at, column) in columns.iter().enumerate().filter(|(_, column)| column.is_some()) {
+        if let Some((one, other)) = columns.iter().take(at).position(|earlier| earlier == column).and_then(|one| Some((OPTIONS.get(one)?, OPTIONS.get(at)?))) {
+            return Err(Error::option("data", format!("{}: `{one}` and `{other}` are the same column: select another one", path.display())));
+        }
+    }
+    Ok(())
+}
