@@ -44,6 +44,9 @@ fn a_plan_counts_the_work_of_a_search() {
     };
     let (four, eight) = (macs(4), macs(8));
     let each = (eight - four) / 4;
+    // `samples` limits the evaluation data, of which eight are measured otherwise.
+    let two = r#"--calibration ids.safetensors --eval {"arrays":"held-out.safetensors","samples":2}"#;
+    assert_eq!(4 * data(folder, &format!("auto llama --for transformers --plan --json --points 4 {two}"))["work"][2]["macs"].as_u64().unwrap(), four);
     let found = data(folder, &format!("auto llama --for transformers --front front.json --json {SETS}"));
     let references = found["search"]["points"].as_array().unwrap().iter().filter(|point| !point["reference"].is_null()).count() as u64;
     // Four points, the chosen one, and the original model.

@@ -44,6 +44,7 @@ impl DataSets {
 
     /// Passes up to 64 held-out samples of a set to `consume`, one by one, until it returns `Break`.
     /// Excludes the `used` samples that a pass reads, and samples whose content also occurs in `others`.
+    /// If no pass reads any, `samples` and `sampling` of the set apply.
     /// Returns `false`, without calling `consume`, if one of these is a text with too many samples to
     /// compare.
     pub fn for_each_held_out(
@@ -54,11 +55,12 @@ impl DataSets {
         target: Target,
         mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>,
     ) -> Result<bool> {
-        let set = self.open(&Data { samples: None, sampling: None, ..options.clone() }, target)?;
+        let all = Data { samples: None, sampling: None, ..options.clone() };
+        let set = self.open(if used == 0 { options } else { &all }, target)?;
         // Spread windows can be anywhere in the text: they are excluded by their content.
-        let spread = Data { samples: Some(used.max(1)), ..options.clone() };
-        let others: Vec<&Data> = others.iter().copied().chain(options.is_spread().then_some(&spread)).collect();
-        let used = if options.is_spread() { 0 } else { used };
+        let spread = Some(Data { samples: Some(used), ..options.clone() }).filter(|data| used > 0 && data.is_spread());
+        let others: Vec<&Data> = others.iter().copied().chain(&spread).collect();
+        let used = if spread.is_some() { 0 } else { used };
         let batch = batch_of(&set, target);
         let folder = options.images.as_ref().is_some_and(|path| path.is_dir());
         // The used samples are spread over the whole folder, so that every batch of several samples
@@ -238,16 +240,21 @@ mod tests {
         let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
         let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(folder.path(), &synthesized, &config) };
         let (all, copy) = (save("all.safetensors", 0..40), save("copy.safetensors", 10..20));
-        let held_out = |used: usize, others: &[&Data]| {
+        let held_out_of = |set: &Data, used: usize, others: &[&Data]| {
             let mut found: Vec<u32> = Vec::new();
             let consume = |batch: Batch| {
                 found.push(batch.inputs["x"].to_vec2::<f32>().unwrap()[0][0] as u32);
                 Ok(ControlFlow::Continue(()))
             };
-            sets.for_each_held_out(&all, used, others, target, consume).unwrap();
+            sets.for_each_held_out(set, used, others, target, consume).unwrap();
             found
         };
+        let (few, held_out) = (Data { samples: Some(5), ..all.clone() }, |used: usize, others: &[&Data]| held_out_of(&all, used, others));
         assert_eq!(held_out(5, &[]), (5..40).collect::<Vec<_>>());
+        // `samples` limits what a pass reads, or else the set itself.
+        assert_eq!(held_out_of(&few, 5, &[]), (5..40).collect::<Vec<_>>());
+        assert_eq!(held_out_of(&few, 0, &[]), [0, 1, 2, 3, 4]);
+        assert_eq!(held_out_of(&few, 0, &[&Data { samples: Some(3), ..all.clone() }]), [3, 4]);
         assert_eq!(held_out(5, &[&copy]), (5..10).chain(20..40).collect::<Vec<_>>());
         assert_eq!(held_out(5, &[&all]), [0u32; 0], "the other set is the same file");
         assert_eq!(held_out(5, &[&Data { samples: Some(30), ..all.clone() }, &copy]), (30..40).collect::<Vec<_>>());

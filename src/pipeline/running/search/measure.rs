@@ -90,8 +90,12 @@ impl<'a> Measurement<'a> {
         };
         data.for_each_held_out(set, used, &others, subject.target(), &mut take)?;
         if samples.is_empty() {
+            // Fewer samples than a batch of the model.
+            data.evaluation.as_ref().map_or(Ok(()), |evaluation| data.open(evaluation, subject.target())?.first().map(drop))?;
             let (reason, hint) = match &data.evaluation {
-                Some(_) => ("no sample of the evaluation data is known to differ from the calibration samples", "specify other data with `--eval`"),
+                Some(_) => {
+                    ("no sample of the evaluation data is known to differ from the calibration samples", "specify other data, or more `samples`, with `--eval`")
+                }
                 None => (
                     "samples to measure on are missing: all calibration samples are used by the search",
                     "specify `--eval`, or fewer `samples` in `--calibration`",
