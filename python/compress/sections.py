@@ -212,6 +212,9 @@ class Accuracy:
     metric: str | None = None
     """Name of the metric; `None` without labels."""
 
+    data_blake3: str | None = None
+    """Hash of the contents of the evaluation data."""
+
     ci95: tuple[tuple[float, float], tuple[float, float]] | None = None
     """95 % confidence intervals for the first runtime, before and after."""
 

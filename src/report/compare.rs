@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::Report;
 use super::format::{bytes, milliseconds, runtime_name, seconds};
+use crate::error::counted;
 use crate::evaluation::lower_is_better;
 
 /// Summaries of runs, the differences of their recipes, and the Pareto front. Serialized, it has the keys
@@ -20,6 +21,9 @@ pub struct Comparison {
     /// Meaning of `value`, if it is the same for all runs: a metric, or the cosine similarity to the
     /// original outputs.
     pub(crate) metric: Option<String>,
+    /// Why the runs are not ranked although they have the same metric.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) note: Option<String>,
 }
 
 /// Summary of one run.
@@ -69,6 +73,8 @@ impl Comparison {
     /// Compares named reports.
     pub fn new(reports: &[(String, Report)]) -> Comparison {
         let metric = common_metric(reports);
+        let note = metric.as_deref().and_then(|metric| different_samples(reports, metric));
+        let metric = metric.filter(|_| note.is_none());
         let mut runs: Vec<Summary> = reports.iter().map(|(name, report)| summary(name, report, metric.as_deref())).collect();
         let lower = metric.as_deref().is_some_and(lower_is_better);
         let points: Vec<(u64, f64)> = runs.iter().filter_map(|run| Some((run.bytes, run.value?))).map(|(b, v)| (b, if lower { -v } else { v })).collect();
@@ -76,7 +82,7 @@ impl Comparison {
             let Some(value) = run.value.map(|v| if lower { -v } else { v }) else { continue };
             run.front = !points.iter().any(|(b, v)| !is_smaller(run.bytes, *b) && *v >= value && (is_smaller(*b, run.bytes) || *v > value));
         }
-        Comparison { runs, differing: differing(reports), metric }
+        Comparison { runs, differing: differing(reports), metric, note }
     }
 
     /// Headings of the columns.
@@ -131,6 +137,38 @@ fn common_metric(reports: &[(String, Report)]) -> Option<String> {
     let same = metric(first).filter(|name| reports.iter().all(|(_, report)| metric(report).as_ref() == Some(name)));
     let cosine = || reports.iter().all(|(_, report)| fidelity(report).is_some()).then(|| "cosine".to_owned());
     same.or_else(cosine)
+}
+
+/// Options of evaluation data that do not change the samples, or whose effect is compared otherwise.
+const NOT_COMPARED: [&str; 6] = ["text", "images", "arrays", "labels", "batch_size", "samples"];
+
+/// A note if runs were measured on different samples, by which they cannot be ranked.
+fn different_samples(reports: &[(String, Report)], metric: &str) -> Option<String> {
+    let evaluated = |report: &'_ Report| report.accuracy.clone().filter(|accuracy| accuracy.metric.as_deref() == Some(metric) || accuracy.fidelity.is_some());
+    let all_hashed = reports.iter().all(|(_, report)| evaluated(report).is_none_or(|accuracy| accuracy.data_blake3.is_some()));
+    let measured_on = |report: &Report| match (evaluated(report), &report.fidelity) {
+        (Some(accuracy), _) => {
+            let hash = accuracy.data_blake3.filter(|_| all_hashed);
+            let digits = hash.as_ref().map_or_else(String::new, |hash| format!(" (BLAKE3 {})", hash.get(..8).unwrap_or(hash)));
+            let described = format!("{} of {}{digits}", counted(accuracy.samples, "sample"), accuracy.data);
+            let mut options = options(&report.recipe);
+            options.retain(|name, _| name.strip_prefix("data.evaluation.").is_some_and(|name| !NOT_COMPARED.contains(&name)));
+            ((hash.unwrap_or(accuracy.data), Some(accuracy.samples), options), described)
+        }
+        // The number of other samples depends on the size of the model.
+        (None, Some(measured)) => ((format!("{:?} {:?}", measured.samples_from, measured.data), None, BTreeMap::new()), measured.describe()),
+        (None, None) => ((String::new(), None, BTreeMap::new()), String::new()),
+    };
+    let measured: Vec<_> = reports.iter().map(|(name, report)| (name, measured_on(report))).collect();
+    let (_, (first, _)) = measured.first()?;
+    if measured.iter().all(|(_, (samples, _))| samples == first) {
+        return None;
+    }
+    if measured.iter().all(|(_, ((data, samples, _), _))| (data, samples) == (&first.0, &first.1)) {
+        return Some(format!("not ranked by {metric}: the options of `data.evaluation` differ"));
+    }
+    let described: Vec<String> = measured.iter().map(|(name, (_, described))| format!("`{name}` on {described}")).collect();
+    Some(format!("not ranked by {metric}: the runs were measured on different samples, {}", described.join(", ")))
 }
 
 fn fidelity(report: &Report) -> Option<f64> {

@@ -120,6 +120,9 @@ impl Comparison {
         if let Some(metric) = &self.metric {
             out += &format!("\n * no other run is both smaller and better by {metric}\n");
         }
+        if let Some(note) = &self.note {
+            out += &format!("\n{}", note_line(note));
+        }
         if !self.differing.is_empty() {
             let head: Vec<&str> = std::iter::once("option").chain(self.runs.iter().map(|run| run.name.as_str())).collect();
             let rows = self.differing.iter().map(|d| std::iter::once(d.option.clone()).chain(d.values.iter().map(|v| cell_text(v.as_ref()))).collect());

@@ -224,6 +224,28 @@ fn the_pareto_front_and_differing_options_are_marked() {
     let mut lower = runs.clone();
     lower.iter_mut().for_each(|(_, run)| run.accuracy.as_mut().unwrap().metric = Some("perplexity".into()));
     assert_eq!(front(&compared(&lower)), [false, true, true, false]);
+    // Runs on other samples are not ranked. The path does not identify samples if their hash is known.
+    let changed = |change: &dyn Fn(&mut Report)| {
+        let mut changed = runs.clone();
+        changed.iter_mut().for_each(|(_, run)| run.accuracy.as_mut().unwrap().data_blake3 = Some("0123456789".into()));
+        change(&mut changed[1].1);
+        let comparison = compared(&changed);
+        assert_eq!(comparison["metric"].is_null(), front(&comparison) == [false; 4], "{comparison}");
+        let text = Comparison::new(&changed).to_terminal();
+        comparison["note"].as_str().map(|note| {
+            assert!(text.contains(&format!(" note: {note}")) && Comparison::new(&changed).to_html().contains("not ranked by"), "{text}");
+            note.to_owned()
+        })
+    };
+    assert_eq!(changed(&|run| run.accuracy.as_mut().unwrap().data = "moved.txt".into()), None);
+    assert_eq!(changed(&|run| run.recipe["data"] = json!({ "evaluation": { "text": "moved.txt", "batch_size": 2 } })), None);
+    let other = changed(&|run| run.accuracy.as_mut().unwrap().data_blake3 = Some("abcdefghij".into())).unwrap();
+    assert!(other.starts_with("not ranked by accuracy: the runs were measured on different samples, `a` on "), "{other}");
+    assert!(other.contains("(BLAKE3 01234567), `b` on ") && other.contains("(BLAKE3 abcdefgh), `c`"), "{other}");
+    assert!(changed(&|run| run.accuracy.as_mut().unwrap().samples += 1).unwrap().contains("different samples"));
+    assert!(changed(&|run| (run.accuracy.as_mut().unwrap().data, run.accuracy.as_mut().unwrap().data_blake3) = ("b.txt".into(), None)).is_some());
+    let options = changed(&|run| run.recipe["data"] = json!({ "evaluation": { "max_length": 8 } }));
+    assert_eq!(options.as_deref(), Some("not ranked by accuracy: the options of `data.evaluation` differ"));
     let mut mixed = runs.clone();
     mixed[1].1.accuracy.as_mut().unwrap().metric = None;
     assert_eq!(compared(&mixed)["metric"], "cosine");

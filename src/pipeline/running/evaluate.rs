@@ -331,6 +331,7 @@ impl Run<'_> {
         measured.notes.extend(fidelity.and_then(not_finite_note));
         let fidelity = fidelity.filter(|fidelity| fidelity.not_finite().is_none()).cloned();
         let mut accuracy = outcomes.accuracy(runtimes, &data, first_after);
+        accuracy.data_blake3 = Some(options.contents(&self.work)?);
         accuracy.fidelity.clone_from(&fidelity);
         measured.fidelity = fidelity.map(|found| MeasuredFidelity::new(SamplesFrom::Evaluation, accuracy.samples, Some(accuracy.data.clone()), found));
         measured.accuracy = Some(accuracy);

@@ -45,10 +45,12 @@ fn runs(comparison: &Comparison) -> Markup {
             cells
         })
         .collect();
-    let lead = if comparison.metric.is_some() {
-        ""
-    } else {
-        "These runs have no common quality metric. With `data: { evaluation: \u{2026} }` in the recipes, this page contains a plot of quality against size."
+    let lead = match (&comparison.metric, &comparison.note) {
+        (Some(_), _) => "",
+        (None, Some(note)) => note,
+        (None, None) => {
+            "These runs have no common quality metric. With `data: { evaluation: \u{2026} }` in the recipes, this page contains a plot of quality against size."
+        }
     };
     section("runs", "Runs", lead, &table(&head.iter().map(String::as_str).collect::<Vec<_>>(), &rows))
 }
@@ -164,7 +166,7 @@ mod tests {
             front,
         };
         let runs = vec![run("a", 50, 0.9, true), run("b", 51, 0.9, false), run("c", 40, 0.8, true), run("d", 60, 0.8, false)];
-        let page = Comparison { runs, differing: Vec::new(), metric: Some("accuracy".into()) }.to_html();
+        let page = Comparison { runs, differing: Vec::new(), metric: Some("accuracy".into()), note: None }.to_html();
         let (beaten, front) = (page.rfind("dot large beaten").unwrap(), page.find("dot large after").unwrap());
         assert!(beaten < front, "{page}");
     }

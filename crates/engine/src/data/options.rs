@@ -412,7 +412,17 @@ impl Data {
     pub fn content(&self, work: &Work) -> Result<String> {
         let mut key = ContentKey::new(work);
         key.line(&serde_json::to_string(self).unwrap_or_default());
-        self.paths().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
+        self.add_contents(&mut key, |path| path.parent().unwrap_or(path))
+    }
+
+    /// Hash of the contents of all files, independent of their location and of the options.
+    pub fn contents(&self, work: &Work) -> Result<String> {
+        self.add_contents(&mut ContentKey::new(work), |path| path)
+    }
+
+    /// Adds the contents of all files to a key, with their names relative to `root`.
+    fn add_contents(&self, key: &mut ContentKey, root: impl Fn(&Path) -> &Path) -> Result<String> {
+        self.paths().try_for_each(|path| key.files([path], root(path)))?;
         if let Some(name) = &self.source {
             key.line(&super::source_registry::content(name)?);
         }

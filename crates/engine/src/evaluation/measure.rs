@@ -52,6 +52,7 @@ impl Outcomes {
             task: self.task.to_string(),
             metric: new.map(|score| score.metric.clone()),
             data: data.description().to_owned(),
+            data_blake3: None,
             samples: self.samples,
             before: values(before),
             after: values(after),

@@ -314,6 +314,9 @@ pub struct Accuracy {
     pub metric: Option<String>,
     /// Path of the evaluation data.
     pub data: String,
+    /// Hash of the contents of the evaluation data.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_blake3: Option<String>,
     /// Number of samples (windows, for perplexity).
     pub samples: usize,
     /// Value of the input model.

@@ -188,6 +188,7 @@ fn a_recipe_measures_before_and_after() {
     let measured = &report["accuracy"];
     assert_eq!((measured["task"].as_str(), measured["metric"].as_str()), (Some("classification"), Some("accuracy")));
     assert_eq!(measured["before"]["candle"].as_f64(), Some(accuracy()));
+    assert_eq!(measured["data_blake3"].as_str().map(str::len), Some(64));
     let after = measured["after"]["candle"].as_f64().unwrap();
     assert!((measured["drop"].as_f64().unwrap() - (accuracy() - after)).abs() < 1e-12);
     for key in ["cosine", "sqnr_db", "kl", "top1_agreement"] {
@@ -198,7 +199,15 @@ fn a_recipe_measures_before_and_after() {
     assert!(fs::read_to_string(folder.path().join("out/report.md")).unwrap().contains("## Measured"));
     // The paths of the written recipe are valid in the output folder.
     ok(folder.path(), "run out/recipe.yaml -o again");
-    assert_eq!(read_json(&folder.path().join("again/report.json"))["accuracy"]["after"], measured["after"]);
+    let again = || read_json(&folder.path().join("again/report.json"))["accuracy"].clone();
+    assert_eq!([&again()["after"], &again()["data_blake3"]], [&measured["after"], &measured["data_blake3"]]);
+    // The same number of other samples.
+    let data = fs::read_to_string(folder.path().join("labelled.csv")).unwrap();
+    fs::write(folder.path().join("labelled.csv"), data.replace("jhdja", "jhdjb")).unwrap();
+    ok(folder.path(), "run recipe.yaml -o again --force");
+    assert_eq!(again()["samples"], measured["samples"]);
+    assert_ne!(again()["data_blake3"], measured["data_blake3"]);
+    assert!(ok(folder.path(), "report out again").stdout.contains("note: not ranked by accuracy: the runs were measured on different samples"));
 }
 
 #[test]
