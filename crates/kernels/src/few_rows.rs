@@ -3,7 +3,7 @@
 //! to those of `kernel/matmul.rs`.
 
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, StoredFloat, by_panels};
+use super::matmul::{Columns, StoredFloat, by_panels, for_stored_floats};
 use super::scratch::Scratch;
 use crate::simd::{self, Level};
 
@@ -77,17 +77,11 @@ pub trait FewRows: StoredFloat {
     fn sums(columns: &ColumnRuns<Self>, x: &[[f32; LANES]], fused: bool, out: &mut Sums);
 }
 
-macro_rules! stored_floats {
-    ($($float:ty),+) => {
-        $(impl FewRows for $float {
-            fn sums(columns: &ColumnRuns<Self>, x: &[[f32; LANES]], fused: bool, out: &mut Sums) {
-                if fused { with::sums(columns, x, out) } else { without::sums(columns, x, out) }
-            }
-        })+
-    };
-}
-
-stored_floats!(f32, half::bf16, half::f16);
+for_stored_floats! { FewRows {
+    fn sums(columns: &ColumnRuns<Self>, x: &[[f32; LANES]], fused: bool, out: &mut Sums) {
+        if fused { with::sums(columns, x, out) } else { without::sums(columns, x, out) }
+    }
+} }
 
 /// `x Wᵀ` for at most [`MAX_ROWS`] rows `x` `[rows, inner]`, with a weight whose rows are the columns of
 /// the result, with all threads.

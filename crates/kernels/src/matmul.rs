@@ -48,6 +48,18 @@ impl StoredFloat for half::f16 {
     }
 }
 
+/// Implements a trait for all stored float types. Functions of such an implementation are compiled in this
+/// crate, with its level of optimization.
+macro_rules! for_stored_floats {
+    ($trait:ident $body:tt) => {
+        impl $trait for f32 $body
+        impl $trait for half::bf16 $body
+        impl $trait for half::f16 $body
+    };
+}
+
+pub(super) use for_stored_floats;
+
 /// A packed left matrix.
 pub struct Left {
     rows: usize,

@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, Rows, StoredFloat};
+use super::matmul::{Columns, Rows, StoredFloat, for_stored_floats};
 
 /// Number of independent sums along the inner dimension.
 const LANES: usize = 16;
@@ -46,21 +46,15 @@ pub trait OneRow: StoredFloat {
     fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]);
 }
 
-macro_rules! stored_floats {
-    ($($float:ty),+) => {
-        $(impl OneRow for $float {
-            fn dots(columns: &[&[Self]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]) {
-                dots(columns, x, out);
-            }
+for_stored_floats! { OneRow {
+    fn dots(columns: &[&[Self]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]) {
+        dots(columns, x, out);
+    }
 
-            fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]) {
-                stripe(x, values, position, out);
-            }
-        })+
-    };
-}
-
-stored_floats!(f32, half::bf16, half::f16);
+    fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]) {
+        stripe(x, values, position, out);
+    }
+} }
 
 /// `x Wᵀ` for one row, with a weight whose rows are the columns of the result.
 pub fn product<T: OneRow>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
