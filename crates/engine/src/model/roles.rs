@@ -58,7 +58,7 @@ pub fn exempt_layers<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -
         let [what, why] = description(*role).unwrap_or_default();
         match names[..] {
             [one] => format!("the {what} `{one}`{why}"),
-            _ => format!("{} {what}s (the first: `{}`){why}", names.len(), names.first().unwrap_or(&"")),
+            _ => format!("{} {what}s (the first: `{}`){}", names.len(), names.first().unwrap_or(&""), why.replace("which is", "which are")),
         }
     };
     (!found.is_empty()).then(|| found.iter().map(describe).collect::<Vec<_>>().join(", "))
@@ -306,6 +306,10 @@ mod tests {
             described,
             "7 output heads (the first: `language_model.model.output.weight`), 6 routers (the first: `layers.0.moe.gate.weight`), the linear attention gate `model.layers.0.linear_attn.in_proj_a.weight`, the vision layer `model.visual.blocks.0.attn.qkv.weight`, the multi-token prediction layer `mtp.fc.weight`, the localization layer `model.decoder.layers.0.encoder_attn.sampling_offsets.weight`"
         );
+        let mut operand = matrix();
+        operand.role = Some(Role::Operand);
+        assert!(exempt_layers([("a", &operand)].into_iter()).unwrap().starts_with("the operand `a`, which is neither a matrix"));
+        assert!(exempt_layers([("a", &operand), ("b", &operand)].into_iter()).unwrap().starts_with("2 operands (the first: `a`), which are neither a matrix"));
     }
 
     #[test]
