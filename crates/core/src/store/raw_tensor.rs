@@ -52,6 +52,11 @@ impl DataFile {
         Ok((Arc::new(DataFile { path: path.to_owned(), file, data: length.saturating_add(8) }), header))
     }
 
+    /// Size of the file in bytes.
+    pub(super) fn length(&self) -> u64 {
+        self.file.length()
+    }
+
     /// A file of another format, whose data section is the complete file.
     pub fn from_file(path: &Path, file: File) -> Arc<DataFile> {
         Arc::new(DataFile { path: path.to_owned(), file, data: 0 })

@@ -16,7 +16,7 @@ use crate::store::header::element_count;
 /// Default alignment of tensor data in bytes.
 pub const ALIGNMENT: u64 = 32;
 /// Key that overrides the alignment.
-const ALIGNMENT_KEY: &str = "general.alignment";
+pub(super) const ALIGNMENT_KEY: &str = "general.alignment";
 /// Maximum header size in bytes. A vocabulary of 250,000 tokens takes 20 MB.
 const MAX_HEADER: u64 = 64 << 20;
 /// Maximum length of a key or tensor name.

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use super::header::{ALIGNMENT_KEY, alignment};
 use super::{EXTENSION, GgufFile, Value};
 use crate::error::{Error, Result};
 use crate::store::shard_name;
@@ -70,8 +71,20 @@ impl GgufFile {
             let new = std::mem::take(&mut file.values);
             if index == 0 {
                 values = new;
-            } else if let Some((key, _)) = new.iter().find(|(key, value)| !key.starts_with(SPLIT) && values.get(*key) != Some(value)) {
-                return Err(Error::malformed(path, format!("contains the key `{key}`, which is missing or different in the first file of the model")));
+            } else {
+                // As in llama.cpp, each file has its own alignment.
+                let is_own = |key: &str| key.starts_with(SPLIT) || key == ALIGNMENT_KEY;
+                if let Some((key, _)) = new.iter().find(|(key, value)| !is_own(key) && values.get(*key) != Some(value)) {
+                    return Err(Error::malformed(path, format!("contains the key `{key}`, which is missing or different in the first file of the model")));
+                }
+                let refused = |reason| Error::malformed(path, reason);
+                let (own, first) = (alignment(&new).map_err(refused)?, alignment(&values).map_err(refused)?);
+                if !new.contains_key(ALIGNMENT_KEY) && file.is_laid_out_for(first, own) {
+                    let reason = format!(
+                        "lacks the key `{ALIGNMENT_KEY}`, but its data seem to be aligned to {first} bytes like those of the first file, so that runtimes would read them at wrong offsets; write the model again with the default alignment of {own}"
+                    );
+                    return Err(refused(reason));
+                }
             }
             stored.append(&mut file.stored);
             for (name, weight) in std::mem::take(&mut file.tensors) {
@@ -85,6 +98,16 @@ impl GgufFile {
         }
         values.retain(|key, _| !key.starts_with(SPLIT));
         Ok((GgufFile { path: path.to_owned(), values, tensors, stored }, paths))
+    }
+
+    /// Whether the data of a file that is read with the alignment `own` seem to be written with another one:
+    /// their section would start elsewhere, and the file is longer than its tensors. `GGUFWriter` of the
+    /// `gguf` package writes the key of the alignment only to the first file of a model.
+    fn is_laid_out_for(&self, alignment: u64, own: u64) -> bool {
+        let begin = self.stored.values().map(|stored| stored.begin).min();
+        let end = self.stored.values().map(|stored| stored.begin.saturating_add(stored.bytes)).max();
+        let length = self.stored.values().next().map(|stored| stored.file.length());
+        begin.is_some_and(|begin| !begin.is_multiple_of(alignment)) && length.zip(end).is_some_and(|(length, end)| length.saturating_sub(end) >= own)
     }
 }
 
@@ -104,5 +127,35 @@ mod tests {
                 && !is_continuation(Path::new("b-00001-of-00002.gguf"))
                 && !is_continuation(Path::new("b.gguf"))
         );
+    }
+
+    #[test]
+    fn files_have_their_own_alignment() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = [1, 2].map(|number| folder.path().join(format!("a-0000{number}-of-00002.gguf")));
+        let keys = |number: u64, alignment: Option<u64>| {
+            let split = [("split.no", Some(number)), ("split.count", Some(2)), (ALIGNMENT_KEY, alignment)];
+            split.into_iter().filter_map(|(key, value)| Some((key.to_owned(), Value::Unsigned(value?)))).collect::<Vec<_>>()
+        };
+        let first = |alignment| super::super::header(&keys(0, alignment), &[]).unwrap().0;
+        let tensor = ("a".repeat(40), super::super::Kind::Plain(crate::store::DType::F32), vec![16]);
+        let second = |alignment, data: usize| {
+            let (mut bytes, _) = super::super::header(&keys(1, alignment), std::slice::from_ref(&tensor)).unwrap();
+            // Otherwise both alignments have the same offsets.
+            assert!(alignment.is_some() || !bytes.len().is_multiple_of(128));
+            bytes.resize(bytes.len().next_multiple_of(data), 0);
+            bytes.extend((0..16).flat_map(|value| (value as f32).to_le_bytes()));
+            bytes
+        };
+        for (of_first, of_second, data, is_read) in
+            [(None, Some(128), 128, true), (Some(128), None, 32, true), (Some(128), Some(32), 32, true), (Some(128), None, 128, false)]
+        {
+            std::fs::write(&paths[0], first(of_first)).unwrap();
+            std::fs::write(&paths[1], second(of_second, data)).unwrap();
+            match GgufFile::open_all_parts(&paths[0]) {
+                Ok((file, _)) => assert!(is_read && file.tensors[&tensor.0].floats("a").unwrap()[3] == 3.0, "{of_first:?} {of_second:?}"),
+                Err(e) => assert!(!is_read && e.to_string().contains("-00002-of-00002.gguf: lacks the key `general.alignment`"), "{e}"),
+            }
+        }
     }
 }
