@@ -16,7 +16,8 @@ use crate::store::{ActivationScheme, DType, Encoding, Pattern, Weight};
 const QUANTIZE: &str = "quantize";
 
 /// Notes about precision and quantization that the file cannot represent.
-pub(super) fn loss_notes(options: &Gguf, model: &Model, all: &[Planned], run: &RunState, file: &str) -> Vec<String> {
+/// `split`: the weights of which the file has no tensor with the same rows.
+pub(super) fn loss_notes(options: &Gguf, model: &Model, (all, split): (&[Planned], &BTreeSet<String>), run: &RunState, file: &str) -> Vec<String> {
     let file_type = options.file_type;
     let weights = &model.weights.by_name;
     let with_blocks = all.iter().filter(|planned| planned.keeps_blocks()).count();
@@ -49,7 +50,7 @@ pub(super) fn loss_notes(options: &Gguf, model: &Model, all: &[Planned], run: &R
         notes.push(format!("{file}: {} written with the same codes, and scales as 16-bit floats", counted(with_codes.len(), "quantized weight")));
     }
     if !dequantized.is_empty() {
-        let smaller = match (type_with_codes(weights, file_type), smaller_type(weights, file_type)) {
+        let smaller = match (type_with_codes(weights, split, file_type), smaller_type(weights, file_type)) {
             (Some(kept), _) => format!(
                 "; the file has their rounding errors, but is not smaller: use `--export 'gguf: {{ type: {kept:?} }}'`, which stores the same codes in blocks"
             ),
@@ -118,10 +119,10 @@ fn is_float(file_type: FileType) -> bool {
 
 /// The smallest file type whose blocks represent the codes of all quantized weights, if `file_type` is a
 /// float type.
-fn type_with_codes(weights: &BTreeMap<String, Weight>, file_type: FileType) -> Option<FileType> {
+fn type_with_codes(weights: &BTreeMap<String, Weight>, split: &BTreeSet<String>, file_type: FileType) -> Option<FileType> {
     let mut types = [FileType::Q4_0, FileType::Q4_1, FileType::Q5_0, FileType::Q5_1, FileType::Q8_0].into_iter().filter(|_| is_float(file_type));
     let quantized = || weights.iter().filter(|(_, weight)| weight.encoding != Encoding::Dense);
-    let keeps_codes = |kind| quantized().all(|(name, weight)| weight.block_params(kind, name).is_some());
+    let keeps_codes = |kind| quantized().all(|(name, weight)| !split.contains(name) && weight.block_params(kind, name).is_some());
     types.find(|file_type| matches!(file_type.most(), Kind::Blocks(kind) if keeps_codes(kind)))
 }
 
@@ -149,4 +150,24 @@ fn smaller_type(weights: &BTreeMap<String, Weight>, file_type: FileType) -> Opti
 pub(super) fn quantized_inputs(model: &Model) -> usize {
     let quantized = |weight: &&Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.activations != ActivationScheme::None);
     model.weights.by_name.values().filter(quantized).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::store::{Bytes, Codes, Granularity, QuantizationSpec};
+
+    /// The codes of weights whose rows are stored in other tensors are not kept.
+    #[test]
+    fn no_type_keeps_the_codes_of_split_weights() {
+        let (codes, granularity) = (Codes::INT8, Granularity::Group(32));
+        let spec = QuantizationSpec { codes, granularity, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
+        let source = Bytes { dtype: DType::F32, bytes: vec![0; 256] };
+        let weight = Weight::new(DType::F32, vec![2, 32], Encoding::Quantized(spec), Arc::new(source));
+        let (name, weights) = ("a".to_owned(), BTreeMap::from([("a".to_owned(), weight)]));
+        assert_eq!(type_with_codes(&weights, &BTreeSet::new(), FileType::F16), Some(FileType::Q8_0));
+        assert_eq!(type_with_codes(&weights, &BTreeSet::from([name]), FileType::F16), None);
+    }
 }

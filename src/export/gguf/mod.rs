@@ -258,7 +258,7 @@ impl Gguf {
         values.extend(entries);
         values.extend(importance.metadata());
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
-        notes.extend(loss_notes(self, model, &all, run, file));
+        notes.extend(loss_notes(self, model, (&all, &split), run, file));
         let tensors = tensors(&mut all, experts)?;
         let encoding = |planned: &Planned| planned.kind.to_string().to_lowercase() + if planned.is_weighted() { " by importance" } else { "" };
         let encodings = all.iter().map(encoding).collect();
