@@ -228,4 +228,30 @@ mod tests {
         let largest = expected.iter().copied().fold(0.0, f64::max);
         assert!(scores[0].iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 0.01 * largest), "{scores:?}, not {expected:?}");
     }
+
+    /// Units that no sample reaches, such as those of an expert, are ranked by their weights.
+    #[test]
+    fn units_without_inputs_are_ranked_by_their_weights() {
+        let text = "input x: float[batch, 3]\nparam a.weight: float[4, 3]\nparam b.weight: float[2, 4]\n\
+            param c.weight: float[5, 3]\nparam c.bias: float[5]\nparam d.weight: float[2, 5]\n\
+            h = Linear{\"input_major\":false}(x, a.weight) -> float[batch, 4]\nt = Tanh(h) -> float[batch, 4]\n\
+            u = Linear{\"input_major\":false}(t, b.weight) -> float[batch, 2]\n\
+            g = Linear{\"input_major\":false}(x, c.weight, c.bias) -> float[batch, 5]\nr = Relu(g) -> float[batch, 5]\n\
+            v = Linear{\"input_major\":false}(r, d.weight) -> float[batch, 2]\ny = Add(u, v) -> float[batch, 2]\noutput y = y\n";
+        let (_folder, model) = model(text, |name, shape| if name == "c.bias" { vec![-100.0; 5] } else { numbers(shape) }).unwrap();
+        let graph = model.graph().unwrap();
+        let groups = analysis::groups(&graph).unwrap().groups;
+        let groups: Vec<&Group> = groups.iter().filter(|group| [4, 5].contains(&group.size)).collect();
+        let dead = groups.iter().position(|group| group.size == 5).unwrap();
+        let inputs = Inputs::from([("x".to_owned(), Tensor::from_vec(numbers(&[6, 3]), (6, 3), &Device::Cpu).unwrap())]);
+        let read = numbers(&[2, 5]);
+        let by_reader = (0..5).map(|unit| f64::from(read[unit].powi(2) + read[5 + unit].powi(2)).sqrt()).collect::<Vec<_>>();
+        let activation = calibrated(&inputs, |context| by_activation(&groups, &graph, &model, context)).unwrap().unwrap();
+        let gradient = calibrated(&inputs, |context| by_gradient(&groups, &graph, &model, context)).unwrap().unwrap();
+        let is_proportional = |found: &[f64], expected: &[f64]| found.iter().zip(expected).all(|(a, b)| (a / found[0] * expected[0] - b).abs() < 1e-6);
+        assert!(activation[dead][0] > 0.0 && is_proportional(&activation[dead], &by_reader), "{:?}, not as {by_reader:?}", activation[dead]);
+        // In comparison with units that are reached, they cost nothing.
+        let least = gradient[1 - dead].iter().copied().fold(f64::INFINITY, f64::min);
+        assert!(gradient[dead].iter().all(|score| *score > 0.0 && *score < 1e-9 * least), "{gradient:?}");
+    }
 }

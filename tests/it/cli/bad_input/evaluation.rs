@@ -70,6 +70,28 @@ fn data_that_is_wrong() {
             "`mean` is 123.675, but `rescale` 0.003922 scales pixels to 0 to 1",
             "",
         ),
+        with(
+            "token ids of models that number tokens differently",
+            |folder| {
+                for name in ["config.json", "model.safetensors", "tokenizer.json"] {
+                    fs::create_dir_all(folder.join("other")).unwrap();
+                    fs::copy(folder.join("in").join(name), folder.join("other").join(name)).unwrap();
+                }
+                let path = folder.join("other/tokenizer.json");
+                let mut tokenizer: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+                let ids = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+                let most = ids.len() - 1;
+                ids.values_mut().filter(|id| id.as_u64().unwrap() > 40).for_each(|id| *id = (most - id.as_u64().unwrap() as usize + 41).into());
+                fs::write(path, tokenizer.to_string()).unwrap();
+                let ids = candle_core::Tensor::new(&[[1i64, 2], [1, 1]], &candle_core::Device::Cpu).unwrap();
+                let arrays = ["input_ids", "attention_mask", "token_type_ids"].map(|name| (name, ids.clone())).into();
+                candle_core::safetensors::save(&arrays, folder.join("ids.safetensors")).unwrap();
+            },
+            "eval in --against other --arrays ids.safetensors",
+            2,
+            "--arrays: contains token ids, which are other tokens in other: use texts",
+            "",
+        ),
         with("two kinds", nothing, "eval in --text labelled.csv --images x", 2, "exactly one of `text`, `images`, `arrays`, `source` and `mix`", ""),
         with("an empty file", |folder| fs::write(folder.join("labelled.csv"), "text,label\n").unwrap(), EVAL, 1, "labelled.csv: contains no samples", ""),
         with(
