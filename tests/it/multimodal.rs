@@ -143,7 +143,7 @@ fn sizes_of_the_language_model_are_not_changed() {
         let error = run.run(Model::open(golden_model("mistral3")).unwrap(), written.path().join("out")).unwrap_err().to_string();
         assert!(error.contains("`mistral3`, a model with a vision tower"), "{step}: {error}");
     }
-    // Its experts are no obstacle that is stated first.
+    // The tower is reported before stacked experts, which could be split.
     let rotate: Step = serde_json::from_value(json!("rotate")).unwrap();
     let run = pipeline().pass(rotate).build().unwrap();
     let error = run.run(Model::open(golden_model("llama4-vl")).unwrap(), written.path().join("out")).unwrap_err().to_string();
