@@ -73,9 +73,8 @@ pub use options::{ChannelOrder, Column, Data, ImageLayout, LabelKind, LossOn, Ta
 pub use order::Order;
 pub use padding::Padding;
 pub use preprocessing::{has_renumbered_tokens, has_same_preprocessing};
-pub use sequence_role::SequenceRole;
 pub(crate) use sequence_role::{ATTENTION_MASK, INPUT_IDS, NextTokens};
-pub use sequence_role::{DECODER_INPUT_IDS, SequenceRoles, TokenAxis};
+pub use sequence_role::{DECODER_INPUT_IDS, SequenceRole, SequenceRoles, TokenAxis};
 pub use source_registry::{Array, DataSource, Sample, register_source};
 pub use speech::Speech;
 pub use synthetic::{KINDS, max_positions, synthetic, synthetic_for_ports, synthetic_with_sizes};
