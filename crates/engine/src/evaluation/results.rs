@@ -315,6 +315,7 @@ pub struct Accuracy {
     /// Path of the evaluation data.
     pub data: String,
     /// Hash of the contents of the evaluation data.
+    #[doc(hidden)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_blake3: Option<String>,
     /// Number of samples (windows, for perplexity).
