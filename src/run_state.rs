@@ -15,7 +15,7 @@ pub use self::model_run::ModelRun;
 pub use self::part::{Assignment, Part, PartIndex};
 
 use crate::error::Result;
-use crate::store::{Weight, Weights};
+use crate::store::{Encoding, Weight, Weights};
 use crate::work::{Meter, Work};
 
 /// Work that must be done before the weights can be written: computing statistics that several weights
@@ -40,6 +40,13 @@ pub struct Applied {
     pub options: Value,
     /// Weights that it changes.
     pub tensors: BTreeSet<String>,
+    /// Elements of these weights.
+    pub parameters: u64,
+    /// Float weights of two or more dimensions that it leaves unchanged; empty for passes that do not select
+    /// weights.
+    pub unselected: Vec<String>,
+    /// The names before the pass of weights that have another name after it.
+    pub previous_names: BTreeMap<String, String>,
     /// Description of how the weights were selected.
     pub rule: String,
     /// Time spent in it.
@@ -80,11 +87,23 @@ pub struct Applied {
 pub const WARNING: &str = "warning: ";
 
 impl Applied {
-    /// Float weights of two or more dimensions that the pass does not change; empty for passes that do
-    /// not select weights.
-    pub fn unselected(&self, weights: &Weights) -> Vec<String> {
-        let is_unselected = |(name, w): &(&String, &Weight)| !self.rule.is_empty() && w.shape.len() > 1 && w.is_float() && !self.tensors.contains(*name);
-        weights.by_name.iter().filter(is_unselected).map(|(name, _)| name.clone()).collect()
+    /// Records the weights that the pass selected and renamed, from the weights before and after it.
+    pub fn compare(&mut self, before: &Weights, after: &Weights) {
+        let (before, after) = (&before.by_name, &after.by_name);
+        let changed = self.tensors.iter().filter_map(|name| before.get(name).or_else(|| after.get(name)));
+        self.parameters = changed.map(|weight| weight.elements() as u64).sum();
+        let is_unselected = |(name, weight): &(&String, &Weight)| {
+            let is_float_matrix = weight.shape.len() > 1 && weight.is_float() && weight.encoding == Encoding::Dense;
+            is_float_matrix && !self.tensors.contains(*name) && after.contains_key(*name)
+        };
+        let selects = !self.rule.is_empty();
+        self.unselected = before.iter().filter(|_| selects).filter(is_unselected).map(|(name, _)| name.clone()).collect();
+        self.previous_names = previous_names(before, after);
+    }
+
+    /// The name of a weight before the pass.
+    fn previous_name<'s>(&'s self, name: &'s str) -> &'s str {
+        self.previous_names.get(name).map_or(name, String::as_str)
     }
 
     /// A record of a pass without results.
@@ -93,6 +112,9 @@ impl Applied {
             name,
             options,
             tensors: BTreeSet::new(),
+            parameters: 0,
+            unselected: Vec::new(),
+            previous_names: BTreeMap::new(),
             rule: String::new(),
             meter: Arc::new(Meter::default()),
             model_runs: None,
@@ -111,6 +133,26 @@ impl Applied {
             checkpoint_bytes: None,
         }
     }
+}
+
+/// The names in `before` of weights that have another name in `after`: they have the same source, or were
+/// read from the same tensors.
+fn previous_names(before: &BTreeMap<String, Weight>, after: &BTreeMap<String, Weight>) -> BTreeMap<String, String> {
+    let source = |weight: &Weight| Arc::as_ptr(&weight.source()).cast::<()>();
+    let by_source: BTreeMap<_, &String> = before.iter().map(|(name, weight)| (source(weight), name)).collect();
+    let mut by_tensors = BTreeMap::<&[String], Vec<&String>>::new();
+    before.iter().for_each(|(name, weight)| by_tensors.entry(&weight.stored_as).or_default().push(name));
+    let previous = |(name, weight): (&String, &Weight)| {
+        if before.get(name).is_some_and(|before| source(before) == source(weight) || before.stored_as == weight.stored_as) {
+            return None;
+        }
+        let only = || match by_tensors.get(weight.stored_as.as_slice())?.as_slice() {
+            [only] if !weight.stored_as.is_empty() => Some(*only),
+            _ => None,
+        };
+        by_source.get(&source(weight)).copied().or_else(only).map(|previous| (name.clone(), previous.clone()))
+    };
+    after.iter().filter_map(previous).collect()
 }
 
 /// State of a run in addition to the model. The default is the state before the first pass.
@@ -141,6 +183,31 @@ impl RunState {
     pub fn add(&mut self, mut applied: Applied) {
         self.attached.append(&mut applied.attached);
         self.history.push(applied);
+    }
+
+    /// The passes from the last to the first, each with the name that a weight of the final model has after
+    /// it.
+    fn names_of<'s>(&'s self, mut name: &'s str) -> impl Iterator<Item = (&'s Applied, &'s str)> {
+        self.history.iter().rev().map(move |applied| {
+            let current = name;
+            name = applied.previous_name(name);
+            (applied, current)
+        })
+    }
+
+    /// The name that a weight of the final model has after a pass of this run.
+    pub fn name_after<'s>(&'s self, pass: &Applied, name: &'s str) -> &'s str {
+        self.names_of(name).find(|(applied, _)| std::ptr::eq(*applied, pass)).map_or(name, |(_, name)| name)
+    }
+
+    /// Whether a pass changed this weight of the final model.
+    pub fn is_changed(&self, name: &str) -> bool {
+        self.names_of(name).any(|(applied, name)| applied.tensors.contains(name))
+    }
+
+    /// The name that a weight of the final model has in the input.
+    pub fn original_name<'s>(&'s self, name: &'s str) -> &'s str {
+        self.history.iter().rev().fold(name, |name, applied| applied.previous_name(name))
     }
 
     /// Whether the sizes of weights are estimates, because they depend on values or samples.

@@ -16,7 +16,8 @@ use crate::store::{Encoding, OpenSizes, Weight};
 impl Pipeline {
     /// Adds the record of a pass to a run, and a warning if the pass changes weights that an earlier one has
     /// quantized to blocks of a GGUF file.
-    pub(super) fn add_record(run: &mut RunState, applied: Applied, (before, after): (&Model, &Model)) {
+    pub(super) fn add_record(run: &mut RunState, mut applied: Applied, (before, after): (&Model, &Model)) {
+        applied.compare(&before.weights, &after.weights);
         let (before, after) = (&before.weights.by_name, &after.weights.by_name);
         let source = |weight: &Weight| Arc::as_ptr(&weight.source()).cast::<()>();
         let unrounded = |weight: &Weight| weight.exact_blocks().and_then(|_| weight.source().unrounded().map(source));
@@ -121,8 +122,7 @@ fn fixed_sizes(after: &Model, sizes: &OpenSizes) -> Option<String> {
 
 /// A note if passes changed weights, but none of the tensors that stack all experts of a layer.
 fn unchanged_experts(model: &Model, run: &RunState) -> Option<String> {
-    let is_changed = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
-    let is_unchanged = |name: &str, weight: &Weight| stacked_experts(name, weight).is_some() && !is_changed(name);
+    let is_unchanged = |name: &str, weight: &Weight| stacked_experts(name, weight).is_some() && !run.is_changed(name);
     let sizes: Vec<f64> =
         model.weights.by_name.iter().filter(|(name, weight)| is_unchanged(name, weight)).map(|(_, weight)| weight.elements() as f64).collect();
     if sizes.is_empty() || run.history.iter().all(|applied| applied.tensors.is_empty()) {

@@ -140,8 +140,8 @@ fn plan(pipeline: &Pipeline, model: &Model, output: Option<&Path>) -> Result<Pla
             options: applied.options.clone(),
             rule: applied.rule.clone(),
             selected: applied.tensors.iter().cloned().collect(),
-            parameters: applied.tensors.iter().filter_map(|name| model.weights.by_name.get(name)).map(|w| w.elements() as u64).sum(),
-            unselected: applied.unselected(&model.weights),
+            parameters: applied.parameters,
+            unselected: applied.unselected.clone(),
         })
         .collect();
     let from_passes = run.history.iter().flat_map(|applied| &applied.notes);

@@ -1,6 +1,6 @@
 //! The report of a run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -34,7 +34,7 @@ impl Run<'_> {
         let (work, exports) = (pipeline.work(), &written.exports);
         let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
         let quality: Vec<String> = quality_note(&measured, pipeline, state).into_iter().chain(limit_note(&measured, pipeline)).collect();
-        let mut size = sizes(input, after, first)?;
+        let mut size = sizes(input, after, state, first)?;
         let weights: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.destination().location(&f.name)).collect();
         measure_zstd_sizes(&mut size, &input.weight_files, &weights, &work)?;
         // If the output is a file, its report has a separate folder.
@@ -68,7 +68,7 @@ impl Run<'_> {
             model: ModelId {
                 source: published_recipe(&recipe)?.model,
                 architecture: Some(input.config.model_type().to_owned()).filter(|t| !t.is_empty()),
-                blake3: model_hash(input, after, first, &work)?,
+                blake3: model_hash(input, after, state, first, &work)?,
             },
             seed: pipeline.seed,
             recipe,
@@ -82,7 +82,7 @@ impl Run<'_> {
             search: pipeline.search.as_deref().cloned(),
             draft: measured.draft.map(|draft| DraftQuality { prompts_from: names.text(&draft.prompts_from), ..draft }),
             loads: written.loads.clone(),
-            layers: layers(input, after, first),
+            layers: layers(input, after, state, first),
             histograms: Vec::new(),
             outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
             carried: Vec::new(),
@@ -132,7 +132,7 @@ impl Run<'_> {
             macs: applied.counted_macs,
             tensors_changed: applied.tensors.len(),
             rule: applied.rule.clone(),
-            unselected: applied.unselected(&self.input.weights),
+            unselected: applied.unselected.clone(),
             details: names.value(&applied.details),
         };
         self.state.history.iter().map(record).collect()
@@ -165,21 +165,18 @@ fn missing_input_files(input: &Model, written: &Model) -> Option<String> {
         .then(|| format!("not copied from the input: {} (the weights are those of {from}, so its files are copied instead)", missing.join(", ")))
 }
 
-fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
+fn sizes(model: &Model, after: &Model, state: &RunState, exported: &Exported) -> Result<Sizes> {
     let mut bytes_before = 0;
     for path in &model.weight_files {
         bytes_before += files::length(path).map_err(Error::io("open", path))?;
     }
     let is_derived = |name: &str| after.weights.by_name.get(name).is_some_and(|weight| !is_new(weight));
-    let mut zeros_before: u64 = exported
-        .weights
-        .iter()
-        .filter(|(name, _)| model.weights.by_name.contains_key(name) && is_derived(name))
-        .map(|(_, measured)| measured.difference.zeros_before)
-        .sum();
+    let derived: BTreeSet<&str> = after.weights.by_name.keys().filter(|name| is_derived(name)).map(|name| state.original_name(name)).collect();
+    let measured = exported.weights.iter().filter(|(name, _)| is_derived(name) && model.weights.by_name.contains_key(state.original_name(name)));
+    let mut zeros_before: u64 = measured.map(|(_, measured)| measured.difference.zeros_before).sum();
     // Weights that new ones replace, and aliases of tied weights that are no longer stored, were not
     // measured during writing.
-    for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !is_derived(name)) {
+    for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !derived.contains(name.as_str())) {
         weight.visit(1, &mut |block| {
             zeros_before += block.now.zeros();
             Ok(())
@@ -210,13 +207,12 @@ fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
 
 /// Hash of all weights of the input. Weights that were read completely while writing were hashed then;
 /// the others, which passes have resized or recomputed, are read again.
-fn model_hash(model: &Model, after: &Model, exported: &Exported, work: &Work) -> Result<String> {
+fn model_hash(model: &Model, after: &Model, state: &RunState, exported: &Exported, work: &Work) -> Result<String> {
     let is_hashed = |name: &str, weight: &Weight| after.weights.by_name.get(name).is_some_and(|now| now.origin == Origin::File && now.shape == weight.shape);
-    let mut hashes: BTreeMap<&str, blake3::Hash> = exported
-        .weights
-        .iter()
-        .filter(|(name, _)| model.weights.by_name.get(name).is_some_and(|weight| is_hashed(name, weight)))
-        .filter_map(|(name, measured)| Some((name.as_str(), measured.input_hash?)))
+    let originals = exported.weights.iter().map(|(name, measured)| (name, state.original_name(name), measured));
+    let mut hashes: BTreeMap<&str, blake3::Hash> = originals
+        .filter(|(name, original, _)| model.weights.by_name.get(*original).is_some_and(|weight| is_hashed(name, weight)))
+        .filter_map(|(_, original, measured)| Some((original, measured.input_hash?)))
         .collect();
     let rest: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, _)| !hashes.contains_key(name.as_str())).collect();
     let found = work.quiet().run("Hashing", &rest, |(_, weight)| weight.stored_bytes, |(_, weight)| input_hash(weight))?;
@@ -236,13 +232,13 @@ fn is_new(weight: &Weight) -> bool {
     weight.stored_as.is_empty() && weight.origin != Origin::File
 }
 
-fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
+fn layers(model: &Model, after: &Model, state: &RunState, exported: &Exported) -> Vec<Layer> {
     let is_compared = |name: &str| !after.weights.by_name.get(name).is_some_and(|w| w.origin == Origin::Rescaled || is_new(w));
     let layer = |((name, measured), encoding): (&(String, WeightMeasurement), &String)| Layer {
         name: name.clone(),
         shape: after.weights.by_name.get(name).map(|w| w.shape.clone()).unwrap_or_default(),
         encoding: encoding.clone(),
-        bytes_before: model.weights.by_name.get(name).map_or(0, |w| w.stored_bytes),
+        bytes_before: if state.original_name(name) == name { model } else { after }.weights.by_name.get(name).map_or(0, |w| w.stored_bytes),
         bytes_after: measured.bytes,
         zeros: measured.difference.zeros_after,
         sqnr_db: if measured.changed && is_compared(name) { measured.difference.sqnr_db() } else { None },

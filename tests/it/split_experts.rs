@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
+use compress::export::{FileType, Gguf};
 use compress::pass::{Cast, Quantize, SplitExperts, Step};
 use compress::{Model, Pipeline, Report};
 use serde_json::json;
@@ -120,4 +121,41 @@ fn experts_that_cannot_be_split_are_refused() {
         let error = written(name, vec![split()]).unwrap_err().to_string();
         assert!(error.contains(reason), "{name}: {error}");
     }
+}
+
+/// Plans, reports and notes of formats about passes after one that renames or replaces weights.
+#[test]
+fn records_of_passes_have_the_names_at_that_point() {
+    let step = |value: serde_json::Value| serde_json::from_value::<Step>(value).unwrap();
+    let quantize = || step(json!({ "quantize": { "scheme": "W8A16", "group_size": -1 } }));
+    for (name, first) in [
+        ("gemma3-vl", json!("extract-language-model")),
+        ("mixtral-fused", json!("split-experts")),
+        ("llama", json!({ "decompose": { "importance": "none" } })),
+        ("llama", json!({ "prune-structured": { "dims": ["layers"], "amount": 1, "importance": "l1" } })),
+    ] {
+        let builder = || Pipeline::builder().pass(step(first.clone())).pass(quantize()).measure(false);
+        let (folder, model) = (tempfile::tempdir().unwrap(), Model::open(golden(name)).unwrap());
+        let plan = builder().build().unwrap().plan(&model).unwrap();
+        let report = builder().build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
+        let sizes: HashMap<&str, u64> = report.layers.iter().map(|layer| (layer.name.as_str(), layer.shape.iter().product::<usize>() as u64)).collect();
+        assert!(plan.passes.iter().all(|pass| pass.parameters > 0), "{name}");
+        for (pass, recorded) in plan.passes.iter().zip(&report.passes) {
+            assert_eq!(pass.unselected, recorded.unselected, "{name}: {}", pass.name);
+            assert!(pass.unselected.iter().all(|name| sizes.contains_key(name.as_str()) && !pass.selected.contains(name)), "{name}: {:?}", pass.unselected);
+        }
+        let quantized = &plan.passes[1];
+        assert_eq!(quantized.parameters, quantized.selected.iter().map(|name| sizes[name.as_str()]).sum::<u64>(), "{name}");
+        assert!(!quantized.unselected.is_empty(), "{name}");
+        let decomposes = first.get("decompose").is_some();
+        assert!(report.layers.iter().all(|layer| layer.bytes_before > 0 || decomposes), "{name}: {:?}", report.layers);
+        // Weights of the input are identified by their names there.
+        let copy = Pipeline::builder().measure(false).build().unwrap().run(model, folder.path().join("copy")).unwrap();
+        assert_eq!((&report.model.blake3, report.size.before.nonzero), (&copy.model.blake3, copy.size.before.nonzero), "{name}");
+    }
+    let gguf = Gguf { file_type: FileType::Q4_0, ..Gguf::default() };
+    let pipeline = Pipeline::builder().pass(quantize()).pass(step(json!("extract-language-model"))).export(gguf).measure(false).build().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let notes = pipeline.run(Model::open(golden("mistral3")).unwrap(), folder.path().join("out")).unwrap().notes;
+    assert!(notes.iter().any(|note| note.contains("quantized twice")), "{notes:?}");
 }

@@ -24,8 +24,7 @@ pub(super) fn loss_notes(options: &Gguf, model: &Model, (all, split): (&[Planned
     let with_codes: BTreeSet<&String> = all.iter().filter(|planned| planned.keeps_codes() && !planned.keeps_blocks()).map(|planned| &planned.name).collect();
     let is_dequantized = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && !with_codes.contains(name);
     let dequantized: BTreeMap<&String, &Weight> = weights.iter().filter(is_dequantized).collect();
-    let by_pass = |name: &&String| run.history.iter().any(|applied| applied.tensors.contains(*name));
-    let is_quantized_twice = dequantized.keys().any(by_pass) && !is_float(file_type);
+    let is_quantized_twice = dequantized.keys().any(|name| run.is_changed(name)) && !is_float(file_type);
     let activations = quantized_inputs(model);
     let mut notes = Vec::new();
     let halves: BTreeSet<&str> = all.iter().filter(|planned| planned.target == Kind::Plain(DType::F16)).map(|planned| planned.name.as_str()).collect();
@@ -52,7 +51,8 @@ pub(super) fn loss_notes(options: &Gguf, model: &Model, (all, split): (&[Planned
     if !dequantized.is_empty() {
         let smaller = match (type_with_codes(weights, split, file_type), smaller_type(weights, file_type)) {
             (Some(kept), _) => format!(
-                "; the file has their rounding errors, but is not smaller: use `--export 'gguf: {{ type: {kept:?} }}'`, which stores the same codes in blocks"
+                "; the file has their rounding errors, but is not smaller: use `--export \"gguf: {{ type: {kept:?}{} }}\"`, which stores the same codes in blocks",
+                types_of_floats(options, kept, model, run)
             ),
             (None, Some(smaller)) => format!(
                 "; the file has their rounding errors, but is not smaller: no type of GGUF files stores these codes; for blocks of the same width, use `compress cast MODEL -o {file} --to f32 --export 'gguf: {{ type: {smaller:?} }}'` on the original model, without `quantize`"
@@ -81,13 +81,20 @@ pub(super) fn loss_notes(options: &Gguf, model: &Model, (all, split): (&[Planned
 /// file stores in blocks, unless `types` selects their type.
 fn excluded_note(options: &Gguf, model: &Model, all: &[Planned], run: &RunState, file: &str) -> Option<String> {
     let has_blocks = |name: &String| model.weights.by_name.get(name).is_some_and(|weight| weight.exact_blocks().is_some());
-    let passes = run.history.iter().filter(|applied| applied.name == QUANTIZE && applied.tensors.iter().any(has_blocks));
+    // Later passes may have renamed the weights.
+    let with_blocks: Vec<&String> = model.weights.by_name.keys().filter(|name| has_blocks(name)).collect();
+    let chooses_blocks =
+        |applied: &&Applied| applied.name == QUANTIZE && with_blocks.iter().any(|name| applied.tensors.contains(run.name_after(applied, name)));
+    let passes = run.history.iter().filter(chooses_blocks);
     let patterns = |applied: &Applied, key: &str| -> Vec<Pattern> {
         applied.options.get(key).and_then(|patterns| serde_json::from_value(patterns.clone()).ok()).unwrap_or_default()
     };
-    let passes: Vec<[Vec<Pattern>; 2]> = passes.map(|applied| [patterns(applied, "targets"), patterns(applied, "ignore")]).collect();
+    let passes: Vec<(&Applied, [Vec<Pattern>; 2])> = passes.map(|applied| (applied, [patterns(applied, "targets"), patterns(applied, "ignore")])).collect();
     let matches = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-    let is_excluded = |[targets, ignore]: &[Vec<Pattern>; 2], name: &str| (!targets.is_empty() && !matches(targets, name)) || matches(ignore, name);
+    let is_excluded = |(applied, [targets, ignore]): &(&Applied, [Vec<Pattern>; 2]), name: &str| {
+        let name = run.name_after(applied, name);
+        (!targets.is_empty() && !matches(targets, name)) || matches(ignore, name)
+    };
     let is_requested = |planned: &Planned| {
         let stacked = GgufFamily::split_expert(&planned.gguf_name).map(|(stacked, _)| stacked);
         let names = [Some(&planned.name), Some(&planned.gguf_name), stacked.as_ref()];
@@ -97,19 +104,42 @@ fn excluded_note(options: &Gguf, model: &Model, all: &[Planned], run: &RunState,
     let excluded = in_blocks.filter(|planned| !passes.is_empty() && passes.iter().all(|pass| is_excluded(pass, &planned.name)));
     let excluded: BTreeSet<&String> = excluded.map(|planned| &planned.name).collect();
     let first = excluded.first()?;
-    let ignored = passes.iter().flat_map(|[_, ignore]| ignore).find(|pattern| pattern.matches(first));
-    // The same matrix of all layers.
-    let of_layers = || first.split('.').map(|part| if part.parse::<usize>().is_ok() { "*" } else { part }).collect::<Vec<_>>().join(".");
+    let ignored = passes.iter().flat_map(|(_, [_, ignore])| ignore).find(|pattern| pattern.matches(first));
     // A pattern that also matches blocks of a pass would be an error.
-    let is_distinct = |pattern: &String| {
-        let pattern = pattern.parse::<Pattern>();
-        pattern.is_ok_and(|pattern| !model.weights.by_name.keys().any(|name| has_blocks(name) && pattern.matches(name)))
-    };
-    let pattern = ignored.map(ToString::to_string).into_iter().chain([of_layers()]).find(is_distinct).unwrap_or_else(|| (*first).clone());
+    let pattern = pattern_for(first, ignored.map(ToString::to_string), &model.weights.by_name, |name, _| has_blocks(name));
     Some(format!(
         "{WARNING}{file}: the types of the file also quantize {} that `targets` or `ignore` of `quantize` exclude, such as `{first}`; `types` keep them as floats, as in `--export \"gguf: {{ types: {{ '{pattern}': F16 }} }}\"`",
         counted(excluded.len(), "weight")
     ))
+}
+
+/// A pattern that matches a weight, but no weights that `is_other`: the preferred one, that of the same
+/// matrix of all layers, or the name.
+fn pattern_for(name: &str, preferred: Option<String>, weights: &BTreeMap<String, Weight>, is_other: impl Fn(&String, &Weight) -> bool) -> String {
+    let of_layers = name.split('.').map(|part| if part.parse::<usize>().is_ok() { "*" } else { part }).collect::<Vec<_>>().join(".");
+    let is_distinct = |pattern: &String| {
+        let matches = |pattern: Pattern| weights.iter().any(|(name, weight)| is_other(name, weight) && pattern.matches(name));
+        pattern.parse::<Pattern>().is_ok_and(|pattern| !matches(pattern))
+    };
+    preferred.into_iter().chain([of_layers]).find(is_distinct).unwrap_or_else(|| name.to_owned())
+}
+
+/// The option `types` that keeps matrices of floats as in the current file, such as embeddings, if a file of
+/// type `kept` would quantize them; empty otherwise.
+fn types_of_floats(options: &Gguf, kept: FileType, model: &Model, run: &RunState) -> String {
+    let Ok(planned) = (Gguf { file_type: kept, ..options.clone() }).prepare(model, run, false) else { return String::new() };
+    let weights = &model.weights.by_name;
+    let is_quantized = |name: &String, weight: &Weight| weight.encoding != Encoding::Dense && planned.names.contains(name);
+    let in_blocks = |encoding: &str| !["f64", "f32", "f16", "bf16"].contains(&encoding);
+    let rounded = planned
+        .names
+        .iter()
+        .zip(&planned.encodings)
+        .filter(|(name, encoding)| weights.get(*name).is_some_and(|weight| weight.encoding == Encoding::Dense && in_blocks(encoding)));
+    let patterns: BTreeSet<String> = rounded.map(|(name, _)| pattern_for(name, None, weights, is_quantized)).collect();
+    let selected = options.types.iter().map(|(pattern, kind)| format!("'{pattern}': {}", serde_json::json!(kind).as_str().unwrap_or_default()));
+    let types: Vec<String> = selected.chain(patterns.iter().map(|pattern| format!("'{pattern}': {:?}", options.file_type))).collect();
+    if types.is_empty() { String::new() } else { format!(", types: {{ {} }}", types.join(", ")) }
 }
 
 /// Whether most matrices of a file of this type are floats.

@@ -125,6 +125,9 @@ struct AppliedRecord {
     name: String,
     options: Value,
     tensors: BTreeSet<String>,
+    parameters: u64,
+    unselected: Vec<String>,
+    previous_names: BTreeMap<String, String>,
     rule: String,
     seconds: f64,
     peak_rss_bytes: Option<u64>,
@@ -141,6 +144,9 @@ impl AppliedRecord {
             name: applied.name.to_owned(),
             options: applied.options.clone(),
             tensors: applied.tensors.clone(),
+            parameters: applied.parameters,
+            unselected: applied.unselected.clone(),
+            previous_names: applied.previous_names.clone(),
             rule: applied.rule.clone(),
             seconds: applied.meter.total().as_secs_f64(),
             peak_rss_bytes: applied.peak_rss_bytes,
@@ -157,6 +163,7 @@ impl AppliedRecord {
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
         (applied.peak_rss_bytes, applied.peak_vram_bytes) = (self.peak_rss_bytes, self.peak_vram_bytes);
         (applied.tensors, applied.rule, applied.details) = (self.tensors.clone(), self.rule.clone(), self.details.clone());
+        (applied.parameters, applied.unselected, applied.previous_names) = (self.parameters, self.unselected.clone(), self.previous_names.clone());
         (applied.notes, applied.zeroes) = (self.notes.clone(), self.zeroes);
         Some(applied)
     }

@@ -424,21 +424,30 @@ fn weights_that_are_quantized_twice_are_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     wide(path);
-    let notes_as = |file_type: &str, pass: &[&str]| {
-        let format = format!("gguf: {{ type: {file_type} }}");
-        let args = [pass, ["wide", "-o", "small.gguf", "--force", "--json", "--export", &format].as_slice()].concat();
+    let notes_with = |format: &str, pass: &[&str]| {
+        let args = [pass, ["wide", "-o", "small.gguf", "--force", "--json", "--export", format].as_slice()].concat();
         let run = command(path).args(args).output().unwrap();
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
         serde_json::from_slice::<Value>(&run.stdout).unwrap()["notes"].to_string()
     };
+    let notes_as = |file_type: &str, pass: &[&str]| notes_with(&format!("gguf: {{ type: {file_type} }}"), pass);
     let notes = |pass: &[&str]| notes_as("Q4_0", pass);
     // Files of floats name the type that stores the codes.
+    let option = |file_type: &str| format!("gguf: {{ type: {file_type}, types: {{ 'lm_head.weight': F16, 'model.embed_tokens.weight': F16 }} }}");
     for (scheme, file_type) in [("W4A16", "Q4_0"), ("W4A16-ASYM", "Q4_1"), ("W8A16", "Q8_0")] {
         let floats = notes_as("F16", &["quantize", "--scheme", scheme, "--group-size", "32"]);
         let advice = format!(
-            "warning: small.gguf: 7 quantized weights dequantized and converted to the types of the file; the file has their rounding errors, but is not smaller: use `--export 'gguf: {{ type: {file_type} }}'`, which stores the same codes"
+            "warning: small.gguf: 7 quantized weights dequantized and converted to the types of the file; the file has their rounding errors, but is not smaller: use `--export \\\"{}\\\"`, which stores the same codes",
+            option(file_type)
         );
         assert!(floats.contains(&advice), "{floats}");
+        // The other matrices stay as in the file of floats.
+        let format = option(file_type);
+        let small = notes_with(&format, &["quantize", "--scheme", scheme, "--group-size", "32"]);
+        assert!(small.contains("7 quantized weights written with the same codes"), "{small}");
+        let weights = compress::Model::open(path.join("small.gguf")).unwrap().weights.by_name;
+        let stored = ["lm_head.weight", "model.embed_tokens.weight"].map(|name| weights[name].describe_stored());
+        assert_eq!(stored, ["f16", "f16"]);
     }
     let kept = notes(&["quantize", "--scheme", "W4A16", "--group-size", "32"]);
     assert!(kept.contains("7 quantized weights written with the same codes") && !kept.contains("quantized twice"), "{kept}");
