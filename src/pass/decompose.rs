@@ -272,6 +272,14 @@ fn rewire(model: &mut Model, graph: &Graph, factorizations: &[Factorization]) ->
         let op: Op = if factorization.convolution { Conv::default().into() } else { step.node.op.clone() };
         step.builder.node(step.name, op, &step.inputs)
     })?;
+    // Weights of an ONNX file have roles, and patterns match the nodes that read them.
+    for factorization in factorizations.iter().filter(|_| model.onnx.is_some()) {
+        let original = model.weights.get(&factorization.weight)?.clone();
+        for (part, name) in factorization.parts.iter().enumerate() {
+            let readers = || original.readers.iter().map(|node| format!("{node}.{part}")).collect();
+            model.weights.by_name.get_mut(name).into_iter().for_each(|weight| (weight.role, weight.readers) = (original.role, readers()));
+        }
+    }
     let removed: BTreeSet<String> = factorizations.iter().map(|f| f.weight.clone()).chain(biases.into_keys()).collect();
     model.weights.by_name.retain(|name, _| !removed.contains(name));
     model.changed_graph = Some(Arc::new(rebuilt));

@@ -128,6 +128,24 @@ fn later_runs_keep_the_mark_of_model_type() {
     assert_eq!(mark(&run(folder.path().to_str().unwrap(), Pipeline::builder().pass(Cast::default())).path()), "llama");
 }
 
+/// The factors of an ONNX file are layers, and patterns match the names of their nodes: those of the original
+/// layers with the number of the factor.
+#[test]
+fn patterns_match_the_nodes_of_factors() {
+    let name = golden("../exported/llama.onnx");
+    let factors = |ignore: &[&str]| {
+        let quantize: compress::pass::QuantizeDynamic = serde_json::from_value(serde_json::json!({ "ignore": ignore })).unwrap();
+        let decompose = Decompose { importance: InputImportance::None, ..rank(0.9) };
+        let plan = Pipeline::builder().pass(decompose).pass(quantize).build().unwrap().plan(&Model::open(&name).unwrap());
+        plan.map(|plan| plan.passes[1].selected.len()).map_err(|e| e.to_string())
+    };
+    let all = factors(&[]).unwrap();
+    assert_eq!(factors(&["/model/layers.0/mlp/down_proj/MatMul.0"]), Ok(all - 1));
+    assert_eq!(factors(&["/model/layers.0/mlp/down_proj/MatMul.1"]), Ok(all - 1));
+    assert_eq!(factors(&["*/down_proj/*"]), Ok(all - 2));
+    assert!(factors(&["*/down_proj/MatMul.2"]).unwrap_err().contains("matches no tensor"));
+}
+
 /// The second convolution has a window of the same rank as the first.
 #[test]
 fn convolutions_of_sequences_are_decomposed() {
