@@ -38,7 +38,8 @@ pub struct Recipe {
     #[serde(default)]
     pub allow_nonfinite: bool,
     /// Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128,
-    /// input: [1, 512] }
+    /// input: [1, 512] }; or of the images in the texts of a model with a vision tower: { height: 448,
+    /// width: 448 }
     #[serde(default, skip_serializing_if = "OpenSizes::is_empty")]
     pub sizes: OpenSizes,
     /// Measure the fidelity of the outputs to the input model's if no evaluation data is configured

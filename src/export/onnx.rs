@@ -383,8 +383,12 @@ fn notes(model: &Model, graph: &Graph, slots: &[&InitializerLayout]) -> Vec<Stri
         return notes;
     }
     let unused = model.unused(graph);
-    if arch::has_tower(model.config.model_type()) {
-        notes.push(format!("{WARNING}{} has only the language model, for texts without images", file::MODEL));
+    match model.image_size.get() {
+        Some([height, width]) => notes.push(format!("{} reads texts with one image of {height} x {width} pixels each", file::MODEL)),
+        None if arch::has_tower(model.config.model_type()) => {
+            notes.push(format!("{WARNING}{} has only the language model, for texts without images", file::MODEL));
+        }
+        None => {}
     }
     if let Some(first) = unused.first() {
         notes.push(format!("not part of the graph and not in {}: {} of the checkpoint (the first: `{first}`)", file::MODEL, counted(unused.len(), "tensor")));

@@ -1,18 +1,23 @@
-//! Language models of folders with a vision tower, which passes run on texts, and copy without changes.
+//! Language models of folders with a vision tower, which passes run on texts and copy without changes, or run
+//! on texts with images.
 #![cfg(feature = "run")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use compress::Model;
+use compress::export::Export;
 use compress::pass::{ExtractLanguageModel, Method, Quantize, Scheme, Step};
+use compress_core::store::{OpenSize, OpenSizes};
 use compress_engine::data::Data;
 use compress_engine::model::Config;
+use compress_onnx::runtime::{Options, Session};
 use serde_json::{Value, json};
 
-use crate::common::{Tensors, golden_model, outputs, pipeline, read};
+use crate::common::onnxruntime::has_onnx_runtime;
+use crate::common::{Tensors, golden, golden_model, outputs, pipeline, read};
 use crate::contract::violated;
 
 const NAMES: [&str; 9] = ["gemma3-vl", "llama4-vl", "mistral3", "qwen2-vl", "qwen2_5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3_5-moe-vl", "qwen3_5-vl"];
@@ -282,4 +287,121 @@ fn experts_have_either_order_of_axes() {
     let [before, after] = [folder.as_path(), copy.path()].map(|folder| outputs(&Model::open(folder).unwrap(), &inputs)["logits"].flatten_all().unwrap());
     let (before, after) = (before.to_vec1::<f32>().unwrap(), after.to_vec1::<f32>().unwrap());
     assert!(before.iter().zip(&after).all(|(one, other)| (one - other).abs() < 1e-4));
+}
+
+const WITH_IMAGES: [&str; 6] = ["qwen2-vl", "qwen2_5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3_5-vl", "qwen3_5-moe-vl"];
+
+/// A golden model with texts that contain images, for which its configuration was changed as in the metadata.
+fn with_images(name: &str, folder: &Path) -> (std::path::PathBuf, Inputs, Tensor) {
+    let file = golden("images-in-texts").join(format!("{name}.safetensors"));
+    let bytes = fs::read(&file).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let stated = header.metadata().clone().unwrap();
+    let model = folder.join(name);
+    fs::create_dir(&model).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(golden_model(name).join(file), model.join(file)).unwrap();
+    }
+    let path = model.join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    config["image_token_id"] = serde_json::from_str(&stated["token"]).unwrap();
+    let (text, rope) = if config.get("text_config").is_some() { ("/text_config", "rope_parameters") } else { ("", "rope_scaling") };
+    config.pointer_mut(text).unwrap()[rope]["mrope_section"] = serde_json::from_str(&stated["sections"]).unwrap();
+    fs::write(path, config.to_string()).unwrap();
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    let logits = tensors.remove("out/logits").unwrap();
+    (model, tensors.into_iter().map(|(name, x)| (name.strip_prefix("in/").unwrap().to_owned(), x)).collect(), logits)
+}
+
+fn sizes(height: usize, width: usize) -> OpenSizes {
+    [("height", height), ("width", width)].map(|(name, size)| (name.to_owned(), OpenSize::One(size))).into()
+}
+
+/// Samples with images as a data set in a folder.
+fn samples(folder: &Path, given: &Inputs) -> Data {
+    let file = folder.join("samples.safetensors");
+    let several = given.iter().map(|(name, x)| (name.clone(), Tensor::cat(&[x; 4], 0).unwrap())).collect();
+    candle_core::safetensors::save(&several, &file).unwrap();
+    Data { arrays: Some(file), ..Data::default() }
+}
+
+/// The largest difference from the logits of transformers at tokens that are not padding.
+fn difference(given: &Inputs, found: &Tensor, expected: &Tensor) -> f32 {
+    let real = given["attention_mask"].to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap();
+    let difference = (found - expected).unwrap().abs().unwrap().broadcast_mul(&real).unwrap();
+    difference.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+#[test]
+fn texts_with_images_match_transformers() {
+    let written = tempfile::tempdir().unwrap();
+    for name in WITH_IMAGES {
+        let (folder, given, expected) = with_images(name, written.path());
+        let model = Model::open(&folder).unwrap();
+        model.fix_sizes(&sizes(8, 16)).unwrap();
+        let (graph, unknown) = model.graph_and_unknown_keys().unwrap();
+        assert!(model.unused(&graph).is_empty() && unknown.is_empty(), "{name}: {:?} {unknown:?}", model.unused(&graph));
+        let found = difference(&given, &outputs(&model, &given)["logits"], &expected);
+        assert!(found < 1e-4, "{name}: {found}");
+        if !has_onnx_runtime() {
+            continue;
+        }
+        let onnx = written.path().join(format!("{name}-onnx"));
+        pipeline().sizes(sizes(8, 16)).export(Export::from_name("onnx").unwrap()).build().unwrap().run(Model::open(&folder).unwrap(), &onnx).unwrap();
+        let found = Session::open(&onnx.join("model.onnx"), Options::default()).unwrap().run(&given).unwrap();
+        let found = difference(&given, &found["logits"], &expected);
+        assert!(found < 1e-4, "{name} in ONNX Runtime: {found}");
+    }
+}
+
+/// Passes see the activations of images: the codes differ if only the images differ.
+#[test]
+fn language_models_are_calibrated_on_texts_with_images() {
+    let written = tempfile::tempdir().unwrap();
+    for name in ["qwen2-vl", "qwen3-vl"] {
+        let (folder, mut given, _) = with_images(name, written.path());
+        let pass = || Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, ..Quantize::default() };
+        let mut run = |number: usize, targets: &[&str]| {
+            let pass = Quantize { targets: targets.iter().map(|name| name.parse().unwrap()).collect(), ..pass() };
+            let output = written.path().join(format!("{name}-{number}"));
+            let data = samples(written.path(), &given);
+            let report = pipeline().sizes(sizes(8, 16)).calibration(data).pass(pass).build().unwrap().run(Model::open(&folder).unwrap(), &output).unwrap();
+            assert!(report.fidelity.is_some(), "{name}: {:?}", report.notes);
+            let tensors: Tensors = read(&output.join("model.safetensors"));
+            given.insert("pixel_values".to_owned(), (&given["pixel_values"] * 3.0).unwrap());
+            tensors
+        };
+        let [first, second] = [run(0, &[]), run(1, &[])];
+        assert_eq!(first.keys().collect::<Vec<_>>(), second.keys().collect::<Vec<_>>());
+        assert!(first.iter().any(|(name, tensor)| second[name] != *tensor), "{name}");
+        // The tower is part of the graph, so that its layers can be calibrated too.
+        let tower = run(2, &["*visual.blocks.0.attn.*.weight"]);
+        assert!(tower.keys().any(|name| name.contains("visual.blocks.0") && name.ends_with(".weight_packed")), "{name}: {:?}", tower.keys());
+    }
+}
+
+#[test]
+fn wrong_sizes_and_texts_without_their_image_are_refused() {
+    let written = tempfile::tempdir().unwrap();
+    let (folder, mut given, _) = with_images("qwen2-vl", written.path());
+    let open = || Model::open(&folder).unwrap();
+    let refused = |model: Model, sizes: OpenSizes| model.fix_sizes(&sizes).unwrap_err().to_string();
+    assert!(refused(open(), sizes(8, 6)).contains("`image_size` 6 is not a multiple of 4"));
+    let one = [("height".to_owned(), OpenSize::One(8))].into();
+    assert!(refused(open(), one).contains("expected `height` and `width`"));
+    assert!(refused(Model::open(golden_model("gemma3-vl")).unwrap(), sizes(8, 8)).contains("`gemma3` with images"));
+    assert!(refused(Model::open(golden_model("llama")).unwrap(), sizes(8, 8)).contains("is not an .onnx file"));
+    let model = open();
+    model.fix_sizes(&sizes(8, 16)).unwrap();
+    model.fix_sizes(&sizes(8, 16)).unwrap();
+    assert!(refused(model, sizes(16, 8)).contains("was already opened with other sizes"));
+    let tokens = given["input_ids"].zeros_like().unwrap();
+    given.insert("input_ids".to_owned(), tokens);
+    let run = |sizes: OpenSizes, data: Data| {
+        let pass = Quantize { scheme: Scheme::W4A16, group_size: Some(8), method: Method::Gptq, ..Quantize::default() };
+        let run = pipeline().sizes(sizes).calibration(data).pass(pass).build().unwrap().run(open(), written.path().join("out"));
+        run.unwrap_err().to_string()
+    };
+    assert!(run(sizes(8, 16), samples(written.path(), &given)).contains("row 0 has 0 image tokens (40), but an image has 8 patches"));
+    assert!(run(sizes(8, 16), texts("qwen2-vl", written.path())).contains("pixel_values"));
 }

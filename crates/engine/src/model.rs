@@ -28,7 +28,7 @@ mod ties;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
@@ -80,6 +80,9 @@ pub struct Model {
     /// Their positions are the new ids.
     #[doc(hidden)]
     pub retained_tokens: Option<Arc<Vec<usize>>>,
+    /// Height and width of images in texts, if the model is run with its vision tower.
+    #[doc(hidden)]
+    pub image_size: Arc<OnceLock<[usize; 2]>>,
 }
 
 impl fmt::Debug for Model {
@@ -180,6 +183,7 @@ impl Model {
             onnx: None,
             signed_activations: false,
             retained_tokens: None,
+            image_size: Arc::default(),
         }
     }
 }

@@ -22,7 +22,8 @@ pub(in crate::cli) struct Models {
     /// quarters of the free memory]
     #[arg(long, global = true, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
-    /// Size of a dynamic axis of an .onnx file: NAME=128, or INPUT=1x512
+    /// Size of a dynamic axis of an .onnx file: NAME=128, or INPUT=1x512; or height=448 and width=448, the
+    /// size of images in the texts of a model with a vision tower
     #[arg(long = "size", global = true, value_name = "NAME=SIZE", value_parser = open_size)]
     sizes: Vec<(String, OpenSize)>,
     /// Write memory-trace.json: the allocations over time of passes that run the model, for ui.perfetto.dev

@@ -337,9 +337,12 @@ impl SampleSelection<'_> {
         Ok(if self.samples.len() < self.budget.samples { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
     }
 
-    /// A prefix of a text, as long as the budget allows, if the model predicts each token. Other samples
-    /// are not shortened.
+    /// A prefix of a text, as long as the budget allows, if the model predicts each token. Other samples,
+    /// and texts with images, are not shortened.
     fn shortened(&self, sample: Batch) -> Result<Batch> {
+        if sample.inputs.values().any(|tensor| tensor.rank() != 2) {
+            return Ok(sample);
+        }
         let length = self.affordable_sizes().get("sequence").copied().filter(|_| self.budget.macs < u64::MAX);
         match length.filter(|_| self.predicts_tokens()) {
             Some(length) => sample.shortened(length),

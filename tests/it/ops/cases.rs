@@ -31,6 +31,10 @@ fn delta(scale: f64, additive: bool) -> GatedDelta {
     GatedDelta { scale, additive }
 }
 
+fn image_rotary(sections: [usize; 3], interleaved: bool, width: Option<usize>) -> ImageRotary {
+    ImageRotary { rotary: Rotary { theta: 10.0, width, ..Rotary::default() }, sections, interleaved, token: 1, grid: [1, 2] }
+}
+
 /// Image resizing in both directions.
 fn scales(places: &[f64]) -> Vec<Extent> {
     [1.0, 1.0].iter().chain(places).map(|scale| Extent::Scale(*scale)).collect()
@@ -91,6 +95,10 @@ pub fn cases() -> Vec<Case> {
         case(Rotary { width: Some(4), ..Rotary::default() }, &[&[2, 3, 4, 7]]),
         case(GridRotary { theta: 100.0, grid: [4, 6], block: 2 }, &[&[2, 3, 24, 8]]),
         case(GridRotary { grid: [2, 1], ..GridRotary::default() }, &[&[1, 2, 2, 4]]),
+        with_ints(case(image_rotary([1, 2, 0], false, None), &[&[2, 2, 9, 6], &[2, 9]]), &[1]),
+        with_ints(case(image_rotary([1, 1, 1], true, Some(6)), &[&[2, 1, 7, 8], &[2, 7]]), &[1]),
+        with_ints(case(InsertImages { token: 1, add: false }, &[&[1, 6, 3], &[1, 6], &[1, 5, 3]]), &[1]),
+        with_ints(case(InsertImages { token: 0, add: true }, &[&[1, 6, 3], &[1, 6], &[1, 1, 3]]), &[1]),
         case(SplitHeads { head_dim: 3 }, &[&[2, 4, 6]]),
         case(MergeHeads {}, &[&[2, 2, 4, 3]]),
         case(Attention { scale: 0.5, ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6]]),

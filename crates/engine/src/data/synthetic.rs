@@ -27,7 +27,7 @@ const MAX_ELEMENTS: u64 = 1 << 28;
 pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
     let size = |name: &str| match name {
         "batch" => SAMPLES,
-        "sequence" => LONG,
+        "sequence" => LONG.saturating_add(patches(graph).map_or(0, |(_, patches)| patches)),
         "decoder_sequence" => SHORT,
         "height" | "width" => IMAGE,
         _ => OTHER,
@@ -37,7 +37,8 @@ pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
 
 /// Like [`synthetic`], with the given values of symbolic dimensions.
 pub fn synthetic_with_sizes(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
-    let mut next = random(seed);
+    let (mut next, patches) = (random(seed), patches(graph));
+    let short = SHORT.saturating_add(patches.map_or(0, |(_, patches)| patches));
     let mut inputs = BTreeMap::new();
     for (id, value) in graph.inputs() {
         let size = |dim: &crate::ir::Dim| {
@@ -51,17 +52,33 @@ pub fn synthetic_with_sizes(graph: &Graph, seed: u64, sizes: &Bindings) -> Resul
             Element::Float => floats(count, shape, &mut next),
             Element::Int if value.name.contains("mask") => {
                 let length = sizes.get("sequence").copied().unwrap_or(LONG);
-                let real = |place: usize| i64::from(place < length || place.checked_rem(length).is_none_or(|place| place < SHORT));
+                let real = |place: usize| i64::from(place < length || place.checked_rem(length).is_none_or(|place| place < short));
                 Tensor::from_vec((0..count).map(real).collect::<Vec<_>>(), shape, &Device::Cpu)
             }
             Element::Int => {
                 let rows = u32::try_from(rows(graph, id)).unwrap_or(u32::MAX);
-                Tensor::from_vec((0..count).map(|_| i64::from(next().checked_rem(rows).unwrap_or(0))).collect::<Vec<_>>(), shape, &Device::Cpu)
+                let length = shape.last().copied().unwrap_or(1);
+                let number = |(place, random): (usize, u32)| match patches {
+                    Some((token, patches)) if place.checked_rem(length).is_some_and(|place| place < patches) => token,
+                    // Not the token of a patch.
+                    Some((token, _)) if i64::from(random) == token => i64::from(token == 0),
+                    _ => i64::from(random),
+                };
+                let numbers: Vec<i64> = (0..count).map(|place| number((place, next().checked_rem(rows).unwrap_or(0)))).collect();
+                Tensor::from_vec(numbers, shape, &Device::Cpu)
             }
         };
         inputs.insert(value.name.clone(), tensor.map_err(shaped)?);
     }
     Ok(Batch { inputs, references: References::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
+}
+
+/// The token that stands for a patch of an image in the texts of a graph, and the number of patches.
+fn patches(graph: &Graph) -> Option<(i64, usize)> {
+    graph.nodes().iter().find_map(|node| match (&node.op, node.inputs.as_slice()) {
+        (Op::InsertImages(op), [_, _, features]) => Some((op.token, graph.value(*features).ty.shape.get(1)?.fixed()?)),
+        _ => None,
+    })
 }
 
 /// Number of kinds of samples of [`synthetic_for_ports`].

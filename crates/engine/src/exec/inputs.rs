@@ -31,12 +31,14 @@ pub(super) fn convert(value: &Value, inputs: &Inputs, device: &Device, compute: 
     Ok((host, on_device))
 }
 
-/// Checks that the indices of embeddings are rows of their tables. Checks inputs and positions, which
+/// Checks that the indices of embeddings are rows of their tables, and that texts have as many tokens of
+/// patches as their images. Checks inputs and positions, which
 /// follow from the inputs and the number `tokens` of preceding tokens, on the host.
 pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)], tokens: usize) -> Result<()> {
     let mut known: BTreeMap<ValueId, Tensor> = inputs.iter().filter(|(_, tensor)| tensor.dtype() == DType::I64).cloned().collect();
     for node in graph.nodes() {
-        let Some(indices) = node.inputs.first().and_then(|id| known.get(id)) else { continue };
+        let of_tokens = usize::from(matches!(node.op, Op::InsertImages(_)));
+        let Some(indices) = node.inputs.get(of_tokens).and_then(|id| known.get(id)) else { continue };
         let failed = |e: candle_core::Error| Error::run(format!("graph node `{}`", graph.value(node.output).name), e, "");
         match &node.op {
             Op::Positions(op) => {
@@ -51,6 +53,16 @@ pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)], tokens: 
                 let table = node.inputs.get(1).and_then(|id| graph.value(*id).ty.shape.first()?.fixed());
                 if let Some(rows) = table {
                     require_indices(graph, node, indices.dims(), &transfer::read::<i64>(indices).map_err(failed)?, rows)?;
+                }
+            }
+            Op::InsertImages(op) => {
+                let patches = node.inputs.get(2).and_then(|id| graph.value(*id).ty.shape.get(1)?.fixed()).unwrap_or(0);
+                let numbers = transfer::read::<i64>(indices).map_err(failed)?;
+                let rows = numbers.chunks(indices.dims().last().copied().unwrap_or(1).max(1));
+                let counts = rows.map(|row| row.iter().filter(|number| **number == op.token).count());
+                if let Some((row, count)) = counts.enumerate().find(|(_, count)| *count != patches) {
+                    let reason = format!("row {row} has {count} image tokens ({}), but an image has {patches} patches", op.token);
+                    return Err(Error::run("input `input_ids`", reason, "each text must contain one image, and its token once for each merged patch"));
                 }
             }
             _ => {}

@@ -13,7 +13,7 @@ use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
 use crate::ir::{Builder, Dim, GraphFile, Node, Op, difference, is_equivalent, kv_cache, low_rank, rebuild};
 pub use crate::onnx::ModelFile;
-use crate::store::{ActivationScheme, Encoding, Module, OpenSizes, QuantizationSpec, Weight, Weights};
+use crate::store::{ActivationScheme, Encoding, Module, OpenSize, OpenSizes, QuantizationSpec, Weight, Weights};
 
 #[doc(hidden)]
 impl Model {
@@ -34,13 +34,24 @@ impl Model {
         Ok(Model { onnx: Some(Arc::new(onnx)), ..model })
     }
 
-    /// Fixes symbolic dimensions of an ONNX file. Fails if the model is not an ONNX file, or has no such
-    /// symbolic dimensions.
+    /// Fixes symbolic dimensions of an ONNX file, or the `height` and `width` of the images in the texts of a
+    /// model with a vision tower, which then is part of the graph. Fails if the model has no such sizes, or
+    /// other sizes were specified before.
     pub fn fix_sizes(&self, sizes: &OpenSizes) -> Result<()> {
+        let wrong = |reason: &str| Error::option("sizes", format!("{}: {reason}", self.path.display()));
         match &self.onnx {
-            Some(file) => file.fix_sizes(sizes),
-            None if sizes.is_empty() => Ok(()),
-            None => Err(Error::option("sizes", format!("{} is not an .onnx file: other models accept any size", self.path.display()))),
+            Some(file) => return file.fix_sizes(sizes),
+            None if sizes.is_empty() => return Ok(()),
+            None if !arch::has_tower(self.config.model_type()) => return Err(wrong("is not an .onnx file: other models accept any size")),
+            None => {}
+        }
+        let side = |name: &str| sizes.get(name).and_then(|size| if let OpenSize::One(side) = size { Some(*side) } else { None });
+        let (Some(height), Some(width), 2) = (side("height"), side("width"), sizes.len()) else {
+            return Err(wrong("expected `height` and `width`, the size of the images in its texts"));
+        };
+        match *self.image_size.get_or_init(|| [height, width]) == [height, width] {
+            true => self.graph().map(drop),
+            false => Err(wrong("was already opened with other sizes")),
         }
     }
 
@@ -214,7 +225,12 @@ impl Model {
             });
         }
         let (modules, unknown) = SentenceModule::described(&self.path)?;
-        let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &modules, Builder::new(&self.weights))?;
+        let (mut graph, mut keys) = arch::describe(&Settings::new(self.config.values()), &modules, Builder::new(&self.weights))?;
+        if let Some(size) = self.image_size.get() {
+            let (with_images, of_tower) = arch::with_images(&graph, self.config.values(), *size, &self.weights)?;
+            graph = with_images;
+            keys.extend(of_tower);
+        }
         let keys = keys.into_iter().filter(|key| key != adapter::KEY);
         Ok((graph, keys.map(|key| format!("config.json: {key}")).chain(unknown).collect()))
     }

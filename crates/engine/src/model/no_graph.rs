@@ -23,9 +23,9 @@ impl Model {
         })
     }
 
-    /// Rejects sizes, which apply only to ONNX files.
+    /// Rejects sizes, which apply only to models that are run.
     pub fn fix_sizes(&self, sizes: &crate::store::OpenSizes) -> Result<()> {
-        if sizes.is_empty() { Ok(()) } else { Err(Error::option("sizes", "a build without the feature `run` cannot open .onnx files")) }
+        if sizes.is_empty() { Ok(()) } else { Err(Error::option("sizes", "a build without the feature `run` does not run models")) }
     }
 
     /// Returns false: only ONNX files record changes.

@@ -106,6 +106,23 @@ pub struct LanguageModel {
     pub sizes: &'static [(&'static str, usize)],
     /// Whether the first published configurations have its keys next to `vision_config`.
     pub is_flat: bool,
+    /// The vision tower, if it can be run.
+    pub tower: Option<Tower>,
+}
+
+/// The vision tower of a model whose texts contain images.
+#[derive(Debug, Clone, Copy)]
+pub struct Tower {
+    /// `model_type` of the tower as a model of its own.
+    pub model_type: &'static str,
+    /// Default of `image_token_id`.
+    pub image_token: i64,
+    /// Default of `mrope_section`: the number of pairs of elements of a head for each axis of positions.
+    pub sections: [usize; 3],
+    /// Whether the axes of neighboring pairs alternate.
+    pub interleaved: bool,
+    /// JSON values of keys that its configuration does not have.
+    pub values: &'static [(&'static str, &'static str)],
 }
 
 /// Configuration keys that are not read but accepted.

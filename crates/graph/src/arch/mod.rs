@@ -79,7 +79,7 @@ use serde_json::{Map, Value};
 
 use family::{CONVOLUTIONAL, DECODER, DECODER_SIZES, EMPTY, ENCODER, SELECTION_BIAS, VISION_TRANSFORMER, classifier};
 pub use family::{
-    ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, LanguageModel, ModelKind, PositionOffset, Positions, Sizes, Tie,
+    ClassificationHead, DenseLayers, ExpertLayout, Family, Groups, IndirectSizes, Keys, LanguageModel, ModelKind, PositionOffset, Positions, Sizes, Tie, Tower,
 };
 pub use gguf::{
     ATTENTION_MULTIPLIER, Divisors, EXPERT_SCORES, GgufExperts, GgufFamily, GgufHead, GgufTraits, LOGIT_DIVISOR, Recurrent, Setting, StoredShape, Tiling,

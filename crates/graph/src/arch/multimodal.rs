@@ -6,7 +6,7 @@
 use serde_json::{Map, Value, json};
 
 use super::family::{EXEMPT, PREFIXES};
-use super::{DECODER, DenseLayers, ExpertLayout, Family, Keys, LanguageModel, gemma, llama, llama4, qwen_moe, qwen3_next};
+use super::{DECODER, DenseLayers, ExpertLayout, Family, Keys, LanguageModel, Tower, gemma, llama, llama4, qwen_moe, qwen3_next};
 use crate::store::Role;
 
 /// Keys of images, and of the tokens that represent them in texts.
@@ -71,7 +71,7 @@ const fn with_vision(model_type: &'static str, of_text: &'static str, text: Fami
             ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
         ],
         embeddings: &["embed_tokens", "visual.pos_embed", "embeddings.position_embedding"],
-        language_model: Some(LanguageModel { model_type: of_text, sizes: &[], is_flat: false }),
+        language_model: Some(LanguageModel { model_type: of_text, sizes: &[], is_flat: false, tower: None }),
         gguf: None,
         genai: DECODER.genai,
         ..text
@@ -79,9 +79,20 @@ const fn with_vision(model_type: &'static str, of_text: &'static str, text: Fami
 }
 
 /// As [`with_vision`], with the keys of the language model next to `vision_config` in published files.
-const fn flat(model_type: &'static str, of_text: &'static str, text: Family) -> Family {
-    Family { language_model: Some(LanguageModel { model_type: of_text, sizes: &[], is_flat: true }), ..with_vision(model_type, of_text, text) }
+const fn flat(model_type: &'static str, of_text: &'static str, text: Family, tower: Tower) -> Family {
+    let language_model = LanguageModel { model_type: of_text, sizes: &[], is_flat: true, tower: Some(tower) };
+    Family { language_model: Some(language_model), ..with_vision(model_type, of_text, text) }
 }
+
+/// As [`with_vision`], with a tower that can be run.
+const fn with_images(model_type: &'static str, of_text: &'static str, text: Family, tower: Tower) -> Family {
+    let language_model = LanguageModel { model_type: of_text, sizes: &[], is_flat: false, tower: Some(tower) };
+    Family { language_model: Some(language_model), ..with_vision(model_type, of_text, text) }
+}
+
+const QWEN2_TOWER: Tower = Tower { model_type: "qwen2_vl_vision", image_token: 151_655, sections: [16, 24, 24], interleaved: false, values: &[] };
+const QWEN3_TOWER: Tower = Tower { model_type: "qwen3_vl_vision", image_token: 151_655, sections: [24, 20, 20], interleaved: true, values: &[] };
+const QWEN3_5_TOWER: Tower = Tower { image_token: 248_056, sections: [11, 11, 10], values: &[("deepstack_visual_indexes", "[]")], ..QWEN3_TOWER };
 
 /// Sizes of the configuration class, which published files of Gemma 3 do not repeat.
 const GEMMA3_SIZES: &[(&str, usize)] =
@@ -93,18 +104,18 @@ pub(super) const FAMILIES: &[Family] = &[
     Family { model_type: "qwen2_5_vl_text", ..QWEN2_VL_TEXT },
     QWEN3_VL_TEXT,
     QWEN3_VL_MOE_TEXT,
-    flat("qwen2_vl", "qwen2_vl_text", QWEN2_VL_TEXT),
-    flat("qwen2_5_vl", "qwen2_5_vl_text", QWEN2_VL_TEXT),
-    with_vision("qwen3_vl", "qwen3_vl_text", QWEN3_VL_TEXT),
-    with_vision("qwen3_vl_moe", "qwen3_vl_moe_text", QWEN3_VL_MOE_TEXT),
+    flat("qwen2_vl", "qwen2_vl_text", QWEN2_VL_TEXT, QWEN2_TOWER),
+    flat("qwen2_5_vl", "qwen2_5_vl_text", QWEN2_VL_TEXT, Tower { model_type: "qwen2_5_vl_vision", ..QWEN2_TOWER }),
+    with_images("qwen3_vl", "qwen3_vl_text", QWEN3_VL_TEXT, QWEN3_TOWER),
+    with_images("qwen3_vl_moe", "qwen3_vl_moe_text", QWEN3_VL_MOE_TEXT, QWEN3_TOWER),
     Family {
-        language_model: Some(LanguageModel { model_type: "gemma3_text", sizes: GEMMA3_SIZES, is_flat: false }),
+        language_model: Some(LanguageModel { model_type: "gemma3_text", sizes: GEMMA3_SIZES, is_flat: false, tower: None }),
         ..with_vision("gemma3", "gemma3_text", gemma::GEMMA3)
     },
     with_vision("mistral3", "mistral", llama::MISTRAL),
     Family { exempt: &[("vision_model", Role::Vision)], ..with_vision("llama4", "llama4_text", llama4::LLAMA4_TEXT) },
-    with_vision("qwen3_5", "qwen3_5_text", qwen3_next::QWEN3_5),
-    with_vision("qwen3_5_moe", "qwen3_5_moe_text", qwen3_next::QWEN3_5_MOE),
+    with_images("qwen3_5", "qwen3_5_text", qwen3_next::QWEN3_5, QWEN3_5_TOWER),
+    with_images("qwen3_5_moe", "qwen3_5_moe_text", qwen3_next::QWEN3_5_MOE, QWEN3_5_TOWER),
 ];
 
 /// A language model as a model of its own.

@@ -41,12 +41,14 @@ pub struct Builder<'c> {
     catalog: Option<&'c dyn Catalog>,
     /// Modules whose parameters the checkpoint may lack, because they are created.
     new_modules: &'c [&'c str],
+    /// Prefix of the names of parameters and nodes.
+    scope: String,
 }
 
 impl<'c> Builder<'c> {
     /// A builder that checks every parameter against a checkpoint.
     pub fn new(catalog: &'c dyn Catalog) -> Self {
-        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: Some(catalog), new_modules: &[] }
+        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: Some(catalog), new_modules: &[], scope: String::new() }
     }
 
     /// A builder that also accepts parameters of `modules` that the checkpoint lacks.
@@ -56,13 +58,25 @@ impl<'c> Builder<'c> {
 
     /// A builder that accepts any parameter.
     pub fn unchecked() -> Self {
-        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: None, new_modules: &[] }
+        Self { graph: Graph::default(), names: BTreeMap::new(), catalog: None, new_modules: &[], scope: String::new() }
     }
 
     /// A builder that continues a graph, and accepts any parameter.
     pub fn continuing(graph: Graph) -> Self {
         let names = graph.ids().map(|id| (graph.value(id).name.clone(), id)).collect();
         Self { graph, names, ..Self::unchecked() }
+    }
+
+    /// Adds parameters and nodes with a prefix before their names.
+    pub fn within<T>(&mut self, prefix: &str, add: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let outer = std::mem::replace(&mut self.scope, prefix.to_owned());
+        let added = add(self);
+        self.scope = outer;
+        added
+    }
+
+    fn scoped(&self, name: &str) -> String {
+        format!("{}{name}", self.scope)
     }
 
     fn add(&mut self, name: &str, ty: TensorType, kind: Kind) -> Result<ValueId> {
@@ -88,6 +102,7 @@ impl<'c> Builder<'c> {
     /// Adds a tensor of the checkpoint, or returns it if it was added before. Fails if the checkpoint has no
     /// such tensor, or it has another shape.
     pub fn param(&mut self, name: &str, shape: &[usize]) -> Result<ValueId> {
+        let name = &self.scoped(name);
         if let Some(id) = self.names.get(name) {
             return Ok(*id);
         }
@@ -113,6 +128,7 @@ impl<'c> Builder<'c> {
 
     /// Whether the checkpoint has a tensor of this name, or may lack it; true without a checkpoint.
     pub fn has(&self, name: &str) -> bool {
+        let name = &self.scoped(name);
         self.catalog.is_none_or(|c| c.shape(name).is_some()) || self.is_new(name)
     }
 
@@ -127,12 +143,12 @@ impl<'c> Builder<'c> {
 
     /// The shape of a tensor in the checkpoint.
     pub fn stored_shape(&self, name: &str) -> Option<Vec<usize>> {
-        self.catalog.and_then(|c| c.shape(name))
+        self.catalog.and_then(|c| c.shape(&self.scoped(name)))
     }
 
     /// Adds a node. Fails if the op does not accept the inputs, or the name is already used.
     pub fn node(&mut self, name: &str, op: impl Into<Op>, inputs: &[ValueId]) -> Result<ValueId> {
-        let op = op.into();
+        let (op, name) = (op.into(), &self.scoped(name));
         let types: Vec<&TensorType> = inputs.iter().map(|id| &self.graph.value(*id).ty).collect();
         let ty = op.spec().output(&types).map_err(|reason| {
             let types = types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
@@ -146,6 +162,11 @@ impl<'c> Builder<'c> {
     /// Declares an output of the graph.
     pub fn output(&mut self, name: &str, value: ValueId) {
         self.graph.outputs.push((name.to_owned(), value));
+    }
+
+    /// Removes the outputs that were declared before, and returns them.
+    pub fn take_outputs(&mut self) -> Vec<(String, ValueId)> {
+        std::mem::take(&mut self.graph.outputs)
     }
 
     /// The value of an output that was declared before.

@@ -24,6 +24,7 @@ mod image;
 mod integer;
 mod kv_cache;
 mod layer;
+mod multimodal;
 mod norm;
 mod opaque;
 pub(super) mod palette;
@@ -66,6 +67,8 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Positions(op) => sequence::positions(op, n),
         Op::Rotary(op) => rotary::rotary(op, n),
         Op::GridRotary(op) => rotary::grid_rotary(op, n),
+        Op::ImageRotary(op) => multimodal::image_rotary(op, n),
+        Op::InsertImages(op) => multimodal::insert_images(op, n),
         Op::PositionScale(op) => rotary::position_scale(op, n),
         Op::SplitHeads(op) => attention::split_heads(op, n),
         Op::MergeHeads(_) => attention::merge_heads(n),

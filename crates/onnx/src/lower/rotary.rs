@@ -15,7 +15,7 @@ pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
 
 /// Rotates the first elements of heads, of which the widths are given, by angles with these cosines and
 /// sines.
-fn rotate([cos, sin]: [String; 2], (rotated, width): (i64, i64), n: &mut Lowering) {
+pub(super) fn rotate([cos, sin]: [String; 2], (rotated, width): (i64, i64), n: &mut Lowering) {
     let (x, half, axis) = (n.input(0), rotated / 2, vec![AttributeProto::int("axis", 3)]);
     let (a, b, rest) = if rotated < width {
         let parts = n.ints(&[half, half, width - rotated]);

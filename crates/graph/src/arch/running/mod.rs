@@ -7,6 +7,7 @@ mod config;
 pub(super) mod decoder;
 pub mod draft_head;
 pub(super) mod experts;
+mod images;
 mod keys;
 pub(super) mod latent;
 mod layout;
@@ -18,6 +19,7 @@ mod sentence;
 pub(super) mod state_space;
 
 pub use config::{GraphBuilder, ReadKeys, Settings, indivisible, is_indivisible};
+pub use images::with_images;
 pub use resize::{
     Shapes, dense_layers, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, refuses_rope_factors, residual_stream_axes, resized,
     unsupported_heads_reason,

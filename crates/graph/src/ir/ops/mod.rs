@@ -31,6 +31,8 @@ mod gradient;
 mod grid_positions;
 mod grid_rotary;
 mod heads;
+mod image_rotary;
+mod insert_images;
 mod kernels;
 mod layer_norm;
 mod learned_fake_quantize;
@@ -106,6 +108,8 @@ pub use gradient::{Backward, Saved};
 pub use grid_positions::GridPositions;
 pub use grid_rotary::GridRotary;
 pub use heads::{MergeHeads, SplitHeads};
+pub use image_rotary::ImageRotary;
+pub use insert_images::InsertImages;
 pub use kernels::contiguous;
 pub use kernels::{Fused, Kernel, PreparedOp, disable, kernel, moments, on_host, sum, transposed_product};
 pub use layer_norm::LayerNorm;
@@ -269,7 +273,7 @@ ops! {
     Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
     Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedFakeQuantize, CacheQuantize,
     Add, Mul,
-    Embedding, Positions, PositionScale, Rotary, GridRotary, SplitHeads, MergeHeads, Attention,
+    Embedding, Positions, PositionScale, Rotary, GridRotary, ImageRotary, InsertImages, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, ChunkBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, CumSum, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
