@@ -1843,7 +1843,8 @@ class Recipe:
 
     sizes: Mapping[str, int | Sequence[int]] | None = None
     """Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128,
-    input: [1, 512] }."""
+    input: [1, 512] }; or of the images in the texts of a model with a vision tower: { height: 448,
+    width: 448 }."""
 
     measure: bool = True
     """Measure the fidelity of the outputs to the input model's if no evaluation data is configured."""
@@ -1904,7 +1905,8 @@ class RecipeSettings(TypedDict, total=False):
 
     sizes: Mapping[str, int | Sequence[int]] | None
     """Sizes of the dynamic axes of an .onnx file, by the name of the axis or of an input: { sequence: 128,
-    input: [1, 512] }."""
+    input: [1, 512] }; or of the images in the texts of a model with a vision tower: { height: 448,
+    width: 448 }."""
 
     measure: bool
     """Measure the fidelity of the outputs to the input model's if no evaluation data is configured."""

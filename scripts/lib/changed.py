@@ -29,7 +29,7 @@ TESTS = {
     "crates/core/src/store/gguf": "contract contract_files loads",
     "crates/core/src/store": "goldens laws gguf pieces mutated corpus",
     "crates/graph/src/analysis": "groups structured blockwise rotate",
-    "crates/graph/src/arch": "families family_table parity tape generation groups detectors draft_heads towers multimodal",
+    "crates/graph/src/arch": "families family_table parity tape generation groups detectors draft_heads towers multimodal multimodal_texts",
     "crates/graph/src/ir": "ops parity tape corpus",
     "crates/onnx/": "onnx onnx_cached onnx_encoder_decoder onnx_in onnx_int8 onnx_lift onnx_opaque onnx_outputs runtime ops::onnx",
     "crates/engine/src/calibration": "static_int8 layerwise properties::calibration",

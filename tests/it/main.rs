@@ -43,6 +43,7 @@ mod low_bits;
 mod low_rank;
 mod mixed_schemes;
 mod multimodal;
+mod multimodal_texts;
 mod mutated;
 mod on_policy;
 mod onnx;

@@ -120,9 +120,9 @@ fn save_samples(folder: &Path) {
 
 /// Models and data for the guides in addition to `minilm`: `llama` with `book.txt` and `validation.txt`,
 /// `assistant` with a chat template and `chats.jsonl`, `t5`, `whisper` with `speech.wav`, `smollm` with a
-/// tokenizer for GGUF files, `llama-4` without one, `gemma-3` with a vision tower, `network` with a graph
-/// from a guide and `images`, `classifier` for these images with `samples.safetensors` and `runs`, and the
-/// keys of a signer.
+/// tokenizer for GGUF files, `llama-4` without one, `gemma-3` with a vision tower, `qwen3-vl` with
+/// `pictures.jsonl`, `network` with a graph from a guide and `images`, `classifier` for these images with
+/// `samples.safetensors` and `runs`, and the keys of a signer.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -179,6 +179,9 @@ fn with_all_models() -> tempfile::TempDir {
     let mail = (0..4).map(|_| "the cat sat on a mat\tham\nmy big wet hat\tspam\n").collect::<String>();
     std::fs::write(folder.path().join("mail.tsv"), format!("text\tlabel\n{mail}")).unwrap();
     crate::provenance::write_keys(folder.path(), "signer");
+    crate::multimodal_texts::model(folder.path());
+    let picture = |n: usize| format!("{{\"text\": \"a cat<|image_pad|>on a mat\", \"image\": \"images/LABEL_{n}/{n}.png\"}}\n");
+    std::fs::write(folder.path().join("pictures.jsonl"), (0..4).map(picture).collect::<String>()).unwrap();
     folder
 }
 

@@ -60,6 +60,8 @@ impl Args {
             return Err(Error::option("passes", reason));
         }
         let model = Model::open(&recipe.model)?;
+        global.models.configure_model(&model)?;
+        model.fix_sizes(&recipe.sizes)?;
         recipe.data.ignore_labels(false);
         if let Some(options) = &recipe.data.calibration {
             options.require_unpacked("data: calibration")?;

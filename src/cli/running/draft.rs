@@ -137,6 +137,7 @@ impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         self.check()?;
         let model = open_input(&self.model, Some(&self.output))?;
+        global.models.require_no_sizes()?;
         let language = LanguageModel::new(model.clone())?;
         language.require_prompts()?;
         let mut student = match self.method {

@@ -77,6 +77,7 @@ struct ModelOutput {
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let options = self.options()?;
+        global.models.require_no_sizes()?;
         let open = |path: &PathBuf| {
             let model = LanguageModel::new(Model::open(path)?)?;
             let vocabulary = model.vocabulary()?;

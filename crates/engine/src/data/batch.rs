@@ -99,3 +99,17 @@ impl Batch {
         Ok(Batch { inputs: inputs.map_err(shaped)?, references, samples: count })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn narrow_rejects_ranges_outside_the_batch() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::Classes(vec![Some(3), None, Some(5)]), samples: 3 };
+        assert_eq!(batch.narrow(1, 2).unwrap().references, References::Classes(vec![None, Some(5)]));
+        for (from, count) in [(2, 2), (4, 0), (1, usize::MAX)] {
+            assert!(batch.narrow(from, count).is_err(), "{from} {count}");
+        }
+    }
+}

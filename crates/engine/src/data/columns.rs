@@ -125,7 +125,7 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
                 return Err(Error::malformed(&path, reason));
             }
             let label = label.map(get).transpose()?.map(Label::Text);
-            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, negative: negative.map(get).transpose()?, label, line })
+            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, negative: negative.map(get).transpose()?, label, image: None, line })
         };
         Some(read())
     });

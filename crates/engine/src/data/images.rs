@@ -3,6 +3,7 @@
 use std::io::{BufRead, Read, Seek};
 use std::path::{Path, PathBuf};
 
+use candle_core::Tensor;
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageError, ImageReader, ImageResult, Limits};
 
@@ -74,24 +75,30 @@ impl ClassFolders {
     }
 
     fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {
-        let mut numbers = Vec::new();
-        let mut first = None;
-        for (file, _) in files {
-            let image = ImageReader::open(file).map_err(Error::io("open", file))?;
-            let image = decode(image.with_guessed_format().map_err(Error::io("read", file))?).map_err(|e| unreadable(file, &e))?;
-            let (mut pixels, height, width) = self.pixels.preprocess(&image, &self.input, file)?;
-            self.input.require_size(height, width, file, &self.pixels.size_advice())?;
-            if *first.get_or_insert((height, width)) != (height, width) {
-                let reason = format!("differs in size from earlier images: {}, or `batch_size: 1`", self.pixels.size_advice());
-                return Err(Error::malformed(file, reason));
-            }
-            numbers.append(&mut pixels);
-        }
-        let (height, width) = first.unwrap_or_default();
-        let input = self.input.batch(numbers, files.len(), height, width)?;
+        let paths: Vec<&Path> = files.iter().map(|(file, _)| file.as_path()).collect();
+        let input = read_images(&paths, &self.pixels, &self.input)?;
         let references = if self.labelled { References::Classes(files.iter().map(|(_, class)| Some(*class)).collect()) } else { References::None };
         Ok(Batch { inputs: [input].into(), references, samples: files.len() })
     }
+}
+
+/// The name of an image input, and the tensor of these files for it.
+pub(super) fn read_images(files: &[&Path], pixels: &Pixels, input: &ImageInput) -> Result<(String, Tensor)> {
+    let mut numbers = Vec::new();
+    let mut first = None;
+    for file in files {
+        let image = ImageReader::open(file).map_err(Error::io("open", file))?;
+        let image = decode(image.with_guessed_format().map_err(Error::io("read", file))?).map_err(|e| unreadable(file, &e))?;
+        let (mut own, height, width) = pixels.preprocess(&image, input, file)?;
+        input.require_size(height, width, file, &pixels.size_advice())?;
+        if *first.get_or_insert((height, width)) != (height, width) {
+            let reason = format!("differs in size from earlier images: {}, or `batch_size: 1`", pixels.size_advice());
+            return Err(Error::malformed(file, reason));
+        }
+        numbers.append(&mut own);
+    }
+    let (height, width) = first.unwrap_or_default();
+    input.batch(numbers, files.len(), height, width)
 }
 
 /// Decodes an image, and applies the orientation of its EXIF metadata, as `load_image` of transformers does.

@@ -51,6 +51,7 @@ mod target;
 mod task;
 mod text;
 mod text_format;
+mod texts_with_images;
 mod tokens;
 mod wav;
 mod window;
@@ -202,6 +203,9 @@ impl DataSet {
         }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
+            (Some(path), None, None) if target.images_of_texts().is_some() && task == Task::LanguageModelling => {
+                (Box::new(texts_with_images::TextsWithImages::open(options, path, target)?), path)
+            }
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
             (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),
             (None, Some(path), None) if path.is_dir() => (Box::new(images::ClassFolders::open(options, path, task, target)?), path),
@@ -486,15 +490,6 @@ mod tests {
             let lost = count - all.iter().flatten().sum::<usize>();
             assert!(lost <= 1 + (parts - 1) * size, "{count} samples in batches of {size} for {parts}: {lost} are lost");
             assert_eq!(sizes(count, order(parts - 1, 2)), all[parts - 1][all[0].len().min(2)..]);
-        }
-    }
-
-    #[test]
-    fn narrow_rejects_ranges_outside_the_batch() {
-        let batch = Batch { inputs: BTreeMap::new(), references: References::Classes(vec![Some(3), None, Some(5)]), samples: 3 };
-        assert_eq!(batch.narrow(1, 2).unwrap().references, References::Classes(vec![None, Some(5)]));
-        for (from, count) in [(2, 2), (4, 0), (1, usize::MAX)] {
-            assert!(batch.narrow(from, count).is_err(), "{from} {count}");
         }
     }
 }

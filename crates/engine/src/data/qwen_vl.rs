@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::arch::Settings;
+use crate::arch::{self, Settings};
 use crate::error::{Error, Result};
 
 /// Sizes of patches with the keys of `config.json`, and the default of the image processor, which is that of
@@ -23,12 +23,14 @@ pub(super) fn require_patches(values: &Settings, path: &Path, config: &Map<Strin
         }
     }
     let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or_default();
-    if !model_type.ends_with("_vl_vision") {
-        return Ok(());
-    }
+    let (patch, config) = match arch::tower(config) {
+        Some((tower, vision)) => (tower.patch as u64, vision),
+        None if model_type.ends_with("_vl_vision") => (if model_type == "qwen3_vl_vision" { 16 } else { 14 }, config),
+        None => return Ok(()),
+    };
     for (key, name, default) in PATCHES {
         let size = |value: Option<&Value>, default: u64| value.and_then(Value::as_u64).unwrap_or(default);
-        let of_tower = if name == "patch_size" && model_type == "qwen3_vl_vision" { 16 } else { default };
+        let of_tower = if name == "patch_size" { patch } else { default };
         let (found, expected) = (size(values.get(key), default), size(config.get(name), of_tower));
         if found != expected {
             let reason = format!("`{key}` is {found}, but `{name}` in config.json is {expected}: use the image processor of this model");

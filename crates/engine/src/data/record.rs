@@ -3,6 +3,8 @@
 use std::borrow::Cow;
 use std::path::Path;
 
+use serde_json::Value;
+
 use super::chat::{Chat, ChatTemplate, RenderedChat};
 use super::labels::Label;
 use crate::error::{Error, Result};
@@ -11,6 +13,8 @@ pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
 
 /// Default names of the column of texts.
 pub(super) const TEXT: [&str; 2] = ["text", "sentence"];
+/// Keys of the image of a text, in JSON objects.
+pub(super) const IMAGE: [&str; 2] = ["image", "images"];
 /// Default names of the column of labels.
 pub(super) const LABEL: [&str; 2] = ["label", "labels"];
 
@@ -29,6 +33,8 @@ pub(super) struct Record {
     /// A text that does not match the first one.
     pub negative: Option<String>,
     pub label: Option<Label>,
+    /// The value of `image` or `images` in a JSON object.
+    pub image: Option<Value>,
     /// Line number, from 1.
     pub line: u64,
 }

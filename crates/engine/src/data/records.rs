@@ -10,7 +10,7 @@ use super::chat::{Chat, ChatTemplate};
 use super::columns::columns;
 use super::labels::Label;
 use super::options::{Column, Data};
-use super::record::{LABEL, TEXT, listed, require_distinct};
+use super::record::{IMAGE, LABEL, TEXT, listed, require_distinct};
 pub(super) use super::record::{Record, Records, Text};
 use super::text_format::NOT_UTF8;
 pub(super) use super::text_format::{TextFormat, header_note, layout};
@@ -51,7 +51,7 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
             }
             Ok(Box::new(lines(file, path).filter_map(|line| match line {
                 Ok((_, text)) if text.trim().is_empty() => None,
-                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, negative: None, label: None, line })),
+                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, negative: None, label: None, image: None, line })),
                 Err(e) => Some(Err(e)),
             })))
         }
@@ -144,6 +144,7 @@ impl Names {
             pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[], "pair_column"))).transpose()?.map(Label::into_text),
             negative: self.negative.as_ref().map(|_| value(find(&self.negative, &[], "negative_column"))).transpose()?.map(Label::into_text),
             label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL, "label_column"))?) } else { None },
+            image: IMAGE.into_iter().find_map(|name| object.get(name)).filter(|image| !image.is_null()).cloned(),
             line,
         })
     }
@@ -181,7 +182,14 @@ mod tests {
     }
 
     fn record(text: &str, pair: Option<&str>, label: Option<&str>, line: u64) -> Record {
-        Record { text: Text::Plain(text.into()), pair: pair.map(Into::into), negative: None, label: label.map(|text| Label::Text(text.into())), line }
+        Record {
+            text: Text::Plain(text.into()),
+            pair: pair.map(Into::into),
+            negative: None,
+            label: label.map(|text| Label::Text(text.into())),
+            image: None,
+            line,
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::DECODER_INPUT_IDS;
+use super::{DECODER_INPUT_IDS, INPUT_IDS};
 use crate::ir::Port;
 use crate::model::SynthesizedFiles;
 
@@ -34,6 +34,12 @@ impl<'m> Target<'m> {
     /// Whether the model is an encoder-decoder model.
     pub(super) fn is_encoder_decoder(&self) -> bool {
         self.inputs.iter().any(|port| port.name == DECODER_INPUT_IDS)
+    }
+
+    /// The input of the images in the texts of a language model with a vision tower.
+    pub(super) fn images_of_texts(&self) -> Option<&'m Port> {
+        let has_texts = self.inputs.iter().any(|port| port.name == INPUT_IDS);
+        self.inputs.iter().find(|port| has_texts && port.shape.len() == 4)
     }
 
     /// Number of classes, if it is a constant.

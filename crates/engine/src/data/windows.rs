@@ -18,11 +18,15 @@ use super::records::{self, Record, TextFormat};
 use super::tokens::{TokenStream, Tokenizer};
 use super::window::{Window, packed, to_batch};
 use super::{Identities, Order, PendingBatches, SampleSource, Target, counted, in_batches};
+use crate::arch;
 use crate::error::{Error, Result, redact_path};
 use crate::files::{self, File, Kind};
 
 /// Default window length, in tokens.
 const DEFAULT_LENGTH: usize = 1024;
+
+/// How to run a model on images, if its tower can be run.
+const WITH_IMAGES: &str = "set `sizes` to the height and width of images, as in `{ height: 448, width: 448 }`, or remove `image` from the file";
 
 /// Maximum distance of the start of a line from the position for which it is searched, in bytes.
 const LONGEST_LINE: u64 = 1 << 16;
@@ -49,6 +53,8 @@ pub(super) struct Windows {
     cut: Cut,
     /// The token that is appended to texts.
     end: Option<i64>,
+    /// Whether the model has a vision tower.
+    has_tower: bool,
 }
 
 impl Windows {
@@ -75,7 +81,8 @@ impl Windows {
             return Err(Error::option("data", format!("`sampling: spread` reads {} at several positions, and it is not a file", redact_path(path).display())));
         }
         let end = if options.append_eos == Some(true) { Some(tokenizer.end().ok_or_else(|| no_end(&target))?) } else { None };
-        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride }, end };
+        let has_tower = arch::has_tower(arch::model_type(target.config));
+        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride }, end, has_tower };
         let template = if windows.is_one_text()? { None } else { records::template(windows.records()?, &target)? };
         match template {
             None if options.loss_on.is_some() => Err(options.requires_chats()),
@@ -110,7 +117,19 @@ impl Windows {
         Ok(records::layout(&self.options, &self.path)? == TextFormat::Lines)
     }
 
-    fn records(&self) -> Result<records::Records> {
+    /// The tokens of a record of any length, and whether each is predicted.
+    pub fn tokens(&self, record: &Record) -> Result<Vec<(i64, bool)>> {
+        if let Some(template) = self.template.as_ref().filter(|_| self.options.predicts_answers()) {
+            let chat = record.rendered_with_answers(template, &self.path)?;
+            return self.tokenizer.with_targets(&chat.text, &chat.answers);
+        }
+        let (text, is_chat) = record.rendered(self.template.as_ref(), &self.path)?;
+        let (first, ids) = (self.cut.first.filter(|_| !is_chat), self.tokenizer.plain(&text)?);
+        let ids: Result<Vec<_>> = with_end(std::iter::once(Ok(ids)), self.end).collect();
+        Ok(first.into_iter().chain(ids?.into_iter().flatten()).map(|id| (id, true)).collect())
+    }
+
+    pub fn records(&self) -> Result<records::Records> {
         records::open(&self.options, &self.path, false)
     }
 
@@ -131,7 +150,11 @@ impl Windows {
                 if is_chat { Text::Chat(text) } else { Text::Plain(text) }
             }),
         };
-        Ok(Box::new(self.records()?.map(move |record| record.and_then(rendered))))
+        let without_image = |record: Record| match record.image.is_some() && self.has_tower {
+            true => Err(Error::malformed(&self.path, format!("line {} has an image, but the model is run on texts only: {WITH_IMAGES}", record.line))),
+            false => Ok(record),
+        };
+        Ok(Box::new(self.records()?.map(move |record| record.and_then(without_image).and_then(rendered))))
     }
 
     /// The text from each of `count` lines spread evenly over the file.

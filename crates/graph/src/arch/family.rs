@@ -115,6 +115,8 @@ pub struct LanguageModel {
 pub struct Tower {
     /// `model_type` of the tower as a model of its own.
     pub model_type: &'static str,
+    /// Default of `patch_size`.
+    pub patch: usize,
     /// Default of `image_token_id`.
     pub image_token: i64,
     /// Default of `mrope_section`: the number of pairs of elements of a head for each axis of positions.

@@ -173,7 +173,7 @@ const FAMILIES: &[&Family] = &[
     &rt_detr::RT_DETR_V2,
 ];
 
-pub use multimodal::{TextModel, extracted, is_of_tower, name_in_text_model};
+pub use multimodal::{TextModel, extracted, image_tokens, is_of_tower, name_in_text_model, tower};
 
 /// All families.
 pub fn families() -> impl Iterator<Item = &'static Family> {

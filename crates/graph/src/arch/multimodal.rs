@@ -90,8 +90,8 @@ const fn with_images(model_type: &'static str, of_text: &'static str, text: Fami
     Family { language_model: Some(language_model), ..with_vision(model_type, of_text, text) }
 }
 
-const QWEN2_TOWER: Tower = Tower { model_type: "qwen2_vl_vision", image_token: 151_655, sections: [16, 24, 24], interleaved: false, values: &[] };
-const QWEN3_TOWER: Tower = Tower { model_type: "qwen3_vl_vision", image_token: 151_655, sections: [24, 20, 20], interleaved: true, values: &[] };
+const QWEN2_TOWER: Tower = Tower { model_type: "qwen2_vl_vision", patch: 14, image_token: 151_655, sections: [16, 24, 24], interleaved: false, values: &[] };
+const QWEN3_TOWER: Tower = Tower { model_type: "qwen3_vl_vision", patch: 16, image_token: 151_655, sections: [24, 20, 20], interleaved: true, values: &[] };
 const QWEN3_5_TOWER: Tower = Tower { image_token: 248_056, sections: [11, 11, 10], values: &[("deepstack_visual_indexes", "[]")], ..QWEN3_TOWER };
 
 /// Sizes of the configuration class, which published files of Gemma 3 do not repeat.
@@ -209,6 +209,23 @@ fn remove_sections(values: &mut Map<String, Value>, key: &str) {
     if rope.keys().all(|key| ["rope_type", "type"].contains(&key.as_str())) {
         values.remove(key);
     }
+}
+
+/// The vision tower that can be run with a language model, and its configuration.
+pub fn tower(config: &Map<String, Value>) -> Option<(Tower, &Map<String, Value>)> {
+    let tower = super::family(super::model_type(config))?.language_model?.tower?;
+    Some((tower, config.get("vision_config")?.as_object()?))
+}
+
+/// The id of the token that stands for a patch in texts, and the number of patches of an image of this height
+/// and width.
+pub fn image_tokens(config: &Map<String, Value>, size: [usize; 2]) -> Option<(i64, usize)> {
+    let (tower, vision) = tower(config)?;
+    let number = |key: &str, default: usize| vision.get(key).and_then(Value::as_u64).map_or(default, |number| number as usize);
+    let side = number("patch_size", tower.patch).checked_mul(number("spatial_merge_size", 2))?;
+    let [rows, columns] = size.map(|pixels| pixels.checked_div(side));
+    let token = config.get("image_token_id").and_then(Value::as_i64).unwrap_or(tower.image_token);
+    Some((token, rows?.checked_mul(columns?)?))
 }
 
 /// Whether a tensor belongs to a vision tower, or projects its features.

@@ -147,6 +147,7 @@ fn errors_are_reported_before_anything_is_loaded() {
     };
     refused("generate in", 2, "--prompt <TEXT>");
     refused("generate in --prompt a --seed 3", 2, "add --temperature, --top-k or --top-p");
+    refused("generate in --prompt a --size height=8 --size width=8", 2, "has no effect on this command");
     refused("generate in --prompt a --tokens 0", 2, "tokens: is 0");
     refused("generate in --prompt a --top-p 1.5", 2, "top-p: is 1.5");
     refused("generate in --prompt aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 2, "prompt 1: has 34 tokens, but the model supports at most 32");

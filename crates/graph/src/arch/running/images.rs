@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::rope::parameters;
 use super::{ReadKeys, Settings, family};
-use crate::arch::{Tower, model_type, text_values};
+use crate::arch::{Tower, model_type, text_values, tower};
 use crate::error::{Error, Result};
 use crate::ir::ops::{ImageRotary, InsertImages, Op};
 use crate::ir::{Builder, Catalog, Dim, Graph, Rewrite, ValueId, rebuild};
@@ -17,14 +17,13 @@ const CONFIG: &str = "config.json";
 /// The language model with its vision tower, and unknown keys of the tower's configuration. It also reads
 /// `pixel_values`: for each text, one image of this height and width. Fails if the tower cannot be run.
 pub fn with_images(graph: &Graph, config: &Map<String, Value>, size: [usize; 2], catalog: &dyn Catalog) -> Result<(Graph, Vec<String>)> {
-    let tower = family(model_type(config)).and_then(|family| family.language_model?.tower);
-    let Some(tower) = tower else {
+    let Some((tower, vision)) = tower(config) else {
         return Err(Error::Unsupported {
             what: format!("`{}` with images", model_type(config)),
             hint: "leave out `sizes`: the language model runs on texts".into(),
         });
     };
-    let mut values = config.get("vision_config").and_then(Value::as_object).cloned().unwrap_or_default();
+    let mut values = vision.clone();
     values.insert("image_size".to_owned(), json!(size));
     for (key, value) in tower.values {
         values.insert((*key).to_owned(), serde_json::from_str(value).unwrap_or_default());
