@@ -325,7 +325,7 @@ fn data_that_does_not_match_the_model_is_rejected_by_name() {
     let bert = model("bert-sequence-classification", &[WORDS]);
     let wrong = |yaml: &str| refused(bert.path(), &texts("labelled.csv", yaml));
     assert!(wrong("{ label_column: class }").contains("no column `class`; the columns are `id`, `text`, `label`"));
-    assert!(wrong("{ label_column: text }").contains("is not a class; the labels in config.json are LABEL_0, LABEL_1, LABEL_2"));
+    assert!(wrong("{ text_column: id, label_column: text }").contains("is not a class; the labels in config.json are LABEL_0, LABEL_1, LABEL_2"));
     assert!(wrong("{ label_column: id }").contains("line 5: class 3 is out of range, the model has 3"));
     assert!(wrong("{ label_column: label, max_length: 17 }").contains("`max_length` is 17, but the model accepts at most 16 tokens"));
     let task = wrong("{ task: language-modelling }");

@@ -83,7 +83,7 @@ impl DataSet {
     fn first_batches(&self, rows: usize) -> Result<Vec<Batch>> {
         let (mut batches, mut read) = (Vec::new(), 0);
         self.for_each_in(Order::default(), |batch| {
-            read += rows_of(&batch);
+            read = rows_of(&batch).saturating_add(read);
             batches.push(batch);
             Ok(if read < rows { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         })?;
