@@ -73,7 +73,7 @@ pub fn synthetic_with_sizes(graph: &Graph, seed: u64, sizes: &Bindings) -> Resul
     Ok(Batch { inputs, references: References::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
 }
 
-/// The token that stands for a patch of an image in the texts of a graph, and the number of patches.
+/// The token of a patch of an image in the texts of a graph, and the number of patches.
 fn patches(graph: &Graph) -> Option<(i64, usize)> {
     graph.nodes().iter().find_map(|node| match (&node.op, node.inputs.as_slice()) {
         (Op::InsertImages(op), [_, _, features]) => Some((op.token, graph.value(*features).ty.shape.get(1)?.fixed()?)),

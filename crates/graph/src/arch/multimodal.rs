@@ -217,7 +217,7 @@ pub fn tower(config: &Map<String, Value>) -> Option<(Tower, &Map<String, Value>)
     Some((tower, config.get("vision_config")?.as_object()?))
 }
 
-/// The id of the token that stands for a patch in texts, and the number of patches of an image of this height
+/// The id of the token of a patch in texts, and the number of patches of an image of this height
 /// and width.
 pub fn image_tokens(config: &Map<String, Value>, size: [usize; 2]) -> Option<(i64, usize)> {
     let (tower, vision) = tower(config)?;

@@ -26,7 +26,7 @@ pub struct ImageRotary {
     pub sections: [usize; 3],
     /// Whether the axes of neighboring pairs alternate (Qwen3-VL), instead of following each other.
     pub interleaved: bool,
-    /// Id of the token that stands for a patch.
+    /// Id of the token of a patch.
     pub token: i64,
     /// Rows and columns of the patches of an image.
     pub grid: [usize; 2],

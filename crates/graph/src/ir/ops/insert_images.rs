@@ -16,7 +16,7 @@ use crate::ir::{Element, TensorType};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct InsertImages {
-    /// Id of the token that stands for a patch.
+    /// Id of the token of a patch.
     pub token: i64,
     /// Whether features are added to the embeddings, instead of replacing them.
     #[serde(skip_serializing_if = "is_zero")]
