@@ -149,6 +149,9 @@ impl Onnx {
             output_types: file.map(ModelFile::output_types).unwrap_or_default(),
             ..Style::default()
         };
+        if self.cache && model.image_size.get().is_some() {
+            return Err(Error::option("onnx: cache", "does not apply to texts with images: remove `cache` or `sizes`"));
+        }
         let is_split = self.cache && EncoderDecoder::is_in(&graph);
         let decoder = if self.cache && !is_split { Some(LanguageModel::new(model.clone())?) } else { None };
         if self.float16_weights && self.precision == Precision::Float16 {

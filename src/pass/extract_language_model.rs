@@ -44,6 +44,7 @@ impl Pass for ExtractLanguageModel {
     }
 
     fn plan(&self, model: &Model, _state: &RunState) -> Result<Plan<'static>> {
+        let model = &model.on_texts();
         let model_type = model.config.model_type();
         let Some(text) = arch::extracted(model.config.values()) else {
             let reason = if arch::has_tower(model_type) {

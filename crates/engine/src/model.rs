@@ -190,6 +190,20 @@ impl Model {
 
 #[doc(hidden)]
 impl Model {
+    /// Opens a model that is run on the same samples: if this one reads texts with images, and the other
+    /// has a tower too, on images of the same size.
+    pub fn open_like(&self, path: impl AsRef<Path>) -> Result<Model> {
+        let model = Model::open(path)?;
+        let has_tower = arch::tower(model.config.values()).is_some();
+        Ok(if has_tower { Model { image_size: Arc::clone(&self.image_size), ..model } } else { model })
+    }
+
+    /// The model as it is run on texts without images.
+    #[must_use]
+    pub fn on_texts(&self) -> Model {
+        Model { image_size: Arc::default(), ..self.clone() }
+    }
+
     /// Name of the file with the hash of the inputs of a cached run.
     pub const KEY: &str = "inputs.blake3";
 

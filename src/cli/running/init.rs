@@ -27,6 +27,7 @@ pub(super) const RECIPE: [&str; 2] = ["yaml", "yml"];
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
+        global.models.require_no_sizes()?;
         let model = Model::open(&self.model)?;
         let file = self.file.output.as_deref().unwrap_or(Path::new("recipe.yaml"));
         // Paths in a recipe are relative to it.

@@ -44,9 +44,9 @@ impl Models {
         model.fix_sizes(&self.sizes()?)
     }
 
-    /// Rejects sizes, for a command that runs models on texts of any length.
+    /// Rejects sizes, for a command that does not use them.
     pub fn require_no_sizes(&self) -> Result<()> {
-        if self.sizes.is_empty() { Ok(()) } else { Err(Error::option("--size", "has no effect on this command, which runs the model on texts: remove it")) }
+        if self.sizes.is_empty() { Ok(()) } else { Err(Error::option("--size", "has no effect on this command: remove it")) }
     }
 
     /// The sizes by name.

@@ -95,7 +95,7 @@ impl Distill {
     fn teacher(&self, model: &Model, run: &RunState) -> Result<Model> {
         // An earlier pass may have replaced the model by a student from another folder.
         let path = self.teacher.as_ref().or(run.input.as_ref()).unwrap_or(&model.path);
-        Model::open(path).map_err(|e| match e {
+        model.open_like(path).map_err(|e| match e {
             Error::Io { .. } => Error::option(format!("{NAME}: teacher"), e),
             other => other,
         })

@@ -74,7 +74,7 @@ pub(super) fn check(pass: &Distill) -> Result<()> {
 /// Opens the models, and checks that their vocabularies and logits are those of the student.
 pub(super) fn open(teachers: &[MoreTeacher], student: &Model) -> Result<Vec<(Model, MoreTeacher)>> {
     let open = |teacher: &MoreTeacher| {
-        let model = Model::open(&teacher.model).map_err(|e| if matches!(e, Error::Io { .. }) { Error::option(OPTION, e) } else { e })?;
+        let model = student.open_like(&teacher.model).map_err(|e| if matches!(e, Error::Io { .. }) { Error::option(OPTION, e) } else { e })?;
         vocabulary::require_same(student, &model)?;
         vocabulary::require_same_classes(student, &model)?;
         Ok((model, teacher.clone()))

@@ -83,7 +83,7 @@ impl Student {
                 with_layers(model.clone(), notes, &(0..count).step_by(*step).collect::<Vec<_>>())
             }
             Student::Model(path) => {
-                let student = Model::open(path)?;
+                let student = model.open_like(path)?;
                 require_same_modules(model, &student)?;
                 Ok(student)
             }

@@ -225,7 +225,8 @@ impl Pass for PruneVocabulary {
     }
 
     fn plan<'a>(&'a self, model: &'a Model, _state: &'a RunState) -> Result<Plan<'a>> {
-        let (smaller, applied) = self.prune(model)?;
+        let (mut smaller, applied) = self.prune(&model.on_texts())?;
+        smaller.image_size.clone_from(&model.image_size);
         Ok(Plan::new(smaller, applied))
     }
 

@@ -291,7 +291,7 @@ impl State {
     /// The model and the run that were stored. `None` if this version lacks one of the passes.
     fn restore(&self, folder: &Path, input: &Model) -> Result<Option<(Model, RunState)>> {
         let Model { config, weights, .. } = Model::open(folder)?;
-        let mut model = self.replaced_by.as_ref().map_or_else(|| Ok(input.clone()), Model::open)?;
+        let mut model = self.replaced_by.as_ref().map_or_else(|| Ok(input.clone()), |path| input.open_like(path))?;
         let graph = folder.join(GraphFile::NAME);
         if graph.is_file() {
             model.changed_graph = Some(Arc::new(GraphFile::open(&graph)?.with_functions(&|| model.graph())?.build(&weights)?));

@@ -200,7 +200,7 @@ impl Run<'_> {
 
     /// The output, read from the written folder if the built-in executor can read its format.
     pub(super) fn written(&self) -> Result<Model> {
-        if self.writes_safetensors() { Model::open(self.folder) } else { Ok(self.after.clone()) }
+        if self.writes_safetensors() { self.after.open_like(self.folder) } else { Ok(self.after.clone()) }
     }
 
     /// Whether safetensors is one of the output formats.

@@ -359,9 +359,10 @@ impl SampleSelection<'_> {
     /// several samples must fit.
     fn affordable_sizes(&self) -> Bindings {
         let longest = data::max_positions(self.graph).unwrap_or(usize::MAX);
+        let patches = self.graph.image_patches().map_or(0, |(_, patches)| patches);
         let sizes = SIZES.map(|(sequence, image)| {
             self.graph.bind(|name| match name {
-                "sequence" => sequence.min(longest),
+                "sequence" => sequence.min(longest) + patches,
                 "height" | "width" => image,
                 _ => 1,
             })

@@ -130,9 +130,9 @@ fn check_agreement(output: &Path, file: &Path, report: &Report, work: &Work) -> 
     if let Some(lack) = lack_for_onnx_runtime(&[&model], None) {
         return Ok((None, format!("not run: {lack}")));
     }
+    let sizes = report.recipe.get("sizes").and_then(|sizes| serde_json::from_value(sizes.clone()).ok());
+    fix_sizes(&model, &sizes.unwrap_or_default());
     if model.onnx.is_some() {
-        let sizes = report.recipe.get("sizes").and_then(|sizes| serde_json::from_value(sizes.clone()).ok());
-        fix_sizes(&model, &sizes.unwrap_or_default());
         return Ok(match compare_onnx_model(model, file, (&[], SYNTHETIC), work)? {
             Comparison::Agrees(found) => (Some(true), found),
             Comparison::Incomplete(found) => (None, found),

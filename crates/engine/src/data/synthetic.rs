@@ -27,7 +27,7 @@ const MAX_ELEMENTS: u64 = 1 << 28;
 pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
     let size = |name: &str| match name {
         "batch" => SAMPLES,
-        "sequence" => LONG.saturating_add(patches(graph).map_or(0, |(_, patches)| patches)),
+        "sequence" => LONG.saturating_add(graph.image_patches().map_or(0, |(_, patches)| patches)),
         "decoder_sequence" => SHORT,
         "height" | "width" => IMAGE,
         _ => OTHER,
@@ -37,7 +37,7 @@ pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
 
 /// Like [`synthetic`], with the given values of symbolic dimensions.
 pub fn synthetic_with_sizes(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
-    let (mut next, patches) = (random(seed), patches(graph));
+    let (mut next, patches) = (random(seed), graph.image_patches());
     let short = SHORT.saturating_add(patches.map_or(0, |(_, patches)| patches));
     let mut inputs = BTreeMap::new();
     for (id, value) in graph.inputs() {
@@ -71,14 +71,6 @@ pub fn synthetic_with_sizes(graph: &Graph, seed: u64, sizes: &Bindings) -> Resul
         inputs.insert(value.name.clone(), tensor.map_err(shaped)?);
     }
     Ok(Batch { inputs, references: References::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
-}
-
-/// The token of a patch of an image in the texts of a graph, and the number of patches.
-fn patches(graph: &Graph) -> Option<(i64, usize)> {
-    graph.nodes().iter().find_map(|node| match (&node.op, node.inputs.as_slice()) {
-        (Op::InsertImages(op), [_, _, features]) => Some((op.token, graph.value(*features).ty.shape.get(1)?.fixed()?)),
-        _ => None,
-    })
 }
 
 /// Number of kinds of samples of [`synthetic_for_ports`].

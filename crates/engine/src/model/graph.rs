@@ -40,7 +40,15 @@ impl Model {
     pub fn fix_sizes(&self, sizes: &OpenSizes) -> Result<()> {
         let wrong = |reason: &str| Error::option("sizes", format!("{}: {reason}", self.path.display()));
         match &self.onnx {
-            Some(file) => return file.fix_sizes(sizes),
+            // An exported model with a tower has the size of its images already.
+            Some(file) => {
+                let images = file.input_sizes("pixel_values").unwrap_or_default();
+                let is_fixed =
+                    |name: &str, axis: usize| matches!((sizes.get(name), images.get(axis)), (Some(OpenSize::One(size)), Some(Some(fixed))) if size == fixed);
+                let both = is_fixed("height", 2) && is_fixed("width", 3);
+                let others = sizes.iter().filter(|(name, _)| !both || !["height", "width"].contains(&name.as_str()));
+                return file.fix_sizes(&others.map(|(name, size)| (name.clone(), size.clone())).collect());
+            }
             None if sizes.is_empty() => return Ok(()),
             None if !arch::has_tower(self.config.model_type()) => return Err(wrong("is not an .onnx file: other models accept any size")),
             None => {}
@@ -49,10 +57,14 @@ impl Model {
         let (Some(height), Some(width), 2) = (side("height"), side("width"), sizes.len()) else {
             return Err(wrong("expected `height` and `width`, the size of the images in its texts"));
         };
-        match *self.image_size.get_or_init(|| [height, width]) == [height, width] {
-            true => self.graph().map(drop),
-            false => Err(wrong("was already opened with other sizes")),
+        let size = [height, width];
+        let graph = Model { image_size: Arc::new(size.into()), ..self.clone() }.graph();
+        let graph = graph.map_err(|e| Error::option("sizes", format!("{height} x {width}: {e}")))?;
+        let read = graph.inputs().find(|(_, value)| value.ty.shape.len() == 4).map(|(_, value)| value.ty.shape.get(2..));
+        if read != Some(Some(&size.map(Dim::Fixed)[..])) {
+            return Err(wrong("its graph.json does not describe texts with images of this size"));
         }
+        if *self.image_size.get_or_init(|| size) == size { Ok(()) } else { Err(wrong("was already opened with other sizes")) }
     }
 
     /// Whether a weight of an ONNX file has been replaced.

@@ -30,10 +30,13 @@ pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Re
     })
 }
 
-/// Returns a predicate for the parameters that are trained.
+/// Returns a predicate for the parameters that are trained: by default, all except those of the vision tower
+/// of a language model.
 pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
-    let statistics = statistics(graph);
-    move |name| !statistics.contains(name) && selects(targets, ignore, name)
+    let (statistics, of_images) = (statistics(graph), graph.of_images());
+    let tower = graph.params().filter(|(id, _)| of_images.get(id.index()) == Some(&true) && targets.is_empty());
+    let tower: BTreeSet<&str> = tower.map(|(_, value)| value.name.as_str()).collect();
+    move |name| !statistics.contains(name) && !tower.contains(name) && selects(targets, ignore, name)
 }
 
 fn selects(targets: &[Pattern], ignore: &[Pattern], name: &str) -> bool {

@@ -11,10 +11,13 @@ const SEQUENCE: usize = 128;
 /// Default height and width of an image.
 const IMAGE: usize = 224;
 
-/// Default sizes for the named axes of a graph: one sample, texts of 128 tokens, images of 224 x 224.
+/// Default sizes for the named axes of a graph: one sample, texts of 128 tokens besides their image, images
+/// of 224 x 224.
 pub fn usual_sizes(graph: &Graph) -> Bindings {
+    let patches = graph.image_patches().map_or(0, |(_, patches)| patches);
     graph.bind(|name| match name {
-        "sequence" | "decoder_sequence" => SEQUENCE,
+        "sequence" => SEQUENCE + patches,
+        "decoder_sequence" => SEQUENCE,
         "height" | "width" => IMAGE,
         _ => 1,
     })

@@ -53,10 +53,10 @@ pub fn stacks(graph: &Graph) -> Vec<Layers> {
     prefixes.iter().enumerate().filter_map(|(at, prefix)| layers_of(graph, prefix, at > 0)).collect()
 }
 
-/// Prefixes of the indices of layers with attention.
+/// Prefixes of the indices of layers with attention, except those of a vision tower for a language model.
 fn prefixes(graph: &Graph) -> Vec<&str> {
-    let mut found = Vec::new();
-    for node in graph.nodes().iter().filter(|node| matches!(node.op, Op::Attention(_))) {
+    let (mut found, of_images) = (Vec::new(), graph.of_images());
+    for node in graph.nodes().iter().filter(|node| matches!(node.op, Op::Attention(_)) && !of_images[node.output.index()]) {
         if let Some(prefix) = index_prefix(&graph.value(node.output).name).filter(|prefix| !found.contains(prefix)) {
             found.push(prefix);
         }
@@ -110,7 +110,9 @@ fn without_derived(graph: &Graph, ids: BTreeSet<ValueId>) -> BTreeSet<ValueId> {
 
 fn layer(graph: &Graph, nodes: &[&Node], cross_attends: bool) -> Option<Layer> {
     let own: BTreeSet<ValueId> = nodes.iter().map(|node| node.output).collect();
-    let read = nodes.iter().flat_map(|node| &node.inputs).filter(|id| !own.contains(id) && matches!(graph.value(**id).kind, Kind::Node(_)));
+    // Features of images are not hidden states.
+    let read = nodes.iter().flat_map(|node| if matches!(node.op, Op::InsertImages(_)) { &node.inputs[..1] } else { &node.inputs });
+    let read = read.filter(|id| !own.contains(id) && matches!(graph.value(**id).kind, Kind::Node(_)));
     let inputs = without_derived(graph, read.copied().collect());
     let outside = graph.nodes().iter().filter(|node| !own.contains(&node.output)).flat_map(|node| &node.inputs);
     let outputs = outside.chain(graph.outputs().iter().map(|(_, id)| id)).filter(|id| own.contains(id)).copied().collect();

@@ -117,6 +117,20 @@ impl Graph {
         needed
     }
 
+    /// The token of a patch of an image in texts, and the number of patches.
+    pub fn image_patches(&self) -> Option<(i64, usize)> {
+        self.nodes.iter().find_map(|node| match (&node.op, node.inputs.as_slice()) {
+            (Op::InsertImages(op), [_, _, features]) => Some((op.token, self.value(*features).ty.shape.get(1)?.fixed()?)),
+            _ => None,
+        })
+    }
+
+    /// For each value, whether it is computed for the features of images in texts, by a vision tower.
+    pub fn of_images(&self) -> Vec<bool> {
+        let inserts = self.nodes.iter().filter(|node| matches!(node.op, Op::InsertImages(_)));
+        self.dependencies(inserts.filter_map(|node| node.inputs.get(2).copied()))
+    }
+
     /// Inputs of the graph.
     pub fn inputs(&self) -> impl Iterator<Item = (ValueId, &Value)> {
         self.of_kind(Kind::Input)

@@ -33,8 +33,8 @@ impl CachedAttention {
 /// linear layer that computes its keys, or caches a latent vector instead of keys and values.
 pub fn cached_attentions(graph: &Graph) -> Result<Vec<CachedAttention>> {
     let unusable = |name: &str, reason: &str| Err(Error::graph(format!("graph node `{name}`"), format!("{reason}: {WITHOUT}")));
-    let mut found = Vec::new();
-    for node in graph.nodes() {
+    let (mut found, of_images) = (Vec::new(), graph.of_images());
+    for node in graph.nodes().iter().filter(|node| !of_images[node.output.index()]) {
         let Op::Attention(op) = &node.op else { continue };
         let name = &graph.value(node.output).name;
         if !op.causal {
