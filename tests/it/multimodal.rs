@@ -404,4 +404,11 @@ fn wrong_sizes_and_texts_without_their_image_are_refused() {
     };
     assert!(run(sizes(8, 16), samples(written.path(), &given)).contains("row 0 has 0 image tokens (40), but an image has 8 patches"));
     assert!(run(sizes(8, 16), texts("qwen2-vl", written.path())).contains("pixel_values"));
+    if has_onnx_runtime() {
+        let onnx = written.path().join("onnx");
+        pipeline().sizes(sizes(8, 16)).export(Export::from_name("onnx").unwrap()).build().unwrap().run(open(), &onnx).unwrap();
+        let file = Model::open(onnx.join("model.onnx")).unwrap();
+        assert!(refused(file.clone(), sizes(16, 8)).contains("`height` is neither an open dimension nor an input"));
+        file.fix_sizes(&sizes(8, 16)).unwrap();
+    }
 }

@@ -127,7 +127,7 @@ fn special(name: &str, option: &str) -> Option<Vec<Value>> {
         // Patterns that match nothing are rejected, so there is one for each model.
         (_, "targets" | "ignore") => vec![json!(["*mlp*"]), json!(["layer1*"])],
         ("data", "text_column") => vec![json!("other"), json!(0)],
-        ("data", "pair_column") => vec![json!(0)],
+        ("data", "pair_column") => vec![json!(2)],
         ("data", "label_column") => vec![json!("other")],
         ("data", "delimiter") => vec![json!(";")],
         ("data", "inputs") => vec![json!({ "input_ids": "ids", "attention_mask": "mask", "token_type_ids": "kinds" })],
@@ -359,7 +359,11 @@ fn scored(desk: &Desk) -> Vec<(PathBuf, Value)> {
     let lines = std::fs::read_to_string(evaluation.join("pairs.tsv")).unwrap();
     let row = |line: &str| line.split('\t').take(3).collect::<Vec<_>>().join("\t") + "\n";
     std::fs::write(&pairs, lines.lines().map(row).collect::<String>()).unwrap();
+    // Columns with both delimiters.
+    let columns = desk.place().with_extension("csv");
+    std::fs::write(&columns, format!("one;two,three;four\n{}", "bad cab;dab,fee;gab\n".repeat(4))).unwrap();
     vec![
+        (decoder.clone(), json!({ "text": columns, "text_column": 0, "max_length": 16 })),
         (classifier.clone(), json!({ "text": texts, "label_column": "label", "label_kind": "index" })),
         (
             model("sentence-mean", "word-pieces.json", "tokenizer.json"),
@@ -387,7 +391,7 @@ fn every_option_of_data_and_evaluation_changes_the_scores_or_is_rejected() {
     let (schema, desk) = (schema(), Desk::new());
     let (sets, plain) = (scored(&desk), json!({ "runtime": ["candle"], "latency": false }));
     let before: Vec<_> = sets.iter().map(|(model, data)| scores(&desk, model, data, &plain)).collect();
-    assert_eq!(before.iter().filter(|before| before.is_ok()).count(), 6, "{before:?}");
+    assert_eq!(before.iter().filter(|before| before.is_ok()).count(), 7, "{before:?}");
     let mut wrong = Vec::new();
     for (name, kind) in [("data", "Data"), ("evaluate", "Evaluate")] {
         for (option, described) in schema["$defs"][kind]["properties"].as_object().unwrap() {

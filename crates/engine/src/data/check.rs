@@ -98,11 +98,24 @@ impl Data {
         }
     }
 
+    /// Rejects options of images for texts without images.
+    pub(super) fn reject_image_options(&self) -> Result<()> {
+        let numbers = [("rescale", self.rescale.is_some()), ("mean", !self.mean.is_empty()), ("std", !self.std.is_empty())];
+        let sizes = [("resize", self.resize.is_some()), ("crop", self.crop.is_some())];
+        let others = [("layout", self.layout.is_some()), ("channels", self.channels.is_some())];
+        match sizes.into_iter().chain(others).chain(numbers).find(|(_, is_given)| self.text.is_some() && *is_given) {
+            Some((name, _)) => Err(Error::option("data", format!("`{name}` applies only to images: remove it"))),
+            None => Ok(()),
+        }
+    }
+
     /// An option that does not apply to this kind of data, and the kind that it applies to.
     fn unread_option(&self) -> Option<(&'static str, &'static str)> {
         let layout = self.text.as_ref().map(|path| layout(self, path).ok());
         let (columns, records) = (matches!(layout, Some(None | Some(TextFormat::Columns { .. }))), !matches!(layout, None | Some(Some(TextFormat::Lines))));
         let (text, images, arrays) = (self.text.is_some(), self.images.is_some(), self.arrays.is_some());
+        // Of a language model with a vision tower.
+        let images = images || matches!(layout, Some(Some(TextFormat::Json | TextFormat::Columns { .. })));
         let is_idx = self.images.as_ref().is_some_and(|path| !path.is_dir());
         let options = [
             (records, self.text_column.is_some(), "text_column", "texts in columns (.csv, .tsv or .jsonl)"),

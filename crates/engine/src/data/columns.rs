@@ -3,9 +3,11 @@
 use std::io::{BufRead, BufReader, Cursor, Read};
 use std::path::Path;
 
+use serde_json::Value;
+
 use super::labels::Label;
 use super::options::{Column, Data};
-use super::record::{LABEL, Record, Records, TEXT, Text, listed, require_distinct};
+use super::record::{IMAGE, LABEL, Record, Records, TEXT, Text, listed, require_distinct};
 use super::text_format::{NOT_UTF8, numeric_label, other_delimiter};
 use crate::error::{Error, Result, counted};
 use crate::files;
@@ -96,6 +98,11 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
         None => None,
     };
     require_distinct(path, [Some(text), pair, negative, label])?;
+    let images = names.iter().position(|name| IMAGE.contains(&name.as_str()));
+    let image = move |get: &dyn Fn(usize) -> Result<String>| {
+        let file = images.map(get).transpose()?.filter(|file| !file.is_empty());
+        Ok::<_, Error>(file.map(Value::String).into_iter().collect())
+    };
     let path = path.to_owned();
     let has_crlf = has_crlf(&path);
     // Texts do not contain tabs, and some tables without a header append columns to single rows.
@@ -125,7 +132,14 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
                 return Err(Error::malformed(&path, reason));
             }
             let label = label.map(get).transpose()?.map(Label::Text);
-            Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, negative: negative.map(get).transpose()?, label, image: None, line })
+            Ok(Record {
+                text: Text::Plain(get(text)?),
+                pair: pair.map(get).transpose()?,
+                negative: negative.map(get).transpose()?,
+                label,
+                images: image(&get)?,
+                line,
+            })
         };
         Some(read())
     });

@@ -31,6 +31,9 @@ impl Mixture {
             let reason = "`mix` mixes texts of language models that predict the next token: specify one data set for this model and task";
             return Err(Error::option("data", reason));
         }
+        if target.images_of_texts().is_some() {
+            return Err(Error::option("data", "`mix` does not support texts with images: name one file"));
+        }
         let (mut texts, mut weights) = (Vec::new(), Vec::new());
         for (part, weight) in options.parts()? {
             let Some(path) = part.text.clone() else { return Err(Error::option("data", "`mix` requires `text` in each of its entries")) };

@@ -195,6 +195,9 @@ impl DataSet {
             limit: options.samples,
             count: OnceLock::new(),
         };
+        if target.images_of_texts().is_none() {
+            options.reject_image_options()?;
+        }
         if let Some(name) = &options.source {
             return Ok(made(Box::new(custom_source::CustomSource::open(options, name, task, target)?), name.clone()));
         }
@@ -203,7 +206,7 @@ impl DataSet {
         }
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if target.is_encoder_decoder() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
-            (Some(path), None, None) if target.images_of_texts().is_some() && task == Task::LanguageModelling => {
+            (Some(path), None, None) if target.images_of_texts().is_some() => {
                 (Box::new(texts_with_images::TextsWithImages::open(options, path, target)?), path)
             }
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),

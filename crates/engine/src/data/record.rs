@@ -13,7 +13,7 @@ pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
 
 /// Default names of the column of texts.
 pub(super) const TEXT: [&str; 2] = ["text", "sentence"];
-/// Keys of the image of a text, in JSON objects.
+/// Names of the column, and keys in JSON objects, of the image of a text.
 pub(super) const IMAGE: [&str; 2] = ["image", "images"];
 /// Default names of the column of labels.
 pub(super) const LABEL: [&str; 2] = ["label", "labels"];
@@ -33,13 +33,34 @@ pub(super) struct Record {
     /// A text that does not match the first one.
     pub negative: Option<String>,
     pub label: Option<Label>,
-    /// The value of `image` or `images` in a JSON object.
-    pub image: Option<Value>,
+    /// The values of the columns or keys for images.
+    pub images: Vec<Value>,
     /// Line number, from 1.
     pub line: u64,
 }
 
+/// Keys of the file of an image in the content of a message.
+const FILE: [&str; 3] = ["image", "path", "url"];
+
 impl Record {
+    /// Images in the content of the messages of a chat.
+    fn parts(&self) -> impl Iterator<Item = &Value> {
+        let messages = if let Text::Chat(chat) = &self.text { chat.messages.as_array() } else { None };
+        let contents = messages.into_iter().flatten().filter_map(|message| message.get("content")?.as_array());
+        contents.flatten().filter(|part| part.get("type").and_then(Value::as_str) == Some("image"))
+    }
+
+    /// Whether the text has images.
+    pub fn has_images(&self) -> bool {
+        !self.images.is_empty() || self.parts().next().is_some()
+    }
+
+    /// The files of the images of the text: of columns or keys, and of the messages of a chat.
+    pub fn image_files(&self) -> Vec<&Value> {
+        let in_parts = self.parts().filter_map(|part| FILE.iter().find_map(|name| part.get(*name)));
+        self.images.iter().chain(in_parts).collect()
+    }
+
     /// The text, and whether it already contains its special tokens, as rendered chats do.
     pub fn rendered(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
         match (&self.text, template) {

@@ -51,7 +51,7 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
             }
             Ok(Box::new(lines(file, path).filter_map(|line| match line {
                 Ok((_, text)) if text.trim().is_empty() => None,
-                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, negative: None, label: None, image: None, line })),
+                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, negative: None, label: None, images: Vec::new(), line })),
                 Err(e) => Some(Err(e)),
             })))
         }
@@ -70,6 +70,15 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
             _ => Error::io("read", &path)(e),
         })
     })
+}
+
+/// An image, or several in a list.
+fn listed_images(value: &Value) -> Vec<Value> {
+    match value {
+        Value::Null => Vec::new(),
+        Value::Array(images) => images.clone(),
+        image => vec![image.clone()],
+    }
 }
 
 fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool) -> Result<Records> {
@@ -144,7 +153,7 @@ impl Names {
             pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[], "pair_column"))).transpose()?.map(Label::into_text),
             negative: self.negative.as_ref().map(|_| value(find(&self.negative, &[], "negative_column"))).transpose()?.map(Label::into_text),
             label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL, "label_column"))?) } else { None },
-            image: IMAGE.into_iter().find_map(|name| object.get(name)).filter(|image| !image.is_null()).cloned(),
+            images: IMAGE.into_iter().filter_map(|name| object.get(name)).flat_map(listed_images).collect(),
             line,
         })
     }
@@ -187,7 +196,7 @@ mod tests {
             pair: pair.map(Into::into),
             negative: None,
             label: label.map(|text| Label::Text(text.into())),
-            image: None,
+            images: Vec::new(),
             line,
         }
     }

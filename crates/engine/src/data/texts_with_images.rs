@@ -1,5 +1,5 @@
-//! Texts with images, for language models with a vision tower. Each record of a .jsonl file has a text or a
-//! chat, and the file of one image as `image`, or as the only one of `images`.
+//! Texts with images, for language models with a vision tower. Each record has a text or a chat, and the file
+//! of one image: as `image`, as the only one of `images`, or in the content of a message.
 
 use std::path::{Path, PathBuf};
 
@@ -55,14 +55,11 @@ impl TextsWithImages {
     /// The tokens of a record, in which the token of a patch stands once for each patch, and its image.
     fn sample(&self, record: &Record) -> Result<(Window, PathBuf)> {
         let wrong = |reason: String| Error::malformed(&self.path, format!("line {} {reason}", record.line));
-        let file = match &record.image {
-            Some(Value::String(file)) => file,
-            Some(Value::Array(files)) if files.len() == 1 => {
-                files.first().and_then(Value::as_str).ok_or_else(|| wrong("has an image that is not the name of a file".into()))?
-            }
-            Some(Value::Array(files)) => return Err(wrong(format!("has {} images, expected one", files.len()))),
-            Some(_) => return Err(wrong("has an image that is not the name of a file".into())),
-            None => return Err(wrong("has no `image`: each text needs the name of the file of its image".into())),
+        let file = match record.image_files().as_slice() {
+            [Value::String(file)] => file.clone(),
+            [_] => return Err(wrong("has an image that is not the name of a file".into())),
+            [] => return Err(wrong("has no `image`: each text needs the name of the file of its image".into())),
+            files => return Err(wrong(format!("has {} images, expected one", files.len()))),
         };
         let (mut ids, mut positions, mut images) = (Vec::new(), Vec::new(), 0usize);
         for (id, is_target) in self.texts.tokens(record)? {
@@ -88,6 +85,9 @@ impl TextsWithImages {
         }
         ids.truncate(length);
         positions.retain(|at| *at < ids.len());
+        if positions.is_empty() && !self.options.predicts_answers() {
+            return Err(wrong("has no text to predict besides its image".into()));
+        }
         let window = Window { start: 0, predicted: 1..ids.len(), ids, positions: Some(positions), packed: Vec::new() };
         Ok((window, self.path.parent().unwrap_or(Path::new("")).join(file)))
     }

@@ -25,8 +25,8 @@ use crate::files::{self, File, Kind};
 /// Default window length, in tokens.
 const DEFAULT_LENGTH: usize = 1024;
 
-/// How to run a model on images, if its tower can be run.
-const WITH_IMAGES: &str = "set `sizes` to the height and width of images, as in `{ height: 448, width: 448 }`, or remove `image` from the file";
+/// Advice for a model with a tower that can be run.
+const WITH_IMAGES: &str = "set `sizes` to the height and width of images, as in `{ height: 448, width: 448 }`, or remove it from the file";
 
 /// Maximum distance of the start of a line from the position for which it is searched, in bytes.
 const LONGEST_LINE: u64 = 1 << 16;
@@ -53,8 +53,8 @@ pub(super) struct Windows {
     cut: Cut,
     /// The token that is appended to texts.
     end: Option<i64>,
-    /// Whether the model has a vision tower.
-    has_tower: bool,
+    /// What to do about images, if the model has a vision tower.
+    tower: Option<&'static str>,
 }
 
 impl Windows {
@@ -81,8 +81,9 @@ impl Windows {
             return Err(Error::option("data", format!("`sampling: spread` reads {} at several positions, and it is not a file", redact_path(path).display())));
         }
         let end = if options.append_eos == Some(true) { Some(tokenizer.end().ok_or_else(|| no_end(&target))?) } else { None };
-        let has_tower = arch::has_tower(arch::model_type(target.config));
-        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride }, end, has_tower };
+        let is_run = arch::tower(target.config).is_some();
+        let tower = arch::has_tower(arch::model_type(target.config)).then_some(if is_run { WITH_IMAGES } else { "remove it from the file" });
+        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride }, end, tower };
         let template = if windows.is_one_text()? { None } else { records::template(windows.records()?, &target)? };
         match template {
             None if options.loss_on.is_some() => Err(options.requires_chats()),
@@ -150,9 +151,9 @@ impl Windows {
                 if is_chat { Text::Chat(text) } else { Text::Plain(text) }
             }),
         };
-        let without_image = |record: Record| match record.image.is_some() && self.has_tower {
-            true => Err(Error::malformed(&self.path, format!("line {} has an image, but the model is run on texts only: {WITH_IMAGES}", record.line))),
-            false => Ok(record),
+        let without_image = |record: Record| match self.tower.filter(|_| record.has_images()) {
+            Some(hint) => Err(Error::malformed(&self.path, format!("line {} has an image, but the model is run on texts only: {hint}", record.line))),
+            None => Ok(record),
         };
         Ok(Box::new(self.records()?.map(move |record| record.and_then(without_image).and_then(rendered))))
     }
