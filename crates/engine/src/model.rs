@@ -198,7 +198,7 @@ impl Model {
         Ok(if has_tower { Model { image_size: Arc::clone(&self.image_size), ..model } } else { model })
     }
 
-    /// The model as it is run on texts without images.
+    /// The model for texts without images.
     #[must_use]
     pub fn on_texts(&self) -> Model {
         Model { image_size: Arc::default(), ..self.clone() }

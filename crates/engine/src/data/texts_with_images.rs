@@ -52,7 +52,7 @@ impl TextsWithImages {
         Ok(samples.take(self.options.samples.unwrap_or(usize::MAX)))
     }
 
-    /// The tokens of a record, in which the token of a patch stands once for each patch, and its image.
+    /// Token ids of a record, with one for each patch, and the file of its image.
     fn sample(&self, record: &Record) -> Result<(Window, PathBuf)> {
         let wrong = |reason: String| Error::malformed(&self.path, format!("line {} {reason}", record.line));
         let file = match record.image_files().as_slice() {

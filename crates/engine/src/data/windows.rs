@@ -53,7 +53,7 @@ pub(super) struct Windows {
     cut: Cut,
     /// The token that is appended to texts.
     end: Option<i64>,
-    /// What to do about images, if the model has a vision tower.
+    /// Advice for texts with images, if the model has a vision tower.
     tower: Option<&'static str>,
 }
 
