@@ -98,11 +98,7 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
         None => None,
     };
     require_distinct(path, [Some(text), pair, negative, label])?;
-    let images = names.iter().position(|name| IMAGE.contains(&name.as_str()));
-    let image = move |get: &dyn Fn(usize) -> Result<String>| {
-        let file = images.map(get).transpose()?.filter(|file| !file.is_empty());
-        Ok::<_, Error>(file.map(Value::String).into_iter().collect())
-    };
+    let images: Vec<usize> = names.iter().enumerate().filter(|(_, name)| IMAGE.contains(&name.as_str())).map(|(index, _)| index).collect();
     let path = path.to_owned();
     let has_crlf = has_crlf(&path);
     // Texts do not contain tabs, and some tables without a header append columns to single rows.
@@ -132,12 +128,13 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
                 return Err(Error::malformed(&path, reason));
             }
             let label = label.map(get).transpose()?.map(Label::Text);
+            let images = images.iter().map(|index| get(*index)).collect::<Result<Vec<_>>>()?;
             Ok(Record {
                 text: Text::Plain(get(text)?),
                 pair: pair.map(get).transpose()?,
                 negative: negative.map(get).transpose()?,
                 label,
-                images: image(&get)?,
+                images: images.into_iter().filter(|file| !file.is_empty()).map(Value::String).collect(),
                 line,
             })
         };
