@@ -131,6 +131,9 @@ fn records_and_options_that_do_not_fit_are_refused() {
     assert!(refused(row(), &|data| data.stride = Some(2)).contains("`stride` does not apply to texts with images"));
     let mixed = Data { mix: vec![data(folder.path(), &[row()])], ..Data::default() };
     assert!(batch(folder.path(), &mixed).unwrap_err().contains("`mix` does not support texts with images"));
+    let resized = Data { resize: Some(vec![8]), ..data(folder.path(), &[row()]) };
+    let error = Data { mix: vec![resized], ..Data::default() }.check().unwrap_err().to_string();
+    assert!(error.contains("`resize` applies only to images: remove it"), "{error}");
     // On texts only, an image would be left out.
     let subject = Subject::from_model(Model::open(model(folder.path())).unwrap()).unwrap();
     let error = DataSet::open(&data(folder.path(), &[row()]), subject.target()).and_then(|set| set.first()).unwrap_err().to_string();

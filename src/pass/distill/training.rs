@@ -254,7 +254,8 @@ impl<'a> Job<'a> {
         Ok((model, applied))
     }
 
-    /// Checks that the tokens of student and teacher, and the classes that a loss compares, are the same.
+    /// Checks that student and teacher have the same vocabulary, and the same classes if a loss compares
+    /// them.
     fn require_same_outputs(&self) -> Result<()> {
         let Some(teacher) = &self.teacher else { return Ok(()) };
         vocabulary::require_same(&self.student, teacher)?;

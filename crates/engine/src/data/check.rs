@@ -49,9 +49,7 @@ impl Data {
         if self.task != Some(Task::Contrastive) && self.negative_column.is_some() {
             return Err(Error::option("data", "`negative_column` applies only to `task: contrastive`: set it, or remove the column"));
         }
-        if let Some((name, of)) = self.unread_option() {
-            return Err(Error::option("data", format!("`{name}` applies only to {of}: remove it")));
-        }
+        self.reject_unread_options(true)?;
         if self.loss_on.is_some() && !self.text.as_ref().is_some_and(|path| matches!(layout(self, path), Ok(TextFormat::Json))) {
             return Err(self.requires_chats());
         }
@@ -75,7 +73,7 @@ impl Data {
                 return wrong("`weight` must be a positive number".into());
             }
         }
-        self.parts()?.into_iter().try_for_each(|(part, _)| part.check())
+        self.parts()?.into_iter().try_for_each(|(part, _)| part.check().and_then(|()| part.reject_unread_options(false)))
     }
 
     /// An error because `loss_on` is set for data without chats.
@@ -98,24 +96,13 @@ impl Data {
         }
     }
 
-    /// Rejects options of images for texts without images.
-    pub(super) fn reject_image_options(&self) -> Result<()> {
-        let numbers = [("rescale", self.rescale.is_some()), ("mean", !self.mean.is_empty()), ("std", !self.std.is_empty())];
-        let sizes = [("resize", self.resize.is_some()), ("crop", self.crop.is_some())];
-        let others = [("layout", self.layout.is_some()), ("channels", self.channels.is_some())];
-        match sizes.into_iter().chain(others).chain(numbers).find(|(_, is_given)| self.text.is_some() && *is_given) {
-            Some((name, _)) => Err(Error::option("data", format!("`{name}` applies only to images: remove it"))),
-            None => Ok(()),
-        }
-    }
-
-    /// An option that does not apply to this kind of data, and the kind that it applies to.
-    fn unread_option(&self) -> Option<(&'static str, &'static str)> {
+    /// Rejects options that do not apply to this kind of data; `texts_may_have_images` for a language model
+    /// with a vision tower, or if the model is not known.
+    pub(super) fn reject_unread_options(&self, texts_may_have_images: bool) -> Result<()> {
         let layout = self.text.as_ref().map(|path| layout(self, path).ok());
         let (columns, records) = (matches!(layout, Some(None | Some(TextFormat::Columns { .. }))), !matches!(layout, None | Some(Some(TextFormat::Lines))));
         let (text, images, arrays) = (self.text.is_some(), self.images.is_some(), self.arrays.is_some());
-        // Of a language model with a vision tower.
-        let images = images || matches!(layout, Some(Some(TextFormat::Json | TextFormat::Columns { .. })));
+        let images = images || texts_may_have_images && matches!(layout, Some(Some(TextFormat::Json | TextFormat::Columns { .. })));
         let is_idx = self.images.as_ref().is_some_and(|path| !path.is_dir());
         let options = [
             (records, self.text_column.is_some(), "text_column", "texts in columns (.csv, .tsv or .jsonl)"),
@@ -139,7 +126,10 @@ impl Data {
             (images || arrays, !self.mean.is_empty(), "mean", "images and arrays"),
             (images || arrays, !self.std.is_empty(), "std", "images and arrays"),
         ];
-        options.into_iter().find(|(is_read, is_given, ..)| *is_given && !is_read).map(|(_, _, name, of)| (name, of))
+        match options.into_iter().find(|(is_read, is_given, ..)| *is_given && !is_read) {
+            Some((_, _, name, of)) => Err(Error::option("data", format!("`{name}` applies only to {of}: remove it"))),
+            None => Ok(()),
+        }
     }
 }
 

@@ -30,13 +30,8 @@ impl ImageInput {
         ImageInput::from_port(options, port, path)
     }
 
-    /// The image input of a language model with a vision tower.
-    pub fn of_texts(options: &Data, target: &Target, path: &Path) -> Result<ImageInput> {
-        let missing = || Error::option("data", format!("{}: the model has no image input: provide all inputs as `arrays`", path.display()));
-        ImageInput::from_port(options, target.images_of_texts().ok_or_else(missing)?, path)
-    }
-
-    fn from_port(options: &Data, port: &Port, path: &Path) -> Result<ImageInput> {
+    /// As [`from_target`](Self::from_target), for one of the inputs.
+    pub fn from_port(options: &Data, port: &Port, path: &Path) -> Result<ImageInput> {
         let wrong = |reason: &str| Error::option("data", format!("{}: the model's input `{}` is {}, {reason}", path.display(), port.name, port.sizes()));
         let (layout, channels) = match port.shape.as_slice() {
             [_, first, _, last] => {

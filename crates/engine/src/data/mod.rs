@@ -195,8 +195,8 @@ impl DataSet {
             limit: options.samples,
             count: OnceLock::new(),
         };
-        if target.images_of_texts().is_none() {
-            options.reject_image_options()?;
+        if options.mix.is_empty() {
+            options.reject_unread_options(target.images_of_texts().is_some())?;
         }
         if let Some(name) = &options.source {
             return Ok(made(Box::new(custom_source::CustomSource::open(options, name, task, target)?), name.clone()));

@@ -25,8 +25,10 @@ pub(super) fn require_patches(values: &Settings, path: &Path, config: &Map<Strin
     let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let (patch, config) = match arch::tower(config) {
         Some((tower, vision)) => (tower.patch as u64, vision),
-        None if model_type.ends_with("_vl_vision") => (if model_type == "qwen3_vl_vision" { 16 } else { 14 }, config),
-        None => return Ok(()),
+        None => match arch::towers().find(|tower| tower.model_type == model_type) {
+            Some(tower) => (tower.patch as u64, config),
+            None => return Ok(()),
+        },
     };
     for (key, name, default) in PATCHES {
         let size = |value: Option<&Value>, default: u64| value.and_then(Value::as_u64).unwrap_or(default);

@@ -20,8 +20,6 @@ use crate::error::{Error, Result};
 pub(super) struct TextsWithImages {
     texts: Windows,
     options: Data,
-    /// The file of texts.
-    path: PathBuf,
     pixels: Pixels,
     input: ImageInput,
     /// The token of a patch, and the number of patches of an image.
@@ -35,14 +33,17 @@ impl TextsWithImages {
         if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
             return Err(Error::option("data", format!("`{name}` does not apply to texts with images, which are not divided into windows")));
         }
-        let input = ImageInput::of_texts(options, &target, path)?;
-        let tokens = input.size().and_then(|(height, width)| arch::image_tokens(target.config, [height, width]));
-        let Some((token, patches)) = tokens else {
+        let input = target.images_of_texts().map(|port| ImageInput::from_port(options, port, path)).transpose()?;
+        let with_tokens = |input: ImageInput| {
+            let (height, width) = input.size()?;
+            Some((arch::image_tokens(target.config, [height, width])?, input))
+        };
+        let Some(((token, patches), input)) = input.and_then(with_tokens) else {
             return Err(Error::option("data", format!("{}: the model's texts have no images: provide all inputs as `arrays`", path.display())));
         };
         let texts = Windows::open(options, path, target)?;
         let pixels = Pixels::open(options, &target, &input)?;
-        Ok(TextsWithImages { texts, options: options.clone(), path: path.to_owned(), pixels, input, token, patches })
+        Ok(TextsWithImages { texts, options: options.clone(), pixels, input, token, patches })
     }
 
     fn samples(&self) -> Result<impl Iterator<Item = Result<(Window, PathBuf)>> + Send> {
@@ -54,7 +55,7 @@ impl TextsWithImages {
 
     /// Token ids of a record, with one for each patch, and the file of its image.
     fn sample(&self, record: &Record) -> Result<(Window, PathBuf)> {
-        let wrong = |reason: String| Error::malformed(&self.path, format!("line {} {reason}", record.line));
+        let wrong = |reason: String| Error::malformed(self.texts.path(), format!("line {} {reason}", record.line));
         let file = match record.image_files().as_slice() {
             [Value::String(file)] => file.clone(),
             [_] => return Err(wrong("has an image that is not the name of a file".into())),
@@ -89,7 +90,7 @@ impl TextsWithImages {
             return Err(wrong("has no text to predict besides its image".into()));
         }
         let window = Window { start: 0, predicted: 1..ids.len(), ids, positions: Some(positions), packed: Vec::new() };
-        Ok((window, self.path.parent().unwrap_or(Path::new("")).join(file)))
+        Ok((window, self.texts.path().parent().unwrap_or(Path::new("")).join(file)))
     }
 
     fn batch(&self, samples: &[(Window, PathBuf)]) -> Result<Batch> {

@@ -118,7 +118,7 @@ impl Windows {
         Ok(records::layout(&self.options, &self.path)? == TextFormat::Lines)
     }
 
-    /// The tokens of a record of any length, and whether each is predicted.
+    /// Tokenizes a record of any length; returns each token, and whether it is predicted.
     pub fn tokens(&self, record: &Record) -> Result<Vec<(i64, bool)>> {
         if let Some(template) = self.template.as_ref().filter(|_| self.options.predicts_answers()) {
             let chat = record.rendered_with_answers(template, &self.path)?;

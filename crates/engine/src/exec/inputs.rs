@@ -31,9 +31,9 @@ pub(super) fn convert(value: &Value, inputs: &Inputs, device: &Device, compute: 
     Ok((host, on_device))
 }
 
-/// Checks that the indices of embeddings are rows of their tables, and that texts have as many tokens of
-/// patches as their images. Checks inputs and positions, which
-/// follow from the inputs and the number `tokens` of preceding tokens, on the host.
+/// Checks that the indices of embeddings are rows of their tables, and that texts have an image token for
+/// each patch. Checks inputs and positions, which follow from the inputs and the number `tokens` of preceding
+/// tokens, on the host.
 pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)], tokens: usize) -> Result<()> {
     let mut known: BTreeMap<ValueId, Tensor> = inputs.iter().filter(|(_, tensor)| tensor.dtype() == DType::I64).cloned().collect();
     for node in graph.nodes() {

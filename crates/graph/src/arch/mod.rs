@@ -173,7 +173,7 @@ const FAMILIES: &[&Family] = &[
     &rt_detr::RT_DETR_V2,
 ];
 
-pub use multimodal::{TextModel, extracted, image_tokens, is_of_tower, name_in_text_model, tower};
+pub use multimodal::{TextModel, extracted, image_tokens, is_of_tower, name_in_text_model, tower, towers};
 
 /// All families.
 pub fn families() -> impl Iterator<Item = &'static Family> {
@@ -197,7 +197,7 @@ pub fn token<'c>(config: &'c Map<String, Value>, key: &str) -> Option<&'c Value>
     stated(config).or_else(|| stated(text_values(config)))
 }
 
-/// Whether models of this `model_type` have a vision tower, which is not part of their graph.
+/// Whether models of this `model_type` have a vision tower, which is part of their graph only with images.
 pub fn has_tower(model_type: &str) -> bool {
     family(model_type).is_some_and(|family| family.language_model.is_some())
 }

@@ -1,7 +1,8 @@
 //! Language models with a vision tower: Qwen-VL, Gemma 3, Mistral 3, Llama 4 and Qwen3.5.
 //!
 //! A graph has the language model, and reads texts without images, all of whose positions are equal on the
-//! three axes of Qwen-VL (Wang et al., 2024). Passes copy the vision tower unchanged.
+//! three axes of Qwen-VL (Wang et al., 2024). Passes copy the vision tower unchanged, unless sizes of images
+//! make it part of the graph (`running/images.rs`).
 
 use serde_json::{Map, Value, json};
 
@@ -57,6 +58,10 @@ const QWEN3_VL_MOE_TEXT: Family = Family {
     ..qwen_moe::QWEN3_MOE
 };
 
+const fn language_model(model_type: &'static str) -> LanguageModel {
+    LanguageModel { model_type, sizes: &[], is_flat: false, tower: None }
+}
+
 /// A model whose language model is like `text` and has this `model_type`.
 const fn with_vision(model_type: &'static str, of_text: &'static str, text: Family) -> Family {
     Family {
@@ -71,7 +76,7 @@ const fn with_vision(model_type: &'static str, of_text: &'static str, text: Fami
             ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
         ],
         embeddings: &["embed_tokens", "visual.pos_embed", "embeddings.position_embedding"],
-        language_model: Some(LanguageModel { model_type: of_text, sizes: &[], is_flat: false, tower: None }),
+        language_model: Some(language_model(of_text)),
         gguf: None,
         genai: DECODER.genai,
         ..text
@@ -80,13 +85,13 @@ const fn with_vision(model_type: &'static str, of_text: &'static str, text: Fami
 
 /// As [`with_vision`], with the keys of the language model next to `vision_config` in published files.
 const fn flat(model_type: &'static str, of_text: &'static str, text: Family, tower: Tower) -> Family {
-    let language_model = LanguageModel { model_type: of_text, sizes: &[], is_flat: true, tower: Some(tower) };
+    let language_model = LanguageModel { is_flat: true, tower: Some(tower), ..language_model(of_text) };
     Family { language_model: Some(language_model), ..with_vision(model_type, of_text, text) }
 }
 
 /// As [`with_vision`], with a tower that can be run.
 const fn with_images(model_type: &'static str, of_text: &'static str, text: Family, tower: Tower) -> Family {
-    let language_model = LanguageModel { model_type: of_text, sizes: &[], is_flat: false, tower: Some(tower) };
+    let language_model = LanguageModel { tower: Some(tower), ..language_model(of_text) };
     Family { language_model: Some(language_model), ..with_vision(model_type, of_text, text) }
 }
 
@@ -109,7 +114,7 @@ pub(super) const FAMILIES: &[Family] = &[
     with_images("qwen3_vl", "qwen3_vl_text", QWEN3_VL_TEXT, QWEN3_TOWER),
     with_images("qwen3_vl_moe", "qwen3_vl_moe_text", QWEN3_VL_MOE_TEXT, QWEN3_TOWER),
     Family {
-        language_model: Some(LanguageModel { model_type: "gemma3_text", sizes: GEMMA3_SIZES, is_flat: false, tower: None }),
+        language_model: Some(LanguageModel { sizes: GEMMA3_SIZES, ..language_model("gemma3_text") }),
         ..with_vision("gemma3", "gemma3_text", gemma::GEMMA3)
     },
     with_vision("mistral3", "mistral", llama::MISTRAL),
@@ -209,6 +214,11 @@ fn remove_sections(values: &mut Map<String, Value>, key: &str) {
     if rope.keys().all(|key| ["rope_type", "type"].contains(&key.as_str())) {
         values.remove(key);
     }
+}
+
+/// All vision towers that can be run with a language model.
+pub fn towers() -> impl Iterator<Item = Tower> {
+    super::families().filter_map(|family| family.language_model?.tower)
 }
 
 /// The vision tower that can be run with a language model, and its configuration.

@@ -84,13 +84,17 @@ impl Images<'_> {
                 let op = ImageRotary { rotary: rotary.clone(), sections, interleaved, token, grid };
                 builder.node(name, op, &[inputs.as_slice(), &[found.tokens]].concat())
             }
-            (op, Some(found)) => {
+            (op, _) => {
+                let value = builder.node(name, op.clone(), &inputs)?;
                 let layer = name.strip_prefix("layers.").and_then(|layer| layer.parse::<usize>().ok());
-                let Some(features) = layer.and_then(|layer| found.of_layers.get(layer)) else { return builder.node(name, op.clone(), &inputs) };
-                let sum = builder.node(name, op.clone(), &inputs)?;
-                builder.node(&format!("{name}.with_images"), InsertImages { token: found.token, add: true }, &[sum, found.tokens, *features])
+                match found.zip(layer).and_then(|(found, layer)| Some((found, found.of_layers.get(layer)?))) {
+                    Some((found, features)) => {
+                        let insert = InsertImages { token: found.token, add: true };
+                        builder.node(&format!("{name}.with_images"), insert, &[value, found.tokens, *features])
+                    }
+                    None => Ok(value),
+                }
             }
-            (op, None) => builder.node(name, op.clone(), &inputs),
         }
     }
 

@@ -91,7 +91,7 @@ impl OpSpec for ImageRotary {
         require(inputs[1], Element::Int, "the tokens")?;
         require_rank(inputs[1], 2, "the tokens")?;
         if inputs[1].shape[0] != ty.shape[0] || inputs[1].shape[1] != ty.shape[2] {
-            return Err(format!("{} are not the tokens of {ty}", inputs[1]));
+            return Err(format!("tokens {} do not fit the heads {ty}", inputs[1]));
         }
         if matches!(self.rotary.scaling, RotaryScaling::Dynamic { .. } | RotaryScaling::LongRope { .. }) {
             return Err("scaling that depends on the length of the text is not supported with images".into());

@@ -55,7 +55,7 @@ impl OpSpec for InsertImages {
         require_rank(tokens, 2, "the tokens")?;
         require_floats(features, 3, "the features")?;
         if tokens.shape[..] != x.shape[..2] {
-            return Err(format!("{tokens} are not the tokens of {x}"));
+            return Err(format!("tokens {tokens} do not fit the embeddings {x}"));
         }
         if features.shape[0] != x.shape[0] || features.shape[2] != x.shape[2] {
             return Err(format!("features of {features} do not fit {x}"));
