@@ -52,8 +52,8 @@ impl Adapters {
         if training.batch_norm == BatchNorm::Batch && graph.nodes().iter().any(|node| matches!(node.op, Op::BatchNorm(_))) {
             return refused("requires `batch_norm: fixed`, because the running statistics belong to the base, which does not change");
         }
-        if !options.merge && !peft::can_adapt(base) {
-            return refused(&format!("with `merge: false`, {}; set `merge: true`", peft::REQUIREMENT));
+        if let Some(requirement) = peft::unmet_requirement(base).filter(|_| !options.merge) {
+            return refused(&format!("with `merge: false`, {requirement}; or set `merge: true`"));
         }
         let layers = layers(options, base, &graph)?;
         if layers.is_empty() {
@@ -386,5 +386,19 @@ mod tests {
         assert!(refused("resnet-basic", "1").contains("batch_norm: fixed"));
         let (adapters, _) = attach("llama", "{rank: 2, targets: [\"*.q_proj\", lm_head]}").unwrap();
         assert_eq!(adapters.layers.len(), 3);
+        // PEFT ignores tensors with other names than those of the modules in transformers.
+        let cases = [
+            ("gpt2-first-published", "{rank: 2, merge: false}", "the names of the modules in transformers"),
+            ("dinov2", "{rank: 2, merge: false}", "have other names in transformers"),
+            ("mamba2", "{rank: 2, merge: false, targets: [\"*out_proj*\"]}", "Mamba"),
+        ];
+        for (name, options, reason) in cases {
+            let error = refused(name, options);
+            assert!(error.contains(reason), "{name}: {error}");
+            attach(name, &options.replace(", merge: false", "")).unwrap();
+        }
+        for name in ["gpt2", "bert", "bert-masked-lm", "opt", "modernbert", "whisper", "t5"] {
+            attach(name, "{rank: 2, merge: false}").unwrap();
+        }
     }
 }

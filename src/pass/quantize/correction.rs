@@ -71,8 +71,11 @@ impl Quantize {
     pub(super) fn corrections(&self, encodings: &BTreeMap<String, QuantizationSpec>, model: &Model) -> Result<Option<Corrections>> {
         let Some(correction) = self.correct else { return Ok(None) };
         let refused = |reason: &str| Err(Error::option(format!("{NAME}: correct"), reason));
-        if !peft::can_adapt(model) || model.config.has_conv1d() {
-            return refused(&format!("{} with layers stored as [out, in]", peft::REQUIREMENT));
+        if let Some(requirement) = peft::unmet_requirement(model) {
+            return refused(requirement);
+        }
+        if model.config.has_conv1d() {
+            return refused("requires layers that are stored as [out, in], unlike `Conv1D` of transformers");
         }
         let (mut layers, mut left) = (BTreeMap::new(), BTreeMap::<&str, Vec<&str>>::new());
         for name in encodings.keys() {
