@@ -200,6 +200,10 @@ impl Losses {
         if let Some((name, _)) = weights.iter().find(|(_, weight)| weight.is_some_and(|weight| !(weight.is_finite() && weight >= 0.0))) {
             return wrong(name, "the weight must be a finite number, at least 0");
         }
+        let specified: Vec<f64> = weights.iter().filter_map(|(_, weight)| *weight).collect();
+        if !specified.is_empty() && specified.iter().all(|weight| *weight == 0.0) {
+            return Err(Error::option("losses", "all weights are 0, so that no loss is minimized: specify a positive one"));
+        }
         let temperatures = [("soft", self.soft.as_ref().map(|l| l.temperature)), ("contrastive", self.contrastive.as_ref().map(|l| l.temperature))];
         if let Some((name, _)) = temperatures.iter().find(|(_, value)| value.is_some_and(|value| !(value.is_finite() && value > 0.0))) {
             return wrong(name, "the temperature must be a finite number greater than 0");
@@ -286,6 +290,7 @@ mod tests {
         assert!(mixed.check().is_ok() && mixed.soft.unwrap().mix == Some(0.25));
         for text in [
             "soft=-1",
+            "soft=0,hard=0",
             "{ soft: { mix: 0.5 } }",
             "{ soft: { divergence: jensen-shannon, mix: 1 } }",
             "{ soft: { temperature: 0 } }",
