@@ -1133,6 +1133,24 @@ fn a_student_with_other_modules_is_refused() {
 }
 
 #[test]
+fn weights_that_cannot_be_written_are_rejected_before_training() {
+    let (run, name) = (Run::new(), "model.layers.1.mlp.up_proj.weight");
+    let mut weights = candle_core::safetensors::load(golden("llama").join("model.safetensors"), &Device::Cpu).unwrap();
+    let wide = weights[name].to_dtype(candle_core::DType::F64).unwrap();
+    weights.insert(name.to_owned(), wide);
+    candle_core::safetensors::save(&weights, run.folder.path().join("model.safetensors")).unwrap();
+    std::fs::copy(golden("llama").join("config.json"), run.folder.path().join("config.json")).unwrap();
+    let plan = |ignore: &[&str]| {
+        let pass = with_training!(finetune(1), ignore: ignore.iter().map(|name| name.parse().unwrap()).collect());
+        let pipeline = Pipeline::builder().pass(pass).train(samples("llama", run.folder.path(), 2, 0)).build().unwrap();
+        pipeline.plan(&Model::open(run.folder.path()).unwrap())
+    };
+    let error = plan(&[]).unwrap_err();
+    assert!(error.to_string().contains(&format!("`{name}`: is F64")) && error.hint().unwrap().contains("F32"), "{error}");
+    plan(&[name]).unwrap();
+}
+
+#[test]
 fn unsupported_offloading_is_rejected_before_training() {
     let run = Run::new();
     let offload = vec![Offload::Parameters];

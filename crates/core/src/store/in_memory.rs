@@ -104,7 +104,7 @@ pub struct Scales {
 }
 
 fn not_computed(name: &str, dtype: DType) -> Error {
-    Error::tensor(name, format!("is {dtype}, but computed weights must be F32, F16 or BF16"), "convert it to one of them first")
+    Error::tensor(name, format!("is {dtype}, but computed weights must be F32, F16 or BF16"), "convert it to F32 first")
 }
 
 fn encoded(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
@@ -116,6 +116,11 @@ impl Weight {
     /// A new weight with these values. `name` is used in errors. Fails if the dtype is not F32, F16 or BF16.
     pub fn computed(name: &str, dtype: DType, shape: Vec<usize>, values: &[f32]) -> Result<Weight> {
         Ok(Weight::new(dtype, shape, Encoding::Dense, Arc::new(Bytes { dtype, bytes: encoded(name, dtype, values)? })))
+    }
+
+    /// Fails if other values of a weight of this dtype cannot be computed.
+    pub fn require_computable(&self, name: &str) -> Result<()> {
+        encoded(name, self.dtype, &[]).map(drop)
     }
 
     /// The same weight with other values, in its own dtype. Fails if the number of values is wrong, or the

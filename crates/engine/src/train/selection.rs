@@ -6,7 +6,7 @@ use super::{QuantizerScales, Training, fixed_codes, weight_rounding};
 use crate::error::Result;
 use crate::ir::{Graph, Node, Op};
 use crate::model::Model;
-use crate::store::Pattern;
+use crate::store::{Encoding, Pattern};
 
 /// Names of the parameters that are running statistics, not weights.
 pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
@@ -19,12 +19,15 @@ pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
     inputs.map(|id| graph.value(*id).name.as_str()).collect()
 }
 
-/// Rejects trained weights whose codes or scales cannot be trained.
+/// Rejects trained weights whose codes or scales cannot be trained, or whose values could not be written.
 pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Result<()> {
     let selected = selected(graph, &options.targets, &options.ignore);
     let mut names = graph.params().map(|(_, value)| &value.name).filter(|name| selected(name));
     names.try_for_each(|name| {
         let Some(weight) = model.weights.by_name.get(name) else { return Ok(()) };
+        if weight.encoding == Encoding::Dense && weight.is_float() {
+            weight.require_computable(name)?;
+        }
         weight_rounding::require_trainable(name, weight)?;
         fixed_codes::require_trainable(name, weight, options.scales)
     })
