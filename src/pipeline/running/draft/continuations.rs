@@ -53,8 +53,9 @@ impl Samples {
             return Err(Error::option("--samples", "is 0, but must be at least 1"));
         }
         // Continuations are always sampled, but the error of `Sampling` recommends greedy decoding.
-        if self.temperature == 0.0 {
-            return Err(Error::option("--temperature", "is 0, but must be greater than 0; a low one, such as 0.1, is close to greedy decoding"));
+        if !(self.temperature > 0.0 && self.temperature.is_finite()) {
+            let reason = format!("is {}, but must be greater than 0; a low one, such as 0.1, is close to greedy decoding", self.temperature);
+            return Err(Error::option("--temperature", reason));
         }
         self.options().check()
     }
@@ -167,6 +168,10 @@ mod tests {
         assert_eq!(samples(5).prompts(&prompts), [vec![8], vec![8], vec![9, 9], vec![5, 6, 7], vec![5, 6, 7]]);
         assert_eq!(samples(2).prompts(&prompts), [vec![8], vec![5, 6, 7]]);
         assert!(samples(0).check().unwrap_err().to_string().contains("--samples"));
-        assert!(Samples { temperature: 0.0, ..samples(1) }.check().is_err() && Samples { tokens: 0, ..samples(1) }.check().is_err());
+        assert!(Samples { tokens: 0, ..samples(1) }.check().is_err());
+        for temperature in [0.0, -1.0, f64::INFINITY, f64::NAN] {
+            let error = Samples { temperature, ..samples(1) }.check().unwrap_err().to_string();
+            assert!(error.contains("such as 0.1") && !error.contains("omit"), "{error}");
+        }
     }
 }
