@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use compress::export::Gguf;
-use compress::pass::{Dequantize, Distill, Finetune, PruneUnstructured, Quantize, Step, Training};
+use compress::pass::{Decompose, Dequantize, Distill, Finetune, Palettize, PruneUnstructured, Quantize, Step, Training};
 use compress::pipeline::{Builder, verify};
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
@@ -305,6 +305,20 @@ fn quantized_bases_get_adapters() {
         assert!(one.iter().all(|(name, factor)| distance(factor, &two[name]) < room), "{scheme}");
         let refused = run.steps(&base.out(), samples(), vec![finetune(MERGED).into()]).unwrap_err();
         assert!(refused.to_string().contains("codes") && refused.hint().unwrap().contains("`merge: false`"), "{scheme}: {refused}");
+    }
+}
+
+#[test]
+fn notes_have_advice_for_vllm_only_if_it_loads_the_base() {
+    let passes: [(Option<Step>, bool); 3] = [
+        (None, true),
+        (Some(Palettize::default().into()), false),
+        (Some(serde_json::from_value::<Decompose>(serde_json::json!({ "rank": 2 })).unwrap().into()), false),
+    ];
+    for (before, expected) in passes {
+        let steps = before.into_iter().chain([finetune("{rank: 2, merge: false}").into()]).collect();
+        let report = Run::new().steps(&golden("llama"), samples(), steps).unwrap();
+        assert_eq!(report.notes.iter().any(|note| note.contains("--enable-lora")), expected, "{:?}", report.notes);
     }
 }
 

@@ -236,10 +236,15 @@ impl Adapters {
         if self.options.merge {
             return format!("{trained}; they are added to the weights");
         }
-        let loading = peft::vllm_note(rank, is_dora, "tuned").unwrap_or_else(|reason| format!("{reason}: {VLLM_ADAPTER_REMEDY}"));
-        format!(
-            "{trained}; the folder `adapter` has them as a {kind} adapter that must be loaded with the model, whose weights did not change: all figures of this report are those of both together. {loading}",
-        )
+        let note = format!(
+            "{trained}; the folder `adapter` has them as a {kind} adapter that must be loaded with the model, whose weights did not change: all figures of this report are those of both together",
+        );
+        let is_palette = |weight: &Weight| matches!(&weight.encoding, Encoding::Quantized(spec) if spec.codes.is_palette());
+        if self.base.needs_graph_file() || self.base.weights.by_name.values().any(is_palette) {
+            // No other program loads the model.
+            return note;
+        }
+        format!("{note}. {}", peft::vllm_note(rank, is_dora, "tuned").unwrap_or_else(|reason| format!("{reason}: {VLLM_ADAPTER_REMEDY}")))
     }
 
     /// Details for the report.
