@@ -1289,15 +1289,13 @@ fn only_scales_are_trained_while_integers_stay() {
         assert!((written - next).abs() < 1e-3 * next, "{name}: {written} is written, {next} was trained");
         assert_eq!((integers(&run.out()), scales(&run.out()).0), (after.0.clone(), after.1.clone()), "{name}: a step of nothing changes nothing");
     }
-    // Without integers, there is nothing to keep.
+    // Floats have no scales.
     let (name, run) = ("llama", Run::new());
     let data = Data { task: Some(compress_engine::data::Task::Fidelity), ..samples(name, run.folder.path(), 8, 0) };
-    let pass = Distill {
-        training: Training { losses: losses("soft=1"), max_steps: Some(1), scales: QuantizerScales::Only, ..Training::default() },
-        ..Distill::default()
-    };
-    let failed = Pipeline::builder().pass(pass).train(data).build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_err();
-    assert!(failed.to_string().contains("quantize first"), "{failed}");
+    for scales in [QuantizerScales::Only, QuantizerScales::Learnable] {
+        let failed = run.train(name, data.clone(), with_training!(distill(1, "soft=1"), scales)).unwrap_err();
+        assert!(failed.to_string().contains("quantize first"), "{failed}");
+    }
 }
 
 #[test]

@@ -19,7 +19,7 @@ pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
     inputs.map(|id| graph.value(*id).name.as_str()).collect()
 }
 
-/// Rejects trained weights whose codes or scales cannot be trained, or whose values could not be written.
+/// Rejects trained weights whose codes, scales or values cannot be trained and written.
 pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Result<()> {
     let selected = selected(graph, &options.targets, &options.ignore);
     let mut names = graph.params().map(|(_, value)| &value.name).filter(|name| selected(name));

@@ -265,8 +265,9 @@ impl Weights {
         trained.map(|(name, kept)| Ok((name.clone(), kept.load(&self.device)?))).collect()
     }
 
-    /// Adds the scales of quantized weights and activations to the trained parameters.
+    /// Adds the scales of quantized weights and activations to the trained parameters. Fails without scales.
     pub fn learn_scales(&mut self, quantizers: &Quantizers) -> Result<()> {
+        let count = self.trained.len();
         let zeros = |name: &str, count: usize| self.home.store(&Tensor::zeros(count, DType::F32, &self.device).map_err(failed(name))?);
         let rounded = self.rounded.iter().map(|(name, rounding)| (name, rounding as &dyn FixedCodes));
         for (name, codes) in rounded.chain(self.with_fixed_codes.iter().map(|(name, codes)| (name, &**codes))) {
@@ -276,7 +277,8 @@ impl Weights {
             self.trained.insert(name.clone(), zeros(&name, 1)?);
             self.activation_scales.insert(name, factor);
         }
-        Ok(())
+        let reason = "`learnable` needs quantized weights or activations: quantize first, or remove it";
+        if self.trained.len() > count { Ok(()) } else { Err(Error::option("scales", reason)) }
     }
 
     /// Whether a parameter is trained: itself, by its scales, or by the factors of an adapter.
