@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::compensation::ColumnRule;
+use super::pool::on_pool_thread;
 use crate::grid::{self, Levels, QuantizationParams};
 
 /// Which weights are pruned.
@@ -62,7 +63,7 @@ pub struct Grid<'a, S> {
     pub store: Option<S>,
 }
 
-impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
+impl<S: Fn(f64) -> f32 + Send + Sync> Grid<'_, S> {
     fn groups(&self) -> usize {
         self.order.len().div_ceil(self.group.max(1))
     }
@@ -81,7 +82,7 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
             Range::MinError(least) => levels.search(values, costs, least, store),
         };
         let of_row = |row: &[f32]| row.chunks(group).zip(costs.chunks(group)).map(find).collect::<Vec<_>>();
-        self.steps = weights.par_chunks(size.max(1)).flat_map_iter(of_row).collect();
+        self.steps = on_pool_thread(|| weights.par_chunks(size.max(1)).flat_map_iter(of_row).collect());
     }
 
     /// Rounds every weight of `[rows, size]`, in the order of the weight, to the nearest grid value.
@@ -111,7 +112,7 @@ impl<'a, S> ColumnSolver<'a, S> {
     }
 }
 
-impl<S: Fn(f64) -> f32 + Sync> ColumnRule for ColumnSolver<'_, S> {
+impl<S: Fn(f64) -> f32 + Send + Sync> ColumnRule for ColumnSolver<'_, S> {
     fn ranks_blocks(&self) -> bool {
         matches!(self.zeros, Zeros::Part(_))
     }

@@ -12,9 +12,11 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::attention_single::dot;
 use super::cholesky_f32;
 use super::epilogue::Epilogue;
 use super::matmul::{Columns, Left, Rows, product};
+use super::pool::on_pool_thread;
 use super::solve;
 
 /// Number of columns that [`Compensation::divide`] eliminates at once.
@@ -34,7 +36,7 @@ pub struct Compensation {
 }
 
 /// Chooses the values of the columns of a weight.
-pub trait ColumnRule: Sync {
+pub trait ColumnRule: Send + Sync {
     /// Whether [`begin_block`](ColumnRule::begin_block) needs the values of the block.
     fn ranks_blocks(&self) -> bool {
         false
@@ -61,6 +63,10 @@ impl Compensation {
     /// added to the diagonal. `order` contains the columns in processing order. `None` if the damped matrix
     /// is not positive definite.
     pub fn new(products: &[f32], size: usize, order: &[usize], damping: f64) -> Option<Compensation> {
+        on_pool_thread(|| Compensation::factorized(products, size, order, damping))
+    }
+
+    fn factorized(products: &[f32], size: usize, order: &[usize], damping: f64) -> Option<Compensation> {
         if damping >= DAMPING_F32
             && let Some(lower) = cholesky_f32::triangle(damped(products, size, order, damping, |x| x as f32), size)
         {
@@ -94,6 +100,10 @@ impl Compensation {
     /// `H = P D Pᵀ` with the ratios as `P` and the costs as `D`: columns are eliminated from last to
     /// first, divided, and eliminated from first to last, block by block.
     pub fn divide(&self, values: &mut [f32]) {
+        on_pool_thread(|| self.divide_blocks(values));
+    }
+
+    fn divide_blocks(&self, values: &mut [f32]) {
         let size = self.size;
         let rows = values.len() / size.max(1);
         let mut sums = vec![0f32; rows * SOLVED.min(size)];
@@ -106,12 +116,8 @@ impl Compensation {
             } else {
                 sums.fill(0.0);
             }
-            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| {
-                for at in (start..end).rev() {
-                    let later = row[at + 1..end].iter().zip(&self.ratios[at * size + at + 1..]).map(|(x, ratio)| x * ratio).sum::<f32>();
-                    row[at] -= sums[at - start] + later;
-                }
-            });
+            let ratios = Ratios { values: &self.ratios[start * size + start..], stride: size };
+            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| eliminate_backward(&mut row[start..end], sums, ratios));
         }
         values.par_chunks_mut(size.max(1)).for_each(|row| row.iter_mut().zip(&self.costs).for_each(|(x, cost)| *x /= cost));
         for Range { start, end } in blocks() {
@@ -122,19 +128,18 @@ impl Compensation {
             } else {
                 sums.fill(0.0);
             }
-            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| {
-                row[start..end].iter_mut().zip(sums).for_each(|(x, sum)| *x -= sum);
-                for at in start..end {
-                    let factor = -row[at];
-                    add_scaled(&mut row[at + 1..end], &self.ratios[at * size + at + 1..], factor);
-                }
-            });
+            let ratios = Ratios { values: &self.ratios[start * size + start..], stride: size };
+            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| eliminate_forward(&mut row[start..end], sums, ratios));
         }
     }
 
     /// Replaces the columns of a weight `[rows, size]`, in processing order, by the values that `rule`
     /// chooses, block by block.
     pub fn apply(&self, weights: &mut [f32], block: usize, rule: &mut impl ColumnRule) {
+        on_pool_thread(|| self.apply_blocks(weights, block, rule));
+    }
+
+    fn apply_blocks(&self, weights: &mut [f32], block: usize, rule: &mut impl ColumnRule) {
         let size = self.size;
         let rows = weights.len() / size.max(1);
         let mut errors = vec![0f32; weights.len()];
@@ -221,6 +226,27 @@ impl Block<'_> {
                 (weights[column], errors[column]) = (value, error);
             }
         });
+    }
+}
+
+simd! {
+    /// Subtracts from each element of a part of a row a sum and the products of later elements with its ratios.
+    fn eliminate_backward(row: &mut [f32], sums: &[f32], ratios: Ratios) {
+        for at in (0..row.len()).rev() {
+            let later = &row[at + 1..];
+            row[at] -= sums[at] + dot(later, &ratios.later(at)[..later.len()]);
+        }
+    }
+}
+
+simd! {
+    /// Subtracts from each element of a part of a row a sum and the products of earlier elements with ratios.
+    fn eliminate_forward(row: &mut [f32], sums: &[f32], ratios: Ratios) {
+        row.iter_mut().zip(sums).for_each(|(x, sum)| *x -= sum);
+        for at in 0..row.len() {
+            let (done, rest) = row.split_at_mut(at + 1);
+            rest.iter_mut().zip(ratios.later(at)).for_each(|(x, ratio)| *x -= done[at] * ratio);
+        }
     }
 }
 

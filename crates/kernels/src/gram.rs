@@ -2,6 +2,7 @@
 
 use super::matmul::{Left, Rows};
 use super::matmul_gradient::long_product;
+use super::pool::on_pool_thread;
 
 /// Number of features whose products with all later ones are computed at once.
 const STRIP: usize = 384;
@@ -9,12 +10,12 @@ const STRIP: usize = 384;
 /// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`. Elements below
 /// the diagonal are undefined.
 pub fn add(rows: &[f32], size: usize, sums: &mut [f32]) {
-    strips([rows, rows], size, |first| first, sums);
+    on_pool_thread(|| strips([rows, rows], size, |first| first, sums));
 }
 
 /// Adds `Xᵀ Y` of rows `X` and `Y` `[n, size]` to `sums` `[size, size]`.
 pub fn add_cross(left: &[f32], right: &[f32], size: usize, sums: &mut [f32]) {
-    strips([left, right], size, |_| 0, sums);
+    on_pool_thread(|| strips([left, right], size, |_| 0, sums));
 }
 
 /// Products of strips of left features with right features, starting at the feature `begin(first)`.

@@ -80,10 +80,29 @@ simd! {
     }
 }
 
-impl Rounding for (IntegerGrid, QuantizationParams) {
+/// Rounding to the nearest grid value, except that values halfway between two may be rounded to either:
+/// values are multiplied with the reciprocal of the scale, which is faster than a division.
+#[derive(Clone, Copy)]
+struct NearlyNearest {
+    bounds: (f32, f32),
+    params: QuantizationParams,
+    reciprocal: f32,
+}
+
+impl NearlyNearest {
+    fn new(integers: IntegerGrid, params: QuantizationParams) -> NearlyNearest {
+        NearlyNearest { bounds: integers.bounds(), params, reciprocal: params.scale.recip() }
+    }
+}
+
+impl Rounding for NearlyNearest {
     #[inline(always)]
     fn round(self, value: f32) -> f32 {
-        self.0.nearest(value, self.1)
+        let (lowest, highest) = self.bounds;
+        let q = value * self.reciprocal + self.params.zero;
+        let q = if q >= lowest { q } else { lowest };
+        let q = if q <= highest { q } else { highest };
+        ((q + ROUND) - ROUND - self.params.zero) * self.params.scale
     }
 }
 
@@ -214,7 +233,7 @@ impl Levels {
     /// Sum of `cost · error²` of the rounding errors.
     fn error(self, values: &[f32], costs: &[f32], params: QuantizationParams) -> f32 {
         match self {
-            Levels::Integers(integers) => weighted_error((integers, params), values, costs),
+            Levels::Integers(integers) => weighted_error(NearlyNearest::new(integers, params), values, costs),
             Levels::Floats(format) => format.error(values, costs, params.scale),
             Levels::Uneven => weighted_error(Uneven(params.scale), values, costs),
         }
@@ -231,10 +250,15 @@ impl Levels {
             Levels::Uneven => ([UNEVEN_LEVELS[0], UNEVEN_LEVELS[15]], false, 100),
         };
         let (mut best, mut last) = ((f32::INFINITY, self.params((low, high), &store)), None);
+        let (some, their_costs) = largest_terms(values, costs);
         for part in quantize::parts(bounds, symmetric, (low, high), least).chain((101..=most).map(|percent| percent as f32 / 100.0)) {
             let params = self.params((low * part, high * part), &store);
             // Scales of few bits are often equal to the previous one.
             if last.replace(params) == Some(params) {
+                continue;
+            }
+            // A part of the error is at least the least one for most of the ranges that are too small.
+            if self.error(&some, &their_costs, params) >= best.0 {
                 continue;
             }
             let error = self.error(values, costs, params);
@@ -244,6 +268,15 @@ impl Levels {
         }
         best.1
     }
+}
+
+/// Some of the values with the largest costs times squares, and their costs; none of few values.
+fn largest_terms(values: &[f32], costs: &[f32]) -> (Vec<f32>, Vec<f32>) {
+    let term = |(value, cost): &(&f32, &f32)| *cost * *value * *value;
+    let terms = || values.iter().zip(costs);
+    let largest = terms().map(|pair| term(&pair)).fold(0f32, f32::max);
+    let count = if values.len() < 4 * LANES { 0 } else { LANES };
+    terms().filter(|pair| term(pair) >= 0.3 * largest).take(count).map(|(value, cost)| (*value, *cost)).unzip()
 }
 
 #[cfg(test)]

@@ -60,6 +60,7 @@ mod running {
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod one_row;
+    pub mod pool;
     pub mod refinement;
     pub mod resize;
     pub mod rotation;

@@ -10,6 +10,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
+use super::pool::on_pool_thread;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
@@ -244,6 +245,11 @@ pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue
     if left.rows * width * left.inner < SERIAL {
         return product_serial(left, right, width, epilogue, out, width);
     }
+    on_pool_thread(|| product_parallel(left, right, width, epilogue, out));
+}
+
+fn product_parallel(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
+    let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
     let size = (PANEL * left.inner).max(1);
     if blocks < 2 * rayon::current_num_threads() {
         return by_columns(left, right, width, epilogue, out);

@@ -11,9 +11,10 @@ use super::column_solver::Grid;
 use super::compensation::damping_of;
 use super::epilogue::Epilogue;
 use super::matmul::{Left, Rows, product};
+use super::pool::on_pool_thread;
 use crate::grid::{Levels, QuantizationParams};
 
-/// Columns whose weights are changed before the gradients of all other columns are updated.
+/// Columns whose scales and weights change before the gradients of other columns are computed.
 const BLOCK: usize = 128;
 
 /// Second moments of the inputs of a layer.
@@ -41,34 +42,55 @@ impl Hessian {
         Hessian { size, values }
     }
 
-    /// `left` `[rows, width]` times the rows of the matrix from `first` on.
-    fn times(&self, left: &[f32], (first, width): (usize, usize)) -> Vec<f32> {
-        let rows = left.len() / width.max(1);
-        let mut out = vec![0f32; rows * self.size];
-        let right = Rows { values: &self.values[first * self.size..], count: self.size, stride: self.size };
-        product(&Left::pack(left, rows, width, width), &right, self.size, Epilogue::NONE, &mut out);
+    /// The product of `left` `[rows, height]` and a part of the matrix, given by its first row and column:
+    /// `[rows, width]`.
+    fn times(&self, left: &[f32], height: usize, (row, column): (usize, usize), width: usize) -> Vec<f32> {
+        let rows = left.len() / height.max(1);
+        let mut out = vec![0f32; rows * width];
+        let right = Rows { values: &self.values[row * self.size + column..], count: width, stride: self.size };
+        product(&Left::pack(left, rows, height, height), &right, width, Epilogue::NONE, &mut out);
         out
     }
 
     /// Improves grid values `[rows, size]`, in the order of the weight, and the scales of their grid, in the
     /// given number of sweeps over all columns. Values marked in `frozen` do not change; it is empty if there
     /// are none.
-    pub fn refine<S: Fn(f64) -> f32 + Sync>(&self, targets: &[f32], values: &mut [f32], grid: &mut Grid<S>, frozen: &[bool], sweeps: usize) {
+    pub fn refine<S: Fn(f64) -> f32 + Send + Sync>(&self, targets: &[f32], values: &mut [f32], grid: &mut Grid<S>, frozen: &[bool], sweeps: usize) {
+        on_pool_thread(|| self.refine_blocks(targets, values, grid, frozen, sweeps, BLOCK));
+    }
+
+    /// As [`refine`](Hessian::refine), where the scales of about `block` columns move before their values do.
+    pub fn refine_blocks<S: Fn(f64) -> f32 + Send + Sync>(
+        &self,
+        targets: &[f32],
+        values: &mut [f32],
+        grid: &mut Grid<S>,
+        frozen: &[bool],
+        sweeps: usize,
+        block: usize,
+    ) {
         let size = self.size;
         if size == 0 || values.is_empty() {
             return;
         }
-        let errors: Vec<f32> = targets.iter().zip(&*values).map(|(target, value)| target - value).collect();
-        let mut gradients = self.times(&errors, (0, size));
-        drop(errors);
+        let group = grid.group.clamp(1, size);
+        let block = (block / group).max(1) * group;
+        let mut errors: Vec<f32> = targets.iter().zip(&*values).map(|(target, value)| target - value).collect();
         for _ in 0..sweeps {
-            let groups = if grid.store.is_none() { 0..0 } else { 0..size };
-            for first in groups.step_by(grid.group.max(1)) {
-                self.fit_scales((first, grid.group.min(size - first)), values, &mut gradients, grid);
-            }
             let mut changed = false;
-            for first in (0..size).step_by(BLOCK) {
-                changed |= self.round_block((first, BLOCK.min(size - first)), values, &mut gradients, grid, frozen);
+            for first in (0..size).step_by(block) {
+                let columns = (first, block.min(size - first));
+                let mut gradients = self.times(&errors, size, (0, first), columns.1);
+                let fitted = if grid.store.is_some() { columns.1 } else { 0 };
+                for start in (0..fitted).step_by(group) {
+                    self.fit_scales(columns, (start, group.min(columns.1 - start)), values, &mut gradients, grid);
+                }
+                changed |= self.round_block(columns, values, &mut gradients, grid, frozen);
+                let part = first..first + columns.1;
+                let rows = errors.par_chunks_mut(size).zip(targets.par_chunks(size)).zip(values.par_chunks(size));
+                rows.for_each(|((errors, targets), values)| {
+                    part.clone().for_each(|at| errors[at] = targets[at] - values[at]);
+                });
             }
             if !changed {
                 break;
@@ -76,54 +98,56 @@ impl Hessian {
         }
     }
 
-    /// Moves the scales of a group of columns to their optimum.
-    fn fit_scales<S: Fn(f64) -> f32 + Sync>(&self, columns: (usize, usize), values: &mut [f32], gradients: &mut [f32], grid: &mut Grid<S>) {
-        let ((first, width), size) = (columns, self.size);
-        let (index, groups) = (first / grid.group, size.div_ceil(grid.group));
+    /// Moves the scales of a group of columns to their optimum. The group is a part of consecutive columns,
+    /// whose gradients are given.
+    fn fit_scales<S: Fn(f64) -> f32 + Send + Sync>(
+        &self,
+        (first, count): (usize, usize),
+        (start, width): (usize, usize),
+        values: &mut [f32],
+        gradients: &mut [f32],
+        grid: &mut Grid<S>,
+    ) {
+        let (size, begin) = (self.size, first + start);
+        let (index, groups) = (begin / grid.group, size.div_ceil(grid.group));
         let (levels, Some(store)) = (grid.levels, &grid.store) else { return };
         let of_row = |(row, steps): (&[f32], &[QuantizationParams])| {
             let step = steps[index];
-            row[first..][..width].iter().map(|value| levels.level(*value, step)).collect::<Vec<_>>()
+            row[begin..][..width].iter().map(|value| levels.level(*value, step)).collect::<Vec<_>>()
         };
         let codes: Vec<f32> = values.par_chunks(size).zip(grid.steps.par_chunks(groups)).flat_map_iter(of_row).collect();
-        let products = self.times(&codes, columns);
-        let rows = values.par_chunks_mut(size).zip(gradients.par_chunks_mut(size)).zip(grid.steps.par_chunks_mut(groups));
-        rows.zip(codes.par_chunks(width).zip(products.par_chunks(size))).for_each(|(((values, gradients), steps), (codes, products))| {
-            let dot = |a: &[f32]| a[first..][..width].iter().zip(codes).map(|(a, code)| f64::from(*a) * f64::from(*code)).sum::<f64>();
+        let products = self.times(&codes, width, (begin, first), count);
+        let rows = values.par_chunks_mut(size).zip(gradients.par_chunks_mut(count)).zip(grid.steps.par_chunks_mut(groups));
+        rows.zip(codes.par_chunks(width).zip(products.par_chunks(count))).for_each(|(((values, gradients), steps), (codes, products))| {
+            let dot = |a: &[f32]| a[start..][..width].iter().zip(codes).map(|(a, code)| f64::from(*a) * f64::from(*code)).sum::<f64>();
             let (slope, curvature) = (dot(gradients), dot(products));
             let step = &mut steps[index];
             let Some((scale, change)) = better_scale(step.scale, slope, curvature, store) else { return };
             step.scale = scale;
-            values[first..][..width].iter_mut().zip(codes).for_each(|(value, code)| *value = code * scale);
+            values[begin..][..width].iter_mut().zip(codes).for_each(|(value, code)| *value = code * scale);
             subtract(gradients, products, change);
         });
     }
 
-    /// Rounds each weight of a block to its optimum, given all other weights. Returns whether any changed.
-    fn round_block<S: Fn(f64) -> f32 + Sync>(
+    /// Rounds each weight of consecutive columns, whose gradients are given, to its optimum, given all other
+    /// weights. Returns whether any changed.
+    fn round_block<S: Fn(f64) -> f32 + Send + Sync>(
         &self,
-        columns: (usize, usize),
+        (first, width): (usize, usize),
         values: &mut [f32],
         gradients: &mut [f32],
         grid: &Grid<S>,
         frozen: &[bool],
     ) -> bool {
-        let ((first, width), size) = (columns, self.size);
+        let size = self.size;
         let (group, groups) = (grid.group, size.div_ceil(grid.group));
-        let mut changes = vec![0f32; values.len() / size * width];
-        let rows = values.par_chunks_mut(size).zip(gradients.par_chunks(size)).zip(grid.steps.par_chunks(groups));
-        rows.zip(changes.par_chunks_mut(width)).enumerate().for_each(|(row, (((values, gradients), steps), changes))| {
-            let mut gradients = gradients[first..][..width].to_vec();
+        let rows = values.par_chunks_mut(size).zip(gradients.par_chunks_mut(width)).zip(grid.steps.par_chunks(groups));
+        let changed = rows.enumerate().map(|(row, ((values, gradients), steps))| {
             let step = |at: usize| steps[(first + at) / group];
             let is_frozen = |at: usize| frozen.get(row * size + first + at) == Some(&true);
-            round_row(grid.levels, (&self.values[first * size + first..], size), &mut gradients, (&mut values[first..][..width], changes), step, is_frozen);
+            round_row(grid.levels, (&self.values[first * size + first..], size), gradients, &mut values[first..][..width], step, is_frozen)
         });
-        let changed = changes.par_iter().any(|change| *change != 0.0);
-        if changed {
-            let products = self.times(&changes, columns);
-            gradients.par_chunks_mut(size).zip(products.par_chunks(size)).for_each(|(gradients, products)| subtract(gradients, products, 1.0));
-        }
-        changed
+        changed.reduce(|| false, |a, b| a | b)
     }
 }
 
@@ -136,26 +160,29 @@ pub fn better_scale(scale: f32, slope: f64, curvature: f64, store: impl Fn(f64) 
     (stored.is_normal() && stored > 0.0 && change * change * curvature < 2.0 * change * slope).then_some((stored, change as f32))
 }
 
-/// Rounds each weight of consecutive columns of a row to its optimum, given all other weights, and sets its
-/// change, initially zero. `hessian` are the second moments of these columns, and the distance of their rows;
-/// the gradients of the columns are updated.
+/// Rounds each weight of consecutive columns of a row to its optimum, given all other weights. `hessian` are
+/// the second moments of these columns, and the distance of their rows; the gradients of later columns are
+/// updated. Returns whether any weight changed.
 pub fn round_row(
     levels: Levels,
     (hessian, stride): (&[f32], usize),
     gradients: &mut [f32],
-    (values, changes): (&mut [f32], &mut [f32]),
+    values: &mut [f32],
     step: impl Fn(usize) -> QuantizationParams,
     is_frozen: impl Fn(usize) -> bool,
-) {
+) -> bool {
+    let mut changed = false;
     for at in (0..values.len()).filter(|at| !is_frozen(*at)) {
         let hessian = &hessian[at * stride..][..values.len()];
         let value = levels.nearest(values[at] + gradients[at] / hessian[at], step(at));
         let change = value - values[at];
         if change != 0.0 {
-            subtract(gradients, hessian, change);
-            (values[at], changes[at]) = (value, change);
+            subtract(&mut gradients[at + 1..], &hessian[at + 1..], change);
+            values[at] = value;
+            changed = true;
         }
     }
+    changed
 }
 
 simd! {

@@ -170,7 +170,7 @@ impl LayerFormat {
 
     /// Stores the codes of a weight `[rows, size]` of grid values. In blocks, the weight becomes the stored
     /// values, which differ from them by the rounding of floats.
-    pub fn finish<S: Fn(f64) -> f32 + Sync>(&self, values: &mut [f32], grid: Grid<'_, S>, mut scales: RowScales) -> Result<RowScales> {
+    pub fn finish<S: Fn(f64) -> f32 + Send + Sync>(&self, values: &mut [f32], grid: Grid<'_, S>, mut scales: RowScales) -> Result<RowScales> {
         if let Storage::Blocks(ExactBlocks { kind, .. }) = &self.storage {
             let codes = grid.codes_of(values);
             let rows = scales.blocks.par_chunks_mut(self.row_bytes(*kind)).zip(codes.par_chunks(self.size()));

@@ -1,6 +1,7 @@
 //! Statistics of the inputs of layers.
 
 use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
 
 use super::held_out::{HeldOut, Split};
 use super::parallel::are_finite;
@@ -417,12 +418,14 @@ fn add_product(sum: &mut Option<Tensor>, left: &Tensor, right: &Tensor) -> candl
 /// Differences `[n, size]` between selected rows of the original model and other rows; zero where the
 /// original row consists of zeros.
 fn differences(original: &[f32], selected: &[u32], rows: &[f32], size: usize) -> Vec<f32> {
-    let mut differences = Vec::with_capacity(rows.len());
-    for (index, row) in selected.iter().zip(rows.chunks_exact(size.max(1))) {
+    let mut differences = vec![0f32; rows.len()];
+    let lines = differences.par_chunks_exact_mut(size.max(1)).zip(rows.par_chunks_exact(size.max(1)));
+    lines.zip(selected).for_each(|((differences, row), index)| {
         let original = &original[*index as usize * size..][..size];
-        let is_routed = original.iter().any(|x| *x != 0.0);
-        differences.extend(original.iter().zip(row).map(|(original, x)| if is_routed { original - x } else { 0.0 }));
-    }
+        if original.iter().any(|x| *x != 0.0) {
+            differences.iter_mut().zip(original).zip(row).for_each(|((out, original), x)| *out = original - x);
+        }
+    });
     differences
 }
 

@@ -3,6 +3,7 @@
 use candle_core::Device;
 
 use super::transfer;
+use crate::kernel::pool;
 
 /// Computes on a thread of the pool if the device is the CPU. Parallel loops start there without waking a
 /// thread from outside, and those of a single job run immediately. `work` must not wait for other threads
@@ -11,7 +12,7 @@ pub fn on_pool_thread<R: Send>(device: &Device, work: impl FnOnce() -> R + Send)
     if !device.is_cpu() || rayon::current_thread_index().is_some() {
         return work();
     }
-    let (result, copies) = rayon::scope(|_| transfer::counting(work));
+    let (result, copies) = pool::on_pool_thread(|| transfer::counting(work));
     transfer::add_copies(copies);
     result
 }

@@ -106,7 +106,7 @@ impl DeviceSolver {
 
     /// The values that `rule` chooses for the columns of a weight `[size, rows]` in processing order, block
     /// by block. Blocks are rounded to integers on the device, and otherwise on the host.
-    pub fn apply<S: Fn(f64) -> f32 + Sync>(&self, weight: &Tensor, block: usize, rule: &mut ColumnSolver<S>) -> Result<Tensor> {
+    pub fn apply<S: Fn(f64) -> f32 + Send + Sync>(&self, weight: &Tensor, block: usize, rule: &mut ColumnSolver<S>) -> Result<Tensor> {
         let size = self.costs.len();
         let weights = weight.index_select(&self.order[0], 0)?;
         let (solved, errors) = (weights.zeros_like()?, weights.zeros_like()?);
@@ -139,7 +139,7 @@ impl DeviceSolver {
     }
 
     /// The values of a block of columns that `rule` chooses, and their errors.
-    fn apply_on_host<S: Fn(f64) -> f32 + Sync>(&self, operands: [&Tensor; 3], first: usize, rule: &mut ColumnSolver<S>) -> Result<[Tensor; 2]> {
+    fn apply_on_host<S: Fn(f64) -> f32 + Send + Sync>(&self, operands: [&Tensor; 3], first: usize, rule: &mut ColumnSolver<S>) -> Result<[Tensor; 2]> {
         let [targets, weights, ratios] = operands;
         let (width, rows) = weights.dims2()?;
         let [mut targets, mut values] = [by_row(targets)?, by_row(weights)?];

@@ -7,6 +7,7 @@ use std::rc::Rc;
 
 use candle_core::Tensor;
 use device::{DeviceSolver, download, upload};
+use rayon::prelude::*;
 
 use super::moments::{DeviceSums, Moments};
 use super::output_feedback::OutputFeedback;
@@ -68,7 +69,7 @@ impl Solver {
     /// Corrects a weight `[rows, size]`, replaces its columns by the values that a rule for the corrected
     /// weight chooses in processing order, and improves grid values and the scales of their grid by
     /// coordinate descent, if that is enabled. Returns the rule.
-    pub fn solve<'r, S: Fn(f64) -> f32 + Sync>(
+    pub fn solve<'r, S: Fn(f64) -> f32 + Send + Sync>(
         &self,
         values: &mut [f32],
         order: &[usize],
@@ -96,7 +97,7 @@ impl Solver {
 }
 
 /// Solves a weight that is copied to the device once.
-fn solve_on_device<'r, S: Fn(f64) -> f32 + Sync>(
+fn solve_on_device<'r, S: Fn(f64) -> f32 + Send + Sync>(
     solver: &DeviceSolver,
     values: &mut [f32],
     correction: Correction,
@@ -199,22 +200,21 @@ impl Correction {
 
 /// Permutes the columns of rows into the given order.
 fn reorder(values: &mut [f32], order: &[usize]) {
-    let mut before = Vec::with_capacity(order.len());
-    for row in values.chunks_exact_mut(order.len().max(1)) {
-        before.clear();
-        before.extend_from_slice(row);
-        row.iter_mut().zip(order).for_each(|(value, column)| *value = before[*column]);
-    }
+    permute(values, order.len(), |before, row| row.iter_mut().zip(order).for_each(|(value, column)| *value = before[*column]));
 }
 
 /// The inverse of [`reorder`].
 fn restore(values: &mut [f32], order: &[usize]) {
-    let mut before = Vec::with_capacity(order.len());
-    for row in values.chunks_exact_mut(order.len().max(1)) {
+    permute(values, order.len(), |before, row| order.iter().zip(before).for_each(|(column, value)| row[*column] = *value));
+}
+
+/// Sets rows of `size` values from copies of them.
+fn permute(values: &mut [f32], size: usize, set: impl Fn(&[f32], &mut [f32]) + Sync) {
+    values.par_chunks_exact_mut(size.max(1)).for_each_init(Vec::new, |before, row| {
         before.clear();
         before.extend_from_slice(row);
-        order.iter().zip(&before).for_each(|(column, value)| row[*column] = *value);
-    }
+        set(before, row);
+    });
 }
 
 #[cfg(test)]

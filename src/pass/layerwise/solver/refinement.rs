@@ -29,7 +29,7 @@ struct Descent<'h> {
 /// scales of their grid as [`Hessian::refine`], which processes levels that are not integers, and those of
 /// blocks of GGUF files, which may not be integers. `hessian` are the damped second moments. Returns the
 /// values.
-pub(super) fn refine<S: Fn(f64) -> f32 + Sync>(
+pub(super) fn refine<S: Fn(f64) -> f32 + Send + Sync>(
     hessian: &Tensor,
     [targets, values]: [Tensor; 2],
     grid: &mut Grid<S>,
@@ -81,7 +81,7 @@ impl Descent<'_> {
     }
 
     /// Moves the scales of consecutive groups of columns to their optimum, one after another.
-    fn fit_scales<S: Fn(f64) -> f32 + Sync>(&self, (index, count): (usize, usize), grid: &mut Grid<S>) -> Result<()> {
+    fn fit_scales<S: Fn(f64) -> f32 + Send + Sync>(&self, (index, count): (usize, usize), grid: &mut Grid<S>) -> Result<()> {
         let (size, rows) = self.levels.dims2()?;
         let (group, device) = (grid.group, self.levels.device());
         let (first, end) = (index * group, size.min((index + count) * group));
@@ -114,7 +114,7 @@ impl Descent<'_> {
 
     /// Rounds each weight of a block to its optimum, given all other weights. Returns whether a weight
     /// changes if it is rounded on the host; otherwise, `moved` becomes 1 if one does.
-    fn round_block<S: Fn(f64) -> f32 + Sync>(
+    fn round_block<S: Fn(f64) -> f32 + Send + Sync>(
         &self,
         first: usize,
         grid: &Grid<S>,
@@ -155,7 +155,7 @@ fn fit_row(steps: &mut [QuantizationParams], sums: &[f32], changes: &mut [f32], 
 }
 
 /// The levels of a block of columns after rounding, the changes of their values, and whether there are any.
-fn round_on_host<S: Fn(f64) -> f32 + Sync>(
+fn round_on_host<S: Fn(f64) -> f32 + Send + Sync>(
     operands: [&Tensor; 3],
     (first, size): (usize, usize),
     grid: &Grid<S>,
@@ -169,10 +169,12 @@ fn round_on_host<S: Fn(f64) -> f32 + Sync>(
     let lines = gradients.chunks_exact_mut(width).zip(levels.chunks_exact_mut(width)).zip(changes.chunks_exact_mut(width));
     for ((row, ((gradients, levels), changes)), steps) in lines.enumerate().zip(grid.steps.chunks_exact(size.div_ceil(grid.group))) {
         let step = |at: usize| -> QuantizationParams { steps[(first + at) / grid.group] };
-        let mut values: Vec<f32> = levels.iter().enumerate().map(|(at, level)| level * step(at).scale).collect();
+        let before: Vec<f32> = levels.iter().enumerate().map(|(at, level)| level * step(at).scale).collect();
+        let mut values = before.clone();
         let is_frozen = |at: usize| frozen.get(row * size + first + at) == Some(&true);
-        round_row(grid.levels, (&square, width), gradients, (&mut values, changes), step, is_frozen);
-        for (at, value) in values.iter().enumerate().filter(|(at, _)| changes[*at] != 0.0) {
+        round_row(grid.levels, (&square, width), gradients, &mut values, step, is_frozen);
+        for (at, (value, before)) in values.iter().zip(&before).enumerate().filter(|(_, (value, before))| value != before) {
+            changes[at] = value - before;
             levels[at] = grid.levels.level(*value, step(at));
         }
     }
@@ -220,7 +222,9 @@ mod tests {
                 grid.round(&mut values);
                 match on_host {
                     None => {}
-                    Some(true) => Hessian::from_damped(hessian.clone(), size).refine(&targets, &mut values, &mut grid, &frozen, 3),
+                    Some(true) => {
+                        Hessian::from_damped(hessian.clone(), size).refine_blocks(&targets, &mut values, &mut grid, &frozen, 3, size.next_multiple_of(group))
+                    }
                     Some(false) => {
                         let operands = [&targets, &values].map(|values| by_column(values, (ROWS, size), &Device::Cpu).unwrap());
                         values = by_row(&refine(&tensor, operands, &mut grid, &frozen, 3).unwrap()).unwrap();
