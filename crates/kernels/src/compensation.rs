@@ -230,7 +230,7 @@ impl Block<'_> {
 }
 
 simd! {
-    /// Subtracts from each element of a part of a row a sum and the products of later elements with its ratios.
+    /// Subtracts from each element of a part of a row a sum and the products of later elements with ratios.
     fn eliminate_backward(row: &mut [f32], sums: &[f32], ratios: Ratios) {
         for at in (0..row.len()).rev() {
             let later = &row[at + 1..];
