@@ -83,7 +83,9 @@ impl Hessian {
                 let mut gradients = self.times(&errors, size, (0, first), columns.1);
                 let fitted = if grid.store.is_some() { columns.1 } else { 0 };
                 for start in (0..fitted).step_by(group) {
-                    self.fit_scales(columns, (start, group.min(columns.1 - start)), values, &mut gradients, grid);
+                    let moved = self.fit_scales(columns, (start, group.min(columns.1 - start)), values, &mut gradients, grid);
+                    // Values of earlier columns may not be optimal any longer.
+                    changed |= moved && first > 0;
                 }
                 changed |= self.round_block(columns, values, &mut gradients, grid, frozen);
                 let part = first..first + columns.1;
@@ -99,7 +101,7 @@ impl Hessian {
     }
 
     /// Moves the scales of a group of columns to their optimum. The group is a part of consecutive columns,
-    /// whose gradients are given.
+    /// whose gradients are given. Returns whether any moved.
     fn fit_scales<S: Fn(f64) -> f32 + Send + Sync>(
         &self,
         (first, count): (usize, usize),
@@ -107,10 +109,10 @@ impl Hessian {
         values: &mut [f32],
         gradients: &mut [f32],
         grid: &mut Grid<S>,
-    ) {
+    ) -> bool {
         let (size, begin) = (self.size, first + start);
         let (index, groups) = (begin / grid.group, size.div_ceil(grid.group));
-        let (levels, Some(store)) = (grid.levels, &grid.store) else { return };
+        let (levels, Some(store)) = (grid.levels, &grid.store) else { return false };
         let of_row = |(row, steps): (&[f32], &[QuantizationParams])| {
             let step = steps[index];
             row[begin..][..width].iter().map(|value| levels.level(*value, step)).collect::<Vec<_>>()
@@ -118,15 +120,17 @@ impl Hessian {
         let codes: Vec<f32> = values.par_chunks(size).zip(grid.steps.par_chunks(groups)).flat_map_iter(of_row).collect();
         let products = self.times(&codes, width, (begin, first), count);
         let rows = values.par_chunks_mut(size).zip(gradients.par_chunks_mut(count)).zip(grid.steps.par_chunks_mut(groups));
-        rows.zip(codes.par_chunks(width).zip(products.par_chunks(count))).for_each(|(((values, gradients), steps), (codes, products))| {
+        let moved = rows.zip(codes.par_chunks(width).zip(products.par_chunks(count))).map(|(((values, gradients), steps), (codes, products))| {
             let dot = |a: &[f32]| a[start..][..width].iter().zip(codes).map(|(a, code)| f64::from(*a) * f64::from(*code)).sum::<f64>();
             let (slope, curvature) = (dot(gradients), dot(products));
             let step = &mut steps[index];
-            let Some((scale, change)) = better_scale(step.scale, slope, curvature, store) else { return };
+            let Some((scale, change)) = better_scale(step.scale, slope, curvature, store) else { return false };
             step.scale = scale;
             values[begin..][..width].iter_mut().zip(codes).for_each(|(value, code)| *value = code * scale);
             subtract(gradients, products, change);
+            true
         });
+        moved.reduce(|| false, |a, b| a | b)
     }
 
     /// Rounds each weight of consecutive columns, whose gradients are given, to its optimum, given all other
