@@ -316,6 +316,7 @@ impl Pass for PruneUnstructured {
         }
         if by_samples {
             notes.extend(layerwise::retain_supported(NAME, model, &mut names, &self.targets)?);
+            names.iter().try_for_each(|name| weights.get(name)?.require_computable(name))?;
             notes.extend(targets::unused_rules(NAME, self.rules.iter().map(|rule| rule.targets.as_slice()), names.iter().copied()));
         }
         let tensors = names.iter().map(|name| (*name).to_owned()).collect();

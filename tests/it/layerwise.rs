@@ -16,7 +16,7 @@ use compress_core::work::{Cancel, Event};
 use compress_engine::data::Data;
 use compress_engine::exec::{Executor, Parameters, Residence, hardware};
 
-use crate::common::golden_model as golden;
+use crate::common::{golden_model as golden, write_with_float64};
 
 /// The tiny Llama with a few outlier channels in the inputs of linear layers after normalizations.
 fn outliers(folder: &Path) -> String {
@@ -329,6 +329,18 @@ fn solutions_of_layers_are_chosen_on_held_out_samples() {
         assert!(count > 7 && details["choices"][name] == count, "{details}");
         assert!(fixed.report.passes[0].details.get("layers").is_none());
     }
+}
+
+#[test]
+fn weights_that_cannot_be_written_are_rejected_in_a_plan() {
+    let (folder, name) = (tempfile::tempdir().unwrap(), "model.layers.1.mlp.up_proj.weight");
+    write_with_float64(folder.path(), name);
+    let plan = |importance| builder(folder.path(), pruned(importance)).build().unwrap().plan(&Model::open(folder.path()).unwrap());
+    for importance in [Importance::Sparsegpt, Importance::Wanda] {
+        let error = plan(importance).unwrap_err();
+        assert!(error.to_string().contains(&format!("`{name}`: is F64")), "{error}");
+    }
+    plan(Importance::L1).unwrap();
 }
 
 /// Damping and propagation are fixed, so that only the number of sweeps differs.

@@ -1135,11 +1135,7 @@ fn a_student_with_other_modules_is_refused() {
 #[test]
 fn weights_that_cannot_be_written_are_rejected_before_training() {
     let (run, name) = (Run::new(), "model.layers.1.mlp.up_proj.weight");
-    let mut weights = candle_core::safetensors::load(golden("llama").join("model.safetensors"), &Device::Cpu).unwrap();
-    let wide = weights[name].to_dtype(candle_core::DType::F64).unwrap();
-    weights.insert(name.to_owned(), wide);
-    candle_core::safetensors::save(&weights, run.folder.path().join("model.safetensors")).unwrap();
-    std::fs::copy(golden("llama").join("config.json"), run.folder.path().join("config.json")).unwrap();
+    crate::common::write_with_float64(run.folder.path(), name);
     let plan = |ignore: &[&str]| {
         let pass = with_training!(finetune(1), ignore: ignore.iter().map(|name| name.parse().unwrap()).collect());
         let pipeline = Pipeline::builder().pass(pass).train(samples("llama", run.folder.path(), 2, 0)).build().unwrap();

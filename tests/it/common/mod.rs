@@ -281,6 +281,15 @@ pub fn golden_model(name: &str) -> PathBuf {
     golden("models").join(name)
 }
 
+/// Writes the tiny Llama with a weight in 64 bits to a folder.
+pub fn write_with_float64(folder: &Path, name: &str) {
+    let mut tensors = read(&golden_model("llama/model.safetensors"));
+    let wide = Tensor::floats(DType::F64, &tensors[name].shape, &tensors[name].values());
+    tensors.insert(name.to_owned(), wide);
+    write(&folder.join("model.safetensors"), &tensors);
+    fs::copy(golden_model("llama/config.json"), folder.join("config.json")).unwrap();
+}
+
 /// A `Work` outside of a pipeline.
 pub fn work<T>(job: impl FnOnce(&Work) -> T) -> T {
     job(&Work { threads: 2, progress: &Silent, cancel: &Cancel::default() })

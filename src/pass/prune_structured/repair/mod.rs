@@ -132,6 +132,7 @@ impl Repairing<'_> {
             };
             let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
             let Some(surviving) = self.surviving.get(&(name(1), axis)) else { continue };
+            self.before.weights.get(&name(1))?.require_computable(&name(1))?;
             if self.repair == Repair::Bias && node.inputs.len() < 3 && !is_normalized(graph, node) {
                 let what = format!("`{}` has no bias to adjust: use `repair: least-squares`", graph.value(node.output).name);
                 return Err(Error::option(format!("{NAME}: repair"), what));
