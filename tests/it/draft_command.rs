@@ -333,6 +333,7 @@ fn unsuitable_models_prompts_and_options_are_refused() {
         ("in -o out --prompts prompts.txt --draft-tokens 2 --no-measure", "cannot be used with"),
         ("in -o out --data {\"text\":\"prompts.txt\",\"task\":\"classification\"}", "`task: classification` has no effect on prompts"),
         ("in -o out --prompts prompts.txt --draft-tokens 0", "--draft-tokens: must be at least 1"),
+        ("in -o out --prompts prompts.txt --draft-tokens 3,4,3", "--draft-tokens: contains 3 twice"),
         ("in -o out.gguf --prompts prompts.txt", "--output: `out.gguf` is a file"),
         ("in -o in --prompts prompts.txt", "output"),
         ("in -o single --prompts prompts.txt", "exists"),

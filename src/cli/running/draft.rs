@@ -182,6 +182,9 @@ impl Args {
         if self.draft_tokens.is_empty() || self.draft_tokens.contains(&0) {
             return Err(Error::option("--draft-tokens", "must be at least 1"));
         }
+        if let Some((_, twice)) = self.draft_tokens.iter().enumerate().find(|(at, count)| self.draft_tokens[..*at].contains(count)) {
+            return Err(Error::option("--draft-tokens", format!("contains {twice} twice")));
+        }
         if self.time.is_some() && self.batch_size == BatchSize::Auto {
             return Err(Error::option("--time", "needs a number as `--batch-size`, or specify `--steps`"));
         }
