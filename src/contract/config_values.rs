@@ -268,7 +268,8 @@ pub(super) fn refused(config: &Map<String, Value>, model_type: &str, runtime: Ru
     }
     let finding =
         |(key, reason): (String, String)| Finding::new(key, format!("{reason}: {} refuses the configuration", runtime.name()), HINT).for_run(HINT_IN_RUN);
-    found.into_iter().map(finding).collect()
+    let without_attention = if is_strict { without_attention(config) } else { None };
+    found.into_iter().map(finding).chain(without_attention).collect()
 }
 
 fn shown(value: &Value) -> String {
@@ -310,6 +311,19 @@ fn layer_types(config: &Map<String, Value>) -> Option<String> {
     }
     let count = config.get("num_hidden_layers").and_then(Value::as_u64).filter(|count| *count != list.len() as u64)?;
     Some(format!("has {} elements, but `num_hidden_layers` is {count}", list.len()))
+}
+
+/// A list of types of layers that store a state, none of which is attention: the cache of transformers counts
+/// the tokens in the first attention layer.
+fn without_attention(config: &Map<String, Value>) -> Option<Finding> {
+    let stores_state = |kind: &&str| ["conv", "linear_attention", "mamba"].contains(kind);
+    let attends = |kind: &&str| kind.starts_with("hybrid") || (kind.ends_with("attention") && !stores_state(kind));
+    ["layer_types", "layers_block_type"].into_iter().find_map(|key| {
+        let kinds: Vec<&str> = config.get(key)?.as_array()?.iter().filter_map(Value::as_str).collect();
+        let fails = kinds.iter().any(stores_state) && !kinds.iter().any(attends);
+        let reason = "contains no attention layer, and the cache of transformers fails without one";
+        fails.then(|| Finding::new(key, reason, "retain an attention layer"))
+    })
 }
 
 /// Why the token for padding is refused.
@@ -401,6 +415,9 @@ mod tests {
             (json!({ "rope_scaling": "linear" }), true, true),
             (json!({ "rope_scaling": null }), false, false),
             (json!({ "num_hidden_layers": 2, "layer_types": ["full_attention"] }), false, true),
+            (json!({ "layer_types": ["conv", "linear_attention"] }), false, true),
+            (json!({ "layer_types": ["conv", "full_attention"] }), false, false),
+            (json!({ "layers_block_type": ["linear_attention", "mlp"] }), false, true),
             (json!({ "pad_token_id": 48, "vocab_size": 48 }), false, true),
             (json!({ "pad_token_id": 47, "vocab_size": 48 }), false, false),
         ] {
