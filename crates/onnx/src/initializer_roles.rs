@@ -184,7 +184,8 @@ pub(super) fn role(usages: &[Usage], shape: &[usize]) -> (Role, bool) {
         _ if any(&[UsageKind::Size]) => (Role::Constant, false),
         2 if all(UsageKind::Columns) => (Role::Matrix, true),
         2 if all(UsageKind::Rows) => (Role::Matrix, false),
-        2 if all(UsageKind::Table) => (Role::Table, false),
+        // A single column has the scales of the rows of a table of integers.
+        2 if all(UsageKind::Table) && shape.last() != Some(&1) => (Role::Table, false),
         3.. if all(UsageKind::Kernel) => (Role::Kernel, false),
         2 if any(&[UsageKind::Columns, UsageKind::Rows]) => (Role::Mixed, false),
         3.. if any(&[UsageKind::Kernel]) => (Role::Mixed, false),

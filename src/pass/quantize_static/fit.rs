@@ -15,7 +15,7 @@ use crate::model::{self, Model};
 use crate::pass::consumers::{readers, weight_input};
 use crate::pass::weight_quantizer::WeightQuantizer;
 use crate::pass::{ActivationTarget, GranularityKind};
-use crate::store::{ActivationScheme, Bias, BiasForm, Codes, Computed, DType, Granularity, Origin, QuantizationSpec, Scaled, Static, Weight};
+use crate::store::{ActivationScheme, Bias, BiasForm, Codes, Computed, DType, Encoding, Granularity, Origin, QuantizationSpec, Scaled, Static, Weight, select};
 use crate::work::Meter;
 
 /// Quantizers of values by name, and whether all readers get the quantized value.
@@ -116,7 +116,10 @@ impl QuantizeStatic {
             self.quantize_layer(&mut model, prepared, node, by, statistics.and_then(|statistics| statistics.get(input)), meter)?;
         }
         if self.embeddings {
-            for (name, weight) in prepared.model.weights.by_name.iter().filter(|(name, w)| model::is_embedding(name, w) && !layers.contains(*name)) {
+            let is_float_table =
+                |name: &str, weight: &Weight| model::is_embedding(name, weight) && weight.encoding == Encoding::Dense && !layers.contains(name);
+            let tables = prepared.model.weights.by_name.iter().filter(|(name, weight)| is_float_table(name, weight));
+            for (name, weight) in tables.filter(|(name, weight)| !select::matches_any(&self.ignore, name, &weight.readers)) {
                 let affine = self.affine(weight, Granularity::Channel, ActivationScheme::None);
                 let quantizer = WeightQuantizer::new(name, weight, affine, self.weight_observer, meter);
                 model.weights.by_name.insert(name.clone(), quantizer.weight());

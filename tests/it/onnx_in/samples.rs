@@ -1,11 +1,12 @@
 //! Static int8 with typical sample formats: images in a folder, arrays by input, recorded runs.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::Onnx;
-use compress::pass::{ActivationTarget, QuantizeStatic};
+use compress::pass::{ActivationTarget, QuantizeDynamic, QuantizeStatic, Step};
 use compress::pipeline::ResultCache;
 use compress::{Model, Pipeline, Report, Result};
 use compress_core::store::OpenSizes;
@@ -152,6 +153,41 @@ fn texts_use_the_tokenizer_of_the_file_or_of_its_repository() {
             }
         }
     }
+}
+
+/// Tables that `ignore` names, tables of integers, and the scales of their rows.
+#[test]
+fn other_tables_are_left_unchanged() {
+    if !crate::common::onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let place = Place::new(&of_tokens());
+    let tokens: Vec<i64> = (0..48).map(|at| at * 31 % 200).collect();
+    let input = |name: &str, values: Vec<i64>| (name.to_owned(), Tensor::from_vec(values, (12, 4), &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&[input("input_ids", tokens), input("attention_mask", vec![1; 48])].into(), place.path("tokens.safetensors")).unwrap();
+    let data = || Data { arrays: Some(place.path("tokens.safetensors")), ..Data::default() };
+    let run = |pass: Step, from: &str, to: &str| {
+        builder().pass(pass).calibration(data()).build().unwrap().run(Model::open(place.path(from)).unwrap(), place.path(to)).unwrap();
+        let graph = place.written(to).graph.unwrap();
+        let types = graph.initializer.into_iter().chain(graph.node.into_iter().filter_map(|node| node.attribute.into_iter().next()?.t));
+        types.map(|tensor| (tensor.name().to_owned(), tensor.data_type())).collect::<BTreeMap<String, DataType>>()
+    };
+    let ignored = QuantizeStatic { ignore: vec!["table".parse().unwrap()], ..QuantizeStatic::default() };
+    assert_eq!(run(ignored.into(), "in.onnx", "ignored.onnx")["table"], DataType::Float);
+    let dynamic = QuantizeDynamic { embeddings: true, targets: vec!["table".parse().unwrap()], ..QuantizeDynamic::default() };
+    let stored = run(dynamic.into(), "in.onnx", "dynamic.onnx");
+    let types = run(QuantizeStatic::default().into(), "dynamic.onnx", "both.onnx");
+    let [integers, scales] = ["table/quantized", "table/scale"].map(|name| (stored[name], types[name]));
+    assert_eq!([integers, scales], [(DataType::Int8, DataType::Int8), (DataType::Float, DataType::Float)]);
+    let mut model = of_tokens();
+    let graph = model.graph.as_mut().unwrap();
+    graph.node.insert(0, node("DequantizeLinear", &["integers", "step", "zero"], &["table"], vec![]));
+    let integers = TensorProto { raw_data: Some((0..3200).map(|at| (at * 37 % 251) as u8).collect()), ..tensor("integers", DataType::Int8, &[200, 16]) };
+    let step = TensorProto { float_data: vec![0.01], ..tensor("step", DataType::Float, &[]) };
+    let zero = TensorProto { int32_data: vec![0], ..tensor("zero", DataType::Int8, &[]) };
+    graph.initializer.splice(0..1, [integers, step, zero]);
+    std::fs::write(place.path("rounded.onnx"), model.encode_to_vec()).unwrap();
+    assert_eq!(run(QuantizeStatic::default().into(), "rounded.onnx", "rounded-static.onnx")["table"], DataType::Int8);
 }
 
 #[test]

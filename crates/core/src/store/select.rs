@@ -146,16 +146,18 @@ impl Selection<'_> {
         let all = || names.clone().flat_map(|(name, aliases)| std::iter::once(name).chain(aliases));
         check("targets", self.targets, all())?;
         check("ignore", self.ignore, all())?;
-        let any = |patterns: &[Pattern], (name, aliases): &(&String, &[String])| {
-            patterns.iter().any(|p| p.matches(name) || aliases.iter().any(|alias| p.matches(alias)))
-        };
         Ok(names
             .clone()
-            .filter(|tensor| if self.targets.is_empty() { eligible(tensor.0) } else { any(self.targets, tensor) })
-            .filter(|tensor| !any(self.ignore, tensor))
+            .filter(|(name, aliases)| if self.targets.is_empty() { eligible(name) } else { matches_any(self.targets, name, aliases) })
+            .filter(|(name, aliases)| !matches_any(self.ignore, name, aliases))
             .map(|(name, _)| name.as_str())
             .collect())
     }
+}
+
+/// Whether a pattern matches a tensor by its name or an alternative name.
+pub fn matches_any(patterns: &[Pattern], name: &str, aliases: &[String]) -> bool {
+    patterns.iter().any(|pattern| pattern.matches(name) || aliases.iter().any(|alias| pattern.matches(alias)))
 }
 
 /// Checks that every pattern has at least one match.
