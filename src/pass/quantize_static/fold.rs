@@ -29,7 +29,8 @@ impl ChannelAffine {
             let name = &graph.value(node.inputs[at]).name;
             model.weights.get(name)?.floats(name)
         };
-        if node.inputs.len() != 5 {
+        let is_computed = |id: &ValueId| graph.params().all(|(param, _)| param != *id);
+        if node.inputs.len() != 5 || node.inputs.iter().skip(1).any(is_computed) {
             return Ok(None);
         }
         let (weight, bias, mean, variance) = (vector(1)?, vector(2)?, vector(3)?, vector(4)?);
@@ -207,6 +208,18 @@ fn shifted(mut bias: Vec<f32>, weight: &[f32], shift: &[f32]) -> Result<Vec<f32>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pass::testing;
+
+    #[test]
+    fn parameters_that_the_graph_computes_are_not_folded() {
+        let text = "input x: float[batch, 2, 4, 4]\nparam a.weight: float[2, 2, 1, 1]\nparam s: float[2]\nparam m: float[2]\n\
+            g = Abs(s) -> float[2]\nc = Conv{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}(x, a.weight) -> float[batch, 2, 4, 4]\n\
+            y = BatchNorm{\"epsilon\":1e-5}(c, g, m, m, g) -> float[batch, 2, 4, 4]\noutput y = y\n";
+        let (_folder, mut model) = testing::model(text, |_, shape| vec![1.0; shape.iter().product()]).unwrap();
+        let graph = model.graph().unwrap();
+        let (_, folded) = fold(&mut model, graph).unwrap();
+        assert_eq!((folded.count, folded.unfolded), (0, vec!["y".to_owned()]));
+    }
 
     #[test]
     fn channels_are_spread_over_the_columns_of_a_flattened_image() {
