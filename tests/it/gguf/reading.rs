@@ -205,6 +205,10 @@ fn keys_of_families_are_read_or_refused() {
     assert!(model.err().unwrap().to_string().contains("has only one of the tensors"));
     let (_folder, model) = rewritten("phi3-longrope", |values, _| drop(values.insert("phi3.rope.scaling.attn_factor".into(), gguf::Value::Float(1.5))));
     assert_eq!(model.unwrap().config.get("rope_scaling").and_then(|scaling| scaling.get("attention_factor")), Some(&1.5.into()));
+    // llama.cpp scales attention scores even without this key.
+    let multiplier = "deepseek2.rope.scaling.yarn_log_multiplier";
+    refused("deepseek-v3", multiplier, None, "other than `yarn`, or without `deepseek2.rope.scaling.yarn_log_multiplier`");
+    refused("deepseek-v3", "deepseek2.rope.scaling.type", Some(gguf::Value::Text("linear".into())), "a rope scaling other than `yarn`");
     refused("deepseek-v3", "deepseek2.attention.head_count_kv", Some(gguf::Value::Unsigned(4)), "latent attention with 4 key heads");
     refused("deepseek-v3", "deepseek2.attention.key_length_mla", Some(gguf::Value::Unsigned(4)), "`deepseek2.attention.key_length_mla` of 4");
     refused("qwen3_5", "qwen35.rope.dimension_sections", None, "`qwen35.rope.dimension_sections` is missing");
@@ -236,8 +240,17 @@ fn keys_of_families_are_read_or_refused() {
     }
     let (_folder, model) = rewritten("gpt-oss", |_, tensors| drop(tensors.remove("blk.0.ffn_up_exps.bias")));
     assert!(model.err().unwrap().to_string().contains("gate_up_proj_bias`: is stored in parts that are missing"));
-    let (_folder, model) = rewritten("cohere", |values, _| drop(values.remove("command-r.logit_scale")));
-    assert_eq!(model.unwrap().config.get("logit_scale").and_then(Value::as_f64), Some(1.0));
+    for value in [None, Some(gguf::Value::Float(0.0))] {
+        for (name, key, config_key) in
+            [("cohere", "command-r.logit_scale", "logit_scale"), ("deepseek-v2", "deepseek2.expert_weights_scale", "routed_scaling_factor")]
+        {
+            let (_folder, model) = rewritten(name, |values, _| {
+                values.remove(key);
+                values.extend(value.clone().map(|value| (key.to_owned(), value)));
+            });
+            assert_eq!(model.unwrap().config.get(config_key).and_then(Value::as_f64), Some(1.0), "{name}: {value:?}");
+        }
+    }
     // Without a pattern, every fourth layer has no window, so that both layers have one. Cohere 2 has rotary
     // embeddings only in layers with a window.
     let layers = |model: &Model| {

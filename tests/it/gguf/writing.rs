@@ -84,7 +84,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 59] = [
+    let cases: [(&str, &str, Change, &str); 60] = [
         (
             "qwen3_5",
             "config.json",
@@ -134,6 +134,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("deepseek-v3", "config.json", |json| json["rms_norm_eps"] = 1e-5.into(), "`rms_norm_eps` of 0.00001"),
         ("deepseek-v3", "config.json", |json| json["rope_interleave"] = false.into(), "`rope_interleave` of false"),
         ("deepseek-v3", "config.json", |json| json["rope_scaling"]["mscale"] = 1.0.into(), "`yarn` without equal, positive `mscale` and `mscale_all_dim`"),
+        ("deepseek-v3", "config.json", |json| json["rope_scaling"] = serde_json::json!({ "rope_type": "linear", "factor": 2.0 }), "rope scaling `linear`"),
         ("deepseek-v3", "config.json", |json| json["num_hidden_layers"] = 27.into(), "`num_hidden_layers` of 27"),
         ("qwen3_5", "config.json", |json| json["linear_value_head_dim"] = 6.into(), "`linear_value_head_dim` of 6"),
         ("qwen3_5", "config.json", |json| json["attention_bias"] = true.into(), "`attention_bias` of true"),

@@ -167,6 +167,13 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
         long_rope::config(values, tensors, rotary_width.unwrap_or(head_dim), context)?.into_iter().for_each(|(key, value)| set(key, value));
     }
     let mut scaling = scaling(values, tensors, theta, head_dim)?;
+    // llama.cpp scales attention scores even without this key.
+    if family.is_latent && scaling.as_ref().is_some_and(|scaling| scale.is_none() || scaling.get("rope_type").is_none_or(|kind| kind != "yarn")) {
+        return Err(Error::Unsupported {
+            what: format!("{}: a rope scaling other than `yarn`, or without `{multiplier_key}`,", values.path.display()),
+            hint: format!("it changes attention scores in the architecture `{}`; convert the original checkpoint again", family.architecture),
+        });
+    }
     if let Some(object) = scaling.as_mut().and_then(Json::as_object_mut) {
         if let Some(scale) = scale {
             // Ten times the stored value, without its rounding to 32 bits.

@@ -415,13 +415,16 @@ fn positions(reader: &Reader, head_dim: u64) -> Result<Positions> {
             return Ok(with(theta * alpha.powf(width / (width - 2.0)), None));
         }
         kind if is_long(kind) => &["short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"],
-        "linear" => &["factor"],
+        "linear" if !reader.family.is_latent => &["factor"],
         "llama3" => &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
         "yarn" if reader.family.is_latent => {
             &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"]
         }
         "yarn" => &["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"],
-        other => return Err(reader.refused(&format!("rope scaling `{other}`"), "supported: default, linear, llama3, yarn")),
+        other => {
+            let supported = if reader.family.is_latent { "supported: default, yarn" } else { "supported: default, linear, llama3, yarn" };
+            return Err(reader.refused(&format!("rope scaling `{other}`"), supported));
+        }
     };
     let truncate = global.get("truncate").and_then(Json::as_bool).unwrap_or(true);
     if kind == "yarn" && truncate != reader.family.yarn_truncate.unwrap_or(true) {

@@ -24,6 +24,9 @@ pub(super) const HEADS: &str = "attention.head_count_kv";
 /// Key with the width of the values of all heads.
 pub(super) const INNER: &str = "ssm.inner_size";
 
+/// Factors for which llama.cpp takes zero as a missing value.
+const FACTORS: [&str; 2] = ["expert_weights_scale", "logit_scale"];
+
 /// Keys of an architecture that have no effect, for any value.
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
 
@@ -215,7 +218,7 @@ impl Values {
         let value = match setting.default_value() {
             Json::Bool(_) => self.flag(&key)?.map(|value| json!(value)),
             Json::Number(number) if number.is_u64() => self.size(&key)?.map(|value| json!(value)),
-            _ => self.number(&key)?.map(|value| json!(value)),
+            _ => self.number(&key)?.filter(|value| *value != 0.0 || !FACTORS.contains(&setting.gguf)).map(|value| json!(value)),
         };
         value.or(setting.missing_value()).ok_or_else(|| self.wrong(format!("`{key}` is missing")))
     }
