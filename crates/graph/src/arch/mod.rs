@@ -64,6 +64,7 @@ mod qwen_moe;
 mod resnet;
 mod roberta;
 mod roles;
+mod rope_keys;
 mod rt_detr;
 mod smollm3;
 mod stablelm;
@@ -89,6 +90,7 @@ pub use layer_list::{BLOCK_TYPES, LAYER_PATTERN, LAYER_TYPES, listed_layers};
 pub use long_rope::long_rope_attention;
 pub use module_names::{UNSTORED_HEADS, module_spellings};
 pub use roles::{fused_layer, is_embedding_table, mark_roles, role, shared_tables, stays_float32, tied};
+pub use rope_keys::check_rope_keys;
 pub use running::*;
 
 /// Output of detectors with the boxes of detected objects, whose `logits` are scores of each object.

@@ -291,6 +291,7 @@ fn require_head_shapes(model: &Model, counts: [u64; 2], width: u64) -> Result<()
 /// Rejects settings that change the computation and that GGUF cannot represent.
 fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     let family = reader.family;
+    arch::check_rope_keys(|key| reader.get(key))?;
     let json = |text: &str| serde_json::from_str::<Json>(text).unwrap_or(Json::Null);
     for (key, _) in family.required {
         if let Some(other) = reader.get(key)

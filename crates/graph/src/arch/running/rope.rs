@@ -2,7 +2,7 @@
 //! (transformers 4).
 
 use super::Settings;
-use crate::arch::long_rope_attention;
+use crate::arch::{check_rope_keys, long_rope_attention};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Concat, Rotary, RotaryScaling, Slice};
 use crate::ir::{Builder, ValueId};
@@ -29,15 +29,7 @@ impl Default for RopeDefaults {
 
 /// The parameters of rotary embeddings, under the key of transformers 5 or 4.
 pub fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
-    if let (Some(new), Some(old)) = (s.get("rope_parameters"), s.get("rope_scaling"))
-        && old.as_object().is_some_and(|old| !old.is_empty())
-        && new != old
-    {
-        return Err(Error::Unsupported {
-            what: "config.json: `rope_parameters` and `rope_scaling` with different values".into(),
-            hint: "keep the correct one and remove the other".into(),
-        });
-    }
+    check_rope_keys(|key| s.get(key))?;
     let group = |key| s.get(key).map(|_| s.group_or_empty(key)).transpose();
     Ok(group("rope_parameters")?.or(group("rope_scaling")?))
 }
