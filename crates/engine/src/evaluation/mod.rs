@@ -17,6 +17,7 @@ mod running {
     //! The part of this module that runs models.
 
     mod classification;
+    mod common_nonfinite;
     mod comparison;
     mod custom_metric;
     mod divergence;
@@ -33,6 +34,7 @@ mod running {
     mod statistics;
     mod subject;
 
+    pub use common_nonfinite::without_common_nonfinite;
     pub use comparison::{Baseline, Comparison, Resources, Samples};
     pub use custom_metric::{CustomMetric, register_metric};
     pub use fidelity::FidelityAccumulator;

@@ -14,7 +14,7 @@ use prost::Message;
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::evaluation::{Fidelity, FidelityAccumulator};
+use crate::evaluation::{Fidelity, FidelityAccumulator, without_common_nonfinite};
 use crate::exec::{Executor, Parameters, Residence, Rounding, rounding_scheme};
 use crate::ir::Graph;
 use crate::ir::ops::{FakeQuantize, Op};
@@ -133,6 +133,7 @@ pub fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Re
         if other_shape {
             return Ok(None);
         }
+        let [outputs, onnx_outputs] = without_common_nonfinite(&outputs, &onnx_outputs)?;
         fidelity.add(sample, &outputs, &onnx_outputs)?;
     }
     let dynamic = from_dynamic_layers(&graph, |name| model.weights.by_name.get(name).is_some_and(|weight| rounding_scheme(weight).is_some()));
