@@ -251,6 +251,14 @@ fn keys_of_families_are_read_or_refused() {
             assert_eq!(model.unwrap().config.get(config_key).and_then(Value::as_f64), Some(1.0), "{name}: {value:?}");
         }
     }
+    let (_folder, model) = rewritten("glm4-moe", |values, _| {
+        ["count", "used_count"].into_iter().for_each(|key| drop(values.insert(format!("glm4moe.expert_group_{key}"), gguf::Value::Unsigned(0))));
+    });
+    assert_eq!(["n_group", "topk_group"].map(|key| model.as_ref().unwrap().config.get(key).cloned()), [Some(1.into()), Some(1.into())]);
+    let (_folder, model) = rewritten("llama-rope-yarn", |values, _| {
+        values.insert("llama.rope.scaling.original_context_length".into(), gguf::Value::Unsigned(0));
+    });
+    assert!(model.unwrap().config.get("rope_scaling").unwrap().get("original_max_position_embeddings").is_none());
     // Without a pattern, every fourth layer has no window, so that both layers have one. Cohere 2 has rotary
     // embeddings only in layers with a window.
     let layers = |model: &Model| {

@@ -315,7 +315,7 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, 
     let key = |values: &Values, end: &str| values.own(&format!("rope.scaling.{end}"));
     let kind = values.text(&key(values, "type"))?;
     let factor = values.number(&key(values, "factor"))?.or(values.number(&values.own("rope.scale_linear"))?);
-    let original = values.size(&key(values, "original_context_length"))?;
+    let original = values.size(&key(values, "original_context_length"))?.filter(|length| *length > 0);
     let required = |values: &Values, value: Option<f64>| value.ok_or_else(|| values.wrong(format!("`{}` is missing", key(values, "factor"))));
     let scaling = match (kind.as_deref(), factor) {
         (Some("none"), _) | (None, None | Some(1.0)) => None,

@@ -24,8 +24,8 @@ pub(super) const HEADS: &str = "attention.head_count_kv";
 /// Key with the width of the values of all heads.
 pub(super) const INNER: &str = "ssm.inner_size";
 
-/// Factors for which llama.cpp takes zero as a missing value.
-const FACTORS: [&str; 2] = ["expert_weights_scale", "logit_scale"];
+/// Keys for which llama.cpp takes zero as a missing value.
+const ZERO_IS_MISSING: [&str; 4] = ["expert_group_count", "expert_group_used_count", "expert_weights_scale", "logit_scale"];
 
 /// Keys of an architecture that have no effect, for any value.
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
@@ -85,7 +85,7 @@ impl Values {
 
     /// The properties by which families with the same architecture are distinguished.
     pub fn traits(&self) -> GgufTraits {
-        let is_positive = |key: &str| !matches!(self.values.get(&self.own(key)), None | Some(Value::Unsigned(0) | Value::Signed(0)));
+        let is_positive = |key: &str| self.values.get(&self.own(key)).is_some_and(|value| !is_zero(value));
         GgufTraits {
             experts: is_positive("expert_count"),
             windows: is_positive("attention.sliding_window"),
@@ -215,10 +215,13 @@ impl Values {
     /// The value of a setting for `config.json`.
     pub fn setting(&mut self, setting: &Setting) -> Result<Json> {
         let key = self.own(setting.gguf);
+        if ZERO_IS_MISSING.contains(&setting.gguf) && self.values.get(&key).is_some_and(is_zero) {
+            self.take(&key);
+        }
         let value = match setting.default_value() {
             Json::Bool(_) => self.flag(&key)?.map(|value| json!(value)),
             Json::Number(number) if number.is_u64() => self.size(&key)?.map(|value| json!(value)),
-            _ => self.number(&key)?.filter(|value| *value != 0.0 || !FACTORS.contains(&setting.gguf)).map(|value| json!(value)),
+            _ => self.number(&key)?.map(|value| json!(value)),
         };
         value.or(setting.missing_value()).ok_or_else(|| self.wrong(format!("`{key}` is missing")))
     }
@@ -253,6 +256,10 @@ impl Values {
         }
         Ok((metadata, unused))
     }
+}
+
+fn is_zero(value: &Value) -> bool {
+    matches!(value, Value::Unsigned(0) | Value::Signed(0)) || *value == Value::Float(0.0)
 }
 
 /// Maximum number of frequency divisors, one for each pair of elements of a head.
