@@ -250,7 +250,7 @@ impl Gguf {
                 counted(predicting, "tensor")
             ));
         }
-        require_described(model, layers)?;
+        require_described(model, layers, &all)?;
         let (entries, note) = vocabulary(model, rows)?;
         notes.extend(note);
         values.push(("general.file_type".into(), Value::Unsigned(self.described_type(&all).id())));

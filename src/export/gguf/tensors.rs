@@ -11,8 +11,8 @@ use crate::store::Weight;
 use crate::store::gguf::{BlockScales, Kind, Outputs, expert_outputs, expert_rows, latent_parts};
 
 /// Checks that the configuration, from which the metadata are written, describes the weights: the file has no
-/// config.json that could be corrected later.
-pub(super) fn require_described(model: &Model, layers: usize) -> Result<()> {
+/// config.json that could be corrected later, and llama.cpp adds all biases in the file.
+pub(super) fn require_described(model: &Model, layers: usize, tensors: &[Planned]) -> Result<()> {
     let last = model.weights.by_name.keys().filter_map(|name| GgufFamily::layer(name)).max();
     let stored = last.map_or(0, |last| last as usize + 1);
     if stored < layers {
@@ -20,7 +20,8 @@ pub(super) fn require_described(model: &Model, layers: usize) -> Result<()> {
         let hint = "correct config.json if all layers are stored, otherwise download the checkpoint again";
         return Err(Error::run(format!("gguf: {}", model.path.display()), reason, hint));
     }
-    model.require_matching_weights()
+    model.require_matching_weights()?;
+    model.require_used_biases(tensors.iter().map(|planned| planned.name.as_str()))
 }
 
 /// Whether a tensor has the frequencies of rotary position embeddings, which earlier versions of transformers

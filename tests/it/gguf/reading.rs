@@ -285,6 +285,20 @@ fn keys_of_families_are_read_or_refused() {
     model.unwrap();
 }
 
+/// llama.cpp adds all biases in a file, but a configuration describes only some of them.
+#[test]
+fn biases_that_a_family_does_not_have_are_refused() {
+    for (name, layer) in [("llama", "attn_output"), ("llama", "ffn_down"), ("olmo2", "attn_q"), ("llama", "attn_norm")] {
+        let (_folder, model) = rewritten(name, |_, tensors| {
+            let rows = tensors[&format!("blk.1.{layer}.weight")].shape[0];
+            let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; 4 * rows] });
+            tensors.insert(format!("blk.1.{layer}.bias"), Weight::new(DType::F32, vec![rows], Encoding::Dense, bytes));
+        });
+        let error = model.err().unwrap().to_string();
+        assert!(error.contains(".bias`: is a bias that"), "{name}: {error}");
+    }
+}
+
 #[test]
 fn frequency_factors_match_the_head_size() {
     let cut = |_: &mut BTreeMap<String, gguf::Value>, tensors: &mut BTreeMap<String, Weight>| {

@@ -84,7 +84,7 @@ fn without_a_merge(json: &mut Value, ignore_merges: bool) {
 #[test]
 fn unsupported_models_are_rejected_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 61] = [
+    let cases: [(&str, &str, Change, &str); 62] = [
         (
             "qwen3_5",
             "config.json",
@@ -102,6 +102,7 @@ fn unsupported_models_are_rejected_by_name() {
         ("deepseek-v2", "config.json", |json| json["topk_method"] = "group_limited_greedy".into(), "a configuration without `n_group`"),
         ("deepseek-v2-lite", "config.json", |json| json["num_hidden_layers"] = 28.into(), "`num_hidden_layers` of 28"),
         ("glm4-moe", "config.json", |json| (json["n_group"], json["topk_group"]) = (8.into(), 4.into()), "`n_group` of 8 with 8 experts"),
+        ("llama-biases", "config.json", |json| json["attention_bias"] = false.into(), "is a bias that `llama` with this configuration does not have"),
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         ("llama-rope-yarn", "config.json", |json| json["rope_parameters"] = serde_json::json!({ "rope_theta": 1e4 }), "`rope_parameters` and `rope_scaling`"),
         (

@@ -200,6 +200,19 @@ impl Model {
         if self.onnx.is_some() { Ok(()) } else { mismatch_of(self.family_graph()) }
     }
 
+    /// Checks that the graph uses the biases among these weights.
+    ///
+    /// # Errors
+    /// A bias is not used. A model without a graph is not an error.
+    pub fn require_used_biases<'n>(&self, names: impl Iterator<Item = &'n str>) -> Result<()> {
+        let biases: Vec<&str> = names.filter(|name| name.ends_with(".bias")).collect();
+        let unused = if biases.is_empty() { Vec::new() } else { self.graph().map_or_else(|_| Vec::new(), |graph| self.unused(&graph)) };
+        biases.into_iter().find(|name| unused.iter().any(|unused| unused == name)).map_or(Ok(()), |name| {
+            let reason = format!("is a bias that `{}` with this configuration does not have", self.config.model_type());
+            Err(Error::tensor(name, reason, "correct config.json, or start from the original checkpoint"))
+        })
+    }
+
     /// Whether `config.json` describes the graph.
     pub fn is_described(&self) -> bool {
         match &self.changed_graph {

@@ -66,6 +66,12 @@ impl Model {
         Ok(())
     }
 
+    /// Returns `Ok`, like [`require_matching_weights`](Model::require_matching_weights).
+    #[allow(clippy::unnecessary_wraps)]
+    pub fn require_used_biases<'n>(&self, _names: impl Iterator<Item = &'n str>) -> Result<()> {
+        Ok(())
+    }
+
     #[allow(clippy::unnecessary_wraps)]
     pub(super) fn pooled_widths(&self, _folder: &Path) -> Result<Vec<(String, usize)>> {
         Ok(Vec::new())

@@ -81,6 +81,8 @@ impl Model {
         let mut model = Model::new(path, Config::from_values(config), weights, weight_files, auxiliary);
         arch::mark_roles(&mut model.weights.by_name, model.config.values());
         model.require_widths()?;
+        // llama.cpp adds all biases that a file contains.
+        model.require_used_biases(model.weights.by_name.keys().map(String::as_str))?;
         Ok(model)
     }
 }
