@@ -429,6 +429,31 @@ fn attention_of_another_domain_is_opaque() {
     assert_eq!(written.graph.unwrap().node.iter().filter(|node| node.domain() == "com.microsoft").count(), 2);
 }
 
+/// ONNX Runtime requires the size of the bias when it loads the node.
+#[test]
+fn weights_of_opaque_nodes_have_their_sizes() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let attributes = [("K", 16), ("N", 8), ("bits", 4), ("block_size", 16)].map(|(name, number)| AttributeProto::int(name, number));
+    let product = node("MatMulNBits", &["a", "integers", "scales", "", "", "bias"], "y", attributes.to_vec());
+    let nodes = vec![node("MatMul", &["x", "first"], "a", vec![]), NodeProto { domain: Some("com.microsoft".into()), ..product }];
+    let integers = TensorProto {
+        name: Some("integers".into()),
+        data_type: Some(DataType::Uint8 as i32),
+        dims: vec![8, 1, 8],
+        raw_data: Some((0..64).collect()),
+        ..TensorProto::default()
+    };
+    let mut file = model(17, &[0, 16], nodes, vec![floats("first", &[16, 16]), integers, floats("scales", &[8]), floats("bias", &[8])]);
+    file.opset_import.push(compress_onnx::proto::OperatorSetIdProto { domain: Some("com.microsoft".into()), version: Some(1) });
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let inputs = sample(&[0, 16]);
+    close("bias", &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
+}
+
 /// Nodes are copied only to a file of their opset.
 #[test]
 fn opaque_nodes_of_newer_opsets_are_reported_by_name() {

@@ -174,8 +174,7 @@ fn observers(op: &Opaque, subgraph: &OpaqueSubgraph, layers: &[BodyLayer]) -> Ve
         exposed.push((observed_input(&layer.weight), output, channels, shape.len().saturating_sub(2)));
     }
     parts.outputs = exposed.iter().map(|(_, output, ..)| output.clone()).collect();
-    let ranks: Vec<usize> = op.inputs.iter().map(|ty| ty.shape.len()).collect();
-    let Ok(loaded) = LoadedSubgraph::new(parts, &ranks, subgraph.path(), true) else { return Vec::new() };
+    let Ok(loaded) = LoadedSubgraph::new(parts, &op.inputs, subgraph.path(), true) else { return Vec::new() };
     let observed = Arc::new(ObservedSubgraph { loaded, last: Mutex::new(None), failed: OnceLock::new() });
     let observer = |(name, output, channels, spatial): (String, String, usize, usize)| {
         let ty = TensorType { element: Element::Float, shape: vec![Dim::Named("observed_rows".into()), Dim::Fixed(channels)] };

@@ -55,8 +55,8 @@ pub(super) struct LoadedSubgraph {
     parts: SubgraphParts,
     /// The file that it is a part of.
     path: PathBuf,
-    /// Ranks of the inputs.
-    ranks: Vec<usize>,
+    /// Types of the inputs.
+    types: Vec<TensorType>,
     /// ONNX element type numbers of the outputs.
     elements: Vec<Option<i32>>,
     backend: Backend,
@@ -95,19 +95,19 @@ pub(super) fn element(number: i32) -> Option<Element> {
 }
 
 impl LoadedSubgraph {
-    /// Loads a subgraph of the file at `path` whose inputs have these ranks. Fails if the interpreter does
+    /// Loads a subgraph of the file at `path` whose inputs have these types. Fails if the interpreter does
     /// not support the nodes, and ONNX Runtime is missing or refuses them.
-    pub fn new(parts: SubgraphParts, ranks: &[usize], path: &Path, optimize: bool) -> Result<LoadedSubgraph, String> {
+    pub fn new(parts: SubgraphParts, types: &[TensorType], path: &Path, optimize: bool) -> Result<LoadedSubgraph, String> {
         let (elements, backend) = if let Some(interpreter) = Interpreter::new(&parts) {
             (interpreter.output_types(), Backend::BuiltIn(interpreter))
         } else {
-            let model = parts.model(ranks);
+            let model = parts.model(types);
             let options = runtime::Options { optimize, limits: Some(limits(model.encoded_len())), ..runtime::Options::default() };
             let session = Session::from_model(&model, path, options).map_err(|e| e.to_string())?;
             (session.output_types(), Backend::Runtime(Box::new(Mutex::new(session))))
         };
-        let (path, ranks) = (path.to_owned(), ranks.to_vec());
-        Ok(LoadedSubgraph { parts, path, ranks, elements, backend, exceeded: OnceLock::new(), sizes: Mutex::default() })
+        let (path, types) = (path.to_owned(), types.to_vec());
+        Ok(LoadedSubgraph { parts, path, types, elements, backend, exceeded: OnceLock::new(), sizes: Mutex::default() })
     }
 
     pub(super) fn run_all(&self, inputs: &[Tensor], limits: Option<Limits>) -> Result<BTreeMap<String, Tensor>, String> {
@@ -312,7 +312,7 @@ impl Function for OpaqueSubgraph {
         let mut parts = original.clone();
         // Names of weights are unique, and those of the file have no such parts.
         body_layers::insert_quantizers(&mut parts.nodes, &layers, true, &BTreeMap::new(), &mut |name| format!("{name}/inserted"))?;
-        let loaded = Arc::new(LoadedSubgraph::new(parts, &self.loaded.ranks, &self.loaded.path, true)?);
+        let loaded = Arc::new(LoadedSubgraph::new(parts, &self.loaded.types, &self.loaded.path, true)?);
         let quantized = Some((original.clone(), layers));
         Ok(Arc::new(OpaqueSubgraph { loaded, output: self.output.clone(), element: self.element, quantized }))
     }
@@ -332,6 +332,10 @@ mod tests {
     fn node(op: &str, inputs: &[&str], output: &str) -> NodeProto {
         let input = inputs.iter().map(|name| (*name).to_owned()).collect();
         NodeProto { op_type: Some(op.into()), input, output: vec![output.into()], ..NodeProto::default() }
+    }
+
+    fn input() -> TensorType {
+        TensorType { element: Element::Float, shape: vec![Dim::Named("n".into()), Dim::Fixed(1 << 14)] }
     }
 
     /// A loop of 2^62 iterations; with `kept`, it stacks the results of all iterations.
@@ -364,7 +368,7 @@ mod tests {
             opsets: vec![OperatorSetIdProto { domain: None, version: Some(17) }],
             ..SubgraphParts::default()
         };
-        LoadedSubgraph::new(parts, &[2], Path::new("endless.onnx"), true).map(Arc::new)
+        LoadedSubgraph::new(parts, std::slice::from_ref(&input()), Path::new("endless.onnx"), true).map(Arc::new)
     }
 
     #[test]
@@ -372,10 +376,9 @@ mod tests {
         if !compress_testing::available("ONNX Runtime", runtime::library()) {
             return;
         }
-        let input = TensorType { element: Element::Float, shape: vec![Dim::Named("n".into()), Dim::Fixed(1 << 14)] };
         for kept in [false, true] {
             let (subgraph, begun) = (OpaqueSubgraph::new(endless(kept).unwrap(), "y").unwrap(), std::time::Instant::now());
-            let reason = subgraph.infer_type(std::slice::from_ref(&input), &|_| false).unwrap_err();
+            let reason = subgraph.infer_type(std::slice::from_ref(&input()), &|_| false).unwrap_err();
             assert!(reason.contains("it takes longer than 2 s") || kept && reason.contains("it takes more than 1024 MB"), "{reason}");
             // No further trial runs.
             assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());

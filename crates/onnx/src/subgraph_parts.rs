@@ -6,8 +6,9 @@
 use std::collections::BTreeMap;
 
 use super::proto::{
-    DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
+    Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
 };
+use crate::ir::TensorType;
 
 /// Nodes, constants and interface of a subgraph.
 #[derive(Debug, Clone, Default)]
@@ -29,11 +30,15 @@ pub(super) struct SubgraphParts {
 }
 
 impl SubgraphParts {
-    /// The subgraph as a model whose inputs have these ranks.
-    pub fn model(&self, ranks: &[usize]) -> ModelProto {
-        let open = |rank: &usize| Some(TensorShapeProto { dim: vec![DimensionProto::default(); *rank] });
-        let port = |((name, element), rank): (&(String, i32), &usize)| {
-            let tensor = TensorTypeProto { elem_type: Some(*element), shape: open(rank) };
+    /// The subgraph as a model whose inputs have these types. Some operators require the sizes of weights.
+    pub fn model(&self, types: &[TensorType]) -> ModelProto {
+        let fixed = |size: usize| i64::try_from(size).ok().map(Dimension::DimValue);
+        let shape = |ty: &TensorType| {
+            let dim = ty.shape.iter().map(|size| DimensionProto { value: size.fixed().and_then(fixed), denotation: None });
+            Some(TensorShapeProto { dim: dim.collect() })
+        };
+        let port = |((name, element), ty): (&(String, i32), &TensorType)| {
+            let tensor = TensorTypeProto { elem_type: Some(*element), shape: shape(ty) };
             let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
             ValueInfoProto { name: Some(name.clone()), r#type: Some(ty), ..ValueInfoProto::default() }
         };
@@ -41,7 +46,7 @@ impl SubgraphParts {
             name: Some("subgraph".into()),
             node: self.nodes.clone(),
             initializer: self.constants.clone(),
-            input: self.inputs.iter().zip(ranks).map(port).collect(),
+            input: self.inputs.iter().zip(types).map(port).collect(),
             output: self.outputs.iter().map(|name| ValueInfoProto { name: Some(name.clone()), ..ValueInfoProto::default() }).collect(),
             ..GraphProto::default()
         };

@@ -142,11 +142,8 @@ impl<'f> Lift<'f> {
         if let Some(cached) = subgraphs().get(&key) {
             return cached.clone().and_then(|loaded| OpaqueSubgraph::new(loaded, name));
         }
-        let ranks: Vec<usize> = types.iter().map(|ty| ty.shape.len()).collect();
-        let loaded = self
-            .subgraph_parts(cone, transposes, inputs, outputs)
-            .and_then(|parts| LoadedSubgraph::new(parts, &ranks, &self.file.path, optimize))
-            .map(Arc::new);
+        let loaded =
+            self.subgraph_parts(cone, transposes, inputs, outputs).and_then(|parts| LoadedSubgraph::new(parts, types, &self.file.path, optimize)).map(Arc::new);
         subgraphs().insert(key, loaded.clone());
         loaded.and_then(|loaded| OpaqueSubgraph::new(loaded, name))
     }
