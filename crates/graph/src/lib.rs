@@ -12,11 +12,11 @@ mod running {
     pub mod gpu;
     pub mod ir;
 
-    pub(crate) use compress_core::{error, files};
+    pub(crate) use compress_core::files;
     pub(crate) use compress_kernels as kernel;
 }
 
 #[cfg(feature = "run")]
 pub use running::*;
 
-use compress_core::store;
+use compress_core::{error, store};
