@@ -140,6 +140,23 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
             ),
         ),
         (
+            "another output of a node",
+            2,
+            model(
+                13,
+                &[0, 4],
+                vec![
+                    layer("x", "first", "a"),
+                    NodeProto { output: vec!["b".into(), "places".into()], ..node("TopK", &["a", "count"], "b", vec![]) },
+                    node("Relu", &["b"], "c", vec![]),
+                    node("ScatterElements", &["a", "places", "b"], "d", vec![AttributeProto::int("axis", 1)]),
+                    node("Concat", &["c", "d"], "e", vec![AttributeProto::int("axis", 1)]),
+                    layer("e", "wide", "y"),
+                ],
+                vec![floats("first", &[4, 6]), ints("count", &[2]), floats("wide", &[8, 4])],
+            ),
+        ),
+        (
             "scales that determine the shape",
             1,
             model(
@@ -427,31 +444,6 @@ fn attention_of_another_domain_is_opaque() {
     let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
     assert!(written.opset_import.iter().any(|import| import.domain() == "com.microsoft" && import.version() == 1));
     assert_eq!(written.graph.unwrap().node.iter().filter(|node| node.domain() == "com.microsoft").count(), 2);
-}
-
-/// ONNX Runtime requires the size of the bias when it loads the node.
-#[test]
-fn weights_of_opaque_nodes_have_their_sizes() {
-    if !onnxruntime::has_onnx_runtime() {
-        return;
-    }
-    let attributes = [("K", 16), ("N", 8), ("bits", 4), ("block_size", 16)].map(|(name, number)| AttributeProto::int(name, number));
-    let product = node("MatMulNBits", &["a", "integers", "scales", "", "", "bias"], "y", attributes.to_vec());
-    let nodes = vec![node("MatMul", &["x", "first"], "a", vec![]), NodeProto { domain: Some("com.microsoft".into()), ..product }];
-    let integers = TensorProto {
-        name: Some("integers".into()),
-        data_type: Some(DataType::Uint8 as i32),
-        dims: vec![8, 1, 8],
-        raw_data: Some((0..64).collect()),
-        ..TensorProto::default()
-    };
-    let mut file = model(17, &[0, 16], nodes, vec![floats("first", &[16, 16]), integers, floats("scales", &[8]), floats("bias", &[8])]);
-    file.opset_import.push(compress_onnx::proto::OperatorSetIdProto { domain: Some("com.microsoft".into()), version: Some(1) });
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.onnx");
-    std::fs::write(&path, file.encode_to_vec()).unwrap();
-    let inputs = sample(&[0, 16]);
-    close("bias", &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
 }
 
 /// Nodes are copied only to a file of their opset.

@@ -381,6 +381,20 @@ fn unsupported_forms_of_dequantization_are_reported() {
     assert!(!Place::new(&weights_alone()).open().auxiliary.in_weight_files.iter().any(|note| note.contains("unsupported pattern")));
 }
 
+/// ONNX Runtime requires the size of the bias when it loads the node.
+#[test]
+fn products_of_blocks_may_have_a_bias() {
+    if !crate::common::onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let attributes = [("K", 20), ("N", 6), ("bits", 4), ("block_size", 32)].map(|(name, number)| AttributeProto::int(name, number));
+    let product = node("MatMulNBits", &["x", "integers", "scales", "", "", "bias"], &["y"], attributes.to_vec());
+    let initializers = vec![bytes("integers", DataType::Uint8, &[6, 1, 16], 3), scales("scales", &[6]), raw("bias", &[6])];
+    let mut model = file(17, vec![NodeProto { domain: Some("com.microsoft".into()), ..product }], initializers);
+    model.opset_import.push(OperatorSetIdProto { domain: Some("com.microsoft".into()), version: Some(1) });
+    Place::new(&model).open().graph().unwrap();
+}
+
 /// ONNX Runtime fails to load or run these files with the session option for exact sums.
 #[test]
 fn files_without_zero_points_and_with_shared_integers_are_run() {

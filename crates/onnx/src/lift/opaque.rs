@@ -241,8 +241,12 @@ impl<'f> Lift<'f> {
         if let Some(node) = cone.nodes.values().find(|node| own(node)) {
             return Err(format!("{} is a function that is defined in the file", label(node)));
         }
+        let mut taken: BTreeSet<String> = cone.nodes.values().flat_map(|node| node.output.iter().cloned()).collect();
         for node in cone.nodes.values() {
             let mut node = (*node).clone();
+            // Another output is needed, such as the mask of a sequence.
+            let is_given = |name: &str| inputs.iter().any(|(input, _)| input == name);
+            node.output.iter_mut().filter(|name| is_given(name)).for_each(|name| *name = super::super::fresh(&mut taken, format!("{name}/again")));
             self.fill_node(&mut node, cone)?;
             if let Some(name) = shadowed(&node) {
                 return Err(format!("a body of {} defines `{name}`, and another one reads a value of this name outside: rename one of them", label(&node)));
