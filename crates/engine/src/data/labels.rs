@@ -1,6 +1,6 @@
 //! Class labels by index or by name.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -68,7 +68,8 @@ pub fn class_difference([a, b]: [&BTreeMap<usize, String>; 2]) -> Option<String>
 
 /// Maps labels to classes.
 pub(super) struct Classes {
-    by_name: BTreeMap<String, usize>,
+    /// The classes with each name. Several classes may have the same one.
+    by_name: BTreeMap<String, BTreeSet<usize>>,
     /// Kind of the labels, if the options specify it.
     kind: Option<LabelKind>,
     /// Number of classes of the model, if it is a constant.
@@ -77,12 +78,12 @@ pub(super) struct Classes {
 
 impl Classes {
     pub fn from_target(options: &Data, target: &Target) -> Classes {
-        let mut by_name = BTreeMap::new();
-        if let Some(Value::Object(names)) = target.config.get("id2label") {
-            by_name.extend(names.iter().filter_map(|(id, name)| Some((name.as_str()?.to_owned(), id.parse().ok()?))));
-        }
-        if let Some(Value::Object(ids)) = target.config.get("label2id") {
-            by_name.extend(ids.iter().filter_map(|(name, id)| Some((name.clone(), usize::try_from(id.as_u64()?).ok()?))));
+        let object = |key: &str| target.config.get(key).and_then(Value::as_object).into_iter().flatten();
+        let names = object("id2label").filter_map(|(id, name)| Some((name.as_str()?, id.parse().ok()?)));
+        let ids = object("label2id").filter_map(|(name, id)| Some((name.as_str(), usize::try_from(id.as_u64()?).ok()?)));
+        let mut by_name = BTreeMap::<String, BTreeSet<usize>>::new();
+        for (name, id) in names.chain(ids) {
+            by_name.entry(name.to_owned()).or_default().insert(id);
         }
         Classes { by_name, kind: options.label_kind, count: target.classes() }
     }
@@ -90,20 +91,26 @@ impl Classes {
     /// The class of a label, `None` for -100. A number is an index; text is a name, or an index if no
     /// class has this name. `location` names the label in error messages.
     pub fn find(&self, label: &Label, path: &Path, location: &str) -> Result<Option<usize>> {
-        let is_ignored = label.text().parse() == Ok(IGNORED) && self.named(label.text()).is_none();
+        let is_ignored = label.text().parse() == Ok(IGNORED) && self.named(label.text()).is_empty();
         if is_ignored { Ok(None) } else { self.class(self.kind.or(label.kind()), label.text(), path, location).map(Some) }
     }
 
-    /// The class with this name, first by exact spelling, then ignoring case.
-    fn named(&self, label: &str) -> Option<usize> {
-        let lower = label.to_lowercase();
-        self.by_name.get(label).or_else(|| self.by_name.iter().find(|(name, _)| name.to_lowercase() == lower).map(|(_, id)| id)).copied()
+    /// The classes with this name, first by exact spelling, then ignoring case.
+    fn named(&self, label: &str) -> BTreeSet<usize> {
+        let (exact, lower) = (self.by_name.get(label), label.to_lowercase());
+        let ignoring_case = || self.by_name.iter().filter(|(name, _)| name.to_lowercase() == lower).flat_map(|(_, ids)| ids).copied().collect();
+        exact.cloned().unwrap_or_else(ignoring_case)
     }
 
     fn class(&self, kind: Option<LabelKind>, label: &str, path: &Path, location: &str) -> Result<usize> {
-        let named = self.named(label);
+        let named = if kind == Some(LabelKind::Index) { BTreeSet::new() } else { self.named(label) };
+        if let (Some(first), Some(second)) = (named.iter().next(), named.iter().nth(1)) {
+            let reason = format!("{location}: `{label}` is the name of both class {first} and class {second} in config.json");
+            return Err(Error::option("data", format!("{}: {reason}; use class indices, with `label_kind: index`", path.display())));
+        }
+        let named = named.first().copied();
         let index = label.parse().ok().filter(|_| kind != Some(LabelKind::Name));
-        let class = match (named.filter(|_| kind != Some(LabelKind::Index)), index) {
+        let class = match (named, index) {
             (Some(named), Some(index)) if named != index && self.count.is_none_or(|count| index < count) => {
                 let reason = format!("{location}: `{label}` is both a class index and, in config.json, the name of class {named}");
                 return Err(Error::option("data", format!("{}: {reason}; set `label_kind: index` or `label_kind: name`", path.display())));
@@ -131,7 +138,7 @@ impl Classes {
     /// names. The second value is true for alphabetical order. A partial match is an error: some folders
     /// would get the wrong class.
     pub fn for_folders(&self, names: &[String], path: &Path) -> Result<(Vec<usize>, bool)> {
-        let (named, number) = (|name: &String| self.named(name).is_some(), |name: &String| name.parse::<usize>().is_ok());
+        let (named, number) = (|name: &String| !self.named(name).is_empty(), |name: &String| name.parse::<usize>().is_ok());
         let all = |matches: &dyn Fn(&String) -> bool, kind| names.iter().all(matches).then_some(kind);
         let kind = self.kind.or_else(|| all(&named, LabelKind::Name)).or_else(|| all(&number, LabelKind::Index));
         let unmatched = names.iter().find(|name| !named(name) && !number(name));
@@ -210,6 +217,10 @@ mod tests {
         assert!(find(STARS, Some(LabelKind::Name), text("0")).unwrap_err().contains("is not a class"));
         assert!(find(STARS, None, number("3")).unwrap_err().contains("the model has 3"));
         let pets = r#"{"0": "cat", "1": "dog"}"#;
+        let twins = r#"{"0": "crane", "1": "Crane", "2": "crane"}"#;
+        assert_eq!((find(twins, None, text("Crane")), find(twins, Some(LabelKind::Index), text("2"))), (Ok(1), Ok(2)));
+        assert!(find(twins, None, text("crane")).unwrap_err().contains("`crane` is the name of both class 0 and class 2 in config.json; use class indices"));
+        assert!(find(twins, None, text("CRANE")).unwrap_err().contains("class 0 and class 1"));
         assert_eq!((find(pets, None, text("Dog")), find(pets, None, text("1")), find(pets, None, number("1"))), (Ok(1), Ok(1), Ok(1)));
     }
 
