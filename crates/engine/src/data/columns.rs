@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::labels::Label;
 use super::options::{Column, Data};
 use super::record::{IMAGE, LABEL, Record, Records, TEXT, Text, listed, require_distinct};
-use super::text_format::{NOT_UTF8, numeric_label, other_delimiter};
+use super::text_format::{NOT_UTF8, not_text, numeric_label, other_delimiter};
 use crate::error::{Error, Result, counted};
 use crate::files;
 
@@ -33,6 +33,9 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
         Error::malformed(path, format!("{line}{}", plain(&e)))
     };
     let names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
+    if let Some(what) = names.iter().find_map(|name| not_text(name)) {
+        return Err(Error::malformed(path, format!("line 1 is {what}")));
+    }
     match names.last() {
         Some(name) if name == LAST_RECORD => {
             return Err(Error::malformed(
@@ -122,6 +125,9 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
             record.get(index).map(str::to_owned).ok_or_else(missing)
         };
         let read = || {
+            if let Some(what) = not_text(record.as_slice()) {
+                return Err(Error::malformed(&path, format!("line {line} is {what}")));
+            }
             require_closed(&path, line, record.iter().next_back())?;
             if !may_vary && record.iter().skip(width).any(|field| !field.trim().is_empty()) {
                 let reason = format!("line {line} has {} fields for {}: quote texts that contain the delimiter", record.len(), counted(width, "column"));

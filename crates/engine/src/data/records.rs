@@ -12,7 +12,7 @@ use super::labels::Label;
 use super::options::{Column, Data};
 use super::record::{IMAGE, LABEL, TEXT, listed, require_distinct};
 pub(super) use super::record::{Record, Records, Text};
-use super::text_format::NOT_UTF8;
+use super::text_format::{NOT_UTF8, not_text};
 pub(super) use super::text_format::{TextFormat, header_note, layout};
 use crate::error::{Error, Result};
 use crate::files;
@@ -65,10 +65,12 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
     let path = path.to_owned();
     (1..).zip(BufReader::new(file).lines()).map(move |(number, line)| {
         let without_mark = |text: String| if number == 1 { text.trim_start_matches(BYTE_ORDER_MARK).to_owned() } else { text };
-        line.map(|text| (number, without_mark(text))).map_err(|e| match e.kind() {
-            std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is {NOT_UTF8}")),
-            _ => Error::io("read", &path)(e),
-        })
+        let wrong = |what: &str| Error::malformed(&path, format!("line {number} is {what}"));
+        match line {
+            Ok(text) => not_text(&text).map_or_else(|| Ok((number, without_mark(text))), |what| Err(wrong(what))),
+            Err(e) if e.kind() == std::io::ErrorKind::InvalidData => Err(wrong(NOT_UTF8)),
+            Err(e) => Err(Error::io("read", &path)(e)),
+        }
     })
 }
 
@@ -375,6 +377,12 @@ mod tests {
             std::fs::write(&path, bytes).unwrap();
             let error = open(&Data::default(), &path, false).unwrap().collect::<Result<Vec<_>>>().unwrap_err().to_string();
             assert!(error.contains("line 2") && error.contains("UTF-8"), "{error}");
+        }
+        for (name, text, options) in
+            [("a.txt", "one", "{}"), ("a.csv", "id,text", "{}"), ("a.csv", "one,1", "{ header: false, text_column: 0 }"), ("a.jsonl", "{}", "{}")]
+        {
+            let utf16: String = text.chars().flat_map(|each| [each, '\0']).collect();
+            assert!(read(name, &utf16, options, false).unwrap_err().contains("line 1 is text with NUL characters: convert it if it is UTF-16"));
         }
     }
 }

@@ -8,6 +8,14 @@ use crate::error::{Error, Result, redact_path};
 /// Completes messages about a line or a file of texts in another encoding.
 pub(super) const NOT_UTF8: &str = "not UTF-8 text: check that it is the right file, or convert it, as with `iconv -f ISO-8859-1 -t UTF-8`";
 
+/// Completes messages about a line or a file with NUL characters, such as those of UTF-16.
+const HAS_NUL: &str = "text with NUL characters: convert it if it is UTF-16, as with `iconv -f UTF-16LE -t UTF-8`, or remove them";
+
+/// Completes the message about a text that is not one because of its NUL characters.
+pub(super) fn not_text(text: &str) -> Option<&'static str> {
+    text.contains('\0').then_some(HAS_NUL)
+}
+
 /// Format of a text file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TextFormat {

@@ -9,7 +9,7 @@ use std::io::Read;
 use std::path::PathBuf;
 
 use super::Tokenizer;
-use crate::data::text_format::NOT_UTF8;
+use crate::data::text_format::{NOT_UTF8, not_text};
 use crate::error::{Error, Result};
 
 /// Bytes that are read at a time.
@@ -152,7 +152,8 @@ impl Iterator for Pieces<'_> {
             let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).or_else(boundary).unwrap_or(bytes.len());
             self.rest = bytes.split_off(at);
         }
-        Some(String::from_utf8(bytes).map_err(|_| Error::malformed(&self.path, format!("is {NOT_UTF8}"))))
+        let text = String::from_utf8(bytes).map_err(|_| NOT_UTF8).and_then(|text| not_text(&text).map_or(Ok(text), Err));
+        Some(text.map_err(|what| Error::malformed(&self.path, format!("is {what}"))))
     }
 }
 
@@ -162,6 +163,12 @@ mod tests {
 
     use super::super::tests::byte_level;
     use super::*;
+
+    #[test]
+    fn utf16_is_rejected() {
+        let mut pieces = Pieces { file: Box::new(b"o\0n\0".as_slice()), path: PathBuf::new(), rest: Vec::new(), size: 8 };
+        assert!(pieces.next().unwrap().unwrap_err().to_string().contains("iconv -f UTF-16LE"));
+    }
 
     #[test]
     fn pieces_concatenate_to_the_file() {
