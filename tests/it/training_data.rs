@@ -278,6 +278,13 @@ fn texts_are_mixed_by_weight() {
     assert!(all[3] == shuffled(folder.path(), &mix, order(3)) && all[3] != all[4]);
     assert_eq!(shuffled(folder.path(), &mix, Order { skip: 6, ..order(3) }), all[3][6..]);
     assert_eq!(shuffled(folder.path(), &limited, order(3)), all[3][..5]);
+    // A first line that may be a sample is noted, as for a single text.
+    let table = folder.path().join("table.csv");
+    fs::write(&table, "1,one\n2,two\n").unwrap();
+    let tables = options(&format!("{{ mix: [{{ text: {}, text_column: 1 }}] }}", table.display()));
+    let subject = Subject::open(folder.path(), 1).unwrap();
+    let notes = DataSet::open(&tables, subject.target()).unwrap().notes();
+    assert!(notes.len() == 1 && notes[0].contains("table.csv was taken as the header"), "{notes:?}");
     // Chats of which only the answers are predicted, with a text.
     let chats = Data { loss_on: Some(LossOn::Assistant), ..part(&texts("answers.jsonl", "{}").text.unwrap(), 1.0) };
     let with_chats = Data { mix: vec![chats, part(&large, 2.0)], batch_size: Some(64), ..Data::default() };

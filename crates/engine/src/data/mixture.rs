@@ -90,6 +90,10 @@ impl SampleSource for Mixture {
         true
     }
 
+    fn notes(&self) -> Vec<String> {
+        self.texts.iter().flat_map(SampleSource::notes).collect()
+    }
+
     fn batch_sizes(&self) -> BatchSizes {
         BatchSizes::Varying { tokens: self.texts.iter().map(Windows::length).max() }
     }

@@ -121,6 +121,10 @@ impl SampleSource for TextsWithImages {
         BatchSizes::Varying { tokens: None }
     }
 
+    fn notes(&self) -> Vec<String> {
+        self.texts.notes()
+    }
+
     fn images(&self) -> Option<(&Pixels, &ImageInput)> {
         Some((&self.pixels, &self.input))
     }
