@@ -22,12 +22,14 @@ const ONE_COLUMN: &str =
 /// Records of an open file; `labelled` requires labels.
 pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool, (delimiter, quoting): (u8, bool)) -> Result<Records> {
     let header = options.header.unwrap_or(true);
+    let has_crlf = has_crlf(path);
+    let end = if has_crlf { "\r\n" } else { "\n" };
     let mut reader = csv::ReaderBuilder::new()
         .has_headers(header)
         .delimiter(delimiter)
         .quoting(quoting)
         .flexible(true)
-        .from_reader(file.chain(Cursor::new(format!("\n{LAST_RECORD}\n"))));
+        .from_reader(file.chain(Cursor::new(format!("{end}{LAST_RECORD}{end}"))));
     let wrong = |path: &Path, e: csv::Error| {
         let line = e.position().map_or(String::new(), |at| format!("line {}: ", at.line()));
         Error::malformed(path, format!("{line}{}", plain(&e)))
@@ -103,18 +105,20 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
     require_distinct(path, [Some(text), pair, negative, label])?;
     let images: Vec<usize> = names.iter().enumerate().filter(|(_, name)| IMAGE.contains(&name.as_str())).map(|(index, _)| index).collect();
     let path = path.to_owned();
-    let has_crlf = has_crlf(&path);
     // Texts do not contain tabs, and some tables without a header append columns to single rows.
     let (may_vary, mut width) = (!header && delimiter == b'\t', header.then_some(names.len()));
-    let records = reader.into_records().enumerate().filter_map(move |(index, record)| {
-        let record = match record {
+    let mut records = reader.into_records();
+    let records = std::iter::from_fn(move || {
+        let record = match records.next()? {
             Ok(record) if record.len() == 1 && record.get(0) == Some(LAST_RECORD) => return None,
             Ok(record) => record,
             Err(e) => return Some(Err(wrong(&path, e))),
         };
-        // The reader counts the line feed of CRLF as part of the next line.
-        let offset = u64::from(has_crlf && (header || index > 0));
-        let line = record.position().map_or(0, csv::Position::line).saturating_add(offset);
+        // The position of a record is that of the blank lines before it. The reader counts the line feed of
+        // CRLF as part of the next line. A field that is not closed contains the last line feed.
+        let is_ended = !has_crlf && !is_open(record.iter().next_back());
+        let within = record.as_slice().bytes().filter(|byte| *byte == b'\n').count() as u64;
+        let line = records.reader().position().line().saturating_sub(within).saturating_sub(u64::from(is_ended));
         let width = *width.get_or_insert(record.len());
         let get = |index: usize| {
             let missing = || {
@@ -151,11 +155,16 @@ pub(super) fn columns(options: &Data, file: impl Read + Send + 'static, path: &P
 
 /// Checks the last field of a record.
 fn require_closed(path: &Path, line: u64, last: Option<&str>) -> Result<()> {
-    if !last.is_some_and(|field| field.trim_end().ends_with(LAST_RECORD)) {
+    if !is_open(last) {
         return Ok(());
     }
     let reason = format!("line {line} has a quoted field that is not closed; if quotation marks belong to the texts, set `quoting: false`");
     Err(Error::malformed(path, reason))
+}
+
+/// Whether the last field of a record is not closed.
+fn is_open(last: Option<&str>) -> bool {
+    last.is_some_and(|field| field.trim_end().ends_with(LAST_RECORD))
 }
 
 /// Whether the first line ends with a carriage return and a line feed.

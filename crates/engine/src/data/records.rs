@@ -212,6 +212,12 @@ mod tests {
         assert_eq!(read("a.csv", columns, "{}", true).unwrap(), [record("a, b", None, Some("x"), 2), record("c", None, Some("y"), 3)]);
         let windows = columns.replace('\n', "\r\n");
         assert_eq!(read("a.csv", &windows, "{}", true).unwrap(), [record("a, b", None, Some("x"), 2), record("c", None, Some("y"), 3)]);
+        // Blank lines, and a text of two lines.
+        let blank = "text,label\na,x\n\n\n\"b\nc\",y\n\nd,z";
+        let found = [("a", "x", 2), ("b\nc", "y", 5), ("d", "z", 8)].map(|(text, label, line)| record(text, None, Some(label), line));
+        assert_eq!(read("a.csv", blank, "{}", true).unwrap(), found);
+        let crlf: Vec<u64> = read("a.csv", &blank.replace('\n', "\r\n"), "{}", true).unwrap().iter().map(|record| record.line).collect();
+        assert_eq!(crlf, [2, 5, 8]);
         let bare = "3\t\"q\tr\textra\n4\ts\tt\n";
         let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
         assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);
