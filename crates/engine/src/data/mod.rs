@@ -10,6 +10,7 @@ mod batch;
 mod chat;
 mod check;
 mod columns;
+mod contents;
 mod corpus;
 mod custom_source;
 mod decoder_targets;

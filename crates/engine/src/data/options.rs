@@ -10,8 +10,6 @@ use serde_json::Value;
 use super::Target;
 use crate::arch::Settings;
 use crate::error::{Error, Result};
-use crate::store::ContentKey;
-use crate::work::Work;
 
 /// Task that a data set is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -406,27 +404,6 @@ impl Data {
         let common = Data { mix: Vec::new(), samples: None, batch_size: None, metric: None, ..self.clone() };
         let part = |part: &Data| Ok((Data { weight: None, ..common.overridden_by(part)? }, part.weight.unwrap_or(1.0)));
         self.mix.iter().map(part).collect()
-    }
-
-    /// Hash of the options and of the contents of all files.
-    pub fn content(&self, work: &Work) -> Result<String> {
-        let mut key = ContentKey::new(work);
-        key.line(&serde_json::to_string(self).unwrap_or_default());
-        self.add_contents(&mut key, |path| path.parent().unwrap_or(path))
-    }
-
-    /// Hash of the contents of all files, independent of their location and of the options.
-    pub fn contents(&self, work: &Work) -> Result<String> {
-        self.add_contents(&mut ContentKey::new(work), |path| path)
-    }
-
-    /// Adds the contents of all files to a key, with their names relative to `root`.
-    fn add_contents(&self, key: &mut ContentKey, root: impl Fn(&Path) -> &Path) -> Result<String> {
-        self.paths().try_for_each(|path| key.files([path], root(path)))?;
-        if let Some(name) = &self.source {
-            key.line(&super::source_registry::content(name)?);
-        }
-        Ok(key.name())
     }
 
     /// Samples per batch, for samples with the given number of tokens if it is known.

@@ -1,5 +1,6 @@
 //! Records of text files: plain lines, columns, or JSON objects.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
@@ -72,6 +73,15 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
             Err(e) => Err(Error::io("read", &path)(e)),
         }
     })
+}
+
+/// The files of the images of a file of texts, each once. None if its first text has none: either all texts
+/// have images or none. Errors are left to the reader of the samples.
+pub(super) fn image_files(options: &Data, path: &Path) -> BTreeSet<PathBuf> {
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let records = open(options, path, false).into_iter().flatten().map_while(Result::ok).take_while(Record::has_images);
+    let named = |record: Record| record.image_files().into_iter().filter_map(Value::as_str).map(|file| folder.join(file)).collect::<Vec<_>>();
+    records.flat_map(named).filter(|file| files::is_file(file)).collect()
 }
 
 /// An image, or several in a list.
