@@ -223,6 +223,7 @@ impl Search<'_> {
             (None, _) if self.formats.len() == 1 => smallest(&found, &measurement)?,
             _ => self.choose_by_size(&found, &measurement)?,
         };
+        found.chosen = found.chosen.take().map(|chosen| found.best(self.budget, self.model.stored_bytes(), chosen));
         found.times = times.map(|times| times.table().clone());
         Ok(found)
     }

@@ -1,9 +1,10 @@
 //! Points of a search, and the front.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 use super::formats::Unit;
-use super::{Found, Point};
+use super::{Budget, Found, Point};
 use crate::error::counted;
 use crate::pass::assignment::{Assignment, Choice, front, undominated};
 
@@ -83,6 +84,20 @@ impl Found {
         }
     }
 
+    /// The chosen point, or a measured one that is better within the same limit: with less loss for a limit
+    /// of the size, or smaller for one of the loss. Predictions may order them differently. `input` is the
+    /// size of the input.
+    pub(super) fn best(&self, budget: Option<Budget>, input: u64, chosen: Point) -> Point {
+        let rank = |point: &Point| match (budget?, point.measured.filter(|_| !self.is_floats(point))?) {
+            (Budget::Loss(limit), measured) => (measured <= limit).then_some((point.bytes as f64, measured)),
+            (budget, measured) => (budget.is_size() && budget.allows(point, input)).then_some((measured, point.bytes as f64)),
+        };
+        let Some(own) = rank(&chosen) else { return chosen };
+        let better = self.points.iter().filter_map(|point| Some((rank(point).filter(|found| *found < own)?, point)));
+        let best = better.min_by(|(one, _), (other, _)| one.partial_cmp(other).unwrap_or(Ordering::Equal));
+        best.map_or(chosen, |(_, point)| Point { reference: None, ..point.clone() })
+    }
+
     /// The point of a common mixture.
     pub(super) fn reference(&self, name: String, options: Vec<usize>) -> Point {
         Point { reference: Some(name), ..self.point(options) }
@@ -137,6 +152,20 @@ mod tests {
         let point = found.point(front[1].options.clone());
         assert_eq!((point.options.as_slice(), point.bytes, point.predicted), (&[1, 0, 1][..], 2600, 3.1));
         assert!((point.bits - 8.0 * 2500.0 / 3000.0).abs() < 1e-9 && point.reference.is_none());
+    }
+
+    /// Predictions may order points differently from measurements.
+    #[test]
+    fn a_better_measured_point_is_chosen() {
+        let mut found = found();
+        let point = |options: [usize; 3], measured: f64| Point { measured: Some(measured), ..found.point(options.to_vec()) };
+        let [small, chosen, large, floats] = [([0, 0, 1], 0.2), ([1, 0, 1], 0.3), ([1, 1, 1], 0.1), ([2, 2, 2], 0.0)].map(|(o, m)| point(o, m));
+        found.points = vec![Point { reference: Some("common".to_owned()), ..small.clone() }, large.clone(), floats];
+        let best = |budget: Budget| found.best(Some(budget), 6100, chosen.clone());
+        assert_eq!(best(Budget::Bytes(chosen.bytes)), small);
+        assert_eq!(best(Budget::Bytes(9999)), large);
+        assert_eq!([0.3, 0.25, 0.1].map(|limit| found.best(Some(Budget::Loss(limit)), 6100, large.clone())), [small.clone(), small, large.clone()]);
+        assert_eq!((found.best(Some(Budget::Drop(1.0)), 6100, chosen.clone()), found.best(None, 6100, chosen.clone())), (chosen.clone(), chosen));
     }
 
     /// Measured losses are not corrected by the measurements of mixtures.
