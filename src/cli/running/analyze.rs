@@ -70,8 +70,10 @@ impl Args {
         let device = global.models.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
         let memory = memory_limit(global.models.memory.or(recipe.memory), &device);
-        let damages =
-            global.work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, memory, memory_tracker: None, checkpoints: None }))?;
+        let damages = global.work(|work| {
+            let context = Context { work: *work, seed, data: &data, device, memory, memory_tracker: None, checkpoints: None };
+            pass.analyze(model.clone(), &context).and_then(|damages| model.check_contents(work).map(|()| damages))
+        })?;
         let sensitive = recommend_floats(&damages);
         self.file.write(&super::init::RECIPE, || {
             let patterns = sensitive.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;

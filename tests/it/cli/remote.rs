@@ -11,7 +11,7 @@ use serde_json::json;
 use compress::prelude::*;
 
 use crate::cli::servers::{Answer, COMMIT, Files, Request, Server, files, hub, s3};
-use crate::cli::support::{Run, command, floats, model_of, names, ok, read_json, snapshot};
+use crate::cli::support::{Run, command, floats, golden_model, model_of, names, ok, read_json, snapshot};
 
 pub(super) const TOKEN: &str = "hf_averysecrettoken";
 /// Secrets that must never be printed.
@@ -225,6 +225,35 @@ fn weights_that_differ_from_the_stated_hash_are_refused() {
         let told = run.stderr.contains("hf:org/name/model.safetensors") && run.stderr.contains("the server reports");
         assert!(run.code == 1 && told && run.stdout.is_empty(), "{args}: {}{}", run.stdout, run.stderr);
     }
+    assert_eq!(snapshot(place.path()), before);
+}
+
+/// Results of such weights are neither printed nor stored for another run.
+#[test]
+fn measurements_of_corrupted_weights_are_not_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    golden_model(folder.path(), "llama", &[("characters.json", "tokenizer.json"), ("book.txt", "../book.txt")]);
+    let place = Workspace { files: files(&folder.path().join("in")), folder };
+    fs::write(place.path().join("sweep.yaml"), "model: hf:org/name\ndata: { calibration: book.txt }\noutput: out\n").unwrap();
+    let (hub, _) = hub(place.files.clone(), TOKEN, |request, bytes| {
+        let mut bytes = bytes.to_vec();
+        *bytes.last_mut().unwrap() ^= 1;
+        Answer::file(request, &bytes)
+    });
+    let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN)];
+    let before = snapshot(place.path());
+    for args in [
+        "auto hf:org/name --for transformers --front front.json --points 1 --calibration book.txt --checkpoint state.json",
+        "auto hf:org/name --for transformers --front front.json",
+        "analyze sweep.yaml",
+        "draft hf:org/name -o out --data book.txt --layers 1 --samples 2 --tokens 4",
+    ] {
+        let run = place.run(args, &variables);
+        assert!(run.code == 1 && run.stderr.contains("the server reports") && run.stdout.is_empty(), "{args}: {}{}", run.stdout, run.stderr);
+    }
+    let sampled = fs::read_to_string(place.path().join("out.unfinished/sampled.jsonl")).unwrap();
+    assert_eq!(sampled.lines().count(), 1, "only the key: {sampled}");
+    fs::remove_dir_all(place.path().join("out.unfinished")).unwrap();
     assert_eq!(snapshot(place.path()), before);
 }
 

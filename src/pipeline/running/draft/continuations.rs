@@ -91,6 +91,8 @@ impl Continuations<'_> {
         write(&format!("{key}\n{}", lines(&found)))?;
         let done = found.len();
         self.model.1.generate_batches((prompts.as_slice(), done), &self.samples.options(), device, memory, work, &mut |continuations| {
+            // Continuations of corrupted weights would be kept for a resumed run.
+            self.model.0.check_contents(work)?;
             write(&lines(&continuations))?;
             found.extend(continuations);
             Ok(())

@@ -172,8 +172,11 @@ impl Search<'_> {
                 return Err(Error::option("--max-loss", "needs data with labels; without labels, limit the KL divergence with `--max-kl`"));
             }
         }
-        let scores = || formats.scores(self.context);
+        // Nothing that follows from corrupted weights is stored or printed.
+        let checked = || self.model.check_contents(&self.context.work);
+        let scores = || formats.scores(self.context).and_then(|scores| checked().map(|()| scores));
         let scores = self.checkpoint.map_or_else(scores, |checkpoint| checkpoint.scores(scores))?;
+        checked()?;
         let units = formats.units(&scores);
         measurement.set_scores(scores);
         if !units.iter().any(has_formats) {
