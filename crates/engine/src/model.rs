@@ -270,21 +270,16 @@ impl Model {
         if names::is_remote(path) { Model::open(path)?.check_contents(work) } else { Ok(()) }
     }
 
-    /// Compares the weight files of other machines with the hashes that their servers state (SHA-256 on
-    /// the Hub); see [`files::check_content`](crate::files::check_content). Fails if the contents of a file
-    /// differ from the stated hash.
+    /// Compares the weight files of other machines with the hashes that their servers state (SHA-256 or the
+    /// git hash on the Hub); see [`files::check_content`](crate::files::check_content). Fails if the contents
+    /// of a file differ from the stated hash.
     pub fn check_contents(&self, work: &Work) -> Result<()> {
-        let mut stated = Vec::new();
-        for path in &self.weight_files {
-            if names::content_hash(path).map_err(Error::io("open", path))?.is_some() {
-                stated.push(path);
-            }
-        }
-        if stated.is_empty() {
+        let mut remote = self.weight_files.iter().filter(|path| names::is_remote(path)).peekable();
+        if remote.peek().is_none() {
             return Ok(());
         }
         work.progress.on(Event::Begin { stage: "Hashing", total: 0, unit: ProgressUnit::Bytes });
-        let checked = stated.into_iter().try_for_each(|path| {
+        let checked = remote.try_for_each(|path| {
             names::check_content(path, &|bytes| work.advance(bytes).is_ok()).map_err(|e| match e.kind() {
                 std::io::ErrorKind::Interrupted => Error::Cancelled,
                 _ => Error::io("read", path)(e),

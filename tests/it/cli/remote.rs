@@ -10,7 +10,7 @@ use serde_json::json;
 
 use compress::prelude::*;
 
-use crate::cli::servers::{Answer, COMMIT, Files, Request, Server, files, hub, s3};
+use crate::cli::servers::{Answer, COMMIT, Files, Request, Server, files, hub, s3, sha256};
 use crate::cli::support::{Run, command, floats, golden_model, model_of, names, ok, read_json, snapshot};
 
 pub(super) const TOKEN: &str = "hf_averysecrettoken";
@@ -205,6 +205,52 @@ fn a_file_damaged_in_transit_is_rejected() {
         let run = place.run("inspect hf:org/name", &[("HF_ENDPOINT", &server.address)]);
         let told = run.stderr.contains("config.json") && run.stderr.contains("corrupted in transit");
         assert_eq!((run.code, told), (i32::from(damaged), damaged), "{entry}: {}", run.stderr);
+    }
+}
+
+/// Data, and weights that are not LFS objects.
+#[test]
+fn data_and_small_weights_are_compared_with_their_hashes() {
+    let folder = tempfile::tempdir().unwrap();
+    golden_model(folder.path(), "llama", &[("characters.json", "tokenizer.json"), ("book.txt", "../book.txt")]);
+    let text = fs::read(folder.path().join("book.txt")).unwrap();
+    let git_hash = |bytes: &[u8]| {
+        let blob = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
+        ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &blob).as_ref().iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+    };
+    let mut files = files(&folder.path().join("in"));
+    files.insert("book.txt".into(), text.clone());
+    files.insert("large.txt".into(), text);
+    let entry = |(name, bytes): (&String, &Vec<u8>)| {
+        let lfs = if name == "large.txt" { json!({ "oid": sha256(bytes) }) } else { json!(null) };
+        json!({ "type": "file", "path": name, "size": bytes.len(), "oid": git_hash(bytes), "lfs": lfs })
+    };
+    let list = serde_json::Value::from(files.iter().map(entry).collect::<Vec<_>>()).to_string();
+    let damaged = Arc::new(std::sync::Mutex::new(String::new()));
+    let (place, changed) = (Workspace { files: files.clone(), folder }, damaged.clone());
+    let server = Server::start(move |request| match request.path() {
+        "/api/models/org/name/revision/main" => Answer::new(200, json!({ "sha": COMMIT }).to_string()),
+        path if path.contains("/tree/") => Answer::new(200, list.as_str()),
+        path => {
+            let name = path.rsplit('/').next().unwrap();
+            let mut bytes = files[name].clone();
+            *bytes.last_mut().unwrap() ^= u8::from(*changed.lock().unwrap() == name);
+            Answer::file(request, &bytes)
+        }
+    });
+    let variables = [("HF_ENDPOINT", server.address.as_str())];
+    for (args, name, what) in [
+        ("cast hf:org/name --to bf16 -o out --force --no-measure", "model.safetensors", "git hash"),
+        ("eval in --data hf:org/name/book.txt", "book.txt", "git hash"),
+        ("eval in --data hf:org/name/large.txt", "large.txt", "SHA-256"),
+    ] {
+        damaged.lock().unwrap().clear();
+        let run = place.run(args, &variables);
+        assert_eq!(run.code, 0, "{args}: {}", run.stderr);
+        name.clone_into(&mut damaged.lock().unwrap());
+        let run = place.run(args, &variables);
+        let told = run.stderr.contains(&format!("hf:org/name/{name}")) && run.stderr.contains(&format!("its {what} is "));
+        assert!(run.code == 1 && told, "{args}: {}{}", run.stdout, run.stderr);
     }
 }
 

@@ -235,10 +235,10 @@ pub fn content_hash(path: &Path) -> io::Result<Option<String>> {
     remote_name(path).map_or(Ok(None), stores::content_hash)
 }
 
-/// Compares the contents of a file with its [`content_hash`], if there is one. Ranges that were read in
-/// file order are hashed as they arrive; the others are read again. `step` receives the number of bytes
-/// of each range and returns whether to continue. Fails with `InvalidData` if the hash differs, and with
-/// `Interrupted` if `step` returns `false`.
+/// Compares the contents of a file with the hash that its server states, if there is one. Ranges that were
+/// read in file order are hashed as they arrive; the others are read again. `step` receives the number of
+/// bytes of each range and returns whether to continue. Fails with `InvalidData` if the hash differs, and
+/// with `Interrupted` if `step` returns `false`.
 pub fn check_content(path: &Path, step: &dyn Fn(u64) -> bool) -> io::Result<()> {
     remote_name(path).map_or(Ok(()), |name| stores::check_content(name, step))
 }
@@ -284,9 +284,29 @@ pub fn read_to_string(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Opens a file for sequential reading.
+/// Opens a file for sequential reading. The end of a remote file is an error if its contents differ from the
+/// hash that the server states.
 pub fn stream(path: &Path) -> io::Result<Box<dyn Read + Send>> {
-    if is_remote(path) { Ok(Box::new(File::open(path)?.reader())) } else { Ok(Box::new(fs::File::open(path)?)) }
+    if !is_remote(path) {
+        return Ok(Box::new(fs::File::open(path)?));
+    }
+    Ok(Box::new(Stream { reader: File::open(path)?.reader(), path: path.to_owned() }))
+}
+
+/// Sequential reader of a remote file from its beginning.
+struct Stream {
+    reader: Reader,
+    path: PathBuf,
+}
+
+impl Read for Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.reader.read(buffer)?;
+        if count == 0 && !buffer.is_empty() {
+            check_content(&self.path, &|_| true)?;
+        }
+        Ok(count)
+    }
 }
 
 /// Copies a file to a local path.

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use super::options::Data;
 use super::records::image_files;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::files::{self, SMALL_FILE};
 use crate::store::ContentKey;
 use crate::work::Work;
 
@@ -20,6 +21,18 @@ impl Data {
     /// Hash of the contents of all files, independent of their location and of the options.
     pub fn contents(&self, work: &Work) -> Result<String> {
         self.add_contents(&mut ContentKey::new(work), |path| path)
+    }
+
+    /// Compares files of other machines with the hashes that their servers state. Large texts are compared
+    /// while they are read.
+    pub(super) fn check_remote(&self) -> Result<()> {
+        for path in self.paths().filter(|path| files::is_remote(path) && files::is_file(path)) {
+            let length = files::length(path).map_err(Error::io("open", path))?;
+            if length <= SMALL_FILE || !self.has_texts() {
+                files::check_content(path, &|_| true).map_err(Error::io("read", path))?;
+            }
+        }
+        Ok(())
     }
 
     /// Adds the contents of all files to a key, with their names relative to `root`.

@@ -176,6 +176,7 @@ impl DataSet {
     /// model's inputs.
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
+        options.check_remote()?;
         kind::require_kind(options, &target)?;
         let task = options.task(&target)?;
         if task == Task::Classification {

@@ -69,7 +69,8 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
         let wrong = |what: &str| Error::malformed(&path, format!("line {number} is {what}"));
         match line {
             Ok(text) => not_text(&text).map_or_else(|| Ok((number, without_mark(text))), |what| Err(wrong(what))),
-            Err(e) if e.kind() == std::io::ErrorKind::InvalidData => Err(wrong(NOT_UTF8)),
+            // Errors of servers have a text.
+            Err(e) if e.kind() == std::io::ErrorKind::InvalidData && e.get_ref().is_none() => Err(wrong(NOT_UTF8)),
             Err(e) => Err(Error::io("read", &path)(e)),
         }
     })

@@ -98,7 +98,7 @@ impl Ranges {
     /// A file that is not open yet. Clones share its chunks.
     pub(super) fn new(backend: Arc<CachedBackend>, file: Found) -> Ranges {
         let chunks = file.bytes.checked_sub(1).map_or(0, |last| number(last).saturating_add(1));
-        let hash = file.sha256.clone().map(|stated| Arc::new(RunningHash::new(stated, chunks)));
+        let hash = backend.backend.stated(&file).map(|stated| Arc::new(RunningHash::new(stated, chunks)));
         Ranges { id: NEXT.fetch_add(1, Ordering::Relaxed), backend, file: Arc::new(file), hash }
     }
 

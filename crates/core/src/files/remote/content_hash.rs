@@ -1,9 +1,9 @@
-//! SHA-256 of a file that is read in ranges, computed while they arrive.
+//! Hash of a file that is read in ranges, computed while they arrive.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ring::digest::{Context, SHA256};
+use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
 use super::lock;
 
@@ -19,20 +19,49 @@ pub(super) fn digits(hasher: Context) -> String {
     hasher.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Compares a finished hash with the expected one, in lower-case hexadecimal digits.
-pub(super) fn compare(hasher: Context, expected: &str) -> Result<(), String> {
-    let found = digits(hasher);
-    if found == expected {
-        return Ok(());
-    }
-    Err(format!(
-        "its SHA-256 is {found}, but the server reports {expected}: the file was corrupted in transit or on the server; try again, or download another copy"
-    ))
+/// A hash that a server states for a file, in lower-case hexadecimal digits.
+#[derive(Debug, Clone)]
+pub(super) enum Stated {
+    Sha256(String),
+    /// SHA-1 of the git blob of a file of this length.
+    GitBlob(String, u64),
 }
 
-/// Hash of the chunks received so far. SHA-256 must process them in file order.
+impl Stated {
+    /// A hasher to which the contents of the file are added.
+    fn hasher(&self) -> Context {
+        let Stated::GitBlob(_, bytes) = self else { return sha256() };
+        let mut hasher = Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
+        hasher.update(format!("blob {bytes}\0").as_bytes());
+        hasher
+    }
+
+    /// Compares a finished hash with this one.
+    fn compare(&self, hasher: Context) -> Result<(), String> {
+        let found = digits(hasher);
+        let (name, stated) = match self {
+            Stated::Sha256(stated) => ("SHA-256", stated),
+            Stated::GitBlob(stated, _) => ("git hash", stated),
+        };
+        if found == *stated {
+            return Ok(());
+        }
+        Err(format!(
+            "its {name} is {found}, but the server reports {stated}: the file was corrupted in transit or on the server; try again, or download another copy"
+        ))
+    }
+
+    /// Compares the complete contents with this hash.
+    pub fn check(&self, bytes: &[u8]) -> Result<(), String> {
+        let mut hasher = self.hasher();
+        hasher.update(bytes);
+        self.compare(hasher)
+    }
+}
+
+/// Hash of the chunks received so far, which are processed in file order.
 pub(super) struct RunningHash {
-    expected: String,
+    stated: Stated,
     chunks: u64,
     /// Number of hashed chunks, readable without the lock.
     hashed: AtomicU64,
@@ -41,9 +70,10 @@ pub(super) struct RunningHash {
 
 impl RunningHash {
     /// A hash of a file of `chunks` chunks.
-    pub fn new(expected: String, chunks: u64) -> RunningHash {
-        let outcome = (chunks == 0).then(|| compare(sha256(), &expected));
-        RunningHash { expected, chunks, hashed: AtomicU64::new(0), state: Mutex::new((sha256(), outcome)) }
+    pub fn new(stated: Stated, chunks: u64) -> RunningHash {
+        let outcome = (chunks == 0).then(|| stated.compare(stated.hasher()));
+        let state = Mutex::new((stated.hasher(), outcome));
+        RunningHash { stated, chunks, hashed: AtomicU64::new(0), state }
     }
 
     /// The next chunk to hash.
@@ -65,7 +95,7 @@ impl RunningHash {
         state.0.update(bytes);
         let hashed = chunk.saturating_add(1);
         if hashed == self.chunks {
-            state.1 = Some(compare(state.0.clone(), &self.expected));
+            state.1 = Some(self.stated.compare(state.0.clone()));
         }
         self.hashed.store(hashed, Ordering::Release);
     }

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use serde_json::Value;
 
 use super::http::{self, Address};
-use super::{Backend, Found, content_hash, lock, secrets};
+use super::{Backend, Found, Stated, lock, secrets};
 use crate::files::hub_name::{Repository, parse};
 
 /// Maximum size of an API response in bytes.
@@ -197,12 +197,9 @@ impl Backend for Hub {
     }
 
     /// Files that are not LFS objects are identified by the SHA-1 of their git blob.
-    fn check(&self, file: &Found, bytes: &[u8]) -> Result<(), String> {
-        let Some(stated) = file.version.as_deref().filter(|_| file.sha256.is_none()) else { return Ok(()) };
-        let mut hasher = ring::digest::Context::new(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY);
-        hasher.update(format!("blob {}\0", bytes.len()).as_bytes());
-        hasher.update(bytes);
-        content_hash::compare(hasher, stated)
+    fn stated(&self, file: &Found) -> Option<Stated> {
+        let git_blob = || file.version.clone().map(|stated| Stated::GitBlob(stated, file.bytes));
+        file.sha256.clone().map(Stated::Sha256).or_else(git_blob)
     }
 }
 

@@ -27,6 +27,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
+use self::content_hash::Stated;
 pub(super) use self::hub_output::{HubUpload, require_repository};
 pub(super) use self::outgoing::Outgoing;
 pub(super) use self::upload::Upload;
@@ -106,9 +107,9 @@ trait Backend: Send + Sync {
         None
     }
 
-    /// Verifies the contents of a completely read file against its metadata.
-    fn check(&self, _file: &Found, _bytes: &[u8]) -> Result<(), String> {
-        Ok(())
+    /// The hash of the contents of a file that the server states.
+    fn stated(&self, file: &Found) -> Option<Stated> {
+        file.sha256.clone().map(Stated::Sha256)
     }
 }
 
@@ -299,12 +300,7 @@ impl CachedBackend {
             return Ok(text.clone());
         }
         let bytes = Arc::new(if file.bytes == 0 { Vec::new() } else { self.read(file, 0..file.bytes)? });
-        if let Some(stated) = &file.sha256 {
-            let mut hasher = content_hash::sha256();
-            hasher.update(&bytes);
-            content_hash::compare(hasher, stated).map_err(invalid)?;
-        }
-        self.backend.check(file, &bytes).map_err(invalid)?;
+        self.backend.stated(file).map_or(Ok(()), |stated| stated.check(&bytes)).map_err(invalid)?;
         let mut texts = lock(&self.texts);
         if texts.values().map(|text| text.len()).sum::<usize>().saturating_add(bytes.len()) <= TEXT_CACHE {
             texts.insert(file.name.clone(), bytes.clone());
