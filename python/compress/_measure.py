@@ -154,7 +154,7 @@ def auto(
             not used otherwise].
         method: algorithm that quantizes the output, for vLLM and transformers [default: gptq; rtn without samples].
         time: time for better methods, like 10m, which quantize the chosen point and are kept if the loss on held-out
-            samples falls. Not for llama.cpp [default: gptq only; for ONNX Runtime, the default options].
+            samples falls [default: gptq only; for llama.cpp and ONNX Runtime, the default options].
         times: file of the times that `latency` measures, which is read first if it exists: with the same times, the
             choice is the same.
         checkpoint: file of the scores and measurements, which is read first if it exists: an interrupted search continues.

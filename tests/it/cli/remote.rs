@@ -345,6 +345,11 @@ fn the_cache_is_used_offline() {
     place.same("out");
     let missing = place.run("inspect hf:org/other", &offline);
     assert!(missing.code == 1 && missing.stderr.contains("HF_HUB_OFFLINE is set") && missing.stderr.contains("hf download org/other"), "{}", missing.stderr);
+    let link = cache.join("snapshots").join(COMMIT).join("extra.safetensors");
+    std::os::unix::fs::symlink("nowhere", &link).unwrap();
+    let broken = place.run("inspect hf:org/name", &offline);
+    assert!(broken.code == 1 && broken.stderr.contains("extra.safetensors in the cache is a broken link"), "{}", broken.stderr);
+    fs::remove_file(link).unwrap();
     // Cached files of the same commit are not fetched again.
     let (hub, elsewhere) = hub(place.files.clone(), "", Answer::file);
     let run = place.run("quantize-dynamic hf:org/name -o again", &[("HF_ENDPOINT", &hub.address)]);
@@ -360,8 +365,10 @@ fn files_of_web_servers_are_read_one_at_a_time() {
         "/models/a.safetensors" => Answer::file(request, &bytes).with("ETag", "\"one\""),
         "/moved/a.safetensors" => Answer::new(301, "").with("Location", "/models/a.safetensors"),
         "/plain/a.safetensors" => Answer::new(200, bytes.as_slice()),
+        "/empty.txt" => Answer::new(416, "").with("Content-Range", "bytes */0"),
         _ => Answer::new(404, ""),
     });
+    assert_eq!(compress_core::files::length(Path::new(&format!("{}/empty.txt", server.address))).unwrap(), 0);
     let inspect = |path: &str| place.run(&format!("inspect {}/{path} --json", server.address), &[]);
     for path in ["models/a.safetensors", "moved/a.safetensors"] {
         let run = inspect(path);

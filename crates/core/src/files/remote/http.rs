@@ -176,6 +176,11 @@ impl Address {
                     return Err(transient(format!("the storage server answers {}", describe_status(answer.status(), error_message(answer.headers())))));
                 }
                 200 | 206 => return receive(answer, range.as_ref(), total, limit, received),
+                // The first byte of an empty file.
+                416 if total.is_none() => {
+                    received.headers.extend(answer.headers().clone());
+                    return Ok(());
+                }
                 416 => return Err(fatal(io::ErrorKind::InvalidData, "was truncated while it was read; start again")),
                 _ => return Err(refusal(answer.status(), answer.headers(), error_message(answer.headers()))),
             }

@@ -229,7 +229,7 @@ impl Snapshot {
         let commit = commit.unwrap_or_else(|_| repository.revision.clone());
         let folder = cache.join("snapshots").join(&commit);
         let mut files = Vec::new();
-        collect(&folder, "", &mut files, 0).map_err(|_| missing())?;
+        collect(&folder, "", &mut files, 0).map_err(|e| if e.kind() == io::ErrorKind::InvalidData { e } else { missing() })?;
         if files.is_empty() { Err(missing()) } else { Ok(Snapshot { files }) }
     }
 }
@@ -241,7 +241,8 @@ fn collect(folder: &Path, inside: &str, files: &mut Vec<Found>, depth: usize) ->
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
         let Some(name) = path.file_name().and_then(|name| name.to_str()).map(|name| format!("{inside}{name}")) else { continue };
-        let about = std::fs::metadata(&path)?;
+        let incomplete = || format!("{} in the cache is a broken link: its download is incomplete; run `hf download` again", path.display());
+        let about = std::fs::metadata(&path).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, incomplete()))?;
         if about.is_dir() && depth < DEEPEST {
             collect(&path, &format!("{name}/"), files, depth.saturating_add(1))?;
         } else if about.is_file() {
