@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::Report;
 use super::format::{bytes, milliseconds, runtime_name, seconds};
 use crate::error::counted;
-use crate::evaluation::lower_is_better;
+use crate::evaluation::{SamplesFrom, lower_is_better};
 
 /// Summaries of runs, the differences of their recipes, and the Pareto front. Serialized, it has the keys
 /// of `compress report --json`.
@@ -88,9 +88,14 @@ impl Comparison {
     /// Headings of the columns.
     fn head(&self) -> Vec<String> {
         let mut head = vec!["run".to_owned(), "size".into(), "smaller".into()];
-        head.extend(self.metric.clone());
+        head.extend(self.own_metric().map(str::to_owned));
         head.extend(["drop", "cosine", "median latency", "speed-up", "run time", "peak memory"].map(str::to_owned));
         head
+    }
+
+    /// The metric, unless it is the cosine similarity, which has a column of its own.
+    fn own_metric(&self) -> Option<&str> {
+        self.metric.as_deref().filter(|metric| *metric != "cosine")
     }
 
     /// One row per run; missing values are dashes.
@@ -105,7 +110,7 @@ impl Comparison {
         };
         let row = |run: &Summary| {
             let mut row = vec![run.name.clone(), bytes(run.bytes), format!("{:.2} x", run.ratio)];
-            if self.metric.is_some() {
+            if self.own_metric().is_some() {
                 row.push(number(run.value));
             }
             row.extend([number(run.drop), number(run.cosine), time(run)]);
@@ -156,7 +161,10 @@ fn different_samples(reports: &[(String, Report)], metric: &str) -> Option<Strin
             ((hash.unwrap_or(accuracy.data), Some(accuracy.samples), options), described)
         }
         // The number of other samples depends on the size of the model.
-        (None, Some(measured)) => ((format!("{:?} {:?}", measured.samples_from, measured.data), None, BTreeMap::new()), measured.describe()),
+        (None, Some(measured)) => {
+            let seed = if measured.samples_from == SamplesFrom::Synthetic { format!(" of seed {}", report.seed) } else { String::new() };
+            ((format!("{:?} {:?}{seed}", measured.samples_from, measured.data), None, BTreeMap::new()), measured.describe() + &seed)
+        }
         (None, None) => ((String::new(), None, BTreeMap::new()), String::new()),
     };
     let measured: Vec<_> = reports.iter().map(|(name, report)| (name, measured_on(report))).collect();

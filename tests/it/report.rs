@@ -249,6 +249,19 @@ fn the_pareto_front_and_differing_options_are_marked() {
     let mut mixed = runs.clone();
     mixed[1].1.accuracy.as_mut().unwrap().metric = None;
     assert_eq!(compared(&mixed)["metric"], "cosine");
+    // Synthetic samples depend on the seed.
+    let mut synthetic = runs.clone();
+    for (_, run) in &mut synthetic {
+        run.accuracy = None;
+        let figures =
+            json!({ "samples_from": "synthetic", "samples": 8, "output": "logits", "cosine": 0.5, "cosine_min": 0.5, "max_abs_error": 1.0, "largest": 2.0 });
+        run.fidelity = Some(serde_json::from_value(figures).unwrap());
+    }
+    assert_eq!(compared(&synthetic)["metric"], "cosine");
+    assert_eq!(Comparison::new(&synthetic).to_terminal().lines().next().unwrap().matches("cosine").count(), 1);
+    synthetic[1].1.seed += 1;
+    let note = compared(&synthetic)["note"].to_string();
+    assert!(note.contains("`b` on 8 synthetic samples (random inputs) of seed "), "{note}");
     mixed[1].1.accuracy = None;
     let none = compared(&mixed);
     assert!(none["metric"].is_null() && front(&none).iter().all(|is_best| !is_best));
