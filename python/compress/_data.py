@@ -75,7 +75,10 @@ def from_numbers(value: Any, name: str) -> Tensor:
 
     shape, flat = shape_of(value), list(numbers(value))
     kind, code = ("I64", "q") if all(isinstance(number, int) for number in flat) else ("F32", "f")
-    return Tensor(kind, shape, struct.pack(f"<{len(flat)}{code}", *flat))
+    try:
+        return Tensor(kind, shape, struct.pack(f"<{len(flat)}{code}", *flat))
+    except (struct.error, OverflowError) as e:
+        raise ValueError(f"`{name}` has a number that {kind} cannot store: {e}") from e
 
 
 def write_safetensors(path: str, tensors: Mapping[str, Tensor]) -> None:

@@ -320,10 +320,10 @@ def plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, (str, bool, int, float)) or value is None:
         return value
+    # Numbers of NumPy, and arrays without axes, which have a method to iterate.
+    if hasattr(value, "item") and not getattr(value, "ndim", 0):
+        return value.item()
     if isinstance(value, Iterable):
         return [plain(each) for each in value]
-    # Numbers of NumPy.
-    if hasattr(value, "item"):
-        return value.item()
     raise UsageError(f"a recipe cannot contain a value of type {type(value).__name__}")
 

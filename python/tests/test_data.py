@@ -121,6 +121,8 @@ class Tensors(InWorkspace):
             ([{"x": [1]}, {"x": [1.5]}], TypeError, "I64 and F32"),
             ({"x": [1, 2], "y": [1]}, ValueError, "`x` 2, `y` 1"),
             ({"x": [[1, 2], [1]]}, ValueError, "`x`: the nested lists have different lengths"),
+            ({"x": [2**63]}, ValueError, "`x` has a number that I64 cannot store"),
+            ({"x": [1.5, 1e300]}, ValueError, "`x` has a number that F32 cannot store"),
             ({"x": ["a"]}, TypeError, "`x` has a value of type str"),
             ({"x": memoryview(bytes(8)).cast("c")}, TypeError, "`x` is an array of type c"),
         ):
@@ -136,6 +138,18 @@ class Tensors(InWorkspace):
 
         with self.assertRaises(KeyboardInterrupt):
             quantize(rows())
+
+    def test_numbers_with_a_method_to_iterate(self) -> None:
+        class Scalar:
+            ndim = 0
+
+            def __iter__(self) -> Iterator[float]:
+                raise TypeError("iteration over a 0-d array")
+
+            def item(self) -> float:
+                return 0.5
+
+        self.assertEqual(plain({"amount": Scalar()}), {"amount": 0.5})
 
     @unittest.skipUnless(HAS_NUMPY, "NumPy is not installed")
     def test_types_of_numpy(self) -> None:
