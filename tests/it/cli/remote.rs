@@ -358,6 +358,28 @@ fn the_cache_is_used_offline() {
 }
 
 #[test]
+fn texts_with_images_are_read_from_web_servers() {
+    let place = Workspace::new();
+    crate::multimodal_texts::model(place.path());
+    let image = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/images/LABEL_0/0.png")).unwrap();
+    let text = format!("{}\n", json!({ "text": "a<|image_pad|>bc", "image": "images/0.png" }));
+    fs::create_dir(place.path().join("images")).unwrap();
+    fs::write(place.path().join("images/0.png"), &image).unwrap();
+    fs::write(place.path().join("texts.jsonl"), &text).unwrap();
+    let server = Server::start(move |request| match request.path() {
+        "/a/texts.jsonl" => Answer::file(request, text.as_bytes()),
+        "/a/images/0.png" => Answer::file(request, &image),
+        _ => Answer::new(404, ""),
+    });
+    let [local, remote] = ["texts.jsonl".to_owned(), format!("{}/a/texts.jsonl", server.address)].map(|file| {
+        let run = place.run(&format!("eval qwen3-vl --data {file} --size height=8 --size width=16 --json"), &[]);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        serde_json::from_str::<serde_json::Value>(&run.stdout).unwrap()["score"].clone()
+    });
+    assert!(!local.is_null() && local == remote, "{local} {remote}");
+}
+
+#[test]
 fn files_of_web_servers_are_read_one_at_a_time() {
     let place = Workspace::new();
     let bytes = place.files["model.safetensors"].clone();

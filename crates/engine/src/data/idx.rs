@@ -1,6 +1,5 @@
 //! IDX files, the format of MNIST: a magic number, sizes, and unsigned bytes.
 
-use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
@@ -12,6 +11,7 @@ use super::options::{Data, Task};
 use super::pixels::Pixels;
 use super::{Batch, MAX_SAMPLE_BYTES, Order, PendingBatches, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
+use crate::files;
 use crate::store::DType;
 use crate::store::header::byte_count;
 
@@ -37,7 +37,7 @@ pub(super) fn is_idx(path: &Path) -> bool {
 
 /// The bytes of a file, decompressed if its extension is that of gzip.
 fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
-    let file = BufReader::new(File::open(path).map_err(Error::io("open", path))?);
+    let file = BufReader::new(files::stream(path).map_err(Error::io("open", path))?);
     Ok(if path.extension().is_some_and(|e| e == "gz") { Box::new(GzDecoder::new(file)) } else { Box::new(file) })
 }
 

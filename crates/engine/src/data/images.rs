@@ -1,11 +1,11 @@
 //! Folders of images, optionally with one subfolder per class.
 
-use std::io::{BufRead, Read, Seek};
+use std::io::{BufRead, Cursor, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use image::metadata::Orientation;
-use image::{DynamicImage, ImageDecoder, ImageError, ImageReader, ImageResult, Limits};
+use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, ImageResult, Limits};
 
 use super::held_out::hash;
 use super::image_files::{self, Skipped};
@@ -15,6 +15,7 @@ use super::options::{Data, Task};
 use super::pixels::Pixels;
 use super::{Batch, Identities, Order, PendingBatches, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// Number of bytes at the start of an image file that are hashed.
 const HASHED_BYTES: u64 = 1 << 16;
@@ -87,7 +88,9 @@ pub(super) fn read_images(files: &[&Path], pixels: &Pixels, input: &ImageInput) 
     let mut numbers = Vec::new();
     let mut first = None;
     for file in files {
-        let image = ImageReader::open(file).map_err(Error::io("open", file))?;
+        let mut image = ImageReader::new(Cursor::new(files::read(file).map_err(Error::io("open", file))?));
+        // Formats that cannot be recognized by their contents.
+        ImageFormat::from_path(file).into_iter().for_each(|format| image.set_format(format));
         let image = decode(image.with_guessed_format().map_err(Error::io("read", file))?).map_err(|e| unreadable(file, &e))?;
         let (mut own, height, width) = pixels.preprocess(&image, input, file)?;
         input.require_size(height, width, file, &pixels.size_advice())?;
@@ -159,10 +162,6 @@ fn class_name(folder: &Path) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Cursor;
-
-    use image::ImageFormat;
-
     use super::*;
 
     /// As `exif_transpose` of Pillow.
