@@ -1,6 +1,7 @@
 //! Comparison of several runs.
 
 use std::collections::BTreeMap;
+use std::path::{Component, Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -163,7 +164,8 @@ fn different_samples(reports: &[(String, Report)], metric: &str) -> Option<Strin
         // The number of other samples depends on the size of the model.
         (None, Some(measured)) => {
             let seed = if measured.samples_from == SamplesFrom::Synthetic { format!(" of seed {}", report.seed) } else { String::new() };
-            ((format!("{:?} {:?}{seed}", measured.samples_from, measured.data), None, BTreeMap::new()), measured.describe() + &seed)
+            let data = measured.data.as_deref().map(without_detours);
+            ((format!("{:?} {data:?}{seed}", measured.samples_from), None, BTreeMap::new()), measured.describe() + &seed)
         }
         (None, None) => ((String::new(), None, BTreeMap::new()), String::new()),
     };
@@ -177,6 +179,21 @@ fn different_samples(reports: &[(String, Report)], metric: &str) -> Option<Strin
     }
     let described: Vec<String> = measured.iter().map(|(name, (_, described))| format!("`{name}` on {described}")).collect();
     Some(format!("not ranked by {metric}: the runs were measured on different samples, {}", described.join(", ")))
+}
+
+/// Names of files without folders that `..` leaves again, as in recipes next to an output.
+fn without_detours(names: &str) -> String {
+    let short = |name: &str| {
+        Path::new(name).components().fold(PathBuf::new(), |mut short, part| {
+            match part {
+                Component::ParentDir if matches!(short.components().next_back(), Some(Component::Normal(_))) => drop(short.pop()),
+                Component::CurDir => {}
+                part => short.push(part),
+            }
+            short
+        })
+    };
+    names.split(", ").map(|name| short(name).display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
 fn fidelity(report: &Report) -> Option<f64> {

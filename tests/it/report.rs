@@ -262,6 +262,17 @@ fn the_pareto_front_and_differing_options_are_marked() {
     synthetic[1].1.seed += 1;
     let note = compared(&synthetic)["note"].to_string();
     assert!(note.contains("`b` on 8 synthetic samples (random inputs) of seed "), "{note}");
+    // The path of a recipe next to an output.
+    let mut held_out = synthetic.clone();
+    for ((_, run), data) in held_out.iter_mut().zip(["book.txt", "out/../book.txt", "a/b/../../book.txt", "./book.txt"]) {
+        let figures = run.fidelity.as_ref().unwrap().fidelity.clone();
+        let mut measured = serde_json::to_value(figures).unwrap();
+        measured.as_object_mut().unwrap().extend([("samples_from".into(), json!("held-out")), ("samples".into(), json!(1)), ("data".into(), json!(data))]);
+        run.fidelity = Some(serde_json::from_value(measured).unwrap());
+    }
+    assert_eq!(compared(&held_out)["metric"], "cosine");
+    held_out[1].1.fidelity.as_mut().unwrap().data = Some("../book.txt".into());
+    assert!(compared(&held_out)["metric"].is_null());
     mixed[1].1.accuracy = None;
     let none = compared(&mixed);
     assert!(none["metric"].is_null() && front(&none).iter().all(|is_best| !is_best));
