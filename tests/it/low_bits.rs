@@ -14,7 +14,8 @@ use compress::pass::{PruneStructured, Quantize, Step};
 use compress::pipeline::ResultCache;
 use compress::{Model, Pipeline, Report};
 use compress_engine::data::Data;
-use compress_engine::exec::{Executor, Inputs, Parameters, Residence, Rounding};
+use compress_engine::exec::{Executor, Inputs, MemoryNeed, Parameters, Residence, Rounding};
+use compress_graph::analysis;
 use compress_onnx::proto::{DataType, ModelProto, TensorProto};
 use compress_onnx::runtime::{Options, Session};
 use compress_onnx::{WeightOnly, file};
@@ -123,6 +124,39 @@ pub const SCHEMES: [&str; 24] = [
     "MXFP8A16",
     "MXFP8",
 ];
+
+/// Models whose integers stay in memory compute bitwise the same as with their values, in less memory.
+#[test]
+fn integers_in_memory_compute_the_same_as_their_values() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = llama(folder.path());
+    let mut floats = Vec::new();
+    let schemes = SCHEMES.iter().map(|scheme| json!({ "scheme": scheme })).chain([
+        json!({ "scheme": "W4A16", "group_size": 8 }),
+        json!({ "scheme": "W4A16-ASYM", "group_size": 32, "targets": ["re:.*(proj|embed_tokens).weight"] }),
+        json!({ "scheme": "W8A16", "targets": ["re:.*(proj|embed_tokens).weight"] }),
+    ]);
+    for mut options in schemes {
+        options["method"] = json!("rtn");
+        written(folder.path(), &model, quantize(options.clone()), Vec::new()).unwrap();
+        let model = Model::open(folder.path().join("out")).unwrap();
+        let graph = model.graph().unwrap();
+        let parameters = |residence| crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, residence, work)).unwrap();
+        let [coded, computed] = [Residence::Coded, Residence::Computed].map(parameters);
+        let need = |residence| MemoryNeed::estimate(&graph, &model.weights, DType::F32, residence, &analysis::usual_sizes(&graph)).parameters;
+        assert_eq!([coded.bytes(), computed.bytes()], [Residence::Coded, Residence::Computed].map(need), "{options}");
+        if coded.bytes() == computed.bytes() {
+            floats.push(options["scheme"].to_string());
+        }
+        let [coded, computed] = [coded, computed].map(|parameters| Executor::new(&graph, parameters, Device::Cpu));
+        for (texts, tokens) in [(1, 1), (1, 5), (12, 12)] {
+            let inputs: Inputs = inputs().into_iter().map(|(name, ids)| (name, ids.narrow(0, 0, texts).unwrap().narrow(1, 0, tokens).unwrap())).collect();
+            let [ours, plain] = [&coded, &computed].map(|executor| executor.run(&inputs).unwrap().remove("logits").unwrap().flatten_all().unwrap());
+            assert_eq!(ours.to_vec1::<f32>().unwrap(), plain.to_vec1::<f32>().unwrap(), "{options} {texts} {tokens}");
+        }
+    }
+    assert_eq!(floats, ["FP8", "FP8-DYNAMIC", "FP8-BLOCK", "MXFP8A16", "MXFP8"].map(|scheme| format!("{scheme:?}")));
+}
 
 /// Exports every scheme, with and without groups, in every form and opset. The file computes the same as
 /// the folder, or the export fails with an error that names the weight and a fix.

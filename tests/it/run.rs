@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::common::numbers::largest;
 use crate::common::{Desk, golden_model as golden, pipeline};
 use candle_core::{DType, Device, Tensor};
 use compress::export::{Layout, Safetensors};
@@ -65,7 +66,8 @@ fn a_padded_batch_equals_single_texts() {
             for (output, alone) in run(&folder, &text(std::slice::from_ref(row), padding)) {
                 let together = batch[&output].narrow(0, index, 1).unwrap();
                 let together = if together.rank() == 3 { together.narrow(1, 0, row.len()).unwrap() } else { together };
-                assert!(distance(&together, &alone) <= 1e-5, "{name}, {output} of text {index}: {}", distance(&together, &alone));
+                // Products with few rows sum in another order.
+                assert!(distance(&together, &alone) <= 1e-5 * largest(&alone).max(1.0), "{name}, {output} of text {index}: {}", distance(&together, &alone));
                 checked += 1;
             }
         }

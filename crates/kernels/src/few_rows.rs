@@ -5,6 +5,7 @@
 use super::epilogue::Epilogue;
 use super::matmul::{Columns, StoredFloat, by_panels, for_stored_floats};
 use super::scratch::Scratch;
+use super::tile::PANEL;
 use crate::simd::{self, Level};
 
 /// Number of rows that are multiplied by a weight element at once.
@@ -86,6 +87,21 @@ for_stored_floats! { FewRows {
 /// `x Wᵀ` for at most [`MAX_ROWS`] rows `x` `[rows, inner]`, with a weight whose rows are the columns of
 /// the result, with all threads.
 pub fn product<T: FewRows>(x: &[f32], rows: usize, weight: &Columns<T>, inner: usize, epilogue: Epilogue, out: &mut [f32]) {
+    product_by_columns(x, rows, [inner, weight.count], epilogue, out, |first, count, multiply| {
+        multiply(&Columns { values: &weight.values[first * weight.stride..], count, stride: weight.stride });
+    });
+}
+
+/// As [`product`], with a weight `[inner, width]` of which `columns` provides the given number of columns
+/// from the given one on.
+pub(super) fn product_by_columns<T: FewRows>(
+    x: &[f32],
+    rows: usize,
+    [inner, width]: [usize; 2],
+    epilogue: Epilogue,
+    out: &mut [f32],
+    columns: impl Fn(usize, usize, &mut dyn FnMut(&Columns<T>)) + Sync,
+) {
     let mut lanes = Scratch::new(rows.div_ceil(LANES) * inner * LANES);
     lanes.fill(0.0);
     for (row, x) in x.chunks_exact(inner.max(1)).take(rows).enumerate() {
@@ -93,19 +109,21 @@ pub fn product<T: FewRows>(x: &[f32], rows: usize, weight: &Columns<T>, inner: u
         group.as_chunks_mut::<LANES>().0.iter_mut().zip(x).for_each(|(lanes, x)| lanes[row % LANES] = *x);
     }
     let fused = simd::level() != Level::Baseline;
-    by_panels(rows, weight.count, epilogue, out, |first, width, tile| {
-        let mut found = [[0f32; LANES]; COLUMNS];
-        for at in (0..width).step_by(COLUMNS) {
-            // Lanes beyond the last column are ignored.
-            let columns = std::array::from_fn(|lane| weight.values[(first + at + lane).min(first + width - 1) * weight.stride..][..inner].as_chunks());
-            for (group, x) in lanes.chunks((inner * LANES).max(1)).enumerate() {
-                let x = x.as_chunks::<LANES>().0;
-                T::sums(&columns, x, fused, &mut found);
-                for (lane, tile) in tile.chunks_exact_mut(width).skip(group * LANES).take(LANES).enumerate() {
-                    tile[at..].iter_mut().zip(&found).for_each(|(out, sums)| *out = sums[lane]);
+    by_panels(rows, [width, PANEL], epilogue, out, |first, width, tile| {
+        columns(first, width, &mut |weight| {
+            let mut found = [[0f32; LANES]; COLUMNS];
+            for at in (0..width).step_by(COLUMNS) {
+                // Lanes beyond the last column are ignored.
+                let columns = std::array::from_fn(|lane| weight.values[(at + lane).min(width - 1) * weight.stride..][..inner].as_chunks());
+                for (group, x) in lanes.chunks((inner * LANES).max(1)).enumerate() {
+                    let x = x.as_chunks::<LANES>().0;
+                    T::sums(&columns, x, fused, &mut found);
+                    for (lane, tile) in tile.chunks_exact_mut(width).skip(group * LANES).take(LANES).enumerate() {
+                        tile[at..].iter_mut().zip(&found).for_each(|(out, sums)| *out = sums[lane]);
+                    }
                 }
             }
-        }
+        });
     });
 }
 

@@ -40,6 +40,7 @@ mod running {
     pub mod causal;
     pub mod channels;
     mod cholesky_f32;
+    pub mod coded;
     pub mod column_solver;
     pub mod columns;
     pub mod compensation;
@@ -55,6 +56,7 @@ mod running {
     pub mod few_rows;
     pub mod fourier;
     pub mod gram;
+    pub mod linear;
     pub mod linear_histogram;
     pub mod low_rank;
     pub mod matmul;

@@ -240,7 +240,7 @@ pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue
         return;
     }
     if left.inner == 0 {
-        return by_panels(left.rows, width, epilogue, out, |_, _, _| {});
+        return by_panels(left.rows, [width, PANEL], epilogue, out, |_, _, _| {});
     }
     if left.rows * width * left.inner < SERIAL {
         return product_serial(left, right, width, epilogue, out, width);
@@ -271,7 +271,7 @@ fn product_parallel(left: &Left, right: &impl Right, width: usize, epilogue: Epi
 
 /// [`product`] for few rows: parallel over panels.
 fn by_columns(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
-    by_panels(left.rows, width, epilogue, out, |column, columns, tile| {
+    by_panels(left.rows, [width, PANEL], epilogue, out, |column, columns, tile| {
         let mut panel = Scratch::new(PANEL * left.inner);
         right.pack(column, &mut panel);
         multiply_into(left, 0..left.rows.div_ceil(BLOCK), &panel, column, Epilogue::NONE, tile, width, 0, columns);
@@ -287,21 +287,21 @@ simd! {
     }
 }
 
-/// Product with few rows, parallel over panels. `multiply` receives the first column, the number of
-/// columns, and zeros `[rows, columns]` to overwrite. The epilogue is applied to the results, which are
-/// written to `out`.
-pub(super) fn by_panels(rows: usize, width: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, usize, &mut [f32]) + Sync) {
+/// Product with few rows, parallel over panels of `panel` columns. `multiply` receives the first column, the
+/// number of columns, and zeros `[rows, columns]` to overwrite. The epilogue is applied to the results, which
+/// are written to `out`.
+pub(super) fn by_panels(rows: usize, [width, panel]: [usize; 2], epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, usize, &mut [f32]) + Sync) {
     let tile = |index: usize| {
-        let column = index * PANEL;
-        let columns = PANEL.min(width - column);
+        let column = index * panel;
+        let columns = panel.min(width - column);
         let mut tile = vec![0.0; rows * columns];
         multiply(column, columns, &mut tile);
         finish(&mut tile, column, columns, width, epilogue);
         tile
     };
-    let tiles: Vec<Vec<f32>> = (0..width.div_ceil(PANEL)).into_par_iter().map(tile).collect();
+    let tiles: Vec<Vec<f32>> = (0..width.div_ceil(panel)).into_par_iter().map(tile).collect();
     for (row, out) in out.chunks_exact_mut(width.max(1)).enumerate() {
-        for (tile, out) in tiles.iter().zip(out.chunks_mut(PANEL)) {
+        for (tile, out) in tiles.iter().zip(out.chunks_mut(panel)) {
             epilogue.put(&tile[row * out.len()..][..out.len()], out);
         }
     }

@@ -1,17 +1,20 @@
-//! Products of a single row with the weight of a linear layer, as in incremental decoding. They are
-//! bound by reading the weight, so nothing is packed, and several rows or columns are read in parallel.
-//! Sums have a fixed number of lanes without fused multiply-add, so results are equal on every
-//! processor.
+//! Products of one row, or of a few that are bitwise the same as one by one, with the weight of a linear
+//! layer, as in incremental decoding and when the tokens of a draft are verified. They are bound by reading
+//! the weight, so nothing is packed, and the weight is read in its order in memory, which the processor
+//! recognizes: reading four columns in turns takes several times as long. Sums have a fixed number of lanes
+//! without fused multiply-add, so results are equal on every processor.
 
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, Rows, StoredFloat, for_stored_floats};
+use super::matmul::{Columns, Rows, StoredFloat, by_panels, for_stored_floats};
 
 /// Number of independent sums along the inner dimension.
-const LANES: usize = 16;
-/// Number of result columns computed in parallel.
-const COLUMNS: usize = 4;
+pub(super) const LANES: usize = 32;
+/// Maximum number of rows. With more, other loops are faster.
+pub const MAX_ROWS: usize = 5;
+/// Number of rows that are multiplied by a weight that was read once.
+const FOUR: usize = 4;
 /// Number of result columns computed in parallel if the weight is stored row by row.
 const STRIPE: usize = 64;
 /// Approximate number of weight elements read by one job.
@@ -19,7 +22,7 @@ const JOB: usize = 1 << 16;
 
 /// Applies the epilogue to the columns that `multiply` computes, with several threads if it is
 /// worthwhile.
-fn by_columns(inner: usize, unit: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, &mut [f32]) + Sync) {
+pub(super) fn by_columns(inner: usize, unit: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, &mut [f32]) + Sync) {
     let width = out.len();
     let columns = (JOB / inner.max(1)).max(1).next_multiple_of(unit);
     let job = |(index, out): (usize, &mut [f32])| {
@@ -39,16 +42,23 @@ simd! {
 /// A stored float type, with the inner loops of its products, which are compiled in this crate like those of
 /// [`FewRows`](super::few_rows::FewRows).
 pub trait OneRow: StoredFloat {
-    /// Dot products of a row with a few columns.
-    fn dots(columns: &[&[Self]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]);
+    /// Dot products of a row with columns at a distance of `stride`.
+    fn dots(x: &[f32], values: &[Self], stride: usize, out: &mut [f32]);
+
+    /// As `dots` for four rows, the columns of each row one after another.
+    fn four(x: [&[f32]; FOUR], values: &[Self], stride: usize, out: &mut [f32]);
 
     /// Sums of a few adjacent columns, for a weight that is stored row by row.
     fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]);
 }
 
 for_stored_floats! { OneRow {
-    fn dots(columns: &[&[Self]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]) {
-        dots(columns, x, out);
+    fn dots(x: &[f32], values: &[Self], stride: usize, out: &mut [f32]) {
+        dots(x, values, stride, out);
+    }
+
+    fn four(x: [&[f32]; FOUR], values: &[Self], stride: usize, out: &mut [f32]) {
+        four(x, values, stride, out);
     }
 
     fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]) {
@@ -58,14 +68,35 @@ for_stored_floats! { OneRow {
 
 /// `x Wᵀ` for one row, with a weight whose rows are the columns of the result.
 pub fn product<T: OneRow>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
-    by_columns(x.len(), COLUMNS, epilogue, out, |first, sums| {
-        let last = first + sums.len() - 1;
-        for (index, sums) in sums.chunks_mut(COLUMNS).enumerate() {
-            // Lanes beyond the last column are ignored.
-            let columns = std::array::from_fn(|column| &weight.values[(first + index * COLUMNS + column).min(last) * weight.stride..][..x.len()]);
-            let mut found = [0f32; COLUMNS];
-            T::dots(&columns, x, &mut found);
-            sums.copy_from_slice(&found[..sums.len()]);
+    by_columns(x.len(), 1, epilogue, out, |first, sums| T::dots(x, &weight.values[first * weight.stride..], weight.stride, sums));
+}
+
+/// `x Wᵀ` for 2 to [`MAX_ROWS`] rows `x` `[rows, inner]`.
+pub fn product_of_rows<T: OneRow>(x: &[f32], rows: usize, weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
+    let columns = |first: usize| &weight.values[first * weight.stride..];
+    let one = |x: &[f32], first: usize, out: &mut [f32]| T::dots(x, columns(first), weight.stride, out);
+    by_fours(x, [rows, weight.count], epilogue, out, one, |x, first, out| T::four(x, columns(first), weight.stride, out));
+}
+
+/// Multiplies four rows or one row at a time. The functions receive them, the first column, and their part of
+/// the result, row by row.
+pub(super) fn by_fours(
+    x: &[f32],
+    [rows, width]: [usize; 2],
+    epilogue: Epilogue,
+    out: &mut [f32],
+    one: impl Fn(&[f32], usize, &mut [f32]) + Sync,
+    four: impl Fn([&[f32]; FOUR], usize, &mut [f32]) + Sync,
+) {
+    let inner = x.len() / rows;
+    let row = |row: usize| &x[row * inner..][..inner];
+    by_panels(rows, [width, (JOB / inner.max(1)).max(1)], epilogue, out, |first, count, tile| {
+        for (index, tile) in tile.chunks_mut(FOUR * count).enumerate() {
+            let top = FOUR * index;
+            match tile.len() == FOUR * count {
+                true => four(std::array::from_fn(|lane| row(top + lane)), first, tile),
+                false => tile.chunks_exact_mut(count).enumerate().for_each(|(lane, out)| one(row(top + lane), first, out)),
+            }
         }
     });
 }
@@ -88,8 +119,8 @@ fn add<T: StoredFloat>(sums: &mut [f32; LANES], weights: &[T; LANES], x: &[f32; 
 }
 
 #[inline(always)]
-fn total(mut lanes: [f32; LANES]) -> f32 {
-    for half in [8, 4, 2, 1] {
+pub(super) fn total(mut lanes: [f32; LANES]) -> f32 {
+    for half in [16, 8, 4, 2, 1] {
         for lane in 0..half {
             lanes[lane] += lanes[lane + half];
         }
@@ -98,24 +129,43 @@ fn total(mut lanes: [f32; LANES]) -> f32 {
 }
 
 simd! {
-    // Not inlined, so that the sums stay in registers.
-    #[inline(never)]
-    fn dots[T: StoredFloat](columns: &[&[T]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]) {
-        let [mut a, mut b, mut c, mut d] = [[0f32; LANES]; COLUMNS];
+    fn dots[T: StoredFloat](x: &[f32], values: &[T], stride: usize, out: &mut [f32]) {
         let (runs, rest) = x.as_chunks::<LANES>();
-        let runs_of = |column: usize| columns[column].as_chunks::<LANES>().0;
-        for ((((x, first), second), third), fourth) in runs.iter().zip(runs_of(0)).zip(runs_of(1)).zip(runs_of(2)).zip(runs_of(3)) {
-            add(&mut a, first, x);
-            add(&mut b, second, x);
-            add(&mut c, third, x);
-            add(&mut d, fourth, x);
-        }
-        for (sums, column) in [&mut a, &mut b, &mut c, &mut d].into_iter().zip(columns) {
-            for ((sum, weight), x) in sums.iter_mut().zip(column.as_chunks::<LANES>().1).zip(rest) {
+        for (index, out) in out.iter_mut().enumerate() {
+            let (weights, last) = values[index * stride..][..x.len()].as_chunks::<LANES>();
+            let mut sums = [0f32; LANES];
+            for (weights, x) in weights.iter().zip(runs) {
+                add(&mut sums, weights, x);
+            }
+            for ((sum, weight), x) in sums.iter_mut().zip(last).zip(rest) {
                 *sum += weight.value() * x;
             }
+            *out = total(sums);
         }
-        *out = [total(a), total(b), total(c), total(d)];
+    }
+}
+
+simd! {
+    fn four[T: StoredFloat](x: [&[f32]; FOUR], values: &[T], stride: usize, out: &mut [f32]) {
+        let (count, inner) = (out.len() / FOUR, x[0].len());
+        let [first, second, third, fourth] = x.map(|x| x.as_chunks::<LANES>().0);
+        for column in 0..count {
+            let (weights, last) = values[column * stride..][..inner].as_chunks::<LANES>();
+            // Separate variables stay in registers.
+            let [mut a, mut b, mut c, mut d] = [[0f32; LANES]; FOUR];
+            for ((((weights, first), second), third), fourth) in weights.iter().zip(first).zip(second).zip(third).zip(fourth) {
+                add(&mut a, weights, first);
+                add(&mut b, weights, second);
+                add(&mut c, weights, third);
+                add(&mut d, weights, fourth);
+            }
+            for (row, (mut sums, x)) in [a, b, c, d].into_iter().zip(x).enumerate() {
+                for ((sum, weight), x) in sums.iter_mut().zip(last).zip(x.as_chunks::<LANES>().1) {
+                    *sum += weight.value() * x;
+                }
+                out[row * count + column] = total(sums);
+            }
+        }
     }
 }
 
@@ -175,6 +225,15 @@ mod tests {
                 let mut have = c.clone();
                 product(&x, &Columns { values: &half, count: width, stride: inner }, epilogue, &mut have);
                 assert!(close(&have, &want(&rounded)), "{inner} {width} of bf16");
+                let weight = Columns { values: &half[..], count: width, stride: inner };
+                for rows in 2..=MAX_ROWS {
+                    let x = numbers(rows * inner, 7);
+                    let (mut have, mut want) = (vec![0.5; rows * width], vec![0.5; rows * width]);
+                    let epilogue = Epilogue { steps: &steps[..2], accumulate };
+                    product_of_rows(&x, rows, &weight, epilogue, &mut have);
+                    want.chunks_exact_mut(width).enumerate().for_each(|(row, out)| product(&x[row * inner..][..inner], &weight, epilogue, out));
+                    assert_eq!(have, want, "{rows} {inner} {width}");
+                }
                 let mut have = c.clone();
                 product_by_rows(&x, &Rows { values: &transposed, count: width, stride: width }, epilogue, &mut have);
                 assert!(close(&have, &want(&w)), "{inner} {width} by rows");

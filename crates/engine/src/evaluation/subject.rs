@@ -27,7 +27,7 @@ pub fn load<'s>(
     work: &Work<'s>,
 ) -> Result<Vec<Box<dyn Runner + 's>>> {
     let subjects: Vec<&mut Subject> = subjects.into_iter().collect();
-    let needs: Vec<(&str, MemoryNeed)> = subjects.iter().filter_map(|subject| subject.memory_need(inputs)).collect();
+    let needs: Vec<(&str, MemoryNeed)> = subjects.iter().filter_map(|subject| subject.memory_need(inputs, device)).collect();
     let schedule = match Schedule::choose(memory, &needs)? {
         // The models share the cache of activations equally.
         Schedule::Blockwise { states } => Schedule::Blockwise { states: states / needs.len().max(1) as u64 },
@@ -246,10 +246,12 @@ impl Subject {
 
     /// Memory needed to run a folder on inputs of these sizes, or on one sample of default size; `None`
     /// for ONNX files.
-    fn memory_need(&self, inputs: Option<&Inputs>) -> Option<(&str, MemoryNeed)> {
+    fn memory_need(&self, inputs: Option<&Inputs>, device: &Device) -> Option<(&str, MemoryNeed)> {
         let Source::Folder { model, graph } = &self.source else { return None };
         let sizes = inputs.map_or_else(|| analysis::usual_sizes(graph), |inputs| sizes_of(graph, inputs));
-        Some((model.config.model_type(), MemoryNeed::estimate(graph, &model.weights, self.precision.dtype(), Residence::Stored, &sizes)))
+        let compute = self.precision.dtype();
+        let residence = Residence::of_models(device, compute);
+        Some((model.config.model_type(), MemoryNeed::estimate(graph, &model.weights, compute, residence, &sizes)))
     }
 
     /// Loads the model. Fails if an ONNX file is loaded twice.

@@ -14,6 +14,7 @@ use super::block_state::{BlockState, run_bytes};
 use super::load::SpareTensors;
 use super::memory::SpillFile;
 use super::prefetch::Prefetch;
+use super::residence::accepted;
 use super::run::Snapshot;
 use super::{BlockwiseOptions, Executor, MemoryCategory, Observation, Parameters, PartialRun};
 use crate::analysis::{self, Block};
@@ -51,6 +52,8 @@ pub struct Blockwise<'a> {
     replaced: BTreeSet<String>,
     /// Parameters that only linear layers of this graph refer to, so that their memory can be reused.
     reusable: BTreeSet<String>,
+    /// Parameters that may stay integers.
+    coded: Arc<BTreeSet<String>>,
     /// Tensors of the previous block that can be reused when the next block is read.
     spare: Vec<Tensor>,
     /// Bytes of states and suspended runs, and the amount reported to the tracker.
@@ -99,6 +102,7 @@ impl<'a> Blockwise<'a> {
         let by_name = weights.by_name.iter().filter(|(name, _)| needed.contains(name)).map(|(name, weight)| (name.clone(), weight.clone())).collect();
         let weights = Weights { by_name, derived: weights.derived.clone(), ..Weights::default() };
         Blockwise {
+            coded: Arc::new(accepted(graph, options.residence, options.compute)),
             executor,
             observation,
             positions,
@@ -208,8 +212,8 @@ impl<'a> Blockwise<'a> {
             loaded.extend(prefetch.join()?);
         }
         let missing: Vec<&String> = names.iter().filter(|name| !self.executor.parameters().has(name) && !loaded.has(name)).collect();
-        let (device, compute, residence) = (&self.options.device, self.options.compute, self.options.residence);
-        loaded.extend(Parameters::load_named(missing, &self.weights, device, compute, residence, &self.work.quiet())?);
+        let how = (&self.options.device, self.options.compute, self.options.residence);
+        loaded.extend(Parameters::load_reusing(&SpareTensors::default(), missing, &self.coded, &self.weights, how, &self.work.quiet())?);
         self.reusable.retain(|name| !same.contains(name.as_str()));
         // Parameters that were replaced before this block stay replaced.
         loaded.retain(|name| !self.executor.parameters().has(name));
@@ -242,7 +246,7 @@ impl<'a> Blockwise<'a> {
             return;
         }
         let spare = SpareTensors::new(std::mem::take(&mut self.spare));
-        self.prefetch = Prefetch::read(block, names, Weights { by_name, ..Weights::default() }, spare, &self.options, &self.work);
+        self.prefetch = Prefetch::read(block, Weights { by_name, ..Weights::default() }, self.coded.clone(), spare, &self.options, &self.work);
     }
 
     /// Continues to the first block in which a value can be observed. Fails if the value is not available
@@ -365,7 +369,8 @@ impl<'a> Blockwise<'a> {
         for weight in self.blocks.get(current + 2).iter().flat_map(|block| &block.parameters).filter_map(|name| self.weights.find(name)) {
             wanted.push((&weight.shape, self.options.residence.dtype(weight, self.options.compute)));
         }
-        let free = |name: &&String| self.reusable.contains(*name) && !self.replaced.contains(*name) && !keep(name);
+        let free =
+            |name: &&String| self.executor.parameters().coded(name).is_none() && self.reusable.contains(*name) && !self.replaced.contains(*name) && !keep(name);
         let tensors = self.blocks[current].parameters.iter().filter(free).filter_map(|name| self.executor.parameters().stored(name).ok());
         tensors.filter(|tensor| wanted.iter().position(|want| *want == (tensor.dims(), tensor.dtype())).map(|at| wanted.swap_remove(at)).is_some()).collect()
     }

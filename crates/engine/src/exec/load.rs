@@ -7,43 +7,21 @@ use candle_core::{DType, Device, Tensor};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use super::change;
 use super::memory::{Fetch, MemoryTracker, PagedParameters};
+use super::residence::{Residence, accepted};
+use super::{change, coded};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
+use crate::kernel::coded::CodedMatrix;
 use crate::store::{ActivationScheme, DType as Stored, Encoding, Weight, Weights};
 use crate::work::{Work, lock};
-
-/// Storage precision of parameters in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Residence {
-    /// The precision of the computation.
-    Computed,
-    /// 16-bit floats where the checkpoint has them, converted on each use; else the precision of the
-    /// computation.
-    Stored,
-}
-
-impl Residence {
-    /// Bytes of a weight in memory.
-    pub fn bytes(self, weight: &Weight, compute: DType) -> u64 {
-        (weight.elements() * self.dtype(weight, compute).size_in_bytes()) as u64
-    }
-
-    /// Type of a weight's elements in memory.
-    pub fn dtype(self, weight: &Weight, compute: DType) -> DType {
-        match (self, weight.dtype) {
-            (Residence::Stored, Stored::BF16) => DType::BF16,
-            (Residence::Stored, Stored::F16) => DType::F16,
-            _ => compute,
-        }
-    }
-}
 
 /// The parameters of a graph on a device.
 #[derive(Debug, Clone)]
 pub struct Parameters {
     tensors: BTreeMap<String, Tensor>,
+    /// Quantized weights that stay integers.
+    coded: BTreeMap<String, Arc<CodedMatrix>>,
     /// Rounding scheme of the inputs of a layer, by the name of its weight.
     rounding: BTreeMap<String, ActivationScheme>,
     compute: DType,
@@ -54,64 +32,80 @@ pub struct Parameters {
 impl Parameters {
     /// Loads the parameters of a graph.
     pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
-        Self::load_named(graph.params().map(|(_, value)| &value.name).collect(), weights, device, compute, residence, work)
+        let names = graph.params().map(|(_, value)| &value.name).collect();
+        Self::load_reusing(&SpareTensors::default(), names, &accepted(graph, residence, compute), weights, (device, compute, residence), work)
     }
 
     /// Drops all parameters that `keep` does not select.
     pub fn retain(&mut self, keep: impl Fn(&str) -> bool) {
         self.tensors.retain(|name, _| keep(name));
+        self.coded.retain(|name, _| keep(name));
         self.rounding.retain(|name, _| keep(name));
     }
 
     /// Adds the parameters of `others`.
     pub(super) fn extend(&mut self, others: Parameters) {
         self.tensors.extend(others.tensors);
+        self.coded.extend(others.coded);
         self.rounding.extend(others.rounding);
     }
 
     /// The loaded parameters with these names; tensors are shared.
     pub(super) fn subset<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Parameters {
         let names: BTreeSet<&String> = names.into_iter().collect();
-        let rounding = self.rounding.iter().filter(|(name, _)| names.contains(name)).map(|(name, scheme)| (name.clone(), *scheme)).collect();
-        let tensors = self.tensors.iter().filter(|(name, _)| names.contains(name)).map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
-        Parameters { tensors, rounding, compute: self.compute, paged: None }
+        let mut subset = Parameters { paged: None, ..self.clone() };
+        subset.retain(|name| names.contains(&name.to_owned()));
+        subset
     }
 
     /// Whether a parameter is loaded.
     pub(super) fn has(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
+        self.tensors.contains_key(name) || self.coded.contains_key(name)
     }
 
     /// Loads parameters by name.
     pub fn load_named(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
-        Self::load_reusing(&SpareTensors::default(), names, weights, (device, compute, residence), work)
+        Self::load_reusing(&SpareTensors::default(), names, &BTreeSet::new(), weights, (device, compute, residence), work)
     }
 
-    /// As [`load_named`](Parameters::load_named), reusing the memory of `spare` where the type and shape
-    /// match.
+    /// Loads parameters by name, reusing the memory of `spare` where the type and shape match. Those named in
+    /// `coded` may stay integers.
     pub(super) fn load_reusing(
         spare: &SpareTensors,
         names: Vec<&String>,
+        coded: &BTreeSet<String>,
         weights: &Weights,
         (device, compute, residence): (&Device, DType, Residence),
         work: &Work,
     ) -> Result<Parameters> {
         let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
-        let tensors = work.run(
+        let loaded = work.run(
             "Loading",
             &jobs,
             |(_, w)| w.stored_bytes,
             |(name, weight)| {
                 let keep = residence.dtype(weight, compute);
+                let matrix = if coded.contains(*name) { coded::from_weight(weight)? } else { None };
+                if let Some(matrix) = matrix {
+                    work.advance(weight.stored_bytes)?;
+                    return Ok(Err(Arc::new(matrix)));
+                }
                 let tensor = match spare.take(&weight.shape, keep).filter(|_| is_stored(weight, keep) || keep == DType::F32) {
                     Some(tensor) => fill(name, weight, &tensor).map(|()| tensor)?,
                     None => tensor(name, weight, device, keep)?,
                 };
                 work.advance(weight.stored_bytes)?;
-                Ok(tensor)
+                Ok(Ok(tensor))
             },
         )?;
-        Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding: rounding(&jobs), compute, paged: None })
+        let mut parameters = Parameters { rounding: rounding(&jobs), ..Self::from_tensors(BTreeMap::new(), compute) };
+        for ((name, _), loaded) in jobs.into_iter().zip(loaded) {
+            match loaded {
+                Ok(tensor) => parameters.tensors.insert(name.clone(), tensor).map(drop),
+                Err(matrix) => parameters.coded.insert(name.clone(), matrix).map(drop),
+            };
+        }
+        Ok(parameters)
     }
 
     /// Parameters that are read from their files on each use, and the bytes of the largest. Fails if a
@@ -147,17 +141,18 @@ impl Parameters {
 
     /// Parameters from tensors.
     pub fn from_tensors(tensors: BTreeMap<String, Tensor>, compute: DType) -> Parameters {
-        Parameters { tensors, rounding: BTreeMap::new(), compute, paged: None }
+        Parameters { tensors, coded: BTreeMap::new(), rounding: BTreeMap::new(), compute, paged: None }
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> u64 {
-        self.tensors.values().map(super::bytes_of).sum()
+        self.tensors.values().map(super::bytes_of).sum::<u64>() + self.coded.values().map(|matrix| matrix.bytes() as u64).sum::<u64>()
     }
 
     /// Replaces one parameter.
     #[must_use]
     pub fn with(mut self, name: &str, tensor: Tensor) -> Parameters {
+        self.coded.remove(name);
         self.tensors.insert(name.to_owned(), tensor);
         self
     }
@@ -167,13 +162,24 @@ impl Parameters {
         self.stored(name)?.to_dtype(self.compute)
     }
 
-    /// A parameter in its storage precision.
+    /// A parameter in its storage precision; integers are dequantized.
     pub(crate) fn stored(&self, name: &str) -> candle_core::Result<Tensor> {
-        match (self.tensors.get(name), &self.paged) {
-            (Some(tensor), _) => Ok(tensor.clone()),
-            (None, Some(paged)) => paged.get(name).map_err(candle_core::Error::wrap),
-            (None, None) => candle_core::bail!("parameter `{name}` was not loaded"),
+        match (self.tensors.get(name), self.coded.get(name), &self.paged) {
+            (Some(tensor), ..) => Ok(tensor.clone()),
+            (None, Some(matrix), _) => {
+                let [rows, row] = matrix.shape();
+                let mut values = vec![0f32; rows * row];
+                matrix.decode(0..rows, &mut values);
+                Tensor::from_vec(values, (rows, row), &Device::Cpu)
+            }
+            (None, None, Some(paged)) => paged.get(name).map_err(candle_core::Error::wrap),
+            (None, None, None) => candle_core::bail!("parameter `{name}` was not loaded"),
         }
+    }
+
+    /// A quantized parameter that stays integers.
+    pub(super) fn coded(&self, name: &str) -> Option<&CodedMatrix> {
+        self.coded.get(name).map(AsRef::as_ref)
     }
 
     /// Sets the rounding schemes of the inputs of layers, by the names of their weights.

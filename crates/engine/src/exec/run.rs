@@ -251,7 +251,7 @@ impl<'g> Executor<'g> {
         &self.graph.nodes()[step.nodes[step.nodes.len() - 1]]
     }
 
-    fn operands(&self, node: &Node, ids: &[ValueId], run: &PartialRun) -> Result<Vec<Tensor>> {
+    fn operands(&self, node: &Node, wanted: impl Fn(usize) -> bool, run: &PartialRun) -> Result<Vec<Tensor>> {
         let spec = node.op.spec();
         let operand = |(index, id): (usize, &ValueId)| {
             let value = self.graph.value(*id);
@@ -261,7 +261,7 @@ impl<'g> Executor<'g> {
                 _ => run.get(self.graph, *id),
             }
         };
-        let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
+        let mut operands = node.inputs.iter().enumerate().filter(|(index, _)| wanted(*index)).map(operand).collect::<Result<Vec<Tensor>>>()?;
         if let Some(scheme) = input_scheme(self.graph, node, &self.parameters) {
             operands[0] = self.rounding.round_input(scheme, &operands[0]).map_err(failed(self.name(node)))?;
         }
@@ -270,7 +270,10 @@ impl<'g> Executor<'g> {
 
     fn run_node(&self, index: usize, run: &mut PartialRun) -> Result<Tensor> {
         let node = &self.graph.nodes()[index];
-        let operands = self.operands(node, &node.inputs, run)?;
+        if let Some(result) = self.run_coded(index, &[], run)? {
+            return Ok(result);
+        }
+        let operands = self.operands(node, |_| true, run)?;
         let result = match run.past.as_mut().and_then(|past| past.get_mut(index)?.as_mut()) {
             Some(past) => self.prepared[index].forward_next(&operands, past),
             None => self.prepared[index].forward(&operands),
@@ -280,7 +283,18 @@ impl<'g> Executor<'g> {
         Ok(result)
     }
 
-    /// Counts the work of a node.
+    /// The value of a node with an epilogue, if its weight consists of integers that a kernel multiplies.
+    fn run_coded(&self, index: usize, epilogue: &[Fused<Tensor>], run: &PartialRun) -> Result<Option<Tensor>> {
+        let node = &self.graph.nodes()[index];
+        let Some(weight) = node.inputs.get(1).filter(|_| node.op.spec().accepts_codes(1)) else { return Ok(None) };
+        let Some(matrix) = self.parameters.coded(&self.graph.value(*weight).name) else { return Ok(None) };
+        let operands = self.operands(node, |input| input != 1, run)?;
+        let result = self.prepared[index].coded(&operands, matrix, epilogue).map_err(failed(self.name(node)))?;
+        result.iter().for_each(|result| self.count(node, &operands[..1], result, run));
+        Ok(result)
+    }
+
+    /// Counts the work of a node, of which the first operands are given.
     fn count(&self, node: &Node, operands: &[Tensor], result: &Tensor, run: &PartialRun) {
         if let Some(account) = &run.account {
             account.count_macs(|| macs(self.graph, node, operands, result));
@@ -302,7 +316,7 @@ impl<'g> Executor<'g> {
                 (_, Some(function)) => epilogue.push(Fused::Activate(function)),
                 (Op::BatchNorm(op), _) => {
                     let name = self.name(node);
-                    let vectors = self.operands(node, &node.inputs[1..], run)?;
+                    let vectors = self.operands(node, |input| input > 0, run)?;
                     let [weight, bias, mean, variance] = vectors.as_slice() else { return Ok(None) };
                     let (scale, shift) = op.scale_and_shift([weight, bias, mean, variance]).map_err(failed(name))?;
                     epilogue.extend([Fused::MultiplyRows(scale), Fused::AddToRows(shift)]);
@@ -315,7 +329,10 @@ impl<'g> Executor<'g> {
             }
             value = node.output;
         }
-        let operands = self.operands(first, &first.inputs, run)?;
+        if let Some(result) = self.run_coded(*index, &epilogue, run)? {
+            return Ok(Some(result));
+        }
+        let operands = self.operands(first, |_| true, run)?;
         let result = self.prepared[*index].fused(&operands, &epilogue).map_err(failed(self.name(first)))?;
         result.iter().for_each(|result| self.count(first, &operands, result, run));
         Ok(result)

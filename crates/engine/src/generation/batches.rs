@@ -126,8 +126,8 @@ impl LanguageModel {
     /// The number of texts per batch for these prompts: the largest power of two that fits into memory.
     fn batch_size(&self, prompts: &[Vec<i64>], options: &Generate, (memory, device): (MemoryLimit, &Device)) -> Result<usize> {
         let prompts: Vec<Prompt> = prompts.iter().map(|prompt| Prompt { tokens: prompt.clone(), inputs: Inputs::new() }).collect();
-        self.require_memory(&prompts, options, memory)?;
-        let need = self.memory_need(&prompts, options, 1, 0)?;
+        self.require_memory(&prompts, options, memory, device)?;
+        let need = self.memory_need(&prompts, options, [1, 0], device)?;
         let fits = |size: &usize| {
             let need = MemoryNeed { activations: need.activations.saturating_mul(*size as u64), ..need.clone() };
             matches!(Schedule::choose(memory, &[(self.model.config.model_type(), need)]), Ok(Schedule::Resident))

@@ -295,7 +295,7 @@ impl LanguageModel {
 
     fn generate_all(&self, prompts: Vec<Prompt>, options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
         options.check()?;
-        self.require_memory(&prompts, options, memory)?;
+        self.require_memory(&prompts, options, memory, device)?;
         let mut decoder = Decoder::load(self, 0, device, work)?;
         let mut draft = self.draft.as_ref().map(|draft| Drafter::load(draft, device, work)).transpose()?;
         let total = (prompts.len() as u64).saturating_mul(options.tokens as u64);
@@ -331,11 +331,11 @@ impl LanguageModel {
     }
 
     /// Checks the memory: every token reads all parameters, so that they must be resident.
-    fn require_memory(&self, prompts: &[Prompt], options: &Generate, memory: MemoryLimit) -> Result<()> {
+    fn require_memory(&self, prompts: &[Prompt], options: &Generate, memory: MemoryLimit, device: &Device) -> Result<()> {
         let draft_tokens = self.draft.as_ref().map_or(0, |draft| draft.tokens);
-        let mut need = self.memory_need(prompts, options, draft_tokens.saturating_add(1), 0)?;
+        let mut need = self.memory_need(prompts, options, [draft_tokens.saturating_add(1), 0], device)?;
         if let Some(draft) = &self.draft {
-            need.parameters = need.parameters.saturating_add(draft.model.memory_need(prompts, options, 1, draft_tokens)?.total());
+            need.parameters = need.parameters.saturating_add(draft.model.memory_need(prompts, options, [1, draft_tokens], device)?.total());
         }
         match Schedule::choose(memory, &[(self.model.config.model_type(), need.clone())])? {
             Schedule::Resident => Ok(()),
@@ -349,7 +349,7 @@ impl LanguageModel {
 
     /// Memory for the longest of the prompts, with at least `step` tokens per forward pass and a KV cache
     /// from which `removable` tokens can be removed.
-    fn memory_need(&self, prompts: &[Prompt], options: &Generate, step: usize, removable: usize) -> Result<MemoryNeed> {
+    fn memory_need(&self, prompts: &[Prompt], options: &Generate, [step, removable]: [usize; 2], device: &Device) -> Result<MemoryNeed> {
         let size = |name: &str, length: &dyn Fn(&Prompt) -> usize| {
             let input = self.graph.inputs().find(|(_, value)| value.name == name).and_then(|(_, value)| value.ty.shape.get(1));
             let longest = prompts.iter().map(length).max().unwrap_or(1).max(1);
@@ -367,7 +367,7 @@ impl LanguageModel {
             let (longest, name) = size(input, &|prompt| prompt.inputs.get(input).and_then(|tokens| tokens.dims().get(1).copied()).unwrap_or(1));
             sizes.extend(name.map(|name| (name, longest)));
         }
-        let mut need = MemoryNeed::estimate(&self.graph, &self.model.weights, DType::F32, Residence::Stored, &sizes);
+        let mut need = MemoryNeed::estimate(&self.graph, &self.model.weights, DType::F32, Residence::of_models(device, DType::F32), &sizes);
         let cache = SequenceCache::with_removable(&self.graph, removable)?;
         need.activations = need.activations.saturating_add(cache.bytes_of(&self.graph, total, &sizes));
         Ok(need)

@@ -6,7 +6,7 @@ use super::cached_teacher::CachedTeacher;
 use super::state::Position;
 use super::trainer::Trainer;
 use crate::error::Result;
-use crate::exec::BlockwiseOptions;
+use crate::exec::{BlockwiseOptions, Residence};
 
 impl Trainer<'_> {
     /// The teacher, if there is one, and the loss over its logits; `None` without such a loss.
@@ -21,7 +21,8 @@ impl Trainer<'_> {
         let (Some(cached), Some(cache)) = (self.cached_teacher().filter(|cached| cached.teacher.is_some_and(Teacher::is_streamed)), self.cache) else {
             return Ok(0);
         };
-        let options = BlockwiseOptions { spill: self.context.folder.clone(), ..BlockwiseOptions::on(self.device) };
+        // As in memory, see `Teacher`.
+        let options = BlockwiseOptions { spill: self.context.folder.clone(), residence: Residence::Stored, ..BlockwiseOptions::on(self.device) };
         cached.fill(&mut cache.borrow_mut(), batches, (position.data, position.step), &options, &self.context.work)
     }
 }

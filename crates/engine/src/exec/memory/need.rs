@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::analysis;
 use crate::error::{Error, Result};
 use crate::exec::inputs::Inputs;
-use crate::exec::load::Residence;
+use crate::exec::residence::{self, Residence};
 use crate::ir::ops::elements;
 use crate::ir::{Bindings, Dim, Element, Graph, TensorType};
 use crate::store::Weights;
@@ -47,7 +47,8 @@ pub enum Schedule {
 impl MemoryNeed {
     /// Estimates the requirements of a graph for inputs of these sizes.
     pub fn estimate(graph: &Graph, weights: &Weights, compute: DType, residence: Residence, sizes: &Bindings) -> MemoryNeed {
-        let size = |name: &String| weights.find(name).map_or(0, |weight| residence.bytes(weight, compute));
+        let accepted = residence::accepted(graph, residence, compute);
+        let size = |name: &String| weights.find(name).map_or(0, |weight| residence::bytes(name, weight, &accepted, residence, compute));
         let all: BTreeSet<&String> = graph.params().map(|(_, value)| &value.name).collect();
         let blocks = analysis::blocks(graph);
         let pair = |index: usize| -> u64 {

@@ -64,4 +64,8 @@ impl OpSpec for Embedding {
     fn accepts_half(&self, input: usize) -> bool {
         input == 1
     }
+
+    fn accepts_codes(&self, input: usize) -> bool {
+        input == 1
+    }
 }

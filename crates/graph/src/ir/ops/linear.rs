@@ -84,6 +84,10 @@ impl OpSpec for Linear {
         input == 1
     }
 
+    fn accepts_codes(&self, input: usize) -> bool {
+        input == 1 && !self.input_major
+    }
+
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
         sums(output, inputs[0].shape.last(), bindings)
     }

@@ -189,6 +189,10 @@ pub trait OpSpec: fmt::Debug {
     fn accepts_half(&self, _input: usize) -> bool {
         false
     }
+    /// Whether a kernel multiplies the integers of this input, if it is a quantized weight.
+    fn accepts_codes(&self, _input: usize) -> bool {
+        false
+    }
     /// Whether the result stays in 32 bits in computations with 16 bits.
     fn is_wide(&self) -> bool {
         false

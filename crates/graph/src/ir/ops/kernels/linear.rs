@@ -9,11 +9,13 @@ use super::super::{Backward, Linear};
 use super::host::{Host, column_sums, contiguous, readable, steps};
 use super::{Fused, Gradients, Kernel};
 use crate::kernel::activation::activate;
+use crate::kernel::coded::CodedMatrix;
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::few_rows::{self, FewRows};
-use crate::kernel::matmul::{Columns, Left, Rows, product};
+use crate::kernel::few_rows::FewRows;
+use crate::kernel::linear::{LinearWeight, product};
+use crate::kernel::matmul::{Columns, Left, Rows};
 use crate::kernel::matmul_gradient::long_product;
-use crate::kernel::one_row::{self, OneRow};
+use crate::kernel::one_row::OneRow;
 use crate::kernel::scratch::cleared;
 
 impl Kernel for Linear {
@@ -22,30 +24,22 @@ impl Kernel for Linear {
     }
 
     fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
-        let (x, weight) = (contiguous(&inputs[0])?, contiguous(&inputs[1])?);
+        let weight = contiguous(&inputs[1])?;
         let (first, second) = weight.dims2()?;
-        let out = if self.input_major { second } else { first };
-        let mut shape = x.dims().to_vec();
-        shape.pop();
-        shape.push(out);
-        let fits = |like: &Tensor| like.dims() == shape && like.is_contiguous();
-        if epilogue.iter().any(|step| matches!(step, Fused::AddToRows(_) | Fused::MultiplyRows(_))) {
-            return Ok(None);
-        }
-        let bias = inputs.get(2).map(|bias| Fused::AddToColumns(bias.clone()));
-        let compute = || {
-            let hosts = steps(bias.iter().chain(epilogue), fits)?;
-            let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
-            let (x, weight) = (Host::new(&x)?, Host::new(&weight)?);
-            let count = shape.iter().product();
-            match weight.storage()? {
-                (CpuStorage::F32(kept), start) => self.multiply(x.floats()?, &kept[start..], [first, second], count, &steps),
-                (CpuStorage::BF16(kept), start) => self.multiply(x.floats()?, &kept[start..], [first, second], count, &steps),
-                (CpuStorage::F16(kept), start) => self.multiply(x.floats()?, &kept[start..], [first, second], count, &steps),
-                _ => None,
-            }
+        let [width, inner] = if self.input_major { [second, first] } else { [first, second] };
+        let Some(host) = Host::new(&weight) else { return Ok(None) };
+        let compute = |x: &[f32], count: usize, steps: &[Fused<&[f32]>]| match host.storage()? {
+            (CpuStorage::F32(kept), start) => self.multiply_stored(x, &kept[start..], [inner, width], count, steps),
+            (CpuStorage::BF16(kept), start) => self.multiply_stored(x, &kept[start..], [inner, width], count, steps),
+            (CpuStorage::F16(kept), start) => self.multiply_stored(x, &kept[start..], [inner, width], count, steps),
+            _ => None,
         };
-        compute().map(|values| Tensor::from_vec(values, shape.as_slice(), x.device())).transpose()
+        with_epilogue(&inputs[0], width, inputs.get(2), epilogue, compute)
+    }
+
+    fn coded(&self, inputs: &[Tensor], weight: &CodedMatrix, epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
+        let [width, inner] = weight.shape();
+        with_epilogue(&inputs[0], width, inputs.get(1), epilogue, |x, count, steps| multiply(x, weight, [inner, width], count, steps))
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -74,30 +68,61 @@ impl Kernel for Linear {
 }
 
 impl Linear {
-    fn multiply<T: FewRows + OneRow>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
-        let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
-        let rows = count.checked_div(out)?;
-        if let Some(sparse) = SparseRows::find(x, rows, inner, steps) {
-            let others: Vec<_> = steps.iter().map(|step| step.map(|values| Some(sparse.gather(values, out)))).collect::<Option<_>>()?;
-            let steps: Vec<_> = others.iter().map(|step| step.map(|values| Some(values.as_slice()))).collect::<Option<_>>()?;
-            let kept = match sparse.rows.len() {
-                0 => Vec::new(),
-                some => self.multiply(&sparse.gather(x, inner), weight, [first, second], some * out, &steps)?,
-            };
-            return Some(sparse.scatter(&kept, count, out));
-        }
-        let mut y = cleared(count);
-        let epilogue = Epilogue::new(steps);
-        let columns = Columns { values: weight, count: out, stride: inner };
+    fn multiply_stored<T: FewRows + OneRow>(
+        &self,
+        x: &[f32],
+        values: &[T],
+        [inner, width]: [usize; 2],
+        count: usize,
+        steps: &[Fused<&[f32]>],
+    ) -> Option<Vec<f32>> {
         match self.input_major {
-            true if rows == 1 => one_row::product_by_rows(&x[..inner], &Rows { values: weight, count: out, stride: out }, epilogue, &mut y),
-            false if rows == 1 => one_row::product(&x[..inner], &columns, epilogue, &mut y),
-            true => product(&Left::pack(x, rows, inner, inner), &Rows { values: weight, count: out, stride: out }, out, epilogue, &mut y),
-            false if rows <= few_rows::MAX_ROWS => few_rows::product(x, rows, &columns, inner, epilogue, &mut y),
-            false => product(&Left::pack(x, rows, inner, inner), &columns, out, epilogue, &mut y),
+            true => multiply(x, &Rows { values, count: width, stride: width }, [inner, width], count, steps),
+            false => multiply(x, &Columns { values, count: width, stride: inner }, [inner, width], count, steps),
         }
-        Some(y)
     }
+}
+
+/// Computes an output of `width` columns from the rows of `x`, the number of elements of the output, and its
+/// epilogue with the bias.
+fn with_epilogue(
+    x: &Tensor,
+    width: usize,
+    bias: Option<&Tensor>,
+    epilogue: &[Fused<Tensor>],
+    compute: impl Fn(&[f32], usize, &[Fused<&[f32]>]) -> Option<Vec<f32>>,
+) -> Result<Option<Tensor>> {
+    let x = contiguous(x)?;
+    let mut shape = x.dims().to_vec();
+    shape.pop();
+    shape.push(width);
+    let fits = |like: &Tensor| like.dims() == shape && like.is_contiguous();
+    if epilogue.iter().any(|step| matches!(step, Fused::AddToRows(_) | Fused::MultiplyRows(_))) {
+        return Ok(None);
+    }
+    let bias = bias.map(|bias| Fused::AddToColumns(bias.clone()));
+    let computed = || {
+        let hosts = steps(bias.iter().chain(epilogue), fits)?;
+        let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
+        compute(Host::new(&x)?.floats()?, shape.iter().product(), &steps)
+    };
+    computed().map(|values| Tensor::from_vec(values, shape.as_slice(), x.device())).transpose()
+}
+
+fn multiply(x: &[f32], weight: &impl LinearWeight, [inner, width]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
+    let rows = count.checked_div(width)?;
+    if let Some(sparse) = SparseRows::find(x, rows, inner, steps) {
+        let others: Vec<_> = steps.iter().map(|step| step.map(|values| Some(sparse.gather(values, width)))).collect::<Option<_>>()?;
+        let steps: Vec<_> = others.iter().map(|step| step.map(|values| Some(values.as_slice()))).collect::<Option<_>>()?;
+        let kept = match sparse.rows.len() {
+            0 => Vec::new(),
+            some => multiply(&sparse.gather(x, inner), weight, [inner, width], some * width, &steps)?,
+        };
+        return Some(sparse.scatter(&kept, count, width));
+    }
+    let mut y = cleared(count);
+    product(x, rows, inner, weight, width, Epilogue::new(steps), &mut y);
+    Some(y)
 }
 
 /// The nonzero rows of an input, if they are at most half of all rows and the epilogue maps zero rows to

@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::{Backward, DecodingState, Op};
+use crate::kernel::coded::CodedMatrix;
 pub use crate::kernel::epilogue::Fused;
 pub use host::contiguous;
 pub use index_sum::sum_rows_by_index;
@@ -48,6 +49,12 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
     /// Computes the output with an epilogue; `None` if the kernel does not support these tensors or this
     /// epilogue.
     fn fused(&self, _inputs: &[Tensor], _epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    /// Computes the output with an epilogue and a weight whose integers are multiplied. `inputs` are the
+    /// others; `None` if the kernel does not support them or this epilogue.
+    fn coded(&self, _inputs: &[Tensor], _weight: &CodedMatrix, _epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
@@ -148,6 +155,12 @@ impl PreparedOp {
     /// Computes the output with an epilogue, if a kernel supports it.
     pub fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.fused(inputs, epilogue))
+    }
+
+    /// Computes the output with an epilogue and a weight whose integers are multiplied, if a kernel supports
+    /// it. `inputs` are the others.
+    pub fn coded(&self, inputs: &[Tensor], weight: &CodedMatrix, epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
+        self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.coded(inputs, weight, epilogue))
     }
 
     /// Gradients of the inputs.

@@ -1,0 +1,207 @@
+//! Matrices of 8-bit integers with a scale per group, whose products need no copy of their values.
+//!
+//! A value is its integer times the scale, rounded to f32, so that products are bitwise equal to those of
+//! the dequantized matrix.
+
+use std::ops::Range;
+
+use super::epilogue::Epilogue;
+use super::few_rows;
+use super::linear::LinearWeight;
+use super::matmul::{Columns, Right};
+use super::one_row::{self, LANES, OneRow, by_columns, by_fours, total};
+use super::scratch::Scratch;
+use super::tile::PANEL;
+
+/// A matrix `[rows, inner]`: the weight of a linear layer or an embedding table.
+#[derive(Debug)]
+pub struct CodedMatrix {
+    inner: usize,
+    /// Number of consecutive elements of a row that share a scale.
+    group: usize,
+    /// Int8 values.
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+}
+
+impl CodedMatrix {
+    /// A matrix with rows of `inner` elements and a scale for each `group` of them. `None` if the groups do
+    /// not divide the rows, or the numbers of codes and scales do not match.
+    pub fn new(inner: usize, group: usize, codes: Vec<u8>, scales: Vec<f32>) -> Option<CodedMatrix> {
+        let is_whole = group > 0 && inner.is_multiple_of(group) && codes.len().is_multiple_of(inner.max(1));
+        (is_whole && inner > 0 && codes.len() / group == scales.len()).then_some(CodedMatrix { inner, group, codes, scales })
+    }
+
+    /// Number of rows and elements per row.
+    pub fn shape(&self) -> [usize; 2] {
+        [self.codes.len() / self.inner, self.inner]
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.codes.len() + 4 * self.scales.len()
+    }
+
+    /// Writes the values of some rows.
+    pub fn decode(&self, rows: Range<usize>, values: &mut [f32]) {
+        let groups = self.inner / self.group;
+        decode(&self.codes[rows.start * self.inner..], &self.scales[rows.start * groups..], self.group, &mut values[..rows.len() * self.inner]);
+    }
+
+    /// The codes and scales from a row on, if the loops support the groups.
+    fn rows_from(&self, row: usize) -> Option<(&[u8], &[f32])> {
+        let supported = self.group == self.inner || self.group.is_multiple_of(LANES);
+        supported.then(|| (&self.codes[row * self.inner..], &self.scales[row * (self.inner / self.group)..]))
+    }
+
+    /// Dot products of a row with rows of the matrix.
+    fn dots(&self, x: &[f32], first: usize, out: &mut [f32]) {
+        match self.rows_from(first) {
+            Some((codes, scales)) => dots(x, codes, scales, self.group, out),
+            None => f32::dots(x, &self.decoded(first..first + out.len()), self.inner, out),
+        }
+    }
+
+    fn four(&self, x: [&[f32]; 4], first: usize, out: &mut [f32]) {
+        match self.rows_from(first) {
+            Some((codes, scales)) => four(x, codes, scales, self.group, out),
+            None => f32::four(x, &self.decoded(first..first + out.len() / 4), self.inner, out),
+        }
+    }
+
+    fn decoded(&self, rows: Range<usize>) -> Scratch {
+        let mut values = Scratch::new(rows.len() * self.inner);
+        self.decode(rows, &mut values);
+        values
+    }
+}
+
+impl Right for CodedMatrix {
+    fn pack(&self, first: usize, panel: &mut [f32]) {
+        let count = PANEL.min(self.shape()[0] - first);
+        Columns { values: &self.decoded(first..first + count)[..], count, stride: self.inner }.pack(0, panel);
+    }
+}
+
+impl LinearWeight for CodedMatrix {
+    fn one_row(&self, x: &[f32], epilogue: Epilogue, out: &mut [f32]) {
+        by_columns(x.len(), 1, epilogue, out, |first, sums| self.dots(x, first, sums));
+    }
+
+    fn few_rows(&self, x: &[f32], rows: usize, epilogue: Epilogue, out: &mut [f32]) {
+        let [width, inner] = self.shape();
+        if rows <= one_row::MAX_ROWS {
+            return by_fours(x, [rows, width], epilogue, out, |x, first, out| self.dots(x, first, out), |x, first, out| self.four(x, first, out));
+        }
+        few_rows::product_by_columns::<f32>(x, rows, [inner, width], epilogue, out, |first, count, multiply| {
+            multiply(&Columns { values: &self.decoded(first..first + count)[..], count, stride: inner });
+        });
+    }
+}
+
+simd! {
+    fn decode(codes: &[u8], scales: &[f32], group: usize, values: &mut [f32]) {
+        for ((values, codes), scale) in values.chunks_exact_mut(group).zip(codes.chunks_exact(group)).zip(scales) {
+            for (value, code) in values.iter_mut().zip(codes) {
+                *value = f32::from(*code as i8) * scale;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn add(sums: &mut [f32; LANES], codes: &[u8; LANES], scale: f32, x: &[f32; LANES]) {
+    for lane in 0..LANES {
+        sums[lane] += f32::from(codes[lane] as i8) * scale * x[lane];
+    }
+}
+
+simd! {
+    /// As [`dots`] for four rows, the results of each row one after another.
+    fn four(x: [&[f32]; 4], codes: &[u8], scales: &[f32], group: usize, out: &mut [f32]) {
+        let (count, inner) = (out.len() / 4, x[0].len());
+        let rows = codes.chunks_exact(inner).zip(scales.chunks_exact(inner / group));
+        for (column, (codes, scales)) in rows.take(count).enumerate() {
+            // Separate variables stay in registers.
+            let [mut a, mut b, mut c, mut d] = [[0f32; LANES]; 4];
+            for (index, (codes, scale)) in codes.chunks_exact(group).zip(scales).enumerate() {
+                let [first, second, third, fourth] = x.map(|x| x[index * group..][..group].as_chunks::<LANES>().0);
+                for ((((codes, first), second), third), fourth) in codes.as_chunks::<LANES>().0.iter().zip(first).zip(second).zip(third).zip(fourth) {
+                    add(&mut a, codes, *scale, first);
+                    add(&mut b, codes, *scale, second);
+                    add(&mut c, codes, *scale, third);
+                    add(&mut d, codes, *scale, fourth);
+                }
+            }
+            for (row, (mut sums, x)) in [a, b, c, d].into_iter().zip(x).enumerate() {
+                for ((sum, code), x) in sums.iter_mut().zip(codes.as_chunks::<LANES>().1).zip(x.as_chunks::<LANES>().1) {
+                    *sum += f32::from(*code as i8) * scales[0] * x;
+                }
+                out[row * count + column] = total(sums);
+            }
+        }
+    }
+}
+
+simd! {
+    /// Dot products of a row with consecutive rows of codes. Groups are rows or multiples of the number of
+    /// lanes.
+    fn dots(x: &[f32], codes: &[u8], scales: &[f32], group: usize, out: &mut [f32]) {
+        let rows = codes.chunks_exact(x.len()).zip(scales.chunks_exact(x.len() / group));
+        for (out, (codes, scales)) in out.iter_mut().zip(rows) {
+            let mut sums = [0f32; LANES];
+            for ((codes, x), scale) in codes.chunks_exact(group).zip(x.chunks_exact(group)).zip(scales) {
+                for (codes, x) in codes.as_chunks::<LANES>().0.iter().zip(x.as_chunks::<LANES>().0) {
+                    add(&mut sums, codes, *scale, x);
+                }
+            }
+            // Only a group that is a row can have a remainder. Within the loop, the sums would not stay in
+            // registers.
+            let (last, rest) = (codes.as_chunks::<LANES>().1, x.as_chunks::<LANES>().1);
+            for ((sum, code), x) in sums.iter_mut().zip(last).zip(rest) {
+                *sum += f32::from(*code as i8) * scales[0] * x;
+            }
+            *out = total(sums);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::activation::ActivationFunction;
+    use super::super::epilogue::Fused;
+    use super::super::linear::product;
+    use super::*;
+
+    #[test]
+    fn products_are_bitwise_equal_to_those_of_the_values() {
+        let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
+        for (inner, group, width) in [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000)] {
+            let codes: Vec<u8> = (0..inner * width).map(|i| (i * 7919 % 251) as u8).collect();
+            let scales = numbers(inner / group * width, 5);
+            let coded = CodedMatrix::new(inner, group, codes.clone(), scales.clone()).unwrap();
+            assert_eq!((coded.shape(), coded.bytes()), ([width, inner], codes.len() + 4 * scales.len()));
+            let values: Vec<f32> = codes.iter().enumerate().map(|(i, code)| f32::from(*code as i8) * scales[i / group]).collect();
+            let plain = Columns { values: &values[..], count: width, stride: inner };
+            for rows in [1, 2, 5, 17, 33, 100] {
+                let (x, c) = (numbers(rows * inner, 1), numbers(rows * width, 3));
+                let steps = [Fused::AddToColumns(&c[..width]), Fused::Activate(ActivationFunction::Silu), Fused::Add(&c)];
+                for accumulate in [false, true] {
+                    let epilogue = Epilogue { steps: &steps, accumulate };
+                    let (mut want, mut have) = (c.clone(), c.clone());
+                    product(&x, rows, inner, &plain, width, epilogue, &mut want);
+                    product(&x, rows, inner, &coded, width, epilogue, &mut have);
+                    assert_eq!(have, want, "{rows} {inner} {group} {width}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_must_match() {
+        assert!(CodedMatrix::new(4, 3, vec![0; 8], vec![1.0; 2]).is_none());
+        assert!(CodedMatrix::new(4, 4, vec![0; 9], vec![1.0; 2]).is_none());
+        assert!(CodedMatrix::new(4, 2, vec![0; 8], vec![1.0; 3]).is_none());
+        assert!(CodedMatrix::new(0, 0, Vec::new(), Vec::new()).is_none());
+    }
+}
