@@ -9,7 +9,7 @@ from pathlib import Path
 from . import cached, venv
 
 PACKAGE = "llama_cpp_python-0.3.36"
-TOOLS = ["llama-quantize", "llama-perplexity", "llama-imatrix"]
+TOOLS = ["llama-quantize", "llama-perplexity", "llama-imatrix", "llama-bench"]
 
 
 def source(folder, only=("",)):
@@ -39,7 +39,7 @@ def build(folder):
 
 def tools():
     """The folder with llama.cpp's tools, which are built if missing."""
-    return cached.made(venv.cache() / f"llama.cpp-{PACKAGE.rsplit('-', 1)[1]}", build)
+    return cached.made(venv.cache() / f"llama.cpp-{PACKAGE.rsplit('-', 1)[1]}-2", build)
 
 
 def interleaved(rows, heads):

@@ -3,6 +3,7 @@ measurements.
 
     scripts/compare generate [--compress BINARY] [--model FOLDER] [--tokens N] [--threads N] [--runs N]
     scripts/compare generate --onnx [--int4] [...]
+    scripts/compare generate --llama-cpp [...]
 
 Ten prompts are continued greedily in f32 by both tools, one process at a time; the tokens of a chat must be
 equal too. Prompt time ends at the first token; generation time is that of the following tokens. Loading is
@@ -12,6 +13,9 @@ load: for compress it is the time of all tokens after the first, relative to a r
 With --onnx, files for ONNX Runtime are compared: those of `onnx: { cache: true }`, in optimum's
 ORTModelForCausalLM and in onnxruntime-genai, and optimum's own export, quantized by ONNX Runtime. The tokens of
 the float file must equal those of optimum's file.
+
+With --llama-cpp, the speed of weights in 16, 8 and 4 bits, embeddings included, is compared with that of the same number
+of bits in llama.cpp (`llama-bench`), which is built from its source (15 minutes on two cores, once).
 """
 
 import argparse
@@ -24,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lib import COMPRESS, SCRIPTS, venv
+from lib import COMPRESS, SCRIPTS, llama_cpp, venv
 from lib.process import timed
 
 PROMPTS = [
@@ -185,6 +189,35 @@ def peers(binary, model, options):
             sys.exit(f"tokens of the float file differ from those of optimum's file in {how[2:]}")
 
 
+WEIGHTS = "re:.*(proj|embed_tokens).weight"
+# Steps to the folder of compress, and to the file of llama.cpp.
+BITS = {
+    "16 bits": (["cast", "--to", "bf16"], ["cast", "--to", "f16"]),
+    "8 bits": (["quantize", "--scheme", "W8A16", "--method", "rtn", "--targets", WEIGHTS], ["quantize", "--scheme", "Q8_0", "--method", "rtn"]),
+    "4 bits": (["quantize", "--scheme", "W4A16", "--group-size", "32", "--method", "rtn", "--targets", WEIGHTS], ["quantize", "--scheme", "Q4_0", "--method", "rtn"]),
+}
+
+
+def llama(binary, model, options):
+    """Compares the speed with that of llama.cpp, in turns."""
+    bench = llama_cpp.tools() / "llama-bench"
+    with tempfile.TemporaryDirectory(prefix="compress-llama-") as scratch:
+        made = {name: (Path(scratch, name), Path(scratch, f"{name}.gguf")) for name in BITS}
+        for name, outs in made.items():
+            for out, step in zip(outs, BITS[name]):
+                subprocess.run([binary, *step, model, "-o", out, "--no-measure"], check=True, stdout=subprocess.DEVNULL)
+        found = {name: [] for name in BITS}
+        for _ in range(options.runs):
+            for name, (folder, file) in made.items():
+                command = [bench, "-m", file, "-t", str(options.threads), "-p", "0", "-n", str(options.tokens), "-r", str(len(PROMPTS)), "-o", "json"]
+                said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout)
+                found[name].append((ours(binary, folder, options.tokens, options.threads)["decode"], said[0]["avg_ts"]))
+    print("| weights | compress | llama.cpp | ratio |\n| --- | ---: | ---: | ---: |")
+    for name, turns in found.items():
+        rates = [statistics.median(side) for side in zip(*turns)]
+        print(f"| {name} | {rates[0]:.1f} | {rates[1]:.1f} | {rates[0] / rates[1]:.2f} |")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compress", default=COMPRESS)
@@ -194,12 +227,15 @@ def main():
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--onnx", action="store_true")
     parser.add_argument("--int4", action="store_true")
+    parser.add_argument("--llama-cpp", action="store_true")
     options = parser.parse_args()
     binary = str(Path(options.compress).resolve())
     model = options.model or subprocess.run([SCRIPTS / "fetch", "smollm2"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     if options.onnx:
         os.environ.update(TOKENIZERS_PARALLELISM="false")
         return peers(binary, model, options)
+    if options.llama_cpp:
+        return llama(binary, model, options)
     python = venv.reference()
     os.environ.update(OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false")
     theirs = lambda: json.loads(subprocess.run([python, SCRIPTS / "compare", "generate", "--reference", model, str(options.tokens), str(options.threads)], check=True, stdout=subprocess.PIPE, text=True).stdout)
