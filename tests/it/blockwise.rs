@@ -332,7 +332,7 @@ fn tokens(folder: &Path) -> Data {
 
 fn need(model: &Model, batch: &Batch) -> MemoryNeed {
     let graph = model.graph().unwrap();
-    MemoryNeed::estimate(&graph, &model.weights, DType::F32, Residence::of_models(&Device::Cpu, DType::F32), &sizes_of(&graph, &batch.inputs))
+    MemoryNeed::estimate(&graph, &model.weights, DType::F32, Residence::most_compact(&Device::Cpu, DType::F32), &sizes_of(&graph, &batch.inputs))
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Products of one row, or of a few that are bitwise the same as one by one, with the weight of a linear
-//! layer, as in incremental decoding and when the tokens of a draft are verified. They are bound by reading
+//! layer, as in incremental decoding and in the verification of drafted tokens. They are bound by reading
 //! the weight, so nothing is packed, and the weight is read in its order in memory, which the processor
 //! recognizes: reading four columns in turns takes several times as long. Sums have a fixed number of lanes
 //! without fused multiply-add, so results are equal on every processor.

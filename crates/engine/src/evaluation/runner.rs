@@ -57,7 +57,7 @@ impl<'g> Candle<'g> {
     /// Loads the parameters of a model. 16-bit weights stay in memory as 16-bit values, and integers as
     /// integers; they are converted when they are used.
     pub fn load(model: &Model, graph: &'g Graph, precision: Precision, device: &Device, work: &Work) -> Result<Candle<'g>> {
-        let parameters = Parameters::load(graph, &model.weights, device, precision.dtype(), Residence::of_models(device, precision.dtype()), work)?;
+        let parameters = Parameters::load(graph, &model.weights, device, precision.dtype(), Residence::most_compact(device, precision.dtype()), work)?;
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
     }
 

@@ -250,7 +250,7 @@ impl Subject {
         let Source::Folder { model, graph } = &self.source else { return None };
         let sizes = inputs.map_or_else(|| analysis::usual_sizes(graph), |inputs| sizes_of(graph, inputs));
         let compute = self.precision.dtype();
-        let residence = Residence::of_models(device, compute);
+        let residence = Residence::most_compact(device, compute);
         Some((model.config.model_type(), MemoryNeed::estimate(graph, &model.weights, compute, residence, &sizes)))
     }
 

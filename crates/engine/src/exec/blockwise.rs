@@ -14,7 +14,7 @@ use super::block_state::{BlockState, run_bytes};
 use super::load::SpareTensors;
 use super::memory::SpillFile;
 use super::prefetch::Prefetch;
-use super::residence::accepted;
+use super::residence::coded_parameters;
 use super::run::Snapshot;
 use super::{BlockwiseOptions, Executor, MemoryCategory, Observation, Parameters, PartialRun};
 use crate::analysis::{self, Block};
@@ -102,7 +102,7 @@ impl<'a> Blockwise<'a> {
         let by_name = weights.by_name.iter().filter(|(name, _)| needed.contains(name)).map(|(name, weight)| (name.clone(), weight.clone())).collect();
         let weights = Weights { by_name, derived: weights.derived.clone(), ..Weights::default() };
         Blockwise {
-            coded: Arc::new(accepted(graph, options.residence, options.compute)),
+            coded: Arc::new(coded_parameters(graph, options.residence, options.compute)),
             executor,
             observation,
             positions,

@@ -28,13 +28,13 @@ pub struct BlockwiseOptions {
 }
 
 impl BlockwiseOptions {
-    /// Computes on `device` in 32 bits, with 16-bit weights and integers as they are stored and at most
-    /// 1 GiB of cached activations.
+    /// Computes on `device` in 32 bits, with 16-bit weights and integers in their stored precision and
+    /// at most 1 GiB of cached activations.
     pub fn on(device: &Device) -> BlockwiseOptions {
         BlockwiseOptions {
             device: device.clone(),
             compute: DType::F32,
-            residence: Residence::of_models(device, DType::F32),
+            residence: Residence::most_compact(device, DType::F32),
             rounding: Rounding::Token,
             limit: 1 << 30,
             spill: None,

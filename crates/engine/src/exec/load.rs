@@ -8,13 +8,19 @@ use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
 use super::memory::{Fetch, MemoryTracker, PagedParameters};
-use super::residence::{Residence, accepted};
+use super::residence::{Residence, coded_parameters};
 use super::{change, coded};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::kernel::coded::CodedMatrix;
 use crate::store::{ActivationScheme, DType as Stored, Encoding, Weight, Weights};
 use crate::work::{Work, lock};
+
+/// A parameter in memory.
+enum Loaded {
+    Tensor(Tensor),
+    Coded(Arc<CodedMatrix>),
+}
 
 /// The parameters of a graph on a device.
 #[derive(Debug, Clone)]
@@ -33,7 +39,7 @@ impl Parameters {
     /// Loads the parameters of a graph.
     pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
         let names = graph.params().map(|(_, value)| &value.name).collect();
-        Self::load_reusing(&SpareTensors::default(), names, &accepted(graph, residence, compute), weights, (device, compute, residence), work)
+        Self::load_reusing(&SpareTensors::default(), names, &coded_parameters(graph, residence, compute), weights, (device, compute, residence), work)
     }
 
     /// Drops all parameters that `keep` does not select.
@@ -52,9 +58,9 @@ impl Parameters {
 
     /// The loaded parameters with these names; tensors are shared.
     pub(super) fn subset<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Parameters {
-        let names: BTreeSet<&String> = names.into_iter().collect();
+        let names: BTreeSet<&str> = names.into_iter().map(String::as_str).collect();
         let mut subset = Parameters { paged: None, ..self.clone() };
-        subset.retain(|name| names.contains(&name.to_owned()));
+        subset.retain(|name| names.contains(name));
         subset
     }
 
@@ -86,23 +92,23 @@ impl Parameters {
             |(name, weight)| {
                 let keep = residence.dtype(weight, compute);
                 let matrix = if coded.contains(*name) { coded::from_weight(weight)? } else { None };
-                if let Some(matrix) = matrix {
-                    work.advance(weight.stored_bytes)?;
-                    return Ok(Err(Arc::new(matrix)));
-                }
-                let tensor = match spare.take(&weight.shape, keep).filter(|_| is_stored(weight, keep) || keep == DType::F32) {
-                    Some(tensor) => fill(name, weight, &tensor).map(|()| tensor)?,
-                    None => tensor(name, weight, device, keep)?,
+                let spare = || spare.take(&weight.shape, keep).filter(|_| is_stored(weight, keep) || keep == DType::F32);
+                let loaded = if let Some(matrix) = matrix {
+                    Loaded::Coded(Arc::new(matrix))
+                } else if let Some(tensor) = spare() {
+                    fill(name, weight, &tensor).map(|()| Loaded::Tensor(tensor))?
+                } else {
+                    Loaded::Tensor(tensor(name, weight, device, keep)?)
                 };
                 work.advance(weight.stored_bytes)?;
-                Ok(Ok(tensor))
+                Ok(loaded)
             },
         )?;
         let mut parameters = Parameters { rounding: rounding(&jobs), ..Self::from_tensors(BTreeMap::new(), compute) };
         for ((name, _), loaded) in jobs.into_iter().zip(loaded) {
             match loaded {
-                Ok(tensor) => parameters.tensors.insert(name.clone(), tensor).map(drop),
-                Err(matrix) => parameters.coded.insert(name.clone(), matrix).map(drop),
+                Loaded::Tensor(tensor) => parameters.tensors.insert(name.clone(), tensor).map(drop),
+                Loaded::Coded(matrix) => parameters.coded.insert(name.clone(), matrix).map(drop),
             };
         }
         Ok(parameters)

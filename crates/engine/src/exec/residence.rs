@@ -23,7 +23,7 @@ pub enum Residence {
 
 impl Residence {
     /// The most compact one for models that only run forward.
-    pub fn of_models(device: &Device, compute: DType) -> Residence {
+    pub fn most_compact(device: &Device, compute: DType) -> Residence {
         if compute == DType::F32 && on_host(device) { Residence::Coded } else { Residence::Stored }
     }
 
@@ -44,7 +44,7 @@ impl Residence {
 
 /// The parameters of a graph that all their nodes accept as integers; none with another residence or in 16
 /// bits.
-pub(super) fn accepted(graph: &Graph, residence: Residence, compute: DType) -> BTreeSet<String> {
+pub(super) fn coded_parameters(graph: &Graph, residence: Residence, compute: DType) -> BTreeSet<String> {
     if residence != Residence::Coded || compute != DType::F32 {
         return BTreeSet::new();
     }
@@ -54,10 +54,9 @@ pub(super) fn accepted(graph: &Graph, residence: Residence, compute: DType) -> B
     params().filter(|(id, _)| !others.contains(id)).map(|(_, value)| value.name.clone()).collect()
 }
 
-/// Bytes of a weight in memory, with scales of 32 bits if it is one of the [accepted] ones that stay
-/// integers.
-pub(super) fn bytes(name: &String, weight: &Weight, accepted: &BTreeSet<String>, residence: Residence, compute: DType) -> u64 {
-    match layout(weight).filter(|_| accepted.contains(name)) {
+/// Bytes of a weight in memory. Those of the [`coded_parameters`] that have integers have scales of 32 bits.
+pub(super) fn bytes(name: &String, weight: &Weight, coded: &BTreeSet<String>, residence: Residence, compute: DType) -> u64 {
+    match layout(weight).filter(|_| coded.contains(name)) {
         Some((_, group, _)) => (weight.elements() + 4 * (weight.elements() / group)) as u64,
         None => residence.bytes(weight, compute),
     }

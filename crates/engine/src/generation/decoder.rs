@@ -40,7 +40,7 @@ impl<'g> Decoder<'g> {
     /// Loads a model. Up to `removable` tokens can be removed from its KV cache, in addition to those of
     /// the last forward pass.
     pub fn load(model: &'g LanguageModel, removable: usize, device: &Device, work: &Work) -> Result<Decoder<'g>> {
-        let parameters = Parameters::load(&model.graph, &model.model.weights, device, DType::F32, Residence::of_models(device, DType::F32), work)?;
+        let parameters = Parameters::load(&model.graph, &model.model.weights, device, DType::F32, Residence::most_compact(device, DType::F32), work)?;
         Decoder::with_parameters(model, parameters, removable, device)
     }
 

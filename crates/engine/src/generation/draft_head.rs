@@ -92,7 +92,7 @@ pub(super) struct HeadDecoder<'g> {
 
 impl<'g> HeadDecoder<'g> {
     pub fn load(head: &'g LanguageModel, ids: &'g [usize], tokens: usize, device: &Device, work: &Work) -> Result<HeadDecoder<'g>> {
-        let parameters = Parameters::load(&head.graph, &head.model.weights, device, DType::F32, Residence::of_models(device, DType::F32), work)?;
+        let parameters = Parameters::load(&head.graph, &head.model.weights, device, DType::F32, Residence::most_compact(device, DType::F32), work)?;
         let cache = SequenceCache::with_removable(&head.graph, tokens)?;
         Ok(HeadDecoder { head, executor: Executor::new(&head.graph, parameters, device.clone()), cache, ids, pending: None })
     }

@@ -367,7 +367,7 @@ impl LanguageModel {
             let (longest, name) = size(input, &|prompt| prompt.inputs.get(input).and_then(|tokens| tokens.dims().get(1).copied()).unwrap_or(1));
             sizes.extend(name.map(|name| (name, longest)));
         }
-        let mut need = MemoryNeed::estimate(&self.graph, &self.model.weights, DType::F32, Residence::of_models(device, DType::F32), &sizes);
+        let mut need = MemoryNeed::estimate(&self.graph, &self.model.weights, DType::F32, Residence::most_compact(device, DType::F32), &sizes);
         let cache = SequenceCache::with_removable(&self.graph, removable)?;
         need.activations = need.activations.saturating_add(cache.bytes_of(&self.graph, total, &sizes));
         Ok(need)

@@ -92,7 +92,9 @@ impl Continuations<'_> {
         let done = found.len();
         self.model.1.generate_batches((prompts.as_slice(), done), &self.samples.options(), device, memory, work, &mut |continuations| {
             // Continuations of corrupted weights would be kept for a resumed run.
-            self.model.0.check_contents(work)?;
+            if found.len() == done {
+                self.model.0.check_contents(work)?;
+            }
             write(&lines(&continuations))?;
             found.extend(continuations);
             Ok(())

@@ -47,8 +47,8 @@ pub enum Schedule {
 impl MemoryNeed {
     /// Estimates the requirements of a graph for inputs of these sizes.
     pub fn estimate(graph: &Graph, weights: &Weights, compute: DType, residence: Residence, sizes: &Bindings) -> MemoryNeed {
-        let accepted = residence::accepted(graph, residence, compute);
-        let size = |name: &String| weights.find(name).map_or(0, |weight| residence::bytes(name, weight, &accepted, residence, compute));
+        let coded = residence::coded_parameters(graph, residence, compute);
+        let size = |name: &String| weights.find(name).map_or(0, |weight| residence::bytes(name, weight, &coded, residence, compute));
         let all: BTreeSet<&String> = graph.params().map(|(_, value)| &value.name).collect();
         let blocks = analysis::blocks(graph);
         let pair = |index: usize| -> u64 {
