@@ -20,6 +20,7 @@ from lib import ROOT
 KERNELS = [("compress_kernels", []), ("it", ["ops::", "laws::"])]
 # Environment, and tests with their filters.
 AGAIN = [
+    ({"COMPRESS_SIMD": "avx512"}, KERNELS),
     ({"COMPRESS_SIMD": "avx2"}, KERNELS),
     ({"COMPRESS_SIMD": "baseline"}, KERNELS),
     ({"COMPRESS_KERNELS": "off"}, [("it", ["ops::", "tape::", "parity::", "generation::"])]),

@@ -5,7 +5,7 @@
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, Left, product, product_serial};
+use super::matmul::{Columns, Left, LeftRows, product, product_serial};
 use super::solve;
 
 /// Number of columns eliminated at once.
@@ -32,7 +32,7 @@ pub fn triangle(mut matrix: Vec<f32>, size: usize) -> Option<Vec<f32>> {
         let inverse = inverse(&square, count);
         let mut panel = vec![0f32; height * count];
         let divisor = Columns { values: &inverse, count, stride: count };
-        product(&Left::pack(&below[from..], height, count, size), &divisor, count, Epilogue::NONE, &mut panel);
+        product(&LeftRows::new(&below[from..], height, count, size), &divisor, count, Epilogue::NONE, &mut panel);
         let negative: Vec<f32> = panel.par_iter().map(|x| -x).collect();
         below.par_chunks_mut(ROWS * size).enumerate().for_each(|(job, rows)| {
             let (first, height) = (job * ROWS, rows.len() / size);

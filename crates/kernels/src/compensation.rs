@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use super::attention_single::dot;
 use super::cholesky_f32;
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, Left, Rows, product};
+use super::matmul::{Columns, LeftRows, Rows, product};
 use super::pool::on_pool_thread;
 use super::solve;
 
@@ -112,7 +112,7 @@ impl Compensation {
             let sums = &mut sums[..rows * (end - start)];
             if end < size {
                 let right = Columns { values: &self.ratios[start * size + end..], count: end - start, stride: size };
-                product(&Left::pack(&values[end..], rows, size - end, size), &right, end - start, Epilogue::NONE, sums);
+                product(&LeftRows::new(&values[end..], rows, size - end, size), &right, end - start, Epilogue::NONE, sums);
             } else {
                 sums.fill(0.0);
             }
@@ -124,7 +124,7 @@ impl Compensation {
             let sums = &mut sums[..rows * (end - start)];
             if start > 0 {
                 let right = Rows { values: &self.ratios[start..], count: end - start, stride: size };
-                product(&Left::pack(values, rows, start, size), &right, end - start, Epilogue::NONE, sums);
+                product(&LeftRows::new(values, rows, start, size), &right, end - start, Epilogue::NONE, sums);
             } else {
                 sums.fill(0.0);
             }
@@ -149,7 +149,7 @@ impl Compensation {
             let targets = &mut targets[..rows * width];
             if first > 0 {
                 let right = Rows { values: &self.ratios[first..], count: width, stride: size };
-                product(&Left::pack(&errors, rows, first, size), &right, width, Epilogue::NONE, targets);
+                product(&LeftRows::new(&errors, rows, first, size), &right, width, Epilogue::NONE, targets);
             }
             targets.par_chunks_mut(width).zip(weights.par_chunks(size)).for_each(|(targets, weights)| {
                 targets.iter_mut().zip(&weights[first..]).for_each(|(target, weight)| *target += weight);

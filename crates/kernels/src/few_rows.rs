@@ -133,7 +133,7 @@ mod tests {
 
     use super::super::activation::ActivationFunction;
     use super::super::epilogue::Fused;
-    use super::super::matmul::{self, Left};
+    use super::super::matmul::{self, LeftRows};
     use super::*;
 
     #[test]
@@ -147,12 +147,12 @@ mod tests {
                 let epilogue = Epilogue { steps: &steps, accumulate };
                 let (mut want, mut have) = (c.clone(), c.clone());
                 let weight = Columns { values: &w, count: width, stride: inner };
-                matmul::product(&Left::pack(&x, rows, inner, inner), &weight, width, epilogue, &mut want);
+                matmul::product(&LeftRows::new(&x, rows, inner, inner), &weight, width, epilogue, &mut want);
                 product(&x, rows, &weight, inner, epilogue, &mut have);
                 assert_eq!(have, want, "{rows} {inner} {width}");
                 let (mut want, mut have) = (c.clone(), c.clone());
                 let weight = Columns { values: &half, count: width, stride: inner };
-                matmul::product(&Left::pack(&x, rows, inner, inner), &weight, width, epilogue, &mut want);
+                matmul::product(&LeftRows::new(&x, rows, inner, inner), &weight, width, epilogue, &mut want);
                 product(&x, rows, &weight, inner, epilogue, &mut have);
                 assert_eq!(have, want, "{rows} {inner} {width} of bf16");
             }

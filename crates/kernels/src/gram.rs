@@ -1,6 +1,6 @@
 //! Gram matrices of features over rows: the second moments of a layer's inputs.
 
-use super::matmul::{Left, Rows};
+use super::matmul::{LeftRows, Rows};
 use super::matmul_gradient::long_product;
 use super::pool::on_pool_thread;
 
@@ -25,7 +25,7 @@ fn strips([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> usiz
         let (height, begin) = (STRIP.min(size - first), begin(first));
         let width = size - begin;
         let mut products = vec![0f32; height * width];
-        let left = |range: std::ops::Range<usize>| Left::pack_transposed(&left[range.start * size + first..], height, range.len(), size);
+        let left = |range: std::ops::Range<usize>| LeftRows::transposed(&left[range.start * size + first..], height, range.len(), size);
         let right = |range: std::ops::Range<usize>| Rows { values: &right[range.start * size + begin..], count: width, stride: size };
         long_product([height, count, width], left, right, &mut products);
         for (row, products) in products.chunks_exact(width).enumerate() {

@@ -5,10 +5,11 @@
 //! for model execution process f32. Floats are summed in a fixed number of lanes, or sequentially, so
 //! results do not depend on the number of threads. For stored weights, they do not depend on the
 //! instruction set either. Matrix products of model execution (`tile`) use fused multiply-add if it is
-//! available.
+//! available, and large ones the tile registers of AMX (`split`).
 
 #[macro_use]
 pub mod simd;
+mod amx;
 pub mod bitmask;
 pub mod cache;
 pub mod compare;
@@ -71,6 +72,7 @@ mod running {
     pub mod scratch;
     pub mod shifted;
     pub mod solve;
+    pub mod split;
     pub mod tile;
     pub mod trained_rounding;
     pub mod update;

@@ -2,7 +2,7 @@
 
 use super::epilogue::Epilogue;
 use super::few_rows::{self, FewRows};
-use super::matmul::{self, Columns, Left, Right, Rows};
+use super::matmul::{self, Columns, LeftRows, Right, Rows};
 use super::one_row::{self, OneRow};
 
 /// The weight of a linear layer.
@@ -34,7 +34,7 @@ impl<T: OneRow> LinearWeight for Rows<'_, T> {
 
     fn few_rows(&self, x: &[f32], rows: usize, epilogue: Epilogue, out: &mut [f32]) {
         let inner = x.len() / rows;
-        matmul::product(&Left::pack(x, rows, inner, inner), self, self.count, epilogue, out);
+        matmul::product(&LeftRows::new(x, rows, inner, inner), self, self.count, epilogue, out);
     }
 }
 
@@ -44,6 +44,6 @@ pub fn product(x: &[f32], rows: usize, inner: usize, weight: &impl LinearWeight,
     match rows {
         1 => weight.one_row(x, epilogue, out),
         2..=few_rows::MAX_ROWS => weight.few_rows(x, rows, epilogue, out),
-        _ => matmul::product(&Left::pack(x, rows, inner, inner), weight, width, epilogue, out),
+        _ => matmul::product(&LeftRows::new(x, rows, inner, inner), weight, width, epilogue, out),
     }
 }

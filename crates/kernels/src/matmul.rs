@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use super::epilogue::Epilogue;
 use super::pool::on_pool_thread;
 use super::scratch::Scratch;
+use super::split;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
 /// Maximum number of floats in packed panels at a time.
@@ -24,11 +25,16 @@ const PARALLEL_TRANSPOSED: usize = 1 << 17;
 
 /// A stored float type.
 pub trait StoredFloat: Copy + Sync {
+    /// Number of bf16 numbers whose sum is any value of this type.
+    const PARTS: usize;
+
     /// Converts the value to f32.
     fn value(self) -> f32;
 }
 
 impl StoredFloat for f32 {
+    const PARTS: usize = 3;
+
     #[inline(always)]
     fn value(self) -> f32 {
         self
@@ -36,6 +42,8 @@ impl StoredFloat for f32 {
 }
 
 impl StoredFloat for half::bf16 {
+    const PARTS: usize = 1;
+
     #[inline(always)]
     fn value(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
@@ -43,6 +51,8 @@ impl StoredFloat for half::bf16 {
 }
 
 impl StoredFloat for half::f16 {
+    const PARTS: usize = 2;
+
     #[inline(always)]
     fn value(self) -> f32 {
         self.to_f32()
@@ -60,6 +70,39 @@ macro_rules! for_stored_floats {
 }
 
 pub(super) use for_stored_floats;
+
+/// A left matrix that is not packed.
+#[derive(Clone, Copy)]
+pub struct LeftRows<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) rows: usize,
+    pub(super) inner: usize,
+    pub(super) stride: usize,
+    pub(super) is_transposed: bool,
+}
+
+impl<'a> LeftRows<'a> {
+    /// Rows of `inner` elements with the given stride.
+    pub fn new(values: &'a [f32], rows: usize, inner: usize, stride: usize) -> LeftRows<'a> {
+        LeftRows { values, rows, inner, stride, is_transposed: false }
+    }
+
+    /// A transposed matrix: the elements of consecutive inner indices have a distance of `stride`.
+    pub fn transposed(values: &'a [f32], rows: usize, inner: usize, stride: usize) -> LeftRows<'a> {
+        LeftRows { values, rows, inner, stride, is_transposed: true }
+    }
+
+    /// Some of the rows.
+    pub(super) fn rows(&self, first: usize, count: usize) -> LeftRows<'a> {
+        let skipped = if self.is_transposed { first } else { first * self.stride };
+        LeftRows { values: &self.values[skipped..], rows: count, ..*self }
+    }
+
+    pub(super) fn pack(&self) -> Left {
+        let LeftRows { values, rows, inner, stride, is_transposed } = *self;
+        if is_transposed { Left::pack_transposed(values, rows, inner, stride) } else { Left::pack(values, rows, inner, stride) }
+    }
+}
 
 /// A packed left matrix.
 pub struct Left {
@@ -149,6 +192,11 @@ pub trait Right: Sync {
     /// Writes the panel of columns starting at `first` as `[inner][columns]`. Elements beyond the last
     /// column may have any value.
     fn pack(&self, first: usize, panel: &mut [f32]);
+
+    /// Number of bf16 numbers whose sum is any element.
+    fn parts(&self) -> usize {
+        f32::PARTS
+    }
 }
 
 /// A right matrix with contiguous columns at a distance of `stride`: the weight `[out, in]` of a linear
@@ -163,6 +211,10 @@ pub struct Columns<'a, T> {
 }
 
 impl<T: StoredFloat> Right for Columns<'_, T> {
+    fn parts(&self) -> usize {
+        T::PARTS
+    }
+
     fn pack(&self, first: usize, panel: &mut [f32]) {
         const LANES: usize = 8;
         let groups = panel.as_chunks_mut::<PANEL>().0;
@@ -185,6 +237,10 @@ pub struct Rows<'a, T> {
 }
 
 impl<T: StoredFloat> Right for Rows<'_, T> {
+    fn parts(&self) -> usize {
+        T::PARTS
+    }
+
     fn pack(&self, first: usize, panel: &mut [f32]) {
         let width = PANEL.min(self.count - first);
         for (row, group) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
@@ -234,21 +290,24 @@ const SERIAL: usize = 1 << 19;
 
 /// Computes the product of a left matrix and a right matrix of `width` columns with all threads. Rows of
 /// `out` are contiguous.
-pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
-    let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
-    if blocks == 0 || panels == 0 {
+pub fn product(left: &LeftRows, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
+    if left.rows == 0 || width == 0 {
         return;
     }
     if left.inner == 0 {
         return by_panels(left.rows, [width, PANEL], epilogue, out, |_, _, _| {});
     }
     if left.rows * width * left.inner < SERIAL {
-        return product_serial(left, right, width, epilogue, out, width);
+        return product_serial(&left.pack(), right, width, epilogue, out, width);
     }
-    on_pool_thread(|| product_parallel(left, right, width, epilogue, out));
+    on_pool_thread(|| match split::is_faster([left.rows, left.inner, width], right.parts()) {
+        true => split::product(left, right, width, epilogue, out),
+        false => product_parallel(&left.pack(), right, width, epilogue, out),
+    });
 }
 
-fn product_parallel(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
+/// [`product`] of floats.
+pub(super) fn product_parallel(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
     let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
     let size = (PANEL * left.inner).max(1);
     if blocks < 2 * rayon::current_num_threads() {
@@ -330,7 +389,7 @@ mod tests {
     fn products_are_correct() {
         for (rows, inner, width) in [(1, 1, 1), (3, 5, 33), (12, 7, 32), (13, 64, 100), (100, 130, 65), (300, 20, 40), (5, 0, 3), (29, 3000, 70)] {
             let (a, b, c) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
-            let left = Left::pack(&a, rows, inner, inner);
+            let left = LeftRows::new(&a, rows, inner, inner);
             let transposed: Vec<f32> = (0..inner * width).map(|i| b[(i % width) * inner + i / width]).collect();
             let mut one = vec![0.0; rows * width];
             let mut other = one.clone();
@@ -338,7 +397,7 @@ mod tests {
                 [Fused::AddToColumns(&c[..width]), Fused::Activate(ActivationFunction::Relu), Fused::Add(&c), Fused::MultiplyRows(&a[..rows.min(a.len())])];
             let epilogue = Epilogue::new(if inner == 0 { &[] } else { &steps });
             product(&left, &Columns { values: &b, count: width, stride: inner }, width, epilogue, &mut one);
-            product_serial(&left, &Rows { values: &transposed, count: width, stride: width }, width, epilogue, &mut other, width);
+            product_serial(&left.pack(), &Rows { values: &transposed, count: width, stride: width }, width, epilogue, &mut other, width);
             assert_eq!(one, other, "{rows} {inner} {width}");
             for row in 0..rows {
                 for column in 0..width {
@@ -356,11 +415,11 @@ mod tests {
         // Three code paths: few rows with many threads, few rows with one thread, and many rows.
         for (rows, inner, width) in [(2, 3, 5), (30, 400, 70), (600, 64, 40)] {
             let (a, b, old) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
-            let left = Left::pack(&a, rows, inner, inner);
+            let left = LeftRows::new(&a, rows, inner, inner);
             let right = Columns { values: &b, count: width, stride: inner };
             let steps = [Fused::AddToColumns(&b[..width]), Fused::Activate(ActivationFunction::Relu)];
             let mut finished = vec![0.0; rows * width];
-            product_serial(&left, &right, width, Epilogue::new(&steps), &mut finished, width);
+            product_serial(&left.pack(), &right, width, Epilogue::new(&steps), &mut finished, width);
             let wanted: Vec<f32> = old.iter().zip(&finished).map(|(old, new)| old + new).collect();
             for threads in [1, 2, 16] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

@@ -10,7 +10,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Left, Right, product, product_serial};
+use super::matmul::{LeftRows, Right, product, product_serial};
 use super::scratch::Scratch;
 
 /// Number of inner indices per chunk.
@@ -22,9 +22,9 @@ const LARGE: usize = 1 << 16;
 
 /// The product of two matrices that are provided in chunks along their inner dimension. Rows of `out`
 /// are contiguous.
-pub fn long_product<R: Right>(
+pub fn long_product<'a, R: Right>(
     [rows, inner, width]: [usize; 3],
-    left: impl Fn(Range<usize>) -> Left + Sync,
+    left: impl Fn(Range<usize>) -> LeftRows<'a> + Sync,
     right: impl Fn(Range<usize>) -> R + Sync,
     out: &mut [f32],
 ) {
@@ -38,7 +38,7 @@ pub fn long_product<R: Right>(
         }
         return;
     }
-    in_parts(inner, |range, sum| product_serial(&left(range.clone()), &right(range), width, Epilogue::ACCUMULATE, sum, width), out);
+    in_parts(inner, |range, sum| product_serial(&left(range.clone()).pack(), &right(range), width, Epilogue::ACCUMULATE, sum, width), out);
 }
 
 /// Splits a range of inner indices into chunks.
@@ -95,7 +95,7 @@ mod tests {
             let (a, b) = (numbers(rows * inner, 1), numbers(inner * width, 2));
             let compute = |threads| {
                 let mut out = vec![f32::NAN; rows * width];
-                let left = |range: Range<usize>| Left::pack_transposed(&a[range.start * rows..], rows, range.len(), rows);
+                let left = |range: Range<usize>| LeftRows::transposed(&a[range.start * rows..], rows, range.len(), rows);
                 let right = |range: Range<usize>| Rows { values: &b[range.start * width..], count: width, stride: width };
                 rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| long_product([rows, inner, width], left, right, &mut out));
                 out

@@ -199,7 +199,7 @@ mod tests {
 
     use super::super::activation::ActivationFunction;
     use super::super::epilogue::Fused;
-    use super::super::matmul::{self, Left};
+    use super::super::matmul::{self, LeftRows};
     use super::*;
 
     #[test]
@@ -216,7 +216,7 @@ mod tests {
                 let epilogue = Epilogue { steps: &steps, accumulate };
                 let want = |weight: &[f32]| {
                     let mut out = c.clone();
-                    matmul::product(&Left::pack(&x, 1, inner, inner), &Columns { values: weight, count: width, stride: inner }, width, epilogue, &mut out);
+                    matmul::product(&LeftRows::new(&x, 1, inner, inner), &Columns { values: weight, count: width, stride: inner }, width, epilogue, &mut out);
                     out
                 };
                 let mut have = c.clone();

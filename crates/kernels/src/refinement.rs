@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::column_solver::Grid;
 use super::compensation::damping_of;
 use super::epilogue::Epilogue;
-use super::matmul::{Left, Rows, product};
+use super::matmul::{LeftRows, Rows, product};
 use super::pool::on_pool_thread;
 use crate::grid::{Levels, QuantizationParams};
 
@@ -48,7 +48,7 @@ impl Hessian {
         let rows = left.len() / height.max(1);
         let mut out = vec![0f32; rows * width];
         let right = Rows { values: &self.values[row * self.size + column..], count: width, stride: self.size };
-        product(&Left::pack(left, rows, height, height), &right, width, Epilogue::NONE, &mut out);
+        product(&LeftRows::new(left, rows, height, height), &right, width, Epilogue::NONE, &mut out);
         out
     }
 

@@ -20,7 +20,7 @@ macro_rules! simd {
                 fn avx2 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
                 match $crate::simd::level() {
                     // SAFETY: `supported` checked all features of the callee, and `level` is not higher.
-                    $crate::simd::Level::Avx512 => return unsafe { avx512 $(::<$($generic),+>)? ($($arg),*) },
+                    $crate::simd::Level::Avx512 | $crate::simd::Level::Amx => return unsafe { avx512 $(::<$($generic),+>)? ($($arg),*) },
                     // SAFETY: as above.
                     $crate::simd::Level::Avx2 => return unsafe { avx2 $(::<$($generic),+>)? ($($arg),*) },
                     $crate::simd::Level::Baseline => {}
@@ -41,6 +41,8 @@ pub enum Level {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// In addition, the tile registers of AMX for bf16.
+    Amx,
 }
 
 /// Selects a lower level than the processor supports, to reproduce results of another machine or to test
@@ -57,10 +59,11 @@ pub fn level() -> Level {
 pub fn requested() -> std::result::Result<Option<Level>, String> {
     match std::env::var(VARIABLE).as_deref() {
         Err(_) => Ok(None),
+        Ok("amx") => Ok(Some(Level::Amx)),
         Ok("avx512") => Ok(Some(Level::Avx512)),
         Ok("avx2") => Ok(Some(Level::Avx2)),
         Ok("baseline") => Ok(Some(Level::Baseline)),
-        Ok(other) => Err(format!("`{other}` is not one of avx512, avx2 and baseline")),
+        Ok(other) => Err(format!("`{other}` is not one of amx, avx512, avx2 and baseline")),
     }
 }
 
@@ -68,7 +71,7 @@ pub fn requested() -> std::result::Result<Option<Level>, String> {
 fn supported() -> Level {
     use std::arch::is_x86_feature_detected as has;
     if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") && has!("bmi2") && has!("popcnt") {
-        Level::Avx512
+        if crate::amx::are_available() { Level::Amx } else { Level::Avx512 }
     } else if has!("avx2") && has!("fma") && has!("bmi2") && has!("popcnt") {
         Level::Avx2
     } else {
@@ -84,6 +87,7 @@ fn supported() -> Level {
 /// Name of the instruction set used by the loops, for reports.
 pub fn instruction_set() -> &'static str {
     match level() {
+        Level::Amx => "amx",
         Level::Avx512 => "avx512",
         Level::Avx2 => "avx2",
         Level::Baseline if cfg!(target_arch = "aarch64") => "neon",

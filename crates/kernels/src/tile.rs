@@ -119,8 +119,8 @@ pub(super) fn multiply(block: &[f32], panel: Panel, [rows, columns]: [usize; 2],
             }};
         }
         match (level, rows - top) {
-            (Level::Avx512, ..=8) => strip!(wide_4),
-            (Level::Avx512, _) => strip!(wide),
+            (Level::Avx512 | Level::Amx, ..=8) => strip!(wide_4),
+            (Level::Avx512 | Level::Amx, _) => strip!(wide),
             (Level::Avx2, ..=4 | 7 | 8) => strip!(narrow_4),
             (Level::Avx2, _) => strip!(narrow),
             (Level::Baseline, _) => strip!(small),

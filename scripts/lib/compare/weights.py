@@ -1,6 +1,6 @@
 """Measure schemes and methods for the weights of SmolLM2-135M: perplexity, divergence, time and memory.
 
-    scripts/compare weights [--compress BINARY] [--only PATTERN…] [--windows N] [--sampling first|spread] [--peer N]
+    scripts/compare weights [--compress BINARY] [--only PATTERN…] [--windows N] [--sampling first|spread] [--peer N] [--bf16]
                             [--results FILE] [--json]
 
 Calibrated on windows of 512 tokens from the WikiText-2 training set, and measured by `compress eval` on 8 windows of
@@ -9,7 +9,7 @@ four times as many windows of the training set, spread over it. Processor second
 without measuring its output.
 
 `--peer N` adds auto-round with N iterations on the same windows, for the integer schemes. It is installed in a separate
-environment. `--results FILE` stores the rows, and does not measure those of an earlier run again.
+environment, and computes in f32, or with `--bf16` in bf16, which takes less time on processors with AMX. `--results FILE` stores the rows, and does not measure those of an earlier run again.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def arrays(folder, sampling, count):
         save_windows(Path(folder, f"{name}.npz"), tokenizer, (text / part).read_text(), length, wanted, spread)
 
 
-def peer(known, out, scheme, iterations):
+def peer(known, out, scheme, iterations, precision):
     """Weights rounded by auto-round, as a folder of floats."""
     import numpy
     import torch
@@ -77,9 +77,16 @@ def peer(known, out, scheme, iterations):
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
     rows = torch.from_numpy(numpy.load(known)["input_ids"])
     samples = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in rows]
-    rounding = AutoRound(network, tokenizer, scheme=scheme[:5], group_size=64, sym=not scheme.endswith("-ASYM"), iters=int(iterations), seqlen=rows.shape[1], nsamples=len(rows), batch_size=8, dataset=samples, device_map="cpu", amp=False, enable_torch_compile=False)
+    rounding = AutoRound(network, tokenizer, scheme=scheme[:5], group_size=64, sym=not scheme.endswith("-ASYM"), iters=int(iterations), seqlen=rows.shape[1], nsamples=len(rows), batch_size=8, dataset=samples, device_map="cpu", amp=precision == "bf16", enable_torch_compile=False)
     rounding.quantize()
-    rounding.save_quantized(out, format="fake")
+    # Saved as `fake`, a model in bf16 would have its original values.
+    rounded = dict(rounding.model.named_parameters())
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if name.endswith("proj.weight"):
+                weight.copy_(rounded[name])
+    network.save_pretrained(out)
 
 
 class Rows:
@@ -98,9 +105,9 @@ class Rows:
         recipe.write_text(f"model: {self.model}\ndata: {{ {data} }}\npasses:\n  - quantize: {{ {options} }}\n{TUNE if tuned else ''}output: {out}\n")
         return self.measured(timed([self.binary, "run", recipe, "--force", "--quiet", "--no-measure"]), out)
 
-    def peer(self, scheme, iterations):
+    def peer(self, scheme, iterations, precision):
         out = self.scratch / "peer"
-        command = [venv.auto_round(), SCRIPTS / "compare", "weights", "--peer-row", self.known, out, scheme, iterations]
+        command = [venv.auto_round(), SCRIPTS / "compare", "weights", "--peer-row", self.known, out, scheme, iterations, precision]
         taken = timed(command)
         (folder,) = [config.parent for config in out.rglob("config.json")]
         return self.measured(taken, folder)
@@ -126,6 +133,7 @@ def main():
     parser.add_argument("--windows", type=int, default=32, metavar="N", help="windows to calibrate on (32)")
     parser.add_argument("--sampling", choices=["first", "spread"], default="spread", help="which windows of the training set (spread)")
     parser.add_argument("--peer", type=int, metavar="N", help="also auto-round with N iterations")
+    parser.add_argument("--bf16", action="store_true", help="auto-round computes in bf16")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep the rows of earlier runs")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
@@ -137,7 +145,8 @@ def main():
         names = [name + tuned for name in ROWS for tuned in ("", TUNED)]
         jobs = {name: lambda name=name: rows.ours(name) for name in names}
         if arguments.peer:
-            jobs |= {f"{name}, auto-round {arguments.peer}": lambda name=name: rows.peer(name, arguments.peer) for name in INTEGERS}
+            precision = "bf16" if arguments.bf16 else "f32"
+            jobs |= {f"{name}, auto-round {arguments.peer} {precision}": lambda name=name: rows.peer(name, arguments.peer, precision) for name in INTEGERS}
         if not arguments.json:
             print(f"{setting}\n\n| scheme, method | perplexity | × original | KL | CPU seconds | GB |\n| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
         for name, job in jobs.items():

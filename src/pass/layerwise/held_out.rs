@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::error::{Result, counted};
 use crate::exec::transfer::{self, Cause};
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{Columns, Left, product};
+use crate::kernel::matmul::{Columns, LeftRows, product};
 use crate::pass::calibrate::tensor_error;
 
 /// Maximum number of held-out rows of a value, if its rows are not few.
@@ -230,7 +230,7 @@ fn outputs(rows: &[f32], weight: &[f32], size: usize) -> Vec<f32> {
     let [count, outputs] = [rows, weight].map(|values| values.len() / size.max(1));
     let mut out = vec![0f32; count * outputs];
     if !out.is_empty() {
-        product(&Left::pack(rows, count, size, size), &Columns { values: weight, count: outputs, stride: size }, outputs, Epilogue::NONE, &mut out);
+        product(&LeftRows::new(rows, count, size, size), &Columns { values: weight, count: outputs, stride: size }, outputs, Epilogue::NONE, &mut out);
     }
     out
 }

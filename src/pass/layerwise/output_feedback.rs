@@ -9,7 +9,7 @@ use super::row_scales::RowScales;
 use crate::error::Result;
 use crate::kernel::compensation::{Compensation, Ratios};
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{Left, Rows, product};
+use crate::kernel::matmul::{LeftRows, Rows, product};
 
 /// Number of rows that are rounded at once, each without compensation for the others.
 const ROWS: usize = 32;
@@ -67,7 +67,7 @@ impl OutputFeedback {
             }
             let mut products = vec![0f32; errors.len()];
             let right = Rows { values: factor, count, stride: count };
-            product(&Left::pack(&errors, errors.len() / count, count, count), &right, count, Epilogue::NONE, &mut products);
+            product(&LeftRows::new(&errors, errors.len() / count, count, count), &right, count, Epilogue::NONE, &mut products);
             for (all, part) in weighted.chunks_exact_mut(self.rows).zip(products.chunks_exact(count)) {
                 all[first..first + count].copy_from_slice(part);
             }
@@ -134,7 +134,7 @@ impl GroupFeedback {
             return added;
         }
         let right = Rows { values: &self.ratios[first..], count, stride: rows };
-        product(&Left::pack_transposed(errors, size, first, size), &right, count, Epilogue::NONE, &mut added);
+        product(&LeftRows::transposed(errors, size, first, size), &right, count, Epilogue::NONE, &mut added);
         // Previous rows of the block already compensate for a part of the errors.
         let ratios = Ratios { values: &self.ratios[first * rows + first..], stride: rows };
         added.chunks_exact_mut(count.max(1)).for_each(|column| ratios.free(column, &unchanged, 0));

@@ -16,7 +16,7 @@ use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsReques
 use crate::error::Result;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::ggml::BlockType;
-use crate::kernel::matmul::{Columns, Left, product};
+use crate::kernel::matmul::{Columns, LeftRows, product};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::input_importance::importance_of;
@@ -203,7 +203,7 @@ impl Method for Scorer<'_> {
     fn change(&mut self, layer: &Layer, _weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let (Some(moments), Some(gradients)) = (&self.moments, self.outputs.get(&layer.weight)) else { return Ok(Vec::new()) };
         let importance = importance_of(&moments.squares).unwrap_or_else(|| vec![1.0; layer.size]);
-        let inputs = Left::pack(&moments.rows, moments.rows.len() / layer.size.max(1), layer.size, layer.size);
+        let inputs = &moments.rows;
         // Tokens that are not routed to an expert have no error.
         let routed = moments.nonzero as f64 / moments.count.max(1) as f64;
         let mut scores = Vec::with_capacity(self.options.len());
@@ -212,7 +212,7 @@ impl Method for Scorer<'_> {
             let bytes = option.round(layer, &mut errors, moments, &importance)?;
             scores.push(bytes.map(|bytes| {
                 errors.iter_mut().zip(&*values).for_each(|(rounded, value)| *rounded -= value);
-                Score { loss: routed * expected_loss(&inputs, &errors, layer, gradients), bytes }
+                Score { loss: routed * expected_loss(inputs, &errors, layer, gradients), bytes }
             }));
         }
         self.scores.by_weight.insert(layer.weight.clone(), scores);
@@ -230,14 +230,21 @@ impl Method for Scorer<'_> {
 }
 
 /// Half of the weighted mean squares of the errors of all outputs.
-fn expected_loss(inputs: &Left, errors: &[f32], layer: &Layer, gradients: &[f64]) -> f64 {
-    let mut outputs = vec![0f32; inputs.rows() * layer.rows];
+fn expected_loss(inputs: &[f32], errors: &[f32], layer: &Layer, gradients: &[f64]) -> f64 {
+    let tokens = inputs.len() / layer.size.max(1);
+    let mut outputs = vec![0f32; tokens * layer.rows];
     if outputs.is_empty() {
         return 0.0;
     }
-    product(inputs, &Columns { values: errors, count: layer.rows, stride: layer.size }, layer.rows, Epilogue::NONE, &mut outputs);
+    product(
+        &LeftRows::new(inputs, tokens, layer.size, layer.size),
+        &Columns { values: errors, count: layer.rows, stride: layer.size },
+        layer.rows,
+        Epilogue::NONE,
+        &mut outputs,
+    );
     let token = |row: &[f32]| row.iter().zip(gradients).map(|(error, square)| square * f64::from(*error).powi(2)).sum::<f64>();
-    outputs.chunks_exact(layer.rows).map(token).sum::<f64>() / inputs.rows() as f64 / 2.0
+    outputs.chunks_exact(layer.rows).map(token).sum::<f64>() / tokens as f64 / 2.0
 }
 
 /// Bytes of the integers of a layer in rows of whole 32-bit words, and of its scales and zero points.

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::kernel::column_solver::ColumnSolver;
 use crate::kernel::compensation::Compensation;
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{Left, Rows, product};
+use crate::kernel::matmul::{LeftRows, Rows, product};
 use crate::kernel::refinement::Hessian;
 use crate::pass::calibrate::tensor_error;
 
@@ -57,7 +57,7 @@ impl Solver {
             Solver::Host { compensation, .. } => compensation,
         };
         let size = order.len();
-        let left = Left::pack(values, values.len() / size.max(1), size, size);
+        let left = LeftRows::new(values, values.len() / size.max(1), size, size);
         let mut change = vec![0f32; values.len()];
         product(&left, &Rows { values: differences, count: size, stride: size }, size, Epilogue::NONE, &mut change);
         reorder(&mut change, order);

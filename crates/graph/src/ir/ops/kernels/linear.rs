@@ -13,7 +13,7 @@ use crate::kernel::coded::CodedMatrix;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::few_rows::FewRows;
 use crate::kernel::linear::{LinearWeight, product};
-use crate::kernel::matmul::{Columns, Left, Rows};
+use crate::kernel::matmul::{Columns, LeftRows, Rows};
 use crate::kernel::matmul_gradient::long_product;
 use crate::kernel::one_row::OneRow;
 use crate::kernel::scratch::cleared;
@@ -176,7 +176,7 @@ pub(super) fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor
         let mut y = cleared(rows * width);
         long_product(
             [rows, inner, width],
-            |range: Range<usize>| Left::pack_transposed(&left[range.start * rows..], rows, range.len(), rows),
+            |range: Range<usize>| LeftRows::transposed(&left[range.start * rows..], rows, range.len(), rows),
             |range: Range<usize>| Rows { values: &right[range.start * width..], count: width, stride: width },
             &mut y,
         );
