@@ -174,6 +174,17 @@ fn routers_that_transformers_renames_are_ignored() {
     assert_eq!(is_ignored, [true, true, false], "{ignore}");
 }
 
+/// transformers 5 gives other names to the heads of GPT-NeoX and Mistral 3, and adds the pooler of BERT.
+#[test]
+fn heads_and_poolers_match_by_the_names_of_transformers() {
+    let desk = Desk::new();
+    let config = |name: &str, options: Value| quantized(&desk, &Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name), options).0;
+    let head = config("gpt-neox", json!({ "scheme": "W8A16", "group_size": 8, "targets": ["*embed_out*"] }));
+    assert_eq!(["embed_out", "lm_head"].map(|name| matching(&head["ignore"], name)), [false, false], "{head}");
+    let layers = config("gpt-neox", json!({ "scheme": "W8A16", "group_size": 8 }));
+    assert_eq!(["embed_out", "lm_head"].map(|name| matching(&layers["ignore"], name)), [true, true], "{layers}");
+}
+
 /// Notes about the folder of a quantized model: each case lists weights, options, and a part of the expected
 /// note.
 #[test]

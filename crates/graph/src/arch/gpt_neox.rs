@@ -36,6 +36,7 @@ pub(super) const GPT_NEOX: Family = Family {
     fused: &[],
     embeddings: &["embed_in"],
     heads: &["embed_out", "lm_head", "score"],
+    renames: &[("embed_out", "lm_head")],
     ..DECODER
 };
 
