@@ -183,6 +183,10 @@ fn heads_and_poolers_match_by_the_names_of_transformers() {
     assert_eq!(["embed_out", "lm_head"].map(|name| matching(&head["ignore"], name)), [false, false], "{head}");
     let layers = config("gpt-neox", json!({ "scheme": "W8A16", "group_size": 8 }));
     assert_eq!(["embed_out", "lm_head"].map(|name| matching(&layers["ignore"], name)), [true, true], "{layers}");
+    for (name, is_ignored) in [("bert-no-pooler", true), ("vit-no-pooler", true), ("bert", false)] {
+        let config = config(name, json!({ "scheme": "W8A8" }));
+        assert_eq!(matching(&config["ignore"], "pooler.dense"), is_ignored, "{name}: {config}");
+    }
 }
 
 /// Notes about the folder of a quantized model: each case lists weights, options, and a part of the expected
@@ -295,7 +299,7 @@ fn a_quantization_config_ignores_every_dense_module() {
             "model.embed_tokens", r"re:(.*\.)?embed_tokens$",
             "model.layers.0.mixer.gate", r"re:(.*\.)?layers\.0\.mixer\.gate$", "model.layers.2.moe.gate", r"re:(.*\.)?layers\.2\.moe\.gate$", "output",
             r"re:(.*\.)?layers\.0\.mixer\.experts(\..*)?$", r"re:(.*\.)?layers\.2\.moe\.experts(\..*)?$",
-            r"re:(.*\.)?(lm_head|cls\.predictions\.decoder|predictions\.decoder|classifier|score|qa_outputs|ctc_head|decoder|embed_out|generator_lm_head|head|lm_head\.decoder|lm_head\.out_proj|lm_loss|output|output_projection|pred_layer\.proj|proj_out|unembedding_projection|vocab_projector)$",
+            r"re:(.*\.)?(lm_head|cls\.predictions\.decoder|predictions\.decoder|classifier|score|qa_outputs|ctc_head|decoder|embed_out|generator_lm_head|head|lm_head\.decoder|lm_head\.out_proj|lm_loss|output|output_projection|pred_layer\.proj|proj_out|unembedding_projection|vocab_projector|pooler\.dense)$",
         ],
         "kv_cache_scheme": null,
         "global_compression_ratio": null,

@@ -2,9 +2,9 @@
 
 use super::family;
 
-/// Names of output heads that may have no tensor in the checkpoint: those of all families, as loaders add
-/// heads that depend on their model class (`_tied_weights_keys` in transformers).
-pub const UNSTORED_HEADS: [&str; 20] = [
+/// Names of output heads and poolers that may have no tensor in the checkpoint: those of all families, as
+/// loaders add layers that depend on their model class (`_tied_weights_keys` in transformers).
+pub const UNSTORED_HEADS: [&str; 21] = [
     "lm_head",
     "cls.predictions.decoder",
     "predictions.decoder",
@@ -25,6 +25,7 @@ pub const UNSTORED_HEADS: [&str; 20] = [
     "proj_out",
     "unembedding_projection",
     "vocab_projector",
+    "pooler.dense",
 ];
 
 /// Prefixes of a language model within a multimodal model: in published checkpoints and vLLM, and in
