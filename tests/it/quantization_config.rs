@@ -183,6 +183,10 @@ fn heads_and_poolers_match_by_the_names_of_transformers() {
     assert_eq!(["embed_out", "lm_head"].map(|name| matching(&head["ignore"], name)), [false, false], "{head}");
     let layers = config("gpt-neox", json!({ "scheme": "W8A16", "group_size": 8 }));
     assert_eq!(["embed_out", "lm_head"].map(|name| matching(&layers["ignore"], name)), [true, true], "{layers}");
+    let tied = config("mistral3", json!({ "scheme": "W8A16", "group_size": 8, "targets": ["*embed_tokens*"] }));
+    for name in ["lm_head", "language_model.lm_head", "model.lm_head"] {
+        assert!(matching(&tied["config_groups"]["group_0"]["targets"], name), "{name}: {tied}");
+    }
     for (name, is_ignored) in [("bert-no-pooler", true), ("vit-no-pooler", true), ("bert", false)] {
         let config = config(name, json!({ "scheme": "W8A8" }));
         assert_eq!(matching(&config["ignore"], "pooler.dense"), is_ignored, "{name}: {config}");

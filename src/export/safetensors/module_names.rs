@@ -56,6 +56,11 @@ impl ModuleNames<'_> {
         unique(modules.iter().flat_map(|name| self.spellings(name)).flat_map(entries))
     }
 
+    /// Targets for a head that has no tensor, with any first component.
+    pub(super) fn tied_targets(&self, head: &str) -> Vec<String> {
+        self.spellings(head).iter().map(|name| ends_with(&regex::escape(strip_first(name).unwrap_or(name)))).collect()
+    }
+
     /// Entries of `ignore` for a module that is not quantized.
     pub(super) fn ignored(&self, module: &str) -> Vec<String> {
         let entries = |name: String| {

@@ -124,7 +124,7 @@ pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
         let is_only_group = groups.iter().filter(|g| g.class == group.class).count() == 1;
         let mut targets = if is_only_group { vec![group.class.to_owned()] } else { names.targets(&group.modules) };
         if group.class == "Embedding" {
-            targets.extend(tied.iter().map(|(head, _)| format!("re:.*{}$", regex::escape(head))));
+            targets.extend(unique(tied.iter().flat_map(|(head, _)| names.tied_targets(head))));
         }
         described.insert(format!("group_{index}"), group.describe(targets));
     }
