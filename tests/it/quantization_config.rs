@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use compress::pass::Quantize;
+use compress::pass::{Cast, Quantize};
 use compress_core::store::Pattern;
 use serde_json::{Value, json};
 
@@ -258,6 +258,21 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         let input = folder(&desk, &json!({ "model_type": model_type }), shapes);
         let (_, notes) = quantized(&desk, &input, options.clone());
         assert_eq!(notes.iter().any(|found| found.contains(note)), is_expected, "{model_type} {options}: {notes:?}");
+    }
+}
+
+/// Weights that are dequantized to bfloat16 require a model with this dtype, also if `cast` has set it after
+/// `quantize`.
+#[test]
+fn the_note_about_bfloat16_depends_on_the_written_dtype() {
+    let desk = Desk::new();
+    let config = json!({ "model_type": "llama", "dtype": "float32" });
+    let input = folder(&desk, &config, &[("model.layers.0.self_attn.q_proj", &[32, 32]), ("model.embed_tokens", &[48, 32])]);
+    let quantize = || -> Quantize { serde_json::from_value(json!({ "scheme": "MXFP4A16" })).unwrap() };
+    let cast: Cast = serde_json::from_value(json!({ "to": "bf16" })).unwrap();
+    for (builder, is_expected) in [(pipeline().pass(quantize()), true), (pipeline().pass(quantize()).pass(cast), false)] {
+        let notes = desk.run(&input, builder).unwrap().report.notes;
+        assert_eq!(notes.iter().any(|note| note.contains("in a model that is not bfloat16")), is_expected, "{notes:?}");
     }
 }
 

@@ -161,7 +161,10 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
             notes.push(file.support.to_owned());
         }
     }
-    let is_float = |item: &Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if item.weight.dtype != DType::BF16 && file(spec).is_some_and(|file| is_only_bf16(file.name)));
+    // `cast` changes the dtype in `config.json`, and not the dtype from which weights were quantized.
+    let is_other = |item: &Item| model.config.dtype().unwrap_or(item.weight.dtype) != DType::BF16;
+    let is_float =
+        |item: &Item| matches!(&item.weight.encoding, Encoding::Quantized(spec) if is_other(item) && file(spec).is_some_and(|file| is_only_bf16(file.name)));
     if let Some((format, _)) = used.iter().find(|(_, file)| is_only_bf16(file.name)).filter(|_| items.iter().any(is_float)) {
         notes.push(format!("{} in a model that is not bfloat16: transformers dequantizes the weights to bfloat16 and then fails on the dtype mismatch; `cast --to bf16` first, or load the model with that dtype", format.row().label));
     }

@@ -89,7 +89,7 @@ impl Config {
     }
 
     /// The dtype of the values.
-    fn dtype(&self) -> Option<DType> {
+    pub fn dtype(&self) -> Option<DType> {
         match self.get("dtype").or_else(|| self.get("torch_dtype"))?.as_str()? {
             "bfloat16" => Some(DType::BF16),
             "float16" => Some(DType::F16),
