@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::facts::{is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts};
-use super::folder::Folder;
+use super::folder::{Folder, Module};
 use super::scheme::{Arguments, Group};
 use super::transformers_names::MODEL_TYPES;
 use super::{Finding, Needs, Rule, Target, compressed_tensors, shared};
@@ -74,6 +74,14 @@ pub(super) const RULES: &[Rule<Folder>] = &[
     shared::SCALES.from("compressed_tensors/compressors"),
     shared::GROUP_ROWS.from("compressed_tensors/quantization/lifecycle/forward.py"),
     Rule {
+        name: "activation-groups",
+        sentence: "The group size of activations divides the rows.",
+        source: "compressed_tensors/quantization/lifecycle/forward.py",
+        versions: &["5.23"],
+        needs: Needs::Weights,
+        check: activation_groups,
+    },
+    Rule {
         name: "experts",
         sentence: "Experts in separate tensors have symmetric packed integers or FP8, or are floats in folders of FP8: transformers stacks them, which fails otherwise. In Llama 4, quantized folders have only separate experts, and other folders none. In Qwen3-VL, all experts of a layer are in one tensor.",
         source: "transformers/conversion_mapping.py",
@@ -122,6 +130,17 @@ fn format_is_known(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let finding =
         |name: &&str| Finding::new("format", format!("is `{name}`, which compressed-tensors 0.20 does not read"), "start from the original checkpoint");
     Ok(unknown.iter().map(finding).collect())
+}
+
+fn activation_groups(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let finding = |(name, module, group): (&String, &Module, &Group)| {
+        let size = group.inputs.as_ref().filter(|inputs| inputs.strategy == "group").and_then(|inputs| u64::try_from(inputs.group_size?).ok())?;
+        let [_, inputs] = module.shape;
+        let reason = format!("has {inputs} inputs, which the group size of {size} of its activations in `{}` does not divide", group.name);
+        let is_divided = size == 0 || (inputs as u64).is_multiple_of(size);
+        (!is_divided).then(|| Finding::new(name.clone(), reason, "quantize it with one scale per token, as `--scheme FP8-DYNAMIC` does"))
+    };
+    Ok(folder.quantized().filter_map(finding).collect())
 }
 
 fn experts(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

@@ -131,7 +131,7 @@ fn defects_of_published_folders_violate_the_rule_that_names_them() {
     const Q: &str = "model.layers.0.self_attn.q_proj";
     let desk = Desk::new();
     let model = model(&desk);
-    let cases: [(&str, &str, &str, Change); 26] = [
+    let cases: [(&str, &str, &str, Change); 27] = [
         // llm-compressor#2163: a separate global scale in a fused layer.
         ("global-scale", "vllm", "NVFP4A16", |_, tensors| {
             tensors.get_mut("model.layers.0.self_attn.k_proj.weight_global_scale").unwrap().bytes = 3.0f32.to_le_bytes().to_vec();
@@ -165,6 +165,10 @@ fn defects_of_published_folders_violate_the_rule_that_names_them() {
         ("group-rows", "sglang", "W8A16", |config, _| config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(16)),
         ("group-size", "vllm@0.11", "W4A16-ASYM", |config, _| {
             config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(16);
+        }),
+        ("activation-groups", "transformers", "FP8-DYNAMIC", |config, _| {
+            let activations = &mut config["quantization_config"]["config_groups"]["group_0"]["input_activations"];
+            (activations["strategy"], activations["group_size"]) = (json!("group"), json!(48));
         }),
         ("layers", "vllm", "W8A8", |_, tensors| tensors.retain(|name, _| !name.starts_with("model.layers.1."))),
         // vllm#36799: sparse formats.

@@ -126,7 +126,8 @@ fn encoding(stored: StoredFp8, shape: &[usize]) -> (QuantizationSpec, usize) {
     };
     let scale = match (stored.input, stored.granularity) {
         (Some(input), _) => FloatScale::Static(Static::new(f32::from_bits(input.bits), None)),
-        (None, Granularity::Block([_, wide])) => FloatScale::Group(wide),
+        // compressed-tensors requires groups of activations to divide a row.
+        (None, Granularity::Block([_, wide])) if row.is_multiple_of(wide) => FloatScale::Group(wide),
         (None, _) => FloatScale::Token,
     };
     let activations = ActivationScheme::Float(FORMAT, scale);
