@@ -18,6 +18,22 @@ pub(crate) fn is_of_expert(name: &str) -> bool {
     name.split('.').zip(name.split('.').skip(1)).any(|(part, number)| part == "experts" && number.parse::<usize>().is_ok())
 }
 
+/// The module that contains all experts of a layer, as in `model.layers.0.mlp.experts`, for a module of one
+/// of them.
+pub(crate) fn experts_of(name: &str) -> Option<&str> {
+    let (before, after) = name.rsplit_once(".experts.")?;
+    after.split('.').next()?.parse::<usize>().ok()?;
+    name.get(..before.len().saturating_add(".experts".len()))
+}
+
+/// The experts of a layer and a projection of them, which transformers 5 stacks in one tensor, for a module
+/// of one expert.
+pub(crate) fn stacked_projection(name: &str) -> Option<(&str, &str)> {
+    let experts = experts_of(name)?;
+    let (_, projection) = name.get(experts.len().saturating_add(1)..)?.split_once('.')?;
+    Some((experts, projection))
+}
+
 /// Whether transformers 5 loads float experts in separate tensors from a folder with such codes. Found by
 /// loading folders of each format with transformers 5.23.
 pub(crate) fn loads_float_experts(codes: Codes) -> bool {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::facts::experts_of;
 use super::folder::{Folder, Module};
 use super::scheme::Group;
 use super::{Finding, Target};
@@ -117,27 +118,28 @@ pub(super) fn block_rows(folder: &Folder, target: Target) -> Result<Vec<Finding>
     Ok(found)
 }
 
-/// The module that contains all experts of a layer, as in `model.layers.0.mlp.experts`.
-fn experts_of(name: &str) -> Option<&str> {
-    let (before, after) = name.rsplit_once(".experts.")?;
-    after.split('.').next()?.parse::<usize>().ok()?;
-    name.get(..before.len().saturating_add(".experts".len()))
+/// The first module of each key whose quantization differs from that of another module with this key, and
+/// the name of that module. Modules without a key are omitted.
+pub(super) fn differing<'f, K: Ord + Copy>(folder: &'f Folder, key: impl Fn(&'f str, &Module) -> Option<K>) -> Vec<(&'f String, &'f String)> {
+    let mut first: BTreeMap<K, (&String, &Module)> = BTreeMap::new();
+    let mut found: BTreeMap<K, (&String, &String)> = BTreeMap::new();
+    for (name, module) in &folder.modules {
+        let Some(key) = key(name, module) else { continue };
+        let (other, expected) = *first.entry(key).or_insert((name, module));
+        if !is_same(state(folder, module), state(folder, expected)) {
+            found.entry(key).or_insert((name, other));
+        }
+    }
+    found.into_values().collect()
 }
 
 /// All experts of a layer have the same scheme.
 pub(super) fn experts(folder: &Folder, target: Target) -> Result<Vec<Finding>> {
-    let mut first: BTreeMap<&str, (&String, &Module)> = BTreeMap::new();
-    let mut found: BTreeMap<&str, Finding> = BTreeMap::new();
-    for (name, module) in &folder.modules {
-        let Some(experts) = experts_of(name) else { continue };
-        let (other, expected) = *first.entry(experts).or_insert((name, module));
-        if !is_same(state(folder, module), state(folder, expected)) {
-            let reason = format!("has another quantization than `{other}`, and {} fuses all experts of a layer", target.runtime().name());
-            let hint = "quantize all projections of all experts with the same scheme, or none";
-            found.entry(experts).or_insert_with(|| Finding::new(name.clone(), reason, hint));
-        }
-    }
-    Ok(found.into_values().collect())
+    let finding = |(name, other): (&String, &String)| {
+        let reason = format!("has another quantization than `{other}`, and {} fuses all experts of a layer", target.runtime().name());
+        Finding::new(name.clone(), reason, "quantize all projections of all experts with the same scheme, or none")
+    };
+    Ok(differing(folder, |name, _| experts_of(name)).into_iter().map(finding).collect())
 }
 
 #[cfg(test)]

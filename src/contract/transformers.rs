@@ -1,12 +1,14 @@
 //! Rules of transformers with compressed-tensors.
 
+use std::collections::BTreeSet;
+
 use serde_json::Value;
 
-use super::facts::{is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts};
+use super::facts::{experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, stacked_projection};
 use super::folder::{Folder, Module};
 use super::scheme::{Arguments, Group};
 use super::transformers_names::MODEL_TYPES;
-use super::{Finding, Needs, Rule, Target, compressed_tensors, shared};
+use super::{Finding, Needs, Rule, Target, compressed_tensors, fused, shared};
 use crate::arch;
 use crate::error::Result;
 use crate::store::DType;
@@ -88,6 +90,14 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         versions: &["5.23"],
         needs: Needs::Weights,
         check: experts,
+    },
+    Rule {
+        name: "expert-schemes",
+        sentence: "In a layer, a projection of all experts has the same quantization, and packed experts have the same one in all projections: transformers stacks them, and otherwise computes wrong outputs or fails.",
+        source: "transformers/integrations/compressed_tensors.py: CompressedTensorsDequantize",
+        versions: &["5.23"],
+        needs: Needs::Weights,
+        check: expert_schemes,
     },
     Rule {
         name: "zero-points",
@@ -179,6 +189,24 @@ fn experts(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
         group.name
     );
     Ok(vec![Finding::new(name.clone(), reason, "load the folder in vLLM or transformers 4, quantize the experts too, or use `--scheme FP8-DYNAMIC`")])
+}
+
+fn expert_schemes(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let family = arch::family(folder.model_type());
+    if folder.compressed_tensors().is_none() || arch::splits_experts(folder.model_type()) || family.is_some_and(|family| family.needs_stacked_experts) {
+        return Ok(Vec::new());
+    }
+    let is_packed = |(name, _, group): &(&String, &Module, &Group)| is_of_expert(name) && group.format == "pack-quantized";
+    let packed: BTreeSet<&str> = folder.quantized().filter(is_packed).filter_map(|(name, ..)| experts_of(name)).collect();
+    let uneven = fused::differing(folder, |name, _| {
+        let (experts, projection) = stacked_projection(name)?;
+        Some((experts, if packed.contains(experts) { "" } else { projection }))
+    });
+    let finding = |(name, other): (&String, &String)| {
+        let reason = format!("has another quantization than `{other}`, and transformers stacks the experts of a layer as if they had the same");
+        Finding::new(name.clone(), reason, "quantize all projections of all experts with the same scheme, or none")
+    };
+    Ok(uneven.into_iter().map(finding).collect())
 }
 
 fn zero_points(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

@@ -295,6 +295,25 @@ fn routers_and_experts_are_checked() {
     assert!(check(&experts, "vllm").violations.iter().any(|violation| violation.subject.contains("layers.0.block_sparse_moe.experts.3")));
 }
 
+/// Found by loading these folders with transformers 5.23, and comparing outputs with this program's executor.
+#[test]
+fn folders_that_transformers_loads_with_other_weights_are_rejected() {
+    let desk = Desk::new();
+    let down = |scheme: &str| json!([{ "targets": ["*down_proj*"], "scheme": scheme }]);
+    for (rule, model, options, is_violated) in [
+        ("expert-schemes", "qwen3-moe", json!({ "scheme": "FP8-DYNAMIC", "ignore": ["*experts.1.*"] }), true),
+        ("expert-schemes", "qwen3-moe", json!({ "scheme": "FP8-DYNAMIC", "ignore": ["*down_proj*"] }), false),
+        ("expert-schemes", "qwen3-moe", json!({ "scheme": "FP8-DYNAMIC", "rules": down("FP8-BLOCK") }), false),
+        ("expert-schemes", "qwen3-moe", json!({ "scheme": "W4A16", "group_size": 8, "rules": down("W8A16") }), true),
+        ("expert-schemes", "qwen3-moe", json!({ "scheme": "W4A16", "group_size": 8 }), false),
+    ] {
+        let pass: Quantize = serde_json::from_value(options.clone()).unwrap();
+        let folder = desk.run(&golden("models").join(model), pipeline().measure(false).pass(pass)).unwrap().path;
+        let found = check(&folder, "transformers").violations;
+        assert_eq!(found.iter().any(|violation| violation.rule == rule), is_violated, "{model} {options}: {found:?}");
+    }
+}
+
 /// A copy of a quantized folder whose embedding has the quantization of a query projection.
 fn with_embeddings(desk: &Desk, folder: &Path) -> PathBuf {
     changed(desk, folder, |config, tensors| {

@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
-use crate::contract::facts::{VLLM_BITS, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, vllm_loads_embeddings};
+use crate::contract::facts::{
+    VLLM_BITS, experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, stacked_projection, vllm_loads_embeddings,
+};
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Codes, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
@@ -42,11 +44,33 @@ fn expert_notes(items: &[Item], groups: &[Group], model: &Model) -> Option<Strin
                 .to_owned(),
         );
     }
+    if has_uneven_experts(items, groups) {
+        return Some(
+            "experts of a layer with different schemes: transformers 5 stacks them, and computes wrong outputs or fails: quantize all experts with the same scheme, or none"
+                .to_owned(),
+        );
+    }
     if of_experts().any(|group| group.spec.activations != ActivationScheme::None) {
         return Some("quantized experts: transformers 5 fuses all experts of a layer into one tensor, and computes them with float activations".to_owned());
     }
     (groups.iter().any(|g| !loads_float_experts(g.spec.codes)) && items.iter().any(is_float)).then(|| {
         "float experts in separate tensors: transformers 5 stacks the experts of a layer, which fails in folders of integers or FP4; with FP8-DYNAMIC it loads them".to_owned()
+    })
+}
+
+/// Whether a projection has different schemes in the experts of a layer, or packed experts have different
+/// schemes in its projections.
+fn has_uneven_experts(items: &[Item], groups: &[Group]) -> bool {
+    let by_module = group_indices(groups);
+    let owner = |name: &str| by_module.get(module(name)).copied();
+    let is_packed = |name: &str| owner(name).and_then(|index| groups.get(index)).is_some_and(|group| group.packed);
+    let names = || items.iter().filter(|item| item.weight.shape.len() == 2).map(|item| item.name.as_str());
+    let packed: BTreeSet<&str> = names().filter(|name| is_packed(name)).filter_map(|name| experts_of(module(name))).collect();
+    let mut first = BTreeMap::new();
+    names().any(|name| {
+        let Some((experts, projection)) = stacked_projection(module(name)) else { return false };
+        let key = (experts, if packed.contains(experts) { "" } else { projection });
+        *first.entry(key).or_insert(owner(name)) != owner(name)
     })
 }
 
