@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::de::IgnoredAny;
 
+use crate::arch;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::model::parse_json;
@@ -32,6 +33,15 @@ pub(crate) fn stacked_projection(name: &str) -> Option<(&str, &str)> {
     let experts = experts_of(name)?;
     let (_, projection) = name.get(experts.len().saturating_add(1)..)?.split_once('.')?;
     Some((experts, projection))
+}
+
+/// Families whose routers are linear layers in transformers.
+const LINEAR_ROUTERS: [&str; 5] = ["dbrx", "jetmoe", "llama4", "llama4_text", "phimoe"];
+
+/// Whether transformers 5 loads a quantized router. Other routers than linear layers are parameters of their
+/// own class, which compressed-tensors does not select. Found by loading folders with transformers 5.23.
+pub(crate) fn loads_quantized_router(model_type: &str, module: &str) -> bool {
+    arch::family(model_type).is_none() || LINEAR_ROUTERS.contains(&model_type) || module.ends_with(".shared_expert_gate")
 }
 
 /// Whether transformers 5 loads float experts in separate tensors from a folder with such codes. Found by

@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::facts::{experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, stacked_projection};
+use super::facts::{experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router, stacked_projection};
 use super::folder::{Folder, Module};
 use super::scheme::{Arguments, Group};
 use super::transformers_names::MODEL_TYPES;
 use super::{Finding, Needs, Rule, Target, compressed_tensors, fused, shared};
 use crate::arch;
 use crate::error::Result;
-use crate::store::DType;
+use crate::store::{DType, Role};
 
 /// Formats that compressed-tensors 0.20 reads.
 const FORMATS: [&str; 10] = [
@@ -98,6 +98,14 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         versions: &["5.23"],
         needs: Needs::Weights,
         check: expert_schemes,
+    },
+    Rule {
+        name: "routers",
+        sentence: "Routers are floats, except in families whose routers are linear layers: their codes are ignored or read as weights.",
+        source: "transformers/models/mixtral/modeling_mixtral.py: MixtralTopKRouter",
+        versions: &["5.23"],
+        needs: Needs::Weights,
+        check: routers,
     },
     Rule {
         name: "zero-points",
@@ -207,6 +215,14 @@ fn expert_schemes(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
         Finding::new(name.clone(), reason, "quantize all projections of all experts with the same scheme, or none")
     };
     Ok(uneven.into_iter().map(finding).collect())
+}
+
+fn routers(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let is_wrong =
+        |(name, module): &(&String, &Module)| module.is_quantized && module.role == Some(Role::Router) && !loads_quantized_router(folder.model_type(), name);
+    let reason = "is a quantized router, and transformers loads the routers of this family as floats";
+    let finding = |(name, _): (&String, &Module)| Finding::new(name.clone(), reason, "quantize without routers, the default of `compress quantize`");
+    Ok(folder.modules.iter().filter(is_wrong).map(finding).collect())
 }
 
 fn zero_points(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

@@ -306,6 +306,8 @@ fn folders_that_transformers_loads_with_other_weights_are_rejected() {
         ("expert-schemes", "qwen3-moe", json!({ "scheme": "FP8-DYNAMIC", "rules": down("FP8-BLOCK") }), false),
         ("expert-schemes", "qwen3-moe", json!({ "scheme": "W4A16", "group_size": 8, "rules": down("W8A16") }), true),
         ("expert-schemes", "qwen3-moe", json!({ "scheme": "W4A16", "group_size": 8 }), false),
+        ("routers", "qwen2-moe", json!({ "scheme": "FP8-DYNAMIC", "targets": ["*mlp.gate.weight"] }), true),
+        ("routers", "qwen2-moe", json!({ "scheme": "FP8-DYNAMIC", "targets": ["*shared_expert_gate*"] }), false),
     ] {
         let pass: Quantize = serde_json::from_value(options.clone()).unwrap();
         let folder = desk.run(&golden("models").join(model), pipeline().measure(false).pass(pass)).unwrap().path;

@@ -209,6 +209,7 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         &[("model.layers.0.mlp.gate_proj", &[192, 128]), ("model.layers.0.mlp.up_proj", &[192, 128]), ("model.layers.0.mlp.down_proj", &[128, 192])];
     let tied: Shapes = &[("model.embed_tokens", &[48, 32]), dense[0]];
     let pair: Shapes = &[separate[0], separate[1], ("model.layers.0.mlp.experts.1.down_proj", &[32, 32])];
+    let router: Shapes = &[separate[0], separate[1], ("model.layers.0.mlp.gate", &[4, 32])];
     let options = |scheme: &str| json!({ "scheme": scheme });
     let all = |scheme: &str| json!({ "scheme": scheme, "targets": ["*"] });
     let without = |scheme: &str, ignore: &str| json!({ "scheme": scheme, "ignore": [ignore] });
@@ -222,6 +223,9 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         ("olmoe", dense, options("W4A16"), "experts", false),
         ("olmoe", pair, without("FP8-DYNAMIC", "*experts.1.*"), "experts of a layer with different schemes", true),
         ("olmoe", pair, without("FP8-DYNAMIC", "*q_proj*"), "experts of a layer with different schemes", false),
+        ("olmoe", router, all("FP8-DYNAMIC"), "quantized routers, as `model.layers.0.mlp.gate`", true),
+        ("olmoe", router, options("FP8-DYNAMIC"), "quantized routers", false),
+        ("unheard-of", router, all("FP8-DYNAMIC"), "quantized routers", false),
         ("llama4_text", stacked, options("W8A16"), "leaves these uninitialized", true),
         ("gpt_oss", stacked, options("W8A16"), "leaves these uninitialized", false),
         ("fnet", &[("fnet.embeddings.projection", &[32, 32]), ("encoder.layer.0.dense", &[32, 32])], options("W8A8"), "not in the table of families", true),

@@ -5,11 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
 use crate::contract::facts::{
-    VLLM_BITS, experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, stacked_projection, vllm_loads_embeddings,
+    VLLM_BITS, experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router, stacked_projection,
+    vllm_loads_embeddings,
 };
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
-use crate::store::{ActivationScheme, Codes, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec};
+use crate::store::{ActivationScheme, Codes, DType, Encoding, FileFormat, FloatFormat, Granularity, QuantizationSpec, Role};
 
 /// Layers by which compressed-tensors recognizes attention modules with a KV cache.
 const KEY_LAYERS: [&str; 4] = ["k_proj", "v_proj", "qkv_proj", "kv_b_proj"];
@@ -74,6 +75,20 @@ fn has_uneven_experts(items: &[Item], groups: &[Group]) -> bool {
     })
 }
 
+/// Notes about modules whose class transformers 5 does not quantize or initialize.
+fn module_notes(items: &[Item], groups: &[Group], model: &Model) -> Vec<String> {
+    let model_type = model.config.model_type();
+    let by_module = group_indices(groups);
+    let is_router = |item: &&Item| item.weight.role == Some(Role::Router) && by_module.contains_key(module(&item.name));
+    let router = items.iter().filter(is_router).find(|item| !loads_quantized_router(model_type, module(&item.name))).map(|item| {
+        format!(
+            "quantized routers, as `{}`: transformers 5 loads the routers of this family as floats, so that its outputs are wrong: quantize without routers",
+            module(&item.name)
+        )
+    });
+    router.into_iter().collect()
+}
+
 /// Notes about layers that vLLM fuses.
 fn fused_notes(items: &[Item], groups: &[Group], model: &Model) -> Vec<String> {
     let by_module = group_indices(groups);
@@ -136,6 +151,7 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
         notes.push(format!("quantized embeddings: {transformers}{others}"));
     }
     notes.extend(expert_notes(items, &groups, model));
+    notes.extend(module_notes(items, &groups, model));
     if let Some(module) = items
         .iter()
         .filter(|item| model.is_cache_scale(&item.name))
