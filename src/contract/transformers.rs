@@ -108,6 +108,14 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         check: routers,
     },
     Rule {
+        name: "dinov2",
+        sentence: "Folders of DINOv2 are not quantized, except those of gated networks whose `mlp.weights_in` have int8 or FP8 codes and no static activations: transformers splits these matrices, and not their other tensors.",
+        source: "transformers/conversion_mapping.py: Dinov2Model",
+        versions: &["5.23"],
+        needs: Needs::Weights,
+        check: dinov2,
+    },
+    Rule {
         name: "zero-points",
         sentence: "No packed integers have zero points: these load only with `CompressedTensorsConfig(dequantize=True)`.",
         source: "compressed_tensors/compressors",
@@ -223,6 +231,25 @@ fn routers(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let reason = "is a quantized router, and transformers loads the routers of this family as floats";
     let finding = |(name, _): (&String, &Module)| Finding::new(name.clone(), reason, "quantize without routers, the default of `compress quantize`");
     Ok(folder.modules.iter().filter(is_wrong).map(finding).collect())
+}
+
+fn dinov2(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    const HINT: &str = "use `quantize-dynamic` or `quantize-static` with `--export onnx`, or the original folder";
+    if folder.compressed_tensors().is_none() || !["dinov2", "dinov2_with_registers"].contains(&folder.model_type()) {
+        return Ok(Vec::new());
+    }
+    let is_split = |group: &&Group| {
+        let has_bytes = ["int-quantized", "float-quantized", "naive-quantized"].contains(&group.format.as_str());
+        has_bytes && group.inputs.as_ref().is_none_or(|inputs| inputs.dynamic)
+    };
+    let mut gated = folder.modules.iter().filter(|(name, _)| name.ends_with(".mlp.weights_in")).peekable();
+    if gated.peek().is_none() {
+        let reason = "is quantized, and transformers fails in quantized folders of this family without gated networks, because it converts `mlp.weights_in`";
+        return Ok(folder.quantized().next().map(|(name, ..)| Finding::new(name.clone(), reason, HINT)).into_iter().collect());
+    }
+    let reason = "is split by transformers into two layers, but not its scales and static or packed tensors: only with int8 or FP8 codes and no static activations, the layers are complete";
+    let wrong = gated.filter(|(_, module)| !module.is_quantized || folder.group(module).as_ref().is_none_or(|group| !is_split(group)));
+    Ok(wrong.map(|(name, _)| Finding::new(name.clone(), reason, "use `--scheme W8A8` or `FP8-DYNAMIC` for all linear layers")).collect())
 }
 
 fn zero_points(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

@@ -308,12 +308,23 @@ fn folders_that_transformers_loads_with_other_weights_are_rejected() {
         ("expert-schemes", "qwen3-moe", json!({ "scheme": "W4A16", "group_size": 8 }), false),
         ("routers", "qwen2-moe", json!({ "scheme": "FP8-DYNAMIC", "targets": ["*mlp.gate.weight"] }), true),
         ("routers", "qwen2-moe", json!({ "scheme": "FP8-DYNAMIC", "targets": ["*shared_expert_gate*"] }), false),
+        ("dinov2", "dinov2", json!({ "scheme": "FP8-DYNAMIC" }), true),
+        ("dinov2", "dinov2-gated", json!({ "scheme": "W4A16", "group_size": 8 }), true),
+        ("dinov2", "dinov2-gated", json!({ "scheme": "W8A8", "ignore": ["*weights_in*"] }), true),
+        ("dinov2", "dinov2-gated", json!({ "scheme": "W8A8" }), false),
     ] {
         let pass: Quantize = serde_json::from_value(options.clone()).unwrap();
         let folder = desk.run(&golden("models").join(model), pipeline().measure(false).pass(pass)).unwrap().path;
         let found = check(&folder, "transformers").violations;
         assert_eq!(found.iter().any(|violation| violation.rule == rule), is_violated, "{model} {options}: {found:?}");
     }
+    let fp8: Quantize = serde_json::from_value(json!({ "scheme": "FP8-DYNAMIC" })).unwrap();
+    let gated = desk.run(&golden("models/dinov2-gated"), pipeline().measure(false).pass(fp8)).unwrap().path;
+    let fixed = changed(&desk, &gated, |config, _| {
+        let activations = &mut config["quantization_config"]["config_groups"]["group_0"]["input_activations"];
+        (activations["strategy"], activations["dynamic"]) = (json!("tensor"), json!(false));
+    });
+    assert!(violated(&fixed, "transformers").contains("dinov2"));
 }
 
 /// A copy of a quantized folder whose embedding has the quantization of a query projection.
