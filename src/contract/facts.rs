@@ -44,6 +44,27 @@ pub(crate) fn loads_quantized_router(model_type: &str, module: &str) -> bool {
     arch::family(model_type).is_none() || LINEAR_ROUTERS.contains(&model_type) || module.ends_with(".shared_expert_gate")
 }
 
+/// Layers by family that transformers 5 initializes by the name `weight` after it has packed them, which
+/// fails; without names, all layers. Found by loading folders with transformers 5.23.
+const INITIALIZED: [(&str, &[&str]); 10] = [
+    ("efficientnet", &[]),
+    ("mamba2", &["out_proj"]),
+    ("modernbert", &[]),
+    ("mt5", &[]),
+    ("resnet", &[]),
+    ("rt_detr_v2", &["sampling_offsets", "attention_weights", "value_proj", "output_proj", "enc_score_head", "class_embed", "bbox_embed"]),
+    ("siglip", &[]),
+    ("siglip_text_model", &[]),
+    ("siglip_vision_model", &[]),
+    ("t5", &[]),
+];
+
+/// Whether transformers 5 fails for a packed linear layer of this family when it initializes it.
+pub(crate) fn initializes_from_weight(model_type: &str, module: &str) -> bool {
+    let layers = INITIALIZED.into_iter().find(|(family, _)| *family == model_type).map(|(_, layers)| layers);
+    layers.is_some_and(|layers| layers.is_empty() || module.split('.').any(|part| layers.contains(&part)))
+}
+
 /// Whether transformers 5 loads float experts in separate tensors from a folder with such codes. Found by
 /// loading folders of each format with transformers 5.23.
 pub(crate) fn loads_float_experts(codes: Codes) -> bool {

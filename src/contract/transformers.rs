@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::facts::{experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router, stacked_projection};
+use super::facts::{
+    experts_of, initializes_from_weight, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router, stacked_projection,
+};
 use super::folder::{Folder, Module};
 use super::scheme::{Arguments, Group};
 use super::transformers_names::MODEL_TYPES;
@@ -114,6 +116,14 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         versions: &["5.23"],
         needs: Needs::Weights,
         check: dinov2,
+    },
+    Rule {
+        name: "packed-weights",
+        sentence: "No layer is packed that the family initializes by `weight`, which packed layers do not have (T5, SigLIP, ModernBERT, Mamba 2, RT-DETR v2, classifiers of ResNet and EfficientNet).",
+        source: "transformers/models/t5/modeling_t5.py: _init_weights",
+        versions: &["5.23"],
+        needs: Needs::Weights,
+        check: packed_weights,
     },
     Rule {
         name: "zero-points",
@@ -250,6 +260,14 @@ fn dinov2(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let reason = "is split by transformers into two layers, but not its scales and static or packed tensors: only with int8 or FP8 codes and no static activations, the layers are complete";
     let wrong = gated.filter(|(_, module)| !module.is_quantized || folder.group(module).as_ref().is_none_or(|group| !is_split(group)));
     Ok(wrong.map(|(name, _)| Finding::new(name.clone(), reason, "use `--scheme W8A8` or `FP8-DYNAMIC` for all linear layers")).collect())
+}
+
+fn packed_weights(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let is_wrong =
+        |(name, _, group): &(&String, &Module, &Group)| group.format.ends_with("pack-quantized") && initializes_from_weight(folder.model_type(), name);
+    let reason = "is packed, and transformers fails when it initializes the layers of this family, because packed layers have no `weight`";
+    let finding = |(name, ..): (&String, &Module, &Group)| Finding::new(name.clone(), reason, "use `--scheme W8A8` or `FP8-DYNAMIC`");
+    Ok(folder.quantized().filter(is_wrong).map(finding).collect())
 }
 
 fn zero_points(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

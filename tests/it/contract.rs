@@ -312,6 +312,10 @@ fn folders_that_transformers_loads_with_other_weights_are_rejected() {
         ("dinov2", "dinov2-gated", json!({ "scheme": "W4A16", "group_size": 8 }), true),
         ("dinov2", "dinov2-gated", json!({ "scheme": "W8A8", "ignore": ["*weights_in*"] }), true),
         ("dinov2", "dinov2-gated", json!({ "scheme": "W8A8" }), false),
+        ("packed-weights", "t5", json!({ "scheme": "W4A16", "group_size": 8 }), true),
+        ("packed-weights", "t5", json!({ "scheme": "W8A8" }), false),
+        ("packed-weights", "mamba2", json!({ "scheme": "W4A16", "group_size": 8, "targets": ["*out_proj*"] }), true),
+        ("packed-weights", "mamba2", json!({ "scheme": "W4A16", "group_size": 8, "targets": ["*in_proj*"] }), false),
     ] {
         let pass: Quantize = serde_json::from_value(options.clone()).unwrap();
         let folder = desk.run(&golden("models").join(model), pipeline().measure(false).pass(pass)).unwrap().path;

@@ -226,6 +226,8 @@ fn notes_name_libraries_that_do_not_load_a_folder() {
         ("olmoe", router, all("FP8-DYNAMIC"), "quantized routers, as `model.layers.0.mlp.gate`", true),
         ("olmoe", router, options("FP8-DYNAMIC"), "quantized routers", false),
         ("unheard-of", router, all("FP8-DYNAMIC"), "quantized routers", false),
+        ("t5", dense, options("W4A16"), "packed weights, as of", true),
+        ("t5", dense, options("W8A8"), "packed weights, as of", false),
         ("llama4_text", stacked, options("W8A16"), "leaves these uninitialized", true),
         ("gpt_oss", stacked, options("W8A16"), "leaves these uninitialized", false),
         ("fnet", &[("fnet.embeddings.projection", &[32, 32]), ("encoder.layer.0.dense", &[32, 32])], options("W8A8"), "not in the table of families", true),

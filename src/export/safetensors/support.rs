@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
 use crate::contract::facts::{
-    VLLM_BITS, experts_of, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router, stacked_projection,
-    vllm_loads_embeddings,
+    VLLM_BITS, experts_of, initializes_from_weight, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router,
+    stacked_projection, vllm_loads_embeddings,
 };
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
@@ -86,7 +86,11 @@ fn module_notes(items: &[Item], groups: &[Group], model: &Model) -> Vec<String> 
             module(&item.name)
         )
     });
-    router.into_iter().collect()
+    let mut packed = groups.iter().filter(|group| group.format().ends_with("pack-quantized")).flat_map(|group| &group.modules);
+    let packed = packed
+        .find(|module| initializes_from_weight(model_type, module))
+        .map(|module| format!("packed weights, as of `{module}`: transformers 5 fails when it initializes the layers of this family: use W8A8 or FP8"));
+    router.into_iter().chain(packed).collect()
 }
 
 /// Notes about layers that vLLM fuses.
