@@ -65,6 +65,12 @@ pub(crate) fn initializes_from_weight(model_type: &str, module: &str) -> bool {
     layers.is_some_and(|layers| layers.is_empty() || module.split('.').any(|part| layers.contains(&part)))
 }
 
+/// Whether a table contains position embeddings of BART, OPT or Whisper, whose modules compressed-tensors
+/// cannot call.
+pub(crate) fn is_position_table(module: &str) -> bool {
+    module.rsplit('.').next() == Some("embed_positions")
+}
+
 /// Whether transformers 5 loads float experts in separate tensors from a folder with such codes. Found by
 /// loading folders of each format with transformers 5.23.
 pub(crate) fn loads_float_experts(codes: Codes) -> bool {

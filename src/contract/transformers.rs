@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use super::facts::{
-    experts_of, initializes_from_weight, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router, stacked_projection,
+    experts_of, initializes_from_weight, is_of_expert, is_only_bf16, is_position_table, loads_float_experts, loads_quantized_experts, loads_quantized_router,
+    stacked_projection,
 };
 use super::folder::{Folder, Module};
 use super::scheme::{Arguments, Group};
@@ -124,6 +125,14 @@ pub(super) const RULES: &[Rule<Folder>] = &[
         versions: &["5.23"],
         needs: Needs::Weights,
         check: packed_weights,
+    },
+    Rule {
+        name: "positions",
+        sentence: "Position embeddings of BART, OPT and Whisper are floats: compressed-tensors calls quantized embeddings without positions.",
+        source: "transformers/models/bart/modeling_bart.py: BartLearnedPositionalEmbedding",
+        versions: &["5.23"],
+        needs: Needs::Weights,
+        check: positions,
     },
     Rule {
         name: "zero-points",
@@ -268,6 +277,12 @@ fn packed_weights(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let reason = "is packed, and transformers fails when it initializes the layers of this family, because packed layers have no `weight`";
     let finding = |(name, ..): (&String, &Module, &Group)| Finding::new(name.clone(), reason, "use `--scheme W8A8` or `FP8-DYNAMIC`");
     Ok(folder.quantized().filter(is_wrong).map(finding).collect())
+}
+
+fn positions(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
+    let reason = "is a quantized table of positions, for which transformers fails when it runs the model";
+    let wrong = folder.modules.iter().filter(|(name, module)| module.is_quantized && is_position_table(name));
+    Ok(wrong.map(|(name, _)| Finding::new(name.clone(), reason, "add `*embed_positions*` to `ignore`")).collect())
 }
 
 fn zero_points(folder: &Folder, _: Target) -> Result<Vec<Finding>> {

@@ -316,6 +316,8 @@ fn folders_that_transformers_loads_with_other_weights_are_rejected() {
         ("packed-weights", "t5", json!({ "scheme": "W8A8" }), false),
         ("packed-weights", "mamba2", json!({ "scheme": "W4A16", "group_size": 8, "targets": ["*out_proj*"] }), true),
         ("packed-weights", "mamba2", json!({ "scheme": "W4A16", "group_size": 8, "targets": ["*in_proj*"] }), false),
+        ("positions", "opt", json!({ "scheme": "W8A16", "group_size": 8, "targets": ["*embed_positions*"] }), true),
+        ("positions", "opt", json!({ "scheme": "W8A16", "group_size": 8, "targets": ["*embed_tokens*"] }), false),
     ] {
         let pass: Quantize = serde_json::from_value(options.clone()).unwrap();
         let folder = desk.run(&golden("models").join(model), pipeline().measure(false).pass(pass)).unwrap().path;

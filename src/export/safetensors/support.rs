@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::quantization::{Group, group_indices, groups, module};
 use crate::arch;
 use crate::contract::facts::{
-    VLLM_BITS, experts_of, initializes_from_weight, is_of_expert, is_only_bf16, loads_float_experts, loads_quantized_experts, loads_quantized_router,
-    stacked_projection, vllm_loads_embeddings,
+    VLLM_BITS, experts_of, initializes_from_weight, is_of_expert, is_only_bf16, is_position_table, loads_float_experts, loads_quantized_experts,
+    loads_quantized_router, stacked_projection, vllm_loads_embeddings,
 };
 use crate::model::{Model, stacked_experts};
 use crate::store::writer::Item;
@@ -146,7 +146,12 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let packed = || groups.iter().filter(|g| g.packed && g.spec.codes.is_integer());
     let has_embeddings = groups.iter().any(|g| g.class == "Embedding");
     if has_embeddings {
-        let transformers = if packed().all(|g| g.spec.symmetric) { "transformers 5 loads them; " } else { "" };
+        let has_positions = groups.iter().any(|g| g.class == "Embedding" && g.modules.iter().any(|module| is_position_table(module)));
+        let transformers = match packed().all(|g| g.spec.symmetric) {
+            _ if has_positions => "transformers fails for those of positions (`embed_positions`): add them to `ignore`; ",
+            true => "transformers 5 loads them; ",
+            false => "",
+        };
         let mut embeddings = groups.iter().filter(|g| g.class == "Embedding");
         let others = match embeddings.all(|g| vllm_loads_embeddings(g.spec.codes, g.packed, g.spec.symmetric)) {
             true => "vLLM loads them from version 0.33; transformers 4 does not support this format",
