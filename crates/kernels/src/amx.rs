@@ -7,6 +7,8 @@
 
 use std::marker::PhantomData;
 
+use crate::simd::{self, Level};
+
 /// Number of rows, and of columns, of a block of the result: two tiles.
 pub const BLOCK: usize = 32;
 /// Number of rows, and of columns, of a tile.
@@ -30,17 +32,17 @@ pub struct Tiles {
 impl Tiles {
     /// Configures the registers of this thread.
     pub fn new() -> Tiles {
-        let has_registers = are_available();
+        let has_registers = simd::level() == Level::Amx;
         if has_registers {
             instructions::configure();
         }
         Tiles { has_registers, thread: PhantomData }
     }
 
-    /// The products of the parts of both operands, summed over all steps, and added to `out` if `adds`. Part
-    /// `i` of the left and part `j` of the right operand are multiplied if `i + j < left_parts`. Left operands
-    /// are `[step][part][row][element]`, right operands `[step][part][half][pair][column][2]`, with halves of
-    /// 16 columns and pairs of elements.
+    /// The products of the parts of both operands, summed over all steps, and added to `out` if `adds`.
+    /// Part `i` of the left and part `j` of the right operand are multiplied if `i + j < left_parts`. Left
+    /// operands are `[step][part][row][element]`, right operands `[step][part][half][pair][column][2]`, with
+    /// halves of 16 columns and pairs of elements.
     pub fn multiply(&self, left: &[u16], left_parts: usize, right: &[u16], right_parts: usize, adds: bool, out: &mut Block) {
         assert!((1..=left_parts).contains(&right_parts));
         let steps = right.len() / (right_parts * OPERAND);
@@ -71,15 +73,15 @@ fn portable(left: &[u16], left_parts: usize, right: &[u16], right_parts: usize, 
         for (pass, right) in right.chunks_exact(OPERAND).enumerate() {
             for left in left.chunks_exact(OPERAND).take(left_parts - pass) {
                 for (row, out) in left.chunks_exact(STEP).zip(&mut *out) {
-                    for (column, out) in out.iter_mut().enumerate() {
-                        let half = &right[column / TILE * OPERAND / 2..][..OPERAND / 2];
-                        let mut sums = [0f32; 2];
-                        for (pair, elements) in row.as_chunks::<2>().0.iter().enumerate() {
-                            for (parity, sum) in sums.iter_mut().enumerate() {
-                                *sum += value(elements[parity]) * value(half[(pair * TILE + column % TILE) * 2 + parity]);
+                    for (half, out) in right.chunks_exact(OPERAND / 2).zip(out.chunks_exact_mut(TILE)) {
+                        let mut sums = [[0f32; TILE]; 2];
+                        for (elements, columns) in row.as_chunks::<2>().0.iter().zip(half.as_chunks::<2>().0.as_chunks::<TILE>().0) {
+                            for (column, right) in columns.iter().enumerate() {
+                                sums[0][column] += value(elements[0]) * value(right[0]);
+                                sums[1][column] += value(elements[1]) * value(right[1]);
                             }
                         }
-                        *out += sums[0] + sums[1];
+                        out.iter_mut().zip(&sums[0]).zip(&sums[1]).for_each(|((out, even), odd)| *out += even + odd);
                     }
                 }
             }
@@ -122,7 +124,7 @@ mod instructions {
             if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & (TILES | BF16) != TILES | BF16 {
                 return false;
             }
-            // `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of Linux 5.16, for all threads of the process.
+            // `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of Linux 5.16, for all threads.
             let mut result: i64 = 158;
             // SAFETY: the system call accesses no memory of the process.
             unsafe { asm!("syscall", inlateout("rax") result, in("rdi") 0x1023, in("rsi") 18, lateout("rcx") _, lateout("r11") _, options(nostack)) };
@@ -145,7 +147,7 @@ mod instructions {
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 
-    /// As [`Tiles::multiply`](super::Tiles::multiply), with configured registers and operands of `steps` steps.
+    /// As [`Tiles::multiply`](super::Tiles::multiply), with configured registers and `steps` steps.
     pub fn multiply(left: &[u16], left_parts: usize, right: &[u16], right_parts: usize, steps: usize, adds: bool, out: &mut Block) {
         assert!(steps > 0 && right_parts > 0 && right_parts <= left_parts);
         assert!(left.len() >= steps * left_parts * OPERAND && right.len() >= steps * right_parts * OPERAND);

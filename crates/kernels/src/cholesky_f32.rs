@@ -5,7 +5,8 @@
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, Left, LeftRows, product, product_serial};
+use super::matmul::{Columns, Left, LeftRows, product_serial};
+use super::product::product;
 use super::solve;
 
 /// Number of columns eliminated at once.

@@ -15,8 +15,9 @@ use rayon::prelude::*;
 use super::attention_single::dot;
 use super::cholesky_f32;
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, LeftRows, Rows, product};
+use super::matmul::{Columns, LeftRows, Rows};
 use super::pool::on_pool_thread;
+use super::product::product;
 use super::solve;
 
 /// Number of columns that [`Compensation::divide`] eliminates at once.

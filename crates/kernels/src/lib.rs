@@ -64,6 +64,7 @@ mod running {
     pub mod matmul_gradient;
     pub mod one_row;
     pub mod pool;
+    pub mod product;
     pub mod refinement;
     pub mod resize;
     pub mod rotation;
@@ -72,7 +73,7 @@ mod running {
     pub mod scratch;
     pub mod shifted;
     pub mod solve;
-    pub mod split;
+    mod split;
     pub mod tile;
     pub mod trained_rounding;
     pub mod update;

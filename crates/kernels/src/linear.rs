@@ -4,6 +4,7 @@ use super::epilogue::Epilogue;
 use super::few_rows::{self, FewRows};
 use super::matmul::{self, Columns, LeftRows, Right, Rows};
 use super::one_row::{self, OneRow};
+use super::product;
 
 /// The weight of a linear layer.
 pub trait LinearWeight: Right + Sized {
@@ -44,6 +45,6 @@ pub fn product(x: &[f32], rows: usize, inner: usize, weight: &impl LinearWeight,
     match rows {
         1 => weight.one_row(x, epilogue, out),
         2..=few_rows::MAX_ROWS => weight.few_rows(x, rows, epilogue, out),
-        _ => matmul::product(&LeftRows::new(x, rows, inner, inner), weight, width, epilogue, out),
+        _ => product::product(&LeftRows::new(x, rows, inner, inner), weight, width, epilogue, out),
     }
 }

@@ -12,7 +12,6 @@ use rayon::prelude::*;
 use super::epilogue::Epilogue;
 use super::pool::on_pool_thread;
 use super::scratch::Scratch;
-use super::split;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
 /// Maximum number of floats in packed panels at a time.
@@ -300,14 +299,10 @@ pub fn product(left: &LeftRows, right: &impl Right, width: usize, epilogue: Epil
     if left.rows * width * left.inner < SERIAL {
         return product_serial(&left.pack(), right, width, epilogue, out, width);
     }
-    on_pool_thread(|| match split::is_faster([left.rows, left.inner, width], right.parts()) {
-        true => split::product(left, right, width, epilogue, out),
-        false => product_parallel(&left.pack(), right, width, epilogue, out),
-    });
+    on_pool_thread(|| product_parallel(&left.pack(), right, width, epilogue, out));
 }
 
-/// [`product`] of floats.
-pub(super) fn product_parallel(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
+fn product_parallel(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
     let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
     let size = (PANEL * left.inner).max(1);
     if blocks < 2 * rayon::current_num_threads() {

@@ -10,7 +10,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{LeftRows, Right, product, product_serial};
+use super::matmul::{LeftRows, Right, product_serial};
+use super::product::product;
 use super::scratch::Scratch;
 
 /// Number of inner indices per chunk.

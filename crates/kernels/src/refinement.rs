@@ -10,8 +10,9 @@ use rayon::prelude::*;
 use super::column_solver::Grid;
 use super::compensation::damping_of;
 use super::epilogue::Epilogue;
-use super::matmul::{LeftRows, Rows, product};
+use super::matmul::{LeftRows, Rows};
 use super::pool::on_pool_thread;
+use super::product::product;
 use crate::grid::{Levels, QuantizationParams};
 
 /// Columns whose scales and weights change before the gradients of other columns are computed.

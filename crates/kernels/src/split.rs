@@ -4,15 +4,15 @@
 //! The products of these parts are exact in f32, and are accumulated in f32 (Henry, Tang and Heinecke,
 //! "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019).
 //! Products with bf16 weights, which have one part, differ from those of floats only in the order of the
-//! sums. For weights with more parts, products of parts below 2⁻²² of the largest one are omitted. Products
-//! with infinite weights are NaN.
+//! sums. For weights with more parts, products of parts below 2⁻²² of the largest one are omitted.
+//! Products with infinite weights are NaN.
 
 use std::ops::{Deref, DerefMut, Range};
 
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{LeftRows, Right, product_parallel as product_of_floats};
+use super::matmul::{self, LeftRows, Right};
 use super::scratch::Scratch;
 use super::tile::PANEL;
 use crate::amx::{BLOCK, Block, OPERAND, STEP, Tiles};
@@ -171,10 +171,10 @@ simd! { fn split_panel_1(panel: &[f32], out: &mut [u16]) { split_panel::<1>(pane
 simd! { fn split_panel_2(panel: &[f32], out: &mut [u16]) { split_panel::<2>(panel, out) } }
 simd! { fn split_panel_3(panel: &[f32], out: &mut [u16]) { split_panel::<3>(panel, out) } }
 
-/// Whether [`product`] is faster than a product of floats, by its rows, inner elements and columns, and the
-/// parts of the right matrix: packing takes more time for more parts.
-pub(super) fn is_faster([rows, inner, width]: [usize; 3], parts: usize) -> bool {
-    simd::level() == Level::Amx && rows > BLOCK * parts && inner >= 2 * STEP && width >= 4 * BLOCK
+/// Whether [`product`] is faster than a product of floats. Packing takes more time for more parts of the
+/// right matrix.
+pub(super) fn is_faster(left: &LeftRows, width: usize, parts: usize) -> bool {
+    simd::level() == Level::Amx && left.rows > BLOCK * parts && left.inner >= 4 * STEP && width >= 4 * BLOCK
 }
 
 /// The product of a left matrix and a right matrix of `width` columns, with all threads. Rows of `out` are
@@ -188,7 +188,7 @@ pub(super) fn product(left: &LeftRows, right: &impl Right, width: usize, epilogu
         let left = left.rows(first, out.len() / width);
         match Left::pack(&left) {
             Some(packed) => packed.product(right, width, epilogue, out),
-            None => product_of_floats(&left.pack(), right, width, epilogue, out),
+            None => matmul::product(&left, right, width, epilogue, out),
         }
     }
 }

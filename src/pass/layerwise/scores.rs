@@ -16,7 +16,8 @@ use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsReques
 use crate::error::Result;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::ggml::BlockType;
-use crate::kernel::matmul::{Columns, LeftRows, product};
+use crate::kernel::matmul::{Columns, LeftRows};
+use crate::kernel::product::product;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::input_importance::importance_of;
