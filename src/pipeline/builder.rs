@@ -80,6 +80,15 @@ fn require_uncorrected(pass: &str, model: &Model) -> Result<()> {
     }
 }
 
+/// An error about a tensor whose planned shape can differ from the actual one.
+fn with_estimated_shapes(error: Error) -> Error {
+    let Error::Tensor { name, reason, hint } = error else { return error };
+    let advice =
+        "the planned shape is an estimate, because an earlier pass distributes the widths by importance: run that pass separately, and this one on its output";
+    let hint = if hint.is_empty() { advice.to_owned() } else { format!("{hint}; {advice}") };
+    Error::Tensor { name, reason, hint }
+}
+
 /// Default of [`Builder::min_split_bytes`]: smaller weights take too little time to be worth splitting.
 const MIN_SPLIT_BYTES: u64 = 4 << 20;
 
@@ -204,7 +213,8 @@ impl Pipeline {
         while let Some((step, later)) = steps.split_first_mut() {
             require_uncorrected(step.pass().name(), &after)?;
             resolved.notes.extend(step.pass_mut().resolve_before(&after, &sets, later));
-            let Plan { model, applied, .. } = step.pass().plan(&after, &run)?;
+            let planned = step.pass().plan(&after, &run);
+            let Plan { model, applied, .. } = planned.map_err(|error| if run.is_estimated() { with_estimated_shapes(error) } else { error })?;
             Pipeline::add_record(&mut run, applied, (&after, &model));
             after = model;
             steps = later;

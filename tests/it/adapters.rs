@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use compress::export::Gguf;
-use compress::pass::{Decompose, Dequantize, Distill, Finetune, Palettize, PruneUnstructured, Quantize, Step, Training};
+use compress::pass::{Decompose, Dequantize, Distill, Finetune, Palettize, PruneUnstructured, Quantize, Step, Student, Training};
 use compress::pipeline::{Builder, verify};
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
@@ -146,6 +146,18 @@ fn adapters_that_vllm_does_not_load_are_refused_before_the_training() {
         let found = builder.build().unwrap().plan(&Model::open(golden("llama")).unwrap());
         let error = found.map(drop).unwrap_err().to_string();
         assert_eq!(error.contains("adapter: `adapter_config.json` has `use_dora`"), !is_loaded, "{adapter}: {error}");
+    }
+}
+
+#[test]
+fn students_with_corrections_are_refused() {
+    for kind in [SEPARATE, "{kind: dora, rank: 4, alpha: 6, merge: false}"] {
+        let student = Run::new();
+        train(&student, "llama", with_training!(finetune(kind), max_steps: Some(1)));
+        let pass = Distill { student: Some(Student::Model(student.out())), ..distill(SEPARATE) };
+        let found = Pipeline::builder().pass(pass).train(samples()).build().unwrap().plan(&Model::open(golden("llama")).unwrap());
+        let error = found.map(drop).unwrap_err().to_string();
+        assert!(error.contains("has low-rank corrections (`adapter`)"), "{kind}: {error}");
     }
 }
 

@@ -84,6 +84,10 @@ impl Student {
             }
             Student::Model(path) => {
                 let student = model.open_like(path)?;
+                if student.is_corrected() {
+                    let reason = "has low-rank corrections (`adapter`), which would not fit the trained weights: run `compress dequantize` on it, which adds them to the weights";
+                    return Err(wrong(format!("{} {reason}", path.display())));
+                }
                 require_same_modules(model, &student)?;
                 Ok(student)
             }

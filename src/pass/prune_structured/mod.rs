@@ -258,6 +258,7 @@ impl PruneStructured {
             let widths = selection.widths(self, &graph, &model, scores.as_ref(), ranking)?;
             let removed = selection.removed_units(&widths, scores.as_ref());
             applied.notes.extend(selection.notes(self, &widths));
+            applied.notes.extend(selection.missed_target(self, &graph, &model, &widths)?);
             if self.ranks_by_weights() && is_transformer(&graph) && !removed.is_empty() {
                 applied.notes.push(WEIGHT_RANKING_NOTE.to_owned());
             }

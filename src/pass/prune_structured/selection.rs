@@ -121,9 +121,28 @@ impl Selection {
         match (pass.target, ranking) {
             (None, _) => Ok(self.widths_after(&self.amounts(pass, ranked)?)),
             (Some(Target::Latency(target)), Ranking::Measured(context)) => self.reach_latency(target, graph, model, ranked, context),
-            // A plan assumes that the latency is proportional to the MACs.
+            // A plan assumes that the latency is proportional to the MACs. The actual latency can be lower.
+            (Some(target @ Target::Latency(_)), _) => self.reach_target(target, graph, model, ranked).or_else(|_| Ok(self.least_widths())),
             (Some(target), _) => self.reach_target(target, graph, model, ranked),
         }
+    }
+
+    /// A note if more of the model remains than a target of MACs or parameters allows.
+    pub fn missed_target(&self, pass: &PruneStructured, graph: &Graph, model: &Model, widths: &[usize]) -> Result<Option<String>> {
+        let Some(target @ (Target::Params(_) | Target::Macs(_))) = pass.target else { return Ok(None) };
+        let full = self.cost(target, graph, model, &self.widths_after(&vec![0; self.bundles.len()]))?;
+        let remaining = self.cost(target, graph, model, widths)? / full.max(1.0);
+        let is_missed = remaining - target.fraction() >= widths::EXACT;
+        Ok(is_missed.then(|| {
+            let (name, fraction) = (target.name(), target.fraction());
+            format!("{name} {fraction}: {remaining:.3} remains, which is nearer than the next smaller widths; a lower `round_to` allows more widths")
+        }))
+    }
+
+    /// The smallest widths.
+    fn least_widths(&self) -> Vec<usize> {
+        let last: Vec<usize> = self.bundles.iter().map(|bundle| bundle.widths.len().saturating_sub(1)).collect();
+        self.widths_after(&last)
     }
 
     /// Widths for a target of MACs or parameters.
@@ -260,9 +279,6 @@ impl Selection {
         }
         let narrower: BTreeSet<&str> =
             groups.iter().zip(widths).filter(|(group, width)| group.size != **width).filter_map(|(group, _)| group.output.as_deref()).collect();
-        if narrower.contains("sentence_embedding") {
-            notes.push("word_embedding_dimension in the configuration of the pooling module still specifies the original width".to_owned());
-        }
         notes.extend(narrower.into_iter().map(|output| format!("output `{output}` is narrower than before")));
         notes
     }
@@ -286,7 +302,9 @@ impl Selection {
         match bundle.widths.get(1) {
             Some(next) => {
                 let advice = advice(", or ");
-                format!("the amount is too small, because the next width of `{name}` ({unit}) below {size} is {next}{rule}: increase `amount`{advice}")
+                let (small, larger) =
+                    if pass.target.is_some() { ("the target removes too little", "lower `target`") } else { ("the amount is too small", "increase `amount`") };
+                format!("{small}, because the next width of `{name}` ({unit}) below {size} is {next}{rule}: {larger}{advice}")
             }
             None => format!("`{name}` ({unit}) has {}, and no smaller width is possible{rule}{}", counted(size, "unit"), advice(": ")),
         }

@@ -155,7 +155,7 @@ pub(super) fn reach_target(bundles: usize, steps: &[usize], target: f64, what: &
 }
 
 /// Tolerance of targets.
-const EXACT: f64 = 0.005;
+pub(super) const EXACT: f64 = 0.005;
 
 #[cfg(test)]
 mod tests {

@@ -4,6 +4,7 @@
 
 mod indirect;
 mod search;
+mod targets;
 mod whole;
 
 use std::collections::BTreeMap;

@@ -1,5 +1,7 @@
 //! Speculative decoding with the output of a run as the draft of its input.
 
+use std::sync::Arc;
+
 use candle_core::Device;
 
 use crate::error::Result;
@@ -15,8 +17,10 @@ impl Run<'_> {
     /// without it.
     pub(in crate::pipeline::running) fn draft(&self, notes: &mut Vec<String>) -> Result<Option<DraftQuality>> {
         let Some(test) = &self.pipeline.running.draft_test else { return Ok(None) };
+        let written = self.written()?;
+        let graph = Arc::new(written.graph()?);
         // The files of the input are complete, those of the output are not yet.
-        let written = Model { path: self.before.path.clone(), auxiliary: self.before.auxiliary.clone(), ..self.written()? };
+        let written = Model { path: self.before.path.clone(), auxiliary: self.before.auxiliary.clone(), changed_graph: Some(graph), ..written };
         let (device, memory) = (self.pipeline.running.device()?, self.pipeline.running.memory()?);
         let generate = |model: &LanguageModel| self.generate_greedily(model, test, (&device, memory));
         let expected = generate(&LanguageModel::new(self.before.clone())?)?;
