@@ -93,10 +93,9 @@ fn portable(left: &[u16], left_parts: usize, right: &[u16], right_parts: usize, 
 #[allow(unsafe_code)]
 mod instructions {
     use std::arch::asm;
-    use std::arch::x86_64::{__cpuid, __cpuid_count};
-    use std::sync::LazyLock;
 
     use super::{Block, OPERAND};
+    use crate::simd::has_tiles;
 
     /// Size of an operand of a step in bytes: two tiles.
     const BYTES: usize = 2 * OPERAND;
@@ -117,32 +116,16 @@ mod instructions {
         Configuration(bytes)
     };
 
-    pub fn are_available() -> bool {
-        static AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
-            const TILES: u32 = 1 << 24;
-            const BF16: u32 = 1 << 22;
-            if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & (TILES | BF16) != TILES | BF16 {
-                return false;
-            }
-            // `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of Linux 5.16, for all threads.
-            let mut result: i64 = 158;
-            // SAFETY: the system call accesses no memory of the process.
-            unsafe { asm!("syscall", inlateout("rax") result, in("rdi") 0x1023, in("rsi") 18, lateout("rcx") _, lateout("r11") _, options(nostack)) };
-            result == 0
-        });
-        *AVAILABLE
-    }
-
     /// Configures the registers, which must be available.
     pub fn configure() {
-        assert!(are_available());
+        assert!(has_tiles());
         // SAFETY: the processor has the instruction, and the operand has 64 bytes in the defined format.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIGURATION, options(nostack, readonly)) };
     }
 
     /// Releases the registers, which must be available.
     pub fn release() {
-        assert!(are_available());
+        assert!(has_tiles());
         // SAFETY: the processor has the instruction.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
@@ -223,20 +206,11 @@ mod instructions {
 mod instructions {
     use super::Block;
 
-    pub fn are_available() -> bool {
-        false
-    }
-
     pub fn configure() {}
 
     pub fn release() {}
 
     pub fn multiply(_left: &[u16], _left_parts: usize, _right: &[u16], _right_parts: usize, _steps: usize, _adds: bool, _out: &mut Block) {}
-}
-
-/// Whether the processor has the instructions, and the system permits this process to use them.
-pub fn are_available() -> bool {
-    instructions::are_available()
 }
 
 #[cfg(test)]

@@ -9,7 +9,6 @@
 
 #[macro_use]
 pub mod simd;
-mod amx;
 pub mod bitmask;
 pub mod cache;
 pub mod compare;
@@ -34,6 +33,7 @@ mod running {
 
     pub mod activation;
     pub mod activation_gradient;
+    mod amx;
     pub mod attention;
     pub mod attention_gradient;
     mod attention_single;

@@ -13,7 +13,11 @@ thread_local! {
 }
 
 /// A buffer of floats with undefined contents, returned to its thread's pool on drop.
-pub struct Scratch(Vec<f32>);
+pub struct Scratch {
+    /// At least `length` elements: a buffer that is used with different lengths is not cleared again.
+    buffer: Vec<f32>,
+    length: usize,
+}
 
 impl Scratch {
     /// A buffer with this length.
@@ -26,17 +30,17 @@ impl Scratch {
         // A buffer that is too small is dropped: growing it would copy its contents, and double its capacity.
         match found.filter(|buffer| buffer.capacity() >= length) {
             Some(mut buffer) => {
-                buffer.resize(length, 0.0);
-                Scratch(buffer)
+                buffer.resize(buffer.len().max(length), 0.0);
+                Scratch { buffer, length }
             }
-            None => Scratch(vec![0.0; length]),
+            None => Scratch { buffer: vec![0.0; length], length },
         }
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let buffer = std::mem::take(&mut self.0);
+        let buffer = std::mem::take(&mut self.buffer);
         // The pool is not available while the thread ends.
         let _ = POOL.try_with(|pool| {
             let mut pool = pool.borrow_mut();
@@ -51,13 +55,13 @@ impl Deref for Scratch {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        &self.0
+        &self.buffer[..self.length]
     }
 }
 
 impl DerefMut for Scratch {
     fn deref_mut(&mut self) -> &mut [f32] {
-        &mut self.0
+        &mut self.buffer[..self.length]
     }
 }
 
@@ -99,7 +103,7 @@ mod tests {
         drop(again);
         // A larger buffer replaces it, with exactly the requested capacity.
         let larger = Scratch::new(101);
-        assert_eq!((larger.len(), larger.0.capacity()), (101, 101));
+        assert_eq!((larger.len(), larger.buffer.capacity()), (101, 101));
         drop(larger);
         assert_eq!(POOL.with_borrow(|pool| pool.iter().map(Vec::capacity).collect::<Vec<_>>()), [101]);
     }

@@ -71,12 +71,39 @@ pub fn requested() -> std::result::Result<Option<Level>, String> {
 fn supported() -> Level {
     use std::arch::is_x86_feature_detected as has;
     if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") && has!("bmi2") && has!("popcnt") {
-        if crate::amx::are_available() { Level::Amx } else { Level::Avx512 }
+        if has_tiles() { Level::Amx } else { Level::Avx512 }
     } else if has!("avx2") && has!("fma") && has!("bmi2") && has!("popcnt") {
         Level::Avx2
     } else {
         Level::Baseline
     }
+}
+
+/// Whether the processor has the tile registers of AMX and their products of bf16 numbers, and the system
+/// permits this process to use them.
+#[cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
+#[allow(unsafe_code)]
+pub(crate) fn has_tiles() -> bool {
+    use std::arch::asm;
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    static AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
+        const TILES: u32 = 1 << 24;
+        const BF16: u32 = 1 << 22;
+        if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & (TILES | BF16) != TILES | BF16 {
+            return false;
+        }
+        // `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of Linux 5.16, for all threads.
+        let mut result: i64 = 158;
+        // SAFETY: the system call accesses no memory of the process.
+        unsafe { asm!("syscall", inlateout("rax") result, in("rdi") 0x1023, in("rsi") 18, lateout("rcx") _, lateout("r11") _, options(nostack)) };
+        result == 0
+    });
+    *AVAILABLE
+}
+
+#[cfg(all(target_arch = "x86_64", not(all(target_os = "linux", not(miri)))))]
+pub(crate) fn has_tiles() -> bool {
+    false
 }
 
 #[cfg(not(target_arch = "x86_64"))]

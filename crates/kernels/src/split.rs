@@ -11,11 +11,11 @@ use std::ops::{Deref, DerefMut, Range};
 
 use rayon::prelude::*;
 
+use super::amx::{BLOCK, Block, OPERAND, STEP, Tiles};
 use super::epilogue::Epilogue;
 use super::matmul::{self, LeftRows, Right};
 use super::scratch::Scratch;
 use super::tile::PANEL;
-use crate::amx::{BLOCK, Block, OPERAND, STEP, Tiles};
 use crate::simd::{self, Level};
 
 /// Number of bf16 numbers whose sum is a float.
