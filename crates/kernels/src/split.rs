@@ -32,7 +32,7 @@ const RUN: usize = 64;
 const MAGNITUDE: u32 = 0x7fff_ffff;
 /// The bits of infinity.
 const INFINITE: u32 = 0x7f80_0000;
-/// Number of floats of a cache line.
+/// Number of floats per cache line.
 const LINE: usize = 16;
 
 const _: () = assert!(PANEL == BLOCK);
