@@ -105,12 +105,9 @@ impl ProductSums {
 
     /// The matrix `[x, y]` that is added to the selection in the estimate `x ≈ M y + c`, with `c` free or
     /// zero. The residual of the selection is estimated, so that the ridge draws towards the selection.
-    /// Rows of zeros have no residual. `None` without rows.
+    /// `None` without rows.
     pub fn correction(&self, surviving: &[usize], centred: bool) -> Option<Vec<f64>> {
         let left = self.y.len();
-        if self.count == 0.0 && self.rows > 0.0 {
-            return Some(vec![0.0; self.x.len() * left]);
-        }
         let [mut yy, mut rest] = self.covariances(surviving, centred);
         let scale = (0..left).map(|j| yy[j * left + j]).sum::<f64>() / left.max(1) as f64;
         let ridge = RIDGE.max(left as f64 / self.rows.max(1.0));
