@@ -1,4 +1,5 @@
-//! Matrix products, computed in the way that is fastest for their sizes.
+//! Matrix products, computed as floats (`kernel/matmul.rs`) or in tile registers (`kernel/split.rs`),
+//! whichever is faster for their sizes.
 
 use super::epilogue::Epilogue;
 use super::matmul::{self, LeftRows, Right};

@@ -89,13 +89,26 @@ pub(crate) fn has_tiles() -> bool {
     static AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
         const TILES: u32 = 1 << 24;
         const BF16: u32 = 1 << 22;
+        // Linux 5.16 permits the registers to all threads of a process that requests them.
+        const ARCH_PRCTL: i64 = 158;
+        const ARCH_REQ_XCOMP_PERM: u32 = 0x1023;
+        const XFEATURE_XTILEDATA: u32 = 18;
         if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & (TILES | BF16) != TILES | BF16 {
             return false;
         }
-        // `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of Linux 5.16, for all threads.
-        let mut result: i64 = 158;
+        let mut result = ARCH_PRCTL;
         // SAFETY: the system call accesses no memory of the process.
-        unsafe { asm!("syscall", inlateout("rax") result, in("rdi") 0x1023, in("rsi") 18, lateout("rcx") _, lateout("r11") _, options(nostack)) };
+        unsafe {
+            asm!(
+                "syscall",
+                inlateout("rax") result,
+                in("rdi") u64::from(ARCH_REQ_XCOMP_PERM),
+                in("rsi") u64::from(XFEATURE_XTILEDATA),
+                lateout("rcx") _,
+                lateout("r11") _,
+                options(nostack),
+            );
+        }
         result == 0
     });
     *AVAILABLE

@@ -13,13 +13,13 @@ use rayon::prelude::*;
 
 use super::amx::{BLOCK, Block, OPERAND, STEP, Tiles};
 use super::epilogue::Epilogue;
-use super::matmul::{self, LeftRows, Right};
+use super::matmul::{self, LeftRows, Right, StoredFloat};
 use super::scratch::Scratch;
 use super::tile::PANEL;
 use crate::simd::{self, Level};
 
 /// Number of bf16 numbers whose sum is a float.
-pub const PARTS: usize = 3;
+const PARTS: usize = f32::PARTS;
 /// Number of elements of rows that are packed at a time, if these are enough rows.
 const ROWS: usize = 3 << 21;
 /// Maximum number of elements of packed panels at a time.
@@ -332,6 +332,7 @@ mod tests {
                 let found = error(&x, w, inner, &out);
                 product_serial(&left.pack(), &Columns { values: w, count: width, stride: inner }, width, Epilogue::NONE, &mut out, width);
                 let floats = error(&x, w, inner, &out);
+                // Both are errors of rounding sums, in different orders.
                 assert!(found <= 1.2 * floats + 1e-7, "{rows} {inner} {width} {name}: {found:e} for {floats:e}");
             };
             check(&|out| product(&left, &Columns { values: &w, count: width, stride: inner }, width, Epilogue::NONE, out), &w, "f32");

@@ -130,8 +130,7 @@ impl Selection {
     /// A note if more of the model remains than a target of MACs or parameters allows.
     pub fn missed_target(&self, pass: &PruneStructured, graph: &Graph, model: &Model, widths: &[usize]) -> Result<Option<String>> {
         let Some(target @ (Target::Params(_) | Target::Macs(_))) = pass.target else { return Ok(None) };
-        let full = self.cost(target, graph, model, &self.widths_after(&vec![0; self.bundles.len()]))?;
-        let remaining = self.cost(target, graph, model, widths)? / full.max(1.0);
+        let remaining = self.remaining_cost(target, graph, model)?(widths)?;
         let is_missed = remaining - target.fraction() >= widths::EXACT;
         Ok(is_missed.then(|| {
             let (name, fraction) = (target.name(), target.fraction());
@@ -148,8 +147,8 @@ impl Selection {
     /// Widths for a target of MACs or parameters.
     fn reach_target(&self, target: Target, graph: &Graph, model: &Model, ranked: Option<&Scores>) -> Result<Vec<usize>> {
         let steps = widths::steps(&self.bundles, ranked);
-        let full = self.cost(target, graph, model, &self.widths_after(&vec![0; self.bundles.len()]))?;
-        let mut measure = |taken: &[usize]| Ok(self.cost(target, graph, model, &self.widths_after(taken))? / full.max(1.0));
+        let remaining = self.remaining_cost(target, graph, model)?;
+        let mut measure = |taken: &[usize]| remaining(&self.widths_after(taken));
         let taken = widths::reach_target(self.bundles.len(), &steps, target.fraction(), target.name(), &mut measure)?;
         Ok(self.widths_after(&taken))
     }
@@ -218,6 +217,12 @@ impl Selection {
             bundle.groups.iter().for_each(|index| widths[*index] = bundle.scaled_width(groups[*index], width));
         }
         widths
+    }
+
+    /// The cost with given widths, as a fraction of the cost with all units.
+    fn remaining_cost<'s>(&'s self, target: Target, graph: &'s Graph, model: &'s Model) -> Result<impl Fn(&[usize]) -> Result<f64> + 's> {
+        let full = self.cost(target, graph, model, &self.widths_after(&vec![0; self.bundles.len()]))?;
+        Ok(move |widths: &[usize]| Ok(self.cost(target, graph, model, widths)? / full.max(1.0)))
     }
 
     fn cost(&self, target: Target, graph: &Graph, model: &Model, widths: &[usize]) -> Result<f64> {
