@@ -9,7 +9,8 @@ four times as many windows of the training set, spread over it. Processor second
 without measuring its output.
 
 `--peer N` adds auto-round with N iterations on the same windows, for the integer schemes. It is installed in a separate
-environment, and computes in f32, or with `--bf16` in bf16, which takes less time on processors with AMX. `--results FILE` stores the rows, and does not measure those of an earlier run again.
+environment, and computes in f32, or with `--bf16` in bf16, which takes less time on processors with AMX. `--results
+FILE` stores the rows, and does not measure those of an earlier run again.
 """
 
 import argparse
@@ -147,11 +148,12 @@ def main():
         if arguments.peer:
             precision = "bf16" if arguments.bf16 else "f32"
             jobs |= {f"{name}, auto-round {arguments.peer} {precision}": lambda name=name: rows.peer(name, arguments.peer, precision) for name in INTEGERS}
+        chosen = {name: job for name, job in jobs.items() if any(fnmatch(name.lower(), pattern.lower()) for pattern in arguments.only)}
+        if not chosen:
+            raise SystemExit(f"no row matches {arguments.only}; the rows are:\n" + "\n".join(jobs))
         if not arguments.json:
             print(f"{setting}\n\n| scheme, method | perplexity | × original | KL | CPU seconds | GB |\n| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
-        for name, job in jobs.items():
-            if not any(fnmatch(name.lower(), pattern.lower()) for pattern in arguments.only):
-                continue
+        for name, job in chosen.items():
             key = f"{setting}: {name}"
             if key not in done:
                 say(name)
