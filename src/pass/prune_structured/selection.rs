@@ -35,6 +35,13 @@ pub(super) const ATTEMPTS: usize = 7;
 /// Parts that are pruned by default.
 const DEFAULT_PARTS: [PrunedPart; 3] = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels];
 
+/// The error if more remains with the smallest widths than a target allows.
+fn unreachable(name: &str, target: f64, min: f64) -> Error {
+    let reason =
+        format!("{name} {target} cannot be reached: {min:.3} remains with every group at its minimum; list more `dims`, or lower `minimum` or `round_to`");
+    Error::option(format!("{NAME}: target"), reason)
+}
+
 impl Selection {
     /// Selects groups by part and by name. Returns an error if the model does not have a part, if a
     /// pattern does not match, or if no group is selected.
@@ -122,8 +129,8 @@ impl Selection {
             (None, _) => Ok(self.widths_after(&self.amounts(pass, ranked)?)),
             (Some(Target::Latency(target)), Ranking::Measured(context)) => self.reach_latency(target, graph, model, ranked, context),
             // A plan assumes that the latency is proportional to the MACs. The actual latency can be lower.
-            (Some(target @ Target::Latency(_)), _) => self.reach_target(target, graph, model, ranked).or_else(|_| Ok(self.least_widths())),
-            (Some(target), _) => self.reach_target(target, graph, model, ranked),
+            (Some(target @ Target::Latency(_)), _) => Ok(self.reach_target(target, graph, model, ranked)?.unwrap_or_else(|_| self.least_widths())),
+            (Some(target), _) => self.reach_target(target, graph, model, ranked)?.map_err(|min| unreachable(target.name(), target.fraction(), min)),
         }
     }
 
@@ -140,17 +147,16 @@ impl Selection {
 
     /// The smallest widths.
     fn least_widths(&self) -> Vec<usize> {
-        let last: Vec<usize> = self.bundles.iter().map(|bundle| bundle.widths.len().saturating_sub(1)).collect();
-        self.widths_after(&last)
+        self.widths_after(&self.bundles.iter().map(|bundle| bundle.widths.len().saturating_sub(1)).collect::<Vec<_>>())
     }
 
-    /// Widths for a target of MACs or parameters.
-    fn reach_target(&self, target: Target, graph: &Graph, model: &Model, ranked: Option<&Scores>) -> Result<Vec<usize>> {
+    /// Widths for a target of MACs or parameters, or what remains with the smallest widths if this is more.
+    fn reach_target(&self, target: Target, graph: &Graph, model: &Model, ranked: Option<&Scores>) -> Result<std::result::Result<Vec<usize>, f64>> {
         let steps = widths::steps(&self.bundles, ranked);
         let remaining = self.remaining_cost(target, graph, model)?;
         let mut measure = |taken: &[usize]| remaining(&self.widths_after(taken));
-        let taken = widths::reach_target(self.bundles.len(), &steps, target.fraction(), target.name(), &mut measure)?;
-        Ok(self.widths_after(&taken))
+        let taken = widths::reach_target(self.bundles.len(), &steps, target.fraction(), &mut measure)?;
+        Ok(taken.map(|taken| self.widths_after(&taken)))
     }
 
     /// Widths for a target latency, found by bisection over the MACs.
@@ -161,7 +167,7 @@ impl Selection {
         for _ in 0..ATTEMPTS {
             let middle = f64::midpoint(low, high);
             // The minimum widths have more MACs than this.
-            let Ok(widths) = self.reach_target(Target::Macs(middle), graph, model, ranked) else {
+            let Ok(widths) = self.reach_target(Target::Macs(middle), graph, model, ranked)? else {
                 low = middle;
                 continue;
             };
@@ -202,7 +208,8 @@ impl Selection {
                 |taken: &[usize]| bundles.iter().zip(taken).map(|(bundle, taken)| bundle.widths[*taken]).sum::<usize>() as f64 / total.max(1) as f64;
             let target = remaining(&same.iter().map(|index| taken[*index]).collect::<Vec<_>>());
             let steps = widths::steps(&bundles, ranked);
-            let distributed = widths::reach_target(bundles.len(), &steps, target, "amount", &mut |taken| Ok(remaining(taken)))?;
+            let distributed = widths::reach_target(bundles.len(), &steps, target, &mut |taken| Ok(remaining(taken)))?;
+            let distributed = distributed.map_err(|min| unreachable("amount", target, min))?;
             same.iter().zip(distributed).for_each(|(index, steps)| taken[*index] = steps);
         }
         Ok(taken)

@@ -20,7 +20,8 @@ pub(in crate::pass) fn row_weights(rows: &Tensor) -> Result<Tensor> {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
         let nonzero = nonzero_rows(rows)?;
         let mean = transfer::number(&(squares.sum_all()? / nonzero.sum_all()?.maximum(1.0)?)?, Cause::Statistics)? as f32;
-        let mean = f64::from(mean).max(f64::from(f32::MIN_POSITIVE));
+        // The reciprocal of a tenth of it is finite in f32.
+        let mean = f64::from(mean).max(1e-30);
         ((squares + 0.1 * mean)?.recip()? * mean)? * nonzero
     };
     weights().map_err(tensor_error)
@@ -87,16 +88,21 @@ impl ProductSums {
         }
     }
 
+    /// The weighted mean per row of a sum over rows; 0 if all rows have the weight zero.
+    pub fn mean(&self, sum: f64) -> f64 {
+        if self.count > 0.0 { sum / self.count } else { 0.0 }
+    }
+
     /// Covariances of `y` with itself, `[y, y]`, and of the residual of the selection with `y`, `[x, y]`;
     /// second moments unless `centred`.
     fn covariances(&self, surviving: &[usize], centred: bool) -> [Vec<f64>; 2] {
         let (n, left) = (self.x.len(), self.y.len());
-        let mean = |sums: &[f64], at: usize| if centred { sums[at] / self.count } else { 0.0 };
-        let yy: Vec<f64> = (0..left * left).map(|at| self.yy[at] / self.count - mean(&self.y, at / left) * mean(&self.y, at % left)).collect();
+        let mean = |sums: &[f64], at: usize| if centred { self.mean(sums[at]) } else { 0.0 };
+        let yy: Vec<f64> = (0..left * left).map(|at| self.mean(self.yy[at]) - mean(&self.y, at / left) * mean(&self.y, at % left)).collect();
         let rest: Vec<f64> = (0..n * left)
             .map(|at| {
                 let (i, j) = (at / left, at % left);
-                let xy = self.xy[at] / self.count - mean(&self.x, i) * mean(&self.y, j);
+                let xy = self.mean(self.xy[at]) - mean(&self.x, i) * mean(&self.y, j);
                 xy - surviving.binary_search(&i).map_or(0.0, |own| yy[own * left + j])
             })
             .collect();
@@ -105,8 +111,11 @@ impl ProductSums {
 
     /// The matrix `[x, y]` that is added to the selection in the estimate `x ≈ M y + c`, with `c` free or
     /// zero. The residual of the selection is estimated, so that the ridge draws towards the selection.
-    /// `None` without rows.
+    /// Rows of zeros have no residual. `None` without rows.
     pub fn correction(&self, surviving: &[usize], centred: bool) -> Option<Vec<f64>> {
+        if self.rows == 0.0 {
+            return None;
+        }
         let left = self.y.len();
         let [mut yy, mut rest] = self.covariances(surviving, centred);
         let scale = (0..left).map(|j| yy[j * left + j]).sum::<f64>() / left.max(1) as f64;
@@ -269,6 +278,19 @@ mod tests {
             assert!(found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-4), "{found:?} {expected:?}");
         }
         assert_eq!(all.squares(2), found.yy[4]);
+    }
+
+    #[test]
+    fn rows_of_zeros_have_no_residual() {
+        let zeros = Tensor::zeros((4, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let weights = row_weights(&zeros).unwrap();
+        assert_eq!(numbers(&weights).unwrap(), [0.0; 4]);
+        let mut sums = ProductSums::new(3, 2);
+        assert!(sums.correction(&[0, 2], true).is_none(), "without rows");
+        sums.add(&zeros, &zeros.narrow(1, 0, 2).unwrap(), Some(&weights)).unwrap();
+        for centred in [false, true] {
+            assert_eq!(sums.correction(&[0, 2], centred).unwrap(), [0.0; 6]);
+        }
     }
 
     #[test]

@@ -244,8 +244,8 @@ impl Refit<'_> {
             let new = product(&full.reshape((out * taps, features))?, &matrix)?.reshape((out, taps, remaining))?;
             let mut changed = Vec::with_capacity(2);
             if let Some(bias) = &bias {
-                let column =
-                    |values: &[f64]| Tensor::from_vec(values.iter().map(|v| (v / sums.count) as f32).collect::<Vec<_>>(), (values.len(), 1), full.device());
+                let means = |values: &[f64]| values.iter().map(|sum| sums.mean(*sum) as f32).collect::<Vec<_>>();
+                let column = |values: &[f64]| Tensor::from_vec(means(values), (values.len(), 1), full.device());
                 let before = product(&full.sum(1)?, &column(&sums.x)?)?;
                 let after = product(&new.sum(1)?, &column(&sums.y)?)?;
                 let shift = (before - after)?.flatten_all()?;
