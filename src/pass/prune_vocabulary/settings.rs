@@ -29,7 +29,10 @@ enum Use {
 /// sentinel tokens, which are added tokens and remain.
 const OTHER_IDS: [&str; 3] = ["type_vocab_size", "pad_token_type_id", "extra_ids"];
 /// Keys of tokens without a common ending.
-const TOKENS: [&str; 8] = ["lang_to_id", "task_to_id", "force_words_ids", "bos_index", "eos_index", "pad_index", "unk_index", "mask_index"];
+const TOKENS: [&str; 9] =
+    ["lang_to_id", "task_to_id", "language_token_map", "force_words_ids", "bos_index", "eos_index", "pad_index", "unk_index", "mask_index"];
+/// Names of the size of the vocabulary without `vocab_size`.
+const SIZES: [&str; 3] = ["n_vocab", "n_words", "vocabulary_size"];
 
 fn use_of(key: &str) -> Option<Use> {
     let ends = |endings: &[&str]| endings.iter().any(|ending| key.ends_with(ending));
@@ -39,7 +42,7 @@ fn use_of(key: &str) -> Option<Use> {
         "forced_decoder_ids" => Some(Use::Forced),
         _ if TOKENS.contains(&key) => Some(Use::Tokens),
         _ if ends(&["_token_id", "_token_ids", "_token_index"]) => Some(Use::Tokens),
-        _ if key.contains("vocab_size") => Some(Use::Size),
+        _ if key.contains("vocab_size") || SIZES.contains(&key) => Some(Use::Size),
         _ if ends(&["_id", "_ids"]) => Some(Use::Unknown),
         _ => None,
     }
@@ -175,7 +178,7 @@ mod tests {
     fn ids_are_renumbered_and_entries_of_removed_tokens_dropped() {
         let mut values = json!({
             "vocab_size": 10, "type_vocab_size": 10, "hidden_size": 10, "extra_ids": 7, "bos_token_id": 2, "eos_token_id": [2, 7], "pad_token_id": null,
-            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 2, "text_config": { "vocab_size": 10, "image_token_index": 7 },
+            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 2, "text_config": { "n_vocab": 10, "image_token_index": 7 }, "language_token_map": { "en": 7 },
             "suppress_tokens": [-1, 3, 7], "bad_words_ids": [[3], [2, 7]], "sequence_bias": [[[3, 2], 5.0], [[7], 2]],
             "forced_decoder_ids": [[1, 7], [2, null]], "lang_to_id": { "<|en|>": 2 },
         });
@@ -184,7 +187,7 @@ mod tests {
         let notes = renumber(values.as_object_mut().unwrap(), &retained, 10).unwrap();
         let expected = json!({
             "vocab_size": 3, "type_vocab_size": 10, "hidden_size": 10, "extra_ids": 7, "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": null,
-            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 1, "text_config": { "vocab_size": 3, "image_token_index": 2 },
+            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 1, "text_config": { "n_vocab": 3, "image_token_index": 2 }, "language_token_map": { "en": 2 },
             "suppress_tokens": [-1, 2], "bad_words_ids": [[1, 2]], "sequence_bias": [[[2], 2]],
             "forced_decoder_ids": [[1, 2], [2, null]], "lang_to_id": { "<|en|>": 1 },
         });
