@@ -15,10 +15,11 @@ from transformers.models.auto import modeling_auto as auto
 from lib import GOLDEN
 
 TYPES = (
-    "albert bamba bart bloom camembert codegen ctrl decision_transformer deepseek_v32 electra ernie4_5_moe falcon falcon_h1 "
-    "falcon_mamba flaubert gemma3 gpt_bigcode gptj imagegpt jamba jetmoe kimi_linear "
-    "lfm2_moe llama4 m2m_100 mamba marian mbart minimax mistral3 mpt olmo olmoe openai-gpt pegasus phimoe "
-    "qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe rwkv xlm xlnet"
+    "albert audio-spectrogram-transformer bamba bart beit bloom camembert codegen ctrl decision_transformer "
+    "deepseek_v32 deit dinov2_with_registers electra ernie4_5_moe falcon falcon_h1 falcon_mamba flaubert gemma3 "
+    "gpt_bigcode gptj ijepa imagegpt jamba jetmoe kimi_linear lfm2_moe llama4 m2m_100 mamba marian mbart minimax "
+    "mistral3 mpt olmo olmoe openai-gpt pegasus phimoe qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe "
+    "rwkv segformer vit_mae vit_msn vivit xlm xlnet"
 ).split()
 MULTIMODAL = [auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
 MAPPINGS = [

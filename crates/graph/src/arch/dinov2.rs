@@ -6,6 +6,15 @@
 
 use super::{Family, Keys, Sizes, VISION_TRANSFORMER, classifier, vit};
 
+/// New names of modules in transformers 5.
+pub(super) const RENAMES: &[(&str, &str)] = &[
+    ("attention.attention.query", "attention.q_proj"),
+    ("attention.attention.key", "attention.k_proj"),
+    ("attention.attention.value", "attention.v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+    ("mlp.weights_out", "mlp.down_proj"),
+];
+
 pub(super) const DINOV2: Family = Family {
     model_type: "dinov2",
     graph: graph!(running::build),
@@ -29,13 +38,7 @@ pub(super) const DINOV2: Family = Family {
     },
     sizes: Some(&Sizes { prefixes: &["dinov2.", ""], other_sizes: &[], unread: &[("embeddings.mask_token", 1)], ..vit::SIZES }),
     classifier: classifier("Dinov2ForImageClassification", "dinov2.", &["classifier"]),
-    renames: &[
-        ("attention.attention.query", "attention.q_proj"),
-        ("attention.attention.key", "attention.k_proj"),
-        ("attention.attention.value", "attention.v_proj"),
-        ("attention.output.dense", "attention.o_proj"),
-        ("mlp.weights_out", "mlp.down_proj"),
-    ],
+    renames: RENAMES,
     ..VISION_TRANSFORMER
 };
 

@@ -49,3 +49,20 @@ pub fn module_spellings(model_type: &str, module: &str) -> Vec<String> {
     }
     spellings
 }
+
+#[cfg(test)]
+mod tests {
+    use super::module_spellings;
+
+    #[test]
+    fn modules_have_their_new_names() {
+        for (model_type, stored, new) in [
+            ("deit", "deit.encoder.layer.3.attention.attention.query", "deit.layers.3.attention.q_proj"),
+            ("beit", "encoder.layer.3.output.dense", "layers.3.mlp.fc2"),
+            ("dinov2_with_registers", "encoder.layer.0.attention.output.dense", "encoder.layer.0.attention.o_proj"),
+            ("segformer", "encoder.block.2.1.attention.self.key", "stages.2.blocks.1.attention.k_proj"),
+        ] {
+            assert_eq!(module_spellings(model_type, stored), [stored, new]);
+        }
+    }
+}

@@ -10,6 +10,17 @@ pub(super) const SIZES: Sizes = Sizes {
     ..bert::SIZES
 };
 
+/// New names of modules in transformers 5.
+pub(super) const RENAMES: &[(&str, &str)] = &[
+    ("encoder.layer.", "layers."),
+    ("attention.query", "q_proj"),
+    ("attention.key", "k_proj"),
+    ("attention.value", "v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+    ("intermediate.dense", "mlp.fc1"),
+    ("output.dense", "mlp.fc2"),
+];
+
 pub(super) const VIT: Family = Family {
     model_type: "vit",
     graph: graph!(running::build),
@@ -20,15 +31,7 @@ pub(super) const VIT: Family = Family {
     },
     sizes: Some(&SIZES),
     classifier: classifier("ViTForImageClassification", "vit.", &["classifier"]),
-    renames: &[
-        ("encoder.layer.", "layers."),
-        ("attention.query", "q_proj"),
-        ("attention.key", "k_proj"),
-        ("attention.value", "v_proj"),
-        ("attention.output.dense", "attention.o_proj"),
-        ("intermediate.dense", "mlp.fc1"),
-        ("output.dense", "mlp.fc2"),
-    ],
+    renames: RENAMES,
     ..VISION_TRANSFORMER
 };
 

@@ -1,7 +1,8 @@
 //! Families without a graph, whose weights can be compressed.
 
 use super::ModelKind::{Encoder, EncoderDecoder};
-use super::family::{DECODER, EMPTY, ENCODER, ExpertLayout, Family, SELECTION_BIAS};
+use super::family::{DECODER, EMPTY, ENCODER, ExpertLayout, Family, SELECTION_BIAS, VISION_TRANSFORMER};
+use super::{dinov2, vit};
 use crate::store::Role;
 
 /// Queries, keys and values, and gate and up projections with the names of Mixtral.
@@ -69,6 +70,23 @@ const fn decoder(model_type: &'static str) -> Family {
 const fn like(model_type: &'static str, family: Family) -> Family {
     Family { model_type, ..family }
 }
+
+/// New names of Segformer's modules in transformers 5.
+const SEGFORMER_RENAMES: &[(&str, &str)] = &[
+    ("encoder.block.0.", "stages.0.blocks."),
+    ("encoder.block.1.", "stages.1.blocks."),
+    ("encoder.block.2.", "stages.2.blocks."),
+    ("encoder.block.3.", "stages.3.blocks."),
+    ("attention.self.query", "attention.q_proj"),
+    ("attention.self.key", "attention.k_proj"),
+    ("attention.self.value", "attention.v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+    ("mlp.dense1", "mlp.fc1"),
+    ("mlp.dense2", "mlp.fc2"),
+];
+
+/// Vision transformers with the names of ViT.
+const VISION: Family = Family { renames: vit::RENAMES, ..VISION_TRANSFORMER };
 
 /// The families.
 pub(super) const FAMILIES: &[Family] = &[
@@ -173,4 +191,13 @@ pub(super) const FAMILIES: &[Family] = &[
     like("pegasus", BART),
     decoder("internlm"),
     decoder("olmo"),
+    like("audio-spectrogram-transformer", VISION),
+    like("beit", VISION),
+    like("deit", VISION),
+    like("ijepa", VISION),
+    like("vit_mae", VISION),
+    like("vit_msn", VISION),
+    like("vivit", VISION),
+    Family { renames: dinov2::RENAMES, ..like("dinov2_with_registers", VISION) },
+    Family { renames: SEGFORMER_RENAMES, ..like("segformer", VISION) },
 ];
