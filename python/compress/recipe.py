@@ -105,7 +105,7 @@ Distance: TypeAlias = Literal["mse", "cosine"]
 FileType: TypeAlias = Literal["auto", "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "IQ1_M", "TQ1_0", "IQ1_S", "MXFP4_MOE"]
 """File type of a GGUF file, by its name in llama.cpp.
 
-- auto: That of the blocks of `quantize`, if there are any, otherwise F16
+- auto: That of the blocks of `quantize`, or the format of `cast`, otherwise F16
 - F32: 32-bit floats
 - F16: 16-bit floats
 - BF16: bfloat16

@@ -149,6 +149,7 @@ impl Pass for Cast {
         }
         if self.targets.is_empty() && self.ignore.is_empty() {
             model.config.set_dtype(self.to.config_name());
+            model.float_type = Some(to);
         }
         let details = json!({ "converted": changed.len() });
         Ok(Plan::new(model, Applied { tensors: changed, rule, meter, details, notes, ..Applied::new(NAME, self.options()) }))

@@ -46,7 +46,7 @@ use crate::error::{Error, Result};
 use crate::files as names;
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{is_gguf, model_files};
-use crate::store::{Checkpoint, Encoding, Module, OriginalFormat, Weight, Weights, pytorch};
+use crate::store::{Checkpoint, DType, Encoding, Module, OriginalFormat, Weight, Weights, pytorch};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// A model folder, or a single safetensors, PyTorch, GGUF or ONNX file. Opening it does not read tensors.
@@ -80,6 +80,9 @@ pub struct Model {
     /// Their positions are the new ids.
     #[doc(hidden)]
     pub retained_tokens: Option<Arc<Vec<usize>>>,
+    /// The type of all floats that a pass has chosen, for formats whose default is another one.
+    #[doc(hidden)]
+    pub float_type: Option<DType>,
     /// Height and width of images in texts, if the model is run with its vision tower.
     #[doc(hidden)]
     pub image_size: Arc<OnceLock<[usize; 2]>>,
@@ -183,6 +186,7 @@ impl Model {
             onnx: None,
             signed_activations: false,
             retained_tokens: None,
+            float_type: None,
             image_size: Arc::default(),
         }
     }

@@ -15,7 +15,7 @@ macro_rules! file_types {
         #[allow(non_camel_case_types)]
         #[non_exhaustive]
         pub enum FileType {
-            /// That of the blocks of `quantize`, if there are any, otherwise F16
+            /// That of the blocks of `quantize`, or the format of `cast`, otherwise F16
             #[default]
             #[doc(hidden)]
             #[serde(rename = "auto")]

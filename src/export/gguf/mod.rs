@@ -390,7 +390,7 @@ impl Format for Gguf {
             let is_selected = |of_pass: &Kind| kinds().all(|(kind, weight)| fit_row(*of_pass, weight.row()) == kind);
             let of_pass = || kinds().map(|(kind, _)| kind).find(is_selected).and_then(FileType::mostly);
             let of_most = || FileType::of_most(kinds().map(|(kind, weight)| (kind, weight.elements())));
-            self.file_type = of_mixture.or_else(of_pass).or_else(of_most).unwrap_or(FileType::F16);
+            self.file_type = of_mixture.or_else(of_pass).or_else(of_most).or_else(|| FileType::mostly(Kind::Plain(model.float_type?))).unwrap_or(FileType::F16);
         }
         if self.imatrix.is_some() && self.importance == InputImportance::Auto {
             self.importance = InputImportance::Activation;

@@ -77,6 +77,24 @@ fn file_types_are_written_and_read() {
 }
 
 #[test]
+fn files_have_the_format_of_cast() {
+    use compress::pass::{Cast, FloatFormat};
+    let source = tempfile::tempdir().unwrap();
+    let model = tiny(source.path(), Networks::Plain, SMALL);
+    let stored = |to: Option<FloatFormat>, targets: Vec<Pattern>| {
+        let folder = tempfile::tempdir().unwrap();
+        let cast = to.map(|to| Cast { to, targets, ..Cast::default() });
+        let builder = Pipeline::builder().export(Gguf::default()).measure(false);
+        let builder = cast.into_iter().fold(builder, |builder, cast| builder.pass(cast));
+        builder.build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
+        stored_types(folder.path())["blk.0.attn_q.weight"].clone()
+    };
+    let found = [None, Some(FloatFormat::F32), Some(FloatFormat::Bf16), Some(FloatFormat::F16)].map(|to| stored(to, Vec::new()));
+    assert_eq!(found, ["F16", "F32", "BF16", "F16"]);
+    assert_eq!(stored(Some(FloatFormat::F32), vec!["*q_proj*".parse().unwrap()]), "F16", "the type of the file is that of all floats");
+}
+
+#[test]
 fn single_tensors_have_the_requested_types() {
     let folder = tempfile::tempdir().unwrap();
     let model = tiny(folder.path(), Networks::Plain, LARGE);
