@@ -17,7 +17,7 @@ use crate::ir::{Element, TensorType};
 pub struct Embedding {}
 
 /// Flattened indices, with those from the end replaced by those from the start.
-fn from_start(indices: &Tensor, rows: usize) -> candle_core::Result<Tensor> {
+pub(super) fn from_start(indices: &Tensor, rows: usize) -> candle_core::Result<Tensor> {
     let indices = indices.flatten_all()?;
     let negative = indices.lt_scalar(0.0)?.to_dtype(indices.dtype())?;
     indices + negative.affine(rows as f64, 0.0)?

@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::ops::{layer_norm, rms_norm, softmax_last_dim};
 
 use super::super::activation::derivative_operand;
+use super::super::embedding::from_start;
 use super::super::gradient::wide;
 use super::super::linear::by_row;
 use super::super::{Backward, Linear, Op, OpSpec, RmsNorm, Rotary};
@@ -123,7 +124,7 @@ impl Kernel for OnGpu {
             Op::Embedding(_) if backward.needs_gradient(1) => {
                 let table = backward.inputs[1].dims();
                 let rows = by_row(backward.gradient, table[1])?.contiguous()?;
-                let sums = gpu::sum_rows_by_index(&rows, &backward.inputs[0].tensor()?.flatten_all()?, table[0])?;
+                let sums = gpu::sum_rows_by_index(&rows, &from_start(backward.inputs[0].tensor()?, table[0])?, table[0])?;
                 Ok(sums.map(|sums| vec![None, Some(sums)]))
             }
             _ => Ok(None),

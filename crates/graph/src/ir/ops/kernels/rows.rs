@@ -2,6 +2,7 @@
 
 use candle_core::{D, Result, Tensor};
 
+use super::super::embedding::from_start;
 use super::super::{Backward, Embedding, LayerNorm, RmsNorm, Saved, Softmax};
 use super::host::{Host, by_rows, combined_rows, integers, norm_back};
 use super::{Fused, Gradients, Kernel};
@@ -87,7 +88,7 @@ impl Kernel for Embedding {
             return Ok(Some(vec![None, None]));
         }
         let rows = backward.gradient.contiguous()?;
-        let Some(indices) = integers(backward.inputs[0].tensor()?)? else { return Ok(None) };
+        let Some(indices) = integers(&from_start(backward.inputs[0].tensor()?, table[0])?)? else { return Ok(None) };
         let Some(host) = Host::new(&rows) else { return Ok(None) };
         let Some(values) = host.floats() else { return Ok(None) };
         let mut sums = cleared(table.iter().product());
