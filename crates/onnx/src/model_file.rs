@@ -325,7 +325,7 @@ fn resolve_external_data(tensor: &TensorProto, entry: &mut TensorEntry, files: &
     let wanted = raw_bytes(ty, count).ok_or_else(|| format!("its elements are {ty:?}, which cannot be external data"))?;
     let (file, size) = files.open(location)?;
     let room = size.checked_sub(offset).ok_or_else(|| format!("it begins at byte {offset} of `{location}`, which has {size} bytes"))?;
-    if length.unwrap_or(room) != wanted || wanted > room {
+    if length.is_some_and(|length| length != wanted) || wanted > room {
         let length = length.map_or(String::new(), |length| format!("specifies {length} bytes, but "));
         return Err(format!("{length}requires {wanted} bytes for its shape {:?}, and `{location}` has {room} from byte {offset} on", tensor.dims));
     }

@@ -213,6 +213,9 @@ fn external_weights_are_read_and_checked() {
     let bytes: Vec<u8> = [vec![9; 16], numbers(800).iter().flat_map(|v| v.to_le_bytes()).collect()].concat();
     let place = external(&[("location", "weights.bin"), ("offset", "16"), ("length", "3200")], &bytes);
     assert_eq!(place.open().weights.by_name["onnx::MatMul_7"].floats("").unwrap(), transposed(&numbers(800), 20, 40));
+    // Without a length, other tensors may follow.
+    let followed = external(&[("location", "weights.bin"), ("offset", "16")], &[&bytes[..], &[9; 16]].concat());
+    assert_eq!(followed.open().weights.by_name["onnx::MatMul_7"].floats("").unwrap(), transposed(&numbers(800), 20, 40));
     assert_eq!(place.open().weight_files, [place.input(), place.path("weights.bin")]);
     builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
     let mut written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();
