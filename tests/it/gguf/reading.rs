@@ -259,6 +259,10 @@ fn keys_of_families_are_read_or_refused() {
         values.insert("llama.rope.scaling.original_context_length".into(), gguf::Value::Unsigned(0));
     });
     assert!(model.unwrap().config.get("rope_scaling").unwrap().get("original_max_position_embeddings").is_none());
+    let (_folder, model) = rewritten("llama-rope-linear", |values, _| {
+        values.insert("llama.rope.scaling.factor".into(), gguf::Value::Float(0.0));
+    });
+    assert!(model.unwrap().config.get("rope_scaling").is_none());
     // Without a pattern, every fourth layer has no window, so that both layers have one. Cohere 2 has rotary
     // embeddings only in layers with a window.
     let layers = |model: &Model| {

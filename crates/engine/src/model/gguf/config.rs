@@ -318,7 +318,8 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, 
     let original = values.size(&key(values, "original_context_length"))?.filter(|length| *length > 0);
     let required = |values: &Values, value: Option<f64>| value.ok_or_else(|| values.wrong(format!("`{}` is missing", key(values, "factor"))));
     let scaling = match (kind.as_deref(), factor) {
-        (Some("none"), _) | (None, None | Some(1.0)) => None,
+        // llama.cpp does not scale by a factor of 0.
+        (Some("none"), _) | (None, None | Some(1.0)) | (Some("linear") | None, Some(0.0)) => None,
         (Some("linear") | None, factor) => Some(json!({ "rope_type": "linear", "factor": required(values, factor)? })),
         (Some("yarn"), factor) => {
             let mut scaling = Map::from_iter([("rope_type".to_owned(), json!("yarn")), ("factor".to_owned(), json!(required(values, factor)?))]);
