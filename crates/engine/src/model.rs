@@ -80,7 +80,7 @@ pub struct Model {
     /// Their positions are the new ids.
     #[doc(hidden)]
     pub retained_tokens: Option<Arc<Vec<usize>>>,
-    /// The type of all floats that a pass has chosen, for formats whose default is another one.
+    /// The format to which `cast` converts all floats, which GGUF files then have instead of F16.
     #[doc(hidden)]
     pub float_type: Option<DType>,
     /// Height and width of images in texts, if the model is run with its vision tower.

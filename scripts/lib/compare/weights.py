@@ -1,12 +1,12 @@
 """Measure schemes and methods for the weights of SmolLM2-135M: perplexity, divergence, time and memory.
 
     scripts/compare weights [--compress BINARY] [--only PATTERN…] [--windows N] [--sampling first|spread] [--peer N] [--bf16]
-                            [--results FILE] [--json]
+                            [--same-windows] [--results FILE] [--json]
 
 Calibrated on windows of 512 tokens from the WikiText-2 training set, and measured by `compress eval` on 8 windows of
 1,024 tokens from its test set: perplexity, and KL divergence from the original model. Tuned scales are trained once on
-four times as many windows of the training set, spread over it. Processor seconds and memory are those of the whole run,
-without measuring its output.
+four times as many windows of the training set, spread over it, or with `--same-windows` four times on those that
+calibrate. Processor seconds and memory are those of the whole run, without measuring its output.
 
 `--peer N` adds auto-round with N iterations on the same windows, for the integer schemes. It is installed in a separate
 environment, and computes in f32, or with `--bf16` in bf16, which takes less time on processors with AMX. `--results
@@ -27,12 +27,12 @@ from lib.process import exits, say, timed
 
 TUNE = """  - distill:
       scales: only
-      losses: { soft: { weight: 1, temperature: 1 } }
+      losses: {{ soft: {{ weight: 1, temperature: 1 }} }}
       ignore: ["*embed*"]
       batch_size: 1
       learning_rate: 1e-3
       weight_decay: 0
-      epochs: 1
+      epochs: {epochs}
 """
 INTEGERS = ["W4A16", "W4A16-ASYM", "W3A16", "W3A16-ASYM", "W2A16", "W2A16-ASYM"]
 METHODS = {
@@ -96,6 +96,9 @@ class Rows:
         python = venv.reference()
         subprocess.run([python, SCRIPTS / "compare", "weights", "--arrays", scratch, arguments.sampling, str(arguments.windows)], check=True)
         self.known, self.train, self.judged = (scratch / f"{name}.npz" for name in ("known", "train", "judged"))
+        self.tune = TUNE.format(epochs=4 if arguments.same_windows else 1)
+        if arguments.same_windows:
+            self.train = self.known
         self.out = scratch / "out"
 
     def ours(self, name):
@@ -103,7 +106,7 @@ class Rows:
         data = f"calibration: {{ arrays: {self.known} }}" + (f", train: {{ arrays: {self.train} }}" if tuned else "")
         options = ROWS[name.removesuffix(TUNED)]
         out = self.out.with_suffix(".gguf") if name.split(",")[0] in GGUF else self.out
-        recipe.write_text(f"model: {self.model}\ndata: {{ {data} }}\npasses:\n  - quantize: {{ {options} }}\n{TUNE if tuned else ''}output: {out}\n")
+        recipe.write_text(f"model: {self.model}\ndata: {{ {data} }}\npasses:\n  - quantize: {{ {options} }}\n{self.tune if tuned else ''}output: {out}\n")
         return self.measured(timed([self.binary, "run", recipe, "--force", "--quiet", "--no-measure"]), out)
 
     def peer(self, scheme, iterations, precision):
@@ -135,14 +138,14 @@ def main():
     parser.add_argument("--sampling", choices=["first", "spread"], default="spread", help="which windows of the training set (spread)")
     parser.add_argument("--peer", type=int, metavar="N", help="also auto-round with N iterations")
     parser.add_argument("--bf16", action="store_true", help="auto-round computes in bf16")
+    parser.add_argument("--same-windows", action="store_true", help="tune on the windows that calibrate")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep the rows of earlier runs")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     done = json.loads(arguments.results.read_text()) if arguments.results and arguments.results.exists() else {}
-    setting = f"{arguments.windows} {arguments.sampling} windows"
+    setting = f"{arguments.windows} {arguments.sampling} windows" + ", also to tune on" * arguments.same_windows
     found = {}
     with exits("scripts/compare weights"), tempfile.TemporaryDirectory(prefix="compress-weights-") as scratch:
-        rows = Rows(arguments, Path(scratch))
         names = [name + tuned for name in ROWS for tuned in ("", TUNED)]
         jobs = {name: lambda name=name: rows.ours(name) for name in names}
         if arguments.peer:
@@ -151,6 +154,7 @@ def main():
         chosen = {name: job for name, job in jobs.items() if any(fnmatch(name.lower(), pattern.lower()) for pattern in arguments.only)}
         if not chosen:
             raise SystemExit(f"no row matches {arguments.only}; the rows are:\n" + "\n".join(jobs))
+        rows = Rows(arguments, Path(scratch))
         if not arguments.json:
             print(f"{setting}\n\n| scheme, method | perplexity | × original | KL | CPU seconds | GB |\n| --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
         for name, job in chosen.items():

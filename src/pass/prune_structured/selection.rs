@@ -36,7 +36,7 @@ pub(super) const ATTEMPTS: usize = 7;
 const DEFAULT_PARTS: [PrunedPart; 3] = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels];
 
 /// The error if more remains with the smallest widths than a target allows.
-fn unreachable(name: &str, target: f64, min: f64) -> Error {
+fn unreachable_target(name: &str, target: f64, min: f64) -> Error {
     let reason =
         format!("{name} {target} cannot be reached: {min:.3} remains with every group at its minimum; list more `dims`, or lower `minimum` or `round_to`");
     Error::option(format!("{NAME}: target"), reason)
@@ -130,7 +130,7 @@ impl Selection {
             (Some(Target::Latency(target)), Ranking::Measured(context)) => self.reach_latency(target, graph, model, ranked, context),
             // A plan assumes that the latency is proportional to the MACs. The actual latency can be lower.
             (Some(target @ Target::Latency(_)), _) => Ok(self.reach_target(target, graph, model, ranked)?.unwrap_or_else(|_| self.least_widths())),
-            (Some(target), _) => self.reach_target(target, graph, model, ranked)?.map_err(|min| unreachable(target.name(), target.fraction(), min)),
+            (Some(target), _) => self.reach_target(target, graph, model, ranked)?.map_err(|min| unreachable_target(target.name(), target.fraction(), min)),
         }
     }
 
@@ -209,7 +209,7 @@ impl Selection {
             let target = remaining(&same.iter().map(|index| taken[*index]).collect::<Vec<_>>());
             let steps = widths::steps(&bundles, ranked);
             let distributed = widths::reach_target(bundles.len(), &steps, target, &mut |taken| Ok(remaining(taken)))?;
-            let distributed = distributed.map_err(|min| unreachable("amount", target, min))?;
+            let distributed = distributed.map_err(|min| unreachable_target("amount", target, min))?;
             same.iter().zip(distributed).for_each(|(index, steps)| taken[*index] = steps);
         }
         Ok(taken)

@@ -178,7 +178,8 @@ mod tests {
     fn ids_are_renumbered_and_entries_of_removed_tokens_dropped() {
         let mut values = json!({
             "vocab_size": 10, "type_vocab_size": 10, "hidden_size": 10, "extra_ids": 7, "bos_token_id": 2, "eos_token_id": [2, 7], "pad_token_id": null,
-            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 2, "text_config": { "n_vocab": 10, "image_token_index": 7 }, "language_token_map": { "en": 7 },
+            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 2, "text_config": { "n_vocab": 10, "image_token_index": 7 },
+            "vision_config": { "n_words": 10, "vocabulary_size": 9 }, "language_token_map": { "en": 7 },
             "suppress_tokens": [-1, 3, 7], "bad_words_ids": [[3], [2, 7]], "sequence_bias": [[[3, 2], 5.0], [[7], 2]],
             "forced_decoder_ids": [[1, 7], [2, null]], "lang_to_id": { "<|en|>": 2 },
         });
@@ -187,7 +188,8 @@ mod tests {
         let notes = renumber(values.as_object_mut().unwrap(), &retained, 10).unwrap();
         let expected = json!({
             "vocab_size": 3, "type_vocab_size": 10, "hidden_size": 10, "extra_ids": 7, "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": null,
-            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 1, "text_config": { "n_vocab": 3, "image_token_index": 2 }, "language_token_map": { "en": 2 },
+            "unk_token_id": -1, "sep_token_id": 12, "pad_token_type_id": 0, "pad_index": 1, "text_config": { "n_vocab": 3, "image_token_index": 2 },
+            "vision_config": { "n_words": 3, "vocabulary_size": 9 }, "language_token_map": { "en": 2 },
             "suppress_tokens": [-1, 2], "bad_words_ids": [[1, 2]], "sequence_bias": [[[2], 2]],
             "forced_decoder_ids": [[1, 2], [2, null]], "lang_to_id": { "<|en|>": 1 },
         });

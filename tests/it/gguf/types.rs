@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use compress::export::{Export, FileType, Gguf, TensorType};
+use compress::pass::{Cast, FloatFormat};
 use compress::recipe::Recipe;
 use compress::{Model, Pipeline, Report};
 use compress_core::store::gguf::{GgufFile, Value};
@@ -78,7 +79,6 @@ fn file_types_are_written_and_read() {
 
 #[test]
 fn files_have_the_format_of_cast() {
-    use compress::pass::{Cast, FloatFormat};
     let source = tempfile::tempdir().unwrap();
     let model = tiny(source.path(), Networks::Plain, SMALL);
     let stored = |to: Option<FloatFormat>, targets: Vec<Pattern>| {
@@ -91,7 +91,7 @@ fn files_have_the_format_of_cast() {
     };
     let found = [None, Some(FloatFormat::F32), Some(FloatFormat::Bf16), Some(FloatFormat::F16)].map(|to| stored(to, Vec::new()));
     assert_eq!(found, ["F16", "F32", "BF16", "F16"]);
-    assert_eq!(stored(Some(FloatFormat::F32), vec!["*q_proj*".parse().unwrap()]), "F16", "the type of the file is that of all floats");
+    assert_eq!(stored(Some(FloatFormat::F32), vec!["*q_proj*".parse().unwrap()]), "F16", "a conversion of some tensors does not choose the type of the file");
 }
 
 #[test]

@@ -71,7 +71,7 @@ const fn like(model_type: &'static str, family: Family) -> Family {
     Family { model_type, ..family }
 }
 
-/// New names of Segformer's modules in transformers 5.
+/// New names of the modules of Segformer, which has four stages, in transformers 5.
 const SEGFORMER_RENAMES: &[(&str, &str)] = &[
     ("encoder.block.0.", "stages.0.blocks."),
     ("encoder.block.1.", "stages.1.blocks."),

@@ -20,7 +20,7 @@ pub(in crate::pass) fn row_weights(rows: &Tensor) -> Result<Tensor> {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
         let nonzero = nonzero_rows(rows)?;
         let mean = transfer::number(&(squares.sum_all()? / nonzero.sum_all()?.maximum(1.0)?)?, Cause::Statistics)? as f32;
-        // The reciprocal of a tenth of it is finite in f32.
+        // With this minimum, the reciprocal of a tenth of the mean is finite in f32.
         let mean = f64::from(mean).max(1e-30);
         ((squares + 0.1 * mean)?.recip()? * mean)? * nonzero
     };
@@ -97,12 +97,12 @@ impl ProductSums {
     /// second moments unless `centred`.
     fn covariances(&self, surviving: &[usize], centred: bool) -> [Vec<f64>; 2] {
         let (n, left) = (self.x.len(), self.y.len());
-        let mean = |sums: &[f64], at: usize| if centred { self.mean(sums[at]) } else { 0.0 };
-        let yy: Vec<f64> = (0..left * left).map(|at| self.mean(self.yy[at]) - mean(&self.y, at / left) * mean(&self.y, at % left)).collect();
+        let centre = |sums: &[f64], at: usize| if centred { self.mean(sums[at]) } else { 0.0 };
+        let yy: Vec<f64> = (0..left * left).map(|at| self.mean(self.yy[at]) - centre(&self.y, at / left) * centre(&self.y, at % left)).collect();
         let rest: Vec<f64> = (0..n * left)
             .map(|at| {
                 let (i, j) = (at / left, at % left);
-                let xy = self.mean(self.xy[at]) - mean(&self.x, i) * mean(&self.y, j);
+                let xy = self.mean(self.xy[at]) - centre(&self.x, i) * centre(&self.y, j);
                 xy - surviving.binary_search(&i).map_or(0.0, |own| yy[own * left + j])
             })
             .collect();

@@ -72,11 +72,10 @@ impl Kernel for Softmax {
 impl Kernel for Embedding {
     fn coded(&self, inputs: &[Tensor], table: &CodedMatrix, epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         let [rows, width] = table.shape();
-        let Some(indices) = integers(&inputs[0])?.filter(|_| epilogue.is_empty()) else { return Ok(None) };
+        let Some(indices) = integers(&from_start(&inputs[0], rows)?)?.filter(|_| epilogue.is_empty()) else { return Ok(None) };
         let mut values = cleared(indices.len() * width);
         for (index, values) in indices.into_iter().zip(values.chunks_exact_mut(width)) {
-            let from_start = if index < 0 { index + rows as i64 } else { index };
-            let Some(row) = usize::try_from(from_start).ok().filter(|row| *row < rows) else { return Ok(None) };
+            let Some(row) = usize::try_from(index).ok().filter(|row| *row < rows) else { return Ok(None) };
             table.decode(row..row + 1, values);
         }
         Tensor::from_vec(values, [inputs[0].dims(), &[width]].concat(), inputs[0].device()).map(Some)
