@@ -1,36 +1,48 @@
 //! Gram matrices of features over rows: the second moments of a layer's inputs.
 
-use super::matmul::{LeftRows, Rows};
-use super::matmul_gradient::long_product;
-use super::pool::on_pool_thread;
+use rayon::prelude::*;
 
-/// Number of features whose products with all later ones are computed at once.
-const STRIP: usize = 384;
+use super::matmul::{LeftRows, Operands, Rows};
+use super::pool::on_pool_thread;
+use super::split::{self, Rounded};
+use crate::simd;
+
+/// Number of rows whose products are summed in registers.
+const CHUNK: usize = 512;
+/// Number of features whose products are computed by one job: a multiple of the sizes of all blocks and panels.
+const GROUP: usize = 96;
+/// Minimum number of features that are rounded to bf16 numbers.
+const ROUNDED: usize = 128;
 
 /// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`. Elements below
 /// the diagonal are undefined.
+///
+/// Where the processor has products of bf16 numbers, `X` is rounded to these, unless `size` is small; sums
+/// are those of floats. The result is the exact sum for inputs with a relative error of at most 2⁻⁹.
 pub fn add(rows: &[f32], size: usize, sums: &mut [f32]) {
-    on_pool_thread(|| strips([rows, rows], size, |first| first, sums));
+    on_pool_thread(|| add_chunks([rows, rows], size, |first| first, sums));
 }
 
-/// Adds `Xᵀ Y` of rows `X` and `Y` `[n, size]` to `sums` `[size, size]`.
+/// Adds `Xᵀ Y` of rows `X` and `Y` `[n, size]` to `sums` `[size, size]`, rounded as by [`add`].
 pub fn add_cross(left: &[f32], right: &[f32], size: usize, sums: &mut [f32]) {
-    on_pool_thread(|| strips([left, right], size, |_| 0, sums));
+    on_pool_thread(|| add_chunks([left, right], size, |_| 0, sums));
 }
 
-/// Products of strips of left features with right features, starting at the feature `begin(first)`.
-fn strips([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> usize, sums: &mut [f32]) {
-    let count = left.len() / size.max(1);
-    for first in (0..size).step_by(STRIP) {
-        let (height, begin) = (STRIP.min(size - first), begin(first));
-        let width = size - begin;
-        let mut products = vec![0f32; height * width];
-        let left = |range: std::ops::Range<usize>| LeftRows::transposed(&left[range.start * size + first..], height, range.len(), size);
-        let right = |range: std::ops::Range<usize>| Rows { values: &right[range.start * size + begin..], count: width, stride: size };
-        long_product([height, count, width], left, right, &mut products);
-        for (row, products) in products.chunks_exact(width).enumerate() {
-            let sums = &mut sums[(first + row) * size + begin..][..width];
-            sums.iter_mut().zip(products).for_each(|(sum, product)| *sum += product);
+/// Adds the products of left features with right features, from the feature `begin(first)` on.
+fn add_chunks([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> usize + Sync, sums: &mut [f32]) {
+    if size == 0 {
+        return;
+    }
+    for (left, right) in left.chunks(CHUNK * size).zip(right.chunks(CHUNK * size)) {
+        let count = left.len() / size;
+        let (left, right) = (LeftRows::transposed(left, size, count, size), Rows { values: right, count: size, stride: size });
+        let groups = sums.par_chunks_mut(GROUP * size).enumerate().map(|(group, sums)| (group * GROUP, sums));
+        match (size >= ROUNDED && split::is_available()).then(|| Rounded::pack(&left, &right, size)).flatten() {
+            Some(operands) => groups.for_each(|(first, sums)| operands.add_to(first, begin(first), sums)),
+            None => {
+                let operands = Operands::pack(&left, &right, size, size >= ROUNDED && simd::has_pairs());
+                groups.for_each(|(first, sums)| operands.add_to(first, begin(first), sums));
+            }
         }
     }
 }
@@ -39,10 +51,15 @@ fn strips([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> usiz
 mod tests {
     use super::*;
 
+    /// Numbers that bf16 represents exactly.
+    fn numbers(count: usize, seed: usize) -> Vec<f32> {
+        (0..count).map(|i| (((i + seed) * 7919 % 251) as f32 - 125.0) / 64.0).collect()
+    }
+
     #[test]
     fn sums_match_the_definition() {
-        for (count, size) in [(0, 3), (5, 1), (37, 70), (600, 400)] {
-            let rows: Vec<f32> = (0..count * size).map(|i| ((i * 7919 % 1013) as f32 - 506.0) / 300.0).collect();
+        for (count, size) in [(0, 3), (5, 1), (37, 70), (600, 400), (1, 130)] {
+            let rows = numbers(count * size, 0);
             let others: Vec<f32> = rows.iter().map(|x| 1.0 - x).collect();
             let (mut sums, mut cross) = (vec![1.0; size * size], vec![1.0; size * size]);
             add(&rows, size, &mut sums);
@@ -59,6 +76,45 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    /// All operands, also those for other processors.
+    #[test]
+    fn operands_agree() {
+        for (count, size) in [(3, 33), (70, 200), (512, 130)] {
+            let (one, other) = (numbers(count * size, 1), numbers(count * size, 99));
+            let left = LeftRows::transposed(&one, size, count, size);
+            let right = Rows { values: &other, count: size, stride: size };
+            let part = |add_to: &dyn Fn(usize, usize, &mut [f32])| {
+                let mut sums = vec![0.5; size * size];
+                sums.chunks_mut(GROUP * size).enumerate().for_each(|(group, sums)| add_to(group * GROUP, group * GROUP, sums));
+                sums
+            };
+            let tiles = Rounded::pack(&left, &right, size).unwrap();
+            let [floats, pairs] = [false, true].map(|is_paired| Operands::pack(&left, &right, size, is_paired));
+            let want = part(&|first, column, sums| floats.add_to(first, column, sums));
+            let found = [part(&|first, column, sums| pairs.add_to(first, column, sums)), part(&|first, column, sums| tiles.add_to(first, column, sums))];
+            for at in 0..size * size {
+                let is_computed = at % size >= at / size / GROUP * GROUP;
+                assert!(is_computed || want[at] == 0.5, "{size} {at}");
+                for found in &found {
+                    assert!((found[at] - want[at]).abs() < 1e-5 * count as f32, "{count} {size} {at}: {} for {}", found[at], want[at]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn inputs_have_errors_of_rounding_at_most() {
+        let (count, size) = (700, 200);
+        let rows: Vec<f32> = (0..count * size).map(|i| ((i * 7919 % 10_007) as f32 - 5003.0) / 3001.0).collect();
+        let mut sums = vec![0.0; size * size];
+        add(&rows, size, &mut sums);
+        for (one, other) in (0..size).flat_map(|one| (one..size).map(move |other| (one, other))) {
+            let products = || rows.chunks_exact(size).map(|row| f64::from(row[one]) * f64::from(row[other]));
+            let (exact, magnitudes) = (products().sum::<f64>(), products().map(f64::abs).sum::<f64>());
+            assert!((f64::from(sums[one * size + other]) - exact).abs() < magnitudes * 2f64.powi(-8), "{one} {other}");
         }
     }
 }

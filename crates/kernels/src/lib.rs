@@ -63,6 +63,7 @@ mod running {
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod one_row;
+    mod pairs;
     pub mod pool;
     pub mod product;
     pub mod refinement;

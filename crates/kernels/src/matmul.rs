@@ -10,6 +10,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
+use super::pairs;
 use super::pool::on_pool_thread;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
@@ -106,8 +107,11 @@ impl<'a> LeftRows<'a> {
 /// A packed left matrix.
 pub struct Left {
     rows: usize,
+    /// Number of inner indices, or of pairs of them.
     inner: usize,
     values: Scratch,
+    /// Whether the operands are pairs of bf16 numbers.
+    is_paired: bool,
 }
 
 impl Left {
@@ -147,7 +151,14 @@ impl Left {
         } else {
             packed.par_chunks_mut(size).enumerate().for_each(|(index, block)| fill(index * BLOCK, block));
         }
-        Left { rows, inner, values: packed }
+        Left { rows, inner, values: packed, is_paired: false }
+    }
+
+    /// Rounds the elements to pairs of bf16 numbers.
+    fn rounded(&self) -> Left {
+        let inner = self.inner.div_ceil(2);
+        let rounded = Left::packed(self.rows, inner, PARALLEL, |first, block| pairs::round_block(self.block(first / BLOCK), block));
+        Left { is_paired: true, ..rounded }
     }
 
     /// Number of rows.
@@ -267,7 +278,10 @@ simd! {
             for index in blocks.clone() {
                 let first = index * BLOCK;
                 let rows = BLOCK.min(left.rows - first);
-                tile::multiply(left.block(index), Panel::Packed(panel), [rows, PANEL], &mut tile);
+                match left.is_paired {
+                    true => pairs::multiply(left.block(index), panel, &mut tile),
+                    false => tile::multiply(left.block(index), Panel::Packed(panel), [rows, PANEL], &mut tile),
+                }
                 for (lane, values) in tile[..rows].iter_mut().enumerate() {
                     let out = &mut out[(first - blocks.start * BLOCK + lane) * stride + at..][..columns];
                     epilogue.store(&mut values[..columns], [first + lane, column, width], out);
@@ -282,6 +296,39 @@ simd! {
 #[allow(clippy::too_many_arguments)]
 pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, stride: usize) {
     multiply_into(left, blocks, panels, column, epilogue, out, width, column, stride);
+}
+
+/// Packed operands of a product, of which parts are computed.
+pub(super) struct Operands {
+    left: Left,
+    panels: Scratch,
+    width: usize,
+}
+
+impl Operands {
+    /// Packs operands with all threads, as floats or rounded to pairs of bf16 numbers.
+    pub fn pack(left: &LeftRows, right: &impl Right, width: usize, is_paired: bool) -> Operands {
+        let (left, inner) = (left.pack(), left.inner);
+        let left = if is_paired { left.rounded() } else { left };
+        let mut panels = Scratch::new(width.div_ceil(PANEL) * PANEL * left.inner);
+        panels.par_chunks_mut(PANEL * left.inner).enumerate().for_each(|(number, panel)| {
+            if is_paired {
+                let mut floats = Scratch::new(PANEL * inner);
+                right.pack(number * PANEL, &mut floats);
+                pairs::round_panel(&floats, panel);
+            } else {
+                right.pack(number * PANEL, panel);
+            }
+        });
+        Operands { left, panels, width }
+    }
+
+    /// Adds rows of the product, as many as `out` has, from `first` on, and columns from `column` on:
+    /// multiples of [`BLOCK`] and of [`PANEL`].
+    pub fn add_to(&self, first: usize, column: usize, out: &mut [f32]) {
+        let blocks = first / BLOCK..(first + out.len() / self.width).div_ceil(BLOCK);
+        multiply(&self.left, blocks, &self.panels[column * self.left.inner..], column, Epilogue::ACCUMULATE, out, self.width, self.width);
+    }
 }
 
 /// Products with fewer multiply-accumulates take less time than starting other threads.

@@ -14,6 +14,7 @@ use rayon::prelude::*;
 use super::amx::{BLOCK, Block, OPERAND, STEP, Tiles};
 use super::epilogue::Epilogue;
 use super::matmul::{self, LeftRows, Right, StoredFloat};
+use super::pairs::rounded_bits;
 use super::scratch::Scratch;
 use super::tile::PANEL;
 use crate::simd::{self, Level};
@@ -72,62 +73,75 @@ fn truncated(x: f32) -> f32 {
     f32::from_bits(x.to_bits() & 0xffff_0000)
 }
 
-/// The bf16 numbers whose sum is a finite `x`, in the upper halves of floats.
+/// The bf16 numbers whose sum is a finite `x`, in the upper halves of floats; if there is only one, `x` is
+/// rounded to it.
 #[inline(always)]
-fn parts(x: f32) -> [u32; PARTS] {
+fn parts<const N: usize>(x: f32) -> [u32; PARTS] {
+    if N == 1 {
+        return [rounded_bits(x), 0, 0];
+    }
     let first = truncated(x);
     let second = truncated(x - first);
     [first, second, x - first - second].map(f32::to_bits)
 }
 
 simd! {
-    /// Packs at most [`BLOCK`] rows as `[step][part][row][element]`. Returns whether all elements are finite.
-    fn pack_rows(x: &[f32], count: usize, inner: usize, stride: usize, block: &mut [u16]) -> bool {
-        if count < BLOCK {
-            block.fill(0);
+    /// Packs at most [`BLOCK`] rows as `[step][part][row][element]`, with the given number of parts. Returns
+    /// whether all elements are finite.
+    fn pack_block(x: &[f32], sizes: [usize; 3], is_transposed: bool, parts: usize, block: &mut [u16]) -> bool {
+        match (is_transposed, parts) {
+            (false, 1) => pack_rows::<1>(x, sizes, block),
+            (false, _) => pack_rows::<PARTS>(x, sizes, block),
+            (true, 1) => pack_transposed::<1>(x, sizes, block),
+            (true, _) => pack_transposed::<PARTS>(x, sizes, block),
         }
-        let mut largest = 0;
-        for row in 0..count {
-            let (whole, rest) = x[row * stride..][..inner].as_chunks::<STEP>();
-            let (full, last) = block.split_at_mut(whole.len() * PARTS * OPERAND);
-            for (step, x) in full.chunks_exact_mut(PARTS * OPERAND).zip(whole) {
-                largest = largest.max(split_row(x, row, step));
-            }
-            if !rest.is_empty() {
-                let mut padded = [0.0; STEP];
-                padded[..rest.len()].copy_from_slice(rest);
-                largest = largest.max(split_row(&padded, row, last));
-            }
-        }
-        largest < INFINITE
     }
 }
 
-simd! {
-    /// As [`pack_rows`], for a transposed matrix.
-    fn pack_transposed(x: &[f32], count: usize, inner: usize, stride: usize, block: &mut [u16]) -> bool {
-        let mut largest = 0;
-        for (number, step) in block.chunks_exact_mut(PARTS * OPERAND).enumerate() {
-            let mut rows = [[0.0; STEP]; BLOCK];
-            for index in 0..STEP.min(inner - number * STEP) {
-                let values = &x[(number * STEP + index) * stride..][..count];
-                rows.iter_mut().zip(values).for_each(|(row, value)| row[index] = *value);
-            }
-            rows.iter().enumerate().for_each(|(row, values)| largest = largest.max(split_row(values, row, step)));
-        }
-        largest < INFINITE
-    }
-}
-
-/// Splits elements of a row. Returns the bits of the largest magnitude.
 #[inline(always)]
-fn split_row(x: &[f32; STEP], row: usize, step: &mut [u16]) -> u32 {
-    let mut split = [[0u16; STEP]; PARTS];
+fn pack_rows<const N: usize>(x: &[f32], [count, inner, stride]: [usize; 3], block: &mut [u16]) -> bool {
+    if count < BLOCK {
+        block.fill(0);
+    }
+    let mut largest = 0;
+    for row in 0..count {
+        let (whole, rest) = x[row * stride..][..inner].as_chunks::<STEP>();
+        let (full, last) = block.split_at_mut(whole.len() * N * OPERAND);
+        for (step, x) in full.chunks_exact_mut(N * OPERAND).zip(whole) {
+            largest = largest.max(split_row::<N>(x, row, step));
+        }
+        if !rest.is_empty() {
+            let mut padded = [0.0; STEP];
+            padded[..rest.len()].copy_from_slice(rest);
+            largest = largest.max(split_row::<N>(&padded, row, last));
+        }
+    }
+    largest < INFINITE
+}
+
+#[inline(always)]
+fn pack_transposed<const N: usize>(x: &[f32], [count, inner, stride]: [usize; 3], block: &mut [u16]) -> bool {
+    let mut largest = 0;
+    for (number, step) in block.chunks_exact_mut(N * OPERAND).enumerate() {
+        let mut rows = [[0.0; STEP]; BLOCK];
+        for index in 0..STEP.min(inner - number * STEP) {
+            let values = &x[(number * STEP + index) * stride..][..count];
+            rows.iter_mut().zip(values).for_each(|(row, value)| row[index] = *value);
+        }
+        rows.iter().enumerate().for_each(|(row, values)| largest = largest.max(split_row::<N>(values, row, step)));
+    }
+    largest < INFINITE
+}
+
+/// Splits elements of a row into `N` parts. Returns the bits of the largest magnitude.
+#[inline(always)]
+fn split_row<const N: usize>(x: &[f32; STEP], row: usize, step: &mut [u16]) -> u32 {
+    let mut split = [[0u16; STEP]; N];
     let mut largest = 0;
     for column in 0..STEP {
         largest = largest.max(x[column].to_bits() & MAGNITUDE);
-        let parts = parts(x[column]);
-        for part in 0..PARTS {
+        let parts = parts::<N>(x[column]);
+        for part in 0..N {
             split[part][column] = (parts[part] >> 16) as u16;
         }
     }
@@ -157,7 +171,7 @@ fn split_panel<const N: usize>(panel: &[f32], out: &mut [u16]) {
                 let row = |index: usize| rows.get((step * STEP + 2 * pair + index) * 2 + half).unwrap_or(&[0.0; HALF]);
                 let (even, odd) = (row(0), row(1));
                 for column in 0..HALF {
-                    let (even, odd) = (parts(even[column]), parts(odd[column]));
+                    let (even, odd) = (parts::<N>(even[column]), parts::<N>(odd[column]));
                     for part in 0..N {
                         out[(part * 2 + half) * (STEP / 2) + pair][column] = even[part] >> 16 | odd[part] & 0xffff_0000;
                     }
@@ -171,10 +185,15 @@ simd! { fn split_panel_1(panel: &[f32], out: &mut [u16]) { split_panel::<1>(pane
 simd! { fn split_panel_2(panel: &[f32], out: &mut [u16]) { split_panel::<2>(panel, out) } }
 simd! { fn split_panel_3(panel: &[f32], out: &mut [u16]) { split_panel::<3>(panel, out) } }
 
+/// Whether the processor has tile registers.
+pub(super) fn is_available() -> bool {
+    simd::level() == Level::Amx
+}
+
 /// Whether [`product`] is faster than a product of floats. Packing takes more time for more parts of the
 /// right matrix.
 pub(super) fn is_faster(left: &LeftRows, width: usize, parts: usize) -> bool {
-    simd::level() == Level::Amx && left.rows > BLOCK * parts && left.inner >= 4 * STEP && width >= 4 * BLOCK
+    is_available() && left.rows > BLOCK * parts && left.inner >= 4 * STEP && width >= 4 * BLOCK
 }
 
 /// The product of a left matrix and a right matrix of `width` columns, with all threads. Rows of `out` are
@@ -186,10 +205,34 @@ pub(super) fn product(left: &LeftRows, right: &impl Right, width: usize, epilogu
         let steps: Vec<_> = epilogue.steps.iter().map(|step| step.from_row(first, width)).collect();
         let epilogue = Epilogue { steps: &steps, accumulate: epilogue.accumulate };
         let left = left.rows(first, out.len() / width);
-        match Left::pack(&left) {
+        match Left::pack(&left, PARTS) {
             Some(packed) => packed.product(right, width, epilogue, out),
             None => matmul::product(&left, right, width, epilogue, out),
         }
+    }
+}
+
+/// Packed operands of a product, rounded to bf16 numbers.
+pub(super) struct Rounded {
+    left: Left,
+    panels: Buffer,
+    width: usize,
+}
+
+impl Rounded {
+    /// Packs matrices whose elements are finite.
+    pub fn pack(left: &LeftRows, right: &impl Right, width: usize) -> Option<Rounded> {
+        let left = Left::pack(left, 1)?;
+        let mut panels = Buffer::new(width.div_ceil(BLOCK) * left.steps * OPERAND);
+        left.pack_panels(right, 1, 0, &mut panels);
+        Some(Rounded { left, panels, width })
+    }
+
+    /// Adds rows of the product, as many as `out` has, from `first` on, and columns from `column` on, both
+    /// multiples of [`BLOCK`].
+    pub fn add_to(&self, first: usize, column: usize, out: &mut [f32]) {
+        let panels = Panels { values: &self.panels[column / BLOCK * self.left.steps * OPERAND..], parts: 1, column };
+        self.left.multiply(first / BLOCK, &panels, self.width, Epilogue::ACCUMULATE, out);
     }
 }
 
@@ -198,26 +241,33 @@ struct Left {
     rows: usize,
     inner: usize,
     steps: usize,
+    parts: usize,
     values: Buffer,
 }
 
 impl Left {
-    /// Packs rows, if all their elements are finite.
-    fn pack(left: &LeftRows) -> Option<Left> {
+    /// Packs rows as this number of parts, if all their elements are finite.
+    fn pack(left: &LeftRows, parts: usize) -> Option<Left> {
         let LeftRows { values: x, rows, inner, stride, is_transposed } = *left;
         let steps = inner.div_ceil(STEP);
-        let size = steps * PARTS * OPERAND;
+        let size = steps * parts * OPERAND;
         let mut values = Buffer::new(rows.div_ceil(BLOCK) * size);
         let pack = |(index, block): (usize, &mut [u16])| {
             let first = index * BLOCK;
             let count = BLOCK.min(rows - first);
-            match is_transposed {
-                true => pack_transposed(&x[first..], count, inner, stride, block),
-                false => pack_rows(&x[first * stride..], count, inner, stride, block),
-            }
+            pack_block(&x[if is_transposed { first } else { first * stride }..], [count, inner, stride], is_transposed, parts, block)
         };
         let are_finite = values.par_chunks_mut(size).enumerate().map(pack).reduce(|| true, |one, other| one && other);
-        are_finite.then_some(Left { rows, inner, steps, values })
+        are_finite.then_some(Left { rows, inner, steps, parts, values })
+    }
+
+    /// Packs panels of a right matrix, from a column on, as this number of parts.
+    fn pack_panels(&self, right: &impl Right, parts: usize, column: usize, packed: &mut [u16]) {
+        packed.par_chunks_mut(self.steps * parts * OPERAND).enumerate().for_each(|(i, panel)| {
+            let mut floats = Scratch::new(BLOCK * self.inner);
+            right.pack(column + i * BLOCK, &mut floats);
+            pack_panel(&floats, parts, panel);
+        });
     }
 
     fn product(&self, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
@@ -225,15 +275,11 @@ impl Left {
         let size = self.steps * parts * OPERAND;
         let chunk = (PANELS / size).clamp(1, panels);
         let blocks = self.rows.div_ceil(BLOCK);
-        let group = (CACHED / (self.steps * PARTS * OPERAND)).clamp(1, blocks.div_ceil(2 * rayon::current_num_threads()));
+        let group = (CACHED / (self.steps * self.parts * OPERAND)).clamp(1, blocks.div_ceil(2 * rayon::current_num_threads()));
         let mut packed = Buffer::new(chunk * size);
         for first in (0..panels).step_by(chunk) {
             let packed = &mut packed[..chunk.min(panels - first) * size];
-            packed.par_chunks_mut(size).enumerate().for_each(|(i, panel)| {
-                let mut floats = Scratch::new(BLOCK * self.inner);
-                right.pack((first + i) * BLOCK, &mut floats);
-                pack_panel(&floats, parts, panel);
-            });
+            self.pack_panels(right, parts, first * BLOCK, packed);
             let panels = Panels { values: packed, parts, column: first * BLOCK };
             out.par_chunks_mut(group * BLOCK * width).enumerate().for_each(|(i, out)| self.multiply(i * group, &panels, width, epilogue, out));
         }
@@ -254,8 +300,8 @@ impl Left {
             let part = |values, parts, index| operands(values, [self.steps, parts, index], &range);
             for (number, block) in (0..count).flat_map(|number| (0..blocks).map(move |block| (number, block))) {
                 let sums = &mut sums[if runs > 1 { number * blocks + block } else { 0 }];
-                let (left, right) = (part(&self.values, PARTS, first + block), part(panels.values, panels.parts, number));
-                tiles.multiply(left, PARTS, right, panels.parts, from > 0, sums);
+                let (left, right) = (part(&self.values, self.parts, first + block), part(panels.values, panels.parts, number));
+                tiles.multiply(left, self.parts, right, panels.parts, from > 0, sums);
                 if range.end == self.steps {
                     let at = [(first + block) * BLOCK, panels.column + number * BLOCK, width];
                     finish(sums, at, epilogue, &mut out[block * BLOCK * width..]);
@@ -308,7 +354,7 @@ mod tests {
     #[test]
     fn parts_sum_to_the_number() {
         for x in numbers(1000, 1).into_iter().chain([0.0, -0.0, f32::MAX, f32::MIN, f32::MIN_POSITIVE * 1e7, 1.0 + f32::EPSILON]) {
-            let [a, b, c] = parts(x).map(|part| f32::from_bits(part & 0xffff_0000));
+            let [a, b, c] = parts::<PARTS>(x).map(|part| f32::from_bits(part & 0xffff_0000));
             assert_eq!(f64::from(a) + f64::from(b) + f64::from(c), f64::from(x));
         }
     }
