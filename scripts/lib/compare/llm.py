@@ -9,7 +9,9 @@ of Bryant's stories for stories15m. Perplexity is measured by `compress eval` fo
 windows of the test set, or of the first stories; it is the exponential of the mean over all predicted tokens.
 Each tool runs in a separate process with two threads. Time and memory of compress include measuring the
 fidelity of the output, as by default. --ours skips llm-compressor. --transformers adds the perplexity of our
-folder in transformers. llm-compressor is installed in a separate environment (about 6 GB, once).
+folder in transformers. "plain" rows have the options of llm-compressor: a fixed damping, no correction for earlier
+layers, no coordinate descent, and scales of the largest values. llm-compressor is installed in a separate
+environment (about 6 GB, once).
 """
 
 import argparse
@@ -26,12 +28,14 @@ from lib.language import save_windows
 from lib.process import Failed, timed
 
 ENDS = "re:.*lm_head"
+PLAIN = ["--damping", "0.01", "--propagation", "0", "--sweeps", "0", "--observer", "minmax"]
 # Name of a row: options of `compress`, and a recipe for llm-compressor.
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 ROWS = {
     "RTN W4A16 g128": (["quantize", "--scheme", "W4A16"], ("rtn", 128)),
     "RTN W4A16 g64": (["quantize", "--scheme", "W4A16", "--group-size", "64"], ("rtn", 64)),
     "GPTQ W4A16 g128": (["quantize", "--scheme", "W4A16", "--method", "gptq"], ("gptq", 128)),
+    "GPTQ W4A16 g128, plain": (["quantize", "--scheme", "W4A16", "--method", "gptq", *PLAIN], ("gptq", 128)),
     "GPTQ W4A16 g64": (["quantize", "--scheme", "W4A16", "--method", "gptq", "--group-size", "64"], ("gptq", 64)),
     "AWQ W4A16 g128": (["quantize", "--scheme", "W4A16", "--method", "awq"], ("awq", 128)),
     "AWQ W4A16 g64": (["quantize", "--scheme", "W4A16", "--method", "awq", "--group-size", "64"], ("awq", 64)),
@@ -152,8 +156,8 @@ def main():
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             return json.loads(done.stdout)["score"]["value"] if done.returncode == 0 else float("nan")
 
-        print(f"{'':18} {'perplexity':>22} {'seconds':>17} {'GB':>13}" + " in transformers" * arguments.transformers)
-        print(f"{'float':18} {perplexity(model):11.4f}")
+        print(f"{'':24} {'perplexity':>22} {'seconds':>17} {'GB':>13}" + " in transformers" * arguments.transformers)
+        print(f"{'float':24} {perplexity(model):11.4f}")
         for name, (options, theirs) in ROWS.items():
             if not fnmatch(name.lower(), arguments.only.lower()):
                 continue
@@ -177,7 +181,7 @@ def main():
                 ([f["seconds"] for _, f in figures], "8.1f"),
                 ([f["peak"] / 1e9 for _, f in figures], "6.2f"),
             )]
-            print(f"{name:18} {columns[0]:23} {columns[1]:17} {columns[2]:13}{again}", flush=True)
+            print(f"{name:24} {columns[0]:23} {columns[1]:17} {columns[2]:13}{again}", flush=True)
 
 
 if __name__ == "__main__":
