@@ -15,7 +15,6 @@ use crate::exec::{MemoryCategory, MemoryTracker};
 use crate::ir::{Graph, Op, subgraph};
 use crate::model::Model;
 use crate::pass::Context;
-use crate::train::cache::Cache;
 use crate::train::{FurtherTeacher, Objective, Teacher, Training};
 
 const OPTION: &str = "distill: more_teachers";
@@ -108,8 +107,7 @@ pub(super) fn load(
         let cache = match &options.cache {
             Some(folder) => {
                 let key = teacher_cache_key(model, &whole, training, dtype, device, &context.work)?;
-                let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
-                Some(RefCell::new(Cache::open(folder, &key, top, temperature)?))
+                Some(RefCell::new(inputs.objective.open_cache(folder, &key, top)?))
             }
             None => None,
         };

@@ -60,7 +60,7 @@ pub(super) fn cache(
     let folder = folder.ok_or_else(|| Error::option(OPTION, "needs a folder for the converted logits: set `teacher_cache`"))?;
     let key = key.name();
     let converted = || {
-        let mut cache = Cache::open(&folder, &key, top, 1.0)?;
+        let mut cache = inputs.objective.open_cache(&folder, &key, top)?;
         let added = TeacherFiles::fill(files, &mut cache, logits, &inputs.samples, &context.work)?;
         Ok((cache, added))
     };

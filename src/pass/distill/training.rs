@@ -405,8 +405,7 @@ impl<'a> Job<'a> {
         }
         let (device, dtype) = self.teacher_device(context);
         let key = teacher_cache_key(teacher, graph, &self.training, dtype, device, &context.work)?;
-        let temperature = inputs.objective.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
-        Ok(Some(RefCell::new(Cache::open(folder, &key, self.top, temperature)?)))
+        Ok(Some(RefCell::new(inputs.objective.open_cache(folder, &key, self.top)?)))
     }
 }
 

@@ -1,9 +1,11 @@
 //! The training objective: the losses of a recipe, bound to values of the student's and the teacher's graph.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use candle_core::{Device, Tensor};
 
+use super::cache::Cache;
 use super::layer_pairs::{attention_heads, last_layers, layer_indices, layer_pairs};
 use super::losses::{self, AttentionTarget, Head, Logits, LossOutput, Losses, Soft, Term};
 use crate::analysis;
@@ -231,6 +233,13 @@ impl Objective {
     /// The losses over logits, if there are any.
     pub fn over_logits(&self) -> Option<&Logits> {
         self.logits.as_ref()
+    }
+
+    /// Opens the cache of the logits of the teacher with this hash, `top` per row at most.
+    pub fn open_cache(&self, folder: &Path, teacher: &str, top: usize) -> Result<Cache> {
+        let temperature = self.over_logits().and_then(|logits| logits.soft).map_or(1.0, |soft| soft.temperature);
+        let classes = self.over_logits().map_or(top, |logits| logits.classes);
+        Cache::open(folder, teacher, top.min(classes), temperature)
     }
 
     /// The source of the logits of a further teacher, and the parameters of its head. Fails if its logits
