@@ -207,7 +207,8 @@ impl Decompose {
                 Err(reason) => skipped.entry(reason).or_default().push(name),
             }
         }
-        let conflict = factorizations.iter().flat_map(|f| &f.parts).find(|name| weights.by_name.contains_key(*name));
+        let is_taken = |name: &str| weights.by_name.contains_key(name) || graph.values().iter().any(|value| value.name == name);
+        let conflict = factorizations.iter().flat_map(|f| &f.parts).find(|name| is_taken(name));
         if let Some(name) = conflict {
             return Err(Error::tensor(name, "exists already, but decompose needs its name for a part of a layer", "add the layer to `ignore`"));
         }

@@ -152,8 +152,11 @@ fn convolutions_of_sequences_are_decomposed() {
     let folder = tempfile::tempdir().unwrap();
     let text = "input x: float[batch, 8, 12]\nparam c.weight: float[16, 8, 3]\nparam c.bias: float[16]\n\
         y = Conv{\"stride\":2,\"padding\":1}(x, c.weight, c.bias) -> float[batch, 16, 6]\noutput y = y\n";
-    let graph = compress_graph::ir::GraphFile::from(&text.parse::<compress_graph::ir::Graph>().unwrap());
-    std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&graph).unwrap()).unwrap();
+    let save_graph = |text: &str| {
+        let graph = compress_graph::ir::GraphFile::from(&text.parse::<compress_graph::ir::Graph>().unwrap());
+        std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&graph).unwrap()).unwrap();
+    };
+    save_graph(text);
     std::fs::write(folder.path().join("config.json"), "{}").unwrap();
     let values = |shape: &[usize]| {
         let count: usize = shape.iter().product();
@@ -162,13 +165,18 @@ fn convolutions_of_sequences_are_decomposed() {
     let tensors = [("c.weight".to_owned(), values(&[16, 8, 3])), ("c.bias".to_owned(), values(&[16]))];
     candle_core::safetensors::save(&tensors.into(), folder.path().join("model.safetensors")).unwrap();
     let name = folder.path().to_str().unwrap();
-    let done = run(name, Pipeline::builder().pass(Decompose { rank: Amount::Count(4), targets: vec!["c.weight".parse().unwrap()], ..Decompose::default() }));
+    let pass = Decompose { rank: Amount::Count(4), targets: vec!["c.weight".parse().unwrap()], ..Decompose::default() };
+    let done = run(name, Pipeline::builder().pass(pass.clone()));
     let (original, model) = (Model::open(folder.path()).unwrap(), done.model());
     assert_eq!(model.weights.get("c.0.weight").unwrap().shape, [4, 8, 3]);
     assert_eq!(model.weights.get("c.1.weight").unwrap().shape, [16, 4, 1]);
     let inputs = BTreeMap::from([("x".to_owned(), values(&[2, 8, 12]))]);
     let (found, wanted) = (outputs(&model, &inputs), outputs(&multiplied(&original, &model, false), &inputs));
     assert!(distance(&found, &wanted) < 1e-4, "{}", distance(&found, &wanted));
+    // A computed value has the name of a factor.
+    save_graph(&text.replace("y = Conv", "c.0.weight = Relu(x) -> float[batch, 8, 12]\ny = Conv").replace("(x, c.w", "(c.0.weight, c.w"));
+    let error = attempt(name, Pipeline::builder().pass(pass)).err().unwrap().to_string();
+    assert!(error.contains("`c.0.weight`: exists already"), "{error}");
 }
 
 #[test]
