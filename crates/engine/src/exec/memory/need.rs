@@ -113,7 +113,8 @@ impl Schedule {
         let total = sum(|need| need.parameters).saturating_add(activations);
         let Some(memory) = limit.bytes.filter(|memory| *memory < total) else { return Ok(Schedule::Resident) };
         let refuse = |what: &str, reason: String| {
-            Err(Error::run(format!("running a model of family `{what}`"), reason, format!("set `memory` to at least {total} bytes to run it as a whole")))
+            let model = if what.is_empty() { "running the model".to_owned() } else { format!("running a model of family `{what}`") };
+            Err(Error::run(model, reason, format!("set `memory` to at least {total} bytes to run it as a whole")))
         };
         if let Some((name, reason)) = models.iter().find_map(|(name, need)| Some((name, need.uncut.as_ref()?))) {
             return if limit.explicit {
