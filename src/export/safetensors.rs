@@ -30,7 +30,7 @@ use crate::run_state::{Assignment, RunState};
 use crate::store::writer::{self, Item, Prebuilt};
 use crate::store::{
     ActivationScheme, Block, BlockSink, Bytes, DType, Encoding, FloatScale, Granularity, QuantizationSpec, StorageFormat, View, Weight, WeightSource, Weights,
-    block_elements, sparse,
+    ZeroOrigin, block_elements, sparse,
 };
 use crate::work::Work;
 
@@ -214,16 +214,16 @@ impl Safetensors {
                 counted(sparse, "tensor")
             ));
         }
-        // Rounding produces few zeros, pruning many.
-        let is_pruned = |elements: u64, measured: &writer::WeightMeasurement| {
-            measured.changed && measured.difference.zeros_after > measured.difference.zeros_before + elements / 10
+        // Custom passes do not state the origin of zeros: rounding produces few, pruning many.
+        let is_pruned = |item: &Item, measured: &writer::WeightMeasurement| {
+            let grew = measured.changed && measured.difference.zeros_after > measured.difference.zeros_before + item.weight.elements() as u64 / 10;
+            grew || item.weight.zero_origin == Some(ZeroOrigin::Pruning)
         };
         let (mut zeros, mut elements) = (0, 0);
         for (item, measured) in items.iter().zip(measured) {
-            let count = item.weight.elements() as u64;
-            if is_pruned(count, measured) && !matches!(item.storage_format, StorageFormat::Sparse { .. }) {
+            if is_pruned(item, measured) && !matches!(item.storage_format, StorageFormat::Sparse { .. }) {
                 zeros += measured.difference.zeros_after;
-                elements += count;
+                elements += item.weight.elements() as u64;
             }
         }
         let pruning = run.history.iter().any(|applied| applied.zeroes);

@@ -161,6 +161,16 @@ fn kernels_without_a_graph_are_oriented_by_their_bias() {
 }
 
 #[test]
+fn a_note_states_the_zeros_of_lightly_pruned_tensors() {
+    let desk = Desk::new();
+    let before = Tensors::from([("a.weight".to_owned(), Tensor::random(DType::F32, &[20, 20], 1))]);
+    for (share, stated) in [(0.05, "5 % zeros in the pruned tensors"), (0.5, "50 % zeros in the pruned tensors")] {
+        let notes = desk.run(&desk.weights(&before), pipeline().pass(prune(Amount::fraction(share), Scope::Tensor))).unwrap().report.notes;
+        assert!(notes.iter().any(|note| note.starts_with(stated)), "{notes:?}");
+    }
+}
+
+#[test]
 fn doubles_are_not_ranked_with_others() {
     let mut before = long(DType::F64, &[2, 3], 0);
     before.insert("u.weight".into(), before["t0.weight"].clone());
