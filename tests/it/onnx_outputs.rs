@@ -336,27 +336,29 @@ fn float_layers_between_quantized_values_stay_in_floats() {
     assert!(verified.ok && verified.finding.contains("within one step"), "{verified:?}");
 }
 
-/// ONNX Runtime divides averages over padding by another count in integers, and rejects resizes with `axes`
-/// between quantized values: both compute in floats.
+/// ONNX Runtime divides averages over padding by another count in integers, and rejects dilated averages, and
+/// resizes with `axes` between quantized values: these compute in floats.
 #[test]
 fn nodes_that_runtimes_compute_wrongly_in_integers_stay_in_floats() {
     if !onnxruntime::has_onnx_runtime() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let pool = vec![
+    let rounded_up = vec![
         AttributeProto::ints("kernel_shape", [3; 2]),
         AttributeProto::ints("strides", [2; 2]),
         AttributeProto::int("ceil_mode", 1),
         AttributeProto::int("count_include_pad", 1),
     ];
     let resize = vec![AttributeProto::ints("axes", [2, 3]), AttributeProto::text("mode", "linear")];
-    let cases = [("pool", node("AveragePool", &["b"], "c", pool)), ("resize", node("Resize", &["b", "", "", "sizes"], "c", resize))];
+    let dilated = vec![AttributeProto::ints("kernel_shape", [2; 2]), AttributeProto::ints("dilations", [2; 2])];
+    let pool = |attributes| node("AveragePool", &["b"], "c", attributes);
+    let cases = [("pool", pool(rounded_up)), ("dilated pool", pool(dilated)), ("resize", node("Resize", &["b", "", "", "sizes"], "c", resize))];
     for (what, between) in cases {
         let conv = |x: &str, weight: &str, y: &str| node("Conv", &[x, weight], y, vec![]);
         let nodes = vec![conv("x", "first", "a"), node("Relu", &["a"], "b", vec![]), between, conv("c", "second", "y")];
         let weights = vec![floats("first", &[6, 3, 3, 3]), floats("second", &[4, 6, 1, 1]), ints("sizes", &[5, 9])];
-        let written = quantized(&model(18, &[0, 3, 12, 12], nodes, weights), folder.path(), &[3, 12, 12]);
+        let written = quantized(&model(19, &[0, 3, 12, 12], nodes, weights), folder.path(), &[3, 12, 12]);
         assert!(written.graph.unwrap().node.iter().any(|node| node.op_type() == "QuantizeLinear"), "{what}");
         let inputs = sample(&[4, 3, 12, 12]);
         let [before, after] = ["model.onnx", "out.onnx"].map(|name| in_runtime(&folder.path().join(name), &inputs));
