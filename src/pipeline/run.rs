@@ -1,6 +1,6 @@
 //! Runs a pipeline: from an opened model to an output with a report.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -126,6 +126,13 @@ impl<'a> Run<'a> {
             return Ok(None);
         }
         let folder = ResumeFolder::open(staging.target(), self.pipeline.resume, self.pipeline.force)?;
+        if self.pipeline.resume {
+            let names: BTreeSet<String> = self.pipeline.steps.iter().enumerate().map(|(at, step)| ResumeFolder::name_of_pass(at, step.pass().name())).collect();
+            // A draft is trained on files that were written to the folder before the run.
+            let is_in_folder = |path: &PathBuf| path.parent().is_some_and(|parent| parent.file_name() == folder.path().file_name());
+            let has_files = self.pipeline.enclosed.iter().any(is_in_folder);
+            folder.require_own_work(|name| names.contains(name) || has_files && !name.starts_with(|first: char| first.is_ascii_digit()))?;
+        }
         // Checkpoints are kept if a run fails, so they must not be computed from a damaged input.
         self.input.check_contents(&self.pipeline.work())?;
         Ok(Some(folder))

@@ -215,7 +215,7 @@ impl Pipeline {
             if runs_model {
                 run.prepare(&context.work)?;
             }
-            let folder = work_dir.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
+            let folder = work_dir.map(|folder| folder.join(ResumeFolder::name_of_pass(number, step.pass().name())));
             // Only processes that run a pass together share its folder.
             let folder = folder.filter(|_| !follows || is_distributed(step.pass()));
             let is_shared = step.pass().shares_samples();

@@ -33,6 +33,11 @@ impl ResumeFolder {
         output.with_file_name(name)
     }
 
+    /// Name of the folder in which a pass, given by its index and its name, stores its work.
+    pub fn name_of_pass(index: usize, name: &str) -> String {
+        format!("{}-{name}", index.saturating_add(1))
+    }
+
     /// Opens the resume folder of an output: with the files of an interrupted run if `resume`, otherwise
     /// empty. `force` permits removing such files. Fails if another run uses the folder, it contains files
     /// and neither `resume` nor `force` is set, or it was not created by this tool.
@@ -67,6 +72,16 @@ impl ResumeFolder {
             Attempt::Busy => Err(refuse(&path, USED, USED_HINT)),
             _ => Ok(()),
         }
+    }
+
+    /// Fails if the folder contains work that this run will not continue, because `is_own` does not accept its
+    /// name: the run would remove it.
+    pub fn require_own_work(&self, is_own: impl Fn(&str) -> bool) -> Result<()> {
+        self.has_work();
+        let names = self.leftovers()?.into_iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+        let Some(name) = names.into_iter().find(|name| !is_own(name)) else { return Ok(()) };
+        let reason = format!("contains `{name}` of a run with other passes");
+        Err(refuse(&self.path, &reason, "resume with the passes of that run, or set `force` instead of `resume` to start again"))
     }
 
     /// Removes the folders of passes that have saved no work, and returns whether others remain.
@@ -138,7 +153,10 @@ mod tests {
         assert!(resume_folder.has_work() && ResumeFolder::require_unused(&out).unwrap_err().to_string().contains("another run"));
         drop(resume_folder);
         ResumeFolder::require_unused(&out).unwrap();
-        drop(ResumeFolder::open(&out, true, false).unwrap());
+        let resume_folder = ResumeFolder::open(&out, true, false).unwrap();
+        resume_folder.require_own_work(|name| name == "1-distill").unwrap();
+        assert!(resume_folder.require_own_work(|name| name == "2-distill").unwrap_err().to_string().contains("`1-distill` of a run with other passes"));
+        drop(resume_folder);
         assert!(path.join("1-distill/checkpoint").exists());
         let resume_folder = ResumeFolder::open(&out, false, true).unwrap();
         assert!(!path.join("1-distill").exists());
