@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Once;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 
@@ -76,16 +77,45 @@ impl Global {
     }
 }
 
-/// The cancellation handle of the process. The first SIGINT or SIGTERM cancels it, the second terminates the
+/// Signals within this time of the first one are those of the same request: `timeout` signals the process,
+/// and then its process group.
+const SAME_REQUEST: Duration = Duration::from_millis(500);
+
+/// What a signal requests.
+#[derive(Debug, PartialEq, Eq)]
+enum Request {
+    Cancel,
+    /// What another signal has requested already.
+    Same,
+    Terminate,
+}
+
+impl Request {
+    /// The request of a signal, `since` after the first one.
+    fn of_signal(since: Option<Duration>) -> Request {
+        match since {
+            None => Request::Cancel,
+            Some(since) if since < SAME_REQUEST => Request::Same,
+            Some(_) => Request::Terminate,
+        }
+    }
+}
+
+/// The cancellation handle of the process. The first SIGINT or SIGTERM cancels it, a later one terminates the
 /// process.
 fn cancel_on_interrupt() -> Cancel {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
         let handle = Cancel::process();
-        let signalled = move || match handle.check() {
-            Ok(()) => handle.cancel(),
+        let mut first: Option<Instant> = None;
+        let signalled = move || match Request::of_signal(first.map(|first| first.elapsed())) {
+            Request::Cancel => {
+                first = Some(Instant::now());
+                handle.cancel();
+            }
+            Request::Same => {}
             // Exit handlers of libraries could wait for threads that never finish.
-            Err(_) => {
+            Request::Terminate => {
                 let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             }
         };
@@ -264,9 +294,15 @@ fn check_replaceable(path: &Path, extensions: &[&str], force: bool) -> Result<()
     error(format!("exists, and --force replaces only .{format} files here"), format!("name a file that ends with .{format}"))
 }
 
-/// Writes a small text file, and replaces an existing one.
+/// Writes a small text file, and replaces an existing one. A new file that cannot be written completely is
+/// removed.
 pub(super) fn write_file(path: &Path, text: &str) -> Result<()> {
-    std::fs::write(path, text).map_err(Error::io("write", path))
+    let is_new = !path.exists();
+    std::fs::write(path, text).map_err(Error::io("write", path)).inspect_err(|_| {
+        if is_new {
+            let _ = std::fs::remove_file(path);
+        }
+    })
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {
@@ -286,4 +322,15 @@ fn parse_export(text: &str) -> Result<Export, String> {
 
 fn positive(text: &str) -> Result<std::num::NonZeroUsize, String> {
     text.parse().map_err(|_| "expected a positive whole number".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_later_signal_terminates() {
+        let of = |since: Option<u64>| Request::of_signal(since.map(Duration::from_millis));
+        assert_eq!([None, Some(0), Some(499), Some(500)].map(of), [Request::Cancel, Request::Same, Request::Same, Request::Terminate]);
+    }
 }
