@@ -61,6 +61,7 @@ impl Args {
                 tensors: weights.iter().zip(zeros).map(|((name, weight), zeros)| Tensor::new(name, weight, zeros)).collect(),
             });
         }
+        let counted_zeros: Vec<[u64; 2]> = weights.iter().zip(&zeros).filter_map(|((_, weight), zeros)| Some([(*zeros)?, weight.elements() as u64])).collect();
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
             vec![
                 (*name).clone(),
@@ -83,10 +84,7 @@ impl Args {
         if let Some(unused) = unused.as_ref().filter(|unused| !unused.tower.is_empty()) {
             output::print(&format!("\n vision tower: {}, which passes copy unchanged\n", counted(unused.tower.len(), "tensor")))?;
         }
-        output::print(&format!(
-            "\n{}\n",
-            summary(&model, (!self.header_only).then(|| zeros.iter().flatten().sum()), [inputs.join("\n"), outputs.join("\n")], cannot_run)
-        ))
+        output::print(&format!("\n{}\n", summary(&model, &counted_zeros, [inputs.join("\n"), outputs.join("\n")], cannot_run)))
     }
 }
 
@@ -126,8 +124,9 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Summary of the model; `zeros` is the number of zeros, if they were counted.
-fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], cannot_run: Option<String>) -> comfy_table::Table {
+/// Summary of the model; `counted_zeros` has the number of zeros and of elements of each weight whose zeros were
+/// counted.
+fn summary(model: &Model, counted_zeros: &[[u64; 2]], [inputs, outputs]: [String; 2], cannot_run: Option<String>) -> comfy_table::Table {
     let weights = &model.weights;
     let names: Vec<&str> = [model.config.model_type(), model.config.class()].into_iter().filter(|name| !name.is_empty()).collect();
     let linear: u64 = weights.by_name.iter().filter(|(name, w)| is_linear(name, w)).map(|(_, w)| w.elements() as u64).sum();
@@ -139,7 +138,9 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
     }
     let stored = encodings.iter().map(|(encoding, (tensors, size))| format!("{tensors} {encoding} ({})", bytes(*size))).collect::<Vec<_>>().join(", ");
     let parameters = weights.parameters();
-    let zeros = zeros.map_or(String::new(), |zeros| format!("; {} are zero", percent(zeros, parameters)));
+    let [zeros, elements] = [0, 1].map(|at| counted_zeros.iter().map(|counts| counts[at]).sum::<u64>());
+    let of = if elements == parameters { String::new() } else { format!(" of the {} floats", count(elements)) };
+    let zeros = if elements == 0 { String::new() } else { format!("; {}{of} are zero", percent(zeros, elements)) };
     let cache = match model.config.cache() {
         Ok(None) => String::new(),
         Ok(Some(scheme)) => {
