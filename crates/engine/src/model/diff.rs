@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::Model;
 use crate::error::{Error, Result, counted};
 use crate::kernel::compare::{self, Difference};
-use crate::store::{Block, DType, Weight};
+use crate::store::{Block, DType, View, Weight};
 use crate::work::Work;
 
 /// Differences of one weight.
@@ -95,7 +95,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
     let mut sums = Difference::default();
     let (mut same, mut unlike) = (true, 0usize);
     let floats = a.is_float() && b.is_float();
-    let is_wide = a.dtype == DType::F64 && b.dtype == DType::F64;
+    let is_wide = a.dtype == DType::F64 || b.dtype == DType::F64;
     if !floats && a.dtype != b.dtype {
         diff.note = Some(format!("types differ: {} and {}", a.dtype, b.dtype));
         return Ok(diff);
@@ -105,9 +105,11 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
         let same_bytes = a.dtype == b.dtype && one.now.values == two;
         if !floats {
             same &= same_bytes;
+            sums.zeros_before = sums.zeros_before.saturating_add(zero_elements(one.now.values, a.dtype));
+            sums.zeros_after = sums.zeros_after.saturating_add(zero_elements(two, b.dtype));
             return Ok(());
         }
-        let two = crate::store::View::dense(b.dtype, two);
+        let two = View::dense(b.dtype, two);
         let elements = one.now.elements();
         for start in (0..elements).step_by(CHUNK) {
             let count = CHUNK.min(elements.saturating_sub(start));
@@ -115,7 +117,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
             if one.now.decode(start, x) && two.decode(start, y) {
                 sums.add(&compare::floats(x, y));
                 unlike = unlike.saturating_add(x.iter().zip(y.iter()).filter(|(x, y)| x.is_nan() != y.is_nan()).count());
-                same &= same_bytes || (x == y && !is_wide);
+                same &= same_bytes || (x == y && (!is_wide || doubles(&one.now, start, x).eq(doubles(&two, start, y))));
             }
         }
         Ok(())
@@ -123,13 +125,25 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
     diff.equal = same;
     if floats {
         (diff.sqnr_db, diff.cosine, diff.max_abs_error) = (sums.sqnr_db(), sums.cosine(), Some(f64::from(sums.max)));
-        (diff.zeros_before, diff.zeros_after) = (sums.zeros_before, sums.zeros_after);
     }
+    (diff.zeros_before, diff.zeros_after) = (sums.zeros_before, sums.zeros_after);
     if unlike > 0 {
         diff.max_abs_error = Some(f64::INFINITY);
         diff.note = Some(format!("NaN in only one model: {}", counted(unlike, "element")));
     }
     Ok(diff)
+}
+
+/// The values of elements from `start` on, which are `floats` in f32.
+fn doubles<'a>(view: &View<'a>, start: usize, floats: &'a [f32]) -> impl Iterator<Item = f64> + 'a {
+    let wide = if view.dtype == DType::F64 && view.affine.is_none() { view.values.as_chunks().0 } else { &[] };
+    let wide = wide.get(start..).unwrap_or_default();
+    floats.iter().enumerate().map(|(at, float)| wide.get(at).map_or(f64::from(*float), |bytes| f64::from_le_bytes(*bytes)))
+}
+
+/// Number of elements that consist of zero bits.
+fn zero_elements(bytes: &[u8], dtype: DType) -> u64 {
+    bytes.chunks_exact((dtype.bitsize() / 8).max(1)).filter(|element| element.iter().all(|byte| *byte == 0)).count() as u64
 }
 
 /// Elements compared at a time.
@@ -181,7 +195,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::store::{BlockSink, Encoding, View, WeightSource};
+    use crate::store::{BlockSink, Encoding, WeightSource};
 
     /// Numbers in blocks of a number of elements that does not depend on the unit.
     struct Numbers {
@@ -226,6 +240,10 @@ mod tests {
                 let found = weight_diff("w", Some(&a), Some(&b)).unwrap();
                 assert_eq!((found.equal, found.max_abs_error, found.zeros_before, found.zeros_after), (true, Some(0.0), 1, 1), "{one} {two}");
             }
+            let near = |value: f64| weight(DType::F64, [value; 10].iter().flat_map(|number| number.to_le_bytes()).collect(), two);
+            let ones = weight(DType::F32, [1f32; 10].iter().flat_map(|number| number.to_le_bytes()).collect(), one);
+            let is_equal = |a, b| weight_diff("w", Some(a), Some(b)).unwrap().equal;
+            assert!(is_equal(&ones, &near(1.0)) && !is_equal(&ones, &near(1.0 + 1e-9)) && !is_equal(&near(1.0 + 1e-9), &near(1.0)));
             let found = weight_diff("w", Some(&single(one)), Some(&double(11, two))).unwrap();
             assert_eq!((found.equal, found.max_abs_error), (false, Some(2.0)), "{one} {two}");
         }
