@@ -24,17 +24,16 @@ impl Metric for Classification {
         let (name, logits) = select_output(outputs, &["logits"], 2)?;
         let count = logits.dim(1).map_err(tensor_error)?;
         let predicted = logits.argmax(D::Minus1).and_then(|classes| transfer::values::<u32>(&classes, Cause::Answers)).map_err(tensor_error)?;
-        // The sum of a row with NaN is NaN.
-        let sums = logits.to_dtype(DType::F32).and_then(|logits| transfer::values::<f32>(&logits.sum(D::Minus1)?, Cause::Answers)).map_err(tensor_error)?;
+        let values = logits.to_dtype(DType::F32).and_then(|logits| transfer::values::<f32>(&logits, Cause::Answers)).map_err(tensor_error)?;
         if predicted.len() != classes.len() {
             return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
         }
-        for ((label, predicted), sum) in classes.iter().zip(predicted).zip(sums) {
+        for ((label, predicted), row) in classes.iter().zip(predicted).zip(values.chunks(count.max(1))) {
             let Some(label) = label else { continue };
             if *label >= count {
                 return Err(Error::option("data", format!("a label is {label}, but the model has {count} classes, numbered from 0")));
             }
-            let predicted = if sum.is_nan() { UNDEFINED } else { predicted as usize };
+            let predicted = if row.iter().any(|logit| logit.is_nan()) { UNDEFINED } else { predicted as usize };
             *self.confusion.entry((*label, predicted)).or_default() += 1;
         }
         Ok(())

@@ -46,7 +46,9 @@ impl Row {
             row.largest = f64::NAN;
         }
         match kind {
-            LogitKind::Classes => (row.divergence, row.agrees) = (clamp_negative(divergence::of_classes(a, b)), argmax(a) == argmax(b)),
+            LogitKind::Classes => {
+                (row.divergence, row.agrees) = (clamp_negative(divergence::of_classes(a, b)), argmax(a).is_some_and(|class| Some(class) == argmax(b)))
+            }
             LogitKind::Labels => row.divergence = clamp_negative(divergence::of_labels(a, b)),
             LogitKind::Values => {}
         }
@@ -91,13 +93,25 @@ pub(super) fn rows_on_device(a: &Tensor, b: &Tensor, kind: LogitKind) -> candle_
         let error = if at(3).is_nan() { f64::NAN } else { at(4) };
         let cosine = cosine_from_products(at(0), at(1), at(2));
         let largest = if at(1).is_finite() { at(5) } else { f64::NAN };
-        Row { cosine, signal: at(1), noise: at(3), error, largest, divergence: clamp_negative(at(8)), agrees: at(9) > 0.0, first: [at(6), at(7)] }
+        Row {
+            cosine,
+            signal: at(1),
+            noise: at(3),
+            error,
+            largest,
+            divergence: clamp_negative(at(8)),
+            agrees: at(9) > 0.0 && !at(0).is_nan(),
+            first: [at(6), at(7)],
+        }
     };
     Ok(values.chunks_exact(figures.len()).map(row).collect())
 }
 
-/// Index of the largest logit; the first one of equal logits.
+/// Index of the largest logit; the first one of equal logits. `None` if one is NaN.
 fn argmax(logits: &[f32]) -> Option<usize> {
+    if logits.iter().any(|logit| logit.is_nan()) {
+        return None;
+    }
     logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0))).map(|(index, _)| index)
 }
 
