@@ -15,6 +15,9 @@ const IMAGENET: [[f64; 3]; 2] = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]];
 /// `OPENAI_CLIP_MEAN` and `OPENAI_CLIP_STD`.
 const OPENAI_CLIP: [[f64; 3]; 2] = [[0.481_454_66, 0.457_827_5, 0.408_210_73], [0.268_629_54, 0.261_302_58, 0.275_777_11]];
 
+/// Classes that resize images to another size than `size`, by rules of their own.
+const OWN_SIZES: [&str; 4] = ["Donut", "Levit", "Perceiver", "PoolFormer"];
+
 /// The class attributes of an image processor. All of them resize, and rescale by 1 / 255.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ImageProcessor {
@@ -80,6 +83,18 @@ pub(super) fn class<'a>(value: impl Fn(&str) -> Option<&'a Value>) -> &'a str {
     name.strip_suffix("ImageProcessor").or(name.strip_suffix("FeatureExtractor")).unwrap_or(name)
 }
 
+/// Rejects a configuration with a class whose sizes are unknown, unless it does not resize.
+pub(super) fn require_known_size(values: &Map<String, Value>, path: &Path) -> Result<()> {
+    let class = class(|key| values.get(key));
+    if !OWN_SIZES.contains(&class) || values.get("do_resize") == Some(&Value::Bool(false)) {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what: format!("{}: the resizing of `{class}ImageProcessor`", path.display()),
+        hint: "set `resize`, and `crop` if needed, or provide preprocessed images as `arrays`".into(),
+    })
+}
+
 /// Rejects a missing mean or standard deviation of a configuration with `do_normalize`, or with a class that
 /// does not disable it.
 pub(super) fn require_statistics(values: &Map<String, Value>, path: &Path, mean: &[f64], std: &[f64]) -> Result<()> {
@@ -111,6 +126,15 @@ mod tests {
     fn described(values: Value) -> String {
         let Value::Object(values) = values else { panic!("{values}") };
         Pixels::parse(&values, Path::new("p"), None, &Map::new()).unwrap().0.to_string()
+    }
+
+    #[test]
+    fn sizes_by_other_rules_are_refused() {
+        let check = |values: Value| require_known_size(values.as_object().unwrap(), Path::new("p")).map_err(|e| e.to_string());
+        let error = check(json!({ "image_processor_type": "LevitImageProcessorFast" })).unwrap_err();
+        assert!(error.contains("p: the resizing of `LevitImageProcessor`"), "{error}");
+        check(json!({ "image_processor_type": "LevitImageProcessor", "do_resize": false })).unwrap();
+        check(json!({ "image_processor_type": "ViTImageProcessor" })).unwrap();
     }
 
     /// `size` of these classes after construction by transformers 5.23.

@@ -1,5 +1,7 @@
 //! Folders of images, optionally with one subfolder per class.
 
+mod jpeg;
+
 use std::io::{BufRead, Cursor, Read, Seek};
 use std::path::{Path, PathBuf};
 
@@ -88,7 +90,11 @@ pub(super) fn read_images(files: &[&Path], pixels: &Pixels, input: &ImageInput) 
     let mut numbers = Vec::new();
     let mut first = None;
     for file in files {
-        let mut image = ImageReader::new(Cursor::new(files::read(file).map_err(Error::io("open", file))?));
+        let bytes = files::read(file).map_err(Error::io("open", file))?;
+        if image::guess_format(&bytes).ok() == Some(ImageFormat::Jpeg) && !jpeg::is_complete(&bytes) {
+            return Err(Error::malformed(file, "is truncated: the end of the JPEG image is missing; save it again or remove it"));
+        }
+        let mut image = ImageReader::new(Cursor::new(bytes));
         // Formats that cannot be recognized by their contents.
         ImageFormat::from_path(file).into_iter().for_each(|format| image.set_format(format));
         let image = decode(image.with_guessed_format().map_err(Error::io("read", file))?).map_err(|e| unreadable(file, &e))?;

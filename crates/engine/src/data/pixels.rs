@@ -27,7 +27,6 @@ const CONVNEXT_NO_CROP: usize = 384;
 const KEYS: Keys = Keys {
     harmless: &[
         "_valid_processor_keys",
-        "crop_pct",
         "crop_size",
         "data_format",
         "device",
@@ -48,10 +47,16 @@ const KEYS: Keys = Keys {
         "size",
     ],
     neutral: &[
+        ("do_align_long_axis", "false"),
+        ("do_color_quantize", "false"),
+        ("do_crop_margin", "false"),
         ("do_flip_channel_order", "false"),
         ("do_pad", "false"),
         ("do_reduce_labels", "false"),
+        ("do_thumbnail", "false"),
+        ("ensure_multiple_of", "1"),
         ("include_top", "false"),
+        ("keep_aspect_ratio", "false"),
         ("pad_size", "null"),
         ("rescale_offset", "false"),
         ("size_divisor", "null"),
@@ -86,6 +91,9 @@ impl Pixels {
             let rescale = if input.port.element == Element::Int { 1.0 } else { UNIT };
             Pixels { rescale, ..Pixels::plain(&Data::default())? }
         };
+        if let Some((path, settings)) = settings.as_ref().filter(|_| options.resize.is_none()) {
+            image_processors::require_known_size(settings.values(), path)?;
+        }
         if let Some(size) = options.resize.as_deref().and_then(Size::from_sides) {
             let filter = pixels.size.map_or(ResizeAlg::Convolution(FilterType::Bilinear), |(_, filter)| filter);
             (pixels.size, pixels.crop) = (Some((size, filter)), None);
