@@ -321,6 +321,20 @@ fn quantized_bases_get_adapters() {
 }
 
 #[test]
+fn factors_without_their_counterpart_are_refused() {
+    for factor in ["lora_A", "lora_B"] {
+        let run = Run::new();
+        train(&run, "llama", finetune(SEPARATE));
+        let mut tensors = adapter(&run);
+        let name = tensors.keys().find(|name| name.contains(factor)).unwrap().clone();
+        tensors.remove(&name);
+        candle_core::safetensors::save(&tensors, run.out().join("adapter/adapter_model.safetensors")).unwrap();
+        let error = Model::open(run.out()).unwrap_err().to_string();
+        assert!(error.contains("has only one of the factors") && error.contains("incomplete"), "{error}");
+    }
+}
+
+#[test]
 fn notes_have_advice_for_vllm_only_if_it_loads_the_base() {
     let passes: [(Option<Step>, bool); 3] = [
         (None, true),

@@ -149,7 +149,10 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
     }
     let malformed = |what: String| Error::malformed(&path.join(FOLDER).join(ADAPTER), what);
     let of = |wanted: Part| checkpoint.tensors.keys().filter_map(move |name| part(name).filter(|(_, part)| *part == wanted)).map(|(module, _)| module);
-    let (layers, norms): (BTreeSet<&str>, BTreeSet<&str>) = (of(Part::Inner).collect(), of(Part::Magnitude).collect());
+    let [layers, outer, norms] = [Part::Inner, Part::Outer, Part::Magnitude].map(|wanted| of(wanted).collect::<BTreeSet<&str>>());
+    if let Some(module) = layers.symmetric_difference(&outer).next() {
+        return Err(malformed(format!("has only one of the factors {FACTORS:?} of `{module}`: the file is incomplete")));
+    }
     match layers.symmetric_difference(&norms).find(|_| has_norms) {
         Some(module) => Err(malformed(format!("has {FACTORS:?} or `{MAGNITUDE}` of `{module}`, but not both, although {CONFIG} has `use_dora`"))),
         None if layers.is_empty() => Err(malformed(format!("is missing or empty, although config.json has `{KEY}`"))),
@@ -259,6 +262,7 @@ impl Model {
     /// A factor is missing, or the shapes of factors do not fit.
     pub fn fold_corrections(&mut self, layers: &BTreeSet<String>) -> Result<()> {
         let corrections = self.corrections();
+        corrections.keys().try_for_each(|name| self.weights.get(name).map(drop))?;
         let folded: Vec<_> = corrections.iter().filter(|(name, _)| layers.contains(*name)).collect();
         for (name, factors) in &folded {
             let [inner, outer] = factors.each_ref().map(|factor| self.weights.get(factor).cloned());
