@@ -49,11 +49,18 @@ pub(super) fn retain(folder: &Path, last: &Path, step: u64, count: usize) -> Res
 /// damaged one names an earlier one that is intact.
 pub(super) fn open_latest<T: DeserializeOwned>(folder: &Path, last: PathBuf) -> Result<Option<(PathBuf, T, Saved)>> {
     let path = latest(folder, last);
-    match checkpoint::open(&path) {
+    match open_intact(&path) {
         Ok(found) => Ok(found.map(|(about, saved)| (path, about, saved))),
         Err(Error::Malformed { reason, .. }) => Err(Error::run(path.display(), reason, repair::<T>(folder, &path))),
         Err(error) => Err(error),
     }
+}
+
+/// Opens a checkpoint, and checks that it is not damaged.
+fn open_intact<T: DeserializeOwned>(path: &Path) -> Result<Option<(T, Saved)>> {
+    let found = checkpoint::open(path)?;
+    found.iter().try_for_each(|(_, saved): &(T, Saved)| saved.check())?;
+    Ok(found)
 }
 
 /// How to resume although a checkpoint is damaged.
@@ -64,7 +71,7 @@ fn repair<T: DeserializeOwned>(folder: &Path, damaged: &Path) -> String {
         if earlier == damaged {
             continue;
         }
-        if let Ok(Some(_)) = checkpoint::open::<T>(&earlier) {
+        if let Ok(Some(_)) = open_intact::<T>(&earlier) {
             let removed = removed.join(" and ");
             return format!("{}, the checkpoint of step {step}, is intact: remove {removed}, and continue from it with `resume`", earlier.display());
         }
