@@ -230,7 +230,8 @@ impl<A: Algorithm> StatefulOptimizer<A> {
 
 impl<A: Algorithm> Optimizer for StatefulOptimizer<A> {
     fn update_part(&mut self, name: &str, dims: &[usize], elements: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()> {
-        let is_exempt = self.exempt_vectors && dims.len() <= 1;
+        // The biases of all experts are one matrix.
+        let is_exempt = self.exempt_vectors && (dims.len() <= 1 || name.ends_with("bias"));
         let rates = self.groups.get(name).copied().unwrap_or(Rates { factor: 1.0, weight_decay: None });
         let weight_decay = rates.weight_decay.unwrap_or(if is_exempt { 0.0 } else { self.weight_decay });
         let context = StepContext { rate: rate * rates.factor, step: step.max(1), weight_decay };
