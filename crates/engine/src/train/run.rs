@@ -93,6 +93,10 @@ impl Trainer<'_> {
         };
         let average_home = if weights.home().is_sharded() { weights.home().clone() } else { home.clone() };
         let batches = Batches::new(self.data, self.batch, self.options, self.context.seed, (self.team.rank(), self.team.size()))?;
+        // The number of steps of epochs is known only now.
+        if let Some(reason) = self.options.schedule.check(Some(batches.steps())) {
+            return Err(Error::option(format!("{}: schedule", self.context.name), reason));
+        }
         // Options that may change on resume are not part of the identity.
         let Training { final_checkpoint, patience, .. } = self.options;
         let identity = format!("{} {} {final_checkpoint:?} {patience:?}", self.context.identity, batches.steps());
