@@ -5,6 +5,10 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// What to do about values that are not finite.
+const NOT_FINITE_HINT: &str =
+    "the checkpoint is damaged, or a pass computed these values, as a training with a large learning rate does; set `allow_nonfinite` to keep them";
+
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -59,7 +63,7 @@ pub enum Error {
         /// Suggested fix.
         hint: String,
     },
-    /// A NaN or infinite weight.
+    /// A NaN or infinite weight of the input, or of the result of a pass.
     #[error("tensor `{name}` holds {}", counted(*count as usize, "NaN or infinite value"))]
     NotFinite {
         /// Name in the checkpoint.
@@ -220,7 +224,9 @@ impl Error {
     /// A failed computation of candle. Out-of-memory errors of devices become [`Error::OutOfMemory`].
     #[doc(hidden)]
     pub fn candle(what: impl fmt::Display, e: impl fmt::Display) -> Error {
-        let reason = e.to_string();
+        // With `RUST_BACKTRACE`, candle appends the frames of the program to its message.
+        let text = e.to_string();
+        let reason = text.split_once("\n   0: ").map_or(text.as_str(), |(reason, _)| reason).to_owned();
         if reason.to_ascii_lowercase().replace('_', " ").contains("out of memory") {
             return Error::OutOfMemory { what: what.to_string(), reason };
         }
@@ -252,7 +258,7 @@ impl Error {
             Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, `gradient_checkpointing: blocks`, or an optimizer with less state; use `offload: parameters` if the weights do not fit".into()),
             Error::Diverged { .. } => Some("lower the learning rate, warm up longer, or compute in f32".into()),
             Error::Paused { .. } | Error::Interrupted { .. } => Some("run it again with `resume` to continue".into()),
-            Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite` to keep these values".into()),
+            Error::NotFinite { .. } => Some(NOT_FINITE_HINT.into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),
             Error::Recipe { .. } => Some("`compress init MODEL` writes a commented recipe; `compress schema` prints all keys".into()),
@@ -380,5 +386,12 @@ mod tests {
         assert!(hint("open", "~/model", io::ErrorKind::NotFound).contains("has not expanded `~`"));
         assert!(hint("create", "/root/out", denied).contains("choose another location"));
         assert!(hint("open", "/root/model", denied).contains("copy it"));
+    }
+
+    #[test]
+    fn messages_of_candle_contain_no_backtrace() {
+        let text = |message: &str| Error::candle("x", message).to_string();
+        assert_eq!(text("shape mismatch\n   0: candle_core::error\n   1: main\n"), "x: shape mismatch");
+        assert_eq!(text("two\nlines"), "x: two\nlines");
     }
 }

@@ -213,14 +213,8 @@ impl Measure {
     pub(super) fn add(&mut self, block: &Block, seen: &mut WeightMeasurement) {
         self.hash(&block.before);
         let (now, before) = (&block.now, &block.before);
-        // Integers are finite, but their scales may not be.
-        let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
-        seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
-        if let Some((affine, _)) = before.affine {
-            let nans = |bytes, codes: &[u8]| codes.iter().map(|nan| scan::count_bytes(bytes, *nan)).sum::<u64>();
-            seen.nonfinite += affine.codes.float().map_or(0, |format| nans(before.values, format.row().nans));
-            seen.nonfinite += nans(before.scales, affine.scale_format().nans());
-        }
+        let nonfinite_before = nonfinite(before);
+        seen.nonfinite += nonfinite_before;
         if now.is(before) && now.affine.is_none() {
             let zeros = now.zeros();
             seen.difference.zeros_before += zeros;
@@ -231,11 +225,13 @@ impl Measure {
         seen.changed |= changed;
         let counted = (seen.difference.zeros_before, seen.difference.zeros_after);
         let elements = now.elements();
+        let mut is_finite = true;
         for start in (0..elements).step_by(RUN) {
             let count = RUN.min(elements - start);
             let sampled = if changed { self.sample_size(self.runs, count) } else { 0 };
             let Some(found) = self.compare(before, now, start, count) else { continue };
             seen.difference.add(&found);
+            is_finite &= found.noise.is_finite();
             let sums = [found.signal, found.other, found.noise, found.dot];
             self.sums.iter_mut().zip(sums).for_each(|(sum, value)| sum.add(value));
             self.sampled += sampled;
@@ -246,6 +242,10 @@ impl Measure {
                 debug_assert!(decoded, "they were compared");
             }
             self.runs += 1;
+        }
+        // A result that is not finite has an infinite distance from a finite value.
+        if changed && !is_finite {
+            seen.nonfinite += nonfinite(now).saturating_sub(nonfinite_before);
         }
         // Small f64 values become zero when they are converted to f32 for the comparison.
         if before.affine.is_none() && before.dtype == DType::F64 {
@@ -287,6 +287,16 @@ impl Measure {
     }
 }
 
+/// Number of NaN and infinite values.
+fn nonfinite(view: &View) -> u64 {
+    // Integers are finite, but their scales may not be.
+    let (dtype, floats) = view.affine.map_or((view.dtype, view.values), |(affine, _)| (affine.scale_dtype, view.scales));
+    let count = with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
+    let Some((affine, _)) = view.affine else { return count };
+    let nans = |bytes, codes: &[u8]| codes.iter().map(|nan| scan::count_bytes(bytes, *nan)).sum::<u64>();
+    count + affine.codes.float().map_or(0, |format| nans(view.values, format.row().nans)) + nans(view.scales, affine.scale_format().nans())
+}
+
 pub(super) fn hash_values(hasher: &mut blake3::Hasher, before: &View) {
     hasher.update(before.values);
     if before.affine.is_some() {
@@ -324,6 +334,19 @@ mod tests {
             assert!(picture.low.abs() < 0.01 && picture.high > 0.98, "{picture:?}");
             assert!(picture.before.iter().all(|count| *count as usize <= total / BINS + RUN), "{picture:?}");
             assert!(picture.after[0] as usize >= total * 9 / 20 && picture.after[1] == 0, "{picture:?}");
+        }
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_counted_in_the_input_and_in_the_result() {
+        let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+        let [finite, huge, other] = [[1.0, 2.0, 3.0], [1.0, 3e38, -3e38], [f32::NAN, 2.0, f32::INFINITY]].map(|values| bytes(&values));
+        let stored = std::sync::Arc::new(super::super::Bytes { dtype: DType::F32, bytes: Vec::new() });
+        let weight = Weight::new(DType::F32, vec![3], super::super::Encoding::Dense, stored);
+        for (before, now, count) in [(&finite, &finite, 0), (&finite, &huge, 0), (&finite, &other, 2), (&other, &finite, 2), (&other, &other, 2)] {
+            let (mut measure, mut seen) = (Measure::new(&weight), WeightMeasurement::default());
+            measure.add(&Block { now: View::dense(DType::F32, now), before: View::dense(DType::F32, before) }, &mut seen);
+            assert_eq!(seen.nonfinite, count);
         }
     }
 
