@@ -81,11 +81,11 @@ impl Global {
 /// and then its process group.
 const SAME_REQUEST: Duration = Duration::from_millis(500);
 
-/// What a signal requests.
+/// Request of a signal.
 #[derive(Debug, PartialEq, Eq)]
 enum Request {
     Cancel,
-    /// What another signal has requested already.
+    /// A repetition of the first request.
     Same,
     Terminate,
 }

@@ -124,8 +124,8 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Summary of the model; `counted_zeros` has the number of zeros and of elements of each weight whose zeros were
-/// counted.
+/// Summary of the model; `counted_zeros` has the number of zeros and of elements of each weight whose zeros
+/// were counted.
 fn summary(model: &Model, counted_zeros: &[[u64; 2]], [inputs, outputs]: [String; 2], cannot_run: Option<String>) -> comfy_table::Table {
     let weights = &model.weights;
     let names: Vec<&str> = [model.config.model_type(), model.config.class()].into_iter().filter(|name| !name.is_empty()).collect();

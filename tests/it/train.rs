@@ -496,7 +496,8 @@ fn images_are_augmented_in_the_same_way_in_each_run() {
 fn weights_that_training_makes_infinite_are_not_written() {
     let run = Run::new();
     let pass = with_training!(finetune(1), optimizer: Kind::Sgd, learning_rate: 1e39, clip_norm: 0.0);
-    let error = run.train("llama", samples("llama", run.folder.path(), 8, 0), pass).unwrap_err();
+    let data = Data { task: Some(Task::LanguageModelling), ..samples("llama", run.folder.path(), 8, 0) };
+    let error = run.train("llama", data, pass).unwrap_err();
     assert!(error.to_string().contains("NaN or infinite value") && error.hint().unwrap().contains("large learning rate"), "{error}");
     assert!(!run.out().exists());
 }
@@ -505,7 +506,8 @@ fn weights_that_training_makes_infinite_are_not_written() {
 fn a_decay_that_is_longer_than_the_epochs_is_refused() {
     let run = Run::new();
     let schedule: Schedule = serde_json::from_str(r#"{ "kind": "linear", "decay_steps": 50 }"#).unwrap();
-    let error = run.train("llama", samples("llama", run.folder.path(), 8, 0), with_training!(finetune(1), max_steps: None, schedule)).unwrap_err();
+    let data = Data { task: Some(Task::LanguageModelling), ..samples("llama", run.folder.path(), 8, 0) };
+    let error = run.train("llama", data, with_training!(finetune(1), max_steps: None, schedule)).unwrap_err();
     assert!(error.to_string().contains("`decay_steps` 50 are more than the 1 steps of the training"), "{error}");
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What to do about values that are not finite.
+/// Hint about values that are not finite.
 const NOT_FINITE_HINT: &str =
     "the checkpoint is damaged, or a pass computed these values, as a training with a large learning rate does; set `allow_nonfinite` to keep them";
 

@@ -9,7 +9,8 @@ use crate::simd;
 
 /// Number of rows whose products are summed in registers.
 const CHUNK: usize = 512;
-/// Number of features whose products are computed by one job: a multiple of the sizes of all blocks and panels.
+/// Number of features whose products are computed by one job: a multiple of the sizes of all blocks and
+/// panels.
 const GROUP: usize = 96;
 /// Minimum number of features that are rounded to bf16 numbers.
 const ROUNDED: usize = 128;
@@ -17,8 +18,8 @@ const ROUNDED: usize = 128;
 /// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`. Elements below
 /// the diagonal are undefined.
 ///
-/// Where the processor has products of bf16 numbers, `X` is rounded to these, unless `size` is small; sums
-/// are those of floats. The result is the exact sum for inputs with a relative error of at most 2⁻⁹.
+/// On processors with products of bf16 numbers, `X` is rounded to bf16, unless `size` is small, and products
+/// are summed in f32. The result is that of inputs with a relative error of at most 2⁻⁹.
 pub fn add(rows: &[f32], size: usize, sums: &mut [f32]) {
     on_pool_thread(|| add_chunks([rows, rows], size, |first| first, sums));
 }

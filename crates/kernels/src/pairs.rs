@@ -26,14 +26,14 @@ fn pairs<const N: usize>(values: &[f32], out: &mut [f32]) {
 }
 
 simd! {
-    /// Rounds the floats of a packed block to pairs.
+    /// Rounds a packed block to pairs.
     pub(super) fn round_block(values: &[f32], out: &mut [f32]) {
         pairs::<BLOCK>(values, out);
     }
 }
 
 simd! {
-    /// Rounds the floats of a panel to pairs.
+    /// Rounds a panel to pairs.
     pub(super) fn round_panel(values: &[f32], out: &mut [f32]) {
         pairs::<PANEL>(values, out);
     }
@@ -88,7 +88,7 @@ mod instructions {
         let mut sums = [[_mm512_setzero_ps(); PANEL / LANES]; BLOCK];
         for (a, b) in block.as_chunks::<BLOCK>().0.iter().zip(panel.as_chunks::<PANEL>().0) {
             let halves = b.as_chunks::<LANES>().0;
-            // SAFETY: the load reads the 16 floats of an array.
+            // SAFETY: the load reads an array of 16 floats.
             let b: [__m512bh; PANEL / LANES] = std::array::from_fn(|half| unsafe { transmute(_mm512_loadu_ps(halves[half].as_ptr())) });
             for i in 0..BLOCK {
                 let a = pairs(_mm512_set1_epi32(a[i].to_bits().cast_signed()));
@@ -99,7 +99,7 @@ mod instructions {
         }
         for (out, sums) in tile.iter_mut().zip(&sums) {
             for (out, sum) in out.as_chunks_mut::<LANES>().0.iter_mut().zip(sums) {
-                // SAFETY: the store writes the 16 floats of an array.
+                // SAFETY: the store writes an array of 16 floats.
                 unsafe { _mm512_storeu_ps(out.as_mut_ptr(), *sum) };
             }
         }

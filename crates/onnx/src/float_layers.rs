@@ -22,8 +22,8 @@ fn is_float_resize(node: &NodeProto) -> bool {
     node.op_type() == "Resize" && (text(node, "mode").as_deref() == Some("cubic") || node.attribute.iter().any(|attribute| attribute.name() == "axes"))
 }
 
-/// Whether the integer kernel of ONNX Runtime 1.31 divides the averages of a pooling by a wrong count, or has no
-/// dilations.
+/// Whether the integer kernel of ONNX Runtime 1.31 divides the averages of a pooling by a wrong count, or
+/// does not support its dilations.
 fn is_float_pooling(node: &NodeProto) -> bool {
     let is_dilated = |attribute: &AttributeProto| attribute.name() == "dilations" && attribute.ints.iter().any(|dilation| *dilation != 1);
     let divides_wrongly = int(node, "ceil_mode", 0) != 0 && int(node, "count_include_pad", 0) != 0;

@@ -235,8 +235,8 @@ fn signals_end_a_run_of_onnx_runtime() {
         child
     };
     let (child, begun) = (run(), std::time::Instant::now());
-    // Signals that arrive together are one request, as those of `timeout`: both are delivered when the process
-    // continues.
+    // Signals that arrive together are one request, as those of `timeout`. Both are delivered when the
+    // process continues.
     for signal in [Signal::STOP, Signal::INT, Signal::TERM] {
         kill_process(Pid::from_child(&child), signal).unwrap();
     }

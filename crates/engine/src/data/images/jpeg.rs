@@ -1,5 +1,5 @@
-//! The structure of JPEG files (ITU-T T.81, annex B): the decoder fills missing parts of truncated images with
-//! gray.
+//! The structure of JPEG files (ITU-T T.81, annex B): the decoder fills missing parts of truncated images
+//! with gray.
 
 // Parses untrusted input.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
