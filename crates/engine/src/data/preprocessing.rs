@@ -60,7 +60,10 @@ impl DataSet {
             return Ok(Some(reason));
         }
         let description = |data: &DataSet| data.preprocessing().unwrap_or_else(|| "its own tokenizer".to_owned());
-        let reason = || Some(format!("{}; {}", description(self), description(other)));
+        let reason = || {
+            let [ours, theirs] = [self, other].map(description);
+            Some(if ours == theirs { "other tokens, samples or labels".to_owned() } else { format!("{ours}; {theirs}") })
+        };
         if self.preprocessing() != other.preprocessing() {
             return Ok(reason());
         }

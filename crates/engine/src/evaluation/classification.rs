@@ -89,8 +89,9 @@ mod tests {
         assert!(metric.score().unwrap_err().to_string().contains("-100"));
         metric.add(&unlabelled, &[("logits".to_owned(), logits.clone())].into()).unwrap();
         assert_eq!((metric.score().unwrap().value, metric.score().unwrap().more["correct"]), (1.0, 3.0));
-        // A row with NaN has no class, whatever the label is.
-        let logits_with_nan = Tensor::new(&[[f32::NAN, 0., 0.], [0., 1., f32::NAN], [0., 1., 0.], [f32::NEG_INFINITY, 0., 1.]], &Device::Cpu).unwrap();
+        // A row with NaN has no class, whatever the label is; one with infinities has.
+        let logits_with_nan =
+            Tensor::new(&[[f32::NAN, 0., 0.], [0., 1., f32::NAN], [0., 1., 0.], [f32::NEG_INFINITY, 0., f32::INFINITY]], &Device::Cpu).unwrap();
         let mut metric = Classification::default();
         metric.add(&batch, &[("logits".to_owned(), logits_with_nan)].into()).unwrap();
         let score = metric.score().unwrap();

@@ -119,3 +119,19 @@ fn argmax(logits: &[f32]) -> Option<usize> {
 pub(super) fn clamp_negative(sum: f64) -> f64 {
     if sum < 0.0 { 0.0 } else { sum }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn rows_with_nan_have_no_top_class() {
+        for (logits, agrees) in [([1f32, 2.0, 0.0], true), ([1.0, f32::NAN, 0.0], false)] {
+            let tensor = Tensor::from_slice(&logits, (1, 3), &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+            let on_device = rows_on_device(&tensor, &tensor, LogitKind::Classes).unwrap();
+            assert_eq!([Row::from_values(&logits, &logits, LogitKind::Classes).agrees, on_device[0].agrees], [agrees; 2]);
+        }
+    }
+}

@@ -262,7 +262,9 @@ impl Model {
     /// A factor is missing, or the shapes of factors do not fit.
     pub fn fold_corrections(&mut self, layers: &BTreeSet<String>) -> Result<()> {
         let corrections = self.corrections();
-        corrections.keys().try_for_each(|name| self.weights.get(name).map(drop))?;
+        if let Some(name) = corrections.keys().find(|name| !self.weights.by_name.contains_key(*name)) {
+            return Err(Error::tensor(name, "is missing, although the adapter has factors of it", "use the adapter that was written with these weights"));
+        }
         let folded: Vec<_> = corrections.iter().filter(|(name, _)| layers.contains(*name)).collect();
         for (name, factors) in &folded {
             let [inner, outer] = factors.each_ref().map(|factor| self.weights.get(factor).cloned());

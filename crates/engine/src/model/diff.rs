@@ -242,7 +242,7 @@ mod tests {
             }
             let near = |value: f64| weight(DType::F64, [value; 10].iter().flat_map(|number| number.to_le_bytes()).collect(), two);
             let ones = weight(DType::F32, [1f32; 10].iter().flat_map(|number| number.to_le_bytes()).collect(), one);
-            let is_equal = |a, b| weight_diff("w", Some(a), Some(b)).unwrap().equal;
+            let is_equal = |a: &Weight, b: &Weight| weight_diff("w", Some(a), Some(b)).unwrap().equal;
             assert!(is_equal(&ones, &near(1.0)) && !is_equal(&ones, &near(1.0 + 1e-9)) && !is_equal(&near(1.0 + 1e-9), &near(1.0)));
             let found = weight_diff("w", Some(&single(one)), Some(&double(11, two))).unwrap();
             assert_eq!((found.equal, found.max_abs_error), (false, Some(2.0)), "{one} {two}");

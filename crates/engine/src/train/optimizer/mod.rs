@@ -402,12 +402,13 @@ mod tests {
     }
 
     #[test]
-    fn vectors_are_exempt_from_weight_decay() {
-        for (exempt_vectors, expected) in [(true, 1.0), (false, 0.9)] {
-            let parameter = Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
+    fn vectors_and_biases_are_exempt_from_weight_decay() {
+        let cases = [(true, vec![3], "b", 1.0), (false, vec![3], "b", 0.9), (true, vec![2, 3], "experts.down_proj_bias", 1.0), (true, vec![2, 3], "b", 0.9)];
+        for (exempt_vectors, shape, name, expected) in cases {
+            let parameter = Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
             let settings = Settings { weight_decay: 0.1, exempt_vectors, ..Settings::default() };
-            build(Kind::AdamW, &settings, &Placement::Memory(Device::Cpu)).unwrap().update("b", &parameter, &parameter.zeros_like().unwrap(), 1.0, 1).unwrap();
-            assert_eq!(parameter.to_vec1::<f32>().unwrap(), [expected; 3]);
+            build(Kind::AdamW, &settings, &Placement::Memory(Device::Cpu)).unwrap().update(name, &parameter, &parameter.zeros_like().unwrap(), 1.0, 1).unwrap();
+            assert!(parameter.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().all(|value| *value == expected), "{name}");
         }
     }
 
