@@ -5,7 +5,8 @@
 //! for model execution process f32. Floats are summed in a fixed number of lanes, or sequentially, so
 //! results do not depend on the number of threads. For stored weights, they do not depend on the
 //! instruction set either. Matrix products of model execution (`tile`) use fused multiply-add if it is
-//! available, and large ones the tile registers of AMX (`split`).
+//! available, and large ones the tile registers of AMX (`split`). Second moments (`gram`) use products of
+//! bf16 numbers (`pairs`).
 
 #[macro_use]
 pub mod simd;

@@ -120,13 +120,13 @@ pub(crate) fn has_tiles() -> bool {
 }
 
 /// Whether the processor has products of pairs of bf16 numbers, and no tile registers are used.
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(feature = "run", target_arch = "x86_64"))]
 pub(crate) fn has_pairs() -> bool {
     static AVAILABLE: LazyLock<bool> = LazyLock::new(|| level() == Level::Avx512 && std::arch::is_x86_feature_detected!("avx512bf16"));
     *AVAILABLE
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(all(feature = "run", not(target_arch = "x86_64")))]
 pub(crate) fn has_pairs() -> bool {
     false
 }
