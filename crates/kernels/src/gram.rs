@@ -3,9 +3,9 @@
 use rayon::prelude::*;
 
 use super::matmul::{LeftRows, Operands, Rows};
+use super::pairs;
 use super::pool::on_pool_thread;
 use super::split::{self, Rounded};
-use crate::simd;
 
 /// Number of rows whose products are summed in registers.
 const CHUNK: usize = 512;
@@ -41,7 +41,7 @@ fn add_chunks([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> 
         match (size >= ROUNDED && split::is_available()).then(|| Rounded::pack(&left, &right, size)).flatten() {
             Some(operands) => groups.for_each(|(first, sums)| operands.add_to(first, begin(first), sums)),
             None => {
-                let operands = Operands::pack(&left, &right, size, size >= ROUNDED && simd::has_pairs());
+                let operands = Operands::pack(&left, &right, size, size >= ROUNDED && pairs::is_available());
                 groups.for_each(|(first, sums)| operands.add_to(first, begin(first), sums));
             }
         }

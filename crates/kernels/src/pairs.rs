@@ -39,6 +39,11 @@ simd! {
     }
 }
 
+/// Whether the processor has products of pairs, and no tile registers are used.
+pub(super) fn is_available() -> bool {
+    instructions::are_available()
+}
+
 /// The product of a block and a panel of pairs.
 pub(super) fn multiply(block: &[f32], panel: &[f32], tile: &mut Tile) {
     if !instructions::multiply(block, panel, tile) {
@@ -66,17 +71,24 @@ fn portable(block: &[f32], panel: &[f32], tile: &mut Tile) {
 mod instructions {
     use std::arch::x86_64::{__m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps};
     use std::mem::transmute;
+    use std::sync::LazyLock;
 
     use super::{BLOCK, PANEL, Tile};
-    use crate::simd::has_pairs;
+    use crate::simd::{Level, level};
 
     /// Number of floats in a register.
     const LANES: usize = 16;
 
+    /// Whether the processor has the instruction.
+    pub fn are_available() -> bool {
+        static AVAILABLE: LazyLock<bool> = LazyLock::new(|| level() == Level::Avx512 && is_x86_feature_detected!("avx512bf16"));
+        *AVAILABLE
+    }
+
     /// The product, if the processor has the instruction.
     pub fn multiply(block: &[f32], panel: &[f32], tile: &mut Tile) -> bool {
         // SAFETY: the processor has the features of the callee.
-        has_pairs().then(|| unsafe { packed(block, panel, tile) }).is_some()
+        are_available().then(|| unsafe { packed(block, panel, tile) }).is_some()
     }
 
     #[target_feature(enable = "avx512f,avx512bf16")]
@@ -109,6 +121,10 @@ mod instructions {
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 mod instructions {
     use super::Tile;
+
+    pub fn are_available() -> bool {
+        false
+    }
 
     pub fn multiply(_block: &[f32], _panel: &[f32], _tile: &mut Tile) -> bool {
         false

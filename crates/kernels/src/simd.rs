@@ -119,18 +119,6 @@ pub(crate) fn has_tiles() -> bool {
     false
 }
 
-/// Whether the processor has products of pairs of bf16 numbers, and no tile registers are used.
-#[cfg(all(feature = "run", target_arch = "x86_64"))]
-pub(crate) fn has_pairs() -> bool {
-    static AVAILABLE: LazyLock<bool> = LazyLock::new(|| level() == Level::Avx512 && std::arch::is_x86_feature_detected!("avx512bf16"));
-    *AVAILABLE
-}
-
-#[cfg(all(feature = "run", not(target_arch = "x86_64")))]
-pub(crate) fn has_pairs() -> bool {
-    false
-}
-
 #[cfg(not(target_arch = "x86_64"))]
 fn supported() -> Level {
     Level::Baseline
