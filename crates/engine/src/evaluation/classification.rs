@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{D, DType};
+use candle_core::DType;
 
+use super::fidelity_rows::argmax;
 use super::{Metric, Outputs, Score, select_output, statistics, tensor_error};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
@@ -23,17 +24,17 @@ impl Metric for Classification {
         let References::Classes(classes) = &batch.references else { return Ok(()) };
         let (name, logits) = select_output(outputs, &["logits"], 2)?;
         let count = logits.dim(1).map_err(tensor_error)?;
-        let predicted = logits.argmax(D::Minus1).and_then(|classes| transfer::values::<u32>(&classes, Cause::Answers)).map_err(tensor_error)?;
         let values = logits.to_dtype(DType::F32).and_then(|logits| transfer::values::<f32>(&logits, Cause::Answers)).map_err(tensor_error)?;
-        if predicted.len() != classes.len() {
-            return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
+        let rows = logits.dim(0).map_err(tensor_error)?;
+        if rows != classes.len() {
+            return Err(Error::option("evaluation", format!("output `{name}` has {rows} rows for {} samples", classes.len())));
         }
-        for ((label, predicted), row) in classes.iter().zip(predicted).zip(values.chunks(count.max(1))) {
+        for (label, row) in classes.iter().zip(values.chunks(count.max(1))) {
             let Some(label) = label else { continue };
             if *label >= count {
                 return Err(Error::option("data", format!("a label is {label}, but the model has {count} classes, numbered from 0")));
             }
-            let predicted = if row.iter().any(|logit| logit.is_nan()) { UNDEFINED } else { predicted as usize };
+            let predicted = argmax(row).unwrap_or(UNDEFINED);
             *self.confusion.entry((*label, predicted)).or_default() += 1;
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! Differences of the rows of an output of two models.
 
+use std::cmp::Ordering;
+
 use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
@@ -108,11 +110,11 @@ pub(super) fn rows_on_device(a: &Tensor, b: &Tensor, kind: LogitKind) -> candle_
 }
 
 /// Index of the largest logit; the first one of equal logits. `None` if one is NaN.
-fn argmax(logits: &[f32]) -> Option<usize> {
+pub(super) fn argmax(logits: &[f32]) -> Option<usize> {
     if logits.iter().any(|logit| logit.is_nan()) {
         return None;
     }
-    logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0))).map(|(index, _)| index)
+    logits.iter().enumerate().max_by(|a, b| a.1.partial_cmp(b.1).unwrap_or(Ordering::Equal).then(b.0.cmp(&a.0))).map(|(index, _)| index)
 }
 
 /// Replaces a sum that is negative due to rounding by zero. Unlike `max`, preserves NaN.
