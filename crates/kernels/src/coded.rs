@@ -9,9 +9,10 @@ use super::epilogue::Epilogue;
 use super::few_rows;
 use super::linear::LinearWeight;
 use super::matmul::{Columns, Right};
-use super::one_row::{self, LANES, OneRow, by_columns, by_fours, total};
+use super::one_row::{self, LANES, PREFETCHED, by_columns, by_rows, of_decoded, padded, total};
 use super::scratch::Scratch;
 use super::tile::PANEL;
+use crate::simd::prefetch;
 
 /// A matrix `[rows, inner]`: the weight of a linear layer or an embedding table.
 #[derive(Debug)]
@@ -54,18 +55,11 @@ impl CodedMatrix {
         supported.then(|| (&self.codes[row * self.inner..], &self.scales[row * (self.inner / self.group)..]))
     }
 
-    /// Dot products of a row with rows of the matrix.
-    fn dots(&self, x: &[f32], first: usize, out: &mut [f32]) {
-        match self.rows_from(first) {
-            Some((codes, scales)) => dots(x, codes, scales, self.group, out),
-            None => f32::dots(x, &self.decoded(first..first + out.len()), self.inner, out),
-        }
-    }
-
-    fn four(&self, x: [&[f32]; 4], first: usize, out: &mut [f32]) {
-        match self.rows_from(first) {
-            Some((codes, scales)) => four(x, codes, scales, self.group, out),
-            None => f32::four(x, &self.decoded(first..first + out.len() / 4), self.inner, out),
+    /// Dot products of a few rows with rows of the matrix, those of each row one after another.
+    fn dots(&self, x: &[&[f32]], first: usize, out: &mut [f32]) {
+        match (x, self.rows_from(first)) {
+            ([x], Some((codes, scales))) => dots(x, codes, scales, self.group, out),
+            _ => of_decoded(x, out, |row, values| self.decode(first + row..first + row + 1, values)),
         }
     }
 
@@ -85,13 +79,13 @@ impl Right for CodedMatrix {
 
 impl LinearWeight for CodedMatrix {
     fn one_row(&self, x: &[f32], epilogue: Epilogue, out: &mut [f32]) {
-        by_columns(x.len(), 1, epilogue, out, |first, sums| self.dots(x, first, sums));
+        by_columns(x.len(), 1, epilogue, out, |first, sums| self.dots(&[x], first, sums));
     }
 
     fn few_rows(&self, x: &[f32], rows: usize, epilogue: Epilogue, out: &mut [f32]) {
         let [width, inner] = self.shape();
         if rows <= one_row::MAX_ROWS {
-            return by_fours(x, [rows, width], epilogue, out, |x, first, out| self.dots(x, first, out), |x, first, out| self.four(x, first, out));
+            return by_rows(x, [rows, width], epilogue, out, |x, first, out| self.dots(x, first, out));
         }
         few_rows::product_by_columns::<f32>(x, rows, [inner, width], epilogue, out, |first, count, multiply| {
             multiply(&Columns { values: &self.decoded(first..first + count)[..], count, stride: inner });
@@ -101,8 +95,16 @@ impl LinearWeight for CodedMatrix {
 
 simd! {
     fn decode(codes: &[u8], scales: &[f32], group: usize, values: &mut [f32]) {
+        prefetch(&codes[..values.len()], PREFETCHED);
         for ((values, codes), scale) in values.chunks_exact_mut(group).zip(codes.chunks_exact(group)).zip(scales) {
-            for (value, code) in values.iter_mut().zip(codes) {
+            // Groups are small: loops over runs of fixed length need no remainders.
+            let ((runs, rest), (codes, last)) = (values.as_chunks_mut::<LANES>(), codes.as_chunks::<LANES>());
+            for (values, codes) in runs.iter_mut().zip(codes) {
+                for lane in 0..LANES {
+                    values[lane] = f32::from(codes[lane] as i8) * scale;
+                }
+            }
+            for (value, code) in rest.iter_mut().zip(last) {
                 *value = f32::from(*code as i8) * scale;
             }
         }
@@ -117,51 +119,24 @@ fn add(sums: &mut [f32; LANES], codes: &[u8; LANES], scale: f32, x: &[f32; LANES
 }
 
 simd! {
-    /// As [`dots`] for four rows, the results of each row one after another.
-    fn four(x: [&[f32]; 4], codes: &[u8], scales: &[f32], group: usize, out: &mut [f32]) {
-        let (count, inner) = (out.len() / 4, x[0].len());
-        let rows = codes.chunks_exact(inner).zip(scales.chunks_exact(inner / group));
-        for (column, (codes, scales)) in rows.take(count).enumerate() {
-            // Separate variables stay in registers.
-            let [mut a, mut b, mut c, mut d] = [[0f32; LANES]; 4];
-            for (index, (codes, scale)) in codes.chunks_exact(group).zip(scales).enumerate() {
-                let [first, second, third, fourth] = x.map(|x| x[index * group..][..group].as_chunks::<LANES>().0);
-                for ((((codes, first), second), third), fourth) in codes.as_chunks::<LANES>().0.iter().zip(first).zip(second).zip(third).zip(fourth) {
-                    add(&mut a, codes, *scale, first);
-                    add(&mut b, codes, *scale, second);
-                    add(&mut c, codes, *scale, third);
-                    add(&mut d, codes, *scale, fourth);
-                }
-            }
-            for (row, (mut sums, x)) in [a, b, c, d].into_iter().zip(x).enumerate() {
-                for ((sum, code), x) in sums.iter_mut().zip(codes.as_chunks::<LANES>().1).zip(x.as_chunks::<LANES>().1) {
-                    *sum += f32::from(*code as i8) * scales[0] * x;
-                }
-                out[row * count + column] = total(sums);
-            }
-        }
-    }
-}
-
-simd! {
     /// Dot products of a row with consecutive rows of codes. Groups are rows or multiples of the number of
     /// lanes.
     fn dots(x: &[f32], codes: &[u8], scales: &[f32], group: usize, out: &mut [f32]) {
         let rows = codes.chunks_exact(x.len()).zip(scales.chunks_exact(x.len() / group));
         for (out, (codes, scales)) in out.iter_mut().zip(rows) {
+            prefetch(codes, PREFETCHED);
             let mut sums = [0f32; LANES];
             for ((codes, x), scale) in codes.chunks_exact(group).zip(x.chunks_exact(group)).zip(scales) {
                 for (codes, x) in codes.as_chunks::<LANES>().0.iter().zip(x.as_chunks::<LANES>().0) {
                     add(&mut sums, codes, *scale, x);
                 }
             }
-            // Only a group that is a row can have a remainder. Within the loop, the sums would not stay in
-            // registers.
+            // Only a group that is a row can have a remainder.
             let (last, rest) = (codes.as_chunks::<LANES>().1, x.as_chunks::<LANES>().1);
-            for ((sum, code), x) in sums.iter_mut().zip(last).zip(rest) {
-                *sum += f32::from(*code as i8) * scales[0] * x;
+            if !last.is_empty() {
+                add(&mut sums, &padded(last), scales[0], &padded(rest));
             }
-            *out = total(sums);
+            *out = total(&sums);
         }
     }
 }

@@ -6,7 +6,7 @@ use super::epilogue::Epilogue;
 use super::matmul::{Columns, StoredFloat, by_panels, for_stored_floats};
 use super::scratch::Scratch;
 use super::tile::PANEL;
-use crate::simd::{self, Level};
+use crate::simd::{self, Level, prefetch};
 
 /// Number of rows that are multiplied by a weight element at once.
 const LANES: usize = 16;
@@ -26,8 +26,10 @@ type ColumnRuns<'w, T> = [(&'w [[T; RUN]], &'w [T]); COLUMNS];
 fn sums<const FUSED: bool, T: StoredFloat>(columns: &ColumnRuns<T>, x: &[[f32; LANES]]) -> Sums {
     let mut sums = [[0f32; LANES]; COLUMNS];
     let (runs, rest) = x.as_chunks::<RUN>();
+    let ahead = size_of_val(columns[0].0) * COLUMNS;
     for (at, x) in runs.iter().enumerate() {
         let [a, b, c, d] = [&columns[0].0[at], &columns[1].0[at], &columns[2].0[at], &columns[3].0[at]];
+        [a, b, c, d].into_iter().for_each(|weights| prefetch(weights, ahead));
         for k in 0..RUN {
             add::<FUSED>(&mut sums, [a[k].value(), b[k].value(), c[k].value(), d[k].value()], &x[k]);
         }

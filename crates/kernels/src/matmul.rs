@@ -14,6 +14,7 @@ use super::pairs;
 use super::pool::on_pool_thread;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
+use crate::{F16, Float};
 
 /// Maximum number of floats in packed panels at a time.
 const PACKED: usize = 1 << 20;
@@ -24,12 +25,18 @@ const PARALLEL: usize = 1 << 15;
 const PARALLEL_TRANSPOSED: usize = 1 << 17;
 
 /// A stored float type.
-pub trait StoredFloat: Copy + Sync {
+pub trait StoredFloat: Copy + Default + Sync {
     /// Number of bf16 numbers whose sum is any value of this type.
     const PARTS: usize;
 
     /// Converts the value to f32.
     fn value(self) -> f32;
+
+    /// The values, if they are stored as f32.
+    fn as_f32(values: &[Self]) -> Option<&[f32]> {
+        let _ = values;
+        None
+    }
 }
 
 impl StoredFloat for f32 {
@@ -38,6 +45,10 @@ impl StoredFloat for f32 {
     #[inline(always)]
     fn value(self) -> f32 {
         self
+    }
+
+    fn as_f32(values: &[f32]) -> Option<&[f32]> {
+        Some(values)
     }
 }
 
@@ -55,7 +66,7 @@ impl StoredFloat for half::f16 {
 
     #[inline(always)]
     fn value(self) -> f32 {
-        self.to_f32()
+        F16::to_f32(self.to_le_bytes())
     }
 }
 

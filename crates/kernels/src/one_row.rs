@@ -8,13 +8,15 @@ use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
 use super::matmul::{Columns, Rows, StoredFloat, by_panels, for_stored_floats};
+use super::scratch::Scratch;
+use crate::simd::{self, Level, prefetch};
 
 /// Number of independent sums along the inner dimension.
 pub(super) const LANES: usize = 32;
 /// Maximum number of rows. With more, other loops are faster.
-pub const MAX_ROWS: usize = 5;
-/// Number of rows that are multiplied by a weight that was read once.
-const FOUR: usize = 4;
+pub const MAX_ROWS: usize = 8;
+/// Bytes of the weight between those that are read and those that are fetched meanwhile.
+pub(super) const PREFETCHED: usize = 4096;
 /// Number of result columns computed in parallel if the weight is stored row by row.
 const STRIPE: usize = 64;
 /// Approximate number of weight elements read by one job.
@@ -42,23 +44,17 @@ simd! {
 /// A stored float type, with the inner loops of its products, which are compiled in this crate like those of
 /// [`FewRows`](super::few_rows::FewRows).
 pub trait OneRow: StoredFloat {
-    /// Dot products of a row with columns at a distance of `stride`.
-    fn dots(x: &[f32], values: &[Self], stride: usize, out: &mut [f32]);
-
-    /// As `dots` for four rows, the columns of each row one after another.
-    fn four(x: [&[f32]; FOUR], values: &[Self], stride: usize, out: &mut [f32]);
+    /// Dot products of up to [`MAX_ROWS`] rows with columns at a distance of `stride`, the columns of each row
+    /// one after another.
+    fn dots(x: &[&[f32]], values: &[Self], stride: usize, out: &mut [f32]);
 
     /// Sums of a few adjacent columns, for a weight that is stored row by row.
     fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]);
 }
 
 for_stored_floats! { OneRow {
-    fn dots(x: &[f32], values: &[Self], stride: usize, out: &mut [f32]) {
+    fn dots(x: &[&[f32]], values: &[Self], stride: usize, out: &mut [f32]) {
         dots(x, values, stride, out);
-    }
-
-    fn four(x: [&[f32]; FOUR], values: &[Self], stride: usize, out: &mut [f32]) {
-        four(x, values, stride, out);
     }
 
     fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]) {
@@ -68,36 +64,22 @@ for_stored_floats! { OneRow {
 
 /// `x Wᵀ` for one row, with a weight whose rows are the columns of the result.
 pub fn product<T: OneRow>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
-    by_columns(x.len(), 1, epilogue, out, |first, sums| T::dots(x, &weight.values[first * weight.stride..], weight.stride, sums));
+    by_columns(x.len(), 1, epilogue, out, |first, sums| T::dots(&[x], &weight.values[first * weight.stride..], weight.stride, sums));
 }
 
 /// `x Wᵀ` for 2 to [`MAX_ROWS`] rows `x` `[rows, inner]`.
 pub fn product_of_rows<T: OneRow>(x: &[f32], rows: usize, weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
-    let columns = |first: usize| &weight.values[first * weight.stride..];
-    let one = |x: &[f32], first: usize, out: &mut [f32]| T::dots(x, columns(first), weight.stride, out);
-    by_fours(x, [rows, weight.count], epilogue, out, one, |x, first, out| T::four(x, columns(first), weight.stride, out));
+    by_rows(x, [rows, weight.count], epilogue, out, |x, first, out| T::dots(x, &weight.values[first * weight.stride..], weight.stride, out));
 }
 
-/// Multiplies four rows or one row at a time. The functions receive them, the first column, and their part of
-/// the result, row by row.
-pub(super) fn by_fours(
-    x: &[f32],
-    [rows, width]: [usize; 2],
-    epilogue: Epilogue,
-    out: &mut [f32],
-    one: impl Fn(&[f32], usize, &mut [f32]) + Sync,
-    four: impl Fn([&[f32]; FOUR], usize, &mut [f32]) + Sync,
-) {
+/// Multiplies as many rows at a time as sums fit into registers. The function receives them, the first column, and
+/// its part of the result, row by row.
+pub(super) fn by_rows(x: &[f32], [rows, width]: [usize; 2], epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(&[&[f32]], usize, &mut [f32]) + Sync) {
     let inner = x.len() / rows;
-    let row = |row: usize| &x[row * inner..][..inner];
+    let x: Vec<&[f32]> = (0..rows).map(|row| &x[row * inner..][..inner]).collect();
+    let most = if simd::level() >= Level::Avx512 { MAX_ROWS } else { 2 };
     by_panels(rows, [width, (JOB / inner.max(1)).max(1)], epilogue, out, |first, count, tile| {
-        for (index, tile) in tile.chunks_mut(FOUR * count).enumerate() {
-            let top = FOUR * index;
-            match tile.len() == FOUR * count {
-                true => four(std::array::from_fn(|lane| row(top + lane)), first, tile),
-                false => tile.chunks_exact_mut(count).enumerate().for_each(|(lane, out)| one(row(top + lane), first, out)),
-            }
-        }
+        x.chunks(most).zip(tile.chunks_mut(most * count)).for_each(|(x, tile)| multiply(x, first, tile));
     });
 }
 
@@ -110,6 +92,14 @@ pub fn product_by_rows<T: OneRow>(x: &[f32], weight: &Rows<T>, epilogue: Epilogu
     });
 }
 
+/// The elements after the last whole run, with zeros.
+#[inline(always)]
+pub(super) fn padded<T: Copy + Default>(rest: &[T]) -> [T; LANES] {
+    let mut lanes = [T::default(); LANES];
+    lanes[..rest.len()].copy_from_slice(rest);
+    lanes
+}
+
 /// A plain loop over arrays of fixed length, which the compiler vectorizes.
 #[inline(always)]
 fn add<T: StoredFloat>(sums: &mut [f32; LANES], weights: &[T; LANES], x: &[f32; LANES]) {
@@ -119,51 +109,83 @@ fn add<T: StoredFloat>(sums: &mut [f32; LANES], weights: &[T; LANES], x: &[f32; 
 }
 
 #[inline(always)]
-pub(super) fn total(mut lanes: [f32; LANES]) -> f32 {
-    for half in [16, 8, 4, 2, 1] {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-    }
-    lanes[0]
+pub(super) fn total(lanes: &[f32; LANES]) -> f32 {
+    let lanes: [f32; 16] = halve(lanes);
+    let lanes: [f32; 8] = halve(&lanes);
+    let lanes: [f32; 4] = halve(&lanes);
+    let [a, b, c, d] = lanes;
+    (a + c) + (b + d)
 }
 
-simd! {
-    fn dots[T: StoredFloat](x: &[f32], values: &[T], stride: usize, out: &mut [f32]) {
-        let (runs, rest) = x.as_chunks::<LANES>();
-        for (index, out) in out.iter_mut().enumerate() {
-            let (weights, last) = values[index * stride..][..x.len()].as_chunks::<LANES>();
-            let mut sums = [0f32; LANES];
-            for (weights, x) in weights.iter().zip(runs) {
-                add(&mut sums, weights, x);
-            }
-            for ((sum, weight), x) in sums.iter_mut().zip(last).zip(rest) {
-                *sum += weight.value() * x;
-            }
-            *out = total(sums);
-        }
+/// Adds the second half of the lanes to the first.
+#[inline(always)]
+fn halve<const N: usize>(lanes: &[f32]) -> [f32; N] {
+    std::array::from_fn(|lane| lanes[lane] + lanes[lane + N])
+}
+
+fn dots<T: StoredFloat>(x: &[&[f32]], values: &[T], stride: usize, out: &mut [f32]) {
+    match (x, T::as_f32(values)) {
+        ([x], _) => of_rows([*x], values, stride, out),
+        (_, Some(values)) => of_floats(x, values, stride, out),
+        _ => of_decoded(x, out, |first, column| decode(&values[first * stride..][..column.len()], column)),
     }
 }
 
+/// Dot products of several rows with columns that are decoded before they are multiplied, because each row would
+/// convert them again. `decode` computes a column.
+pub(super) fn of_decoded(x: &[&[f32]], out: &mut [f32], decode: impl Fn(usize, &mut [f32])) {
+    let count = out.len() / x.len();
+    let (mut values, mut sums) = (Scratch::new(x[0].len()), [0f32; MAX_ROWS]);
+    for column in 0..count {
+        decode(column, &mut values);
+        of_floats(x, &values, values.len(), &mut sums[..x.len()]);
+        sums.iter().zip(out[column..].iter_mut().step_by(count)).for_each(|(sum, out)| *out = *sum);
+    }
+}
+
+fn of_floats(x: &[&[f32]], values: &[f32], stride: usize, out: &mut [f32]) {
+    // The number of rows must be known to the compiler.
+    macro_rules! by_number {
+        ($([$($row:ident)+])+) => {
+            match *x {
+                $([$($row),+] => of_rows([$($row),+], values, stride, out),)+
+                _ => unreachable!("rows are multiplied in groups of at most {MAX_ROWS}"),
+            }
+        };
+    }
+    by_number!([a] [a b] [a b c] [a b c d] [a b c d e] [a b c d e f] [a b c d e f g] [a b c d e f g h]);
+}
+
 simd! {
-    fn four[T: StoredFloat](x: [&[f32]; FOUR], values: &[T], stride: usize, out: &mut [f32]) {
-        let (count, inner) = (out.len() / FOUR, x[0].len());
-        let [first, second, third, fourth] = x.map(|x| x.as_chunks::<LANES>().0);
+    fn decode[T: StoredFloat](stored: &[T], values: &mut [f32]) {
+        prefetch(stored, PREFETCHED);
+        for (stored, value) in stored.iter().zip(values) {
+            *value = stored.value();
+        }
+    }
+}
+
+simd! {
+    fn of_rows[T: StoredFloat; N](x: [&[f32]; N], values: &[T], stride: usize, out: &mut [f32]) {
+        let (count, inner) = (out.len() / N, x[0].len());
+        let runs = x.map(|x| &x.as_chunks::<LANES>().0[..inner / LANES]);
         for column in 0..count {
             let (weights, last) = values[column * stride..][..inner].as_chunks::<LANES>();
-            // Separate variables stay in registers.
-            let [mut a, mut b, mut c, mut d] = [[0f32; LANES]; FOUR];
-            for ((((weights, first), second), third), fourth) in weights.iter().zip(first).zip(second).zip(third).zip(fourth) {
-                add(&mut a, weights, first);
-                add(&mut b, weights, second);
-                add(&mut c, weights, third);
-                add(&mut d, weights, fourth);
-            }
-            for (row, (mut sums, x)) in [a, b, c, d].into_iter().zip(x).enumerate() {
-                for ((sum, weight), x) in sums.iter_mut().zip(last).zip(x.as_chunks::<LANES>().1) {
-                    *sum += weight.value() * x;
+            let mut sums = [[0f32; LANES]; N];
+            for (at, weights) in weights.iter().enumerate() {
+                prefetch(weights, PREFETCHED);
+                for row in 0..N {
+                    add(&mut sums[row], weights, &runs[row][at]);
                 }
-                out[row * count + column] = total(sums);
+            }
+            if !last.is_empty() {
+                let last = padded(last);
+                for row in 0..N {
+                    add(&mut sums[row], &last, &padded(x[row].as_chunks::<LANES>().1));
+                }
+            }
+            for row in 0..N {
+                out[row * count + column] = total(&sums[row]);
             }
         }
     }

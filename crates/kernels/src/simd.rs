@@ -3,30 +3,30 @@
 use std::sync::LazyLock;
 
 /// Declares a function whose body is compiled for AVX-512, AVX2 and the baseline, and dispatched by the
-/// features of the processor. Type parameters are written in square brackets.
+/// features of the processor. Type parameters are written in square brackets, followed by an integer.
 macro_rules! simd {
-    ($(#[$meta:meta])* $visible:vis fn $name:ident $([$($generic:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+    ($(#[$meta:meta])* $visible:vis fn $name:ident $([$($generic:ident : $bound:path),* $(; $count:ident)?])? ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         #[allow(unsafe_code)]
-        $visible fn $name $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
+        $visible fn $name $(<$($generic: $bound,)* $(const $count: usize)?>)? ($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            fn body $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? $body
+            fn body $(<$($generic: $bound,)* $(const $count: usize)?>)? ($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,bmi2,popcnt")]
-                fn avx512 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
+                fn avx512 $(<$($generic: $bound,)* $(const $count: usize)?>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic,)* $($count)?>)? ($($arg),*) }
                 #[target_feature(enable = "avx2,fma,bmi2,popcnt")]
-                fn avx2 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
+                fn avx2 $(<$($generic: $bound,)* $(const $count: usize)?>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic,)* $($count)?>)? ($($arg),*) }
                 match $crate::simd::level() {
                     // SAFETY: `supported` checked all features of the callee, and `level` is not higher.
-                    $crate::simd::Level::Avx512 | $crate::simd::Level::Amx => return unsafe { avx512 $(::<$($generic),+>)? ($($arg),*) },
+                    $crate::simd::Level::Avx512 | $crate::simd::Level::Amx => return unsafe { avx512 $(::<$($generic,)* $($count)?>)? ($($arg),*) },
                     // SAFETY: as above.
-                    $crate::simd::Level::Avx2 => return unsafe { avx2 $(::<$($generic),+>)? ($($arg),*) },
+                    $crate::simd::Level::Avx2 => return unsafe { avx2 $(::<$($generic,)* $($count)?>)? ($($arg),*) },
                     $crate::simd::Level::Baseline => {}
                 }
             }
-            body $(::<$($generic),+>)? ($($arg),*)
+            body $(::<$($generic,)* $($count)?>)? ($($arg),*)
         }
     };
 }
@@ -122,6 +122,21 @@ pub(crate) fn has_tiles() -> bool {
 #[cfg(not(target_arch = "x86_64"))]
 fn supported() -> Level {
     Level::Baseline
+}
+
+/// Starts to fetch what begins `ahead` bytes after these values into the cache. Processors recognize streams by
+/// themselves, but not early enough if there is much to compute per value.
+#[inline(always)]
+#[allow(unsafe_code)]
+pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    for line in (0..size_of_val(values)).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: prefetching has no effect on memory, and is allowed at any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(ahead + line)) };
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = (values, ahead);
 }
 
 /// Name of the instruction set used by the loops, for reports.
