@@ -153,6 +153,7 @@ impl Safetensors {
                 ));
             }
         }
+        quantization::require_free_names(items, model)?;
         writer::FileLayout::new(items, &metadata, &model.weights.folders, self.shard_size.0)
     }
 

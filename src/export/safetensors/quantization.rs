@@ -8,6 +8,7 @@ use super::is_packed;
 use super::module_names::{ModuleNames, Owner, names_ending_with, unique};
 use super::original;
 use crate::arch;
+use crate::error::{Error, Result};
 use crate::model::{Model, class, stacked_experts};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
@@ -168,6 +169,22 @@ pub(super) fn dropped_keys<'m>(items: &[Item], model: &'m Model, run: &RunState)
     model.config.carried_quantization().keys().map(String::as_str).filter(|key| !described || !is_valid(key, run)).collect()
 }
 
+/// Fails if a tensor of the model has the name of a parameter of a weight that is quantized now: readers would take
+/// it for one. Parameters that are written themselves are compared elsewhere.
+pub(super) fn require_free_names(items: &[Item], model: &Model) -> Result<()> {
+    const OF_WEIGHT: [&str; 3] = ["_zero_point", "_g_idx", "_global_scale"];
+    const OF_MODULE: [&str; 3] = ["input_scale", "input_zero_point", "input_global_scale"];
+    for item in items.iter().filter(|item| item.weight.encoding != Encoding::Dense && !original::is_kept(item)) {
+        let module = item.name.strip_suffix("weight").map(|module| OF_MODULE.map(|part| format!("{module}{part}")));
+        let names = OF_WEIGHT.map(|part| format!("{}{part}", item.name)).into_iter().chain(module.into_iter().flatten());
+        if let Some(name) = names.into_iter().find(|name| model.weights.by_name.contains_key(name)) {
+            let reason = format!("would be read as a parameter of `{}`, which is quantized now", item.name);
+            return Err(Error::tensor(&name, reason, format!("remove or rename it in the input, or add `{}` to `ignore`", item.name)));
+        }
+    }
+    Ok(())
+}
+
 /// Whether a key of the input's description is still valid for the written weights.
 fn is_valid(key: &str, run: &RunState) -> bool {
     key != "sparsity_config" || run.history.is_empty()
@@ -191,7 +208,9 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], names: &ModuleNames)
     // `embeddings.projection`.
     let unquantized = items
         .iter()
-        .filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 2 && item.name.ends_with(".weight"))
+        .filter(|item| item.weight.encoding == Encoding::Dense && item.name.ends_with(".weight"))
+        // Readers take integers of any shape for codes.
+        .filter(|item| item.weight.shape.len() == 2 || !item.weight.is_float())
         .filter(|item| model.weights.folder(&item.name).is_none());
     let experts: BTreeSet<String> = items.iter().filter_map(|item| stacked_experts(&item.name, &item.weight)).collect();
     let has_quantized = |experts: &&String| groups.iter().flat_map(|g| &g.modules).any(|name| name.starts_with(&format!("{experts}.")));

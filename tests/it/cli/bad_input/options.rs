@@ -344,6 +344,7 @@ fn weights_that_a_pass_does_not_support() {
     let counts = || vec![tensor("x.weight", "I64", &[1, 1], &[0; 8])];
     let mixed = vec![tensor("x.weight", "F64", &[1, 1], &1f64.to_le_bytes()), floats("y.weight", &[4, 4])];
     let taken = vec![floats("x.weight", &[4, 4]), floats("x.weight_scale", &[1])];
+    let left_over = vec![floats("x.weight", &[4, 4]), floats("x.input_scale", &[1])];
     let quantized = |folder: &Path| {
         model(&folder.join("float"));
         ok(folder, "quantize-dynamic float -o in");
@@ -418,6 +419,14 @@ fn weights_that_a_pass_does_not_support() {
             "use `scope: tensor`",
         ),
         tensors("a name that is taken", taken, "quantize-dynamic in -o out", 1, "tensor `x.weight_scale`: would be written twice", "rename it"),
+        tensors(
+            "a left-over parameter",
+            left_over,
+            "quantize-dynamic in -o out",
+            1,
+            "tensor `x.input_scale`: would be read as a parameter of `x.weight`, which is quantized now",
+            "or add `x.weight` to `ignore`",
+        ),
         small(
             "a vector to quantize",
             "quantize-dynamic in -o out --targets *query.bias",
