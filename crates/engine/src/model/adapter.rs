@@ -153,11 +153,29 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
     if let Some(module) = layers.symmetric_difference(&outer).next() {
         return Err(malformed(format!("has only one of the factors {FACTORS:?} of `{module}`: the file is incomplete")));
     }
+    if let Some(module) = layers.iter().find(|module| !is_target(&adapter, module)) {
+        return Err(unsupported(format!("{CONFIG} whose `target_modules` do not select `{module}`, although {ADAPTER} has factors of it")));
+    }
+    let of_rank = |shape: &[usize]| shape.first().map(|inner| *inner as f64) == rank;
+    if let Some((name, tensor)) =
+        checkpoint.tensors.iter().find(|(name, tensor)| part(name).is_some_and(|(_, part)| part == Part::Inner) && !of_rank(&tensor.shape))
+    {
+        return Err(unsupported(format!("{CONFIG} with `r: {}`, although `{name}` has the shape {:?}", rank.unwrap_or(0.0), tensor.shape)));
+    }
     match layers.symmetric_difference(&norms).find(|_| has_norms) {
         Some(module) => Err(malformed(format!("has {FACTORS:?} or `{MAGNITUDE}` of `{module}`, but not both, although {CONFIG} has `use_dora`"))),
         None if layers.is_empty() => Err(malformed(format!("is missing or empty, although config.json has `{KEY}`"))),
         None => Ok(()),
     }
+}
+
+/// Whether PEFT applies the factors of a module: lists contain names or the ends of names. Patterns are not compared.
+fn is_target(adapter: &Config, module: &str) -> bool {
+    let lists = |key: &str| {
+        let names = adapter.get(key).and_then(Value::as_array)?.iter().filter_map(Value::as_str);
+        Some(names.into_iter().any(|name| module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))))
+    };
+    lists("target_modules") != Some(false) && lists("exclude_modules") != Some(true)
 }
 
 /// Sets the role of the tensors of the adapter, so that passes do not select them by default, and adds the
@@ -329,6 +347,26 @@ mod tests {
         assert_eq!(magnitude, "adapter/base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector");
         assert_eq!(part(&magnitude), Some(("model.layers.0.mlp.up_proj", Part::Magnitude)));
         assert_eq!(part(&norm_name("model.layers.0.mlp.up_proj.weight")), None);
+    }
+
+    #[test]
+    fn modules_are_selected_as_in_peft() {
+        let is_target = |adapter: Value| is_target(&Config::from_values(adapter.as_object().unwrap().clone()), "model.layers.0.self_attn.q_proj");
+        for adapter in [
+            json!({ "target_modules": ["k_proj", "q_proj"] }),
+            json!({ "target_modules": ["model.layers.0.self_attn.q_proj"] }),
+            json!({ "target_modules": "all-linear", "exclude_modules": ["proj"] }),
+            json!({ "target_modules": null }),
+        ] {
+            assert!(is_target(adapter.clone()), "{adapter}");
+        }
+        for adapter in [
+            json!({ "target_modules": ["proj", "k_proj"] }),
+            json!({ "target_modules": ["layers.1.self_attn.q_proj"] }),
+            json!({ "target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"] }),
+        ] {
+            assert!(!is_target(adapter.clone()), "{adapter}");
+        }
     }
 
     #[test]
