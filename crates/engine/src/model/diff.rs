@@ -93,7 +93,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
         return Ok(diff);
     }
     let mut sums = Difference::default();
-    let (mut same, mut unlike) = (true, 0usize);
+    let (mut same, mut unlike, mut max) = (true, 0usize, 0f64);
     let floats = a.is_float() && b.is_float();
     let is_wide = a.dtype == DType::F64 || b.dtype == DType::F64;
     if !floats && a.dtype != b.dtype {
@@ -115,7 +115,12 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
             let count = CHUNK.min(elements.saturating_sub(start));
             let ((x, _), (y, _)) = (x.split_at_mut(count), y.split_at_mut(count));
             if one.now.decode(start, x) && two.decode(start, y) {
-                sums.add(&compare::floats(x, y));
+                if is_wide {
+                    doubles(&one.now, start, x).zip(doubles(&two, start, y)).for_each(|pair| max = max.max(add_doubles(&mut sums, pair)));
+                } else {
+                    sums.add(&compare::floats(x, y));
+                    max = max.max(f64::from(sums.max));
+                }
                 unlike = unlike.saturating_add(x.iter().zip(y.iter()).filter(|(x, y)| x.is_nan() != y.is_nan()).count());
                 same &= same_bytes || (x == y && (!is_wide || doubles(&one.now, start, x).eq(doubles(&two, start, y))));
             }
@@ -124,7 +129,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
     })?;
     diff.equal = same;
     if floats {
-        (diff.sqnr_db, diff.cosine, diff.max_abs_error) = (sums.sqnr_db(), sums.cosine(), Some(f64::from(sums.max)));
+        (diff.sqnr_db, diff.cosine, diff.max_abs_error) = (sums.sqnr_db(), sums.cosine(), Some(max));
     }
     (diff.zeros_before, diff.zeros_after) = (sums.zeros_before, sums.zeros_after);
     if unlike > 0 {
@@ -141,9 +146,29 @@ fn doubles<'a>(view: &View<'a>, start: usize, floats: &'a [f32]) -> impl Iterato
     floats.iter().enumerate().map(|(at, float)| wide.get(at).map_or(f64::from(*float), |bytes| f64::from_le_bytes(*bytes)))
 }
 
-/// Number of elements that consist of zero bits.
+/// Adds a pair of doubles, which may be outside of the range of f32, and returns their distance.
+fn add_doubles(sums: &mut Difference, (x, y): (f64, f64)) -> f64 {
+    sums.signal += x * x;
+    sums.other += y * y;
+    sums.noise += (x - y) * (x - y);
+    sums.dot += x * y;
+    sums.zeros_before = sums.zeros_before.saturating_add(u64::from(x == 0.0));
+    sums.zeros_after = sums.zeros_after.saturating_add(u64::from(y == 0.0));
+    (x - y).abs()
+}
+
+/// Number of elements that consist of zero bits. Elements may be smaller than a byte, or cross bytes.
 fn zero_elements(bytes: &[u8], dtype: DType) -> u64 {
-    bytes.chunks_exact((dtype.bitsize() / 8).max(1)).filter(|element| element.iter().all(|byte| *byte == 0)).count() as u64
+    let bits = dtype.bitsize();
+    if bits >= 8 {
+        return bytes.chunks_exact(bits / 8).filter(|element| element.iter().all(|byte| *byte == 0)).count() as u64;
+    }
+    // Eight elements have `bits` bytes.
+    let is_zero = |run: &[u8], element: usize| {
+        (0..bits).map(|bit| element.saturating_mul(bits).saturating_add(bit)).all(|bit| run.get(bit / 8).is_none_or(|byte| byte >> (bit % 8) & 1 == 0))
+    };
+    let elements = |run: &[u8]| run.len().saturating_mul(8).checked_div(bits).unwrap_or(0);
+    bytes.chunks(bits.max(1)).map(|run| (0..elements(run)).filter(|element| is_zero(run, *element)).count() as u64).sum()
 }
 
 /// Elements compared at a time.
@@ -209,6 +234,26 @@ mod tests {
             let parts = self.bytes.chunks(self.block * self.dtype.bitsize() / 8);
             parts.map(|part| View::dense(self.dtype, part)).try_for_each(|view| sink(Block::untouched(view)))
         }
+    }
+
+    #[test]
+    fn doubles_are_compared_outside_of_the_range_of_floats() {
+        let weight = |values: &[f64]| {
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            Weight::new(DType::F64, vec![values.len()], Encoding::Dense, Arc::new(Numbers { dtype: DType::F64, bytes, block: 2 }))
+        };
+        let (a, b) = (weight(&[1e-60, 0.0, -2e-60]), weight(&[1.5e-60, 0.0, -3e-60]));
+        let found = weight_diff("w", Some(&a), Some(&b)).unwrap();
+        assert_eq!((found.equal, found.zeros_before, found.zeros_after, found.max_abs_error), (false, 1, 1, Some(1e-60)));
+        assert!((found.sqnr_db.unwrap() - 6.0206).abs() < 1e-3, "{:?}", found.sqnr_db);
+    }
+
+    #[test]
+    fn zeros_of_small_elements_are_counted_one_by_one() {
+        assert_eq!(zero_elements(&[0x00, 0x10, 0xFF], DType::F4), 3);
+        // Eight elements of six bits, of which the second is not zero.
+        assert_eq!(zero_elements(&[0x40, 0, 0, 0, 0, 0], DType::F6_E2M3), 7);
+        assert_eq!(zero_elements(&[0, 0, 1, 0], DType::I16), 1);
     }
 
     #[test]
