@@ -58,8 +58,8 @@ pub(super) struct Run<'a> {
     pub parts: Option<Parts<'a>>,
     /// A note on files of the input that are not copied.
     pub excluded: Option<String>,
-    /// Notes on the samples.
-    pub sample_notes: Vec<String>,
+    /// Notes on the samples, and on resumption.
+    pub start_notes: Vec<String>,
     /// Counted work of the stages, if the rates of the machine are known.
     pub work: Vec<StageWork>,
 }
@@ -100,7 +100,7 @@ impl<'a> Run<'a> {
         pipeline.check_planned(&after, &state, Some(output))?;
         let sample_notes = pipeline.open_samples(after.for_samples(&input))?;
         let work = if pipeline.rates.is_some() && parts.is_none() { pipeline.work_of(&input, &after, &state)? } else { Vec::new() };
-        Ok(Run { pipeline, input, after, state, parts, excluded, sample_notes, work })
+        Ok(Run { pipeline, input, after, state, parts, excluded, start_notes: sample_notes, work })
     }
 
     /// Creates the staging folder, if the disk has space for the output.
@@ -120,13 +120,16 @@ impl<'a> Run<'a> {
     }
 
     /// Opens the folder for checkpoints, if a pass writes any.
-    fn open_checkpoints(&self, staging: &Staging) -> Result<Option<ResumeFolder>> {
+    fn open_checkpoints(&mut self, staging: &Staging) -> Result<Option<ResumeFolder>> {
         if self.state.checkpoint_bytes().is_none() {
             ResumeFolder::require_unused(staging.target())?;
             return Ok(None);
         }
         let folder = ResumeFolder::open(staging.target(), self.pipeline.resume, self.pipeline.force)?;
-        if self.pipeline.resume {
+        if self.pipeline.resume && !folder.has_work() {
+            let path = folder.path().display();
+            self.start_notes.push(format!("`resume`: {path} contains no work of an interrupted run to continue"));
+        } else if self.pipeline.resume {
             let names: BTreeSet<String> = self.pipeline.steps.iter().enumerate().map(|(at, step)| ResumeFolder::name_of_pass(at, step.pass().name())).collect();
             // A draft is trained on files that were written to the folder before the run.
             let is_in_folder = |path: &PathBuf| path.parent().is_some_and(|parent| parent.file_name() == folder.path().file_name());

@@ -56,7 +56,7 @@ impl Run<'_> {
             carry::stale_config(after, state).into_iter().collect(),
             staging.notes().to_vec(),
             notes(after, state, exports),
-            self.sample_notes.clone(),
+            self.start_notes.clone(),
             measured.notes,
         ];
         measured.accuracy.iter_mut().for_each(|accuracy| accuracy.data = names.text(&accuracy.data));

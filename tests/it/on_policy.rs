@@ -63,7 +63,7 @@ fn a_student_equal_to_its_teacher_has_no_loss_on_its_continuations() {
     let report = train(&Run::new(), pass);
     assert!(losses(&report).iter().all(|loss| loss.abs() < 1e-5), "{:?}", losses(&report));
     // Each sample is longer than its prompt.
-    let note = report.notes.iter().find(|note| note.starts_with("the student continued 8 of 8 samples itself"));
+    let note = report.notes.iter().find(|note| note.starts_with("the student continued 8 of 8 samples of this run itself"));
     assert!(note.is_some(), "{:?}", report.notes);
 }
 
@@ -89,7 +89,9 @@ fn an_interrupted_training_resumes_with_the_same_continuations() {
     let (whole, parts) = (Run::new(), Run::new());
     let data = samples(whole.folder.path());
     let builder = || -> Builder { Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3) };
-    builder().build().unwrap().run(Model::open(golden("llama")).unwrap(), whole.out()).unwrap();
+    let report = builder().resume(true).build().unwrap().run(Model::open(golden("llama")).unwrap(), whole.out()).unwrap();
+    let is_unused = |note: &String| note.contains("contains no work of an interrupted run to continue");
+    assert!(report.notes.iter().any(is_unused), "{:?}", report.notes);
     let (cancel, watch) = cancelled_after(Some(3));
     let model = || Model::open(golden("llama")).unwrap();
     let error = builder().resume(true).progress(watch).cancel(cancel).build().unwrap().run(model(), parts.out()).unwrap_err();
@@ -103,7 +105,7 @@ fn an_interrupted_training_resumes_with_the_same_continuations() {
     let changed = Pipeline::builder().pass(Distill { on_policy: None, ..pass.clone() }).train(data.clone()).seed(3).resume(true);
     assert!(changed.build().unwrap().run(model(), parts.out()).unwrap_err().to_string().contains("different options"));
     let rest = builder().resume(true).build().unwrap().run(model(), parts.out()).unwrap();
-    assert!(rest.notes.iter().any(|note| note.starts_with("5 steps in ")), "{:?}", rest.notes);
+    assert!(rest.notes.iter().any(|note| note.starts_with("5 steps in ")) && !rest.notes.iter().any(is_unused), "{:?}", rest.notes);
     let (a, b) = (whole.weights(), parts.weights());
     assert!(a.keys().eq(b.keys()));
     for (name, values) in &a {

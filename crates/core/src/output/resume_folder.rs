@@ -77,9 +77,6 @@ impl ResumeFolder {
     /// Fails if the folder contains work that this run will not continue, because `is_own` does not accept
     /// its name: the run would remove it.
     pub fn require_own_work(&self, is_own: impl Fn(&str) -> bool) -> Result<()> {
-        if !self.has_work() {
-            return Ok(());
-        }
         let names = self.leftovers()?.into_iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
         let Some(name) = names.into_iter().find(|name| !is_own(name)) else { return Ok(()) };
         let reason = format!("contains `{name}` of a run with other passes");
