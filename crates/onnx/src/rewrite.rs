@@ -78,16 +78,20 @@ impl ModelFile {
         for (remark, names) in remarks {
             notes.push(format!("{name}: {}, {remark} (the first: `{}`)", counted(names.len(), "quantized weight"), names.first().map_or("", String::as_str)));
         }
-        if let Some(first) = self.weights_as_inputs.first() {
-            notes.push(format!(
-                "{name}: {} removed from the inputs, so that runtimes can fold constants; callers can no longer override the values (the first: `{first}`)",
-                counted(self.weights_as_inputs.len(), "initializer")
-            ));
-        }
+        notes.extend(self.note_on_removed_inputs(name));
         let written =
             items.iter().enumerate().filter(|(at, _)| !copied.contains(at)).map(|(_, item)| item.storage_format.parts(&item.name, &item.weight).len());
         let tensors = written.fold(unmodified.len(), usize::saturating_add);
         Ok(Rewritten { layout, items, copied, unmodified, tensors, notes })
+    }
+
+    /// A note on initializers that were also inputs, for the file that is written with this name.
+    pub fn note_on_removed_inputs(&self, name: &str) -> Option<String> {
+        let first = self.weights_as_inputs.first()?;
+        Some(format!(
+            "{name}: {} removed from the inputs, so that runtimes can fold constants; callers can no longer override the values (the first: `{first}`)",
+            counted(self.weights_as_inputs.len(), "initializer")
+        ))
     }
 
     /// Edits that do not depend on the weights.
