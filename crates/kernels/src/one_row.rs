@@ -15,7 +15,7 @@ use crate::simd::{self, Level, prefetch};
 pub(super) const LANES: usize = 32;
 /// Maximum number of rows. With more, other loops are faster.
 pub const MAX_ROWS: usize = 8;
-/// Bytes of the weight between those that are read and those that are fetched meanwhile.
+/// Distance in bytes between the elements that are read and those fetched at the same time.
 pub(super) const PREFETCHED: usize = 4096;
 /// Number of result columns computed in parallel if the weight is stored row by row.
 const STRIPE: usize = 64;
@@ -44,8 +44,8 @@ simd! {
 /// A stored float type, with the inner loops of its products, which are compiled in this crate like those of
 /// [`FewRows`](super::few_rows::FewRows).
 pub trait OneRow: StoredFloat {
-    /// Dot products of up to [`MAX_ROWS`] rows with columns at a distance of `stride`, the columns of each row
-    /// one after another.
+    /// Dot products of up to [`MAX_ROWS`] rows with columns at a distance of `stride`, the columns of each
+    /// row one after another.
     fn dots(x: &[&[f32]], values: &[Self], stride: usize, out: &mut [f32]);
 
     /// Sums of a few adjacent columns, for a weight that is stored row by row.
@@ -72,8 +72,8 @@ pub fn product_of_rows<T: OneRow>(x: &[f32], rows: usize, weight: &Columns<T>, e
     by_rows(x, [rows, weight.count], epilogue, out, |x, first, out| T::dots(x, &weight.values[first * weight.stride..], weight.stride, out));
 }
 
-/// Multiplies as many rows at a time as sums fit into registers. The function receives them, the first column, and
-/// its part of the result, row by row.
+/// Multiplies as many rows at a time as sums fit into registers. The function receives them, the first
+/// column, and its part of the result, row by row.
 pub(super) fn by_rows(x: &[f32], [rows, width]: [usize; 2], epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(&[&[f32]], usize, &mut [f32]) + Sync) {
     let inner = x.len() / rows;
     let x: Vec<&[f32]> = (0..rows).map(|row| &x[row * inner..][..inner]).collect();
@@ -131,8 +131,8 @@ fn dots<T: StoredFloat>(x: &[&[f32]], values: &[T], stride: usize, out: &mut [f3
     }
 }
 
-/// Dot products of several rows with columns that are decoded before they are multiplied, because each row would
-/// convert them again. `decode` computes a column.
+/// Dot products of several rows with columns that are decoded before they are multiplied, because each row
+/// would convert them again. `decode` computes a column.
 pub(super) fn of_decoded(x: &[&[f32]], out: &mut [f32], decode: impl Fn(usize, &mut [f32])) {
     let count = out.len() / x.len();
     let (mut values, mut sums) = (Scratch::new(x[0].len()), [0f32; MAX_ROWS]);

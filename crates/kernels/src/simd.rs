@@ -124,8 +124,8 @@ fn supported() -> Level {
     Level::Baseline
 }
 
-/// Starts to fetch what begins `ahead` bytes after these values into the cache. Processors recognize streams by
-/// themselves, but not early enough if there is much to compute per value.
+/// Starts to fetch what begins `ahead` bytes after these values into the cache. Processors recognize streams
+/// by themselves, but not early enough if there is much to compute per value.
 #[inline(always)]
 #[allow(unsafe_code)]
 pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {

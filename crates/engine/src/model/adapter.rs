@@ -169,7 +169,8 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
     }
 }
 
-/// Whether PEFT applies the factors of a module: lists contain names or the ends of names. Patterns are not compared.
+/// Whether PEFT applies the factors of a module: lists contain names or the ends of names. Patterns are not
+/// compared.
 fn is_target(adapter: &Config, module: &str) -> bool {
     let lists = |key: &str| {
         let names = adapter.get(key).and_then(Value::as_array)?.iter().filter_map(Value::as_str);
