@@ -33,8 +33,7 @@ pub trait StoredFloat: Copy + Default + Sync {
     fn value(self) -> f32;
 
     /// The values, if they are stored as f32.
-    fn as_f32(values: &[Self]) -> Option<&[f32]> {
-        let _ = values;
+    fn as_f32(_: &[Self]) -> Option<&[f32]> {
         None
     }
 }

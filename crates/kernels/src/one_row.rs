@@ -143,17 +143,22 @@ pub(super) fn of_decoded(x: &[&[f32]], out: &mut [f32], decode: impl Fn(usize, &
     }
 }
 
+/// Dot products of several rows with columns of f32.
 fn of_floats(x: &[&[f32]], values: &[f32], stride: usize, out: &mut [f32]) {
     // The number of rows must be known to the compiler.
     macro_rules! by_number {
-        ($([$($row:ident)+])+) => {
-            match *x {
-                $([$($row),+] => of_rows([$($row),+], values, stride, out),)+
-                _ => unreachable!("rows are multiplied in groups of at most {MAX_ROWS}"),
+        ($x:ident, $out:ident: $([$($row:ident)+])+) => {
+            match *$x {
+                $([$($row),+] => of_rows([$($row),+], values, stride, $out),)+
+                // A group has at least one row, and not more than the longest pattern.
+                _ => {}
             }
         };
     }
-    by_number!([a] [a b] [a b c] [a b c d] [a b c d e] [a b c d e f] [a b c d e f g] [a b c d e f g h]);
+    let count = out.len() / x.len();
+    for (x, out) in x.chunks(MAX_ROWS).zip(out.chunks_mut((MAX_ROWS * count).max(1))) {
+        by_number!(x, out: [a] [a b] [a b c] [a b c d] [a b c d e] [a b c d e f] [a b c d e f g] [a b c d e f g h]);
+    }
 }
 
 simd! {
