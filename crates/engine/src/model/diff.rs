@@ -242,9 +242,10 @@ mod tests {
             let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             Weight::new(DType::F64, vec![values.len()], Encoding::Dense, Arc::new(Numbers { dtype: DType::F64, bytes, block: 2 }))
         };
-        let (a, b) = (weight(&[1e-60, 0.0, -2e-60]), weight(&[1.5e-60, 0.0, -3e-60]));
+        let unit = 2f64.powi(-200);
+        let (a, b) = (weight(&[unit, 0.0, -2.0 * unit]), weight(&[1.5 * unit, 0.0, -3.0 * unit]));
         let found = weight_diff("w", Some(&a), Some(&b)).unwrap();
-        assert_eq!((found.equal, found.zeros_before, found.zeros_after, found.max_abs_error), (false, 1, 1, Some(1e-60)));
+        assert_eq!((found.equal, found.zeros_before, found.zeros_after, found.max_abs_error), (false, 1, 1, Some(unit)));
         assert!((found.sqnr_db.unwrap() - 6.0206).abs() < 1e-3, "{:?}", found.sqnr_db);
     }
 
