@@ -381,9 +381,9 @@ fn notes(model: &Model, graph: &Graph, slots: &[&InitializerLayout]) -> Vec<Stri
             counted(floats, "low-bit float weight")
         ));
     }
-    if model.onnx.is_some() {
+    if let Some(original) = &model.onnx {
         notes.push(format!("{}: a pass has changed the graph, so it is exported anew with the original value names", file::MODEL));
-        notes.extend(model.onnx.iter().filter_map(|file| file.note_on_removed_inputs(file::MODEL)));
+        notes.extend(original.note_on_removed_inputs(file::MODEL));
         return notes;
     }
     let unused = model.unused(graph);

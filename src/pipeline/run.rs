@@ -98,9 +98,9 @@ impl<'a> Run<'a> {
         state.data_file = file.as_ref().map(|name| format!("{name}.data"));
         state.file = file;
         pipeline.check_planned(&after, &state, Some(output))?;
-        let sample_notes = pipeline.open_samples(after.for_samples(&input))?;
+        let start_notes = pipeline.open_samples(after.for_samples(&input))?;
         let work = if pipeline.rates.is_some() && parts.is_none() { pipeline.work_of(&input, &after, &state)? } else { Vec::new() };
-        Ok(Run { pipeline, input, after, state, parts, excluded, start_notes: sample_notes, work })
+        Ok(Run { pipeline, input, after, state, parts, excluded, start_notes, work })
     }
 
     /// Creates the staging folder, if the disk has space for the output.

@@ -63,7 +63,7 @@ fn a_student_equal_to_its_teacher_has_no_loss_on_its_continuations() {
     let report = train(&Run::new(), pass);
     assert!(losses(&report).iter().all(|loss| loss.abs() < 1e-5), "{:?}", losses(&report));
     // Each sample is longer than its prompt.
-    let note = report.notes.iter().find(|note| note.starts_with("the student continued 8 of 8 samples of this run itself"));
+    let note = report.notes.iter().find(|note| note.starts_with("in this run, the student continued 8 of 8 samples itself"));
     assert!(note.is_some(), "{:?}", report.notes);
 }
 

@@ -97,7 +97,7 @@ simd! {
     fn decode(codes: &[u8], scales: &[f32], group: usize, values: &mut [f32]) {
         prefetch(&codes[..values.len()], PREFETCHED);
         for ((values, codes), scale) in values.chunks_exact_mut(group).zip(codes.chunks_exact(group)).zip(scales) {
-            // Groups are small: loops over runs of fixed length need no remainders.
+            // Most groups are whole runs, whose fixed length the compiler knows.
             let ((runs, rest), (codes, last)) = (values.as_chunks_mut::<LANES>(), codes.as_chunks::<LANES>());
             for (values, codes) in runs.iter_mut().zip(codes) {
                 for lane in 0..LANES {

@@ -26,6 +26,7 @@ type ColumnRuns<'w, T> = [(&'w [[T; RUN]], &'w [T]); COLUMNS];
 fn sums<const FUSED: bool, T: StoredFloat>(columns: &ColumnRuns<T>, x: &[[f32; LANES]]) -> Sums {
     let mut sums = [[0f32; LANES]; COLUMNS];
     let (runs, rest) = x.as_chunks::<RUN>();
+    // The next group of columns.
     let ahead = size_of_val(columns[0].0) * COLUMNS;
     for (at, x) in runs.iter().enumerate() {
         let [a, b, c, d] = [&columns[0].0[at], &columns[1].0[at], &columns[2].0[at], &columns[3].0[at]];

@@ -72,15 +72,12 @@ pub fn product_of_rows<T: OneRow>(x: &[f32], rows: usize, weight: &Columns<T>, e
     by_rows(x, [rows, weight.count], epilogue, out, |x, first, out| T::dots(x, &weight.values[first * weight.stride..], weight.stride, out));
 }
 
-/// Multiplies as many rows at a time as sums fit into registers. The function receives them, the first
-/// column, and its part of the result, row by row.
+/// Multiplies all rows with a group of columns at a time. The function receives the rows, the first column,
+/// and its part of the result, row by row.
 pub(super) fn by_rows(x: &[f32], [rows, width]: [usize; 2], epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(&[&[f32]], usize, &mut [f32]) + Sync) {
     let inner = x.len() / rows;
     let x: Vec<&[f32]> = (0..rows).map(|row| &x[row * inner..][..inner]).collect();
-    let most = if simd::level() >= Level::Avx512 { MAX_ROWS } else { 2 };
-    by_panels(rows, [width, (JOB / inner.max(1)).max(1)], epilogue, out, |first, count, tile| {
-        x.chunks(most).zip(tile.chunks_mut(most * count)).for_each(|(x, tile)| multiply(x, first, tile));
-    });
+    by_panels(rows, [width, (JOB / inner.max(1)).max(1)], epilogue, out, |first, _, tile| multiply(&x, first, tile));
 }
 
 /// `x W` for one row.
@@ -143,7 +140,7 @@ pub(super) fn of_decoded(x: &[&[f32]], out: &mut [f32], decode: impl Fn(usize, &
     }
 }
 
-/// Dot products of several rows with columns of f32.
+/// Dot products of several rows with columns of f32, of as many rows at a time as sums fit into registers.
 fn of_floats(x: &[&[f32]], values: &[f32], stride: usize, out: &mut [f32]) {
     // The number of rows must be known to the compiler.
     macro_rules! by_number {
@@ -155,8 +152,9 @@ fn of_floats(x: &[&[f32]], values: &[f32], stride: usize, out: &mut [f32]) {
             }
         };
     }
+    let most = if simd::level() >= Level::Avx512 { MAX_ROWS } else { 2 };
     let count = out.len() / x.len();
-    for (x, out) in x.chunks(MAX_ROWS).zip(out.chunks_mut((MAX_ROWS * count).max(1))) {
+    for (x, out) in x.chunks(most).zip(out.chunks_mut((most * count).max(1))) {
         by_number!(x, out: [a] [a b] [a b c] [a b c d] [a b c d e] [a b c d e f] [a b c d e f g] [a b c d e f g h]);
     }
 }
@@ -257,6 +255,10 @@ mod tests {
                     let x = numbers(rows * inner, 7);
                     let (mut have, mut want) = (vec![0.5; rows * width], vec![0.5; rows * width]);
                     let epilogue = Epilogue { steps: &steps[..2], accumulate };
+                    product_of_rows(&x, rows, &weight, epilogue, &mut have);
+                    want.chunks_exact_mut(width).enumerate().for_each(|(row, out)| product(&x[row * inner..][..inner], &weight, epilogue, out));
+                    assert_eq!(have, want, "{rows} {inner} {width} of bf16");
+                    let weight = Columns { values: &w[..], count: width, stride: inner };
                     product_of_rows(&x, rows, &weight, epilogue, &mut have);
                     want.chunks_exact_mut(width).enumerate().for_each(|(row, out)| product(&x[row * inner..][..inner], &weight, epilogue, out));
                     assert_eq!(have, want, "{rows} {inner} {width}");

@@ -3,7 +3,8 @@
 use std::sync::LazyLock;
 
 /// Declares a function whose body is compiled for AVX-512, AVX2 and the baseline, and dispatched by the
-/// features of the processor. Type parameters are written in square brackets, followed by an integer.
+/// features of the processor. Type parameters are written in square brackets, and after a semicolon the name
+/// of an integer parameter.
 macro_rules! simd {
     ($(#[$meta:meta])* $visible:vis fn $name:ident $([$($generic:ident : $bound:path),* $(; $count:ident)?])? ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
@@ -124,8 +125,8 @@ fn supported() -> Level {
     Level::Baseline
 }
 
-/// Starts to fetch what begins `ahead` bytes after these values into the cache. Processors recognize streams
-/// by themselves, but not early enough if there is much to compute per value.
+/// Starts to fetch what begins `ahead` bytes after these values into the cache. The automatic prefetchers of
+/// processors are too late if there is much to compute per value.
 #[inline(always)]
 #[allow(unsafe_code)]
 pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {

@@ -170,7 +170,7 @@ pub(super) fn dropped_keys<'m>(items: &[Item], model: &'m Model, run: &RunState)
 }
 
 /// Fails if a tensor of the model has the name of a parameter of a weight that is quantized now: readers
-/// would take it for one. Parameters that are written themselves are compared elsewhere.
+/// would take it for one. The caller compares names that are written twice.
 pub(super) fn require_free_names(items: &[Item], model: &Model) -> Result<()> {
     const OF_WEIGHT: [&str; 3] = ["_zero_point", "_g_idx", "_global_scale"];
     const OF_MODULE: [&str; 3] = ["input_scale", "input_zero_point", "input_global_scale"];

@@ -154,7 +154,9 @@ pub(super) fn add(config: &Config, checkpoint: &mut Checkpoint, path: &Path) -> 
         return Err(malformed(format!("has only one of the factors {FACTORS:?} of `{module}`: the file is incomplete")));
     }
     if let Some(module) = layers.iter().find(|module| !is_target(&adapter, module)) {
-        return Err(unsupported(format!("{CONFIG} whose `target_modules` do not select `{module}`, although {ADAPTER} has factors of it")));
+        return Err(unsupported(format!(
+            "{CONFIG} whose `target_modules` and `exclude_modules` do not select `{module}`, although {ADAPTER} has factors of it"
+        )));
     }
     let of_rank = |shape: &[usize]| shape.first().map(|inner| *inner as f64) == rank;
     if let Some((name, tensor)) =

@@ -119,7 +119,6 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
                     doubles(&one.now, start, x).zip(doubles(&two, start, y)).for_each(|pair| max = max.max(add_doubles(&mut sums, pair)));
                 } else {
                     sums.add(&compare::floats(x, y));
-                    max = max.max(f64::from(sums.max));
                 }
                 unlike = unlike.saturating_add(x.iter().zip(y.iter()).filter(|(x, y)| x.is_nan() != y.is_nan()).count());
                 same &= same_bytes || (x == y && (!is_wide || doubles(&one.now, start, x).eq(doubles(&two, start, y))));
@@ -129,7 +128,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
     })?;
     diff.equal = same;
     if floats {
-        (diff.sqnr_db, diff.cosine, diff.max_abs_error) = (sums.sqnr_db(), sums.cosine(), Some(max));
+        (diff.sqnr_db, diff.cosine, diff.max_abs_error) = (sums.sqnr_db(), sums.cosine(), Some(max.max(f64::from(sums.max))));
     }
     (diff.zeros_before, diff.zeros_after) = (sums.zeros_before, sums.zeros_after);
     if unlike > 0 {

@@ -166,7 +166,7 @@ impl OnPolicySampler {
         let mean = tokens as f64 / continued.max(1) as f64;
         let reason =
             if continued == 0 && samples > 0 { ": no drawn sample is longer than its prompt, so lower `prompt_tokens` or use longer samples" } else { "" };
-        format!("the student continued {continued} of {} of this run itself, with {mean:.1} tokens on average{reason}", counted(samples as usize, "sample"))
+        format!("in this run, the student continued {continued} of {} itself, with {mean:.1} tokens on average{reason}", counted(samples as usize, "sample"))
     }
 }
 
