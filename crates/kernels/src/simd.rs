@@ -127,6 +127,7 @@ fn supported() -> Level {
 
 /// Starts to fetch what begins `ahead` bytes after these values into the cache. The automatic prefetchers of
 /// processors are too late if there is much to compute per value.
+#[cfg(feature = "run")]
 #[inline(always)]
 #[allow(unsafe_code)]
 pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {
