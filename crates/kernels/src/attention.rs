@@ -10,7 +10,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::activation::{exp_below, tanh};
-use super::matmul::{Columns, Left, Right};
+use super::operands::{Columns, Left, Right};
 use super::rows::rotate;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
@@ -147,7 +147,7 @@ impl Attention<'_> {
         if count < PANEL {
             panel.fill(0.0);
         }
-        Columns { values: rows, count, stride }.pack(0, &mut panel);
+        Columns { values: rows, count, stride }.pack(0, 0, &mut panel);
         panel.iter_mut().for_each(|x| *x *= scale);
         panel
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::attention::{Attention, Heads, Lanes, exponents_of, largest, multiply};
-use super::matmul::{Left, Right, Rows};
+use super::operands::{Left, Right, Rows};
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
@@ -182,7 +182,7 @@ fn rows_from<'a>(heads: Heads<'a>, (batch, head, first): (usize, usize, usize)) 
 fn row_panels(values: &[f32], [count, width, stride]: [usize; 3], factors: Option<&[f32]>) -> Scratch {
     let mut panels = Scratch::new(width.next_multiple_of(PANEL) * count);
     for (index, panel) in panels.chunks_exact_mut((PANEL * count).max(1)).enumerate() {
-        Rows { values, count: width, stride }.pack(index * PANEL, panel);
+        Rows { values, count: width, stride }.pack(index * PANEL, 0, panel);
         for (row, factor) in panel.as_chunks_mut::<PANEL>().0.iter_mut().zip(factors.unwrap_or_default()) {
             row.iter_mut().for_each(|x| *x *= factor);
         }

@@ -8,8 +8,8 @@ use std::ops::Range;
 use super::epilogue::Epilogue;
 use super::few_rows;
 use super::linear::LinearWeight;
-use super::matmul::{Columns, Right};
 use super::one_row::{self, LANES, PREFETCHED, by_columns, by_rows, of_decoded, padded, total};
+use super::operands::{Columns, Right};
 use super::scratch::Scratch;
 use super::tile::PANEL;
 use crate::simd::prefetch;
@@ -71,9 +71,20 @@ impl CodedMatrix {
 }
 
 impl Right for CodedMatrix {
-    fn pack(&self, first: usize, panel: &mut [f32]) {
+    fn pack(&self, first: usize, from: usize, panel: &mut [f32]) {
         let count = PANEL.min(self.shape()[0] - first);
-        Columns { values: &self.decoded(first..first + count)[..], count, stride: self.inner }.pack(0, panel);
+        let end = from + panel.len() / PANEL;
+        // Whole groups, or a part of rows that are groups.
+        let (group, columns) = match self.group == self.inner {
+            true => (end - from, from..end),
+            false => (self.group, from / self.group * self.group..end.next_multiple_of(self.group)),
+        };
+        let mut values = Scratch::new(count * columns.len());
+        for (row, values) in (first..).zip(values.chunks_exact_mut(columns.len().max(1))) {
+            let start = row * self.inner + columns.start;
+            decode(&self.codes[start..], &self.scales[start / self.group..], group, values);
+        }
+        Columns { values: &values, count, stride: columns.len() }.pack(0, from - columns.start, panel);
     }
 }
 
@@ -151,7 +162,7 @@ mod tests {
     #[test]
     fn products_are_bitwise_equal_to_those_of_the_values() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
-        for (inner, group, width) in [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000)] {
+        for (inner, group, width) in [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000), (2112, 96, 40), (1100, 1100, 9)] {
             let codes: Vec<u8> = (0..inner * width).map(|i| (i * 7919 % 251) as u8).collect();
             let scales = numbers(inner / group * width, 5);
             let coded = CodedMatrix::new(inner, group, codes.clone(), scales.clone()).unwrap();

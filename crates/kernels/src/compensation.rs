@@ -12,16 +12,15 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::attention_single::dot;
 use super::cholesky_f32;
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, LeftRows, Rows};
+use super::operands::{Columns, LeftRows, Right, Rows};
 use super::pool::on_pool_thread;
 use super::product::product;
 use super::solve;
 
 /// Number of columns that [`Compensation::divide`] eliminates at once.
-const SOLVED: usize = 64;
+const SOLVED: usize = 128;
 
 /// Smallest damping with which matrices are factorized in f32. The implementations of both papers compute in
 /// f32 with a damping of 0.01.
@@ -79,10 +78,14 @@ impl Compensation {
 
     /// From the lower Cholesky triangle of the [`damped`] matrix.
     fn from_triangle<T: Copy + Into<f64> + Sync>(lower: &[T], size: usize) -> Compensation {
-        let at = |k: usize, j: usize| -> f64 { lower[(size - 1 - k) * size + (size - 1 - j)].into() };
-        let costs: Vec<f32> = (0..size).map(|j| (at(j, j) * at(j, j)) as f32).collect();
+        let diagonal: Vec<f64> = (0..size).rev().map(|j| lower[j * size + j].into()).collect();
+        let costs: Vec<f32> = diagonal.iter().map(|root| (root * root) as f32).collect();
+        let inverses: Vec<f64> = diagonal.iter().map(|root| 1.0 / root).collect();
         let mut ratios = vec![0f32; size * size];
-        ratios.par_chunks_mut(size.max(1)).enumerate().for_each(|(k, row)| (k + 1..size).for_each(|j| row[j] = (at(k, j) / at(j, j)) as f32));
+        ratios.par_chunks_mut(size.max(1)).zip(lower.par_chunks(size.max(1)).rev()).enumerate().for_each(|(k, (row, lower))| {
+            let later = row[k + 1..].iter_mut().zip(&inverses[k + 1..]).zip(lower[..size - 1 - k].iter().rev());
+            later.for_each(|((ratio, inverse), x)| *ratio = ((*x).into() * inverse) as f32);
+        });
         Compensation { size, ratios, costs }
     }
 
@@ -108,29 +111,29 @@ impl Compensation {
         let size = self.size;
         let rows = values.len() / size.max(1);
         let mut sums = vec![0f32; rows * SOLVED.min(size)];
-        let blocks = || (0..size).step_by(SOLVED).map(|first| first..size.min(first + SOLVED));
-        for Range { start, end } in blocks().rev() {
-            let sums = &mut sums[..rows * (end - start)];
+        let mut quotients = sums.clone();
+        let blocks: Vec<Range<usize>> = (0..size).step_by(SOLVED).map(|first| first..size.min(first + SOLVED)).collect();
+        let square = |block: &Range<usize>| Ratios { values: &self.ratios[block.start * size + block.start..], stride: size };
+        let inverses: Vec<Vec<f32>> = blocks.par_iter().map(|block| square(block).inverse(block.len())).collect();
+        for (block, inverse) in blocks.iter().zip(&inverses).rev() {
+            let (count, end) = (block.len(), block.end);
             if end < size {
-                let right = Columns { values: &self.ratios[start * size + end..], count: end - start, stride: size };
-                product(&LeftRows::new(&values[end..], rows, size - end, size), &right, end - start, Epilogue::NONE, sums);
-            } else {
-                sums.fill(0.0);
+                let right = Columns { values: &self.ratios[block.start * size + end..], count, stride: size };
+                product(&LeftRows::new(&values[end..], rows, size - end, size), &right, count, Epilogue::NONE, &mut sums);
             }
-            let ratios = Ratios { values: &self.ratios[start * size + start..], stride: size };
-            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| eliminate_backward(&mut row[start..end], sums, ratios));
+            let inverse = Rows { values: inverse, count, stride: count };
+            eliminate(values, size, block, [&mut sums, &mut quotients], &inverse);
         }
         values.par_chunks_mut(size.max(1)).for_each(|row| row.iter_mut().zip(&self.costs).for_each(|(x, cost)| *x /= cost));
-        for Range { start, end } in blocks() {
-            let sums = &mut sums[..rows * (end - start)];
+        sums.fill(0.0);
+        for (block, inverse) in blocks.iter().zip(&inverses) {
+            let (count, start) = (block.len(), block.start);
             if start > 0 {
-                let right = Rows { values: &self.ratios[start..], count: end - start, stride: size };
-                product(&LeftRows::new(values, rows, start, size), &right, end - start, Epilogue::NONE, sums);
-            } else {
-                sums.fill(0.0);
+                let right = Rows { values: &self.ratios[start..], count, stride: size };
+                product(&LeftRows::new(values, rows, start, size), &right, count, Epilogue::NONE, &mut sums);
             }
-            let ratios = Ratios { values: &self.ratios[start * size + start..], stride: size };
-            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| eliminate_forward(&mut row[start..end], sums, ratios));
+            let inverse = Columns { values: inverse, count, stride: count };
+            eliminate(values, size, block, [&mut sums, &mut quotients], &inverse);
         }
     }
 
@@ -175,6 +178,16 @@ impl Ratios<'_> {
     /// Those of a column to the later ones.
     fn later(&self, column: usize) -> &[f32] {
         &self.values[column * self.stride + column + 1..]
+    }
+
+    /// The transposed inverse `[size, size]` of the unit upper triangle of the first columns.
+    fn inverse(&self, size: usize) -> Vec<f32> {
+        let mut transposed = vec![0f64; size * size];
+        for column in 0..size {
+            transposed[column * size + column] = 1.0;
+            self.later(column).iter().zip(column + 1..size).for_each(|(ratio, row)| transposed[row * size + column] = f64::from(*ratio));
+        }
+        solve::inverse(&transposed, size)
     }
 
     /// Converts the optimal values of columns from `first` on, each under the assumption that the columns in
@@ -230,25 +243,15 @@ impl Block<'_> {
     }
 }
 
-simd! {
-    /// Subtracts from each element of a part of a row a sum and the products of later elements with ratios.
-    fn eliminate_backward(row: &mut [f32], sums: &[f32], ratios: Ratios) {
-        for at in (0..row.len()).rev() {
-            let later = &row[at + 1..];
-            row[at] -= sums[at] + dot(later, &ratios.later(at)[..later.len()]);
-        }
-    }
-}
-
-simd! {
-    /// Subtracts from each element of a part of a row a sum and the products of earlier elements with ratios.
-    fn eliminate_forward(row: &mut [f32], sums: &[f32], ratios: Ratios) {
-        row.iter_mut().zip(sums).for_each(|(x, sum)| *x -= sum);
-        for at in 0..row.len() {
-            let (done, rest) = row.split_at_mut(at + 1);
-            rest.iter_mut().zip(ratios.later(at)).for_each(|(x, ratio)| *x -= done[at] * ratio);
-        }
-    }
+/// Subtracts sums from some columns of rows of `size` values, and multiplies them by the inverse of a triangle.
+fn eliminate(values: &mut [f32], size: usize, columns: &Range<usize>, [sums, quotients]: [&mut [f32]; 2], inverse: &impl Right) {
+    let (rows, count) = (values.len() / size, columns.len());
+    let (sums, quotients) = (&mut sums[..rows * count], &mut quotients[..rows * count]);
+    sums.par_chunks_mut(count).zip(values.par_chunks(size)).for_each(|(sums, row)| {
+        sums.iter_mut().zip(&row[columns.clone()]).for_each(|(sum, x)| *sum = x - *sum);
+    });
+    product(&LeftRows::new(sums, rows, count, count), inverse, count, Epilogue::NONE, quotients);
+    values.par_chunks_mut(size).zip(quotients.par_chunks(count)).for_each(|(row, quotients)| row[columns.clone()].copy_from_slice(quotients));
 }
 
 /// The factors of a symmetric positive definite matrix `H = P D Pᵀ` `[size, size]`, of which only the upper
@@ -311,9 +314,9 @@ mod tests {
 
     #[test]
     fn division_undoes_multiplication() {
-        let (rows, size) = (5, 150);
+        let (rows, size) = (5, 290);
         let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0;
-        let features: Vec<f32> = (0..400 * size).map(|i| number(i * i)).collect();
+        let features: Vec<f32> = (0..700 * size).map(|i| number(i * i)).collect();
         let mut sums = vec![0f32; size * size];
         super::super::gram::add(&features, size, &mut sums);
         let order: Vec<usize> = (0..size).rev().collect();

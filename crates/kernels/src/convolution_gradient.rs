@@ -7,8 +7,9 @@ use rayon::prelude::*;
 
 use super::convolution::{Window, depthwise};
 use super::epilogue::Epilogue;
-use super::matmul::{Left, Rows, product_serial};
+use super::matmul::product_serial;
 use super::matmul_gradient::{in_parts, is_large, split_inner, sum_parts};
+use super::operands::{Left, Rows};
 use super::scratch::Scratch;
 use super::shifted::convolve;
 use super::tile::{self, BLOCK, PANEL, Panel};

@@ -3,7 +3,8 @@
 //! to those of `kernel/matmul.rs`.
 
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, StoredFloat, by_panels, for_stored_floats};
+use super::matmul::by_panels;
+use super::operands::{Columns, StoredFloat, for_stored_floats};
 use super::scratch::Scratch;
 use super::tile::PANEL;
 use crate::simd::{self, Level, prefetch};
@@ -136,7 +137,8 @@ mod tests {
 
     use super::super::activation::ActivationFunction;
     use super::super::epilogue::Fused;
-    use super::super::matmul::{self, LeftRows};
+    use super::super::matmul;
+    use super::super::operands::LeftRows;
     use super::*;
 
     #[test]

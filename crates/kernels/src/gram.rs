@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::matmul::{LeftRows, Operands, Rows};
+use super::matmul::Operands;
+use super::operands::{LeftRows, Rows};
 use super::pairs;
 use super::pool::on_pool_thread;
 use super::split::{self, Rounded};
@@ -18,8 +19,8 @@ const ROUNDED: usize = 128;
 /// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`. Elements below
 /// the diagonal are undefined.
 ///
-/// On processors with products of bf16 numbers, `X` is rounded to bf16, unless `size` is small, and products
-/// are summed in f32. The result is that of inputs with a relative error of at most 2⁻⁹.
+/// On processors with fast products of bf16 numbers, `X` is rounded to bf16, unless `size` is small, and
+/// products are summed in f32. The result is that of inputs with a relative error of at most 2⁻⁹.
 pub fn add(rows: &[f32], size: usize, sums: &mut [f32]) {
     on_pool_thread(|| add_chunks([rows, rows], size, |first| first, sums));
 }
@@ -41,7 +42,7 @@ fn add_chunks([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> 
         match (size >= ROUNDED && split::is_available()).then(|| Rounded::pack(&left, &right, size)).flatten() {
             Some(operands) => groups.for_each(|(first, sums)| operands.add_to(first, begin(first), sums)),
             None => {
-                let operands = Operands::pack(&left, &right, size, size >= ROUNDED && pairs::is_available());
+                let operands = Operands::pack(&left, &right, size, size >= ROUNDED && pairs::is_faster());
                 groups.for_each(|(first, sums)| operands.add_to(first, begin(first), sums));
             }
         }

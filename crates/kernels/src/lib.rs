@@ -64,6 +64,7 @@ mod running {
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod one_row;
+    pub mod operands;
     mod pairs;
     pub mod pool;
     pub mod product;

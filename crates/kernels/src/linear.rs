@@ -2,8 +2,9 @@
 
 use super::epilogue::Epilogue;
 use super::few_rows::{self, FewRows};
-use super::matmul::{self, Columns, LeftRows, Right, Rows};
+use super::matmul;
 use super::one_row::{self, OneRow};
+use super::operands::{Columns, LeftRows, Right, Rows};
 use super::product;
 
 /// The weight of a linear layer.

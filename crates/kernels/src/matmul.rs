@@ -1,311 +1,66 @@
 //! Matrix products in f32 with register tiling.
 //!
 //! The left matrix is packed into blocks of rows, the right matrix into panels of columns. A tile of the
-//! result (`kernel/tile.rs`) is the product of a block and a panel over the complete inner dimension.
-//! The right matrix is provided panel by panel, so that it may consist of 16-bit weights or of image
-//! windows that are never stored as a matrix (Goto and van de Geijn, 2008).
+//! result (`kernel/tile.rs`) is the product of a block and a panel. Some inner indices of some columns are
+//! packed at a time, so that panels stay in the L3 cache, and the blocks that a thread multiplies with them in
+//! its L2 cache (Goto and van de Geijn, 2008). The right matrix is provided panel by panel, so that it may
+//! consist of 16-bit weights or of image windows that are never stored as a matrix.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
+use super::operands::{Left, LeftRows, Right};
 use super::pairs;
 use super::pool::on_pool_thread;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
-use crate::{F16, Float};
 
 /// Maximum number of floats in packed panels at a time.
 const PACKED: usize = 1 << 20;
-/// Minimum number of elements of a left matrix that is packed in parallel.
-const PARALLEL: usize = 1 << 15;
-/// The same for a transposed matrix, whose elements are copied in groups, which is faster. While a thread
-/// waits for others, it may start other jobs, whose buffers stay in memory.
-const PARALLEL_TRANSPOSED: usize = 1 << 17;
-
-/// A stored float type.
-pub trait StoredFloat: Copy + Default + Sync {
-    /// Number of bf16 numbers whose sum is any value of this type.
-    const PARTS: usize;
-
-    /// Converts the value to f32.
-    fn value(self) -> f32;
-
-    /// The values, if they are stored as f32.
-    fn as_f32(_: &[Self]) -> Option<&[f32]> {
-        None
-    }
-}
-
-impl StoredFloat for f32 {
-    const PARTS: usize = 3;
-
-    #[inline(always)]
-    fn value(self) -> f32 {
-        self
-    }
-
-    fn as_f32(values: &[f32]) -> Option<&[f32]> {
-        Some(values)
-    }
-}
-
-impl StoredFloat for half::bf16 {
-    const PARTS: usize = 1;
-
-    #[inline(always)]
-    fn value(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
-    }
-}
-
-impl StoredFloat for half::f16 {
-    const PARTS: usize = 2;
-
-    #[inline(always)]
-    fn value(self) -> f32 {
-        F16::to_f32(self.to_le_bytes())
-    }
-}
-
-/// Implements a trait for all stored float types. Functions of such an implementation are compiled in this
-/// crate, with its level of optimization.
-macro_rules! for_stored_floats {
-    ($trait:ident $body:tt) => {
-        impl $trait for f32 $body
-        impl $trait for half::bf16 $body
-        impl $trait for half::f16 $body
-    };
-}
-
-pub(super) use for_stored_floats;
-
-/// A left matrix that is not packed.
+/// Maximum number of inner indices that are packed at a time.
+const DEPTH: usize = 1 << 10;
+/// Maximum number of floats in the packed blocks of a job.
+const BLOCKS: usize = 1 << 17;
+/// A part of a result, computed from packed operands.
 #[derive(Clone, Copy)]
-pub struct LeftRows<'a> {
-    pub(super) values: &'a [f32],
-    pub(super) rows: usize,
-    pub(super) inner: usize,
-    pub(super) stride: usize,
-    pub(super) is_transposed: bool,
-}
-
-impl<'a> LeftRows<'a> {
-    /// Rows of `inner` elements with the given stride.
-    pub fn new(values: &'a [f32], rows: usize, inner: usize, stride: usize) -> LeftRows<'a> {
-        LeftRows { values, rows, inner, stride, is_transposed: false }
-    }
-
-    /// A transposed matrix: the elements of consecutive inner indices have a distance of `stride`.
-    pub fn transposed(values: &'a [f32], rows: usize, inner: usize, stride: usize) -> LeftRows<'a> {
-        LeftRows { values, rows, inner, stride, is_transposed: true }
-    }
-
-    /// Some of the rows.
-    pub(super) fn rows(&self, first: usize, count: usize) -> LeftRows<'a> {
-        let skipped = if self.is_transposed { first } else { first * self.stride };
-        LeftRows { values: &self.values[skipped..], rows: count, ..*self }
-    }
-
-    pub(super) fn pack(&self) -> Left {
-        let LeftRows { values, rows, inner, stride, is_transposed } = *self;
-        if is_transposed { Left::pack_transposed(values, rows, inner, stride) } else { Left::pack(values, rows, inner, stride) }
-    }
-}
-
-/// A packed left matrix.
-pub struct Left {
-    rows: usize,
-    /// Number of inner indices, or of pairs of them.
-    inner: usize,
-    values: Scratch,
-    /// Whether the operands are pairs of bf16 numbers.
-    is_paired: bool,
-}
-
-impl Left {
-    /// Packs rows of `inner` elements with the given stride.
-    pub fn pack<T: StoredFloat>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
-        Left::packed(rows, inner, PARALLEL, |first, block| {
-            let last = rows - 1;
-            // Lanes beyond the last row are ignored.
-            let rows: [_; BLOCK] = std::array::from_fn(|lane| &values[(first + lane).min(last) * stride..][..inner]);
-            transpose(rows, block.as_chunks_mut::<BLOCK>().0, 0);
-        })
-    }
-
-    /// Packs a transposed matrix: the elements of consecutive inner indices have a distance of `stride`.
-    pub fn pack_transposed(values: &[f32], rows: usize, inner: usize, stride: usize) -> Left {
-        Left::packed(rows, inner, PARALLEL_TRANSPOSED, |first, block| {
-            let count = BLOCK.min(rows - first);
-            for (step, group) in block.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
-                let values = &values[step * stride + first..];
-                match values.first_chunk::<BLOCK>() {
-                    // A copy of fixed length is faster, even if the elements beyond the last row are
-                    // meaningless.
-                    Some(values) => *group = *values,
-                    None => group[..count].copy_from_slice(&values[..count]),
-                }
-            }
-        })
-    }
-
-    /// Packs blocks, in parallel if there are at least `parallel` elements. `fill` receives the first row of
-    /// each block.
-    fn packed(rows: usize, inner: usize, parallel: usize, fill: impl Fn(usize, &mut [f32]) + Sync) -> Left {
-        let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
-        let size = (BLOCK * inner).max(1);
-        if packed.len() < parallel {
-            packed.chunks_mut(size).enumerate().for_each(|(index, block)| fill(index * BLOCK, block));
-        } else {
-            packed.par_chunks_mut(size).enumerate().for_each(|(index, block)| fill(index * BLOCK, block));
-        }
-        Left { rows, inner, values: packed, is_paired: false }
-    }
-
-    /// Rounds the elements to pairs of bf16 numbers.
-    fn rounded(&self) -> Left {
-        let inner = self.inner.div_ceil(2);
-        let rounded = Left::packed(self.rows, inner, PARALLEL, |first, block| pairs::round_block(self.block(first / BLOCK), block));
-        Left { is_paired: true, ..rounded }
-    }
-
-    /// Number of rows.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    pub(super) fn block(&self, index: usize) -> &[f32] {
-        &self.values[index * BLOCK * self.inner..][..BLOCK * self.inner]
-    }
-}
-
-/// Number of elements of a row that are transposed at once.
-const RUN: usize = 8;
-
-/// Interleaves the elements of some rows: those with the same inner index are the lanes from `top` on of one
-/// group. Each row is read from its beginning to its end, so that the processor fetches the next elements in
-/// advance.
-#[inline(always)]
-fn transpose<T: StoredFloat, const LANES: usize, const WIDTH: usize>(rows: [&[T]; LANES], groups: &mut [[f32; WIDTH]], top: usize) {
-    let runs = rows.map(|row| row.as_chunks::<RUN>().0);
-    let (full, rest) = groups.as_chunks_mut::<RUN>();
-    let done = full.len() * RUN;
-    for (at, groups) in full.iter_mut().enumerate() {
-        let values = runs.map(|runs| &runs[at]);
-        for (step, group) in groups.iter_mut().enumerate() {
-            for (out, values) in group[top..].iter_mut().zip(values) {
-                *out = values[step].value();
-            }
-        }
-    }
-    for (step, group) in rest.iter_mut().enumerate() {
-        for (out, row) in group[top..].iter_mut().zip(rows) {
-            *out = row[done + step].value();
-        }
-    }
-}
-
-/// A right matrix, provided panel by panel.
-pub trait Right: Sync {
-    /// Writes the panel of columns starting at `first` as `[inner][columns]`. Elements beyond the last
-    /// column may have any value.
-    fn pack(&self, first: usize, panel: &mut [f32]);
-
-    /// Number of bf16 numbers whose sum is any element.
-    fn parts(&self) -> usize {
-        f32::PARTS
-    }
-}
-
-/// A right matrix with contiguous columns at a distance of `stride`: the weight `[out, in]` of a linear
-/// layer.
-pub struct Columns<'a, T> {
-    /// The elements.
-    pub values: &'a [T],
-    /// Number of columns.
-    pub count: usize,
-    /// Distance between columns.
-    pub stride: usize,
-}
-
-impl<T: StoredFloat> Right for Columns<'_, T> {
-    fn parts(&self) -> usize {
-        T::PARTS
-    }
-
-    fn pack(&self, first: usize, panel: &mut [f32]) {
-        const LANES: usize = 8;
-        let groups = panel.as_chunks_mut::<PANEL>().0;
-        let last = self.count - 1;
-        for top in (0..PANEL.min(self.count - first)).step_by(LANES) {
-            let columns: [_; LANES] = std::array::from_fn(|lane| &self.values[(first + top + lane).min(last) * self.stride..][..groups.len()]);
-            transpose(columns, groups, top);
-        }
-    }
-}
-
-/// A right matrix with contiguous rows at a distance of `stride`.
-pub struct Rows<'a, T> {
-    /// The elements.
-    pub values: &'a [T],
-    /// Number of columns.
-    pub count: usize,
-    /// Distance between rows.
-    pub stride: usize,
-}
-
-impl<T: StoredFloat> Right for Rows<'_, T> {
-    fn parts(&self) -> usize {
-        T::PARTS
-    }
-
-    fn pack(&self, first: usize, panel: &mut [f32]) {
-        let width = PANEL.min(self.count - first);
-        for (row, group) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
-            let values = &self.values[row * self.stride + first..];
-            match values.first_chunk::<PANEL>() {
-                // Loops of fixed length are faster, even if they include elements beyond the last column.
-                Some(values) => *group = values.map(StoredFloat::value),
-                None => group.iter_mut().zip(&values[..width]).for_each(|(out, x)| *out = x.value()),
-            }
-        }
-    }
+struct Part<'e> {
+    /// Its first row and column in the result, and the number of columns of the result.
+    position: [usize; 3],
+    /// Whether it contains the sums over earlier inner indices, which are continued.
+    continues: bool,
+    epilogue: Epilogue<'e>,
 }
 
 simd! {
-    /// Multiplies blocks by consecutive panels. The first panel starts at `column` of a result with
-    /// `width` columns. `out` contains the rows of the blocks at a distance of `stride`, and the results are
-    /// written from its column `at` on.
-    #[allow(clippy::too_many_arguments)]
-    fn multiply_into(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, at: usize, stride: usize) {
-        let size = PANEL * left.inner;
+    /// Multiplies blocks by consecutive panels. `out` contains the rows of the blocks, from the first column of
+    /// the panels on, at a distance of `stride`.
+    fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], part: Part, out: &mut [f32], stride: usize) {
+        let [top, from, width] = part.position;
         let mut tile = [[0f32; PANEL]; BLOCK];
-        for (number, panel) in panels.chunks_exact(size.max(1)).enumerate() {
-            let (column, at) = (column + number * PANEL, at + number * PANEL);
+        for (number, panel) in panels.chunks_exact((PANEL * left.inner).max(1)).enumerate() {
+            let column = from + number * PANEL;
             let columns = PANEL.min(width - column);
-            for index in blocks.clone() {
-                let first = index * BLOCK;
-                let rows = BLOCK.min(left.rows - first);
-                match left.is_paired {
-                    true => pairs::multiply(left.block(index), panel, &mut tile),
-                    false => tile::multiply(left.block(index), Panel::Packed(panel), [rows, PANEL], &mut tile),
+            for (at, index) in blocks.clone().enumerate() {
+                let rows = BLOCK.min(left.rows - index * BLOCK);
+                let out = &mut out[at * BLOCK * stride + number * PANEL..];
+                if part.continues {
+                    for (values, out) in tile[..rows].iter_mut().zip(out.chunks(stride)) {
+                        values[..columns].copy_from_slice(&out[..columns]);
+                    }
+                    tile::add(left.block(index), panel, rows, &mut tile);
+                } else if left.is_paired {
+                    pairs::multiply(left.block(index), panel, &mut tile);
+                } else {
+                    tile::multiply(left.block(index), Panel::Packed(panel), [rows, PANEL], &mut tile);
                 }
-                for (lane, values) in tile[..rows].iter_mut().enumerate() {
-                    let out = &mut out[(first - blocks.start * BLOCK + lane) * stride + at..][..columns];
-                    epilogue.store(&mut values[..columns], [first + lane, column, width], out);
+                for ((lane, values), out) in tile[..rows].iter_mut().enumerate().zip(out.chunks_mut(stride)) {
+                    part.epilogue.store(&mut values[..columns], [top + at * BLOCK + lane, column, width], &mut out[..columns]);
                 }
             }
         }
     }
-}
-
-/// Multiplies blocks by consecutive panels. The first panel starts at `column` of a result with `width`
-/// columns. `out` contains the rows of the blocks at a distance of `stride`.
-#[allow(clippy::too_many_arguments)]
-pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, stride: usize) {
-    multiply_into(left, blocks, panels, column, epilogue, out, width, column, stride);
 }
 
 /// Packed operands of a product, of which parts are computed.
@@ -324,10 +79,10 @@ impl Operands {
         panels.par_chunks_mut(PANEL * left.inner).enumerate().for_each(|(number, panel)| {
             if is_paired {
                 let mut floats = Scratch::new(PANEL * inner);
-                right.pack(number * PANEL, &mut floats);
+                right.pack(number * PANEL, 0, &mut floats);
                 pairs::round_panel(&floats, panel);
             } else {
-                right.pack(number * PANEL, panel);
+                right.pack(number * PANEL, 0, panel);
             }
         });
         Operands { left, panels, width }
@@ -337,7 +92,8 @@ impl Operands {
     /// multiples of [`BLOCK`] and of [`PANEL`].
     pub fn add_to(&self, first: usize, column: usize, out: &mut [f32]) {
         let blocks = first / BLOCK..(first + out.len() / self.width).div_ceil(BLOCK);
-        multiply(&self.left, blocks, &self.panels[column * self.left.inner..], column, Epilogue::ACCUMULATE, out, self.width, self.width);
+        let part = Part { position: [first, column, self.width], continues: false, epilogue: Epilogue::ACCUMULATE };
+        multiply(&self.left, blocks, &self.panels[column * self.left.inner..], part, &mut out[column..], self.width);
     }
 }
 
@@ -350,42 +106,64 @@ pub fn product(left: &LeftRows, right: &impl Right, width: usize, epilogue: Epil
     if left.rows == 0 || width == 0 {
         return;
     }
+    let out = &mut out[..left.rows * width];
     if left.inner == 0 {
         return by_panels(left.rows, [width, PANEL], epilogue, out, |_, _, _| {});
     }
     if left.rows * width * left.inner < SERIAL {
         return product_serial(&left.pack(), right, width, epilogue, out, width);
     }
-    on_pool_thread(|| product_parallel(&left.pack(), right, width, epilogue, out));
+    on_pool_thread(|| product_parallel(left, right, width, epilogue, out));
 }
 
-fn product_parallel(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
-    let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
-    let size = (PANEL * left.inner).max(1);
-    if blocks < 2 * rayon::current_num_threads() {
+/// Ranges of inner indices of about the same length that are packed at a time.
+fn depths(inner: usize) -> impl Iterator<Item = Range<usize>> + Clone {
+    let depth = inner.div_ceil(inner.div_ceil(DEPTH).max(1)).max(1);
+    (0..inner).step_by(depth).map(move |from| from..(from + depth).min(inner))
+}
+
+fn product_parallel(left: &LeftRows, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
+    let (blocks, panels, threads) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL), rayon::current_num_threads());
+    if blocks < 2 * threads {
         return by_columns(left, right, width, epilogue, out);
     }
-    let chunk = (PACKED / size).clamp(1, panels);
-    let mut packed = Scratch::new(chunk * size);
-    // Blocks per job, few enough that they stay in the L2 cache while panels are streamed.
-    let group = (PACKED / 8 / (BLOCK * left.inner).max(1)).clamp(2, blocks.div_ceil(2 * rayon::current_num_threads()).max(2));
+    if epilogue.accumulate && left.inner > DEPTH {
+        // Sums that are not complete cannot be stored in the place of the values to which the product is added.
+        let mut sums = Scratch::new(out.len());
+        product_parallel(left, right, width, Epilogue { accumulate: false, ..epilogue }, &mut sums);
+        return out.par_chunks_mut(width).zip(sums.par_chunks(width)).for_each(|(out, sums)| epilogue.put(sums, out));
+    }
+    let depth = depths(left.inner).map(|range| range.len()).max().unwrap_or(0);
+    let chunk = (PACKED / (PANEL * depth)).clamp(1, panels);
+    let mut packed = Scratch::new(chunk * PANEL * depth);
+    let jobs = blocks.div_ceil((BLOCKS / (BLOCK * depth)).max(1)).next_multiple_of(2 * threads);
+    let rows = blocks.div_ceil(jobs) * BLOCK;
     for first in (0..panels).step_by(chunk) {
-        let count = chunk.min(panels - first);
-        let packed = &mut packed[..count * size];
-        packed.par_chunks_mut(size).enumerate().for_each(|(i, panel)| right.pack((first + i) * PANEL, panel));
-        out.par_chunks_mut(group * BLOCK * width).enumerate().for_each(|(i, out)| {
-            let blocks = i * group..((i + 1) * group).min(blocks);
-            multiply(left, blocks, packed, first * PANEL, epilogue, out, width, width);
-        });
+        for range in depths(left.inner) {
+            let size = PANEL * range.len();
+            let packed = &mut packed[..chunk.min(panels - first) * size];
+            packed.par_chunks_mut(size).enumerate().for_each(|(i, panel)| right.pack((first + i) * PANEL, range.start, panel));
+            let epilogue = if range.end == left.inner { epilogue } else { Epilogue::NONE };
+            out.par_chunks_mut(rows * width).enumerate().for_each(|(job, out)| {
+                let top = job * rows;
+                let left = left.part(top..top + out.len() / width, range.clone()).pack_serial();
+                let part = Part { position: [top, first * PANEL, width], continues: range.start > 0, epilogue };
+                multiply(&left, left.blocks(), packed, part, &mut out[first * PANEL..], width);
+            });
+        }
     }
 }
 
 /// [`product`] for few rows: parallel over panels.
-fn by_columns(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
+fn by_columns(left: &LeftRows, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
+    let parts: Vec<(Range<usize>, Left)> = depths(left.inner).map(|range| (range.clone(), left.part(0..left.rows, range).pack())).collect();
     by_panels(left.rows, [width, PANEL], epilogue, out, |column, columns, tile| {
-        let mut panel = Scratch::new(PANEL * left.inner);
-        right.pack(column, &mut panel);
-        multiply_into(left, 0..left.rows.div_ceil(BLOCK), &panel, column, Epilogue::NONE, tile, width, 0, columns);
+        for (range, left) in &parts {
+            let mut panel = Scratch::new(PANEL * range.len());
+            right.pack(column, range.start, &mut panel);
+            let part = Part { position: [0, column, width], continues: range.start > 0, epilogue: Epilogue::NONE };
+            multiply(left, left.blocks(), &panel, part, tile, columns);
+        }
     });
 }
 
@@ -422,8 +200,9 @@ pub(super) fn by_panels(rows: usize, [width, panel]: [usize; 2], epilogue: Epilo
 pub fn product_serial(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32], stride: usize) {
     let mut panel = Scratch::new(PANEL * left.inner);
     for column in (0..width).step_by(PANEL) {
-        right.pack(column, &mut panel);
-        multiply(left, 0..left.rows.div_ceil(BLOCK), &panel, column, epilogue, out, width, stride);
+        right.pack(column, 0, &mut panel);
+        let part = Part { position: [0, column, width], continues: false, epilogue };
+        multiply(left, left.blocks(), &panel, part, &mut out[column..], stride);
     }
 }
 
@@ -431,6 +210,7 @@ pub fn product_serial(left: &Left, right: &impl Right, width: usize, epilogue: E
 mod tests {
     use super::super::activation::ActivationFunction;
     use super::super::epilogue::Fused;
+    use super::super::operands::{Columns, Rows};
     use super::*;
 
     fn numbers(count: usize, seed: u32) -> Vec<f32> {
@@ -439,7 +219,9 @@ mod tests {
 
     #[test]
     fn products_are_correct() {
-        for (rows, inner, width) in [(1, 1, 1), (3, 5, 33), (12, 7, 32), (13, 64, 100), (100, 130, 65), (300, 20, 40), (5, 0, 3), (29, 3000, 70)] {
+        for (rows, inner, width) in
+            [(1, 1, 1), (3, 5, 33), (12, 7, 32), (13, 64, 100), (100, 130, 65), (300, 20, 40), (5, 0, 3), (29, 3000, 70), (131, 2100, 70)]
+        {
             let (a, b, c) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = LeftRows::new(&a, rows, inner, inner);
             let transposed: Vec<f32> = (0..inner * width).map(|i| b[(i % width) * inner + i / width]).collect();
@@ -448,8 +230,11 @@ mod tests {
             let steps =
                 [Fused::AddToColumns(&c[..width]), Fused::Activate(ActivationFunction::Relu), Fused::Add(&c), Fused::MultiplyRows(&a[..rows.min(a.len())])];
             let epilogue = Epilogue::new(if inner == 0 { &[] } else { &steps });
+            let by_rows = Rows { values: &transposed, count: width, stride: width };
+            product_serial(&left.pack(), &by_rows, width, epilogue, &mut other, width);
+            product(&left, &by_rows, width, epilogue, &mut one);
+            assert_eq!(one, other, "{rows} {inner} {width}");
             product(&left, &Columns { values: &b, count: width, stride: inner }, width, epilogue, &mut one);
-            product_serial(&left.pack(), &Rows { values: &transposed, count: width, stride: width }, width, epilogue, &mut other, width);
             assert_eq!(one, other, "{rows} {inner} {width}");
             for row in 0..rows {
                 for column in 0..width {
@@ -464,8 +249,9 @@ mod tests {
 
     #[test]
     fn the_epilogue_is_applied_once_when_accumulating() {
-        // Three code paths: few rows with many threads, few rows with one thread, and many rows.
-        for (rows, inner, width) in [(2, 3, 5), (30, 400, 70), (600, 64, 40)] {
+        // Code paths: few rows with many threads, few rows with one thread, many rows, and more inner indices than
+        // are packed at a time.
+        for (rows, inner, width) in [(2, 3, 5), (30, 400, 70), (600, 64, 40), (200, 2500, 40), (20, 2500, 70)] {
             let (a, b, old) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = LeftRows::new(&a, rows, inner, inner);
             let right = Columns { values: &b, count: width, stride: inner };
@@ -478,22 +264,6 @@ mod tests {
                 let mut out = old.clone();
                 pool.install(|| product(&left, &right, width, Epilogue { steps: &steps, accumulate: true }, &mut out));
                 assert_eq!(out, wanted, "{rows} {inner} {width} on {threads} threads");
-            }
-        }
-    }
-
-    #[test]
-    fn rows_are_packed_interleaved() {
-        for (rows, inner, stride) in [(1, 1, 1), (5, 16, 20), (12, 33, 33), (25, 40, 41)] {
-            let values = numbers(rows * stride, 4);
-            let transposed: Vec<f32> = (0..inner * rows).map(|i| values[i % rows * stride + i / rows]).collect();
-            let halves: Vec<half::bf16> = values.iter().map(|x| half::bf16::from_f32(*x)).collect();
-            let (left, other) = (Left::pack(&values, rows, inner, stride), Left::pack_transposed(&transposed, rows, inner, rows));
-            let half = Left::pack(&halves, rows, inner, stride);
-            for (row, step) in (0..rows).flat_map(|row| (0..inner).map(move |step| (row, step))) {
-                let at = |left: &Left| left.block(row / BLOCK)[step * BLOCK + row % BLOCK];
-                assert_eq!((at(&left), at(&other)), (values[row * stride + step], values[row * stride + step]), "{rows} {inner} {row} {step}");
-                assert_eq!(at(&half), halves[row * stride + step].to_f32());
             }
         }
     }

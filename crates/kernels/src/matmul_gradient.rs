@@ -10,7 +10,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{LeftRows, Right, product_serial};
+use super::matmul::product_serial;
+use super::operands::{LeftRows, Right};
 use super::product::product;
 use super::scratch::Scratch;
 
@@ -83,7 +84,7 @@ simd! {
 
 #[cfg(test)]
 mod tests {
-    use super::super::matmul::Rows;
+    use super::super::operands::Rows;
     use super::*;
 
     fn numbers(count: usize, seed: u32) -> Vec<f32> {

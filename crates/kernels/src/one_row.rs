@@ -7,7 +7,8 @@
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Columns, Rows, StoredFloat, by_panels, for_stored_floats};
+use super::matmul::by_panels;
+use super::operands::{Columns, Rows, StoredFloat, for_stored_floats};
 use super::scratch::Scratch;
 use crate::simd::{self, Level, prefetch};
 
@@ -224,7 +225,8 @@ mod tests {
 
     use super::super::activation::ActivationFunction;
     use super::super::epilogue::Fused;
-    use super::super::matmul::{self, LeftRows};
+    use super::super::matmul;
+    use super::super::operands::LeftRows;
     use super::*;
 
     #[test]

@@ -39,9 +39,10 @@ simd! {
     }
 }
 
-/// Whether the processor has products of pairs, and no tile registers are used.
-pub(super) fn is_available() -> bool {
-    instructions::are_available()
+/// Whether the processor has products of pairs that are faster than those of floats, and no tile registers are
+/// used.
+pub(super) fn is_faster() -> bool {
+    instructions::are_faster()
 }
 
 /// The product of a block and a panel of pairs.
@@ -69,7 +70,7 @@ fn portable(block: &[f32], panel: &[f32], tile: &mut Tile) {
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[allow(unsafe_code)]
 mod instructions {
-    use std::arch::x86_64::{__m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps};
+    use std::arch::x86_64::{__cpuid, __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_ps, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps};
     use std::mem::transmute;
     use std::sync::LazyLock;
 
@@ -83,6 +84,17 @@ mod instructions {
     pub fn are_available() -> bool {
         static AVAILABLE: LazyLock<bool> = LazyLock::new(|| level() == Level::Avx512 && is_x86_feature_detected!("avx512bf16"));
         *AVAILABLE
+    }
+
+    /// Whether the instruction computes more products per second than those for floats. On a Xeon of 2023, it
+    /// computes two thirds as many (76 against 110 GFLOPS per core at 3 GHz).
+    pub fn are_faster() -> bool {
+        static FASTER: LazyLock<bool> = LazyLock::new(|| {
+            let vendor = __cpuid(0);
+            let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat();
+            are_available() && name != b"GenuineIntel"
+        });
+        *FASTER
     }
 
     /// The product, if the processor has the instruction.
@@ -122,7 +134,7 @@ mod instructions {
 mod instructions {
     use super::Tile;
 
-    pub fn are_available() -> bool {
+    pub fn are_faster() -> bool {
         false
     }
 

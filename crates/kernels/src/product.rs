@@ -2,7 +2,8 @@
 //! whichever is faster for their sizes.
 
 use super::epilogue::Epilogue;
-use super::matmul::{self, LeftRows, Right};
+use super::matmul;
+use super::operands::{LeftRows, Right};
 use super::pool::on_pool_thread;
 use super::split;
 

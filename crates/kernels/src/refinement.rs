@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::column_solver::Grid;
 use super::compensation::damping_of;
 use super::epilogue::Epilogue;
-use super::matmul::{LeftRows, Rows};
+use super::operands::{LeftRows, Rows};
 use super::pool::on_pool_thread;
 use super::product::product;
 use crate::grid::{Levels, QuantizationParams};

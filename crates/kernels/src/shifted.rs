@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::convolution::Window;
 use super::epilogue::Epilogue;
-use super::matmul::Left;
+use super::operands::Left;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
 

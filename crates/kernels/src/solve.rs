@@ -108,6 +108,23 @@ pub fn triangle(mut matrix: Vec<f64>, size: usize) -> Option<Vec<f64>> {
     Some(matrix)
 }
 
+simd! {
+    /// The inverse of a lower triangle `[size, size]`; elements above the diagonal are not read.
+    pub(super) fn inverse(lower: &[f64], size: usize) -> Vec<f32> {
+        let mut inverse = vec![0f64; size * size];
+        for (index, line) in lower.chunks_exact(size.max(1)).enumerate() {
+            let (done, rest) = inverse.split_at_mut(index * size);
+            let row = &mut rest[..=index];
+            row[index] = 1.0;
+            for (factor, done) in line[..index].iter().zip(done.chunks_exact(size)) {
+                row.iter_mut().zip(done).for_each(|(x, done)| *x -= factor * done);
+            }
+            row.iter_mut().for_each(|x| *x /= line[index]);
+        }
+        inverse.iter().map(|x| *x as f32).collect()
+    }
+}
+
 impl Factor {
     /// Factorizes a matrix `[size, size]`. `None` if it is not positive definite.
     pub fn new(matrix: Vec<f64>, size: usize) -> Option<Factor> {

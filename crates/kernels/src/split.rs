@@ -13,7 +13,8 @@ use rayon::prelude::*;
 
 use super::amx::{BLOCK, Block, OPERAND, STEP, Tiles};
 use super::epilogue::Epilogue;
-use super::matmul::{self, LeftRows, Right, StoredFloat};
+use super::matmul;
+use super::operands::{LeftRows, Right, StoredFloat};
 use super::pairs::rounded_bits;
 use super::scratch::Scratch;
 use super::tile::PANEL;
@@ -204,7 +205,7 @@ pub(super) fn product(left: &LeftRows, right: &impl Right, width: usize, epilogu
         let first = slab * most;
         let steps: Vec<_> = epilogue.steps.iter().map(|step| step.from_row(first, width)).collect();
         let epilogue = Epilogue { steps: &steps, accumulate: epilogue.accumulate };
-        let left = left.rows(first, out.len() / width);
+        let left = left.part(first..first + out.len() / width, 0..left.inner);
         match Left::pack(&left, PARTS) {
             Some(packed) => packed.product(right, width, epilogue, out),
             None => matmul::product(&left, right, width, epilogue, out),
@@ -265,7 +266,7 @@ impl Left {
     fn pack_panels(&self, right: &impl Right, parts: usize, column: usize, packed: &mut [u16]) {
         packed.par_chunks_mut(self.steps * parts * OPERAND).enumerate().for_each(|(i, panel)| {
             let mut floats = Scratch::new(BLOCK * self.inner);
-            right.pack(column + i * BLOCK, &mut floats);
+            right.pack(column + i * BLOCK, 0, &mut floats);
             pack_panel(&floats, parts, panel);
         });
     }
@@ -344,7 +345,8 @@ mod tests {
     use half::{bf16, f16};
 
     use super::super::epilogue::Fused;
-    use super::super::matmul::{Columns, Rows, product_serial};
+    use super::super::matmul::product_serial;
+    use super::super::operands::{Columns, Rows};
     use super::*;
 
     fn numbers(count: usize, seed: u32) -> Vec<f32> {

@@ -24,16 +24,15 @@ pub(super) enum Panel<'a> {
     Shifted { values: &'a [f32], offsets: &'a [usize] },
 }
 
-/// Computes an `R × C` part of a tile, starting at row `top`: for each inner index, an element of each
-/// row of the block times a row of the panel.
+/// Adds products to an `R × C` part of a tile, starting at row `top`: for each inner index, an element of
+/// each row of the block times a row of the panel.
 #[inline(always)]
 fn part<'p, const FUSED: bool, const R: usize, const C: usize, T>(
-    block: &[f32],
-    top: usize,
+    mut sums: [[f32; C]; R],
+    (block, top): (&[f32], usize),
     panel: &'p [T],
     row: impl Fn(&'p T) -> Option<&'p [f32; C]>,
 ) -> [[f32; C]; R] {
-    let mut sums = [[0f32; C]; R];
     for (a, b) in block.as_chunks::<BLOCK>().0.iter().zip(panel) {
         // With arrays of fixed length, the loops are unrolled, and the sums stay in registers.
         let (Some(a), Some(b)) = (a[top..].first_chunk::<R>(), row(b)) else { break };
@@ -55,10 +54,10 @@ macro_rules! strips {
             const _: () = assert!(PANEL.is_multiple_of($columns));
             pub const ROWS: usize = $rows;
 
-            /// Computes the rows from `top` on.
-            pub fn multiply(block: &[f32], panel: Panel, top: usize, columns: usize, tile: &mut Tile) {
+            /// Computes the rows from `top` on, or adds to them.
+            pub fn multiply(block: &[f32], panel: Panel, top: usize, columns: usize, adds: bool, tile: &mut Tile) {
                 match panel {
-                    Panel::Packed(panel) => packed(block, panel, top, tile),
+                    Panel::Packed(panel) => packed(block, panel, top, adds, tile),
                     Panel::Shifted { values, offsets } => shifted(block, values, offsets, top, columns, tile),
                 }
             }
@@ -66,10 +65,14 @@ macro_rules! strips {
             simd! {
                 // Not inlined: inside a larger function, the sums would be spilled from registers.
                 #[inline(never)]
-                fn packed(block: &[f32], panel: &[f32], top: usize, tile: &mut Tile) {
+                fn packed(block: &[f32], panel: &[f32], top: usize, adds: bool, tile: &mut Tile) {
                     let panel = panel.as_chunks::<PANEL>().0;
                     for left in (0..PANEL).step_by($columns) {
-                        let sums = part::<{ $fused }, $rows, $columns, _>(block, top, panel, |row| row[left..].first_chunk());
+                        let mut sums = [[0f32; $columns]; $rows];
+                        if adds {
+                            sums.iter_mut().zip(&tile[top..]).for_each(|(sums, tile)| sums.copy_from_slice(&tile[left..left + $columns]));
+                        }
+                        let sums = part::<{ $fused }, $rows, $columns, _>(sums, (block, top), panel, |row| row[left..].first_chunk());
                         for (out, sums) in tile[top..].iter_mut().zip(&sums) {
                             out[left..left + $columns].copy_from_slice(sums);
                         }
@@ -85,7 +88,7 @@ macro_rules! strips {
                         // Missing values are zero. With another exit of the loop, the sums would not
                         // stay in registers.
                         let row = |offset: &usize| values.get(*offset..).and_then(|values| values.first_chunk()).or(Some(&[0.0; $columns]));
-                        let sums = part::<{ $fused }, $rows, $columns, _>(block, top, offsets, row);
+                        let sums = part::<{ $fused }, $rows, $columns, _>([[0f32; $columns]; $rows], (block, top), offsets, row);
                         for (out, sums) in tile[top..].iter_mut().zip(&sums) {
                             out[left..left + $columns].copy_from_slice(sums);
                         }
@@ -108,13 +111,23 @@ strips! {
 
 /// Computes at least the first `rows` rows and `columns` columns of the product of a packed block and a
 /// panel.
-pub(super) fn multiply(block: &[f32], panel: Panel, [rows, columns]: [usize; 2], tile: &mut Tile) {
+pub(super) fn multiply(block: &[f32], panel: Panel, sizes: [usize; 2], tile: &mut Tile) {
+    strips(block, panel, sizes, false, tile);
+}
+
+/// Adds the product of a packed block and a packed panel to at least the first `rows` rows. The sums are those
+/// of a single product over the inner indices of the operands of all calls.
+pub(super) fn add(block: &[f32], panel: &[f32], rows: usize, tile: &mut Tile) {
+    strips(block, Panel::Packed(panel), [rows, PANEL], true, tile);
+}
+
+fn strips(block: &[f32], panel: Panel, [rows, columns]: [usize; 2], adds: bool, tile: &mut Tile) {
     let level = simd::level();
     let mut top = 0;
     while top < rows {
         macro_rules! strip {
             ($name:ident) => {{
-                $name::multiply(block, panel, top, columns, tile);
+                $name::multiply(block, panel, top, columns, adds, tile);
                 top += $name::ROWS;
             }};
         }

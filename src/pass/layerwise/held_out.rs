@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::error::{Result, counted};
 use crate::exec::transfer::{self, Cause};
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{Columns, LeftRows};
+use crate::kernel::operands::{Columns, LeftRows};
 use crate::kernel::product::product;
 use crate::pass::calibrate::tensor_error;
 

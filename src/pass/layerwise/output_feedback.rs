@@ -9,7 +9,7 @@ use super::row_scales::RowScales;
 use crate::error::Result;
 use crate::kernel::compensation::{Compensation, Ratios};
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{LeftRows, Rows};
+use crate::kernel::operands::{LeftRows, Rows};
 use crate::kernel::product::product;
 
 /// Number of rows that are rounded at once, each without compensation for the others.

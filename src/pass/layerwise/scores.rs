@@ -16,7 +16,7 @@ use super::{Flow, Layer, Layerwise, Method, MethodReport, Moments, MomentsReques
 use crate::error::Result;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::ggml::BlockType;
-use crate::kernel::matmul::{Columns, LeftRows};
+use crate::kernel::operands::{Columns, LeftRows};
 use crate::kernel::product::product;
 use crate::model::Model;
 use crate::pass::Context;

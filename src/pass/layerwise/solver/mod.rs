@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::kernel::column_solver::ColumnSolver;
 use crate::kernel::compensation::Compensation;
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::matmul::{LeftRows, Rows};
+use crate::kernel::operands::{LeftRows, Rows};
 use crate::kernel::product::product;
 use crate::kernel::refinement::Hessian;
 use crate::pass::calibrate::tensor_error;

@@ -10,7 +10,7 @@ use crate::kernel::channels as kernel;
 use crate::kernel::convolution::depthwise;
 use crate::kernel::convolution_gradient::{Sizes, input_gradient, weight_gradient};
 use crate::kernel::epilogue::{Epilogue, apply_to};
-use crate::kernel::matmul::Left;
+use crate::kernel::operands::Left;
 use crate::kernel::scratch::cleared;
 use crate::kernel::shifted::convolve;
 

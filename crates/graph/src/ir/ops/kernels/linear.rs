@@ -13,9 +13,9 @@ use crate::kernel::coded::CodedMatrix;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::few_rows::FewRows;
 use crate::kernel::linear::{LinearWeight, product};
-use crate::kernel::matmul::{Columns, LeftRows, Rows};
 use crate::kernel::matmul_gradient::long_product;
 use crate::kernel::one_row::OneRow;
+use crate::kernel::operands::{Columns, LeftRows, Rows};
 use crate::kernel::scratch::cleared;
 
 impl Kernel for Linear {
