@@ -99,11 +99,11 @@ impl<'a> Epilogue<'a> {
     pub(super) fn apply(&self, out: &mut [f32], [row, column, width]: [usize; 3]) {
         for step in self.steps {
             match step {
-                Fused::AddToColumns(values) => combine(out, &values[column..], |a, b| a + b),
+                Fused::AddToColumns(values) => combine(out, &values[column..][..out.len()], |a, b| a + b),
                 Fused::AddToRows(values) => out.iter_mut().for_each(|x| *x += values[row]),
                 Fused::MultiplyRows(values) => out.iter_mut().for_each(|x| *x *= values[row]),
-                Fused::Add(values) => combine(out, &values[row * width + column..], |a, b| a + b),
-                Fused::Multiply(values) => combine(out, &values[row * width + column..], |a, b| a * b),
+                Fused::Add(values) => combine(out, &values[row * width + column..][..out.len()], |a, b| a + b),
+                Fused::Multiply(values) => combine(out, &values[row * width + column..][..out.len()], |a, b| a * b),
                 Fused::Activate(function) => activation::apply(*function, out),
             }
         }

@@ -47,7 +47,11 @@ simd! {
                 let out = &mut out[at * BLOCK * stride + number * PANEL..];
                 if part.continues {
                     for (values, out) in tile[..rows].iter_mut().zip(out.chunks(stride)) {
-                        values[..columns].copy_from_slice(&out[..columns]);
+                        match out.first_chunk() {
+                            // Values of other panels are not used.
+                            Some(out) => *values = *out,
+                            None => values[..columns].copy_from_slice(&out[..columns]),
+                        }
                     }
                     tile::add(left.block(index), panel, rows, &mut tile);
                 } else if left.is_paired {
@@ -56,7 +60,12 @@ simd! {
                     tile::multiply(left.block(index), Panel::Packed(panel), [rows, PANEL], &mut tile);
                 }
                 for ((lane, values), out) in tile[..rows].iter_mut().enumerate().zip(out.chunks_mut(stride)) {
-                    part.epilogue.store(&mut values[..columns], [top + at * BLOCK + lane, column, width], &mut out[..columns]);
+                    let position = [top + at * BLOCK + lane, column, width];
+                    match out.first_chunk_mut::<PANEL>().filter(|_| columns == PANEL) {
+                        // Loops of fixed length are faster.
+                        Some(out) => part.epilogue.store(values, position, out),
+                        None => part.epilogue.store(&mut values[..columns], position, &mut out[..columns]),
+                    }
                 }
             }
         }

@@ -46,10 +46,18 @@ fn part<'p, const FUSED: bool, const R: usize, const C: usize, T>(
     sums
 }
 
+/// Writes a part of a tile.
+#[inline(always)]
+fn put<const R: usize, const C: usize>(sums: &[[f32; C]; R], tile: &mut Tile, [top, left]: [usize; 2]) {
+    for (out, sums) in tile[top..].iter_mut().zip(sums) {
+        out[left..left + C].copy_from_slice(sums);
+    }
+}
+
 macro_rules! strips {
     ($($name:ident: $fused:expr, $rows:literal, $columns:literal;)+) => {
         $(mod $name {
-            use super::{PANEL, Panel, Tile, part};
+            use super::{PANEL, Panel, Tile, part, put};
 
             const _: () = assert!(PANEL.is_multiple_of($columns));
             pub const ROWS: usize = $rows;
@@ -68,13 +76,15 @@ macro_rules! strips {
                 fn packed(block: &[f32], panel: &[f32], top: usize, adds: bool, tile: &mut Tile) {
                     let panel = panel.as_chunks::<PANEL>().0;
                     for left in (0..PANEL).step_by($columns) {
-                        let mut sums = [[0f32; $columns]; $rows];
+                        let mut before = [[0f32; $columns]; $rows];
+                        // Two loops: a common one would read the zeros from memory.
                         if adds {
-                            sums.iter_mut().zip(&tile[top..]).for_each(|(sums, tile)| sums.copy_from_slice(&tile[left..left + $columns]));
-                        }
-                        let sums = part::<{ $fused }, $rows, $columns, _>(sums, (block, top), panel, |row| row[left..].first_chunk());
-                        for (out, sums) in tile[top..].iter_mut().zip(&sums) {
-                            out[left..left + $columns].copy_from_slice(sums);
+                            before.iter_mut().zip(&tile[top..]).for_each(|(before, tile)| before.copy_from_slice(&tile[left..left + $columns]));
+                            let sums = part::<{ $fused }, $rows, $columns, _>(before, (block, top), panel, |row| row[left..].first_chunk());
+                            put(&sums, tile, [top, left]);
+                        } else {
+                            let sums = part::<{ $fused }, $rows, $columns, _>(before, (block, top), panel, |row| row[left..].first_chunk());
+                            put(&sums, tile, [top, left]);
                         }
                     }
                 }
@@ -89,9 +99,7 @@ macro_rules! strips {
                         // stay in registers.
                         let row = |offset: &usize| values.get(*offset..).and_then(|values| values.first_chunk()).or(Some(&[0.0; $columns]));
                         let sums = part::<{ $fused }, $rows, $columns, _>([[0f32; $columns]; $rows], (block, top), offsets, row);
-                        for (out, sums) in tile[top..].iter_mut().zip(&sums) {
-                            out[left..left + $columns].copy_from_slice(sums);
-                        }
+                        put(&sums, tile, [top, left]);
                     }
                 }
             }
