@@ -162,7 +162,9 @@ mod tests {
     #[test]
     fn products_are_bitwise_equal_to_those_of_the_values() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
-        for (inner, group, width) in [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000), (2112, 96, 40), (1100, 1100, 9)] {
+        for (inner, group, width) in
+            [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000), (2112, 96, 40), (1100, 1100, 9)]
+        {
             let codes: Vec<u8> = (0..inner * width).map(|i| (i * 7919 % 251) as u8).collect();
             let scales = numbers(inner / group * width, 5);
             let coded = CodedMatrix::new(inner, group, codes.clone(), scales.clone()).unwrap();

@@ -23,6 +23,7 @@ mod experts;
 mod forecast;
 mod latency;
 pub(super) mod layers;
+mod nested;
 mod options;
 pub(super) mod repair;
 pub(super) mod scores;

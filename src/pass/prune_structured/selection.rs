@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::scores::{self, Scores};
 use super::widths::{self, Bundle};
-use super::{Importance, NAME, PruneStructured, PrunedPart, Ranking, Target, latency, sensitivity};
+use super::{Importance, NAME, PruneStructured, PrunedPart, Ranking, Target, latency, nested, sensitivity};
 use crate::analysis::{self, Group, GroupUnit, Groups, Member, Role};
 use crate::arch;
 use crate::error::{Error, Result, counted};
@@ -25,8 +25,8 @@ pub(super) struct Selection {
     bundles: Vec<Bundle>,
     /// Description of the selection for reports.
     pub rule: String,
-    /// A note on groups that are not selected because their units cannot be ranked.
-    unranked: Option<String>,
+    /// Notes on groups that are not selected.
+    left_out: Vec<String>,
 }
 
 /// Number of latency measurements when searching for a target.
@@ -57,8 +57,7 @@ impl Selection {
         let mut parts = parts(pass, &groups)?;
         let units: BTreeSet<GroupUnit> = parts.iter().filter_map(|part| part.unit()).collect();
         let hidden = groups.groups.iter().find(|group| group.unit == GroupUnit::Hidden).map(|group| group.size);
-        // Groups whose size config.json specifies only by the width of the residual stream are pruned
-        // with it.
+        // Groups whose size config.json specifies only by the residual stream are pruned with it.
         let follows = |group: &Group| {
             units.contains(&GroupUnit::Hidden) && group.unit == GroupUnit::Other && Some(group.size) == hidden && arch::has_uniform_widths(model_type)
         };
@@ -68,13 +67,14 @@ impl Selection {
         };
         let is_selected = |group: &Group| (units.contains(&group.unit) || follows(group)) && named(&group.members);
         let selected = groups.groups.iter().enumerate().filter(|(_, group)| is_selected(group)).map(|(index, _)| index);
-        let (selected, unranked): (Vec<usize>, Vec<usize>) = selected.partition(|index| is_ranked(&groups.groups[*index]));
+        let (mut selected, unranked): (Vec<usize>, Vec<usize>) = selected.partition(|index| is_ranked(&groups.groups[*index]));
         let unranked = leave_out(pass, &mut parts, &groups, [&selected, &unranked], graph)?;
+        let left_out = unranked.into_iter().chain(nested::leave_out(&groups, &mut selected)).collect();
         if selected.is_empty() {
             return Err(Error::option(NAME, "no group is selected; `compress inspect --groups` prints the groups of tensors"));
         }
         let rule = format!("{} of {}", parts.iter().map(PrunedPart::to_string).collect::<Vec<_>>().join(", "), counted(selected.len(), "group"));
-        let mut selection = Selection { groups, selected, bundles: Vec::new(), rule, unranked };
+        let mut selection = Selection { groups, selected, bundles: Vec::new(), rule, left_out };
         let uniform = pass.uniform.unwrap_or(arch::has_uniform_widths(model_type) || arch::has_stage_widths(model_type));
         selection.bundles = selection.bundle(pass, model_type, uniform);
         Ok(selection)
@@ -274,7 +274,7 @@ impl Selection {
 
     /// Notes on unexpected consequences of these widths.
     pub fn notes(&self, pass: &PruneStructured, widths: &[usize]) -> Vec<String> {
-        let mut notes: Vec<String> = self.unranked.iter().cloned().collect();
+        let mut notes = self.left_out.clone();
         let groups = self.selected_groups();
         let keeps = |bundle: &Bundle| bundle.groups.iter().all(|index| groups[*index].size == widths[*index]);
         if self.bundles.iter().all(keeps) {
@@ -460,7 +460,7 @@ mod tests {
             let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
             let (model, pass) = (Model::open(folder).unwrap(), serde_json::from_value::<PruneStructured>(options).unwrap());
             let selection = Selection::new(&pass, &model, &model.graph().unwrap()).map_err(|error| error.to_string())?;
-            Ok::<_, String>((selection.rule, selection.unranked))
+            Ok::<_, String>((selection.rule, selection.left_out.into_iter().next()))
         };
         for (name, options, expected) in [
             ("mixtral-fused", json!({}), "heads of 2 groups"),
