@@ -137,7 +137,7 @@ fn product_parallel(left: &LeftRows, right: &impl Right, width: usize, epilogue:
         return by_columns(left, right, width, epilogue, out);
     }
     if epilogue.accumulate && left.inner > DEPTH {
-        // Sums that are not complete cannot be stored in the place of the values to which the product is added.
+        // Incomplete sums cannot replace the values to which the product is added.
         let mut sums = Scratch::new(out.len());
         product_parallel(left, right, width, Epilogue { accumulate: false, ..epilogue }, &mut sums);
         return out.par_chunks_mut(width).zip(sums.par_chunks(width)).for_each(|(out, sums)| epilogue.put(sums, out));
