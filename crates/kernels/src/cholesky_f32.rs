@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     fn the_triangle_is_that_in_f64() {
-        for size in [1, 40, WIDTH, WIDTH + 1, 2 * WIDTH + 37, 4 * WIDTH + 5] {
+        for size in [1, 40, WIDTH, WIDTH + 1, 2 * WIDTH + 37, 5 * WIDTH + 5] {
             let number = |i: usize| f64::from((i as u32).wrapping_mul(2_654_435_761) >> 20) / 2048.0 - 1.0;
             let root: Vec<f64> = (0..size * size).map(number).collect();
             let entry =

@@ -48,7 +48,7 @@ simd! {
                 if part.continues {
                     for (values, out) in tile[..rows].iter_mut().zip(out.chunks(stride)) {
                         match out.first_chunk() {
-                            // Values of other panels are not used.
+                            // Values beyond the last column belong to the next row, and are not stored.
                             Some(out) => *values = *out,
                             None => values[..columns].copy_from_slice(&out[..columns]),
                         }
@@ -125,9 +125,9 @@ pub fn product(left: &LeftRows, right: &impl Right, width: usize, epilogue: Epil
     on_pool_thread(|| product_parallel(left, right, width, epilogue, out));
 }
 
-/// Ranges of inner indices of about the same length that are packed at a time.
-fn depths(inner: usize) -> impl Iterator<Item = Range<usize>> + Clone {
-    let depth = inner.div_ceil(inner.div_ceil(DEPTH).max(1)).max(1);
+/// Ranges of inner indices of about the same length, at least one, that are packed at a time.
+fn depths(inner: usize) -> impl Iterator<Item = Range<usize>> {
+    let depth = inner.div_ceil(inner.div_ceil(DEPTH));
     (0..inner).step_by(depth).map(move |from| from..(from + depth).min(inner))
 }
 
@@ -142,7 +142,7 @@ fn product_parallel(left: &LeftRows, right: &impl Right, width: usize, epilogue:
         product_parallel(left, right, width, Epilogue { accumulate: false, ..epilogue }, &mut sums);
         return out.par_chunks_mut(width).zip(sums.par_chunks(width)).for_each(|(out, sums)| epilogue.put(sums, out));
     }
-    let depth = depths(left.inner).map(|range| range.len()).max().unwrap_or(0);
+    let depth = depths(left.inner).next().map_or(1, |range| range.len());
     let chunk = (PACKED / (PANEL * depth)).clamp(1, panels);
     let mut packed = Scratch::new(chunk * PANEL * depth);
     let jobs = blocks.div_ceil((BLOCKS / (BLOCK * depth)).max(1)).next_multiple_of(2 * threads);
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn products_are_correct() {
         for (rows, inner, width) in
-            [(1, 1, 1), (3, 5, 33), (12, 7, 32), (13, 64, 100), (100, 130, 65), (300, 20, 40), (5, 0, 3), (29, 3000, 70), (131, 2100, 70)]
+            [(1, 1, 1), (3, 5, 33), (12, 7, 32), (13, 64, 100), (100, 130, 65), (300, 20, 40), (5, 0, 3), (29, 3000, 70), (131, 2100, 70), (30, 2000, 1100)]
         {
             let (a, b, c) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = LeftRows::new(&a, rows, inner, inner);
@@ -241,10 +241,15 @@ mod tests {
             let epilogue = Epilogue::new(if inner == 0 { &[] } else { &steps });
             let by_rows = Rows { values: &transposed, count: width, stride: width };
             product_serial(&left.pack(), &by_rows, width, epilogue, &mut other, width);
-            product(&left, &by_rows, width, epilogue, &mut one);
-            assert_eq!(one, other, "{rows} {inner} {width}");
-            product(&left, &Columns { values: &b, count: width, stride: inner }, width, epilogue, &mut one);
-            assert_eq!(one, other, "{rows} {inner} {width}");
+            let left_columns: Vec<f32> = (0..inner * rows).map(|i| a[(i % rows) * inner + i / rows]).collect();
+            for threads in [1, 2, 16] {
+                rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| {
+                    product(&LeftRows::transposed(&left_columns, rows, inner, rows), &by_rows, width, epilogue, &mut one);
+                    assert_eq!(one, other, "{rows} {inner} {width}");
+                    product(&left, &Columns { values: &b, count: width, stride: inner }, width, epilogue, &mut one);
+                    assert_eq!(one, other, "{rows} {inner} {width}");
+                });
+            }
             for row in 0..rows {
                 for column in 0..width {
                     let sum: f64 = (0..inner).map(|k| f64::from(a[row * inner + k]) * f64::from(b[column * inner + k])).sum();

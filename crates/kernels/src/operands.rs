@@ -100,17 +100,21 @@ impl<'a> LeftRows<'a> {
     }
 
     pub(super) fn pack(&self) -> Left {
-        let LeftRows { values, rows, inner, stride, is_transposed } = *self;
-        if is_transposed { Left::pack_transposed(values, rows, inner, stride) } else { Left::pack(values, rows, inner, stride) }
+        self.pack_above(if self.is_transposed { PARALLEL_TRANSPOSED } else { PARALLEL })
     }
 
     /// Packs the matrix with the calling thread only.
     pub(super) fn pack_serial(&self) -> Left {
+        self.pack_above(usize::MAX)
+    }
+
+    /// Packs the matrix, with all threads if it has at least `parallel` elements.
+    fn pack_above(&self, parallel: usize) -> Left {
         let LeftRows { values, rows, inner, stride, is_transposed } = *self;
-        let sizes = [rows, inner, stride];
-        let fill =
-            |first: usize, block: &mut [f32]| if is_transposed { pack_columns(values, first, sizes, block) } else { pack_rows(values, first, sizes, block) };
-        Left::packed(rows, inner, usize::MAX, fill)
+        Left::packed(rows, inner, parallel, |first, block| match is_transposed {
+            true => pack_columns(values, first, [rows, inner, stride], block),
+            false => pack_rows(values, first, [rows, inner, stride], block),
+        })
     }
 }
 
@@ -294,7 +298,7 @@ simd! {
             let values = &values[row * stride + first..];
             match values.first_chunk::<PANEL>() {
                 // Loops of fixed length are faster, even if they include elements beyond the last column. `map`
-                // would be called in other crates, for which this function is compiled with their options.
+                // is not inlined in other crates, which compile this function with their own options.
                 Some(values) => (0..PANEL).for_each(|at| group[at] = values[at].value()),
                 None => group.iter_mut().zip(&values[..width]).for_each(|(out, x)| *out = x.value()),
             }

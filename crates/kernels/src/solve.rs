@@ -116,8 +116,8 @@ simd! {
             let (done, rest) = inverse.split_at_mut(index * size);
             let row = &mut rest[..=index];
             row[index] = 1.0;
-            for (factor, done) in line[..index].iter().zip(done.chunks_exact(size)) {
-                row.iter_mut().zip(done).for_each(|(x, done)| *x -= factor * done);
+            for (at, (factor, done)) in line[..index].iter().zip(done.chunks_exact(size)).enumerate() {
+                row[..=at].iter_mut().zip(done).for_each(|(x, done)| *x -= factor * done);
             }
             row.iter_mut().for_each(|x| *x /= line[index]);
         }
