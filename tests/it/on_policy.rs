@@ -80,7 +80,7 @@ fn the_seed_determines_the_continuations() {
     // Texts without tokens after their prompt are those of the data.
     let report = train(&Run::new(), short);
     assert_eq!(losses(&report), data);
-    assert!(report.notes.iter().any(|note| note.starts_with("the student continued 0 of 28 samples")), "{:?}", report.notes);
+    assert!(report.notes.iter().any(|note| note.starts_with("in this run, the student continued 0 of 28 samples")), "{:?}", report.notes);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Blocked Cholesky factorization in f32, several times as fast as that in f64.
 //!
-//! Squares on the diagonal are factorized in f64; everything else consists of matrix products. The products of
-//! all earlier columns are subtracted from a block of columns at once, so that the matrix is only read.
+//! Squares on the diagonal are factorized in f64; everything else consists of matrix products. The products
+//! of all earlier columns are subtracted from a block of columns at once, so that the matrix is only read.
 
 use rayon::prelude::*;
 

@@ -243,7 +243,8 @@ impl Block<'_> {
     }
 }
 
-/// Subtracts sums from some columns of rows of `size` values, and multiplies them by the inverse of a triangle.
+/// Subtracts sums from some columns of rows of `size` values, and multiplies them by the inverse of a
+/// triangle.
 fn eliminate(values: &mut [f32], size: usize, columns: &Range<usize>, [sums, quotients]: [&mut [f32]; 2], inverse: &impl Right) {
     let (rows, count) = (values.len() / size, columns.len());
     let (sums, quotients) = (&mut sums[..rows * count], &mut quotients[..rows * count]);

@@ -2,8 +2,8 @@
 //!
 //! The left matrix is packed into blocks of rows, the right matrix into panels of columns. A tile of the
 //! result (`kernel/tile.rs`) is the product of a block and a panel. Some inner indices of some columns are
-//! packed at a time, so that panels stay in the L3 cache, and the blocks that a thread multiplies with them in
-//! its L2 cache (Goto and van de Geijn, 2008). The right matrix is provided panel by panel, so that it may
+//! packed at a time, so that panels stay in the L3 cache, and the blocks that a thread multiplies with them
+//! in its L2 cache (Goto and van de Geijn, 2008). The right matrix is provided panel by panel, so that it may
 //! consist of 16-bit weights or of image windows that are never stored as a matrix.
 
 use std::ops::Range;
@@ -34,8 +34,8 @@ struct Part<'e> {
 }
 
 simd! {
-    /// Multiplies blocks by consecutive panels. `out` contains the rows of the blocks, from the first column of
-    /// the panels on, at a distance of `stride`.
+    /// Multiplies blocks by consecutive panels. `out` contains the rows of the blocks, from the first column
+    /// of the panels on, at a distance of `stride`.
     fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], part: Part, out: &mut [f32], stride: usize) {
         let [top, from, width] = part.position;
         let mut tile = [[0f32; PANEL]; BLOCK];
@@ -263,8 +263,8 @@ mod tests {
 
     #[test]
     fn the_epilogue_is_applied_once_when_accumulating() {
-        // Code paths: few rows with many threads, few rows with one thread, many rows, and more inner indices than
-        // are packed at a time.
+        // Code paths: few rows with many threads, few rows with one thread, many rows, and more inner indices
+        // than are packed at a time.
         for (rows, inner, width) in [(2, 3, 5), (30, 400, 70), (600, 64, 40), (200, 2500, 40), (20, 2500, 70)] {
             let (a, b, old) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = LeftRows::new(&a, rows, inner, inner);

@@ -174,7 +174,8 @@ impl Left {
 }
 
 simd! {
-    /// Packs the block that begins with a row of a matrix, given by its rows, their length and their distance.
+    /// Packs the block that begins with a row of a matrix, given by its rows, their length and their
+    /// distance.
     fn pack_rows[T: StoredFloat](values: &[T], first: usize, sizes: [usize; 3], block: &mut [f32]) {
         let [rows, inner, stride] = sizes;
         // Lanes beyond the last row are ignored.
@@ -297,8 +298,8 @@ simd! {
         for (row, group) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
             let values = &values[row * stride + first..];
             match values.first_chunk::<PANEL>() {
-                // Loops of fixed length are faster, even if they include elements beyond the last column. `map`
-                // is not inlined in other crates, which compile this function with their own options.
+                // Loops of fixed length are faster, even if they include elements beyond the last column.
+                // `map` is not inlined in other crates, which compile this function with their own options.
                 Some(values) => (0..PANEL).for_each(|at| group[at] = values[at].value()),
                 None => group.iter_mut().zip(&values[..width]).for_each(|(out, x)| *out = x.value()),
             }

@@ -39,8 +39,8 @@ simd! {
     }
 }
 
-/// Whether the processor has products of pairs that are faster than those of floats, and no tile registers are
-/// used.
+/// Whether the processor has products of pairs that are faster than those of floats, and no tile registers
+/// are used.
 pub(super) fn is_faster() -> bool {
     instructions::are_faster()
 }

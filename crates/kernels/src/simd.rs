@@ -127,10 +127,9 @@ fn supported() -> Level {
 
 /// Starts to fetch what begins `ahead` bytes after these values into the cache. The automatic prefetchers of
 /// processors are too late if there is much to compute per value.
-#[cfg(feature = "run")]
 #[inline(always)]
 #[allow(unsafe_code)]
-pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {
+pub fn prefetch<T>(values: &[T], ahead: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for line in (0..size_of_val(values)).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

@@ -123,8 +123,8 @@ pub(super) fn multiply(block: &[f32], panel: Panel, sizes: [usize; 2], tile: &mu
     strips(block, panel, sizes, false, tile);
 }
 
-/// Adds the product of a packed block and a packed panel to at least the first `rows` rows. The sums are those
-/// of a single product over the inner indices of the operands of all calls.
+/// Adds the product of a packed block and a packed panel to at least the first `rows` rows. The sums are
+/// those of a single product over the inner indices of the operands of all calls.
 pub(super) fn add(block: &[f32], panel: &[f32], rows: usize, tile: &mut Tile) {
     strips(block, Panel::Packed(panel), [rows, PANEL], true, tile);
 }

@@ -1,4 +1,5 @@
-//! Groups whose units divide the same axis: the groups of a grouped convolution, and the channels in each of them.
+//! Groups whose units divide the same axis: the groups of a grouped convolution, and the channels in each of
+//! them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -43,8 +44,8 @@ mod tests {
     use crate::pass::Amount;
     use crate::pass::testing::{model, numbers};
 
-    /// The first two convolutions share the groups of the second one. Of each axis, the larger number of units is
-    /// selected.
+    /// The first two convolutions share the groups of the second one. Of each axis, the larger number of
+    /// units is selected.
     #[test]
     fn an_amount_applies_to_the_channels_of_a_grouped_convolution_once() {
         for ([inner, outer, parts], expected) in [([16, 16, 2], [("a.weight", 8), ("b.weight", 8)]), ([32, 128, 8], [("a.weight", 4), ("b.weight", 16)])] {
