@@ -114,7 +114,7 @@ impl Compensation {
         let mut quotients = sums.clone();
         let blocks: Vec<Range<usize>> = (0..size).step_by(SOLVED).map(|first| first..size.min(first + SOLVED)).collect();
         let square = |block: &Range<usize>| Ratios { values: &self.ratios[block.start * size + block.start..], stride: size };
-        let inverses: Vec<Vec<f32>> = blocks.par_iter().map(|block| square(block).inverse(block.len())).collect();
+        let inverses: Vec<Vec<f32>> = blocks.par_iter().map(|block| square(block).transposed_inverse(block.len())).collect();
         for (block, inverse) in blocks.iter().zip(&inverses).rev() {
             let (count, end) = (block.len(), block.end);
             if end < size {
@@ -181,7 +181,7 @@ impl Ratios<'_> {
     }
 
     /// The transposed inverse `[size, size]` of the unit upper triangle of the first columns.
-    fn inverse(&self, size: usize) -> Vec<f32> {
+    fn transposed_inverse(&self, size: usize) -> Vec<f32> {
         let mut transposed = vec![0f64; size * size];
         for column in 0..size {
             transposed[column * size + column] = 1.0;

@@ -99,6 +99,7 @@ impl<'a> Epilogue<'a> {
     pub(super) fn apply(&self, out: &mut [f32], [row, column, width]: [usize; 3]) {
         for step in self.steps {
             match step {
+                // Operands of the length of the part: it may be fixed, and so is that of the loop.
                 Fused::AddToColumns(values) => combine(out, &values[column..][..out.len()], |a, b| a + b),
                 Fused::AddToRows(values) => out.iter_mut().for_each(|x| *x += values[row]),
                 Fused::MultiplyRows(values) => out.iter_mut().for_each(|x| *x *= values[row]),

@@ -136,7 +136,7 @@ impl Left {
 
     /// Packs a transposed matrix: the elements of consecutive inner indices have a distance of `stride`.
     pub fn pack_transposed(values: &[f32], rows: usize, inner: usize, stride: usize) -> Left {
-        Left::packed(rows, inner, PARALLEL_TRANSPOSED, |first, block| pack_columns(values, first, [rows, inner, stride], block))
+        LeftRows::transposed(values, rows, inner, stride).pack()
     }
 
     /// Packs blocks, in parallel if there are at least `parallel` elements. `fill` receives the first row of
@@ -185,7 +185,7 @@ simd! {
 }
 
 simd! {
-    /// The same for a matrix that is stored transposed.
+    /// As [`pack_rows`], for a matrix that is stored transposed.
     fn pack_columns(values: &[f32], first: usize, sizes: [usize; 3], block: &mut [f32]) {
         let [rows, _, stride] = sizes;
         let count = BLOCK.min(rows - first);
