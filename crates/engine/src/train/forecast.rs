@@ -9,7 +9,7 @@ use crate::analysis;
 use crate::error::{Error, Result};
 use crate::exec::{MemoryCategory, Pages, Placement, Residence, Tape};
 use crate::ir::{Bindings, Element, Graph, TensorType, Value};
-use crate::model::{Model, is_linear};
+use crate::model::Model;
 use crate::store::{Encoding, ExactBlocks, Weight};
 
 /// Predicted peak memory of a training step, in bytes by category.
@@ -83,9 +83,8 @@ pub fn forecast(
         None => 2 * elements(&value.ty),
     };
     let trained = |value: &Value| if selected(&value.name) { codes(value).unwrap_or_else(|| elements(&value.ty)) } else { 0 };
-    let linear = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
     let names: Vec<&String> = whole.params().map(|(_, value)| &value.name).filter(|name| selected(name)).collect();
-    let settings = options.optimizer_settings(linear, names.iter().copied())?;
+    let settings = options.optimizer_settings(selection::hidden_layers(whole, model), names.iter().copied())?;
     let optimizer = optimizer::build(options.optimizer, &settings, &Placement::Memory(Device::Cpu))?;
     let dims = |value: &Value| {
         let dims: Vec<usize> = value.ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0)).collect();

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use super::{QuantizerScales, Training, fixed_codes, weight_rounding};
 use crate::error::Result;
 use crate::ir::{Graph, Node, Op};
-use crate::model::Model;
-use crate::store::{Encoding, Pattern};
+use crate::model::{Model, is_linear};
+use crate::store::{Encoding, Pattern, Weight};
 
 /// Names of the parameters that are running statistics, not weights.
 pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
@@ -17,6 +17,16 @@ pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
     };
     let inputs = graph.nodes().iter().flat_map(|node| node.inputs.get(first(node)..).unwrap_or(&[]));
     inputs.map(|id| graph.value(*id).name.as_str()).collect()
+}
+
+/// Names of the matrices of hidden linear layers: neither embeddings, heads and similar layers by their names,
+/// nor layers that compute an output of the graph, such as the head of a classifier.
+pub(super) fn hidden_layers(graph: &Graph, model: &Model) -> BTreeSet<String> {
+    let of_output = |node: &&Node| matches!(node.op, Op::Linear(_)) && graph.is_output(node.output);
+    let heads = graph.nodes().iter().filter(of_output).filter_map(|node| node.inputs.get(1));
+    let heads: BTreeSet<&str> = heads.map(|id| graph.value(*id).name.as_str()).collect();
+    let is_hidden = |(name, weight): &(&String, &Weight)| is_linear(name, weight) && !heads.contains(name.as_str());
+    model.weights.by_name.iter().filter(is_hidden).map(|(name, _)| name.clone()).collect()
 }
 
 /// Rejects trained weights whose codes, scales or values cannot be trained and written.
@@ -57,5 +67,29 @@ impl Training {
             None => selects(&self.targets, &self.ignore, name),
         };
         is_trained && self.scales != QuantizerScales::Only
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn layers_that_compute_an_output_are_not_hidden() {
+        let hidden = |name: &str| {
+            let model = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models").join(name)).unwrap();
+            hidden_layers(&model.graph().unwrap(), &model)
+        };
+        let cases = [
+            ("llama", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"),
+            ("bert-sequence-classification", "bert.pooler.dense.weight", "classifier.weight"),
+        ];
+        for (name, layer, head) in cases {
+            let hidden = hidden(name);
+            assert!(hidden.contains(layer) && !hidden.contains(head), "{name}: {hidden:?}");
+        }
+        assert_eq!(hidden("torchvision-resnet18"), BTreeSet::new());
     }
 }

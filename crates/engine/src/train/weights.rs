@@ -17,14 +17,14 @@ use super::optimizer::{self, Optimizer, Settings};
 use super::output_norm::{OutputNorm, OutputNorms};
 use super::pruning_mask::{NOTED_FRACTION, pruning_mask};
 use super::scales::{self, Quantizers};
-use super::selection::{selected, statistics};
+use super::selection::{hidden_layers, selected, statistics};
 use super::weight_rounding::Rounding;
 use super::{QuantizerScales, Team, Training, floats};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{ManagedTensor, MemoryCategory, MemoryTracker, Parameters, Pending, Placement, Residence, rounding_scheme};
 use crate::ir::Graph;
-use crate::model::{Model, is_linear};
+use crate::model::Model;
 use crate::store::{ActivationScheme, Weight, select};
 use crate::work::Work;
 
@@ -72,7 +72,7 @@ pub struct Weights {
     input_schemes: BTreeMap<String, ActivationScheme>,
     /// Names of the logarithms of learned activation scales, and the factors on their gradients.
     activation_scales: BTreeMap<String, f64>,
-    /// Trained weights of linear layers.
+    /// Trained weights of hidden linear layers.
     linear: BTreeSet<String>,
     /// Whether the frozen weights are those of the model, next to which adapters are trained.
     keeps_base: bool,
@@ -109,8 +109,8 @@ impl Weights {
             }
         }
         let (mut rounded, mut with_fixed_codes) = (BTreeMap::new(), BTreeMap::<String, Box<dyn FixedCodes>>::new());
-        let linear_weights = model.weights.by_name.iter().filter(|(name, weight)| is_linear(name, weight)).map(|(name, _)| name.clone()).collect();
-        let layout = layout(options.optimizer, linear_weights)?;
+        let hidden = hidden_layers(graph, model);
+        let layout = layout(options.optimizer, hidden.clone())?;
         let mut weights = Weights {
             trained: BTreeMap::new(),
             fixed: BTreeMap::new(),
@@ -183,7 +183,7 @@ impl Weights {
                         weights.unexplained += usize::from(has_nonzeros && zeros as f64 > NOTED_FRACTION * tensor.elem_count() as f64);
                     }
                 }
-                if is_linear(name, model.weights.get(name)?) {
+                if hidden.contains(name) {
                     weights.linear.insert(name.clone());
                 }
                 weights.trained.insert(name.clone(), kept);
