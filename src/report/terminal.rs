@@ -41,6 +41,14 @@ pub fn note_line(note: &str) -> String {
 /// Number of listed weights with the lowest signal-to-noise ratio.
 const WORST: usize = 5;
 
+impl DraftQuality {
+    /// The measurements as a table, with the recommendation.
+    pub(crate) fn text(&self) -> String {
+        let recommendation = self.recommendation().map_or(String::new(), |text| format!(" {text}\n"));
+        format!("\n{}\n {}\n{recommendation}", table(&Self::TITLES, self.rows().into_iter().map(Vec::from)), self.measured_on())
+    }
+}
+
 impl Report {
     /// Summary for a terminal: sizes, measurements, passes, the most changed weights, and notes.
     pub fn to_terminal(&self) -> String {
@@ -72,9 +80,7 @@ impl Report {
             out += &format!(" fidelity on {}{estimated}\n", measured.describe());
         }
         if let Some(draft) = &self.draft {
-            out += &format!("\n{}\n", table(&DraftQuality::TITLES, draft.rows().into_iter().map(Vec::from)));
-            out += &format!(" {}\n", draft.measured_on());
-            out += &draft.recommendation().map_or(String::new(), |text| format!(" {text}\n"));
+            out += &draft.text();
         }
         if !self.passes.is_empty() {
             let rows =

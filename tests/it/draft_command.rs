@@ -108,6 +108,40 @@ fn the_output_is_a_draft_and_its_recipe_reproduces_it() {
     assert!(table.contains("tokens per step") && table.contains("1 held-out prompt from prompts.txt"), "{table}");
 }
 
+/// The continuations are a draft without training.
+#[test]
+fn continuations_are_a_draft() {
+    let folder = prepared();
+    let folder = folder.path();
+    let options = "--method ngrams --prompts prompts.txt --samples 12 --tokens 8 --quiet";
+    let found = data(folder, &format!("draft in -o texts.npz {options} --draft-tokens 1,3 --json"));
+    let runs = found["draft"]["runs"].as_array().unwrap();
+    assert_eq!(runs.iter().map(|run| (run["draft_tokens"].as_u64().unwrap(), run["same_texts"].as_u64().unwrap())).collect::<Vec<_>>(), [(1, 1), (3, 1)]);
+    assert!(found["tokens"].as_u64().unwrap() > 12 && found["output"] == "texts.npz", "{found}");
+    assert!(!names(folder).contains(&"texts.npz.unfinished".to_owned()));
+    // The same continuations as those on which other drafts are trained.
+    ok(folder, &format!("draft in -o out --prompts prompts.txt --no-measure {SHORT}"));
+    assert_eq!(fs::read(folder.join("texts.npz")).unwrap(), fs::read(folder.join("out/continuations.npz")).unwrap());
+    let generated = data(folder, "generate in --draft texts.npz --against in --json --prompt abc --prompt the --tokens 12");
+    assert!(generated["prompts"].as_array().unwrap().iter().all(|prompt| prompt["first_difference"].is_null()), "{generated}");
+    let printed = ok(folder, &format!("draft in -o texts.npz --force --draft-tokens 2 {options}")).stdout;
+    for part in
+        ["texts.npz: ", " tokens in 12 continuations\n", "tokens per step", "1 held-out prompt from prompts.txt", "note: 12 continuations of up to 8 tokens"]
+    {
+        assert!(printed.contains(part), "{part}: {printed}");
+    }
+    let refused = |args: &str, part: &str| {
+        let run = compress(folder, &format!("draft in --prompts prompts.txt --method ngrams {args}"));
+        assert!(run.code != 0 && run.stderr.contains(part), "{args}: {} {}", run.code, run.stderr);
+    };
+    refused("-o texts.npz", "texts.npz: exists");
+    refused("-o folder", "must be a file FILE.npz");
+    refused("-o other.npz --steps 3", "--steps: has no effect with `--method ngrams`");
+    refused("-o other.npz --vocabulary 8", "--vocabulary: needs `--method eagle3`");
+    refused("-o other.npz --export gguf", "--export: has no effect");
+    refused("-o other.npz --sbom cyclonedx", "--sbom: has no effect");
+}
+
 #[test]
 fn models_with_different_layers_have_drafts() {
     let folder = prepared();

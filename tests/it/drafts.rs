@@ -4,11 +4,12 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress_core::work::MemoryLimit;
-use compress_engine::generation::{Continuation, Generate, InputKind, LanguageModel, Sampling, Speculation, StopReason};
+use compress_engine::generation::{Continuation, Generate, InputKind, LanguageModel, Ngrams, Sampling, Speculation, StopReason};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -108,6 +109,45 @@ fn greedy_texts_are_the_same_with_a_draft() {
         assert!(name == "llama-rope-dynamic" || all.tokens_per_step().unwrap() > 3.0, "{name}: {all:?}");
     }
     assert!(all_rejected > 100, "few proposals were rejected: {all_rejected}");
+}
+
+/// Texts of a model with n-grams of a collection, or only of the text itself.
+fn with_ngrams(model: &Path, collection: &[Vec<i64>], options: &Generate) -> Vec<Continuation> {
+    let ngrams = Arc::new(Ngrams::new(collection.iter().map(Vec::as_slice)).unwrap());
+    let model = LanguageModel::new(Model::open(model).unwrap()).unwrap().with_ngrams(ngrams, 4).unwrap();
+    work(|work| model.generate(&PROMPTS.map(<[i64]>::to_vec), options, &device(), MemoryLimit::default(), work)).unwrap()
+}
+
+const PROMPTS: [&[i64]; 3] = [&[5, 6, 7], &[9], &[40, 3, 22, 17, 4, 4, 31, 8, 30]];
+
+/// The collection contains the texts of the model, texts with other continuations, or nothing.
+#[test]
+fn greedy_texts_are_the_same_with_ngrams() {
+    let prompts = PROMPTS.map(<[i64]>::to_vec);
+    for name in ["llama", "qwen2-sliding", "gpt2", "lfm2", "llama-rope-dynamic"] {
+        let model = changed(name, json!({ "eos_token_id": null }));
+        let expected = texts(model.path(), None, &prompts, &greedy(20)).unwrap();
+        let own: Vec<Vec<i64>> = prompts.iter().zip(&expected).map(|(prompt, found)| [prompt.clone(), found.tokens.clone()].concat()).collect();
+        let other: Vec<Vec<i64>> = own.iter().map(|text| text.iter().enumerate().map(|(at, token)| if at % 5 == 4 { 1 } else { *token }).collect()).collect();
+        for (what, collection) in [("own", &own[..]), ("other", &other[..]), ("none", &[])] {
+            let found = with_ngrams(model.path(), collection, &greedy(20));
+            assert_eq!(contents(&found), contents(&expected), "{name}, {what}");
+            let all = Speculation::of_all(&found);
+            assert_eq!(all.tokens, all.accepted.iter().sum::<usize>() + all.steps, "{name}, {what}");
+            match what {
+                "own" => assert!(name == "llama-rope-dynamic" || all.tokens_per_step().unwrap() > 2.5, "{name}: {all:?}"),
+                "other" => assert!(all.acceptance_rate().is_none_or(|rate| rate < 0.95), "{name}: {all:?}"),
+                _ => {}
+            }
+        }
+    }
+    // Sampled texts do not depend on other prompts, and are not those of greedy decoding.
+    let sampling = Generate { tokens: 12, sampling: Some(Sampling { seed: 5, ..Sampling::default() }) };
+    let sampled = |collection: &[Vec<i64>]| with_ngrams(&golden().join("models/llama"), collection, &sampling);
+    assert_eq!(contents(&sampled(&prompts)), contents(&sampled(&prompts)));
+    let beyond = Arc::new(Ngrams::new([&[3, 4_000_000][..]]).unwrap());
+    let refused = LanguageModel::new(Model::open(golden().join("models/llama")).unwrap()).unwrap().with_ngrams(beyond, 2).map(drop).unwrap_err().to_string();
+    assert!(refused.contains("contains the token 4000000, but the model has"), "{refused}");
 }
 
 /// Every length, and every token of a text as its last one, at any position of a proposal.

@@ -1,5 +1,7 @@
 //! `compress draft`
 
+mod ngrams;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -27,14 +29,16 @@ use crate::train::{BatchSize, Precision};
   compress draft llama-chat -o out/draft --prompts questions.txt --chat --test held-out.txt
   compress draft llama -o out/draft --data chats.jsonl --export 'gguf: { type: Q8_0 }'
   compress draft llama -o out/head --method eagle3 --vocabulary 16000 --prompts prompts.txt
+  compress draft llama -o out/texts.npz --method ngrams --prompts prompts.txt
   compress draft llama -o out/draft --prompts prompts.txt --resume     continue an interrupted run
 
 The output is a folder like that of the model, for `generate --draft`, vLLM and, with a GGUF file, llama.cpp. `compress
-run` with the recipe in it trains the same weights again, on the same continuations (continuations.npz).")]
+run` with the recipe in it trains the same weights again, on the same continuations (continuations.npz). With `--method
+ngrams`, nothing is trained, and the output is a file with the continuations.")]
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model that continues texts, with its tokenizer
     model: PathBuf,
-    /// Output folder
+    /// Output folder; with `--method ngrams`, a file FILE.npz
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
     /// Kind of the draft
@@ -77,15 +81,15 @@ pub(in crate::cli) struct Args {
     /// steps
     #[arg(long, value_name = "TIME", value_parser = parse_time, help_heading = "Training")]
     time: Option<Duration>,
-    /// Peak learning rate
-    #[arg(long, visible_alias = "lr", value_name = "RATE", default_value_t = 5e-4, help_heading = "Training")]
-    learning_rate: f64,
-    /// Continuations per step
-    #[arg(long, value_name = "N", default_value_t = BatchSize::Samples(8), help_heading = "Training")]
-    batch_size: BatchSize,
-    /// Precision of activations and gradients
-    #[arg(long, value_enum, default_value_t = Precision::default(), help_heading = "Training")]
-    precision: Precision,
+    /// Peak learning rate [default: 0.0005]
+    #[arg(long, visible_alias = "lr", value_name = "RATE", help_heading = "Training")]
+    learning_rate: Option<f64>,
+    /// Continuations per step [default: 8]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    batch_size: Option<BatchSize>,
+    /// Precision of activations and gradients [default: f32]
+    #[arg(long, value_enum, help_heading = "Training")]
+    precision: Option<Precision>,
     /// Held-out prompts to measure the draft on, in the format of `--prompts` [default: a tenth of the
     /// prompts, at most 16]
     #[arg(long, value_name = "FILE", help_heading = "Measurement")]
@@ -108,10 +112,14 @@ enum Method {
     Layers,
     /// An EAGLE-3 head, which reads hidden states of the model, in the format of `speculators`
     Eagle3,
+    /// The continuations themselves, whose n-grams are proposed, without training
+    Ngrams,
 }
 
-/// Default number of training steps.
+/// Default number of training steps, peak learning rate, and continuations per step.
 const STEPS: u64 = 1000;
+const LEARNING_RATE: f64 = 5e-4;
+const BATCH_SIZE: BatchSize = BatchSize::Samples(8);
 /// Of this many steps, one belongs to the warm-up.
 const WARMUP_DIVISOR: u64 = 20;
 
@@ -133,6 +141,18 @@ fn interrupted(folder: &Path) -> Error {
     Error::run("interrupted", kept, "run the same command again with `--resume`: it continues with them")
 }
 
+/// The origin of the continuations.
+fn draft_note(args: &Args, prompts: &Prompts) -> String {
+    format!(
+        "{} of up to {}, sampled by the model at temperature {} from {}; {} held out",
+        counted(args.samples, "continuation"),
+        counted(args.tokens, "token"),
+        args.temperature,
+        counted(prompts.train.len().min(args.samples), "prompt"),
+        counted(prompts.test.len(), "prompt"),
+    )
+}
+
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         self.check()?;
@@ -140,12 +160,16 @@ impl Args {
         global.models.require_no_sizes()?;
         let language = LanguageModel::new(model.clone())?;
         language.require_prompts()?;
-        let mut student = match self.method {
-            Method::Layers => Student::Layers(draft::layers(&model, self.layers)?),
-            Method::Eagle3 => Student::Eagle3(DraftHead::default()),
+        let student = match self.method {
+            Method::Layers => Some(Student::Layers(draft::layers(&model, self.layers)?)),
+            Method::Eagle3 => Some(Student::Eagle3(DraftHead::default())),
+            Method::Ngrams => None,
         };
         self.check_vocabulary(&language)?;
-        self.check_output(&model, global)?;
+        match student {
+            Some(_) => self.check_output(&model, global)?,
+            None => ngrams::check_output(&self.output, self.writing.force)?,
+        }
         let prompts = Prompts::read((&model, &language), self.source()?, self.test.as_deref(), self.samples)?;
         let folder = ResumeFolder::open(&self.output, self.resume, self.writing.force)?;
         let prepared = global.work(|work| {
@@ -153,20 +177,22 @@ impl Args {
             let memory = memory_limit(global.models.memory, &device);
             let continuations = Continuations { model: (&model, &language), prompts: &prompts.train, samples: &self.samples(), folder: folder.path() };
             let data = continuations.sample(&device, memory, work)?;
+            let Some(mut student) = student else { return Ok((data, None)) };
             if let (Student::Eagle3(head), Some(count)) = (&mut student, self.vocabulary) {
                 head.vocabulary = Some(draft::write_vocabulary(count, &data, &language, folder.path())?);
             }
-            let Some(time) = self.time else { return Ok((data, self.distillation(&student, self.steps.unwrap_or(STEPS)))) };
+            let Some(time) = self.time else { return Ok((data, Some(self.distillation(&student, self.steps.unwrap_or(STEPS))))) };
             let sets = DataSets { train: Some(data.clone()), ..DataSets::default() };
             let context = Context { work: work.quiet(), seed: self.seed, data: &sets, device, memory, memory_tracker: None, checkpoints: None };
             let batch = self.batch().min(self.samples);
             let steps = Steps { model: &model, distill: &self.distillation(&student, STEPS), batch, time, folder: folder.path() }.count(&context, work)?;
-            Ok((data, self.distillation(&student, steps)))
+            Ok((data, Some(self.distillation(&student, steps))))
         });
         let (data, distill) = prepared.map_err(|error| match error {
             Error::Cancelled if folder.has_work() => interrupted(folder.path()),
             error => error,
         })?;
+        let Some(distill) = distill else { return self.finish_ngrams(&model, (&data, folder), &prompts, global) };
         // The run opens the folder again, with the continuations.
         drop(folder);
         let pipeline = self.pipeline(distill, &data, &prompts, global)?;
@@ -176,7 +202,7 @@ impl Args {
 
     /// Checks options that do not depend on the model.
     fn check(&self) -> Result<()> {
-        if let Some(file) = crate::output::file_name(&self.output) {
+        if let Some(file) = crate::output::file_name(&self.output).filter(|_| self.method != Method::Ngrams) {
             return Err(Error::option("--output", format!("`{file}` is a file, but a draft is a folder with its tokenizer: add a file with `--export`")));
         }
         if self.draft_tokens.is_empty() || self.draft_tokens.contains(&0) {
@@ -185,16 +211,17 @@ impl Args {
         if let Some((_, twice)) = self.draft_tokens.iter().enumerate().find(|(at, count)| self.draft_tokens[..*at].contains(count)) {
             return Err(Error::option("--draft-tokens", format!("contains {twice} twice")));
         }
-        if self.time.is_some() && self.batch_size == BatchSize::Auto {
+        if self.time.is_some() && self.batch_size == Some(BatchSize::Auto) {
             return Err(Error::option("--time", "needs a number as `--batch-size`, or specify `--steps`"));
         }
         if RankConfig::from_environment()?.is_some_and(|rank| rank.size > 1) {
             return Err(Error::option("draft", "samples in one process: train with `compress run` and the recipe of a draft in several processes"));
         }
         match (self.method, self.layers, self.vocabulary) {
-            (Method::Layers, _, Some(_)) => {
+            (Method::Layers | Method::Ngrams, _, Some(_)) => {
                 return Err(Error::option("--vocabulary", "needs `--method eagle3`: other drafts have the vocabulary of the model"));
             }
+            (Method::Ngrams, ..) => self.require_no_training()?,
             (Method::Eagle3, Some(_), _) => return Err(Error::option("--layers", "has no effect on an EAGLE-3 head, which has one layer: remove it")),
             _ => {}
         }
@@ -230,7 +257,7 @@ impl Args {
 
     /// Number of continuations per step, if it is specified.
     fn batch(&self) -> usize {
-        if let BatchSize::Samples(samples) = self.batch_size { samples } else { 1 }
+        if let BatchSize::Samples(samples) = self.batch_size.unwrap_or(BATCH_SIZE) { samples } else { 1 }
     }
 
     fn samples(&self) -> Samples {
@@ -239,31 +266,29 @@ impl Args {
 
     fn distillation(&self, student: &Student, steps: u64) -> Distill {
         let schedule = Schedule { kind: Curve::Cosine, warmup_steps: steps / WARMUP_DIVISOR, ..Schedule::default() };
-        let (learning_rate, batch_size, precision) = (self.learning_rate, self.batch_size, self.precision);
+        let (learning_rate, batch_size) = (self.learning_rate.unwrap_or(LEARNING_RATE), self.batch_size.unwrap_or(BATCH_SIZE));
+        let precision = self.precision.unwrap_or_default();
         let training = Training { learning_rate, schedule, max_steps: Some(steps), batch_size, precision, ..Training::default() };
         draft::distillation(student.clone(), training)
     }
 
+    /// How the draft is measured.
+    fn test(&self, prompts: &Prompts) -> DraftTest {
+        let (draft_tokens, prompts_from) = (self.draft_tokens.clone(), prompts.tested_on.clone());
+        DraftTest { prompts: prompts.test.clone(), prompts_from, tokens: self.tokens, draft_tokens }
+    }
+
     /// The run that trains, writes and measures the draft.
     fn pipeline(&self, distill: Distill, data: &Data, prompts: &Prompts, global: &Global) -> Result<Pipeline> {
-        let test =
-            DraftTest { prompts: prompts.test.clone(), prompts_from: prompts.tested_on.clone(), tokens: self.tokens, draft_tokens: self.draft_tokens.clone() };
+        let trained = format!("trained on {}", draft_note(self, prompts));
         let used = prompts.train.len().min(self.samples);
-        let trained = format!(
-            "trained on {} of up to {}, sampled by the model at temperature {} from {}; {} held out",
-            counted(self.samples, "continuation"),
-            counted(self.tokens, "token"),
-            self.temperature,
-            counted(used, "prompt"),
-            counted(prompts.test.len(), "prompt"),
-        );
         let unused = prompts.train.len() - used;
         let unused = (unused > 0).then(|| format!("{} not continued, because `--samples` is {}", counted(unused, "prompt"), self.samples));
         // A draft differs strongly from the model: its quality is the number of accepted proposals.
         let vocabulary = if let Some(Student::Eagle3(head)) = &distill.student { head.vocabulary.clone() } else { None };
         let builder = global.builder()?.pass(distill).train(data.clone()).seed(self.seed).resume(true).note(trained).measure(false);
         let builder = unused.into_iter().fold(builder, Builder::note);
-        let builder = if self.writing.no_measure { builder } else { builder.draft_test(test) };
+        let builder = if self.writing.no_measure { builder } else { builder.draft_test(self.test(prompts)) };
         self.formats(data.arrays.iter().chain(&vocabulary).try_fold(builder, |builder, path| builder.enclose(path))?)?.build()
     }
 

@@ -1,6 +1,7 @@
 //! `compress generate`
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::Tensor;
 use serde_json::{Value, json};
@@ -8,19 +9,22 @@ use serde_json::{Value, json};
 use super::args::Global;
 use super::output;
 use crate::error::{Error, Result, counted};
-use crate::generation::{Continuation, Generate, InputKind, LanguageModel, Message, Sampling, Speculation, Speed, StopReason, Vocabulary, first_difference};
+use crate::generation::{
+    Continuation, Generate, InputKind, LanguageModel, Message, Ngrams, Sampling, Speculation, Speed, StopReason, Vocabulary, first_difference,
+};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::format;
 use crate::report::terminal::{table, wrapped};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:
+#[command(group = clap::ArgGroup::new("proposals").args(["draft", "lookup"]), after_help = "Examples:
   compress generate ./smollm2 --prompt 'The capital of France is'
   compress generate out/smollm2-w4a16 --against ./smollm2 --prompt 'Once upon a time' --prompt 'Water boils at'
   compress generate ./smollm2-instruct --chat --prompt 'Why is the sky blue?'
   compress generate ./smollm2 --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95 --seed 7
   compress generate ./smollm2 --draft out/draft --prompt 'Once upon a time'
+  compress generate ./smollm2 --lookup --prompt 'Repeat after me: the rain in Spain stays mainly in the plain.'
   compress generate ./flan-t5-small --prompt 'translate English to German: The house is small.'
   compress generate ./whisper-tiny.en --audio speech.wav
 
@@ -44,11 +48,15 @@ pub(in crate::cli) struct Args {
     /// Compare with another model on the same prompts, usually the original
     #[arg(long, value_name = "MODEL")]
     against: Option<PathBuf>,
-    /// A smaller model with the same tokens, which proposes tokens that the model verifies
-    #[arg(long, value_name = "MODEL", help_heading = "Speculative decoding")]
+    /// What proposes tokens that the model verifies: a smaller model with the same tokens, or texts whose
+    /// n-grams are proposed (continuations.npz of `compress draft`, or a .txt file)
+    #[arg(long, value_name = "DRAFT", help_heading = "Speculative decoding")]
     draft: Option<PathBuf>,
-    /// Maximum number of tokens that the draft proposes per step [default: 4]
-    #[arg(long, value_name = "N", requires = "draft", help_heading = "Speculative decoding")]
+    /// Propose tokens that followed the last ones earlier in the text, without a draft
+    #[arg(long, help_heading = "Speculative decoding")]
+    lookup: bool,
+    /// Maximum number of tokens that are proposed per step [default: 4]
+    #[arg(long, value_name = "N", requires = "proposals", help_heading = "Speculative decoding")]
     draft_tokens: Option<usize>,
     /// Sample tokens, with logits divided by this; values below 1 favour likely tokens
     #[arg(long, value_name = "T", help_heading = "Sampling")]
@@ -90,7 +98,9 @@ impl Args {
             before.require_same(&vocabulary)?;
         }
         let model = match &self.draft {
-            Some(draft) => self.with_draft(model, LanguageModel::new(Model::open(draft)?)?, &vocabulary)?,
+            Some(path) if Ngrams::is_collection(path) => model.with_ngrams(Arc::new(Ngrams::open(path, &vocabulary)?), self.draft_tokens())?,
+            Some(path) => self.with_draft(model, LanguageModel::new(Model::open(path)?)?, &vocabulary)?,
+            None if self.lookup => model.with_ngrams(Arc::default(), self.draft_tokens())?,
             None => model,
         };
         let models: Vec<_> = against.into_iter().chain([(path, model, vocabulary)]).collect();
@@ -154,6 +164,12 @@ impl Args {
         model.with_draft(draft, self.draft_tokens())
     }
 
+    /// What proposes tokens, if anything does.
+    fn proposer(&self) -> Option<String> {
+        let lookup = self.lookup.then(|| "the text itself".to_owned());
+        self.draft.as_ref().map(|draft| draft.display().to_string()).or(lookup)
+    }
+
     fn draft_tokens(&self) -> usize {
         self.draft_tokens.unwrap_or(DRAFT_TOKENS)
     }
@@ -190,7 +206,7 @@ impl Args {
         json!({
             "model": last.path.to_string_lossy(),
             "against": before.map(|before| before.path.to_string_lossy()),
-            "draft": self.draft.as_ref().map(|draft| self.draft_data(draft, &last.speculation())),
+            "draft": self.proposer().map(|draft| self.draft_data(&draft, &last.speculation())),
             "options": options,
             "chat": self.chat,
             "prompts": self.headings().iter().enumerate().map(prompt).collect::<Vec<_>>(),
@@ -201,9 +217,9 @@ impl Args {
         })
     }
 
-    fn draft_data(&self, draft: &Path, speculation: &Speculation) -> Value {
+    fn draft_data(&self, draft: &str, speculation: &Speculation) -> Value {
         json!({
-            "model": draft.to_string_lossy(),
+            "model": draft,
             "tokens": self.draft_tokens(),
             "steps": speculation.steps,
             "proposed": speculation.proposed.iter().sum::<usize>(),
@@ -214,13 +230,13 @@ impl Args {
         })
     }
 
-    fn draft_text(&self, draft: &Path, speculation: &Speculation) -> String {
+    fn draft_text(&self, draft: &str, speculation: &Speculation) -> String {
         let (Some(tokens), Some(rate)) = (speculation.tokens_per_step(), speculation.acceptance_rate()) else {
-            return format!(" {}: proposed no tokens\n", draft.display());
+            return format!(" {draft}: proposed no tokens\n");
         };
         let positions: Vec<String> = speculation.acceptance_by_position().into_iter().map(format::rate).collect();
         let rate = format::rate(rate);
-        format!(" {}: {tokens:.2} tokens per step; {rate} of the proposals accepted, by position {}\n", draft.display(), positions.join(", "))
+        format!(" {draft}: {tokens:.2} tokens per step; {rate} of the proposals accepted, by position {}\n", positions.join(", "))
     }
 
     fn text(&self, options: &Generate, last: &ModelOutput, before: Option<&ModelOutput>) -> String {
@@ -228,7 +244,7 @@ impl Args {
             Some(Sampling { seed, .. }) => format!("sampled with seed {seed}"),
             None => "greedy decoding".to_owned(),
         };
-        let draft = self.draft.as_ref().map_or(String::new(), |draft| format!(", proposals of {}", draft.display()));
+        let draft = self.proposer().map_or(String::new(), |draft| format!(", proposals of {draft}"));
         let mut out = format!("{}: {method}, at most {}{draft}\n", last.path.display(), counted(options.tokens, "token"));
         let columns = super::columns().unwrap_or(DEFAULT_COLUMNS);
         for (index, prompt) in self.headings().iter().enumerate() {
@@ -251,7 +267,7 @@ impl Args {
         let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
         let row = |output: &ModelOutput| vec![output.path.display().to_string(), number(output.speed().prefill), number(output.speed().decode)];
         out += &format!("\n{}\n", table(&["tokens per second", "prompt", "continuation"], before.into_iter().chain([last]).map(row)));
-        if let Some(draft) = &self.draft {
+        if let Some(draft) = &self.proposer() {
             out += &self.draft_text(draft, &last.speculation());
         }
         for output in before.into_iter().chain([last]) {

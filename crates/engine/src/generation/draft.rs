@@ -1,5 +1,8 @@
-//! Speculative decoding: a smaller model proposes tokens, and the model verifies them in one forward pass
+//! Speculative decoding: a smaller model or a collection of texts proposes tokens, and the model verifies them in
+//! one forward pass
 //! (Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2023).
+
+use std::sync::Arc;
 
 use candle_core::Device;
 use serde::Serialize;
@@ -7,7 +10,7 @@ use serde::Serialize;
 use super::decoder::{Decoder, FEATURES, States};
 use super::draft_head::HeadDecoder;
 use super::sampling::{Proposal, Sampler};
-use super::{Continuation, Draft, InputKind, LanguageModel};
+use super::{Continuation, Draft, InputKind, LanguageModel, Ngrams, Source};
 use crate::error::{Error, Result};
 use crate::exec::Inputs;
 use crate::work::Work;
@@ -79,9 +82,7 @@ impl LanguageModel {
     ///
     /// [`Vocabulary::require_draft`]: super::Vocabulary::require_draft
     pub fn with_draft(mut self, draft: LanguageModel, tokens: usize) -> Result<LanguageModel> {
-        if tokens == 0 {
-            return Err(Error::option("--draft-tokens", "is 0, but must be at least 1"));
-        }
+        require_proposals(tokens)?;
         if draft.input_kind == InputKind::HiddenStates {
             return self.with_head(draft, tokens);
         }
@@ -99,9 +100,29 @@ impl LanguageModel {
         if let Some(positions) = draft.positions.filter(|positions| self.positions.is_none_or(|own| *positions < own)) {
             self.notes.push(format!("the draft supports at most {positions} tokens (`max_position_embeddings`): longer texts are continued without proposals"));
         }
-        self.draft = Some(Box::new(Draft { model: draft, tokens, ids: None }));
+        self.draft = Some(Draft { source: Source::Model(Box::new(draft)), tokens });
         Ok(self)
     }
+
+    /// Decodes speculatively without a network: up to `tokens` tokens per step are those that followed the last
+    /// ones before, in the text or in the collection. Fewer are proposed if the model would probably reject them.
+    /// The texts are those of [`with_draft`](LanguageModel::with_draft).
+    ///
+    /// # Errors
+    /// `tokens` is 0, or the collection contains ids that the model lacks.
+    pub fn with_ngrams(mut self, ngrams: Arc<Ngrams>, tokens: usize) -> Result<LanguageModel> {
+        require_proposals(tokens)?;
+        let count = self.logit_count();
+        if let Some(token) = ngrams.largest().filter(|token| usize::try_from(*token).map_or(true, |token| token >= count)) {
+            return Err(Error::option("--draft", format!("contains the token {token}, but the model has {count}: its texts are those of another model")));
+        }
+        self.draft = Some(Draft { source: Source::Ngrams(ngrams), tokens });
+        Ok(self)
+    }
+}
+
+fn require_proposals(tokens: usize) -> Result<()> {
+    if tokens == 0 { Err(Error::option("--draft-tokens", "is 0, but must be at least 1")) } else { Ok(()) }
 }
 
 /// A loaded draft.
@@ -113,6 +134,7 @@ pub(super) struct Drafter<'g> {
 enum Kind<'g> {
     Model(DraftDecoder<'g>),
     Head(HeadDecoder<'g>),
+    Ngrams(&'g Ngrams),
 }
 
 /// A loaded draft model.
@@ -120,9 +142,10 @@ struct DraftDecoder<'g>(Decoder<'g>);
 
 impl<'g> Drafter<'g> {
     pub fn load(draft: &'g Draft, device: &Device, work: &Work) -> Result<Drafter<'g>> {
-        let kind = match &draft.ids {
-            Some(ids) => Kind::Head(HeadDecoder::load(&draft.model, ids, draft.tokens, device, work)?),
-            None => Kind::Model(DraftDecoder(Decoder::load(&draft.model, draft.tokens, device, work)?)),
+        let kind = match &draft.source {
+            Source::Model(model) => Kind::Model(DraftDecoder(Decoder::load(model, draft.tokens, device, work)?)),
+            Source::Head(head, ids) => Kind::Head(HeadDecoder::load(head, ids, draft.tokens, device, work)?),
+            Source::Ngrams(ngrams) => Kind::Ngrams(ngrams),
         };
         Ok(Drafter { kind, tokens: draft.tokens })
     }
@@ -137,6 +160,7 @@ impl<'g> Drafter<'g> {
         match &mut self.kind {
             Kind::Model(draft) => draft.0.start(inputs),
             Kind::Head(head) => head.clear(),
+            Kind::Ngrams(_) => {}
         }
     }
 
@@ -153,7 +177,7 @@ impl<'g> Drafter<'g> {
     pub fn truncate(&mut self, tokens: usize) -> Result<()> {
         match &mut self.kind {
             Kind::Model(draft) => draft.0.truncate(tokens),
-            Kind::Head(_) => Ok(()),
+            Kind::Head(_) | Kind::Ngrams(_) => Ok(()),
         }
     }
 
@@ -170,6 +194,7 @@ impl<'g> Drafter<'g> {
         match &mut self.kind {
             Kind::Model(draft) => draft.propose(all, limit, model, sampler, work),
             Kind::Head(head) => head.propose((all, limit), states, model, sampler, work),
+            Kind::Ngrams(ngrams) => Ok(ngrams.propose(all, limit, model, sampler)),
         }
     }
 }

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::decoder::{CHUNK_TOKENS, States, token_inputs};
 use super::sampling::{Proposal, Sampler};
-use super::{Draft, InputKind, LanguageModel};
+use super::{Draft, InputKind, LanguageModel, Source};
 use crate::analysis;
 use crate::arch::Settings;
 use crate::arch::draft_head::{HIDDEN_STATES, PREFIX, Requirements, step_graph, with_fused_states};
@@ -48,7 +48,7 @@ impl LanguageModel {
             }
         }
         head.graph = step_graph(&settings)?;
-        self.draft = Some(Box::new(Draft { model: head, tokens, ids: Some(ids) }));
+        self.draft = Some(Draft { source: Source::Head(Box::new(head), ids), tokens });
         Ok(self)
     }
 

@@ -8,6 +8,7 @@ mod decoder;
 mod decoder_prompt;
 mod draft;
 mod draft_head;
+mod ngrams;
 mod options;
 mod run;
 mod sampling;
@@ -15,11 +16,13 @@ mod settings;
 mod vocabulary;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
 pub use draft::Speculation;
+pub use ngrams::Ngrams;
 pub use options::{Generate, Sampling};
 pub use vocabulary::Vocabulary;
 
@@ -134,17 +137,32 @@ pub struct LanguageModel {
     /// Maximum number of tokens of a text.
     positions: Option<usize>,
     notes: Vec<String>,
-    /// A model that proposes tokens.
-    draft: Option<Box<Draft>>,
+    draft: Option<Draft>,
 }
 
-/// A draft model, which proposes tokens.
+/// What proposes tokens.
 struct Draft {
-    model: LanguageModel,
-    /// Maximum number of tokens that it proposes per step.
+    source: Source,
+    /// Maximum number of proposals per step.
     tokens: usize,
-    /// For a head that reads hidden states of the model, the model's ids of its tokens.
-    ids: Option<Vec<usize>>,
+}
+
+/// Kinds of drafts.
+enum Source {
+    Model(Box<LanguageModel>),
+    /// A head that reads hidden states of the model, and the model's ids of its tokens.
+    Head(Box<LanguageModel>, Vec<usize>),
+    Ngrams(Arc<Ngrams>),
+}
+
+impl Draft {
+    /// The network, if there is one.
+    fn model(&self) -> Option<&LanguageModel> {
+        match &self.source {
+            Source::Model(model) | Source::Head(model, _) => Some(model),
+            Source::Ngrams(_) => None,
+        }
+    }
 }
 
 impl LanguageModel {
@@ -334,8 +352,8 @@ impl LanguageModel {
     fn require_memory(&self, prompts: &[Prompt], options: &Generate, memory: MemoryLimit, device: &Device) -> Result<()> {
         let draft_tokens = self.draft.as_ref().map_or(0, |draft| draft.tokens);
         let mut need = self.memory_need(prompts, options, [draft_tokens.saturating_add(1), 0], device)?;
-        if let Some(draft) = &self.draft {
-            need.parameters = need.parameters.saturating_add(draft.model.memory_need(prompts, options, [1, draft_tokens], device)?.total());
+        if let Some(draft) = self.draft.as_ref().and_then(Draft::model) {
+            need.parameters = need.parameters.saturating_add(draft.memory_need(prompts, options, [1, draft_tokens], device)?.total());
         }
         match Schedule::choose(memory, &[(self.model.config.model_type(), need.clone())])? {
             Schedule::Resident => Ok(()),

@@ -40,6 +40,12 @@ impl Sampler {
         }
     }
 
+    /// A proposal of this token, without logits.
+    pub fn suggest(&self, token: i64) -> Proposal {
+        let certain = |token: usize| Distribution { tokens: vec![token], weights: vec![1.0], sum: 1.0 };
+        Proposal { token, distribution: self.0.as_ref().and_then(|_| usize::try_from(token).ok()).map(certain) }
+    }
+
     /// Accepts a proposal by the logits of the model, or selects another token, so that the tokens have the
     /// distribution of the model. Returns the token and whether it is the accepted proposal.
     pub fn verify(&mut self, logits: &[f32], proposal: &Proposal) -> Result<(i64, bool)> {

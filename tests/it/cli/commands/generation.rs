@@ -128,7 +128,7 @@ fn drafts_propose_tokens() {
         let run = compress(folder.path(), args);
         assert!(run.code == code && run.stderr.contains(part), "{args}: {} {}", run.code, run.stderr);
     };
-    refused("generate in --draft-tokens 3 --prompt a", 2, "--draft <MODEL>");
+    refused("generate in --draft-tokens 3 --prompt a", 2, "--draft <DRAFT>|--lookup");
     refused("generate in --draft draft --draft-tokens 0 --prompt a", 2, "draft-tokens: is 0");
     // A smaller vocabulary has other ids.
     fs::write(folder.path().join("keep.txt"), "ab ab").unwrap();
@@ -136,6 +136,30 @@ fn drafts_propose_tokens() {
     refused("generate in --draft small --prompt a", 2, "both models must have the same tokens");
     golden_model(&folder.path().join("encoder"), "bert", &[("characters.json", "tokenizer.json")]);
     refused("generate in --draft encoder/in --prompt a", 1, "`bert` are not decoders");
+}
+
+/// Tokens of the text itself and of a file are proposed without another model.
+#[test]
+fn texts_propose_tokens() {
+    let folder = prepared();
+    fs::write(folder.path().join("book.txt"), "once upon a time, there was a cat").unwrap();
+    let alone = data(folder.path(), "generate in --prompt abab --tokens 16 --json");
+    for (args, name) in [("--lookup", "the text itself"), ("--draft book.txt --draft-tokens 2", "book.txt")] {
+        let found = data(folder.path(), &format!("generate in {args} --prompt abab --tokens 16 --json"));
+        assert_eq!(found["prompts"][0]["continuation"], alone["prompts"][0]["continuation"], "{args}");
+        assert_eq!((&found["draft"]["model"], found["draft"]["steps"].as_u64().is_some()), (&json!(name), true), "{args}");
+    }
+    let found = data(folder.path(), "generate in --lookup --prompt abab --tokens 16 --json");
+    let refused = |args: &str, part: &str| {
+        let run = compress(folder.path(), args);
+        assert!(run.code != 0 && run.stderr.contains(part), "{args}: {} {}", run.code, run.stderr);
+    };
+    assert!(found["draft"]["tokens_per_step"].as_f64().unwrap() >= 1.0, "{found}");
+    refused("generate in --lookup --draft book.txt --prompt a", "cannot be used with");
+    refused("generate in --draft missing.txt --prompt a", "missing.txt");
+    refused("generate in --draft missing.npz --prompt a", "missing.npz");
+    fs::write(folder.path().join("empty.txt"), "").unwrap();
+    refused("generate in --draft empty.txt --prompt a", "empty.txt contains no texts of two or more tokens");
 }
 
 #[test]

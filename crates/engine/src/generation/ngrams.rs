@@ -1,0 +1,327 @@
+//! Proposals without a network: tokens that followed the last tokens of a text before, in the text itself (Saxena,
+//! *Prompt Lookup Decoding*, 2023) or in a collection of texts of the model (He et al., *REST: Retrieval-Based
+//! Speculative Decoding*, 2023).
+
+use std::path::Path;
+
+use candle_core::DType;
+use candle_core::npy::NpzTensors;
+use rayon::prelude::*;
+
+use super::sampling::{Proposal, Sampler};
+use super::{LanguageModel, Vocabulary};
+use crate::data::IGNORED;
+use crate::error::{Error, Result};
+use crate::exec::transfer;
+
+/// Maximum number of previous tokens by which the next one is predicted.
+const CONTEXT: usize = 8;
+/// Maximum number of occurrences of a context that are counted. Of more, as many are selected at regular
+/// intervals.
+const OCCURRENCES: usize = 256;
+/// Weight of an occurrence in the text itself, relative to one in the collection.
+const OWN_WEIGHT: f64 = 4.0;
+/// Weight of the prediction by a shorter context, relative to the number of different tokens that follow the
+/// longer one.
+const SHORTER_WEIGHT: f64 = 2.0;
+/// Minimum probability that a proposal and those before it in the step are accepted. Others are rejected too often
+/// to be worth the time of their verification.
+const LEAST_PROBABILITY: f64 = 0.2;
+/// Separates the texts of a collection.
+const END: u32 = u32::MAX;
+
+/// Texts as tokens, whose positions are sorted by the tokens before them.
+#[derive(Debug, Default)]
+pub struct Ngrams {
+    /// The texts, each after [`END`].
+    tokens: Vec<u32>,
+    /// Positions of predicted tokens, in the order of the previous tokens, of which the last one is compared
+    /// first.
+    order: Vec<u32>,
+}
+
+/// Extensions of collections.
+const ARRAYS: &str = "npz";
+const TEXT: &str = "txt";
+
+/// How often each token follows a context.
+#[derive(Debug, Default, Clone)]
+struct Counts(Vec<(u32, f64)>);
+
+impl Counts {
+    fn add(&mut self, token: u32, weight: f64) {
+        match self.0.iter_mut().find(|(other, _)| *other == token) {
+            Some((_, count)) => *count += weight,
+            None => self.0.push((token, weight)),
+        }
+    }
+
+    fn of(&self, token: u32) -> f64 {
+        self.0.iter().find(|(other, _)| *other == token).map_or(0.0, |(_, count)| *count)
+    }
+}
+
+impl Ngrams {
+    /// Whether a path is a collection of texts, by its extension: `.npz` or `.txt`.
+    pub fn is_collection(path: &Path) -> bool {
+        path.extension().is_some_and(|end| end == ARRAYS || end == TEXT)
+    }
+
+    /// Reads a collection: the arrays `input_ids`, `attention_mask` and `labels` `[texts, tokens]` of an `.npz` file, of
+    /// which the last two are optional, or a text.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is empty.
+    pub fn open(path: &Path, vocabulary: &Vocabulary) -> Result<Ngrams> {
+        let texts = if path.extension().is_some_and(|end| end == ARRAYS) {
+            read_arrays(path)?
+        } else {
+            vec![vocabulary.encode(&crate::files::read_to_string(path).map_err(Error::io("read", path))?)?]
+        };
+        let ngrams = Ngrams::new(texts.iter().map(Vec::as_slice))?;
+        if ngrams.order.is_empty() {
+            return Err(Error::option("--draft", format!("{} contains no texts of two or more tokens", path.display())));
+        }
+        Ok(ngrams)
+    }
+
+    /// A collection of texts.
+    ///
+    /// # Errors
+    /// It has more than 2³² - 1 tokens, or a token is not an id.
+    pub fn new<'t>(texts: impl IntoIterator<Item = &'t [i64]>) -> Result<Ngrams> {
+        let mut tokens = Vec::new();
+        for text in texts {
+            tokens.push(END);
+            for token in text {
+                let id = u32::try_from(*token).ok().filter(|id| *id != END);
+                tokens.push(id.ok_or_else(|| Error::option("--draft", format!("{token} is not the id of a token")))?);
+            }
+        }
+        let count = u32::try_from(tokens.len()).map_err(|_| Error::option("--draft", "has more than 4,294,967,295 tokens"))?;
+        let is_predicted = |at: &u32| is_token(&tokens, *at) && at.checked_sub(1).is_some_and(|before| is_token(&tokens, before));
+        let mut order: Vec<u32> = (0..count).filter(is_predicted).collect();
+        order.par_sort_unstable_by(|one, other| context(&tokens, *one).cmp(context(&tokens, *other)).then(one.cmp(other)));
+        Ok(Ngrams { tokens, order })
+    }
+
+    /// Number of tokens.
+    pub fn tokens(&self) -> usize {
+        self.tokens.iter().filter(|token| **token != END).count()
+    }
+
+    /// The largest id of a token.
+    pub fn largest(&self) -> Option<u32> {
+        self.tokens.iter().copied().filter(|token| *token != END).max()
+    }
+
+    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`. A token that ends the text is
+    /// the last one.
+    pub(super) fn propose(&self, all: &[i64], limit: usize, model: &LanguageModel, sampler: &Sampler) -> Vec<Proposal> {
+        let mut text: Vec<u32> = all.iter().map(|token| u32::try_from(*token).unwrap_or(END)).collect();
+        let (mut proposals, mut probability) = (Vec::with_capacity(limit), 1.0);
+        while proposals.len() < limit {
+            let Some((token, next)) = self.next(&text) else { break };
+            probability *= next;
+            if probability < LEAST_PROBABILITY {
+                break;
+            }
+            text.push(token);
+            proposals.push(sampler.suggest(i64::from(token)));
+            if model.ends.contains(&i64::from(token)) {
+                break;
+            }
+        }
+        proposals
+    }
+
+    /// The most likely token after a text, and its probability: interpolated between contexts of different lengths
+    /// as by Witten and Bell (1991). Of equally likely tokens, the one with the smallest id.
+    fn next(&self, text: &[u32]) -> Option<(u32, f64)> {
+        let mut likely = Counts::default();
+        for counts in self.counts(text) {
+            let (weight, total) = (SHORTER_WEIGHT * counts.0.len() as f64, counts.0.iter().map(|(_, count)| count).sum::<f64>());
+            let shorter = std::mem::take(&mut likely);
+            for (token, _) in shorter.0.iter().chain(counts.0.iter().filter(|(token, _)| shorter.of(*token) == 0.0)) {
+                likely.0.push((*token, (counts.of(*token) + weight * shorter.of(*token)) / (total + weight)));
+            }
+        }
+        likely.0.into_iter().max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
+    }
+
+    /// How often tokens follow the last 1, 2, … tokens of a text, up to the longest context that occurs.
+    fn counts(&self, text: &[u32]) -> Vec<Counts> {
+        let mut all = vec![Counts::default(); CONTEXT];
+        let mut found = self.order.as_slice();
+        for (length, (counts, token)) in all.iter_mut().zip(text.iter().rev()).enumerate() {
+            let nth = |position: &u32| context(&self.tokens, *position).nth(length);
+            let first = found.partition_point(|position| nth(position) < Some(*token));
+            let end = found.partition_point(|position| nth(position) <= Some(*token));
+            found = found.get(first..end).unwrap_or_default();
+            let step = found.len().div_ceil(OCCURRENCES).max(1);
+            let followers = found.iter().step_by(step).filter_map(|position| self.tokens.get(*position as usize));
+            followers.for_each(|token| counts.add(*token, step as f64));
+        }
+        for (end, next) in text.iter().enumerate().skip(1) {
+            let before = text.get(..end).unwrap_or_default();
+            let common = before.iter().rev().zip(text.iter().rev()).take(CONTEXT).take_while(|(a, b)| a == b).count();
+            all.iter_mut().take(common).for_each(|counts| counts.add(*next, OWN_WEIGHT));
+        }
+        let known = all.iter().position(|counts| counts.0.is_empty()).unwrap_or(CONTEXT);
+        all.truncate(known);
+        all
+    }
+}
+
+/// The texts in an `.npz` file, without padding; of prompts, only the last tokens.
+fn read_arrays(path: &Path) -> Result<Vec<Vec<i64>>> {
+    let failed = |e| Error::candle(path.display().to_string(), e);
+    let arrays = NpzTensors::new(path).map_err(failed)?;
+    let array = |name: &str| {
+        let found =
+            arrays.get(name).and_then(|array| array.map(|array| Ok((array.dims().to_vec(), transfer::read::<i64>(&array.to_dtype(DType::I64)?)?))).transpose());
+        found.map_err(failed)
+    };
+    let wrong = |reason: String| Error::option("--draft", format!("{} {reason}", path.display()));
+    let (shape, ids) = array("input_ids")?.ok_or_else(|| wrong("has no array `input_ids`".into()))?;
+    let [_, width] = shape[..] else { return Err(wrong(format!("has `input_ids` of shape {shape:?}, expected [texts, tokens]"))) };
+    let [mask, labels] = ["attention_mask", "labels"].map(|name| match array(name)? {
+        Some((other, _)) if other != shape => Err(wrong(format!("has `{name}` of shape {other:?}, but `input_ids` of {shape:?}"))),
+        found => Ok(found.map(|(_, values)| values)),
+    });
+    let (mask, labels) = (mask?, labels?);
+    let rows = |values: &Option<Vec<i64>>, row: usize| {
+        values.as_ref().map(|values| values.iter().skip(row.saturating_mul(width)).take(width).copied().collect::<Vec<i64>>())
+    };
+    let text = |(row, ids): (usize, &[i64])| {
+        let predicted = rows(&labels, row).and_then(|labels| labels.iter().position(|label| *label != IGNORED));
+        let mask = rows(&mask, row).unwrap_or_default();
+        let is_text = |at: &usize| mask.get(*at).is_none_or(|mask| *mask != 0);
+        let tokens = ids.iter().enumerate().skip(predicted.unwrap_or(0).saturating_sub(CONTEXT)).filter(|(at, _)| is_text(at));
+        tokens.map(|(_, token)| *token).collect()
+    };
+    Ok(ids.chunks_exact(width.max(1)).enumerate().map(text).collect())
+}
+
+fn is_token(tokens: &[u32], at: u32) -> bool {
+    tokens.get(at as usize).is_some_and(|token| *token != END)
+}
+
+/// The tokens before a position of the same text, the last one first.
+fn context(tokens: &[u32], position: u32) -> impl Iterator<Item = u32> + '_ {
+    tokens.get(..position as usize).unwrap_or_default().iter().rev().copied().take_while(|token| *token != END).take(CONTEXT)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::super::Sampling;
+    use super::*;
+
+    /// Texts with many repetitions.
+    fn texts(count: usize, length: usize, seed: u64) -> Vec<Vec<i64>> {
+        let mut random = fastrand::Rng::with_seed(seed);
+        (0..count).map(|_| (0..random.usize(0..=length)).map(|_| random.i64(0..4)).collect()).collect()
+    }
+
+    fn ngrams(texts: &[Vec<i64>]) -> Ngrams {
+        Ngrams::new(texts.iter().map(Vec::as_slice)).unwrap()
+    }
+
+    /// All occurrences of each context are counted, within texts only, and those in the text itself more often.
+    #[test]
+    fn counts_match_the_definition() {
+        let collection = texts(12, 9, 1);
+        let found = ngrams(&collection);
+        for text in texts(60, 12, 2) {
+            let text: Vec<u32> = text.iter().map(|token| *token as u32).collect();
+            let counts = found.counts(&text);
+            for length in 1..=CONTEXT.min(text.len()) {
+                let end = &text[text.len() - length..];
+                let mut expected = [0.0; 4];
+                for (weight, text) in collection.iter().map(|text| (1.0, text.iter().map(|token| *token as u32).collect())).chain([(OWN_WEIGHT, text.clone())])
+                {
+                    text.windows(length + 1).filter(|window| window[..length] == *end).for_each(|window| expected[window[length] as usize] += weight);
+                }
+                let found = counts.get(length - 1).cloned().unwrap_or_default();
+                assert_eq!([0, 1, 2, 3].map(|token| found.of(token)), expected, "{text:?} {length}");
+            }
+        }
+        assert!(ngrams(&[]).counts(&[1, 2]).is_empty() && found.counts(&[]).is_empty());
+    }
+
+    /// Of frequent contexts, a part of the occurrences stands for all.
+    #[test]
+    fn frequent_contexts_are_counted_in_part() {
+        let text: Vec<i64> = (0..4 * OCCURRENCES as i64).flat_map(|at| [7, if at % 4 == 0 { 2 } else { 1 }]).collect();
+        let counts = ngrams(&[text]).counts(&[7]);
+        let [of_one, of_two] = [1, 2].map(|token| counts[0].of(token));
+        assert_eq!(of_one + of_two, 4.0 * OCCURRENCES as f64);
+        assert!((of_two / (of_one + of_two) - 0.25).abs() < 0.05, "{of_one} {of_two}");
+    }
+
+    #[test]
+    fn the_longest_context_predicts_the_next_token() {
+        let found = ngrams(&[vec![1, 2, 3], vec![1, 2, 3], vec![9, 2, 4], vec![6, 5], vec![6, 8]]);
+        let next = |text: &[u32]| found.next(text);
+        assert_eq!(next(&[1, 2]).unwrap().0, 3);
+        assert_eq!(next(&[9, 2]).unwrap().0, 4);
+        // Unknown tokens, and tokens at the ends of texts.
+        assert_eq!((next(&[7]), next(&[3]), next(&[])), (None, None, None));
+        // Equally frequent tokens; the text itself counts more.
+        assert_eq!((next(&[6]).unwrap().0, next(&[6, 8, 6]).unwrap().0), (5, 8));
+        // A context that occurred once makes its token more likely, but not certain.
+        assert!((0.3..0.9).contains(&next(&[9, 2]).unwrap().1));
+        assert!(next(&[0, 2]).unwrap().1 < next(&[1, 2]).unwrap().1);
+    }
+
+    /// Samples follow the distribution of the model, and a proposal is accepted with its probability.
+    #[test]
+    fn verified_suggestions_have_the_distribution_of_the_model() {
+        let logits = [1.0f32, 3.0, 2.0, 3.0];
+        let sum: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum();
+        let probability = |token: usize| f64::from(logits[token]).exp() / sum;
+        for suggested in 0..4 {
+            let mut sampler = Sampler::new(Some(Sampling::default()), suggested);
+            let (mut counts, mut accepted, draws) = ([0usize; 4], 0, 20_000);
+            for _ in 0..draws {
+                let proposal = sampler.suggest(suggested as i64);
+                let (token, is_accepted) = sampler.verify(&logits, &proposal).unwrap();
+                counts[token as usize] += 1;
+                accepted += usize::from(is_accepted);
+            }
+            for (token, count) in counts.into_iter().enumerate() {
+                assert!((count as f64 / f64::from(draws) - probability(token)).abs() < 0.015, "{suggested}, {token}: {count}");
+            }
+            assert!((accepted as f64 / f64::from(draws) - probability(suggested)).abs() < 0.015, "{suggested}: {accepted}");
+        }
+        let mut greedy = Sampler::new(None, 0);
+        let proposals = [1, 3].map(|token| greedy.suggest(token));
+        assert_eq!(proposals.map(|proposal| greedy.verify(&logits, &proposal).unwrap()), [(1, true), (1, false)]);
+    }
+
+    /// Without padding, and without all but the last tokens of prompts.
+    #[test]
+    fn arrays_contain_texts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("texts.npz");
+        let array = |name: &'static str, values: &[[i64; 12]; 2]| (name, Tensor::new(values, &Device::Cpu).unwrap());
+        let ids = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [21, 22, 23, 0, 0, 0, 0, 0, 0, 0, 0, 0]];
+        let mask = [[1; 12], [1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]];
+        let mut labels = [[IGNORED; 12]; 2];
+        labels[0][10..].copy_from_slice(&[11, 12]);
+        labels[1][1..3].copy_from_slice(&[22, 23]);
+        let read = |arrays: &[(&str, Tensor)]| {
+            Tensor::write_npz(arrays, &path).unwrap();
+            read_arrays(&path).map_err(|e| e.to_string())
+        };
+        let all = [array("input_ids", &ids), array("attention_mask", &mask), array("labels", &labels)];
+        assert_eq!(read(&all).unwrap(), [(3..=12).collect::<Vec<_>>(), vec![21, 22, 23]]);
+        assert_eq!(read(&all[..1]).unwrap()[1].len(), 12);
+        assert!(read(&all[1..]).unwrap_err().contains("has no array `input_ids`"));
+        let short = ("labels", Tensor::zeros((2, 5), DType::I64, &Device::Cpu).unwrap());
+        assert!(read(&[all[0].clone(), short]).unwrap_err().contains("has `labels` of shape [2, 5]"));
+        assert!(Ngrams::new([&[3, -1][..]]).unwrap_err().to_string().contains("-1 is not the id"));
+    }
+}
