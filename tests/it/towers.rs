@@ -52,6 +52,30 @@ fn images_have_the_size_in_the_configuration() {
     }
 }
 
+/// As in transformers, the outer pixels of an image whose size is not a multiple of the patches are not read.
+#[test]
+fn incomplete_patches_are_not_read() {
+    let outputs = |name: &str, side: usize| {
+        let model = changed(name, &json!({ "image_size": side }));
+        let pixel = |i: usize| (i % side * 3 + i / side % side * 5 + i / side / side * 7) % 11;
+        let pixels = Tensor::from_iter((0..3 * side * side).map(|i| pixel(i) as f32 / 11.0), &Device::Cpu).unwrap();
+        crate::common::outputs(&model, &BTreeMap::from([("pixel_values".to_owned(), pixels.reshape((1, 3, side, side)).unwrap())]))
+    };
+    for name in ["vit-image-classification", "dinov2", "siglip-vision", "clip-vision"] {
+        let expected = outputs(name, 12);
+        for side in [13, 15] {
+            for (output, found) in outputs(name, side) {
+                let [found, expected] = [&found, &expected[&output]].map(|values| values.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+                assert_eq!(found, expected, "{name}, {output} of {side} pixels");
+            }
+        }
+    }
+    for (name, side, reason) in [("vit", 3, "`image_size` 3 is less than `patch_size` 4"), ("swin", 35, "would be padded to a multiple of `patch_size`")] {
+        let error = changed(name, &json!({ "image_size": side })).graph().err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains(reason), "{name}: {error}");
+    }
+}
+
 /// The features of merged patches by a tower of Qwen2.5-VL with windows of 8 x 8 pixels, for a square image.
 fn features(side: usize, full: &[usize], pixels: &dyn Fn(usize, usize) -> f32) -> Vec<Vec<f32>> {
     let model = changed(QWEN2_5, &json!({ "image_size": side, "window_size": 8, "fullatt_block_indexes": full }));

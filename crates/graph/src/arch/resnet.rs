@@ -260,7 +260,7 @@ pub(super) mod running {
             inner = inner.saturating_mul(2);
         }
         let pooled = b.node("avgpool", GlobalAveragePool::default(), &[x])?;
-        let logits = linear(b, "fc", "fc", pooled, s.size_or("num_classes", 1000)?)?;
+        let logits = linear(b, "fc", "fc", pooled, s.classes()?)?;
         b.output("logits", logits);
         Ok(())
     }

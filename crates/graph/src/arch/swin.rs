@@ -71,6 +71,10 @@ mod running {
         let prefix = if b.has("swin.embeddings.norm.weight") { "swin." } else { "" };
         let mut width = s.size_or("embed_dim", 96)?;
         let (image, patch, side) = patches(s, (224, 4))?;
+        if !image.is_multiple_of(patch) {
+            let reason = format!("`image_size` {image} would be padded to a multiple of `patch_size` {patch}, which is not supported");
+            return Err(Error::graph("config.json", reason));
+        }
         let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::Fixed(image), Dim::Fixed(image))?;
         let patches = patch_embeddings(b, PATCH_NODES, &format!("{prefix}embeddings.patch_embeddings.projection"), (width, patch), true, pixels)?;
         let mut x = layer_norm(b, "embeddings.norm", &format!("{prefix}embeddings.norm"), patches, EPSILON)?;

@@ -127,7 +127,7 @@ mod running {
         let wide = wide.ok_or_else(|| Error::tensor("classifier.0.weight", "is missing", "is this a MobileNetV3 of torchvision?"))?;
         let dense = linear(b, "classifier.0", "classifier.0", pooled, wide)?;
         let active = b.node("classifier.1", HardSwish {}, &[dense])?;
-        let logits = linear(b, "classifier", "classifier.3", active, s.size_or("num_classes", 1000)?)?;
+        let logits = linear(b, "classifier", "classifier.3", active, s.classes()?)?;
         b.output("logits", logits);
         Ok(())
     }
@@ -152,7 +152,7 @@ mod running {
         }
         x = outer(1).add(b, &format!("features.{number}"), x)?;
         let pooled = b.node("avgpool", GlobalAveragePool::default(), &[x])?;
-        let logits = linear(b, "classifier", "classifier.1", pooled, s.size_or("num_classes", 1000)?)?;
+        let logits = linear(b, "classifier", "classifier.1", pooled, s.classes()?)?;
         b.output("logits", logits);
         Ok(())
     }

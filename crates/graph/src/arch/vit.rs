@@ -37,10 +37,10 @@ pub(super) const VIT: Family = Family {
 
 #[cfg(feature = "run")]
 pub(super) mod running {
+    use crate::arch::running::Settings;
     use crate::arch::running::block::{Block, Names, NormPosition};
     use crate::arch::running::parts::{activate, image_input, layer_norm, linear};
-    use crate::arch::running::{Settings, indivisible};
-    use crate::error::Result;
+    use crate::error::{Error, Result};
     use crate::ir::ops::{Add, Attention, Conv, Patchify, Prepend, Select};
     use crate::ir::{Builder, Dim, ValueId};
 
@@ -99,11 +99,12 @@ pub(super) mod running {
         Ok(())
     }
 
-    /// Side lengths of the image and of a patch, with these defaults, and the number of patches per side.
+    /// Side lengths of the image and of a patch, with these defaults, and the number of complete patches per side.
+    /// Pixels beyond them are not read, as in SigLIP with 384 pixels and patches of 14.
     pub fn patches(s: &Settings, (image, patch): (usize, usize)) -> Result<(usize, usize, usize)> {
         let (image, patch) = (s.size_or("image_size", image)?, s.size_or("patch_size", patch)?);
-        let side = image.checked_div(patch).filter(|_| image.is_multiple_of(patch));
-        let side = side.ok_or_else(|| indivisible(("image_size", image), ("patch_size", patch)))?;
+        let side = image.checked_div(patch).filter(|side| *side > 0);
+        let side = side.ok_or_else(|| Error::graph("config.json", format!("`image_size` {image} is less than `patch_size` {patch}")))?;
         Ok((image, patch, side))
     }
 

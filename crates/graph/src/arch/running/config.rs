@@ -253,6 +253,12 @@ impl<'c> Settings<'c> {
         }
     }
 
+    /// Number of classes of a classifier of torchvision: `num_classes`, or that of the labels.
+    pub fn classes(&self) -> Result<usize> {
+        let has_labels = ["id2label", "num_labels"].iter().any(|key| self.get(key).is_some());
+        self.size_or("num_classes", if has_labels { self.labels()? } else { 1000 })
+    }
+
     /// Width of an attention head; the total width must be divisible by the number of heads.
     pub fn head_dim(&self, width: &str, heads: &str) -> Result<usize> {
         let (total, count) = (self.size(width)?, self.size(heads)?);
@@ -272,4 +278,18 @@ pub fn indivisible((key, size): (&str, usize), (other_key, divisor): (&str, usiz
 /// Whether an error is that of [`indivisible`] sizes, which no program accepts.
 pub fn is_indivisible(error: &Error) -> bool {
     matches!(error, Error::Graph { what, reason } if what == "config.json" && reason.contains(NOT_A_MULTIPLE))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn classes_are_those_of_the_labels() {
+        let classes = [json!({}), json!({ "num_labels": 7 }), json!({ "id2label": { "0": "a" } }), json!({ "num_labels": 7, "num_classes": 5 })]
+            .map(|values| values.as_object().map(|values| Settings::new(values).classes().unwrap()));
+        assert_eq!(classes, [1000, 7, 1, 5].map(Some));
+    }
 }

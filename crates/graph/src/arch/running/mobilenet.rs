@@ -26,7 +26,7 @@ pub fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     }
     x = step(b, &format!("features.{block}"), x, 1, false)?;
     let pooled = b.node("pool", GlobalAveragePool::default(), &[x])?;
-    let logits = linear(b, "classifier", "classifier.1", pooled, s.size_or("num_classes", 1000)?)?;
+    let logits = linear(b, "classifier", "classifier.1", pooled, s.classes()?)?;
     b.output("logits", logits);
     Ok(())
 }
