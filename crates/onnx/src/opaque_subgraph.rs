@@ -186,6 +186,11 @@ impl OpaqueSubgraph {
                 let sizes: Bindings = names.iter().enumerate().map(size).collect();
                 let shapes = inputs.iter().map(|ty| ty.shape.iter().map(|size| size.evaluate(&sizes)).collect::<Option<Vec<_>>>()).collect::<Option<Vec<_>>>();
                 let shapes = shapes.ok_or_else(|| "an input size is not an integer for the trial sizes".to_owned())?;
+                // The run needs the inputs, copies of them, and outputs that are often as large.
+                let bytes = shapes.iter().map(|shape| shape.iter().fold(4u64, |all, size| all.saturating_mul(*size as u64))).fold(0, u64::saturating_add);
+                if bytes.saturating_mul(4) > within.memory {
+                    return Err(format!("inputs of the trial sizes take {} MB: specify sizes with `sizes`", bytes >> 20));
+                }
                 Ok::<_, String>((self.sizes(&shapes, Some(within))?, sizes))
             });
             match trials {
@@ -369,6 +374,25 @@ mod tests {
             ..SubgraphParts::default()
         };
         LoadedSubgraph::new(parts, std::slice::from_ref(&input()), Path::new("endless.onnx"), true).map(Arc::new)
+    }
+
+    /// Many open axes, whose trial sizes multiply: the sum fits only if all are equal.
+    #[test]
+    fn trials_with_large_inputs_are_not_run() {
+        if !compress_testing::available("ONNX Runtime", runtime::library()) {
+            return;
+        }
+        let inputs = ["a", "b"].map(|name| TensorType { element: Element::Float, shape: (0..4).map(|axis| Dim::Named(format!("{name}{axis}"))).collect() });
+        let parts = SubgraphParts {
+            nodes: vec![node("Add", &["x", "y"], "z")],
+            inputs: ["x", "y"].map(|name| (name.into(), DataType::Float as i32)).into(),
+            outputs: vec!["z".into()],
+            opsets: vec![OperatorSetIdProto { domain: None, version: Some(17) }],
+            ..SubgraphParts::default()
+        };
+        let loaded = LoadedSubgraph::new(parts, &inputs, Path::new("open.onnx"), true).unwrap();
+        let reason = OpaqueSubgraph::new(Arc::new(loaded), "z").unwrap().infer_type(&inputs, &|_| false).unwrap_err();
+        assert!(reason.contains("inputs of the trial sizes take") && reason.contains("MB"), "{reason}");
     }
 
     #[test]
