@@ -11,6 +11,7 @@ use super::running::write_graph;
 use super::time::StageWork;
 use crate::error::{Error, Result, counted};
 use crate::export::{Export, Exported, Format, SizeForecast};
+use crate::files::Destination;
 use crate::model::{ExclusionReason, Model, adapter};
 use crate::output::{ResumeFolder, Staging, free_space};
 use crate::report::{self, Peak, Report, RuntimeCheck};
@@ -145,7 +146,7 @@ impl<'a> Run<'a> {
     fn finish(&mut self, staging: Staging, checkpoints: Option<&Path>, (start, peak): (Instant, &mut Peak)) -> Result<Report> {
         self.execute(checkpoints, peak)?;
         let (writing, mut written) = seconds_of(|| self.write(&staging, peak))?;
-        let (measuring, measured) = seconds_of(|| self.measure(&mut written, staging.path(), start))?;
+        let (measuring, measured) = seconds_of(|| self.measure(&mut written, staging.destination(), start))?;
         let mut report = self.report(&staging, &written, measured)?;
         report.timing = self.pipeline.timing(&self.work, &self.state, [writing, measuring]);
         self.write_records(&staging, &written, &mut report, (start, peak))?;
@@ -198,11 +199,11 @@ impl<'a> Run<'a> {
     }
 
     /// Runs the input and the output model. If a format rounds weights, the rounded values are measured.
-    fn measure(&self, written: &mut Written, folder: &Path, start: Instant) -> Result<Measured> {
+    fn measure(&self, written: &mut Written, destination: &Destination, start: Instant) -> Result<Measured> {
         let rounded = written.exports.first_mut().and_then(|(_, exported)| exported.stored_weights.take());
         let rounded = rounded.map(|weights| self.after.with_weights(weights)).transpose()?;
         let after = rounded.as_ref().unwrap_or(&self.after);
-        self.pipeline.measure([&self.input, after], folder, self.state.file.as_deref(), &mut written.exports, start)
+        self.pipeline.measure([&self.input, after], destination, self.state.file.as_deref(), &mut written.exports, start)
     }
 
     /// Moves the output to its final location, unless the input was damaged.

@@ -44,7 +44,8 @@ impl Run<'_> {
             recipe.output = Some(Path::new("..").join(name));
         }
         let recipe = serde_json::to_value(recipe).unwrap_or_default();
-        let names = LocalNames::new(&recipe, Some(&target));
+        // The staging folder does not exist after the run.
+        let names = LocalNames::new(&recipe, Some(&target)).with(staging.path(), Path::new("."));
         let names = pipeline.enclosed.iter().fold(names, |names, path| names.with(path, path.file_name().map_or(path, Path::new)));
         let recipe = names.value(&recipe);
         let environment = pipeline.environment(measured.fidelity.is_some())?;

@@ -45,6 +45,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime};
 use crate::exec::{DeviceChoice, DeviceMemory, MemoryNeed, MemoryTrace, MemoryTracker, Residence, Schedule};
 use crate::export::Exported;
+use crate::files::Destination;
 use crate::heap;
 use crate::ir::GraphFile;
 use crate::model::Model;
@@ -266,14 +267,14 @@ impl Pipeline {
     pub(super) fn measure(
         &self,
         [before, after]: [&Model; 2],
-        folder: &Path,
+        destination: &Destination,
         file: Option<&str>,
         exports: &mut [(&'static str, Exported)],
         start: Instant,
     ) -> Result<Measured> {
         let is_split = exports.iter().flat_map(|(_, exported)| &exported.files).any(|written| written.name == ENCODER);
         let file = file.unwrap_or(if is_split { ENCODER } else { MODEL });
-        let run = Run { pipeline: self, before, after, folder, file, work: self.work(), start };
+        let run = Run { pipeline: self, before, after, destination, file, work: self.work(), start };
         let mut measured = run.measure(exports)?;
         measured.draft = run.draft(&mut measured.notes)?;
         Ok(measured)

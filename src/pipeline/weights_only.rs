@@ -11,6 +11,7 @@ use super::plan::ModelMemory;
 use super::time::{StageWork, WRITING};
 use crate::error::{Error, Result};
 use crate::export::Exported;
+use crate::files::Destination;
 use crate::model::Model;
 use crate::pass::Samples;
 use crate::recipe::Recipe;
@@ -123,7 +124,7 @@ impl Pipeline {
     pub(super) fn measure(
         &self,
         _models: [&Model; 2],
-        _folder: &Path,
+        _destination: &Destination,
         _file: Option<&str>,
         _exports: &mut [(&'static str, Exported)],
         _start: Instant,

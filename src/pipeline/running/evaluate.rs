@@ -84,13 +84,13 @@ impl Subjects {
     }
 }
 
-/// A finished run to evaluate: the input, the output, and its folder.
+/// A finished run to evaluate: the input, the output, and where it was written.
 pub(super) struct Run<'r> {
     pub pipeline: &'r Pipeline,
     pub before: &'r Model,
     pub after: &'r Model,
-    pub folder: &'r Path,
-    /// Name of the ONNX file in the folder.
+    pub destination: &'r Destination,
+    /// Name of the ONNX file in the local folder.
     pub file: &'r str,
     pub work: Work<'r>,
     /// When the run began.
@@ -189,8 +189,8 @@ impl Run<'_> {
                 (Role::OutputAsOnnx, Runtime::Candle) => Subject::from_model(self.written()?)?.with_rounding(Rounding::Tensor),
                 (Role::Input, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::open_original_file(self.before, self.work.threads)?,
                 // The input is exported under the default name.
-                (Role::Input, Runtime::OnnxRuntime) => self.session(&entry(&self.folder.join(INPUT_FOLDER)))?,
-                (Role::Output | Role::OutputAsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
+                (Role::Input, Runtime::OnnxRuntime) => self.session(&entry(&self.folder().join(INPUT_FOLDER)))?,
+                (Role::Output | Role::OutputAsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder().join(self.file))?,
                 (_, other) => return Err(Error::option("runtime", format!("`{other}` cannot be evaluated"))),
             };
             subjects.push((role, runtime, subject));
@@ -198,9 +198,14 @@ impl Run<'_> {
         Ok(Subjects { subjects })
     }
 
-    /// The output, read from the written folder if the built-in executor can read its format.
+    /// The local folder of the output. Weights of an output in a bucket are not in it.
+    pub(super) fn folder(&self) -> &Path {
+        self.destination.path()
+    }
+
+    /// The output, read from the written files if the built-in executor can read their format.
     pub(super) fn written(&self) -> Result<Model> {
-        if self.writes_safetensors() { self.after.open_like(self.folder) } else { Ok(self.after.clone()) }
+        if self.writes_safetensors() { self.after.open_like(self.destination.readable()?) } else { Ok(self.after.clone()) }
     }
 
     /// Whether safetensors is one of the output formats.
@@ -211,7 +216,7 @@ impl Run<'_> {
     /// Opens an ONNX file in ONNX Runtime.
     pub(super) fn session(&self, path: &Path) -> Result<Subject> {
         let open = if self.before.onnx.is_some() { Subject::open_onnx } else { Subject::open_written };
-        open(path, self.folder, self.after.config.values().clone(), self.work.threads)
+        open(path, self.folder(), self.after.config.values().clone(), self.work.threads)
     }
 
     /// Compares the ONNX file with the built-in executor. If memory is short, the comparison is skipped
@@ -229,7 +234,7 @@ impl Run<'_> {
         let model = self.written()?;
         let (samples, description) = self.verification_samples(&model)?;
         let (batch, memory) = (&samples[0], memory_limit(self.pipeline.running.memory, &Device::Cpu));
-        let fidelity = onnx_fidelity(model, &self.folder.join(self.file), batch, memory, &self.work)?;
+        let fidelity = onnx_fidelity(model, &self.folder().join(self.file), batch, memory, &self.work)?;
         self.require_agreement(Some(&fidelity), &counted(batch.samples, description), &samples, exports, measured)
     }
 
@@ -270,7 +275,7 @@ impl Run<'_> {
         let first_after = (roles.len() - 1) * runtimes.len();
         let exports_input = first_after > 0 && runtimes.contains(&Runtime::OnnxRuntime) && self.before.onnx.is_none();
         if let (true, Some(onnx)) = (exports_input, self.pipeline.onnx()) {
-            let folder = self.folder.join(INPUT_FOLDER);
+            let folder = self.folder().join(INPUT_FOLDER);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
             onnx.format().write(self.before, &RunState::default(), &Destination::local(&folder), None, &self.work)?;
         }
@@ -335,7 +340,7 @@ impl Run<'_> {
         accuracy.fidelity.clone_from(&fidelity);
         measured.fidelity = fidelity.map(|found| MeasuredFidelity::new(SamplesFrom::Evaluation, accuracy.samples, Some(accuracy.data.clone()), found));
         measured.accuracy = Some(accuracy);
-        let folder = self.folder.join(INPUT_FOLDER);
+        let folder = self.folder().join(INPUT_FOLDER);
         if folder.exists() {
             std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
         }
@@ -369,7 +374,7 @@ impl Run<'_> {
         let failure = |reason| Error::Verification { path: self.file.into(), reason };
         let mut how = format!("; run in ONNX Runtime on {samples}: {difference}");
         let written = self.written()?;
-        let values = compare_quantized_values(&written, &self.folder.join(self.file), verified, half, &self.work)?;
+        let values = compare_quantized_values(&written, &self.folder().join(self.file), verified, half, &self.work)?;
         match &values {
             Some((false, found)) => return Err(failure(found.clone())),
             Some((true, found)) => how += &format!("; {found}"),

@@ -72,7 +72,7 @@ impl Run<'_> {
     /// # Errors
     /// [`Error::Verification`] if they differ.
     fn verify_onnx_file(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
-        let path = self.folder.join(self.file);
+        let path = self.folder().join(self.file);
         let model = Model::open(&path)?;
         fix_sizes(&model, &self.pipeline.sizes);
         if crate::runtime::library().is_err() || lack_for_onnx_runtime(&[&model], self.pipeline.running.memory).is_some() {
@@ -123,7 +123,7 @@ impl Run<'_> {
         };
         let [limits, limits_after] = [self.before, self.after].map(|model| Limits::for_size(TIME, model.stored_bytes()));
         let mut before = Subject::open_original_file(self.before, self.work.threads)?.with_limits(limits);
-        let mut after = self.session(&self.folder.join(self.file)).map_err(verification_error)?.with_limits(limits_after);
+        let mut after = self.session(&self.folder().join(self.file)).map_err(verification_error)?.with_limits(limits_after);
         if let (Some(before), Some(after)) = (before.session_mut(), after.session_mut())
             && before.has_exact_sums()
             && !after.has_exact_sums()
@@ -187,6 +187,7 @@ mod tests {
 
     use super::*;
     use crate::data::References;
+    use crate::files::Destination;
     use crate::onnx::proto::{
         AttributeProto, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto,
         TypeProto, ValueInfoProto,
@@ -227,7 +228,8 @@ mod tests {
         let (model, cancel) = (Model::open(&input).unwrap(), Cancel::default());
         let pipeline = Pipeline::builder().measure(measures).build().unwrap();
         let (work, start) = (Work { threads: 1, progress: &Silent, cancel: &cancel }, Instant::now());
-        Run { pipeline: &pipeline, before: &model, after: &model, folder: folder.path(), file: "out.onnx", work, start }.measure_onnx_input(&mut [])
+        Run { pipeline: &pipeline, before: &model, after: &model, destination: &Destination::local(folder.path()), file: "out.onnx", work, start }
+            .measure_onnx_input(&mut [])
     }
 
     #[test]

@@ -475,6 +475,24 @@ fn a_bucket_contains_the_same_as_a_folder() {
 }
 
 #[test]
+fn results_in_a_bucket_are_measured() {
+    let place = Workspace::new();
+    golden_model(place.path(), "llama", &[("characters.json", "tokenizer.json"), ("book.txt", "../book.txt")]);
+    let (server, held) = s3(|_| None);
+    for (name, measured, args) in [("quick", "fidelity", ""), ("scored", "accuracy", " --eval book.txt")] {
+        ok(place.path(), &format!("quantize-dynamic in -o {name}{args}"));
+        let run = place.run(&format!("quantize-dynamic in -o s3://bucket/{name}{args}"), &bucket(&server));
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        let held = held.lock().unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&held.objects[&format!("{name}/report.json")]).unwrap();
+        let local = read_json(&place.path().join(name).join("report.json"));
+        assert!(!local[measured].is_null() && report[measured] == local[measured], "{}\n{}", report[measured], local[measured]);
+        assert!(!report.to_string().contains(std::env::temp_dir().to_str().unwrap()), "{report}");
+        assert!(!held.objects.contains_key(&format!("{name}/compress.unfinished")));
+    }
+}
+
+#[test]
 fn a_signature_covers_the_files_of_a_bucket() {
     let place = Workspace::new();
     let (server, held) = s3(|_| None);

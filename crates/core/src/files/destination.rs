@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{remote, remote_name};
+use crate::error::{Error, Result};
 
 /// A folder for output files. For a bucket, small files are staged in a local folder, and files created
 /// with [`create`](Destination::create) are uploaded while they are written. If it is dropped before it is
@@ -99,6 +100,14 @@ impl Destination {
     pub fn location(&self, name: &str) -> PathBuf {
         let folder = self.bucket().filter(|bucket| created(bucket).contains(name)).map_or(&self.folder, |bucket| &bucket.target);
         folder.join(name)
+    }
+
+    /// The folder in which all files can be read before they are published: the local folder, or that in the
+    /// bucket, whose staged files are read from the disk. Files that are created later are not in it.
+    pub fn readable(&self) -> Result<&Path> {
+        let Some(bucket) = self.bucket() else { return Ok(&self.folder) };
+        bucket.upload.overlay(&self.folder).map_err(Error::io("list", &bucket.target))?;
+        Ok(&bucket.target)
     }
 
     /// Uploads the files of the local folder. In a bucket, files that complete the model are last, and each

@@ -67,6 +67,10 @@ impl Upload {
         match *self {}
     }
 
+    pub fn overlay(&self, _folder: &std::path::Path) -> io::Result<()> {
+        match *self {}
+    }
+
     pub fn publish(&self, _folder: &std::path::Path, _progress: &(dyn Fn(u64) -> io::Result<()> + Sync)) -> io::Result<()> {
         match *self {}
     }

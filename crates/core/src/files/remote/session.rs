@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{CachedBackend, Writable, lock, secrets};
+use super::{CachedBackend, Found, Writable, lock, secrets};
+use crate::files::UNFINISHED;
 
 /// Maximum number of concurrent part uploads.
 const MAX_IN_FLIGHT: usize = 8;
@@ -109,6 +111,22 @@ impl Session {
     /// Drops everything cached about the folder.
     pub(super) fn forget(&self) {
         self.cached.forget(self.prefix.trim_end_matches('/'));
+    }
+
+    /// Until the next [`forget`](Session::forget), lists local files in addition to the uploaded ones, and
+    /// reads them from the disk.
+    pub(super) fn overlay(&self, staged: Vec<(String, PathBuf)>) -> io::Result<()> {
+        let folder = self.prefix.trim_end_matches('/');
+        let uploaded = self.cached.backend.list(folder).map_err(secrets::redact_error)?;
+        let mut files: BTreeMap<String, Found> = uploaded.into_iter().map(|found| (found.name.clone(), found)).collect();
+        files.remove(&self.name(UNFINISHED));
+        for (file, path) in staged {
+            let (name, bytes) = (self.name(&file), path.metadata()?.len());
+            files.insert(name.clone(), Found { name, bytes, version: None, sha256: None, local: Some(path) });
+        }
+        self.forget();
+        lock(&self.cached.folders).insert(folder.to_owned(), Arc::new(files));
+        Ok(())
     }
 
     /// Waits until `ready` returns true. Fails if a request has failed or the session has ended.

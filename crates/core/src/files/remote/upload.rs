@@ -90,6 +90,14 @@ impl Upload {
         !self.0.is_conditional()
     }
 
+    /// Makes the files of a local folder readable under the name of the remote folder, until the next file is
+    /// uploaded.
+    pub fn overlay(&self, folder: &Path) -> io::Result<()> {
+        let mut staged = Vec::new();
+        collect(folder, "", &mut staged)?;
+        self.0.overlay(staged)
+    }
+
     /// Uploads the files of a local folder in addition to those created with [`create`](Upload::create),
     /// and verifies them by reading them back. On failure, everything uploaded is removed.
     pub fn publish(&self, folder: &Path, progress: ProgressFn) -> io::Result<()> {
@@ -161,6 +169,7 @@ mod tests {
 
     use super::super::{BACKENDS, Backend, CachedBackend, Found, Writable, lock};
     use super::*;
+    use crate::files;
 
     /// An in-memory store that corrupts one file and rejects another.
     #[derive(Default)]
@@ -359,6 +368,28 @@ mod tests {
         let error = upload.0.put_new("y", b"mine".to_vec()).unwrap_err().to_string();
         assert!(error.contains("x: the thread of a request panicked"), "{error}");
         assert!(lock(&store.files).is_empty());
+    }
+
+    #[test]
+    fn staged_files_are_readable_in_the_remote_folder() {
+        let (name, store) = store("overlay", MemoryStore::default());
+        let (folder, target) = (tempfile::tempdir().unwrap(), Path::new(&name));
+        let upload = Upload::begin(&name).unwrap();
+        upload.0.put_new("a.safetensors", b"weights".to_vec()).unwrap();
+        std::fs::create_dir(folder.path().join("1_Pooling")).unwrap();
+        for file in ["config.json", "1_Pooling/config.json"] {
+            std::fs::write(folder.path().join(file), file).unwrap();
+        }
+        upload.overlay(folder.path()).unwrap();
+        let entries: Vec<_> = files::list(target).unwrap().into_iter().map(|entry| entry.path).collect();
+        assert_eq!(entries, ["1_Pooling", "a.safetensors", "config.json"].map(|file| target.join(file)));
+        for (file, text) in [("config.json", "config.json"), ("1_Pooling/config.json", "1_Pooling/config.json"), ("a.safetensors", "weights")] {
+            assert_eq!(files::read_to_string(&target.join(file)).unwrap(), text);
+            assert_eq!(files::length(&target.join(file)).unwrap(), text.len() as u64);
+        }
+        assert_eq!(lock(&store.files).len(), 2, "nothing was uploaded");
+        drop(upload);
+        assert!(files::list(target).is_err());
     }
 
     #[test]
