@@ -18,15 +18,16 @@ use http_body_util::BodyExt;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService};
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
     BackoffConfig, ClientConfigKey, ClientOptions, Error, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, RetryConfig,
 };
-use ureq::http::{Method, Response, StatusCode};
+use ureq::http::{HeaderValue, Method, Response, StatusCode};
 
-use super::{Backend, Found, MAX_FILES, Writable, http, secrets};
+use super::settings::{self, is_name};
+use super::{Backend, Found, MAX_FILES, Writable, http, invalid, secrets};
 
 /// Maximum number of bytes preallocated for a response.
 const MAX_PREALLOCATION: usize = 16 << 20;
@@ -43,13 +44,13 @@ pub(super) trait Store: ObjectStore + MultipartStore {}
 impl<T: ObjectStore + MultipartStore> Store for T {}
 
 pub(super) fn s3(name: &str) -> io::Result<super::Address> {
-    address(name, "s3://", |bucket| {
+    address(name, "s3://", settings::S3, |bucket| {
         let mut builder = AmazonS3Builder::from_env();
         // Stores verify the checksum of every part.
         if builder.get_config_value(&AmazonS3ConfigKey::Checksum).is_none() {
             builder = builder.with_checksum_algorithm(Checksum::SHA256);
         }
-        build_s3(builder.with_bucket_name(bucket), retries())
+        build_s3(builder.with_bucket_name(bucket), retries()).map_err(store_error)
     })
 }
 
@@ -60,29 +61,35 @@ pub(super) fn build_s3(builder: AmazonS3Builder, retries: RetryConfig) -> object
 }
 
 pub(super) fn gs(name: &str) -> io::Result<super::Address> {
-    address(name, "gs://", |bucket| {
-        let built = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
-        built.map(|store| Arc::new(store) as Arc<dyn Store>)
+    address(name, "gs://", settings::GS, |bucket| {
+        let builder = GoogleCloudStorageBuilder::from_env();
+        let file = || std::fs::read_to_string(builder.get_config_value(&GoogleConfigKey::ServiceAccount)?).ok();
+        if let Some(key) = builder.get_config_value(&GoogleConfigKey::ServiceAccountKey).or_else(file) {
+            settings::check_account(&key)?;
+        }
+        let built = builder.with_bucket_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
+        built.map(|store| Arc::new(store) as Arc<dyn Store>).map_err(store_error)
     })
 }
 
 pub(super) fn az(name: &str) -> io::Result<super::Address> {
-    address(name, "az://", |bucket| {
+    address(name, "az://", settings::AZ, |bucket| {
         let built = MicrosoftAzureBuilder::from_env().with_container_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
-        built.map(|store| Arc::new(store) as Arc<dyn Store>)
+        built.map(|store| Arc::new(store) as Arc<dyn Store>).map_err(store_error)
     })
 }
 
-fn address(name: &str, scheme: &str, build: fn(&str) -> object_store::Result<Arc<dyn Store>>) -> io::Result<super::Address> {
+fn address(name: &str, scheme: &str, variables: settings::Variables, build: fn(&str) -> io::Result<Arc<dyn Store>>) -> io::Result<super::Address> {
     let rest = name.strip_prefix(scheme).unwrap_or_default();
     let (bucket, inside) = rest.split_once('/').unwrap_or((rest, ""));
-    if bucket.is_empty() || bucket.contains(['@', '?', '#']) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("is not of the form {scheme}bucket/key")));
+    if bucket.is_empty() || !is_name(bucket) {
+        let reason = format!("is not of the form {scheme}bucket/key: the name of a bucket consists of letters, digits, `-`, `_`, `.` and `$`");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
     let (root, bucket) = (format!("{scheme}{bucket}"), bucket.to_owned());
     let open = move || {
-        let store = build(&bucket).map_err(store_error)?;
-        Ok(Box::new(Bucket { store }) as Box<dyn Backend>)
+        settings::check(variables, |name| std::env::var(name).ok())?;
+        Ok(Box::new(Bucket { store: build(&bucket)? }) as Box<dyn Backend>)
     };
     Ok(super::Address { root, inside: inside.trim_matches('/').to_owned(), open: Box::new(open) })
 }
@@ -110,7 +117,9 @@ impl Backend for Bucket {
             // A key that starts with `/` yields its own prefix again.
             folders.extend(listing.common_prefixes.into_iter().filter(|inner| inner.as_ref().len() > folder.as_ref().len()));
             // Web consoles mark folders with empty objects without a name.
-            files.extend(listing.objects.into_iter().filter(|object| object.location != folder && !object.location.as_ref().is_empty()).map(found));
+            for object in listing.objects.into_iter().filter(|object| object.location != folder && !object.location.as_ref().is_empty()) {
+                files.push(found(object)?);
+            }
             if files.len() > MAX_FILES {
                 break;
             }
@@ -121,7 +130,7 @@ impl Backend for Bucket {
     fn find(&self, name: &str) -> io::Result<Option<Found>> {
         let options = GetOptions { head: true, ..GetOptions::default() };
         match wait(self.store.get_opts(&path(name)?, options))? {
-            Ok(response) => Ok(Some(found(response.meta))),
+            Ok(response) => found(response.meta).map(Some),
             Err(Error::NotFound { .. }) => Ok(None),
             Err(e) => Err(store_error(e)),
         }
@@ -178,8 +187,12 @@ fn path(name: &str) -> io::Result<Path> {
     Path::parse(name).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e.to_string()))
 }
 
-fn found(object: ObjectMeta) -> Found {
-    Found { name: object.location.to_string(), bytes: object.size, version: object.e_tag, sha256: None, local: None }
+fn found(object: ObjectMeta) -> io::Result<Found> {
+    // The ETag is sent in requests for ranges.
+    if object.e_tag.as_ref().is_some_and(|tag| HeaderValue::from_str(tag).is_err()) {
+        return Err(invalid(format!("the store sends an invalid ETag of {}", object.location)));
+    }
+    Ok(Found { name: object.location.to_string(), bytes: object.size, version: object.e_tag, sha256: None, local: None })
 }
 
 /// A short error without the keys and signatures that responses of servers contain.
@@ -315,6 +328,17 @@ impl std::error::Error for TextError {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn invalid_names_and_etags_are_errors() {
+        for name in ["s3://my bucket/x", "s3:///x", "s3://a@b/x", "s3://a\u{e9}/x", "s3://a:b/x"] {
+            assert!(s3(name).err().unwrap().to_string().contains("is not of the form s3://bucket/key"), "{name}");
+        }
+        assert!(s3("s3://a.b-c_d/my key").is_ok() && az("az://$web/x").is_ok());
+        let object = |tag: &str| ObjectMeta { location: Path::from("a"), last_modified: Default::default(), size: 1, e_tag: Some(tag.into()), version: None };
+        assert!(found(object("\"one\"")).is_ok());
+        assert!(found(object("ab\ncd")).unwrap_err().to_string().contains("an invalid ETag of a"));
+    }
 
     #[test]
     fn missing_credentials_are_reported_as_such() {

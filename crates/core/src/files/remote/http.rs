@@ -20,6 +20,8 @@ const MODIFIED: &str = "modified ";
 const MAX_REDIRECTS: usize = 5;
 /// Read timeout in seconds, unless `HF_HUB_DOWNLOAD_TIMEOUT` is set.
 const READ_TIMEOUT: u64 = 30;
+/// Maximum read timeout in seconds: times that are much later cannot be represented.
+const MAX_READ_TIMEOUT: u64 = 1 << 32;
 
 /// Common locations of the system's certificate bundle.
 const CERTIFICATES: [&str; 4] = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"];
@@ -36,8 +38,7 @@ pub(super) fn agent() -> Agent {
 
 /// Shared agent with a pool of keep-alive connections.
 static AGENT: LazyLock<Agent> = LazyLock::new(|| {
-    let configured = std::env::var("HF_HUB_DOWNLOAD_TIMEOUT").ok().and_then(|text| text.parse().ok());
-    let timeout = Duration::from_secs(configured.unwrap_or(READ_TIMEOUT).max(1));
+    let timeout = read_timeout(std::env::var("HF_HUB_DOWNLOAD_TIMEOUT").ok().as_deref());
     let own = ["SSL_CERT_FILE", "SSL_CERT_DIR"].iter().any(|name| std::env::var_os(name).is_some());
     let system = own || CERTIFICATES.iter().any(|path| std::path::Path::new(path).exists());
     // Falls back to Mozilla's root certificates in containers without a certificate bundle.
@@ -56,6 +57,12 @@ static AGENT: LazyLock<Agent> = LazyLock::new(|| {
         .build()
         .new_agent()
 });
+
+/// The configured read timeout.
+fn read_timeout(configured: Option<&str>) -> Duration {
+    let seconds = configured.and_then(|text| text.parse().ok()).unwrap_or(READ_TIMEOUT);
+    Duration::from_secs(seconds.clamp(1, MAX_READ_TIMEOUT))
+}
 
 /// Rejects unencrypted connections, except to this machine.
 pub(super) fn require_private(url: &str) -> io::Result<()> {
@@ -274,6 +281,13 @@ mod tests {
     /// Headers and values that a mutated response may contain.
     const WORDS: [&str; 14] =
         ["\r\n", "0", "-1", "18446744073709551615", "*", "/", "\"", "<", ">", "../", "chunked", "\u{0}", "Content-Length: 3\r\n", "\u{e9}"];
+
+    #[test]
+    fn any_timeout_can_be_added_to_the_time() {
+        let seconds = |text| read_timeout(text).as_secs();
+        assert_eq!([seconds(None), seconds(Some("0")), seconds(Some("7")), seconds(Some("x"))], [READ_TIMEOUT, 1, 7, READ_TIMEOUT]);
+        assert!(Instant::now().checked_add(read_timeout(Some("18446744073709551615"))).is_some());
+    }
 
     #[test]
     fn urls_and_ranges_are_parsed() {

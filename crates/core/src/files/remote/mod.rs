@@ -18,6 +18,7 @@ mod outgoing;
 mod secrets;
 mod send;
 mod session;
+mod settings;
 mod upload;
 mod web;
 
