@@ -207,11 +207,26 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+fn parse(name: &str) -> io::Result<Address> {
+    let opener = TABLE.iter().find(|(scheme, ..)| name.starts_with(scheme)).map(|(_, opener, _)| opener);
+    opener.ok_or_else(|| io::Error::other("its scheme is not supported"))?(name)
+}
+
+/// The backend of a file or folder that is part of a cached listing. Its name holds no credentials, even if it
+/// contains `?` or `#`.
+fn find_listed(name: &str) -> Option<(Arc<CachedBackend>, String)> {
+    let address = parse(name).ok()?;
+    let cached = lock(&BACKENDS).get(&address.root)?.clone();
+    let is_listed = cached.listed(&address.inside)?.keys().any(|file| within(file, &address.inside));
+    is_listed.then_some((cached, address.inside))
+}
+
 /// Parses a name and opens its backend.
 fn locate(name: &str) -> io::Result<(Arc<CachedBackend>, String)> {
-    super::require_no_secret(name)?;
-    let opener = TABLE.iter().find(|(scheme, ..)| name.starts_with(scheme)).map(|(_, opener, _)| opener);
-    let address = opener.ok_or_else(|| io::Error::other("its scheme is not supported"))?(name)?;
+    if let Err(error) = super::require_no_secret(name) {
+        return find_listed(name).ok_or(error);
+    }
+    let address = parse(name)?;
     if address.inside.split('/').any(|part| part == ".." || part == ".") {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "remote names must not contain `.` or `..`"));
     }

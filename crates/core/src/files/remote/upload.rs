@@ -393,6 +393,22 @@ mod tests {
     }
 
     #[test]
+    fn listed_files_have_any_names() {
+        let (name, store) = store("marks", MemoryStore::default());
+        let folder = Path::new(&name);
+        for (file, text) in [("a/b/c#1.txt", "one"), ("a/b/d?/e.txt", "two")] {
+            lock(&store.files).insert(file.into(), text.into());
+        }
+        assert!(files::read(&folder.join("c#1.txt")).unwrap_err().to_string().contains("contains a `?` or `#`"));
+        let entries = files::list(folder).unwrap();
+        assert_eq!(files::read(&entries[0].path).unwrap(), b"one");
+        assert_eq!(files::read(&files::list(&entries[1].path).unwrap()[0].path).unwrap(), b"two");
+        for file in ["c?sig=S", "d?/e.txt?sig=S", "d"] {
+            assert!(files::kind(&folder.join(file)).is_err(), "{file}");
+        }
+    }
+
+    #[test]
     fn only_written_folders_are_listed_again() {
         let (name, store) = store("kept", MemoryStore::default());
         lock(&store.files).insert("a/in/config.json".into(), b"{}".to_vec());
