@@ -131,7 +131,7 @@ impl Outgoing {
             left if self.length <= self.part => self.session.put_new(&self.file, left.map(|buffer| buffer.bytes).unwrap_or_default()),
             _ => {
                 let count = self.length.div_ceil(self.part.max(1));
-                self.session.complete(&self.file, usize::try_from(count).unwrap_or(usize::MAX))
+                self.session.complete(&self.file, usize::try_from(count).unwrap_or(usize::MAX), self.length)
             }
         };
         self.session.forget();

@@ -233,8 +233,8 @@ impl Session {
         }
     }
 
-    /// Completes a multipart upload of `count` parts.
-    pub(super) fn complete(&self, file: &str, count: usize) -> io::Result<()> {
+    /// Completes a multipart upload of `count` parts with `bytes` in total.
+    pub(super) fn complete(&self, file: &str, count: usize, bytes: u64) -> io::Result<()> {
         let state = self.wait(file, |state| state.open.get(file).is_some_and(|sent| sent.parts.len() >= count))?;
         let Some((upload, parts)) = state.open.get(file).map(|sent| (sent.upload.clone(), sent.parts.values().cloned().collect())) else {
             return Err(ErrorKind::NotFound.into());
@@ -245,7 +245,13 @@ impl Session {
         let complete = |writable: &dyn Writable| {
             // The file may exist even if the response is lost.
             lock(&self.state).written.push(name.clone());
-            writable.complete(&name, &upload, parts)
+            writable.complete(&name, &upload, parts).or_else(|error| match self.cached.backend.find(&name) {
+                // An earlier attempt succeeded, but its response was lost. The contents are compared later.
+                Ok(Some(found)) if found.bytes == bytes => Ok(()),
+                // The upload was not found, rather than a file that the user has named.
+                _ if error.kind() == ErrorKind::NotFound => Err(io::Error::other(error.to_string())),
+                _ => Err(error),
+            })
         };
         self.change(file, complete, |state, ()| drop(state.open.remove(file)))
     }

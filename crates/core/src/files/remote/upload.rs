@@ -181,7 +181,7 @@ mod tests {
         refuses: &'static str,
         /// A file that another run writes after this run wrote a file with the given suffix.
         intruder: (&'static str, &'static str),
-        /// Number of conditional writes whose response is lost, and whether reads fail afterwards.
+        /// Number of conditional writes and completions whose response is lost, and whether reads fail afterwards.
         lost: AtomicUsize,
         unreadable: AtomicBool,
         /// Writing this file panics.
@@ -213,6 +213,12 @@ mod tests {
         }
     }
 
+    impl MemoryStore {
+        fn loses_response(&self) -> bool {
+            self.lost.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
+        }
+    }
+
     impl Writable for Arc<MemoryStore> {
         fn put(&self, name: &str, mut bytes: Vec<u8>, new: bool) -> io::Result<()> {
             if !self.refuses.is_empty() && name.ends_with(self.refuses) {
@@ -234,8 +240,7 @@ mod tests {
             if !self.intruder.1.is_empty() && name.ends_with(self.intruder.0) {
                 files.entry(self.intruder.1.into()).or_insert_with(|| b"foreign".to_vec());
             }
-            let lost = new && self.lost.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
-            if lost { Err(io::Error::other("no answer")) } else { Ok(()) }
+            if new && self.loses_response() { Err(io::Error::other("no answer")) } else { Ok(()) }
         }
 
         fn begin(&self, name: &str) -> io::Result<String> {
@@ -252,8 +257,13 @@ mod tests {
             let stored = std::mem::take(&mut *lock(&self.parts));
             assert!(stored.keys().map(usize::to_string).eq(parts));
             lock(&self.order).push(name.to_owned());
-            lock(&self.files).insert(name.to_owned(), stored.into_values().flatten().collect());
-            Ok(())
+            let mut bytes: Vec<u8> = stored.into_values().flatten().collect();
+            if name.ends_with(self.damages) && !self.damages.is_empty() {
+                bytes.pop();
+            }
+            lock(&self.files).insert(name.to_owned(), bytes);
+            // The client repeats the request, but the upload does not exist any more.
+            if self.loses_response() { Err(io::Error::new(ErrorKind::NotFound, "NoSuchUpload")) } else { Ok(()) }
         }
 
         fn abort(&self, _name: &str, _upload: &str) -> io::Result<()> {
@@ -342,6 +352,23 @@ mod tests {
         assert_eq!((store.lost.load(Ordering::Relaxed), lock(&store.order).len()), (1, 2));
         drop(upload);
         assert!(lock(&store.files).is_empty());
+    }
+
+    #[test]
+    fn a_completion_with_a_lost_response_counts() {
+        let write = |bucket: &str, damages: &'static str| {
+            let (name, store) = store(bucket, MemoryStore { damages, ..MemoryStore::default() });
+            let (upload, length) = (Upload::begin(&name).unwrap(), PART + 7);
+            store.lost.store(1, Ordering::Relaxed);
+            let file = upload.create("x", length);
+            file.write_all_at(&vec![5; length as usize], 0).unwrap();
+            file.mark_final(0..length).unwrap();
+            let done = file.finish();
+            (done, lock(&store.files).contains_key("a/b/x"))
+        };
+        assert!(matches!(write("completed", ""), (Ok(()), true)));
+        let (done, exists) = write("incomplete", "x");
+        assert!(!exists && done.unwrap_err().kind() == ErrorKind::Other);
     }
 
     #[test]
