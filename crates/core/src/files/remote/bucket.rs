@@ -19,6 +19,7 @@ use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
@@ -35,13 +36,15 @@ const MAX_PREALLOCATION: usize = 16 << 20;
 const MAX_ERROR_RESPONSE: u64 = 64 << 10;
 /// Maximum size of a response that is not a file, such as a listing or an error, in bytes.
 const MAX_RESPONSE: u64 = 64 << 20;
+/// Maximum number of pages of a listing, with at least one page per folder.
+const MAX_PAGES: usize = 2000;
 
 /// Hosts that provide the credentials of a machine in a cloud.
 const METADATA_SERVICES: [&str; 3] = ["http://169.254.169.254", "http://169.254.170.2", "http://metadata.google.internal"];
 
-/// An object store with multipart uploads.
-pub(super) trait Store: ObjectStore + MultipartStore {}
-impl<T: ObjectStore + MultipartStore> Store for T {}
+/// An object store with multipart uploads and listings in pages.
+pub(super) trait Store: ObjectStore + MultipartStore + PaginatedListStore {}
+impl<T: ObjectStore + MultipartStore + PaginatedListStore> Store for T {}
 
 pub(super) fn s3(name: &str) -> io::Result<super::Address> {
     address(name, "s3://", settings::S3, |bucket| {
@@ -106,25 +109,30 @@ pub(super) struct Bucket {
 
 impl Backend for Bucket {
     fn list(&self, folder: &str) -> io::Result<Vec<Found>> {
-        let (mut folders, mut files) = (vec![path(folder)?], Vec::new());
-        while let Some(folder) = folders.pop() {
-            let prefix = (!folder.as_ref().is_empty()).then_some(&folder);
+        let (mut pages, mut files) = (vec![(path(folder)?, None)], Vec::new());
+        for _ in 0..MAX_PAGES {
+            let Some((folder, page_token)) = pages.pop() else { return Ok(files) };
+            let prefix = (!folder.as_ref().is_empty()).then(|| format!("{folder}/"));
+            let options = PaginatedListOptions { delimiter: Some("/".into()), page_token, ..PaginatedListOptions::default() };
             // A missing folder is listed as an empty folder.
-            let listing = wait(self.store.list_with_delimiter(prefix))?.map_err(store_error).map_err(|e| match e.kind() {
+            let page = wait(self.store.list_paginated(prefix.as_deref(), options))?.map_err(store_error).map_err(|e| match e.kind() {
                 io::ErrorKind::NotFound => io::Error::other(format!("the bucket does not exist ({e})")),
                 _ => e,
             })?;
+            let listing = page.result;
             // A key that starts with `/` yields its own prefix again.
-            folders.extend(listing.common_prefixes.into_iter().filter(|inner| inner.as_ref().len() > folder.as_ref().len()));
+            let inner = listing.common_prefixes.into_iter().filter(|inner| inner.as_ref().len() > folder.as_ref().len());
+            pages.extend(inner.map(|inner| (inner, None)));
             // Web consoles mark folders with empty objects without a name.
             for object in listing.objects.into_iter().filter(|object| object.location != folder && !object.location.as_ref().is_empty()) {
                 files.push(found(object)?);
             }
             if files.len() > MAX_FILES {
-                break;
+                return Ok(files);
             }
+            pages.extend(page.page_token.map(|token| (folder, Some(token))));
         }
-        Ok(files)
+        Err(io::Error::other(format!("the listing has more than {MAX_PAGES} pages; specify the folder of the model")))
     }
 
     fn find(&self, name: &str) -> io::Result<Option<Found>> {

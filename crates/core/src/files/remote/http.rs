@@ -365,6 +365,15 @@ mod tests {
         assert!(message.contains("bytes 4-18446744073709551615/64"), "{message}");
     }
 
+    #[test]
+    fn a_listing_without_an_end_is_an_error() {
+        THREAD_AGENT.set(Some(wire::agent()));
+        let body = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken></ListBucketResult>";
+        wire::set_response(format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len()).into_bytes());
+        let message = bucket().0.list("a").unwrap_err().to_string();
+        assert!(message.contains("more than 2000 pages"), "{message}");
+    }
+
     /// Lists and reads a bucket with mutated responses. Returns the number of successful requests.
     fn buckets(rounds: usize, seed: u64) -> usize {
         THREAD_AGENT.set(Some(wire::agent()));
