@@ -157,9 +157,9 @@ impl Backend for Bucket {
 }
 
 impl Writable for Bucket {
-    fn put(&self, name: &str, bytes: Vec<u8>, new: bool) -> io::Result<()> {
+    fn put(&self, name: &str, bytes: Vec<u8>, new: bool) -> io::Result<Option<String>> {
         let options = PutOptions::from(if new { PutMode::Create } else { PutMode::Overwrite });
-        wait(self.store.put_opts(&path(name)?, bytes.into(), options))?.map(drop).map_err(store_error)
+        wait(self.store.put_opts(&path(name)?, bytes.into(), options))?.map(|put| put.e_tag).map_err(store_error)
     }
 
     fn begin(&self, name: &str) -> io::Result<String> {
@@ -171,9 +171,9 @@ impl Writable for Bucket {
         sent.map(|part| part.content_id).map_err(store_error)
     }
 
-    fn complete(&self, name: &str, upload: &str, parts: Vec<String>) -> io::Result<()> {
+    fn complete(&self, name: &str, upload: &str, parts: Vec<String>) -> io::Result<Option<String>> {
         let parts = parts.into_iter().map(|content_id| PartId { content_id }).collect();
-        wait(self.store.complete_multipart(&path(name)?, &upload.to_owned(), parts))?.map(drop).map_err(store_error)
+        wait(self.store.complete_multipart(&path(name)?, &upload.to_owned(), parts))?.map(|put| put.e_tag).map_err(store_error)
     }
 
     fn abort(&self, name: &str, upload: &str) -> io::Result<()> {

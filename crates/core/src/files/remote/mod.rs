@@ -116,9 +116,9 @@ trait Backend: Send + Sync {
 
 /// A backend that supports writing.
 trait Writable {
-    /// Writes a small file. With `new`, an existing file is not replaced: the error is `AlreadyExists`,
-    /// or `Unsupported` if the backend has no conditional writes.
-    fn put(&self, name: &str, bytes: Vec<u8>, new: bool) -> io::Result<()>;
+    /// Writes a small file, and returns its version. With `new`, an existing file is not replaced: the error
+    /// is `AlreadyExists`, or `Unsupported` if the backend has no conditional writes.
+    fn put(&self, name: &str, bytes: Vec<u8>, new: bool) -> io::Result<Option<String>>;
 
     /// Starts a multipart upload and returns its id.
     fn begin(&self, name: &str) -> io::Result<String>;
@@ -127,8 +127,8 @@ trait Writable {
     /// size.
     fn put_part(&self, name: &str, upload: &str, number: usize, bytes: Vec<u8>) -> io::Result<String>;
 
-    /// Completes a multipart upload.
-    fn complete(&self, name: &str, upload: &str, parts: Vec<String>) -> io::Result<()>;
+    /// Completes a multipart upload, and returns the version of the file.
+    fn complete(&self, name: &str, upload: &str, parts: Vec<String>) -> io::Result<Option<String>>;
 
     /// Aborts a multipart upload and deletes its parts.
     fn abort(&self, name: &str, upload: &str) -> io::Result<()>;

@@ -22,6 +22,8 @@ pub(super) struct Session {
     pub(super) cached: Arc<CachedBackend>,
     /// Prefix of all names: the folder and a `/`.
     prefix: String,
+    /// Contents of the lock file, which are unique.
+    lock_text: String,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -40,13 +42,20 @@ pub(super) struct State {
     busy: usize,
     /// Incomplete multipart uploads.
     pub(super) open: BTreeMap<String, MultipartUpload>,
-    /// Files that were written, or may have been written.
-    written: Vec<String>,
+    /// Files that were written, or may have been written. The first is the lock file.
+    written: Vec<Written>,
     /// The first failure: file name and error.
     failed: Option<(String, ErrorKind, String)>,
     ended: bool,
     /// Whether the backend supports conditional writes.
     conditional: bool,
+}
+
+/// A file of this run.
+struct Written {
+    name: String,
+    /// Version as reported by the server when the file was written.
+    version: Option<String>,
 }
 
 /// A multipart upload.
@@ -85,9 +94,9 @@ impl Drop for RequestGuard<'_> {
 
 impl Session {
     /// A session for names with this prefix.
-    pub(super) fn new(cached: Arc<CachedBackend>, prefix: String) -> Session {
+    pub(super) fn new(cached: Arc<CachedBackend>, prefix: String, lock_text: String) -> Session {
         let state = Mutex::new(State { conditional: true, ..State::default() });
-        Session { cached, prefix, state, changed: Condvar::new() }
+        Session { cached, prefix, lock_text, state, changed: Condvar::new() }
     }
 
     /// Whether the backend supports conditional writes.
@@ -168,9 +177,15 @@ impl Session {
             _ => Ok(false),
         };
         let put = |writable: &dyn Writable| {
-            let (mut conditional, mut lost, mut waits) = (true, false, WAITS.iter());
+            let (mut conditional, mut lost, mut waits) = (self.is_conditional(), false, WAITS.iter());
+            if !conditional {
+                self.require_absent(file)?;
+            }
             loop {
-                let Err(error) = writable.put(&name, bytes.clone(), conditional) else { return Ok(conditional) };
+                let error = match writable.put(&name, bytes.clone(), conditional) {
+                    Ok(version) => return Ok((conditional, version)),
+                    Err(error) => error,
+                };
                 // The write may have succeeded in spite of the error.
                 lost |= [ErrorKind::Other, ErrorKind::AlreadyExists].contains(&error.kind());
                 let retry = error.kind() == ErrorKind::Other && conditional && !lock(&self.state).ended;
@@ -188,7 +203,7 @@ impl Session {
                 }
                 return match same() {
                     // An earlier attempt succeeded, but its response was lost.
-                    Ok(true) => Ok(conditional),
+                    Ok(true) => Ok((conditional, None)),
                     _ if error.kind() == ErrorKind::AlreadyExists => Err(already_exists(file)),
                     Ok(false) => Err(error),
                     Err(_) => Err(io::Error::new(error.kind(), format!("{error}; {name} may have been written nevertheless"))),
@@ -196,11 +211,49 @@ impl Session {
             }
         };
         // Files of other processes are never recorded, and thus never removed.
-        let written = |state: &mut State, conditional: &bool| {
+        let written = |state: &mut State, (conditional, version): &(bool, Option<String>)| {
             state.conditional &= *conditional;
-            state.written.push(name.clone());
+            state.written.push(Written { name: name.clone(), version: version.clone() });
         };
         self.change(file, put, written).map(drop)
+    }
+
+    /// Writes the lock file, which excludes other runs.
+    pub(super) fn lock(&self) -> io::Result<()> {
+        self.put_new(UNFINISHED, self.lock_text.clone().into())?;
+        if self.is_conditional() {
+            // A second write must fail. Otherwise, the store ignores the condition.
+            let put = |writable: &dyn Writable| Ok(writable.put(&self.name(UNFINISHED), self.lock_text.clone().into(), true).ok());
+            let replaced = |state: &mut State, version: &Option<Option<String>>| {
+                if let (Some(version), Some(lock_file)) = (version, state.written.first_mut()) {
+                    (state.conditional, lock_file.version) = (false, version.clone());
+                }
+            };
+            self.change(UNFINISHED, put, replaced)?;
+        }
+        self.compare_lock()
+    }
+
+    fn compare_lock(&self) -> io::Result<()> {
+        self.compare(UNFINISHED, self.lock_text.len() as u64, &|_| Ok(self.lock_text.clone().into()))
+    }
+
+    /// Removes the lock file. Without conditional writes, fails if another run has replaced it.
+    pub(super) fn unlock(&self) -> io::Result<()> {
+        if !self.is_conditional() {
+            self.compare_lock().map_err(|e| io::Error::new(e.kind(), format!("{UNFINISHED}: {e}; another run may write to the same folder")))?;
+        }
+        self.writable()?.remove(&self.name(UNFINISHED))
+    }
+
+    /// Whether a file is known to be the one that this run has written; `None` if it does not exist. Without
+    /// conditional writes, another run may have replaced it.
+    fn is_own(&self, file: &Written) -> Option<bool> {
+        if self.is_conditional() {
+            return Some(true);
+        }
+        let found = self.cached.backend.find(&file.name);
+        found.map_or(Some(false), |found| found.map(|found| found.version.is_some() && found.version == file.version))
     }
 
     /// Fails if the file exists, because another process must have written it.
@@ -244,16 +297,20 @@ impl Session {
         self.require_absent(file)?;
         let complete = |writable: &dyn Writable| {
             // The file may exist even if the response is lost.
-            lock(&self.state).written.push(name.clone());
+            lock(&self.state).written.push(Written { name: name.clone(), version: None });
             writable.complete(&name, &upload, parts).or_else(|error| match self.cached.backend.find(&name) {
                 // An earlier attempt succeeded, but its response was lost. The contents are compared later.
-                Ok(Some(found)) if found.bytes == bytes => Ok(()),
+                Ok(Some(found)) if found.bytes == bytes => Ok(None),
                 // The upload was not found, rather than a file that the user has named.
                 _ if error.kind() == ErrorKind::NotFound => Err(io::Error::other(error.to_string())),
                 _ => Err(error),
             })
         };
-        self.change(file, complete, |state, ()| drop(state.open.remove(file)))
+        let completed = |state: &mut State, version: &Option<String>| {
+            state.open.remove(file);
+            state.written.iter_mut().filter(|written| written.name == name).for_each(|written| written.version.clone_from(version));
+        };
+        self.change(file, complete, completed).map(drop)
     }
 
     /// Verifies an uploaded file against its expected contents.
@@ -270,8 +327,8 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the session and removes everything that was written. Returns the names of files that could
-    /// not be removed.
+    /// Ends the session and removes everything that was written. Returns the names of files that were
+    /// not removed.
     pub(super) fn roll_back(&self) -> Vec<String> {
         let mut state = lock(&self.state);
         if std::mem::replace(&mut state.ended, true) {
@@ -284,20 +341,21 @@ impl Session {
         let (open, written) = (std::mem::take(&mut state.open), std::mem::take(&mut state.written));
         drop(state);
         self.forget();
-        let Ok(backend) = self.writable() else { return written };
+        let Ok(backend) = self.writable() else { return written.into_iter().map(|file| file.name).collect() };
         // The parts of an incomplete multipart upload are stored, and charged for, until it is aborted.
         let parts = open.into_iter().filter(|(file, sent)| backend.abort(&self.name(file), &sent.upload).is_err()).map(|(file, _)| format!("parts of {file}"));
         let mut left: Vec<String> = parts.collect();
         // The lock file, which marks the folder as incomplete, was written first and is removed last.
-        left.extend(written.into_iter().rev().filter(|name| backend.remove(name).is_err()));
+        let kept = written.into_iter().rev().filter(|file| self.is_own(file) == Some(false) || backend.remove(&file.name).is_err());
+        left.extend(kept.map(|file| file.name));
         left
     }
 
-    /// Rolls back and returns the error, extended by the files that could not be removed.
+    /// Rolls back and returns the error, extended by the files that were not removed.
     pub(super) fn roll_back_after(&self, error: io::Error) -> io::Error {
         match self.roll_back().as_slice() {
             [] => error,
-            left @ [first, ..] => io::Error::new(error.kind(), format!("{error}; {} files could not be removed, the first is {first}", left.len())),
+            left @ [first, ..] => io::Error::new(error.kind(), format!("{error}; {} files were not removed, the first is {first}", left.len())),
         }
     }
 }

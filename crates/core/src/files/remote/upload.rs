@@ -54,13 +54,10 @@ impl Upload {
             Ok(_) => return Err(already_exists("something")),
         }
         let prefix = if inside.is_empty() { String::new() } else { format!("{inside}/") };
-        let upload = Upload(Arc::new(Session::new(cached.clone(), prefix)));
-        // The lock file excludes other runs.
         let [a, b] = [(); 2].map(|()| RandomState::new().build_hasher().finish());
         let text = format!("Locked by a run of compress ({a:016x}{b:016x}). If that run has ended, remove this file and the other files in this folder.\n");
-        let created =
-            upload.0.put_new(UNFINISHED, text.clone().into()).and_then(|()| upload.0.compare(UNFINISHED, text.len() as u64, &|_| Ok(text.clone().into())));
-        created.map_err(|e| match e.kind() {
+        let upload = Upload(Arc::new(Session::new(cached.clone(), prefix, text)));
+        upload.0.lock().map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => {
                 io::Error::new(e.kind(), format!("another run writes to it, or a killed run left {UNFINISHED} behind: choose another name"))
             }
@@ -110,7 +107,7 @@ impl Upload {
                 let with_name = |e: io::Error| io::Error::new(e.kind(), format!("{file}: {e}"));
                 self.put(file, &std::fs::File::open(path)?, progress).map_err(with_name)?;
             }
-            self.0.writable()?.remove(&self.0.name(UNFINISHED))
+            self.0.unlock()
         };
         let done = put().map_err(secrets::redact_error);
         self.0.forget();
@@ -186,8 +183,13 @@ mod tests {
         unreadable: AtomicBool,
         /// Writing this file panics.
         panics: &'static str,
-        /// Error for conditional writes.
+        /// Error for conditional writes, and whether their condition is ignored.
         new: Option<ErrorKind>,
+        ignores_condition: bool,
+    }
+
+    fn version(bytes: &[u8]) -> Option<String> {
+        Some(blake3::hash(bytes).to_string())
     }
 
     impl Backend for Arc<MemoryStore> {
@@ -200,7 +202,7 @@ mod tests {
             if self.unreadable.load(Ordering::Relaxed) {
                 return Err(io::Error::other("no answer"));
             }
-            let found = |bytes: &Vec<u8>| Found { name: name.into(), bytes: bytes.len() as u64, version: None, sha256: None, local: None };
+            let found = |bytes: &Vec<u8>| Found { name: name.into(), bytes: bytes.len() as u64, version: version(bytes), sha256: None, local: None };
             Ok(lock(&self.files).get(name).map(found))
         }
 
@@ -220,7 +222,7 @@ mod tests {
     }
 
     impl Writable for Arc<MemoryStore> {
-        fn put(&self, name: &str, mut bytes: Vec<u8>, new: bool) -> io::Result<()> {
+        fn put(&self, name: &str, mut bytes: Vec<u8>, new: bool) -> io::Result<Option<String>> {
             if !self.refuses.is_empty() && name.ends_with(self.refuses) {
                 return Err(io::Error::other("no"));
             }
@@ -228,7 +230,7 @@ mod tests {
                 return Err(kind.into());
             }
             let mut files = lock(&self.files);
-            if new && files.contains_key(name) {
+            if new && !self.ignores_condition && files.contains_key(name) {
                 return Err(ErrorKind::AlreadyExists.into());
             }
             if name.ends_with(self.damages) && !self.damages.is_empty() {
@@ -236,11 +238,12 @@ mod tests {
             }
             assert!(self.panics.is_empty() || !name.ends_with(self.panics), "a bug");
             lock(&self.order).push(name.to_owned());
+            let version = version(&bytes);
             files.insert(name.to_owned(), bytes);
             if !self.intruder.1.is_empty() && name.ends_with(self.intruder.0) {
                 files.entry(self.intruder.1.into()).or_insert_with(|| b"foreign".to_vec());
             }
-            if new && self.loses_response() { Err(io::Error::other("no answer")) } else { Ok(()) }
+            if new && self.loses_response() { Err(io::Error::other("no answer")) } else { Ok(version) }
         }
 
         fn begin(&self, name: &str) -> io::Result<String> {
@@ -253,7 +256,7 @@ mod tests {
             Ok(number.to_string())
         }
 
-        fn complete(&self, name: &str, _upload: &str, parts: Vec<String>) -> io::Result<()> {
+        fn complete(&self, name: &str, _upload: &str, parts: Vec<String>) -> io::Result<Option<String>> {
             let stored = std::mem::take(&mut *lock(&self.parts));
             assert!(stored.keys().map(usize::to_string).eq(parts));
             lock(&self.order).push(name.to_owned());
@@ -261,9 +264,10 @@ mod tests {
             if name.ends_with(self.damages) && !self.damages.is_empty() {
                 bytes.pop();
             }
+            let version = version(&bytes);
             lock(&self.files).insert(name.to_owned(), bytes);
             // The client repeats the request, but the upload does not exist any more.
-            if self.loses_response() { Err(io::Error::new(ErrorKind::NotFound, "NoSuchUpload")) } else { Ok(()) }
+            if self.loses_response() { Err(io::Error::new(ErrorKind::NotFound, "NoSuchUpload")) } else { Ok(version) }
         }
 
         fn abort(&self, _name: &str, _upload: &str) -> io::Result<()> {
@@ -341,6 +345,21 @@ mod tests {
     }
 
     #[test]
+    fn files_that_another_run_has_replaced_are_not_removed() {
+        let (name, store) = store("ignoring", MemoryStore { ignores_condition: true, ..MemoryStore::default() });
+        let replace = |file: &str| drop(lock(&store.files).insert(format!("a/b/{file}"), b"foreign".to_vec()));
+        let upload = Upload::begin(&name).unwrap();
+        assert!(upload.can_race());
+        ["x", "y"].into_iter().for_each(|file| upload.0.put_new(file, b"mine".to_vec()).unwrap());
+        replace("z");
+        assert!(upload.0.put_new("z", b"mine".to_vec()).unwrap_err().to_string().contains("z was created by another process"));
+        ["y", UNFINISHED].into_iter().for_each(replace);
+        let error = upload.publish(tempfile::tempdir().unwrap().path(), &|_| Ok(())).unwrap_err().to_string();
+        assert!(error.contains("another run may write to the same folder") && error.contains("2 files were not removed"), "{error}");
+        assert!(lock(&store.files).keys().eq(["a/b/compress.unfinished", "a/b/y", "a/b/z"]));
+    }
+
+    #[test]
     fn a_write_with_a_lost_response_counts() {
         let (name, store) = store("lost", MemoryStore::default());
         let upload = Upload::begin(&name).unwrap();
@@ -382,7 +401,8 @@ mod tests {
             let kind = upload.0.put_new("x", b"mine".to_vec()).unwrap_err().kind();
             assert_eq!(kind, if new.is_none() { ErrorKind::AlreadyExists } else { ErrorKind::Other });
             drop(upload);
-            assert!(lock(&store.files).keys().eq(["a/b/x"]));
+            // Without conditions, only files that are known to be those of this run are removed.
+            assert!(lock(&store.files).keys().eq(["a/b/compress.unfinished", "a/b/x"].iter().skip(usize::from(new.is_none()))));
         }
     }
 
