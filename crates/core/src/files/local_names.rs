@@ -5,7 +5,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
-use super::is_remote;
+use super::{is_remote, real_path};
 
 /// Parents of the users' home folders.
 const HOMES: [&str; 2] = ["/home", "/Users"];
@@ -70,21 +70,18 @@ fn last_part(path: &Path) -> PathBuf {
 }
 
 /// A path relative to a folder, or its last component if the relative path would contain a user name or
-/// start from the root.
+/// start from the root. Programs resolve `..` in the folder to which a link leads, so both are compared
+/// without links.
 fn relative(path: &Path, folder: &Path) -> PathBuf {
-    let clean = |path: &Path| {
-        path.components().fold(PathBuf::new(), |mut clean, part| {
-            match part {
-                Component::ParentDir => drop(clean.pop()),
-                Component::CurDir => {}
-                part => clean.push(part),
-            }
-            clean
-        })
+    let as_named = common_folder(path, folder);
+    // The last component is the name by which the user knows the file, also if it is a link.
+    let path = match (path.parent(), path.file_name()) {
+        (Some(parent), Some(name)) => clean(&real_path(parent).join(name)),
+        _ => clean(&real_path(path)),
     };
-    let (path, folder) = (clean(path), clean(folder));
-    let common: PathBuf = path.components().zip(folder.components()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect();
-    if is_remote(&folder) || common.parent().is_none() || HOMES.iter().any(|homes| common == Path::new(homes)) {
+    let folder = if is_remote(folder) { return last_part(&path) } else { clean(&real_path(folder)) };
+    let common = common_folder(&path, &folder);
+    if is_private(&common) || is_private(&as_named) {
         return last_part(&path);
     }
     let up = folder.strip_prefix(&common).map_or(0, |rest| rest.components().count());
@@ -95,6 +92,27 @@ fn relative(path: &Path, folder: &Path) -> PathBuf {
         Some(_) if is_remote(&relative) => Path::new(".").join(relative),
         Some(_) => relative,
     }
+}
+
+/// Resolves `.` and `..` lexically.
+fn clean(path: &Path) -> PathBuf {
+    path.components().fold(PathBuf::new(), |mut clean, part| {
+        match part {
+            Component::ParentDir => drop(clean.pop()),
+            Component::CurDir => {}
+            part => clean.push(part),
+        }
+        clean
+    })
+}
+
+fn common_folder(path: &Path, folder: &Path) -> PathBuf {
+    path.components().zip(folder.components()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
+}
+
+/// Whether the components after a common folder begin at the root, or with the name of a user.
+fn is_private(common: &Path) -> bool {
+    common.parent().is_none() || HOMES.iter().any(|homes| common == Path::new(homes) || common == real_path(Path::new(homes)))
 }
 
 /// Replaces a path, except where it is part of a longer path.
@@ -134,6 +152,27 @@ mod tests {
             ("/data/out/hf:a/b", "/data/out", "./hf:a/b"),
         ] {
             assert_eq!(relative(Path::new(path), Path::new(folder)), Path::new(expected), "{path} from {folder}");
+        }
+    }
+
+    /// Relative paths do not depend on the name by which a linked folder is specified.
+    #[test]
+    fn relative_paths_begin_at_the_target_of_a_link() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        std::fs::create_dir_all(at("deep/a/b/out")).unwrap();
+        std::fs::write(at("in"), "").unwrap();
+        for (target, link) in [("deep/a/b", "link"), ("in", "deep/named")] {
+            std::os::unix::fs::symlink(at(target), at(link)).unwrap();
+        }
+        for (path, folder, expected) in [
+            ("in", "link/out", "../../../../in"),
+            ("link/out/../../../../in", "deep/again", "../../in"),
+            ("link/data", "deep/a/b/out", "../data"),
+            ("deep/named", "deep/a", "../named"),
+            ("in", "link/new/out", "../../../../../in"),
+        ] {
+            assert_eq!(relative(&at(path), &at(folder)), Path::new(expected), "{path} from {folder}");
         }
     }
 

@@ -195,6 +195,16 @@ pub fn absolute(path: &Path) -> PathBuf {
     if is_remote(path) { path.to_owned() } else { std::path::absolute(path).unwrap_or_else(|_| path.to_owned()) }
 }
 
+/// The path itself, or the nearest folder above it that exists, each also without symbolic links.
+pub(crate) fn nearest_existing(path: &Path) -> Option<(&Path, PathBuf)> {
+    path.ancestors().find_map(|above| fs::canonicalize(above).ok().map(|real| (above, real)))
+}
+
+/// A local path without symbolic links, which need not exist.
+pub(crate) fn real_path(path: &Path) -> PathBuf {
+    nearest_existing(path).map_or_else(|| path.to_owned(), |(above, real)| real.join(path.strip_prefix(above).unwrap_or(Path::new(""))))
+}
+
 /// Type of a file system entry. Symbolic links are followed.
 pub fn kind(path: &Path) -> io::Result<Kind> {
     if let Some(name) = remote_name(path) {

@@ -54,14 +54,13 @@ pub(super) fn check_target(target: &Path, replace: Replace, inputs: &Inputs) -> 
     let input = &inputs.model;
     // Remote inputs cannot overlap a local output.
     let input = if files::is_remote(input) { input.to_owned() } else { fs::canonicalize(input).map_err(Error::io("open", input))? };
-    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| (p, real)));
-    if let Some((parent, real)) = &nearest
-        && **parent != *target
+    if let Some((parent, real)) = files::nearest_existing(target)
+        && *parent != *target
         && !real.is_dir()
     {
         return Err(refuse(target, &format!("cannot be created inside {}, which is not a folder", parent.display()), "choose another location"));
     }
-    let real = nearest.map_or_else(|| target.to_owned(), |(p, real)| real.join(target.strip_prefix(p).unwrap_or(Path::new(""))));
+    let real = files::real_path(target);
     if real == input {
         return Err(refuse(target, "is the input", "choose another folder; the input is never modified"));
     }
