@@ -42,7 +42,7 @@ pub use roles::{
 };
 
 use crate::arch;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, redact_path};
 use crate::files as names;
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{is_gguf, model_files};
@@ -107,7 +107,12 @@ impl Model {
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
         names::require_no_page(path)?;
-        names::kind(path).map_err(|e| missing(path, e))?;
+        let kind = names::kind(path).map_err(|e| missing(path, e))?;
+        if kind == names::Kind::Folder
+            && let Some(reason) = names::unfinished_reason(path)
+        {
+            return Err(Error::run(redact_path(path).display(), reason, "wait until that run has ended, or use another copy of the model"));
+        }
         if let Some(file) = only_file(path, "onnx", |path| has_extension(path, "onnx"), |files| files.to_vec())? {
             return Model::open_onnx(path, &file);
         }

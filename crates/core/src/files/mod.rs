@@ -337,6 +337,12 @@ pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
 /// Name of the lock file in a remote folder during an upload.
 pub const UNFINISHED: &str = "compress.unfinished";
 
+/// Why a folder with such a file must not be used; `None` without one.
+pub fn unfinished_reason(folder: &Path) -> Option<String> {
+    let reason = || format!("is being written by another run, or contains the leftovers of a killed run ({UNFINISHED} exists)");
+    is_file(&folder.join(UNFINISHED)).then(reason)
+}
+
 /// Remote files of at most this size are read with a single request, in bytes.
 pub const SMALL_FILE: u64 = 32 << 20;
 

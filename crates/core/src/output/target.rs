@@ -238,16 +238,15 @@ fn check_remote(target: &Path, force: bool) -> Result<()> {
     match files::kind(target) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("open", target)(e)),
-        Ok(_) if files::is_file(&target.join(files::UNFINISHED)) => {
-            let reason = format!("is being written by another run, or contains the leftovers of a killed run ({} exists)", files::UNFINISHED);
-            Err(refuse(target, &reason, "choose another name, or remove the folder if no run is writing to it"))
-        }
-        Ok(_) if force => Err(refuse(
-            target,
-            "exists, and a remote folder cannot be replaced atomically",
-            "choose another name, and remove the old folder when it is no longer in use",
-        )),
-        Ok(_) => Err(refuse(target, "exists", "choose another name")),
+        Ok(_) => Err(match files::unfinished_reason(target) {
+            Some(reason) => refuse(target, &reason, "choose another name, or remove the folder if no run is writing to it"),
+            None if force => refuse(
+                target,
+                "exists, and a remote folder cannot be replaced atomically",
+                "choose another name, and remove the old folder when it is no longer in use",
+            ),
+            None => refuse(target, "exists", "choose another name"),
+        }),
     }
 }
 

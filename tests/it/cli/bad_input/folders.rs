@@ -80,6 +80,11 @@ fn folders_without_a_model() {
         shard(folder, "a.safetensors", &["x"]);
         shard(folder, "b.safetensors", &["y"]);
     };
+    let uploading = |folder: &Path| {
+        model_in(folder);
+        fs::write(folder.join("in/compress.unfinished"), "locked").unwrap();
+    };
+    let unfinished = "in: is being written by another run, or contains the leftovers of a killed run (compress.unfinished exists)";
     let none = "in: no model.safetensors, no model.safetensors.index.json and no other .safetensors or PyTorch weight file";
     check([
         case("nothing there", |_| (), RUN, 1, "cannot open in: No such file or directory", ""),
@@ -101,6 +106,8 @@ fn folders_without_a_model() {
             "in: has file 1 of the 2 of a model, but neither the others nor model.safetensors.index.json; complete the download",
             "",
         ),
+        case("an upload", uploading, RUN, 1, unfinished, "wait until that run has ended"),
+        case("an upload to compare", uploading, "diff in in", 1, unfinished, "wait until that run has ended"),
         case("nothing to inspect", |_| (), "inspect in", 1, "cannot open in", ""),
         case("nothing to compare", model_in, "diff in other", 1, "cannot open other", ""),
         case("nothing to verify", model_in, "verify in", 1, "in/report.json: the report does not exist", "specify the output folder of a run"),
