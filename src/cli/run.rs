@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::args::{Global, Records, Runtimes, write_file};
+use super::args::{Global, Records, Runtimes, TextFile, write_file};
 use super::output;
 use super::running::{with_cache, with_rates};
 use crate::error::{Error, Result};
@@ -174,7 +174,7 @@ impl Args {
         let folder = jobs.first().and_then(|job| job.output.parent()).unwrap_or(Path::new("")).to_owned();
         let page = folder.join("comparison.html");
         if page.exists() {
-            crate::output::check_file_writable(&page)?;
+            TextFile { output: Some(page.clone()), force: self.force }.check(&["html"])?;
         }
         let count = jobs.len();
         for job in jobs {

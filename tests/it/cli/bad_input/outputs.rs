@@ -84,12 +84,25 @@ fn files_that_force_must_not_overwrite() {
             "create it, or name another file",
         ),
     ]);
+    check([case(
+        "the comparison of a sweep",
+        |folder: &Path| {
+            model(&folder.join("in"));
+            fs::write(folder.join("recipe.yaml"), "model: in\npasses: [{ prune-unstructured: { amount: 0.5 } }]\noutput: out\n").unwrap();
+            fs::create_dir(folder.join("out")).unwrap();
+            fs::write(folder.join("out/comparison.html"), "precious").unwrap();
+        },
+        "run recipe.yaml --sweep amount=0.3,0.4 --quiet",
+        1,
+        "out/comparison.html: exists",
+        "--force",
+    )]);
     #[cfg(feature = "run")]
     check([case(
         "a recipe",
         |folder: &Path| {
             model(&folder.join("in"));
-            std::fs::write(folder.join("notes.txt"), "notes").unwrap();
+            fs::write(folder.join("notes.txt"), "notes").unwrap();
         },
         "init in -o notes.txt --force",
         1,
