@@ -25,8 +25,15 @@ const OTHER_FORMATS: [&str; 14] =
 /// Similarity from which an extension is taken for a misspelled one.
 const SIMILAR: f64 = 0.8;
 
-/// Fails if the name of an output folder ends like a model file.
+/// Fails if the name of an output folder ends like a model file, or is that of the report of a file.
 pub fn require_folder_name(target: &Path) -> Result<()> {
+    if let Some(file) = reported_file(target) {
+        return Err(Error::Output {
+            path: redact_path(target),
+            reason: format!("has the name of the report of {}", redact_path(&file).display()),
+            hint: "choose a name that does not end with .report".to_owned(),
+        });
+    }
     let Some(extension) = target.extension().and_then(|extension| extension.to_str()) else { return Ok(()) };
     let lower = extension.to_lowercase();
     // The dot of a version, as in `qwen2.5-onnx`, does not begin an extension.
@@ -84,12 +91,17 @@ pub const SBOM: &str = "bom.cdx.json";
 /// The output that a report folder or a `report.json` belongs to; other paths are outputs.
 pub fn reported_output(path: &Path) -> PathBuf {
     let folder = if path.file_name().is_some_and(|name| name == REPORT_FILES[0]) { path.parent().unwrap_or(path) } else { path };
-    let file = folder.file_name().and_then(|name| name.to_str()?.strip_suffix(".report")).map(|name| folder.with_file_name(name));
-    match file.filter(|file| file_name(file).is_some()) {
+    match reported_file(folder) {
         Some(file) => file,
         None if folder.as_os_str().is_empty() => PathBuf::from("."),
         None => folder.to_owned(),
     }
+}
+
+/// The single-file output that a folder has the report of, from their names.
+fn reported_file(folder: &Path) -> Option<PathBuf> {
+    let file = folder.file_name().and_then(|name| name.to_str()?.strip_suffix(".report")).map(|name| folder.with_file_name(name));
+    file.filter(|file| file_name(file).is_some())
 }
 
 /// File in a staging folder that records the steps of a publication.
@@ -118,6 +130,21 @@ mod tests {
             ("weekly.report", "weekly.report"),
         ] {
             assert_eq!(reported_output(Path::new(path)), Path::new(output), "{path}");
+        }
+    }
+
+    #[test]
+    fn folders_do_not_have_the_names_of_files_or_of_their_reports() {
+        for (path, expected) in [
+            ("out", None),
+            ("weekly.report", None),
+            ("qwen2.5-onnx", None),
+            ("a/small.onnx.report", Some("has the name of the report of a/small.onnx")),
+            ("small.gguf.report", Some("has the name of the report of small.gguf")),
+            ("out.safetensors", Some("has the extension .safetensors")),
+        ] {
+            let found = require_folder_name(Path::new(path)).err().map(|error| error.to_string());
+            assert!(found.as_deref().map_or(expected.is_none(), |found| expected.is_some_and(|part| found.contains(part))), "{path}: {found:?}");
         }
     }
 }

@@ -160,6 +160,7 @@ fn locations_that_cannot_be_created() {
             "File name too long",
             "",
         ),
+        place("the report of a file", "cast in -o small.onnx.report", "small.onnx.report: has the name of the report of small.onnx", "choose a name"),
         place("where the system makes no folders", "cast in -o /proc/new/out", "cannot create /proc/new", "choose another location"),
     ]);
 }
