@@ -8,6 +8,7 @@ mod adjacent;
 mod bits_and_bytes;
 mod config;
 mod diff;
+mod exclusion_reason;
 mod files;
 mod fp8;
 pub mod gguf;
@@ -32,8 +33,9 @@ use std::sync::{Arc, OnceLock};
 
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
+pub use exclusion_reason::ExclusionReason;
 use files::PREPROCESSING;
-pub use files::{AuxiliaryFiles, ExclusionReason, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
+pub use files::{AuxiliaryFiles, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
 pub use processor::{processor_settings, processor_template};
 pub use python_numbers::{parse_config, parse_json, render_python};
 pub use roles::{

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Config, Model, adapter, quantization};
+use super::{Config, ExclusionReason, Model, adapter, quantization};
 use crate::error::{Error, Result};
 use crate::files::{self, Kind};
 use crate::output::{CONTINUATIONS, DRAFT_VOCABULARY, SBOM, SIGNATURE};
@@ -63,56 +63,6 @@ pub struct AuxiliaryFiles {
     pub left: Vec<(PathBuf, ExclusionReason)>,
     /// Notes on contents of the weight files that are not weights.
     pub in_weight_files: Vec<String>,
-}
-
-/// Reason why a file or folder is not carried over.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ExclusionReason {
-    /// The original weights in another format or as a copy, which loaders could mistake for the new ones.
-    OldWeights,
-    /// A LoRA adapter for the original weights, which transformers would apply to the new ones.
-    Adapter,
-    /// Description of the packing of the original weights, or of inputs that the model no longer reads.
-    Described,
-    /// Description of an ONNX file that is not part of the output.
-    Runtime,
-    /// The original vocabulary in a format that a pass cannot rewrite.
-    Vocabulary,
-    /// Report or training log of an earlier run.
-    Replaced,
-    /// Description of the original model, which the model card of the output replaces.
-    Card,
-    /// State of an earlier training, which may contain local paths.
-    Training,
-    /// A hidden file or folder, such as that of a version control system.
-    Hidden,
-    /// A file with a typical name of keys or credentials.
-    Secret,
-    /// A link to a folder, or a broken link.
-    Link,
-    /// A device, socket or pipe.
-    Special,
-}
-
-impl ExclusionReason {
-    fn text(self) -> &'static str {
-        match self {
-            ExclusionReason::OldWeights => "they contain the original weights, which would contradict the new ones",
-            ExclusionReason::Adapter => {
-                "they are a LoRA adapter of the original weights, which is not applied: if it belongs to the model, merge it first with `merge_and_unload` of PEFT"
-            }
-            ExclusionReason::Described => "they describe the original model",
-            ExclusionReason::Runtime => "they describe the original ONNX file",
-            ExclusionReason::Vocabulary => "they contain the original vocabulary; tokenizer.json contains the new one",
-            ExclusionReason::Replaced => "they describe an earlier run or the files of the input",
-            ExclusionReason::Card => "the output has its own model card; `card: false` or `--no-card` copies the original one instead",
-            ExclusionReason::Training => "they are the state of an earlier training",
-            ExclusionReason::Hidden => "hidden files and folders are not part of a model",
-            ExclusionReason::Secret => "they may contain keys or credentials",
-            ExclusionReason::Link => "links to folders are not followed",
-            ExclusionReason::Special => "they are neither files nor folders",
-        }
-    }
 }
 
 /// File extensions of formats that contain only models.
@@ -194,6 +144,7 @@ impl AuxiliaryFiles {
                     self.collect(root, &relative, weights, index)?;
                     continue;
                 }
+                () if kind == Kind::Link && files::kind(&path).is_err() => ExclusionReason::BrokenLink,
                 () if kind == Kind::Link => ExclusionReason::Link,
                 () if kind == Kind::Special => ExclusionReason::Special,
                 () if is_secret(&name) => ExclusionReason::Secret,
@@ -418,14 +369,15 @@ mod tests {
         expected.sort();
         assert_eq!((auxiliary.files.clone(), auxiliary.empty.clone()), (expected, vec![PathBuf::from("3_Normalize")]));
         let notes = auxiliary.notes(folder.path());
-        assert_eq!(notes.len(), 6, "{notes:?}");
+        assert_eq!(notes.len(), 7, "{notes:?}");
         assert!(
             notes[1].contains("bom.cdx.json, continuations.npz, distill-2.csv, finetune.csv, inputs.blake3, model.sig, report.json (they describe"),
             "{notes:?}"
         );
         assert!(notes[2].contains("rng_state_0.pth, training_args.bin (they are the state"), "{notes:?}");
         assert!(notes[0].contains("checkpoint-500/, consolidated.00.pth, ") && notes[0].contains("the original weights"), "{notes:?}");
-        assert!(notes[3].contains(".env, .git/, 1_Pooling/.netrc (hidden") && notes[5].contains("broken, loop/ (links"), "{notes:?}");
+        assert!(notes[3].contains(".env, .git/, 1_Pooling/.netrc (hidden") && notes[5].contains(": loop/ (links"), "{notes:?}");
+        assert!(notes[6].contains(": broken (they are links to files that do not exist)"), "{notes:?}");
         let listed = format!("{} (they may contain keys", secret.map(|name| name.strip_suffix("hf").unwrap_or(name)).join(", "));
         assert!(notes[4].contains(&listed), "{notes:?}");
         let is_excluded = |name: &str| auxiliary.left.iter().any(|(path, _)| Path::new(name).starts_with(path));
