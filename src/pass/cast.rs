@@ -81,7 +81,7 @@ pub struct Cast {
     pub overflow: Overflow,
     /// Tensors to convert: names with `*`, or `re:` and a regular expression [default: all floats]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Tensors to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

@@ -61,7 +61,7 @@ pub struct Decompose {
     /// Weights to decompose: names with `*`, or `re:` and a regular expression [default: linear weights];
     /// convolutions must be listed explicitly
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Weights to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

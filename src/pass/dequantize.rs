@@ -30,7 +30,7 @@ pub struct Dequantize {
     /// Tensors to dequantize: names with `*`, or `re:` and a regular expression [default: all quantized
     /// weights]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Tensors to leave quantized; activations then stay quantized too
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

@@ -47,7 +47,7 @@ pub struct Palettize {
     /// Tensors to palettize: names with `*`, or `re:` and a regular expression [default: linear weights
     /// and convolutions]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Tensors to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

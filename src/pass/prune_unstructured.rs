@@ -107,7 +107,7 @@ pub struct PruneUnstructured {
     /// Tensors to prune: names with `*`, or `re:` and a regular expression [default: linear and
     /// convolution weights; with calibration samples, linear weights]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Tensors to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

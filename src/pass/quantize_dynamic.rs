@@ -76,7 +76,7 @@ pub struct QuantizeDynamic {
     pub embeddings: bool,
     /// Tensors to quantize: names with `*`, or `re:` and a regular expression [default: linear weights]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Tensors to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

@@ -7,6 +7,7 @@ use serde::de::IgnoredAny;
 use serde_saphyr::{Error, render_options};
 
 use super::brackets::unclosed;
+use crate::one_or_several::EMPTY;
 use crate::pass::PASSES;
 use crate::yaml_text::{BOOLEAN, INTEGER, KEYS, LIST, LISTED, NUMBER, PLAIN, Plain, example_of, mismatch, unknown};
 
@@ -163,7 +164,7 @@ fn at_marker(text: &str) -> Option<(&str, &str)> {
 }
 
 /// Messages that name the key of the value.
-const NAMED: [&str; 6] = [INTEGER, NUMBER, BOOLEAN, PLAIN, LISTED, KEYS];
+const NAMED: [&str; 7] = [INTEGER, NUMBER, BOOLEAN, PLAIN, LISTED, KEYS, EMPTY];
 
 /// The message of an error in JSON values, with a suggestion for an unknown key.
 pub(crate) fn explain_json(error: &serde_json::Error) -> String {

@@ -1,4 +1,4 @@
-//! Deserialization of options that are a single value or a list.
+//! Deserialization of options that are lists, or a single value instead of a list.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -40,9 +40,31 @@ pub fn one_or_several<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializ
     deserializer.deserialize_any(Form(PhantomData))
 }
 
-/// JSON schema of such an option.
+/// The list is empty.
+pub const EMPTY: &str = "expected at least one value";
+
+/// Deserializes a list that is not empty, for options whose default selects everything, as an empty list in
+/// memory does.
+pub fn non_empty<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
+    let list = Vec::deserialize(deserializer)?;
+    if list.is_empty() { Err(de::Error::custom(EMPTY)) } else { Ok(list) }
+}
+
+/// JSON schema of an option that is a single value or a list.
 #[cfg(feature = "cli")]
 pub fn one_or_several_schema<T: schemars::JsonSchema>(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
     let one = generator.subschema_for::<T>();
     schemars::json_schema!({ "anyOf": [one, { "type": "array", "items": one }] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn explicit_lists_are_not_empty() {
+        let parse = |text: &str| non_empty::<u32, _>(&mut serde_json::Deserializer::from_str(text));
+        assert_eq!(parse("[1, 2]").unwrap(), [1, 2]);
+        assert!(parse("[]").unwrap_err().to_string().starts_with(EMPTY));
+    }
 }

@@ -31,7 +31,7 @@ pub struct DraftHead {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<PathBuf>,
     /// Layers of the input model whose inputs the head reads [default: 2, the middle, and the third last]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub layers: Vec<usize>,
     /// Number of steps in training: in each one but the first, the head reads its own hidden states
     pub steps: usize,

@@ -59,7 +59,7 @@ use selection::Selection;
 pub struct PruneStructured {
     /// Parts to remove [default: heads, mlp and channels, if the model has them]
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub dims: Vec<PrunedPart>,
     /// Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or an amount per
     /// kind: heads=0.25,mlp=64 [default: 0.25]
@@ -95,7 +95,7 @@ pub struct PruneStructured {
     pub repair: Repair,
     /// Tensors whose units may be removed: names with `*`, or `re:` and a regular expression [default: all]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Tensors that keep all their units
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

@@ -182,7 +182,7 @@ pub struct QuantizeStatic {
     /// Weights to quantize: names with `*`, or `re:` and a regular expression [default: linear layers and
     /// convolutions]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Weights to leave unchanged; their layers compute in floats
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]

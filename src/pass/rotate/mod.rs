@@ -48,7 +48,7 @@ pub enum RotatedPart {
 pub struct Rotate {
     /// Features to rotate [default: both]
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub parts: Vec<RotatedPart>,
     /// Store the output head separately if it is tied to the embedding table, which `residual` requires,
     /// because the factors of the last normalization are folded into the head

@@ -87,6 +87,18 @@ fn types_and_ranges() {
         recipe("a negative seed", "model: in\nseed: -1\n", "line 2 column 7: expected a whole number from 0 for `seed`"),
         recipe("a list for text", "model: [in]\n", "line 1 column 8: expected a plain value"),
         recipe("keys for a list", "model: in\npasses: { cast: {} }\n", "line 2 column 9: expected a list"),
+        recipe(
+            "no targets",
+            "model: in\npasses:\n  - prune-unstructured: { amount: 0.3, targets: [] }\n",
+            "line 3 column 49: expected at least one value for `targets`",
+        ),
+        with_args(
+            "no targets, set",
+            "model: in\npasses: [cast]\n",
+            "run recipe.yaml -o out --set targets=[]",
+            2,
+            "--set targets=…: expected at least one value",
+        ),
         recipe("text for a list", "model: in\npasses:\n  - cast: { targets: \"*\" }\n", "line 3 column 22: expected a list"),
         recipe(
             "a switch for a fraction",
