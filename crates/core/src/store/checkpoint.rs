@@ -127,7 +127,7 @@ impl Checkpoint {
             }
             self.add(&path, Some((index, tensors)))?;
         }
-        Ok(())
+        require_listed(folder, index, &shards.keys().copied().collect())
     }
 
     fn add(&mut self, path: &Path, expected: Option<(&Path, &BTreeSet<&str>)>) -> Result<()> {
@@ -168,6 +168,23 @@ fn has_extension(path: &Path, extensions: &[&str]) -> bool {
 /// Prefixes of PyTorch files that training programs write in addition to weights.
 const NO_WEIGHTS: [&str; 4] = ["optimizer", "rng_state", "scheduler", "training_args"];
 
+/// Base name, file number and number of files of a shard.
+fn shard_of(path: &Path) -> Option<(&str, u64, u64)> {
+    ["safetensors", "bin"].iter().find_map(|extension| shard_name::parse(path, extension))
+}
+
+/// Fails if a folder contains a shard of the same set as the listed ones that the index does not list.
+fn require_listed(folder: &Path, index: &Path, listed: &BTreeSet<&str>) -> Result<()> {
+    let set = |path: &Path| shard_of(path).map(|(name, _, count)| (name.to_owned(), count));
+    let sets: BTreeSet<_> = listed.iter().filter_map(|shard| set(Path::new(shard))).collect();
+    let all = files::files(folder).map_err(Error::io("list", folder))?;
+    let mut named = all.iter().filter(|path| set(path).is_some_and(|set| sets.contains(&set))).filter_map(|path| path.file_name()?.to_str());
+    match named.find(|name| !listed.contains(name)) {
+        Some(shard) => Err(Error::malformed(index, format!("does not list the shard `{shard}`, which is in its folder"))),
+        None => Ok(()),
+    }
+}
+
 fn only_file(folder: &Path) -> Result<PathBuf> {
     let all = files::files(folder).map_err(Error::io("list", folder))?;
     let state = |path: &Path| path.file_name().is_some_and(|name| NO_WEIGHTS.iter().any(|start| name.to_string_lossy().starts_with(start)));
@@ -175,9 +192,7 @@ fn only_file(folder: &Path) -> Result<PathBuf> {
     let safetensors: Vec<&PathBuf> = all.iter().filter(|path| has_extension(path, &["safetensors"])).collect();
     let (found, kind) = if safetensors.is_empty() { (all.iter().filter(of_pytorch).collect(), "PyTorch") } else { (safetensors, ".safetensors") };
     match found.as_slice() {
-        [path]
-            if let Some((_, number, count)) = ["safetensors", "bin"].iter().find_map(|end| shard_name::parse(path, end)).filter(|(.., count)| *count > 1) =>
-        {
+        [path] if let Some((_, number, count)) = shard_of(path).filter(|(.., count)| *count > 1) => {
             let index = if kind == "PyTorch" { pytorch::INDEX } else { INDEX };
             Err(Error::malformed(folder, format!("has file {number} of the {count} of a model, but neither the others nor {index}; complete the download")))
         }

@@ -38,6 +38,12 @@ fn invalid_indices() {
         shard(folder, "a.safetensors", &["x", "y"]);
         fs::write(folder.join(INDEX), r#"{"weight_map":{"x":"a.safetensors"}}"#).unwrap();
     };
+    let unlisted = |folder: &Path| {
+        shard(folder, "model-00001-of-00002.safetensors", &["x"]);
+        shard(folder, "model-00002-of-00002.safetensors", &["y"]);
+        shard(folder, "model-00001-of-00003.safetensors", &["z"]);
+        fs::write(folder.join(INDEX), r#"{"weight_map":{"x":"model-00001-of-00002.safetensors"}}"#).unwrap();
+    };
     let twice = |folder: &Path| {
         shard(folder, "a.safetensors", &["x"]);
         shard(folder, "b.safetensors", &["x", "y"]);
@@ -59,6 +65,14 @@ fn invalid_indices() {
             RUN,
             1,
             "in/a.safetensors: tensor `y` is not listed for this shard in in/model.safetensors.index.json",
+            "",
+        ),
+        case(
+            "a shard that the index lacks",
+            unlisted,
+            "inspect in",
+            1,
+            "in/model.safetensors.index.json: does not list the shard `model-00002-of-00002.safetensors`, which is in its folder",
             "",
         ),
         case("a tensor in two shards", twice, RUN, 1, "in/b.safetensors: tensor `x` is not listed for this shard", ""),
