@@ -99,6 +99,23 @@ fn unchanged_weights_keep_their_bytes() {
     }
 }
 
+/// The tensors of bitsandbytes describe themselves.
+#[test]
+fn weights_of_bitsandbytes_keep_their_bytes_without_a_description() {
+    for name in ["nf4", "int8"] {
+        let input = tempfile::tempdir().unwrap();
+        fs::copy(golden(name).join("model.safetensors"), input.path().join("model.safetensors")).unwrap();
+        let mut config = read(&golden(name).join("config.json"));
+        config.as_object_mut().unwrap().remove("quantization_config").unwrap();
+        fs::write(input.path().join("config.json"), config.to_string()).unwrap();
+        let (folder, _) = written(input.path(), Pipeline::builder().measure(false));
+        let out = folder.path().join("out");
+        assert!(tensors(&out.join("model.safetensors")) == tensors(&golden(name).join("model.safetensors")), "{name}");
+        assert_eq!(read(&out.join("config.json")).get("quantization_config"), None, "{name}");
+        require_equal(name, &Model::open(&out).unwrap());
+    }
+}
+
 /// Folders have one quantization method. Weights of ModelOpt keep their codes and scales in the format of
 /// compressed-tensors.
 #[test]

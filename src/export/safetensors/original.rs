@@ -13,9 +13,14 @@ use crate::store::{Encoding, OriginalFormat, StorageFormat, Weight};
 /// Whether all weights keep their original format, which the description of the input then describes:
 /// readers expect it in all layers, and support no other quantized weights in the same folder.
 pub(super) fn are_kept(model: &Model, layout: Layout) -> bool {
-    let Some(description) = model.config.original_quantization() else { return false };
-    let has_packed_experts = model.weights.by_name.values().any(|weight| weight.original_format == Some(OriginalFormat::PackedExperts));
-    let has_layer_names = names_layers(description);
+    let description = model.config.original_quantization();
+    let formats: Vec<OriginalFormat> = model.weights.by_name.values().filter_map(|weight| weight.original_format).collect();
+    // Only the tensors of bitsandbytes describe themselves.
+    if description.is_none() && (formats.is_empty() || !formats.iter().all(|format| matches!(format, OriginalFormat::Bits(_)))) {
+        return false;
+    }
+    let has_packed_experts = formats.contains(&OriginalFormat::PackedExperts);
+    let has_layer_names = description.is_some_and(names_layers);
     let is_kept = |(name, weight): (&String, &Weight)| match weight.original_format {
         Some(format) => !has_layer_names || format.parts(name, &weight.shape).iter().all(|part| weight.stored_as.contains(&part.name)),
         // Floats of several tensors were dequantized.
