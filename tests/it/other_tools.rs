@@ -173,6 +173,8 @@ fn incomplete_and_contradicting_folders_are_refused() {
         let found = removed(folder, &name);
         assert!(found.contains(&format!("tensor `{name}`: is missing")), "{folder} {name}: {found}");
     }
+    let found = removed("nf4", &part(".quant_state.bitsandbytes__nf4"));
+    assert!(found.contains(&format!("tensor `{DOWN}`: has no `quant_state` of bitsandbytes")), "{found}");
     let found = removed("fp4", DOWN);
     assert!(found.contains(DOWN) && found.contains("does not contain the indices of 6144 elements"), "{found}");
     let found = removed("int8", DOWN);

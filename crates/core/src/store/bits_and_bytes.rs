@@ -83,6 +83,12 @@ pub(super) fn take(checkpoint: &mut Checkpoint, floats: DType) -> Result<Vec<(St
             found.push((name, weight));
         }
     }
+    let [absmax, map, ..] = FOUR;
+    let has_both = |name: &&str| checkpoint.tensors.contains_key(&format!("{name}{map}"));
+    if let Some(name) = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(absmax)).find(has_both) {
+        let reason = format!("has no `quant_state` of bitsandbytes, which describes its shape, but `{absmax}` and `{map}`");
+        return Err(Error::tensor(name, reason, INCOMPLETE));
+    }
     let [scales, _] = EIGHT;
     let modules: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(scales)).map(str::to_owned).collect();
     for module in modules.into_iter().filter(|module| module.ends_with('.')) {
