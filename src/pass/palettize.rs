@@ -212,13 +212,13 @@ pub(super) fn group_of(affine: &QuantizationSpec, row: usize) -> usize {
 
 /// Computes the palette of a group of values, rounded to the stored dtype and without duplicates or
 /// padding. `cost` returns the weight of the squared error of an element. Returns an error if a value is
-/// not finite.
+/// not finite, as values of f64 outside of the range of f32 are.
 pub(super) fn fit(name: &str, affine: &QuantizationSpec, values: &[f32], cost: impl Fn(usize) -> f32) -> Result<Vec<f32>> {
     if values.iter().any(|value| !value.is_finite()) {
         return Err(Error::tensor(
             name,
-            "contains infinite or NaN values, which a palette cannot represent",
-            "use a checkpoint without such values, or add it to `ignore`",
+            "contains infinite or NaN values, or values outside of the range of f32, which a palette cannot represent",
+            "use a checkpoint without such values, scale the weights down, or add the tensor to `ignore`",
         ));
     }
     let entries = affine.codes.entries();

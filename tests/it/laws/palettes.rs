@@ -131,6 +131,8 @@ fn unsupported_weights_are_rejected_by_name() {
     let one = || Tensor::random(DType::F32, &[64, 64], 3);
     let nan = Tensor::floats(DType::F32, &[64, 64], &[vec![f64::NAN], vec![0.5; 4095]].concat());
     assert!(run(nan, pass(4, 8)).contains("`t.weight`: contains infinite or NaN values"));
+    let wide = Tensor::floats(DType::F64, &[64, 64], &[1e100; 4096]);
+    assert!(run(wide, pass(4, 8)).contains("or values outside of the range of f32, which a palette cannot represent"));
     for (group, rows) in [(1, "for 1 row would"), (4, "for 4 rows would"), (-1, "for all rows would")] {
         let error = run(Tensor::random(DType::F32, &[4, 4], 3), pass(8, group));
         assert!(error.contains(rows) && error.contains("would not be smaller"), "{error}");
