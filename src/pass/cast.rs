@@ -105,7 +105,9 @@ impl Pass for Cast {
         let is_integers = |w: &Weight| w.stored_type == Some(Weight::INTEGERS);
         let is_constant = |w: &Weight| w.role == Some(Role::Constant);
         let is_quantized = |w: &Weight| w.encoding != Encoding::Dense || w.exact_blocks().is_some();
-        let eligible = |_: &str, w: &Weight| w.is_float() && !is_quantized(w) && w.elements() > 0 && !is_integers(w) && !is_constant(w);
+        // Nodes of ONNX files require the dtype of some empty tensors, such as the scales of Resize.
+        let require_type = if model.onnx.is_some() { targets::require_float } else { targets::require_float_type };
+        let eligible = |name: &str, w: &Weight| require_type(NAME, name, w).is_ok() && !is_quantized(w) && !is_integers(w) && !is_constant(w);
         let SelectedWeights { mut names, rule, .. } =
             targets::select_weights(NAME, weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
         let (to, model_type) = (self.to.dtype(), model.config.model_type());
@@ -127,7 +129,7 @@ impl Pass for Cast {
         let mut changed = std::collections::BTreeSet::new();
         for name in names {
             let weight = weights.get(name)?;
-            targets::require_float(NAME, name, weight)?;
+            require_type(NAME, name, weight)?;
             if is_integers(weight) {
                 let hint = "run `dequantize` before this pass, or add the tensor to `ignore`";
                 return Err(Error::tensor(name, "is stored as 32-bit integers with scales, but cast needs floats", hint));

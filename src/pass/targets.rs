@@ -180,11 +180,11 @@ pub fn requantized<'n>(pass: &str, weights: &Weights, names: impl Iterator<Item 
     ))
 }
 
-/// Checks that a weight can be processed as floats.
+/// Checks that a weight consists of floats.
 ///
 /// # Errors
-/// If the weight is already quantized, is empty, or does not have a float dtype.
-pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
+/// If the weight is already quantized, or does not have a float dtype.
+pub fn require_float_type(pass: &str, name: &str, weight: &Weight) -> Result<()> {
     if weight.encoding != Encoding::Dense {
         return Err(Error::tensor(
             name,
@@ -195,6 +195,15 @@ pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
     if !weight.is_float() {
         return Err(Error::tensor(name, format!("has the dtype {}, but {pass} needs F16, BF16, F32 or F64", weight.dtype), "add it to `ignore`"));
     }
+    Ok(())
+}
+
+/// Checks that a weight can be processed as floats, of which there is at least one.
+///
+/// # Errors
+/// As [`require_float_type`], and if the weight is empty.
+pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
+    require_float_type(pass, name, weight)?;
     if weight.elements() == 0 {
         return Err(Error::tensor(name, format!("is empty (shape {:?})", weight.shape), "add it to `ignore`"));
     }

@@ -98,6 +98,16 @@ fn long_tensors_are_cast_like_short_ones() {
 }
 
 #[test]
+fn empty_tensors_are_cast() {
+    let values = Tensor::random(DType::F32, &[2, 4], 3);
+    let before = Tensors::from([("t.weight".to_owned(), Tensor::new(DType::F32, &[0, 4], Vec::new())), ("u.weight".to_owned(), values)]);
+    for targets in [Vec::new(), all()] {
+        let after = Desk::new().apply(&before, Cast { targets, ..cast(FloatFormat::Bf16, Overflow::Error) }).unwrap();
+        assert_eq!((after["t.weight"].dtype, &after["t.weight"].shape[..]), (DType::BF16, &[0, 4][..]));
+    }
+}
+
+#[test]
 fn tensors_that_become_almost_zero_are_noted() {
     let values: Vec<u64> = (0..100u32).map(|at| float_bits(DType::F32, if at < 97 { 1e-9 } else { 1.0 })).collect();
     let before = Tensors::from([("t.weight".to_owned(), Tensor::from_bits(DType::F32, &[10, 10], &values))]);

@@ -367,7 +367,6 @@ fn weights_that_a_pass_does_not_support() {
             "tensor `x.weight`: is empty",
             "add it to `ignore`",
         ),
-        tensors("an empty tensor to cast", empty(), "cast in -o out --targets x", 1, "tensor `x.weight`: is empty", "add it to `ignore`"),
         tensors(
             "too large for f16",
             large(),
