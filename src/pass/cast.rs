@@ -124,7 +124,11 @@ impl Pass for Cast {
                 false
             }
         });
-        let notes = targets::left_unchanged(NAME, &skipped, &self.targets, names.is_empty())?;
+        let mut notes = targets::left_unchanged(NAME, &skipped, &self.targets, names.is_empty())?;
+        if self.targets.is_empty() {
+            let narrow = targets::narrow_floats(weights.by_name.iter().map(|(name, weight)| (name.as_str(), weight)));
+            notes.extend(narrow.map(|narrow| format!("{NAME} leaves unchanged: {narrow}")));
+        }
         let meter = Arc::new(Meter::default());
         let mut changed = std::collections::BTreeSet::new();
         for name in names {

@@ -142,8 +142,15 @@ fn unchanged_layers(pass: &str, weights: &Weights, selected: &BTreeSet<&str>) ->
         let count = convolutions.count().saturating_add(1);
         format!("{} (the first: `{first}`), because the pass processes only matrices", counted(count, "convolution"))
     });
-    let layers: Vec<String> = exempt_layers(others()).into_iter().chain(convolutions).collect();
+    let layers: Vec<String> = exempt_layers(others()).into_iter().chain(convolutions).chain(narrow_floats(others())).collect();
     (!layers.is_empty()).then(|| layers.join(", "))
+}
+
+/// Description of the weights with a float type of less than 16 bits, which passes do not process.
+pub fn narrow_floats<'w>(weights: impl Iterator<Item = (&'w str, &'w Weight)>) -> Option<String> {
+    let mut found = weights.filter(|(name, weight)| weight.is_narrow_float() && weight.shape.len() >= 2 && name.ends_with(".weight"));
+    let (first, weight) = found.next()?;
+    Some(format!("{} without scales in {} (the first: `{first}`)", counted(found.count().saturating_add(1), "weight"), weight.dtype))
 }
 
 /// A warning if a pass that quantizes only matrices leaves most of the parameters in convolutions.
@@ -253,6 +260,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::store::DType;
 
     fn golden(name: &str) -> Weights {
         Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)).unwrap().weights
@@ -285,6 +293,16 @@ mod tests {
             let error = check(&rules).unwrap_err();
             assert!(error.contains(part), "{error}");
         }
+    }
+
+    #[test]
+    fn narrow_floats_are_noted() {
+        let mut weights = golden("llama");
+        let name = "model.layers.1.self_attn.q_proj.weight";
+        weights.by_name.get_mut(name).unwrap().dtype = DType::F8_E4M3;
+        let notes = select_weights("quantize", &weights, &[], &[], "", is_linear).unwrap().notes;
+        let expected = format!("quantize leaves unchanged: the output head `lm_head.weight`, 1 weight without scales in F8_E4M3 (the first: `{name}`)");
+        assert_eq!(notes, [expected]);
     }
 
     #[test]

@@ -118,6 +118,17 @@ fn tensors_that_become_almost_zero_are_noted() {
 }
 
 #[test]
+fn narrow_floats_are_noted() {
+    let values = |dtype, bytes: usize| Tensor::new(dtype, &[2, 4], vec![0; bytes]);
+    let before = Tensors::from([("t.weight".to_owned(), values(DType::F8_E4M3, 8)), ("u.weight".to_owned(), values(DType::F32, 32))]);
+    let desk = Desk::new();
+    let pass = Cast { to: FloatFormat::Bf16, ..Cast::default() };
+    let output = desk.run(&desk.weights(&before), crate::common::pipeline().pass(pass)).unwrap();
+    let note = "cast leaves unchanged: 1 weight without scales in F8_E4M3 (the first: `t.weight`)";
+    assert!(output.report.notes.iter().any(|found| found == note), "{:?}", output.report.notes);
+}
+
+#[test]
 fn every_16_bit_pattern_survives_a_round_trip_through_f32() {
     for dtype in [DType::F16, DType::BF16] {
         let bits: Vec<u64> = (0..1 << 16).filter(|bits| bits & (sign(dtype) - 1) <= infinity(dtype)).collect();
