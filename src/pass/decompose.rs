@@ -127,6 +127,9 @@ fn part_name(name: &str, part: usize) -> String {
     if module.is_empty() { format!("{part}.{tensor}") } else { format!("{module}.{part}.{tensor}") }
 }
 
+/// Why a weight is not factorized that does not only belong to layers.
+const OTHER_READERS: &str = "read by other operators than linear layers and convolutions";
+
 impl Decompose {
     fn rank(&self, name: &str) -> Amount {
         let rule = self.rules.iter().find(|rule| rule.targets.iter().any(|pattern| pattern.matches(name)));
@@ -155,7 +158,7 @@ impl Decompose {
             .iter()
             .all(|node| node.inputs.iter().position(|input| *input == id) == Some(1) && node.inputs.iter().filter(|input| **input == id).count() == 1);
         if graph.is_output(id) || !is_second_input || readers.is_empty() {
-            return Err("read by other operators than linear layers and convolutions");
+            return Err(OTHER_READERS);
         }
         let (mut input_major, mut convolution) = (false, false);
         for (at, node) in readers.iter().enumerate() {
@@ -163,7 +166,7 @@ impl Decompose {
                 Op::Linear(op) => (op.input_major, false),
                 Op::Conv(op) if op.groups == 1 => (false, true),
                 Op::Conv(_) => return Err("used by grouped convolutions"),
-                _ => return Err("read by other operators than linear layers and convolutions"),
+                _ => return Err(OTHER_READERS),
             };
             if at > 0 && found != (input_major, convolution) {
                 return Err("read by operators of several kinds");
@@ -204,6 +207,9 @@ impl Decompose {
             targets::require_float(NAME, name, weight)?;
             match self.factorization(graph, name, weight) {
                 Ok(factorization) => factorizations.push(factorization),
+                Err(OTHER_READERS) if model.onnx.as_ref().is_some_and(|file| file.is_of_scaled_gemm(name)) => {
+                    skipped.entry("read by a Gemm with `alpha`, `beta` or `transA`").or_default().push(name);
+                }
                 Err(reason) => skipped.entry(reason).or_default().push(name),
             }
         }

@@ -16,6 +16,7 @@ use super::initializer_roles::{self, Usage, UsageKind};
 use super::masked_scores;
 use super::opaque_subgraph::SubgraphCache;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
+use super::replacement::is_plain;
 use super::skeleton::{Run, Skeleton};
 use super::widened::{widen_node, widen_tensor};
 use super::wire::data;
@@ -245,6 +246,12 @@ impl ModelFile {
     pub fn is_layer_in_body(&self, weight: &str) -> bool {
         let usages = self.usages.get(weight).map_or(&[][..], Vec::as_slice);
         usages.iter().any(|usage| usage.node.is_none() && matches!(usage.kind, UsageKind::Columns | UsageKind::Rows | UsageKind::Kernel))
+    }
+
+    /// Whether a Gemm reads the weight that also scales a factor or the bias, or transposes the activations.
+    pub fn is_of_scaled_gemm(&self, weight: &str) -> bool {
+        let mut nodes = self.model.graph.iter().flat_map(|graph| &graph.node);
+        nodes.any(|node| !is_plain(node) && node.input.get(1).is_some_and(|name| name == weight))
     }
 
     /// Whether these are exactly the weights of the file.

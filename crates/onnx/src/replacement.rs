@@ -387,7 +387,7 @@ const BLOCKED_OPSET: i64 = 21;
 const DYNAMIC_OPSET: i64 = 11;
 
 /// Whether a node is not a Gemm that scales a factor or the bias, or transposes the activations.
-fn is_plain(node: &NodeProto) -> bool {
+pub(super) fn is_plain(node: &NodeProto) -> bool {
     node.op_type() != "Gemm" || (int(node, "transA", 0) == 0 && float(node, "alpha", 1.0) == 1.0 && float(node, "beta", 1.0) == 1.0)
 }
 

@@ -12,12 +12,17 @@ const FLOATS_HINT: &str = "export the model in float32 or float16, or use `quant
 /// Hint for nodes in bodies.
 const BODY_HINT: &str = "use `quantize-dynamic`, which also quantizes weights in bodies; a condition that never changes can be removed from the file first";
 
+/// Hint for nodes that also scale or transpose.
+const GEMM_HINT: &str = "use `quantize-dynamic`, which stores the weight as integers";
+
 /// Why a weight is not that of a layer of the graph.
 enum Cause {
     /// Its node computes in this dtype.
     Floats(DType),
     /// Its node is in a body of a control flow operator.
     Body,
+    /// Its node is a Gemm that also scales or transposes.
+    Gemm,
 }
 
 impl Cause {
@@ -25,7 +30,8 @@ impl Cause {
         let file = model.onnx.as_ref().filter(|_| matches!(weight.role, Some(Role::Matrix | Role::Kernel)))?;
         match weight.dtype {
             DType::BF16 | DType::F64 => Some(Cause::Floats(weight.dtype)),
-            _ => file.is_layer_in_body(name).then_some(Cause::Body),
+            _ if file.is_layer_in_body(name) => Some(Cause::Body),
+            _ => file.is_of_scaled_gemm(name).then_some(Cause::Gemm),
         }
     }
 
@@ -33,6 +39,7 @@ impl Cause {
         match self {
             Cause::Floats(dtype) => format!("computes with {dtype}, but static quantization requires float32 or float16"),
             Cause::Body => "is in a body of a control flow operator, in which only products and convolutions with a weight of their own are quantized".into(),
+            Cause::Gemm => "is a Gemm with `alpha`, `beta` or `transA`, which static quantization does not support".into(),
         }
     }
 
@@ -40,6 +47,7 @@ impl Cause {
         match self {
             Cause::Floats(_) => FLOATS_HINT,
             Cause::Body => BODY_HINT,
+            Cause::Gemm => GEMM_HINT,
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use compress::export::Onnx;
-use compress::pass::{ActivationTarget, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pass::{ActivationTarget, Decompose, QuantizeDynamic, QuantizeStatic, Step};
 use compress::pipeline::ResultCache;
 use compress::{Model, Pipeline, Report, Result};
 use compress_core::store::OpenSizes;
@@ -402,4 +402,30 @@ fn layers_of_64_bit_floats_are_named() {
     let error = quantized(&place, Data::at(&samples), "out.onnx").unwrap_err();
     assert!(error.to_string().contains("`double`: cannot be quantized: node `wide` computes with F64"), "{error}");
     assert!(error.hint().unwrap().contains("export the model in float32"), "{error:?}");
+}
+
+/// A Gemm that also scales its product is not a linear layer; errors name it instead of its weight's readers.
+#[test]
+fn scaled_products_are_named() {
+    if !crate::common::onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let scaled = vec![AttributeProto::float("alpha", 0.5)];
+    let graph = GraphProto {
+        name: Some("g".into()),
+        node: vec![NodeProto { name: Some("half".into()), ..node("Gemm", &["x", "w"], &["y"], scaled) }],
+        initializer: vec![raw("w", &[20, 8])],
+        input: vec![value("x", DataType::Float, &["n", "20"])],
+        output: vec![value("y", DataType::Float, &["n", "8"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
+    let place = Place::new(&ModelProto { ir_version: Some(7), graph: Some(graph), opset_import, ..ModelProto::default() });
+    let samples = place.path("samples.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), Tensor::from_vec(numbers(640), (32, 20), &Device::Cpu).unwrap())].into(), &samples).unwrap();
+    let error = quantized(&place, Data::at(&samples), "out.onnx").unwrap_err();
+    assert!(error.to_string().contains("`w`: cannot be quantized: node `half` is a Gemm with `alpha`, `beta` or `transA`"), "{error}");
+    assert!(error.hint().unwrap().contains("use `quantize-dynamic`"), "{error:?}");
+    let error = builder().pass(Decompose::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
+    assert!(error.to_string().contains("read by a Gemm with `alpha`, `beta` or `transA`: 1 weight (the first: `w`)"), "{error}");
 }
