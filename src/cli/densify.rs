@@ -38,6 +38,13 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
+        let model = open_input(&self.model, Some(&self.output))?;
+        if model.onnx.is_some() {
+            return Err(Error::Unsupported {
+                what: format!("{}: writing an .onnx model with `densify`, which writes safetensors,", self.model.display()),
+                hint: format!("convert quantized weights to floats with `compress dequantize {} -o FILE.onnx`", self.model.display()),
+            });
+        }
         if let Some(format) = file_format(&self.output) {
             return Err(Error::Output {
                 path: self.output.clone(),
@@ -48,7 +55,6 @@ impl Args {
         let mut format = Safetensors::with_layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
-        let model = open_input(&self.model, Some(&self.output))?;
         if model.is_corrected() && !self.keep_quantized {
             let missing = |e| Error::option("densify", format!("adding the low-rank corrections to the weights needs the pass `dequantize`: {e}"));
             builder = builder.pass(serde_json::from_value::<Step>("dequantize".into()).map_err(missing)?);

@@ -145,3 +145,15 @@ fn importance_matrices_are_not_models() {
         check([case("an importance matrix", write, args, 1, message, "`export: [{ gguf: { type: Q4_K_M, imatrix: FILE } }]`")]);
     }
 }
+
+/// The hint does not lead to another error.
+#[cfg(feature = "run")]
+#[test]
+fn onnx_files_are_not_written_as_dense_safetensors() {
+    let make = |folder: &std::path::Path| {
+        let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/exported/bert.onnx");
+        fs::copy(golden, folder.join("in.onnx")).unwrap();
+    };
+    let refused = |args| case(args, make, args, 1, "in.onnx: writing an .onnx model with `densify`", "`compress dequantize in.onnx -o FILE.onnx`");
+    check(["densify in.onnx -o out.onnx", "densify in.onnx -o out"].map(refused));
+}
