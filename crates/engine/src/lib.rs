@@ -15,7 +15,7 @@ mod running {
     pub mod generation;
     pub mod train;
 
-    pub(crate) use compress_core::{ratio, registry};
+    pub(crate) use compress_core::{one_or_several, ratio, registry};
     pub(crate) use compress_graph::{analysis, gpu, ir};
     pub(crate) use compress_onnx::{self as onnx, runtime};
 }

@@ -36,7 +36,7 @@ pub struct Adapter {
     pub rslora: bool,
     /// Weights of linear layers that get an adapter: names with `*`, or `re:` and a regular expression
     /// [default: all linear layers of the repeated layers]
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
     pub targets: Vec<Pattern>,
     /// Add the adapters to the weights; otherwise the weights do not change, and the adapters are written in
     /// the format of PEFT to the folder `adapter`

@@ -122,7 +122,7 @@ macro_rules! training_options {
             logs: Vec<crate::train::LogFormat> = Vec::new(),
             /// Tensors to train: names with `*`, or `re:` and a regular expression [default: all floats]
             @ #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
-            #[serde(skip_serializing_if = "Vec::is_empty")]
+            #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::one_or_several::non_empty")]
             targets: Vec<crate::store::Pattern> = Vec::new(),
             /// Tensors to leave unchanged
             @ #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
