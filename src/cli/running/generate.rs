@@ -48,7 +48,7 @@ pub(in crate::cli) struct Args {
     /// Compare with another model on the same prompts, usually the original
     #[arg(long, value_name = "MODEL")]
     against: Option<PathBuf>,
-    /// What proposes tokens that the model verifies: a smaller model with the same tokens, or texts whose
+    /// Source of proposals that the model verifies: a smaller model with the same tokens, or texts whose
     /// n-grams are proposed (continuations.npz of `compress draft`, or a .txt file)
     #[arg(long, value_name = "DRAFT", help_heading = "Speculative decoding")]
     draft: Option<PathBuf>,
@@ -164,7 +164,7 @@ impl Args {
         model.with_draft(draft, self.draft_tokens())
     }
 
-    /// What proposes tokens, if anything does.
+    /// Name of the source of proposals.
     fn proposer(&self) -> Option<String> {
         let lookup = self.lookup.then(|| "the text itself".to_owned());
         self.draft.as_ref().map(|draft| draft.display().to_string()).or(lookup)

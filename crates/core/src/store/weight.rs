@@ -261,7 +261,8 @@ impl Weight {
         matches!(self.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
     }
 
-    /// Whether the dtype is a float type of less than 16 bits, without scales. No pass processes such weights.
+    /// Whether the dtype is a float type of less than 16 bits, without scales. No pass processes such
+    /// weights.
     pub fn is_narrow_float(&self) -> bool {
         use DType::{F4, F6_E2M3, F6_E3M2, F8_E4M3, F8_E4M3FNUZ, F8_E5M2, F8_E5M2FNUZ};
         self.encoding == Encoding::Dense && matches!(self.dtype, F4 | F6_E2M3 | F6_E3M2 | F8_E4M3 | F8_E4M3FNUZ | F8_E5M2 | F8_E5M2FNUZ)

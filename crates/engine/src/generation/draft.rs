@@ -1,6 +1,6 @@
-//! Speculative decoding: a smaller model or a collection of texts proposes tokens, and the model verifies them in
-//! one forward pass
-//! (Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2023).
+//! Speculative decoding: a smaller model or a collection of texts proposes tokens, and the model verifies
+//! them in one forward pass (Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*,
+//! 2023).
 
 use std::sync::Arc;
 
@@ -104,9 +104,9 @@ impl LanguageModel {
         Ok(self)
     }
 
-    /// Decodes speculatively without a network: up to `tokens` tokens per step are those that followed the last
-    /// ones before, in the text or in the collection. Fewer are proposed if the model would probably reject them.
-    /// The texts are those of [`with_draft`](LanguageModel::with_draft).
+    /// Decodes speculatively without a network: proposes up to `tokens` tokens per step that followed the
+    /// last tokens of the text before, in the text or in the collection, unless the model would probably
+    /// reject them. Greedy texts and samples are as with [`with_draft`](LanguageModel::with_draft).
     ///
     /// # Errors
     /// `tokens` is 0, or the collection contains ids that the model lacks.

@@ -140,7 +140,7 @@ pub struct LanguageModel {
     draft: Option<Draft>,
 }
 
-/// What proposes tokens.
+/// The source of proposed tokens.
 struct Draft {
     source: Source,
     /// Maximum number of proposals per step.

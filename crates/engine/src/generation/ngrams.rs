@@ -1,5 +1,5 @@
-//! Proposals without a network: tokens that followed the last tokens of a text before, in the text itself (Saxena,
-//! *Prompt Lookup Decoding*, 2023) or in a collection of texts of the model (He et al., *REST: Retrieval-Based
+//! Proposals without a network: continuations of earlier occurrences of the last tokens, in the text itself
+//! (Saxena, *Prompt Lookup Decoding*, 2023) or in a collection of texts (He et al., *REST: Retrieval-Based
 //! Speculative Decoding*, 2023).
 
 use std::path::Path;
@@ -24,8 +24,8 @@ const OWN_WEIGHT: f64 = 4.0;
 /// Weight of the prediction by a shorter context, relative to the number of different tokens that follow the
 /// longer one.
 const SHORTER_WEIGHT: f64 = 2.0;
-/// Minimum probability that a proposal and those before it in the step are accepted. Others are rejected too often
-/// to be worth the time of their verification.
+/// Minimum probability that a proposal and those before it in the step are accepted. Others are rejected too
+/// often to be worth the time of their verification.
 const LEAST_PROBABILITY: f64 = 0.2;
 /// Separates the texts of a collection.
 const END: u32 = u32::MAX;
@@ -67,8 +67,8 @@ impl Ngrams {
         path.extension().is_some_and(|end| end == ARRAYS || end == TEXT)
     }
 
-    /// Reads a collection: the arrays `input_ids`, `attention_mask` and `labels` `[texts, tokens]` of an `.npz` file, of
-    /// which the last two are optional, or a text.
+    /// Reads a collection: the arrays `input_ids`, `attention_mask` and `labels` `[texts, tokens]` of an
+    /// `.npz` file, of which the last two are optional, or a text.
     ///
     /// # Errors
     /// The file cannot be read, or is empty.
@@ -115,8 +115,8 @@ impl Ngrams {
         self.tokens.iter().copied().filter(|token| *token != END).max()
     }
 
-    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`. A token that ends the text is
-    /// the last one.
+    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`. A token that ends the
+    /// text is the last one.
     pub(super) fn propose(&self, all: &[i64], limit: usize, model: &LanguageModel, sampler: &Sampler) -> Vec<Proposal> {
         let mut text: Vec<u32> = all.iter().map(|token| u32::try_from(*token).unwrap_or(END)).collect();
         let (mut proposals, mut probability) = (Vec::with_capacity(limit), 1.0);
@@ -135,8 +135,8 @@ impl Ngrams {
         proposals
     }
 
-    /// The most likely token after a text, and its probability: interpolated between contexts of different lengths
-    /// as by Witten and Bell (1991). Of equally likely tokens, the one with the smallest id.
+    /// The most likely token after a text, and its probability: interpolated between contexts of different
+    /// lengths as by Witten and Bell (1991). Of equally likely tokens, the one with the smallest id.
     fn next(&self, text: &[u32]) -> Option<(u32, f64)> {
         let mut likely = Counts::default();
         for counts in self.counts(text) {
@@ -149,7 +149,8 @@ impl Ngrams {
         likely.0.into_iter().max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
     }
 
-    /// How often tokens follow the last 1, 2, … tokens of a text, up to the longest context that occurs.
+    /// Frequencies of the next token after contexts of 1, 2, … tokens at the end of a text, up to the longest
+    /// one that occurs.
     fn counts(&self, text: &[u32]) -> Vec<Counts> {
         let mut all = vec![Counts::default(); CONTEXT];
         let mut found = self.order.as_slice();
@@ -229,7 +230,8 @@ mod tests {
         Ngrams::new(texts.iter().map(Vec::as_slice)).unwrap()
     }
 
-    /// All occurrences of each context are counted, within texts only, and those in the text itself more often.
+    /// All occurrences of each context are counted, within texts only, and those in the text itself more
+    /// often.
     #[test]
     fn counts_match_the_definition() {
         let collection = texts(12, 9, 1);
@@ -251,7 +253,7 @@ mod tests {
         assert!(ngrams(&[]).counts(&[1, 2]).is_empty() && found.counts(&[]).is_empty());
     }
 
-    /// Of frequent contexts, a part of the occurrences stands for all.
+    /// A regular sample of the occurrences represents frequent contexts.
     #[test]
     fn frequent_contexts_are_counted_in_part() {
         let text: Vec<i64> = (0..4 * OCCURRENCES as i64).flat_map(|at| [7, if at % 4 == 0 { 2 } else { 1 }]).collect();
@@ -301,7 +303,7 @@ mod tests {
         assert_eq!(proposals.map(|proposal| greedy.verify(&logits, &proposal).unwrap()), [(1, true), (1, false)]);
     }
 
-    /// Without padding, and without all but the last tokens of prompts.
+    /// Padding and the beginnings of prompts are not included.
     #[test]
     fn arrays_contain_texts() {
         let folder = tempfile::tempdir().unwrap();

@@ -19,8 +19,8 @@ pub(super) fn statistics(graph: &Graph) -> BTreeSet<&str> {
     inputs.map(|id| graph.value(*id).name.as_str()).collect()
 }
 
-/// Names of the matrices of hidden linear layers: neither embeddings, heads and similar layers by their names,
-/// nor layers that compute an output of the graph, such as the head of a classifier.
+/// Names of the matrices of hidden linear layers: neither embeddings, heads and similar layers by their
+/// names, nor layers that compute an output of the graph, such as the head of a classifier.
 pub(super) fn hidden_layers(graph: &Graph, model: &Model) -> BTreeSet<String> {
     let of_output = |node: &&Node| matches!(node.op, Op::Linear(_)) && graph.is_output(node.output);
     let heads = graph.nodes().iter().filter(of_output).filter_map(|node| node.inputs.get(1));

@@ -99,8 +99,8 @@ pub(super) mod running {
         Ok(())
     }
 
-    /// Side lengths of the image and of a patch, with these defaults, and the number of complete patches per side.
-    /// Pixels beyond them are not read, as in SigLIP with 384 pixels and patches of 14.
+    /// Side lengths of the image and of a patch, with these defaults, and the number of complete patches per
+    /// side. Pixels beyond them are not read, as in SigLIP with 384 pixels and patches of 14.
     pub fn patches(s: &Settings, (image, patch): (usize, usize)) -> Result<(usize, usize, usize)> {
         let (image, patch) = (s.size_or("image_size", image)?, s.size_or("patch_size", patch)?);
         let side = image.checked_div(patch).filter(|side| *side > 0);

@@ -1,4 +1,4 @@
-//! Speculative decoding with a draft, compared with the model alone.
+//! Speculative decoding with a draft, compared with decoding without one.
 
 use std::sync::Arc;
 
@@ -13,8 +13,9 @@ use crate::report::draft::{DraftQuality, DraftRun};
 use crate::work::{MemoryLimit, Work};
 
 impl DraftTest {
-    /// Decodes greedily with each number of draft tokens, and without a draft. `open` opens the model with up to so
-    /// many draft tokens per step, or alone. Returns notes on texts that differ from those without a draft.
+    /// Decodes greedily with each number of draft tokens, and without a draft. `open` opens the model with a
+    /// draft that proposes up to this many tokens per step, or without one. Returns notes on texts that
+    /// differ from those without a draft.
     ///
     /// # Errors
     /// The model cannot be opened, or decoding fails.

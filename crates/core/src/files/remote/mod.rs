@@ -212,8 +212,8 @@ fn parse(name: &str) -> io::Result<Address> {
     opener.ok_or_else(|| io::Error::other("its scheme is not supported"))?(name)
 }
 
-/// The backend of a file or folder that is part of a cached listing. Its name holds no credentials, even if it
-/// contains `?` or `#`.
+/// The backend of a file or folder that is part of a cached listing. Its name holds no credentials, even if
+/// it contains `?` or `#`.
 fn find_listed(name: &str) -> Option<(Arc<CachedBackend>, String)> {
     let address = parse(name).ok()?;
     let cached = lock(&BACKENDS).get(&address.root)?.clone();

@@ -246,7 +246,7 @@ impl Session {
         self.writable()?.remove(&self.name(UNFINISHED))
     }
 
-    /// Whether a file is known to be the one that this run has written; `None` if it does not exist. Without
+    /// Whether a file is known to have been written by this run; `None` if it does not exist. Without
     /// conditional writes, another run may have replaced it.
     fn is_own(&self, file: &Written) -> Option<bool> {
         if self.is_conditional() {

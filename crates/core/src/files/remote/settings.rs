@@ -1,5 +1,5 @@
-//! Checks of names and settings before they reach `object_store`, which panics if a request built from them is
-//! invalid.
+//! Checks of names and settings before they reach `object_store`, which panics if a request built from them
+//! is invalid.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use ureq::http::Uri;
 use url::Url;
 
-/// Where a setting occurs in requests, which determines the permitted characters.
+/// Position of a setting in requests, which determines the permitted characters.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Role {
     /// The URL of a server.

@@ -178,7 +178,8 @@ mod tests {
         refuses: &'static str,
         /// A file that another run writes after this run wrote a file with the given suffix.
         intruder: (&'static str, &'static str),
-        /// Number of conditional writes and completions whose response is lost, and whether reads fail afterwards.
+        /// Number of conditional writes and completions whose response is lost, and whether reads fail
+        /// afterwards.
         lost: AtomicUsize,
         unreadable: AtomicBool,
         /// Writing this file panics.
