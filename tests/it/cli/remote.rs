@@ -44,6 +44,8 @@ impl Workspace {
         for name in ["HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
             command.env_remove(name);
         }
+        // The telemetry of ONNX Runtime sometimes leaves a file `.ses`.
+        command.env("ORT_DISABLE_TELEMETRY", "1");
         let run: Run = command.envs(variables.iter().copied()).output().unwrap().into();
         for secret in SECRETS {
             assert!(!run.stdout.contains(secret) && !run.stderr.contains(secret), "{secret} is printed:\n{}{}", run.stdout, run.stderr);
