@@ -125,16 +125,17 @@ fn supported() -> Level {
     Level::Baseline
 }
 
-/// Starts to fetch what begins `ahead` bytes after these values into the cache. The automatic prefetchers of
-/// processors are too late if there is much to compute per value.
+/// Starts to fetch the memory that begins `ahead` bytes after these values into the second-level cache. The
+/// automatic prefetchers of processors are too late if there is much to compute per value, and the first level
+/// has too few pending fills for the distance.
 #[inline(always)]
 #[allow(unsafe_code)]
 pub fn prefetch<T>(values: &[T], ahead: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for line in (0..size_of_val(values)).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: prefetching has no effect on memory, and is allowed at any address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().cast::<i8>().wrapping_add(ahead + line)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(values.as_ptr().cast::<i8>().wrapping_add(ahead + line)) };
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     let _ = (values, ahead);
