@@ -67,7 +67,9 @@ pub(super) fn gs(name: &str) -> io::Result<super::Address> {
     address(name, "gs://", settings::GS, |bucket| {
         let builder = GoogleCloudStorageBuilder::from_env();
         let file = || std::fs::read_to_string(builder.get_config_value(&GoogleConfigKey::ServiceAccount)?).ok();
-        if let Some(key) = builder.get_config_value(&GoogleConfigKey::ServiceAccountKey).or_else(file) {
+        // The variable replaces the address in the key.
+        let key = builder.get_config_value(&GoogleConfigKey::ServiceAccountKey).or_else(file);
+        if let Some(key) = key.filter(|_| std::env::var_os("GOOGLE_BASE_URL").is_none()) {
             settings::check_account(&key)?;
         }
         let built = builder.with_bucket_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
@@ -130,7 +132,8 @@ impl Backend for Bucket {
             if files.len() > MAX_FILES {
                 return Ok(files);
             }
-            pages.extend(page.page_token.map(|token| (folder, Some(token))));
+            // Some stores send an empty token with the last page.
+            pages.extend(page.page_token.filter(|token| !token.is_empty()).map(|token| (folder, Some(token))));
         }
         Err(io::Error::other(format!("the listing has more than {MAX_PAGES} pages; specify the folder of the model")))
     }

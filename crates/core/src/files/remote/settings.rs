@@ -12,6 +12,10 @@ use url::Url;
 pub(super) enum Role {
     /// The URL of a server.
     Address,
+    /// The URL of a server, unless this other variable is set.
+    AddressUnless(&'static str),
+    /// The URL of a service for credentials, which is not used if it is empty.
+    Service,
     /// Part of a host name or a path.
     Name,
     /// A header.
@@ -22,16 +26,15 @@ pub(super) enum Role {
 pub(super) type Variables = &'static [(&'static str, Role)];
 
 pub(super) const S3: Variables = &[
-    ("AWS_ENDPOINT_URL", Role::Address),
-    ("AWS_ENDPOINT", Role::Address),
+    ("AWS_ENDPOINT_URL", Role::AddressUnless("AWS_ENDPOINT_URL_S3")),
+    ("AWS_ENDPOINT", Role::AddressUnless("AWS_ENDPOINT_URL_S3")),
     ("AWS_ENDPOINT_URL_S3", Role::Address),
-    ("AWS_ENDPOINT_URL_STS", Role::Address),
-    ("AWS_METADATA_ENDPOINT", Role::Address),
-    ("AWS_CONTAINER_CREDENTIALS_FULL_URI", Role::Address),
+    ("AWS_ENDPOINT_URL_STS", Role::Service),
+    ("AWS_METADATA_ENDPOINT", Role::Service),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI", Role::Service),
     ("AWS_REGION", Role::Name),
     ("AWS_DEFAULT_REGION", Role::Name),
     ("AWS_ACCESS_KEY_ID", Role::Header),
-    ("AWS_SECRET_ACCESS_KEY", Role::Header),
     ("AWS_SESSION_TOKEN", Role::Header),
     ("AWS_TOKEN", Role::Header),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", Role::Header),
@@ -40,12 +43,12 @@ pub(super) const GS: Variables = &[("GOOGLE_BASE_URL", Role::Address), ("GOOGLE_
 pub(super) const AZ: Variables = &[
     ("AZURE_STORAGE_ENDPOINT", Role::Address),
     ("AZURE_ENDPOINT", Role::Address),
-    ("AZURE_STORAGE_AUTHORITY_HOST", Role::Address),
-    ("AZURE_AUTHORITY_HOST", Role::Address),
-    ("AZURE_IDENTITY_ENDPOINT", Role::Address),
-    ("AZURE_MSI_ENDPOINT", Role::Address),
-    ("IDENTITY_ENDPOINT", Role::Address),
-    ("AZURE_FABRIC_TOKEN_SERVICE_URL", Role::Address),
+    ("AZURE_STORAGE_AUTHORITY_HOST", Role::Service),
+    ("AZURE_AUTHORITY_HOST", Role::Service),
+    ("AZURE_IDENTITY_ENDPOINT", Role::Service),
+    ("AZURE_MSI_ENDPOINT", Role::Service),
+    ("IDENTITY_ENDPOINT", Role::Service),
+    ("AZURE_FABRIC_TOKEN_SERVICE_URL", Role::Service),
     ("AZURE_STORAGE_ACCOUNT_NAME", Role::Name),
     ("AZURE_STORAGE_TENANT_ID", Role::Name),
     ("AZURE_STORAGE_AUTHORITY_ID", Role::Name),
@@ -68,11 +71,13 @@ fn is_address(text: &str) -> bool {
 /// Checks the environment variables of a store. The error does not contain their values.
 pub(super) fn check(variables: Variables, value: impl Fn(&str) -> Option<String>) -> io::Result<()> {
     for (name, role) in variables {
-        let Some(value) = value(name) else { continue };
+        let Some(text) = value(name) else { continue };
         match role {
-            Role::Address => require_address(name, &value)?,
-            Role::Name if !is_name(&value) => return Err(invalid(name, "contains other characters than letters, digits, `-`, `_`, `.` and `$`")),
-            Role::Header if !value.chars().all(|c| c.is_ascii_graphic()) => {
+            Role::Service if text.is_empty() => {}
+            Role::AddressUnless(other) if value(other).is_some() => {}
+            Role::Address | Role::AddressUnless(_) | Role::Service => require_address(name, &text)?,
+            Role::Name if !is_name(&text) => return Err(invalid(name, "contains other characters than letters, digits, `-`, `_`, `.` and `$`")),
+            Role::Header if !text.chars().all(|c| c.is_ascii_graphic()) => {
                 return Err(invalid(name, "contains a space, a line break, or a character that is not ASCII"));
             }
             Role::Name | Role::Header => {}
@@ -116,7 +121,12 @@ mod tests {
         for (variables, name) in [(S3, "AWS_SESSION_TOKEN"), (S3, "AWS_ACCESS_KEY_ID"), (S3, "AWS_REGION"), (AZ, "AZURE_STORAGE_ACCOUNT_NAME")] {
             assert!(refused(variables, name, "secret\n") && refused(variables, name, "secr\u{e9}t") && !refused(variables, name, "eu-west-1"), "{name}");
         }
-        assert!(!refused(S3, "AWS_SECRET_ACCESS_KEY", "a+/b=") && !refused(S3, "AWS_ROLE_SESSION_NAME", "a b"));
+        // Settings that requests do not contain, or that are replaced by others.
+        assert!(
+            !refused(S3, "AWS_SECRET_ACCESS_KEY", "a b+/\u{e9}=") && !refused(S3, "AWS_METADATA_ENDPOINT", "") && refused(S3, "AWS_METADATA_ENDPOINT", "a")
+        );
+        assert!(check(S3, |name| Some(if name == "AWS_ENDPOINT_URL_S3" { "http://host" } else { "" }.to_owned())).is_ok());
+        assert!(!refused(S3, "AWS_ROLE_SESSION_NAME", "a b"));
         assert!(check_account(r#"{"gcs_base_url": "localhost:1"}"#).is_err());
         for key in ["", "[]", "{}", r#"{"gcs_base_url": "http://localhost:1"}"#] {
             assert!(check_account(key).is_ok(), "{key}");
