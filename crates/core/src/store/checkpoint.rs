@@ -175,7 +175,7 @@ fn shard_of(path: &Path) -> Option<(&str, u64, u64)> {
 
 /// Fails if a folder contains a shard of the same set as the listed ones that the index does not list.
 fn require_listed(folder: &Path, index: &Path, listed: &BTreeSet<&str>) -> Result<()> {
-    let set = |path: &Path| shard_of(path).map(|(name, _, count)| (name.to_owned(), count));
+    let set = |path: &Path| shard_of(path).map(|(name, _, count)| (name.to_owned(), count, path.extension().map(ToOwned::to_owned)));
     let sets: BTreeSet<_> = listed.iter().filter_map(|shard| set(Path::new(shard))).collect();
     let all = files::files(folder).map_err(Error::io("list", folder))?;
     let mut named = all.iter().filter(|path| set(path).is_some_and(|set| sets.contains(&set))).filter_map(|path| path.file_name()?.to_str());
