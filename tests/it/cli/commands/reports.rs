@@ -145,6 +145,9 @@ fn a_sweep_is_a_folder_of_runs() {
     }
     assert!(run.stdout.contains("prune-unstructured.amount") && run.stdout.contains("written: out/comparison.html"), "{}", run.stdout);
     assert!(fs::read_to_string(folder.path().join("out/comparison.html")).unwrap().contains("Comparison of 4 runs"));
+    // Another sweep replaces the page.
+    ok(folder.path(), "run r.yaml --sweep amount=0.4,0.6 --quiet");
+    assert!(fs::read_to_string(folder.path().join("out/comparison.html")).unwrap().contains("Comparison of 2 runs"));
     // All output folders are checked before the first run.
     let run = compress(folder.path(), "run r.yaml --sweep observer=minmax,mse --sweep amount=0.5,0.75");
     assert!(run.code == 1 && run.stderr.contains("amount=0.75,observer=minmax") && run.stderr.contains("exists"), "{}", run.stderr);
