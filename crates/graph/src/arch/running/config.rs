@@ -255,7 +255,7 @@ impl<'c> Settings<'c> {
 
     /// Number of classes of a classifier of torchvision: `num_classes`, or that of the labels.
     pub fn classes(&self) -> Result<usize> {
-        let has_labels = ["id2label", "num_labels"].iter().any(|key| self.get(key).is_some());
+        let has_labels = self.get("num_labels").is_some() || self.get("id2label").and_then(Value::as_object).is_some_and(|labels| !labels.is_empty());
         self.size_or("num_classes", if has_labels { self.labels()? } else { 1000 })
     }
 
@@ -288,8 +288,9 @@ mod tests {
 
     #[test]
     fn classes_are_those_of_the_labels() {
-        let classes = [json!({}), json!({ "num_labels": 7 }), json!({ "id2label": { "0": "a" } }), json!({ "num_labels": 7, "num_classes": 5 })]
-            .map(|values| values.as_object().map(|values| Settings::new(values).classes().unwrap()));
+        let classes =
+            [json!({ "id2label": {} }), json!({ "num_labels": 7 }), json!({ "id2label": { "0": "a" } }), json!({ "num_labels": 7, "num_classes": 5 })]
+                .map(|values| values.as_object().map(|values| Settings::new(values).classes().unwrap()));
         assert_eq!(classes, [1000, 7, 1, 5].map(Some));
     }
 }
