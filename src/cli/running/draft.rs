@@ -153,6 +153,12 @@ fn draft_note(args: &Args, prompts: &Prompts) -> String {
     )
 }
 
+/// A note on prompts that are not continued, if there are any.
+fn unused_note(args: &Args, prompts: &Prompts) -> Option<String> {
+    let unused = prompts.train.len().saturating_sub(args.samples);
+    (unused > 0).then(|| format!("{} not continued, because `--samples` is {}", counted(unused, "prompt"), args.samples))
+}
+
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         self.check()?;
@@ -281,13 +287,10 @@ impl Args {
     /// The run that trains, writes and measures the draft.
     fn pipeline(&self, distill: Distill, data: &Data, prompts: &Prompts, global: &Global) -> Result<Pipeline> {
         let trained = format!("trained on {}", draft_note(self, prompts));
-        let used = prompts.train.len().min(self.samples);
-        let unused = prompts.train.len() - used;
-        let unused = (unused > 0).then(|| format!("{} not continued, because `--samples` is {}", counted(unused, "prompt"), self.samples));
         // A draft differs strongly from the model: its quality is the number of accepted proposals.
         let vocabulary = if let Some(Student::Eagle3(head)) = &distill.student { head.vocabulary.clone() } else { None };
         let builder = global.builder()?.pass(distill).train(data.clone()).seed(self.seed).resume(true).note(trained).measure(false);
-        let builder = unused.into_iter().fold(builder, Builder::note);
+        let builder = unused_note(self, prompts).into_iter().fold(builder, Builder::note);
         let builder = if self.writing.no_measure { builder } else { builder.draft_test(self.test(prompts)) };
         self.formats(data.arrays.iter().chain(&vocabulary).try_fold(builder, |builder, path| builder.enclose(path))?)?.build()
     }

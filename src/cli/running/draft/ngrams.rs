@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::{Args, draft_note};
+use super::{Args, draft_note, interrupted, unused_note};
 use crate::cli::args::Global;
 use crate::cli::output;
 use crate::data::Data;
@@ -22,6 +22,7 @@ pub(super) fn check_output(path: &Path, force: bool) -> Result<()> {
     if path.extension().is_none_or(|end| end != "npz") || path.is_dir() {
         return Err(Error::option("--output", "must be a file FILE.npz with `--method ngrams`: the draft is a file with the continuations"));
     }
+    crate::output::require_local(path, "unfinished work is stored next to the output")?;
     if path.symlink_metadata().is_ok() && !force {
         return Err(Error::Output { path: path.to_owned(), reason: "exists".into(), hint: "set `force` to replace it, or choose another name".into() });
     }
@@ -61,12 +62,12 @@ impl Args {
             let open = |tokens: Option<usize>| tokens.map_or_else(language, |tokens| language()?.with_ngrams(ngrams.clone(), tokens));
             global.work(|work| test.measure(open, (&device, memory), work))
         });
-        let measured = measured.transpose()?;
+        let measured = measured.transpose().map_err(|error| if let Error::Cancelled = error { interrupted(folder.path()) } else { error })?;
         fs::rename(&path, &self.output).map_err(Error::io("create", &self.output))?;
         folder.remove()?;
         let (quality, notes) = measured.unzip();
         let mut notes = notes.unwrap_or_default();
-        notes.insert(0, draft_note(self, prompts));
+        notes.splice(0..0, [draft_note(self, prompts)].into_iter().chain(unused_note(self, prompts)));
         let tokens = ngrams.tokens();
         if global.json {
             return output::json(&json!({ "output": self.output.to_string_lossy(), "tokens": tokens, "draft": quality, "notes": notes }));
