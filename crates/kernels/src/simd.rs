@@ -126,8 +126,8 @@ fn supported() -> Level {
 }
 
 /// Starts to fetch the memory that begins `ahead` bytes after these values into the second-level cache. The
-/// automatic prefetchers of processors are too late if there is much to compute per value, and the first level
-/// has too few pending fills for the distance.
+/// automatic prefetchers of processors are too late if there is much to compute per value, and the first
+/// level has too few pending fills for the distance.
 #[inline(always)]
 #[allow(unsafe_code)]
 pub fn prefetch<T>(values: &[T], ahead: usize) {
