@@ -377,6 +377,15 @@ fn sizes_are_part_of_the_key_of_cached_results() {
     assert_eq!([run("4", "four"), run("8", "eight"), run("4", "again")], [false, false, true]);
 }
 
+/// A file with a graph, and 32 samples of its input `x` of 20 features.
+fn with_samples(graph: GraphProto) -> (Place, std::path::PathBuf) {
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
+    let place = Place::new(&ModelProto { ir_version: Some(7), graph: Some(graph), opset_import, ..ModelProto::default() });
+    let samples = place.path("samples.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), Tensor::from_vec(numbers(640), (32, 20), &Device::Cpu).unwrap())].into(), &samples).unwrap();
+    (place, samples)
+}
+
 /// Layers of 64-bit floats are not quantized; the error names the node and the next step.
 #[test]
 fn layers_of_64_bit_floats_are_named() {
@@ -395,10 +404,7 @@ fn layers_of_64_bit_floats_are_named() {
         output: vec![value("y", DataType::Float, &["n", "8"])],
         ..GraphProto::default()
     };
-    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
-    let place = Place::new(&ModelProto { ir_version: Some(7), graph: Some(graph), opset_import, ..ModelProto::default() });
-    let samples = place.path("samples.safetensors");
-    candle_core::safetensors::save(&[("x".to_owned(), Tensor::from_vec(numbers(640), (32, 20), &Device::Cpu).unwrap())].into(), &samples).unwrap();
+    let (place, samples) = with_samples(graph);
     let error = quantized(&place, Data::at(&samples), "out.onnx").unwrap_err();
     assert!(error.to_string().contains("`double`: cannot be quantized: node `wide` computes with F64"), "{error}");
     assert!(error.hint().unwrap().contains("export the model in float32"), "{error:?}");
@@ -419,10 +425,7 @@ fn scaled_products_are_named() {
         output: vec![value("y", DataType::Float, &["n", "8"])],
         ..GraphProto::default()
     };
-    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
-    let place = Place::new(&ModelProto { ir_version: Some(7), graph: Some(graph), opset_import, ..ModelProto::default() });
-    let samples = place.path("samples.safetensors");
-    candle_core::safetensors::save(&[("x".to_owned(), Tensor::from_vec(numbers(640), (32, 20), &Device::Cpu).unwrap())].into(), &samples).unwrap();
+    let (place, samples) = with_samples(graph);
     let error = quantized(&place, Data::at(&samples), "out.onnx").unwrap_err();
     assert!(error.to_string().contains("`w`: cannot be quantized: node `half` is a Gemm with `alpha`, `beta` or `transA`"), "{error}");
     assert!(error.hint().unwrap().contains("use `quantize-dynamic`"), "{error:?}");

@@ -104,9 +104,9 @@ impl LanguageModel {
         Ok(self)
     }
 
-    /// Decodes speculatively without a network: proposes up to `tokens` tokens per step that followed the
-    /// last tokens of the text before, in the text or in the collection, unless the model would probably
-    /// reject them. Greedy texts and samples are as with [`with_draft`](LanguageModel::with_draft).
+    /// Decodes speculatively without a network: proposes up to `tokens` tokens per step, which followed an
+    /// earlier occurrence of the end of the text, in the text or in the collection, unless the model would
+    /// probably reject them. Greedy texts and samples are as with [`with_draft`](LanguageModel::with_draft).
     ///
     /// # Errors
     /// `tokens` is 0, or the collection contains ids that the model lacks.
