@@ -9,11 +9,6 @@ use crate::report::compare::{Comparison, Summary};
 use crate::report::format::{bytes, cell_text};
 
 impl Comparison {
-    /// Whether a text is a page of [`to_html`](Comparison::to_html).
-    pub(crate) fn is_page(text: &str) -> bool {
-        text.contains("<title>Comparison of ")
-    }
-
     /// The comparison as an HTML page.
     pub fn to_html(&self) -> String {
         let title = format!("Comparison of {} runs", self.runs.len());
