@@ -1,14 +1,15 @@
-//! Matrices of 8-bit integers with a scale per group, whose products need no copy of their values.
+//! Matrices of integers with a scale per group, whose products need no copy of their values.
 //!
 //! A value is its integer times the scale, rounded to f32, so that products are bitwise equal to those of
 //! the dequantized matrix.
 
 use std::ops::Range;
 
+use super::dots::{self, NIBBLES, Stored};
 use super::epilogue::Epilogue;
 use super::few_rows;
 use super::linear::LinearWeight;
-use super::one_row::{self, LANES, PREFETCHED, by_columns, by_rows, of_decoded, padded, total};
+use super::one_row::{self, Interleaved, LANES, PREFETCHED, by_columns, by_rows, of_decoded, padded, total};
 use super::operands::{Columns, Right};
 use super::scratch::Scratch;
 use super::tile::PANEL;
@@ -20,46 +21,91 @@ pub struct CodedMatrix {
     inner: usize,
     /// Number of consecutive elements of a row that share a scale.
     group: usize,
-    /// Int8 values.
-    codes: Vec<u8>,
+    codes: Codes,
     scales: Vec<f32>,
 }
 
+#[derive(Debug)]
+enum Codes {
+    /// Int8 values.
+    Bytes(Vec<u8>),
+    /// Runs of 4-bit codes ([`NIBBLES`]), and the integer that each code selects.
+    Nibbles(Vec<u8>, [f32; 16]),
+}
+
+impl Codes {
+    /// 4-bit codes for integers of at most 16 different values. `None` for others.
+    fn nibbles(codes: &[u8]) -> Option<Codes> {
+        let mut is_used = [false; 256];
+        codes.iter().for_each(|code| is_used[usize::from(*code)] = true);
+        let values: Vec<u8> = (0..=u8::MAX).filter(|code| is_used[usize::from(*code)]).collect();
+        let (mut table, mut selections) = ([0f32; 16], [0u8; 256]);
+        for (index, value) in values.iter().enumerate() {
+            *table.get_mut(index)? = f32::from(*value as i8);
+            selections[usize::from(*value)] = index as u8;
+        }
+        let pack = |run: &[u8; LANES]| -> [u8; NIBBLES] {
+            std::array::from_fn(|lane| selections[usize::from(run[lane])] | selections[usize::from(run[lane + NIBBLES])] << 4)
+        };
+        Some(Codes::Nibbles(codes.as_chunks::<LANES>().0.iter().flat_map(pack).collect(), table))
+    }
+}
+
 impl CodedMatrix {
-    /// A matrix with rows of `inner` elements and a scale for each `group` of them. `None` if the groups do
-    /// not divide the rows, or the numbers of codes and scales do not match.
+    /// A matrix of int8 values, with rows of `inner` elements and a scale for each `group` of them. `None` if
+    /// the groups do not divide the rows, or the numbers of codes and scales do not match.
     pub fn new(inner: usize, group: usize, codes: Vec<u8>, scales: Vec<f32>) -> Option<CodedMatrix> {
         let is_whole = group > 0 && inner.is_multiple_of(group) && codes.len().is_multiple_of(inner.max(1));
-        (is_whole && inner > 0 && codes.len() / group == scales.len()).then_some(CodedMatrix { inner, group, codes, scales })
+        if !is_whole || inner == 0 || codes.len() / group != scales.len() {
+            return None;
+        }
+        let nibbles = (dots::are_available() && group.is_multiple_of(LANES)).then(|| Codes::nibbles(&codes)).flatten();
+        Some(CodedMatrix { inner, group, codes: nibbles.unwrap_or(Codes::Bytes(codes)), scales })
     }
 
     /// Number of rows and elements per row.
     pub fn shape(&self) -> [usize; 2] {
-        [self.codes.len() / self.inner, self.inner]
+        [self.scales.len() * self.group / self.inner, self.inner]
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
-        self.codes.len() + 4 * self.scales.len()
+        let (Codes::Bytes(codes) | Codes::Nibbles(codes, _)) = &self.codes;
+        codes.len() + 4 * self.scales.len()
     }
 
     /// Writes the values of some rows.
     pub fn decode(&self, rows: Range<usize>, values: &mut [f32]) {
-        let groups = self.inner / self.group;
-        decode(&self.codes[rows.start * self.inner..], &self.scales[rows.start * groups..], self.group, &mut values[..rows.len() * self.inner]);
+        rows.zip(values.chunks_exact_mut(self.inner)).for_each(|(row, values)| self.decode_part(row, 0, values));
     }
 
-    /// The codes and scales from a row on, if the loops support the groups.
-    fn rows_from(&self, row: usize) -> Option<(&[u8], &[f32])> {
-        let supported = self.group == self.inner || self.group.is_multiple_of(LANES);
-        supported.then(|| (&self.codes[row * self.inner..], &self.scales[row * (self.inner / self.group)..]))
+    /// Writes the values of some columns of a row: of whole groups, or whole runs of a group that is a row.
+    fn decode_part(&self, row: usize, column: usize, values: &mut [f32]) {
+        let start = row * self.inner + column;
+        let (scales, group) = (&self.scales[start / self.group..], self.group.min(values.len()));
+        match &self.codes {
+            Codes::Bytes(codes) => decode(&codes[start..], scales, group, values),
+            Codes::Nibbles(codes, table) => dots::decode_nibbles(&codes[start / 2..], table, scales, group, values),
+        }
     }
 
     /// Dot products of a few rows with rows of the matrix, those of each row one after another.
-    fn dots(&self, x: &[&[f32]], first: usize, out: &mut [f32]) {
-        match (x, self.rows_from(first)) {
-            ([x], Some((codes, scales))) => dots(x, codes, scales, self.group, out),
-            _ => of_decoded(x, out, |row, values| self.decode(first + row..first + row + 1, values)),
+    fn dots(&self, x: &Interleaved, first: usize, out: &mut [f32]) {
+        let (start, scales) = (first * self.inner, &self.scales[first * (self.inner / self.group)..]);
+        let is_supported = self.group == self.inner || self.group.is_multiple_of(LANES);
+        let is_done = match &self.codes {
+            Codes::Nibbles(codes, table) => {
+                let stored = Stored { values: &codes[start / 2..], stride: self.inner / 2, group: self.group / 2, scales };
+                dots::of_nibbles(x, stored, table, out)
+            }
+            Codes::Bytes(codes) if is_supported => {
+                let stored = Stored { values: &codes[start..], stride: self.inner, group: self.group, scales };
+                dots::of_codes(x, stored, out) || x.only().is_some_and(|x| dots_of_row(x, stored, out))
+            }
+            Codes::Bytes(_) => false,
+        };
+        if !is_done {
+            of_decoded(x, out, |row, values| self.decode_part(first + row, 0, values));
         }
     }
 
@@ -74,15 +120,16 @@ impl Right for CodedMatrix {
     fn pack(&self, first: usize, from: usize, panel: &mut [f32]) {
         let count = PANEL.min(self.shape()[0] - first);
         let end = from + panel.len() / PANEL;
-        // Whole groups, or a part of rows that are groups.
-        let (group, columns) = match self.group == self.inner {
-            true => (end - from, from..end),
-            false => (self.group, from / self.group * self.group..end.next_multiple_of(self.group)),
+        // A group that is a row can be divided.
+        let unit = match (&self.codes, self.group == self.inner) {
+            (Codes::Bytes(_), true) => 1,
+            (Codes::Nibbles(..), true) => LANES,
+            (_, false) => self.group,
         };
+        let columns = from / unit * unit..end.next_multiple_of(unit);
         let mut values = Scratch::new(count * columns.len());
         for (row, values) in (first..).zip(values.chunks_exact_mut(columns.len().max(1))) {
-            let start = row * self.inner + columns.start;
-            decode(&self.codes[start..], &self.scales[start / self.group..], group, values);
+            self.decode_part(row, columns.start, values);
         }
         Columns { values: &values, count, stride: columns.len() }.pack(0, from - columns.start, panel);
     }
@@ -90,7 +137,8 @@ impl Right for CodedMatrix {
 
 impl LinearWeight for CodedMatrix {
     fn one_row(&self, x: &[f32], epilogue: Epilogue, out: &mut [f32]) {
-        by_columns(x.len(), 1, epilogue, out, |first, sums| self.dots(&[x], first, sums));
+        let x = Interleaved::new(x, 1);
+        by_columns(self.inner, 1, epilogue, out, |first, sums| self.dots(&x, first, sums));
     }
 
     fn few_rows(&self, x: &[f32], rows: usize, epilogue: Epilogue, out: &mut [f32]) {
@@ -132,8 +180,9 @@ fn add(sums: &mut [f32; LANES], codes: &[u8; LANES], scale: f32, x: &[f32; LANES
 simd! {
     /// Dot products of a row with consecutive rows of codes. Groups are rows or multiples of the number of
     /// lanes.
-    fn dots(x: &[f32], codes: &[u8], scales: &[f32], group: usize, out: &mut [f32]) {
-        let rows = codes.chunks_exact(x.len()).zip(scales.chunks_exact(x.len() / group));
+    fn dots_of_row(x: &[f32], stored: Stored<u8>, out: &mut [f32]) -> bool {
+        let Stored { values, stride, group, scales } = stored;
+        let rows = values.chunks_exact(stride).zip(scales.chunks_exact(stride / group));
         for (out, (codes, scales)) in out.iter_mut().zip(rows) {
             prefetch(codes, PREFETCHED);
             let mut sums = [0f32; LANES];
@@ -149,6 +198,7 @@ simd! {
             }
             *out = total(&sums);
         }
+        true
     }
 }
 
@@ -162,13 +212,13 @@ mod tests {
     #[test]
     fn products_are_bitwise_equal_to_those_of_the_values() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
-        for (inner, group, width) in
-            [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000), (2112, 96, 40), (1100, 1100, 9)]
-        {
-            let codes: Vec<u8> = (0..inner * width).map(|i| (i * 7919 % 251) as u8).collect();
+        let shapes = [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000), (2112, 96, 40), (1100, 1100, 9)];
+        for ((inner, group, width), different) in shapes.into_iter().flat_map(|shape| [251, 16, 9].map(|different| (shape, different))) {
+            let codes: Vec<u8> = (0..inner * width).map(|i| (i * 7919 % different * 15 % 256) as u8).collect();
             let scales = numbers(inner / group * width, 5);
             let coded = CodedMatrix::new(inner, group, codes.clone(), scales.clone()).unwrap();
-            assert_eq!((coded.shape(), coded.bytes()), ([width, inner], codes.len() + 4 * scales.len()));
+            let is_packed = dots::are_available() && different <= 16 && group % LANES == 0;
+            assert_eq!((coded.shape(), coded.bytes()), ([width, inner], (codes.len() >> usize::from(is_packed)) + 4 * scales.len()));
             let values: Vec<f32> = codes.iter().enumerate().map(|(i, code)| f32::from(*code as i8) * scales[i / group]).collect();
             let plain = Columns { values: &values[..], count: width, stride: inner };
             for rows in [1, 2, 5, 17, 33, 100] {

@@ -52,6 +52,7 @@ mod running {
     pub mod delta;
     pub mod dense;
     pub mod divergence;
+    mod dots;
     pub mod dynamic_8bit;
     pub mod eigen;
     pub mod epilogue;

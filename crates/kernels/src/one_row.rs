@@ -23,6 +23,71 @@ const STRIPE: usize = 64;
 /// Approximate number of weight elements read by one job.
 const JOB: usize = 1 << 16;
 
+/// Evaluates an expression with a number of rows as a constant, which the compiler must know: from 1 to
+/// [`MAX_ROWS`].
+macro_rules! by_number {
+    ($number:expr, $constant:ident => $call:expr) => {
+        by_number!($number, $constant => $call, 1 2 3 4 5 6 7 8)
+    };
+    ($number:expr, $constant:ident => $call:expr, $($value:literal)+) => {
+        match $number {
+            $($value => {
+                const $constant: usize = $value;
+                $call
+            })+
+            _ => {}
+        }
+    };
+}
+
+pub(super) use by_number;
+
+/// A few rows in runs of [`LANES`] elements: those of all rows of a group, then the next run. Missing
+/// elements are zeros.
+pub struct Interleaved {
+    rows: usize,
+    inner: usize,
+    values: Scratch,
+}
+
+impl Interleaved {
+    /// Rows `x` `[rows, inner]`.
+    pub(super) fn new(x: &[f32], rows: usize) -> Interleaved {
+        let inner = x.len() / rows;
+        let mut values = Scratch::new(rows * inner.next_multiple_of(LANES));
+        let groups = x.chunks((most_rows() * inner).max(1)).zip(values.chunks_mut((most_rows() * inner.next_multiple_of(LANES)).max(1)));
+        for (x, values) in groups {
+            let count = x.len() / inner;
+            for (row, x) in x.chunks_exact(inner).enumerate() {
+                values.as_chunks_mut::<LANES>().0[row..].iter_mut().step_by(count).zip(x.chunks(LANES)).for_each(|(run, x)| *run = padded(x));
+            }
+        }
+        Interleaved { rows, inner, values }
+    }
+
+    /// Calls a function with each group, the number of its rows, and its part of a result `[rows, columns]`.
+    pub(super) fn by_groups(&self, out: &mut [f32], mut multiply: impl FnMut(&[f32], usize, &mut [f32])) {
+        let (width, columns) = (self.inner.next_multiple_of(LANES), out.len() / self.rows);
+        for (x, out) in self.values.chunks((most_rows() * width).max(1)).zip(out.chunks_mut((most_rows() * columns).max(1))) {
+            multiply(x, x.len() / width, out);
+        }
+    }
+
+    pub(super) fn shape(&self) -> [usize; 2] {
+        [self.rows, self.inner]
+    }
+
+    /// The first row, if it is the only one.
+    pub(super) fn only(&self) -> Option<&[f32]> {
+        (self.rows == 1).then(|| &self.values[..self.inner])
+    }
+}
+
+/// Number of rows whose sums fit into registers.
+fn most_rows() -> usize {
+    if simd::level() >= Level::Avx512 { MAX_ROWS } else { 2 }
+}
+
 /// Applies the epilogue to the columns that `multiply` computes, with several threads if it is
 /// worthwhile.
 pub(super) fn by_columns(inner: usize, unit: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, &mut [f32]) + Sync) {
@@ -47,14 +112,14 @@ simd! {
 pub trait OneRow: StoredFloat {
     /// Dot products of up to [`MAX_ROWS`] rows with columns at a distance of `stride`, the columns of each
     /// row one after another.
-    fn dots(x: &[&[f32]], values: &[Self], stride: usize, out: &mut [f32]);
+    fn dots(x: &Interleaved, values: &[Self], stride: usize, out: &mut [f32]);
 
     /// Sums of a few adjacent columns, for a weight that is stored row by row.
     fn stripe(x: &[f32], values: &[Self], position: [usize; 2], out: &mut [f32]);
 }
 
 for_stored_floats! { OneRow {
-    fn dots(x: &[&[f32]], values: &[Self], stride: usize, out: &mut [f32]) {
+    fn dots(x: &Interleaved, values: &[Self], stride: usize, out: &mut [f32]) {
         dots(x, values, stride, out);
     }
 
@@ -65,7 +130,8 @@ for_stored_floats! { OneRow {
 
 /// `x Wᵀ` for one row, with a weight whose rows are the columns of the result.
 pub fn product<T: OneRow>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
-    by_columns(x.len(), 1, epilogue, out, |first, sums| T::dots(&[x], &weight.values[first * weight.stride..], weight.stride, sums));
+    let x = Interleaved::new(x, 1);
+    by_columns(x.inner, 1, epilogue, out, |first, sums| T::dots(&x, &weight.values[first * weight.stride..], weight.stride, sums));
 }
 
 /// `x Wᵀ` for 2 to [`MAX_ROWS`] rows `x` `[rows, inner]`.
@@ -75,10 +141,9 @@ pub fn product_of_rows<T: OneRow>(x: &[f32], rows: usize, weight: &Columns<T>, e
 
 /// Multiplies all rows with a group of columns at a time. The function receives the rows, the first column,
 /// and its part of the result, row by row.
-pub(super) fn by_rows(x: &[f32], [rows, width]: [usize; 2], epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(&[&[f32]], usize, &mut [f32]) + Sync) {
-    let inner = x.len() / rows;
-    let x: Vec<&[f32]> = (0..rows).map(|row| &x[row * inner..][..inner]).collect();
-    by_panels(rows, [width, (JOB / inner.max(1)).max(1)], epilogue, out, |first, _, tile| multiply(&x, first, tile));
+pub(super) fn by_rows(x: &[f32], [rows, width]: [usize; 2], epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(&Interleaved, usize, &mut [f32]) + Sync) {
+    let x = Interleaved::new(x, rows);
+    by_panels(rows, [width, (JOB / x.inner.max(1)).max(1)], epilogue, out, |first, _, tile| multiply(&x, first, tile));
 }
 
 /// `x W` for one row.
@@ -92,8 +157,8 @@ pub fn product_by_rows<T: OneRow>(x: &[f32], weight: &Rows<T>, epilogue: Epilogu
 
 /// The elements after the last whole run, with zeros.
 #[inline(always)]
-pub(super) fn padded<T: Copy + Default>(rest: &[T]) -> [T; LANES] {
-    let mut lanes = [T::default(); LANES];
+pub(super) fn padded<T: Copy + Default, const N: usize>(rest: &[T]) -> [T; N] {
+    let mut lanes = [T::default(); N];
     lanes[..rest.len()].copy_from_slice(rest);
     lanes
 }
@@ -121,9 +186,12 @@ fn halve<const N: usize>(lanes: &[f32]) -> [f32; N] {
     std::array::from_fn(|lane| lanes[lane] + lanes[lane + N])
 }
 
-fn dots<T: StoredFloat>(x: &[&[f32]], values: &[T], stride: usize, out: &mut [f32]) {
-    match (x, T::as_f32(values)) {
-        ([x], _) => of_rows([*x], values, stride, out),
+fn dots<T: StoredFloat>(x: &Interleaved, values: &[T], stride: usize, out: &mut [f32]) {
+    if T::converted_dots(x, values, stride, out) {
+        return;
+    }
+    match (x.rows, T::as_f32(values)) {
+        (1, _) => of_rows::<T, 1>(&x.values, x.inner, values, stride, out),
         (_, Some(values)) => of_floats(x, values, stride, out),
         _ => of_decoded(x, out, |first, column| decode(&values[first * stride..][..column.len()], column)),
     }
@@ -131,33 +199,19 @@ fn dots<T: StoredFloat>(x: &[&[f32]], values: &[T], stride: usize, out: &mut [f3
 
 /// Dot products of several rows with columns that are decoded before they are multiplied, because each row
 /// would convert them again. `decode` computes a column.
-pub(super) fn of_decoded(x: &[&[f32]], out: &mut [f32], decode: impl Fn(usize, &mut [f32])) {
-    let count = out.len() / x.len();
-    let (mut values, mut sums) = (Scratch::new(x[0].len()), [0f32; MAX_ROWS]);
+pub(super) fn of_decoded(x: &Interleaved, out: &mut [f32], decode: impl Fn(usize, &mut [f32])) {
+    let count = out.len() / x.rows;
+    let (mut values, mut sums) = (Scratch::new(x.inner), [0f32; MAX_ROWS]);
     for column in 0..count {
         decode(column, &mut values);
-        of_floats(x, &values, values.len(), &mut sums[..x.len()]);
+        of_floats(x, &values, values.len(), &mut sums[..x.rows]);
         sums.iter().zip(out[column..].iter_mut().step_by(count)).for_each(|(sum, out)| *out = *sum);
     }
 }
 
-/// Dot products of several rows with columns of f32, of as many rows at a time as sums fit into registers.
-fn of_floats(x: &[&[f32]], values: &[f32], stride: usize, out: &mut [f32]) {
-    // The number of rows must be known to the compiler.
-    macro_rules! by_number {
-        ($x:ident, $out:ident: $([$($row:ident)+])+) => {
-            match *$x {
-                $([$($row),+] => of_rows([$($row),+], values, stride, $out),)+
-                // A group has at least one row, and not more than the longest pattern.
-                _ => {}
-            }
-        };
-    }
-    let most = if simd::level() >= Level::Avx512 { MAX_ROWS } else { 2 };
-    let count = out.len() / x.len();
-    for (x, out) in x.chunks(most).zip(out.chunks_mut((most * count).max(1))) {
-        by_number!(x, out: [a] [a b] [a b c] [a b c d] [a b c d e] [a b c d e f] [a b c d e f g] [a b c d e f g h]);
-    }
+/// Dot products of several rows with columns of f32.
+fn of_floats(x: &Interleaved, values: &[f32], stride: usize, out: &mut [f32]) {
+    x.by_groups(out, |rows, number, out| by_number!(number, N => of_rows::<f32, N>(rows, x.inner, values, stride, out)));
 }
 
 simd! {
@@ -170,22 +224,22 @@ simd! {
 }
 
 simd! {
-    fn of_rows[T: StoredFloat; N](x: [&[f32]; N], values: &[T], stride: usize, out: &mut [f32]) {
-        let (count, inner) = (out.len() / N, x[0].len());
-        let runs = x.map(|x| &x.as_chunks::<LANES>().0[..inner / LANES]);
+    fn of_rows[T: StoredFloat; N](x: &[f32], inner: usize, values: &[T], stride: usize, out: &mut [f32]) {
+        let count = out.len() / N;
+        let runs = x.as_chunks::<LANES>().0.as_chunks::<N>().0;
         for column in 0..count {
             let (weights, last) = values[column * stride..][..inner].as_chunks::<LANES>();
             let mut sums = [[0f32; LANES]; N];
-            for (at, weights) in weights.iter().enumerate() {
+            for (weights, x) in weights.iter().zip(runs) {
                 prefetch(weights, PREFETCHED);
                 for row in 0..N {
-                    add(&mut sums[row], weights, &runs[row][at]);
+                    add(&mut sums[row], weights, &x[row]);
                 }
             }
             if !last.is_empty() {
-                let last = padded(last);
+                let (last, x) = (padded(last), &runs[weights.len()]);
                 for row in 0..N {
-                    add(&mut sums[row], &last, &padded(x[row].as_chunks::<LANES>().1));
+                    add(&mut sums[row], &last, &x[row]);
                 }
             }
             for row in 0..N {

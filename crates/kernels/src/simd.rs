@@ -32,6 +32,30 @@ macro_rules! simd {
     };
 }
 
+/// Declares a function that uses the intrinsics of AVX-512. It returns false, without effect, if the
+/// processor lacks them.
+macro_rules! avx512 {
+    ($(#[$meta:meta])* $visible:vis fn $name:ident ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
+        $(#[$meta])*
+        #[allow(unsafe_code)]
+        $visible fn $name($($arg: $ty),*) -> bool {
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,bmi2,popcnt")]
+                fn body($($arg: $ty),*) $body
+                if $crate::simd::level() >= $crate::simd::Level::Avx512 {
+                    // SAFETY: `supported` checked all features of the callee, and `level` is not higher.
+                    unsafe { body($($arg),*) };
+                    return true;
+                }
+            }
+            #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+            let _ = ($($arg),*);
+            false
+        }
+    };
+}
+
 /// Instruction set level of the processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
