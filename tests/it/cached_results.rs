@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use compress::export::Safetensors;
-use compress::pass::{Cast, Distill, Finetune, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student, Training};
+use compress::pass::{
+    Amount, Amounts, Cast, Distill, Finetune, PruneStructured, PruneUnstructured, PrunedPart, QuantizeDynamic, QuantizeStatic, Step, Student, Training,
+};
 use compress::pipeline::{Builder, ResultCache};
 use compress::report::Report;
 use compress::{Model, Pipeline};
@@ -95,7 +97,7 @@ const MODEL: &str = "torchvision-resnet18";
 
 #[test]
 fn a_reused_result_equals_a_fresh_one() {
-    let prune = PruneStructured { dims: vec![compress::pass::PrunedPart::Channels], ..PruneStructured::default() };
+    let prune = PruneStructured { dims: vec![PrunedPart::Channels], ..PruneStructured::default() };
     let pipelines: [Vec<Step>; 4] = [
         vec![finetune(), QuantizeStatic::default().into()],
         vec![PruneUnstructured::default().into(), finetune(), QuantizeDynamic::default().into()],
@@ -124,6 +126,22 @@ fn a_reused_result_equals_a_fresh_one() {
         assert_eq!(curve(&whole), curve(&reused));
         assert!(place.path("second/finetune.csv").is_file());
     }
+}
+
+/// Layers are ranked by the samples, so that other samples need another run.
+#[test]
+fn layers_ranked_by_other_samples_are_not_reused() {
+    let place = Workspace::new("llama");
+    let pass = PruneStructured { dims: vec![PrunedPart::Layers], amount: Some(Amounts::All(Amount::Count(1))), ..PruneStructured::default() };
+    let is_reused = |step: i64| {
+        let ids = Tensor::from_vec((0..64i64).map(|i| i * step % 40).collect::<Vec<_>>(), (8, 8), &Device::Cpu).unwrap();
+        let arrays = HashMap::from([("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())]);
+        candle_core::safetensors::save(&arrays, place.path("ids.safetensors")).unwrap();
+        let builder = Pipeline::builder().pass(pass.clone()).calibration(Data::at(&place.path("ids.safetensors")));
+        let report = place.run(builder.cache(place.cache(), false).resume(true), "out");
+        report.notes.iter().any(|note| note.contains("was reused from an earlier run"))
+    };
+    assert_eq!([7, 7, 3].map(is_reused), [false, true, false]);
 }
 
 /// A pass can rename weights, or take them from another folder. A reused result is compared with the same

@@ -101,6 +101,11 @@ pub struct PruneStructured {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ignore: Vec<Pattern>,
+    /// Whether samples are configured, by which layers are ranked.
+    #[doc(hidden)]
+    #[cfg_attr(feature = "cli", arg(skip))]
+    #[serde(skip)]
+    pub has_samples: bool,
 }
 
 impl Default for PruneStructured {
@@ -117,6 +122,7 @@ impl Default for PruneStructured {
             repair: Repair::default(),
             targets: Vec::new(),
             ignore: Vec::new(),
+            has_samples: false,
         }
     }
 }
@@ -343,6 +349,7 @@ impl Pass for PruneStructured {
     }
 
     fn resolve_defaults(&mut self, model: &Model, sets: &[Samples]) {
+        self.has_samples = !sets.is_empty();
         // Layers and experts are ranked separately.
         if self.importance == Importance::Auto && self.selects_units() {
             let ranked = || {
@@ -350,14 +357,15 @@ impl Pass for PruneStructured {
                 Ok::<_, Error>(is_transformer(&graph) && Selection::new(self, model, &graph)?.is_read(&graph))
             };
             // `plan` reports errors in the options.
-            let use_activations = !sets.is_empty() && ranked().unwrap_or(false);
+            let use_activations = self.has_samples && ranked().unwrap_or(false);
             self.importance = if use_activations { Importance::Activation } else { Importance::L1 };
         }
     }
 
     fn runs_on(&self) -> Option<Samples> {
         let needs_samples = matches!(self.importance, Importance::Taylor | Importance::Activation) || self.repair != Repair::None;
-        Some(if needs_samples || self.selects(PrunedPart::Experts) { Samples::Calibration } else { Samples::None })
+        let ranks_layers = self.selects(PrunedPart::Layers) && self.has_samples;
+        Some(if needs_samples || ranks_layers || self.selects(PrunedPart::Experts) { Samples::Calibration } else { Samples::None })
     }
 
     fn reads_labels(&self) -> bool {

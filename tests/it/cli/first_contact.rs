@@ -93,7 +93,7 @@ fn unused_data_is_noted() {
     let notes = |args: &str| data(folder.path(), &format!("{args} --json --force -o out --train ids.safetensors"))["notes"].to_string();
     assert!(notes("cast in --to bf16").contains("no pass uses the training samples"));
     // Without calibration data, the training data is used for calibration.
-    for args in ["prune-structured in --dims mlp", "distill in --max-steps 1"] {
+    for args in ["prune-structured in --dims mlp", "prune-structured in --dims layers --amount 1", "distill in --max-steps 1"] {
         assert!(!notes(args).contains("no pass uses the training samples"), "{args}");
     }
     let batches = r#"distill in -o new --train {"arrays":"ids.safetensors","batch_size":3}"#;

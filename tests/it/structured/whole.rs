@@ -22,6 +22,8 @@ fn layers_are_removed_by_influence() {
     let gone = done.report.passes[0].details["layers"]["gone"][0].as_u64().unwrap() as usize;
     assert!(influence[gone].as_f64() <= influence[1 - gone].as_f64());
     assert!(done.described());
+    let has_note = |start: &str| done.report.notes.iter().any(|note| note.starts_with(start));
+    assert!(has_note("passes use the first 11 calibration samples") && !has_note("no pass uses"), "{:?}", done.report.notes);
 }
 
 /// The plan removes the first of two layers. If they have different dtypes, it is an estimate, because
