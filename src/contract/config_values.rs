@@ -268,8 +268,15 @@ pub(super) fn refused(config: &Map<String, Value>, model_type: &str, runtime: Ru
     }
     let finding =
         |(key, reason): (String, String)| Finding::new(key, format!("{reason}: {} refuses the configuration", runtime.name()), HINT).for_run(HINT_IN_RUN);
-    let without_attention = if is_strict { without_attention(config) } else { None };
-    found.into_iter().map(finding).chain(without_attention).collect()
+    let strict = if is_strict { [without_attention(config), heads(config, model_type)] } else { [None, None] };
+    found.into_iter().map(finding).chain(strict.into_iter().flatten()).collect()
+}
+
+/// A number of heads that does not divide the width of the residual stream.
+fn heads(config: &Map<String, Value>, model_type: &str) -> Option<Finding> {
+    let [(heads_key, heads), (width_key, width)] = arch::indivisible_heads(model_type, config)?;
+    let reason = format!("is {heads}, which does not divide `{width_key}` {width}: transformers refuses the configuration");
+    Some(Finding::new(heads_key, reason, "use a number of heads that divides the width; when pruning, choose an amount that leaves a divisor"))
 }
 
 fn shown(value: &Value) -> String {
@@ -392,6 +399,8 @@ mod tests {
             (json!({ "hidden_size": 16.0 }), true, true),
             (json!({ "vocab_size": 0 }), true, true),
             (json!({ "num_attention_heads": 0 }), true, true),
+            (json!({ "num_attention_heads": 6, "hidden_size": 32 }), false, true),
+            (json!({ "num_attention_heads": 4, "hidden_size": 32 }), false, false),
             (json!({ "hidden_act": "own", "auto_map": { "AutoConfig": "configuration_own.Own" } }), false, false),
             (json!({ "num_hidden_layers": null }), true, true),
             (json!({ "num_key_value_heads": null }), false, false),
@@ -430,6 +439,9 @@ mod tests {
         let nested = json!({ "rope_parameters": { "full_attention": { "rope_type": "default" }, "sliding_attention": { "rope_type": "spiral" } } });
         let expected: &[&str] = if is_checked { &["rope_parameters.sliding_attention"] } else { &[] };
         assert_eq!(keys(&nested, "gemma3_text", Runtime::Vllm), expected);
+        // The heads of Qwen3 have a width of their own.
+        let heads = json!({ "num_attention_heads": 6, "hidden_size": 32 });
+        assert_eq!(keys(&heads, "qwen3", Runtime::Transformers), Vec::<String>::new());
         assert_eq!(keys(&json!({ "pad_token_id": 48, "vocab_size": 48 }), "gpt2", Runtime::Transformers), Vec::<String>::new());
     }
 }

@@ -98,8 +98,14 @@ pub(in crate::pass) fn set_graph(model: &mut Model, graph: Graph, more: Vec<(Str
     let refused = arch::refuses_rope_factors(model.config.values()) && !arch::refuses_rope_factors(before.values());
     if !refused && model.graph_file()?.is_none() {
         let note = (!keys.is_empty()).then(|| format!("config.json describes the result: {}", keys.join(", ")));
-        return Ok(note.into_iter().chain(arch::unsupported_heads_reason(model.config.values())).collect());
+        return Ok(note.into_iter().chain(indivisible_heads_note(model)).collect());
     }
     model.config = before;
     Ok(graph_file_note(model, "the result").into_iter().collect())
+}
+
+/// A note that transformers refuses the number of heads.
+fn indivisible_heads_note(model: &Model) -> Option<String> {
+    let [(heads_key, heads), (width_key, width)] = arch::indivisible_heads(model.config.model_type(), model.config.values())?;
+    Some(format!("transformers refuses `{heads_key}` {heads}, because it does not divide `{width_key}` {width}: choose an amount that leaves a divisor"))
 }

@@ -78,7 +78,7 @@ impl<'a> Structure<'a> {
                 let options = vec![if part == 0 { [option, 0] } else { [0, option] }; pairs.len()];
                 let chosen = Chosen { options, ..Chosen::default() };
                 let built = self.build(self.model, &chosen, None, (Repair::None, None), &mut Applied::new(NAME, Value::Null));
-                built.is_ok_and(|model| !model.is_described() || arch::unsupported_heads_reason(model.config.values()).is_some())
+                built.is_ok_and(|model| !model.is_described() || arch::indivisible_heads(model.config.model_type(), model.config.values()).is_some())
             };
             let refused: Vec<Retained> = first.iter().enumerate().skip(1).filter(|(at, _)| is_refused(*at)).map(|(_, kept)| *kept).collect();
             for pair in &pairs {

@@ -220,3 +220,12 @@ pub fn is_draft_head(model_type: &str) -> bool {
 pub fn family(model_type: &str) -> Option<&'static Family> {
     families().find(|family| family.model_type == model_type)
 }
+
+/// The number of heads and the width of the residual stream, each with its key, if transformers refuses the
+/// configuration because the number does not divide the width.
+pub fn indivisible_heads(model_type: &str, config: &Map<String, Value>) -> Option<[(&'static str, u64); 2]> {
+    let sizes = family(model_type)?.sizes.filter(|sizes| sizes.heads_must_divide)?;
+    let size = |key: &'static str| Some((key, config.get(key)?.as_u64().filter(|size| *size > 0)?));
+    let [heads, width] = [size(sizes.heads.0)?, size(sizes.hidden.0)?];
+    (!width.1.is_multiple_of(heads.1)).then_some([heads, width])
+}

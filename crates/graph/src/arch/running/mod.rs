@@ -22,7 +22,6 @@ pub use config::{GraphBuilder, ReadKeys, Settings, indivisible, is_indivisible};
 pub use images::with_images;
 pub use resize::{
     Shapes, dense_layers, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, refuses_rope_factors, residual_stream_axes, resized,
-    unsupported_heads_reason,
 };
 pub use sentence::{SentenceModule, is_of_module};
 

@@ -75,19 +75,6 @@ pub fn residual_stream_axes(model_type: &str, shapes: Shapes) -> Option<(Axis, V
     Some((stream, sizes.unread.iter().filter_map(|axis| of(*axis)).filter(|(size, _)| *size == width).map(|(_, axis)| axis).collect()))
 }
 
-/// The reason why transformers refuses a configuration with this number of heads, if it does.
-pub fn unsupported_heads_reason(config: &Map<String, Value>) -> Option<String> {
-    let settings = Settings::new(config);
-    let sizes = sizes(settings.text("model_type").ok()?).filter(|sizes| sizes.heads_must_divide)?;
-    let (width, heads) = (settings.size(sizes.hidden.0).ok()?, settings.size(sizes.heads.0).ok()?);
-    (!width.is_multiple_of(heads)).then(|| {
-        format!(
-            "transformers refuses `{}` {heads}, because it does not divide `{}` {width}: choose an amount that leaves a divisor",
-            sizes.heads.0, sizes.hidden.0
-        )
-    })
-}
-
 /// Whether transformers refuses the number of `longrope` factors in a configuration, because the family
 /// computes another one from the width of the residual stream and the number of heads.
 pub fn refuses_rope_factors(config: &Map<String, Value>) -> bool {
