@@ -50,7 +50,8 @@ pub(super) fn model_type(folder: &Folder, target: Target) -> Result<Vec<Finding>
 /// The folder is not in a format that only this program reads.
 pub(super) fn own_format(folder: &Folder, _: Target) -> Result<Vec<Finding>> {
     let named = folder.get("model_type").and_then(Value::as_str).filter(|name| name.starts_with(OWN_TYPE));
-    let of_type = named.map(|name| Finding::new("model_type", format!("is `{name}`: only compress reads the folder"), OWN).for_run(OWN_IN_RUN));
+    let [hint, in_run] = folder.defects.undescribed().map_or([OWN, OWN_IN_RUN], |hint| [hint; 2]);
+    let of_type = named.map(|name| Finding::new("model_type", format!("is `{name}`: only compress reads the folder"), hint).for_run(in_run));
     let is_own = folder.quantization.as_ref().is_some_and(|quantization| quantization.method == crate::model::OWN_METHOD);
     let of_method = is_own.then(|| Finding::new("quant_method", "is `compress`: only compress reads the weights", OWN).for_run(OWN_IN_RUN));
     Ok(of_type.or(of_method).into_iter().collect())

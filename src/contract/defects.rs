@@ -14,6 +14,7 @@ const CONFIG: &str = "config.json";
 const GENERATION: &str = "generation_config.json";
 const OTHER_CONFIG: &str = "use the config.json that was saved together with these weights";
 const OTHER_CONFIG_IN_RUN: &str = "copy the config.json that was saved together with the weights into the model's folder";
+const DESCRIBED: &str = "when pruning, choose `dims` and amounts whose result config.json can describe: one width for all layers, and heads together with `hidden` in families that divide one by the other";
 const COMPLETE: &str = "the checkpoint is incomplete: download it again, or start from the original checkpoint";
 /// Beginning of the reason why an incomplete weight is not opened.
 const MISSING: &str = "is missing";
@@ -31,6 +32,8 @@ struct Defect {
 #[derive(Default)]
 pub(crate) struct Defects {
     mismatch: Option<Defect>,
+    /// Whether `config.json` cannot describe the model, and a `graph.json` does.
+    needs_graph_file: bool,
     /// Files of the tokenizer that runtimes do not read.
     damaged: Vec<Damage>,
     /// Why the settings of text generation are not read.
@@ -40,22 +43,26 @@ pub(crate) struct Defects {
 impl Defects {
     /// The defects of a written model. Weights in formats that this program does not open are not checked.
     pub(super) fn of_output(path: &Path, names: impl Iterator<Item = PathBuf>) -> Result<Defects> {
-        let mismatch = match Model::open(path) {
-            Ok(model) => mismatch(&model),
-            Err(error) => incomplete(error),
-        };
-        Defects::new(mismatch, names.map(|name| (path.join(&name), name)).collect())
+        let files = names.map(|name| (path.join(&name), name)).collect();
+        match Model::open(path) {
+            Ok(model) => Defects::of_model(&model, files),
+            Err(error) => Defects::new(incomplete(error), files),
+        }
     }
 
     /// The defects of a planned model, whose files are copied.
     pub(crate) fn of_plan(model: &Model) -> Result<Defects> {
-        Defects::new(mismatch(model), model.auxiliary.files.iter().map(|file| (model.path_of(file), file.clone())).collect())
+        Defects::of_model(model, model.auxiliary.files.iter().map(|file| (model.path_of(file), file.clone())).collect())
+    }
+
+    fn of_model(model: &Model, files: Vec<(PathBuf, PathBuf)>) -> Result<Defects> {
+        Ok(Defects { needs_graph_file: model.needs_graph_file(), ..Defects::new(mismatch(model), files)? })
     }
 
     fn new(mismatch: Option<Defect>, files: Vec<(PathBuf, PathBuf)>) -> Result<Defects> {
         let settings = files.iter().find(|(_, name)| name == Path::new(GENERATION));
         let generation = settings.map(|(path, _)| not_an_object(path)).transpose()?.flatten();
-        Ok(Defects { mismatch, damaged: damaged(&files)?, generation })
+        Ok(Defects { mismatch, needs_graph_file: false, damaged: damaged(&files)?, generation })
     }
 
     /// The defects of a file that contains its configuration and its tokenizer.
@@ -63,9 +70,17 @@ impl Defects {
         Defects { mismatch: Model::open(path).ok().as_ref().and_then(mismatch), ..Defects::default() }
     }
 
+    /// The next step if only a `graph.json` describes the model.
+    pub(super) fn undescribed(&self) -> Option<&'static str> {
+        self.needs_graph_file.then_some(DESCRIBED)
+    }
+
     /// The weights have the names and shapes that the configuration requires.
     pub(super) fn shapes(&self) -> Vec<Finding> {
-        let finding = |Defect { subject, reason, hints: [hint, in_run] }: &Defect| Finding::new(subject.clone(), reason.clone(), *hint).for_run(in_run);
+        let finding = |Defect { subject, reason, hints }: &Defect| {
+            let [hint, in_run] = self.undescribed().map_or(*hints, |hint| [hint; 2]);
+            Finding::new(subject.clone(), reason.clone(), hint).for_run(in_run)
+        };
         self.mismatch.iter().map(finding).collect()
     }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use compress::contract::Target;
 use compress::export::{Export, Gguf, Layout, Onnx, Safetensors};
-use compress::pass::{Cast, PruneUnstructured, QuantizeStatic};
+use compress::pass::{Cast, PruneStructured, PruneUnstructured, QuantizeStatic};
 use compress::pipeline::{Builder, PartIndex, Plan};
 use compress::report::RuntimeCheck;
 use compress::{Model, Report};
@@ -221,6 +221,17 @@ fn estimates_decide_only_rules_of_the_configuration() {
     assert!(error.to_string().contains("own-format: `model_type` is `compress-llama`"), "{error}");
     let hint = error.hint().unwrap();
     assert!(hint.contains("`--layout dense`") && !hint.contains("densify"), "{hint}");
+}
+
+/// Without palettes and sparse weights, `--layout dense` has no effect.
+#[test]
+fn models_with_a_graph_file_need_another_pruning() {
+    let desk = Desk::new();
+    let uneven: PruneStructured = serde_json::from_value(json!({ "dims": ["mlp"], "amount": 0.5, "uniform": false, "ignore": ["model.layers.1.*"] })).unwrap();
+    let error = desk.run(&model(&desk), pipeline().pass(uneven).loads(targets(&["transformers"]))).map(|output| output.path).unwrap_err();
+    assert!(error.to_string().contains("own-format: `model_type` is `compress-llama`"), "{error}");
+    let hint = error.hint().unwrap();
+    assert!(hint.contains("one width for all layers") && !hint.contains("--layout") && !hint.contains("copy the config.json"), "{hint}");
 }
 
 #[test]
