@@ -10,6 +10,7 @@ use super::schemes::Schemes;
 use super::uniform::UniformWidths;
 use crate::arch::{self, ModelKind, Settings};
 use crate::contract::Runtime;
+use crate::contract::facts::initializes_from_weight;
 use crate::error::{Error, Result};
 use crate::model::{self, Model};
 use crate::pass::Scheme;
@@ -37,6 +38,18 @@ pub enum LoadedBy {
 /// The formats of layers of ONNX files, for a limit of the time or of another quantity.
 fn arithmetics(by_time: bool) -> Arithmetics {
     if by_time { Arithmetics::Timed } else { Arithmetics::Fast }
+}
+
+/// Checks that transformers initializes no linear layer of a model by its `weight`, which packed layers lack.
+fn require_packable(model: &Model) -> Result<()> {
+    let is_unpackable = |name: &str| initializes_from_weight(model.config.model_type(), name.strip_suffix(".weight").unwrap_or(name));
+    match model.weights.by_name.iter().find(|(name, weight)| model::is_linear(name, weight) && is_unpackable(name)) {
+        None => Ok(()),
+        Some((name, _)) => {
+            let reason = "cannot be packed, as in all formats of `auto` for transformers, which initializes the layers of this family by their `weight`";
+            Err(Error::tensor(name, reason, "use `compress quantize --scheme W8A8` or `FP8-DYNAMIC`, or `--for onnxruntime`"))
+        }
+    }
 }
 
 impl fmt::Display for LoadedBy {
@@ -120,6 +133,7 @@ impl LoadedBy {
             _ if is_convolutional => "does not load convolutional networks",
             (LoadedBy::Vllm | LoadedBy::LlamaCpp, Some(ModelKind::VisionTransformer)) => "does not load vision transformers",
             (LoadedBy::Vllm | LoadedBy::LlamaCpp, Some(ModelKind::Detector)) => "does not load detectors",
+            (LoadedBy::Transformers, _) => return require_packable(model),
             _ => return Ok(()),
         };
         Err(Error::option("--for", format!("{}: {self} {reason}: use `--for onnxruntime`", model.path.display())))
@@ -173,5 +187,24 @@ impl LoadedBy {
     /// Whether the result is a single file.
     pub fn is_file(self) -> bool {
         matches!(self, LoadedBy::LlamaCpp | LoadedBy::OnnxRuntime)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn families_without_packed_layers_are_refused_before_the_search() {
+        let model = |name: &str| Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)).unwrap();
+        for name in ["t5", "modernbert"] {
+            let error = LoadedBy::Transformers.require_loads(&model(name)).unwrap_err();
+            assert!(error.to_string().contains("cannot be packed"), "{error}");
+            assert!(error.hint().is_some_and(|hint| hint.contains("quantize --scheme W8A8")), "{error}");
+            LoadedBy::OnnxRuntime.require_loads(&model(name)).unwrap();
+        }
+        LoadedBy::Transformers.require_loads(&model("llama")).unwrap();
     }
 }
