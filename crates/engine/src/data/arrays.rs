@@ -63,10 +63,9 @@ pub(super) fn array_for<'r>(options: &Data, port: &Port, ports: &[Port], arrays:
         (None, [only], [_]) => Ok(Some(only)),
         _ if port.name == "token_type_ids" => Ok(None),
         _ => {
-            let (name, sizes) = (&port.name, port.sizes());
-            let reason =
-                format!("{}: specify the array for the model's input `{name}` ({sizes}) with `inputs`; the file contains {}", path.display(), available());
-            Err(Error::option("data", reason))
+            let missing = format!("there is no array `{}` for the model's input of this name ({})", port.name, port.sizes());
+            let reason = format!("{missing}: add it, or specify another array with `inputs`; the file contains {}", available());
+            Err(Error::option("data", format!("{}: {reason}", path.display())))
         }
     }
 }
@@ -430,6 +429,14 @@ impl SampleSource for Arrays {
 mod tests {
     use super::*;
     use crate::model::SynthesizedFiles;
+
+    #[test]
+    fn missing_arrays_are_named() {
+        let port = |name: &str| Port { name: name.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
+        let ports = ["input_ids", "attention_mask"].map(port);
+        let error = array_for(&Data::default(), &ports[1], &ports, &[], Path::new("samples.safetensors")).map(|_| ()).unwrap_err();
+        assert!(error.to_string().contains("there is no array `attention_mask` for the model's input"), "{error}");
+    }
 
     /// Exported ONNX models may take the mask; it is derived from the labels like the tokens.
     #[test]
