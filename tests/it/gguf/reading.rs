@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use compress::export::FileType;
-use compress::pass::QuantizeDynamic;
+use compress::export::{FileType, Gguf};
+use compress::pass::{Amount, Amounts, PruneStructured, PrunedPart, QuantizeDynamic};
 use compress::{Model, Pipeline};
 use compress_core::store::gguf;
 use compress_core::store::{Bytes, DType, Encoding, Weight};
@@ -28,6 +28,21 @@ fn families_match_their_originals() {
         assert_eq!(found.weights.metadata["general.license"], "apache-2.0");
         assert_eq!(found.stored_bytes(), found.weights.parameters() * 4, "{name}");
     }
+}
+
+/// Without a width of heads in the file, it is the quotient of 9 and 2, rounded down.
+#[test]
+fn heads_whose_number_does_not_divide_the_width_are_read() {
+    let amounts = Amounts::Each([(PrunedPart::Heads, Amount::fraction(0.5)), (PrunedPart::Hidden, Amount::Count(7))].into());
+    let prune = PruneStructured { amount: Some(amounts), round_to: 1, ..PruneStructured::default() };
+    let folder = tempfile::tempdir().unwrap();
+    let builder = Pipeline::builder().pass(prune).export(Gguf { file_type: FileType::F32, ..Gguf::default() }).measure(false);
+    builder.build().unwrap().run(Model::open(golden("models/mistral")).unwrap(), folder.path().join("out")).unwrap();
+    let path = folder.path().join("out/model.gguf");
+    assert!(!gguf::GgufFile::open(&path).unwrap().values.contains_key("llama.attention.key_length"));
+    let found = Model::open(&path).unwrap();
+    let sizes = ["hidden_size", "num_attention_heads", "head_dim"].map(|key| found.config.get(key).and_then(Value::as_u64));
+    assert_eq!(sizes, [Some(9), Some(2), Some(4)]);
 }
 
 #[test]

@@ -72,7 +72,8 @@ pub(super) fn config((model_type, family): (&str, &GgufFamily), values: &mut Val
     set("num_hidden_layers", json!(layers));
     set("num_attention_heads", json!(heads));
     set("num_key_value_heads", json!(groups));
-    if !family.is_latent && (family.head_dim.is_some() || key_width.is_some_and(|width| Some(width) != hidden.checked_div(heads))) {
+    // Without a width in the file, llama.cpp rounds the quotient down.
+    if !family.is_latent && (family.head_dim.is_some() || heads.checked_mul(head_dim) != Some(hidden)) {
         set("head_dim", json!(head_dim));
     }
     if let Some((_, types)) = without_heads {
