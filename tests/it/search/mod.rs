@@ -310,6 +310,7 @@ fn types_of_a_gguf_file_meet_a_limit_of_its_size() {
         ("-o new.onnx --max-size 70%", "loads a GGUF file or a folder"),
         ("-o new.gguf --max-size 3%", "the nearest possible limit is"),
         ("-o new.gguf --max-size 70% --formats Q5_0,Q9", "`Q9` is not a format for llama.cpp; its formats are Q2_K,"),
+        ("-o new.gguf --max-size 70% --formats Q4_K", "no format of `--formats` for llama.cpp except F16 fits the weights of this model, such as `"),
         ("-o new.gguf --max-size 70% --formats F16", "names no format besides floats"),
     ] {
         let run = compress(folder, &format!("{search} {arguments}"));

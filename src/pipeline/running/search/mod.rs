@@ -180,8 +180,7 @@ impl Search<'_> {
         let units = formats.units(&scores);
         measurement.set_scores(scores);
         if !units.iter().any(has_formats) {
-            let reason = if self.has_samples() { "" } else { "; some formats, such as `int8-static`, need `--calibration`" };
-            return Err(Error::option("auto", format!("{} loads none of the formats for the weights of this model{reason}", self.target)));
+            return Err(self.without_formats(&formats.names(), &units));
         }
         let other_bytes = formats.other_bytes(&units);
         let structure_options = Some(formats.structure_options());
@@ -229,6 +228,22 @@ impl Search<'_> {
         found.chosen = found.chosen.take().map(|chosen| found.best(self.budget, self.model.stored_bytes(), chosen));
         found.times = times.map(|times| times.table().clone());
         Ok(found)
+    }
+
+    /// The reason why all weights can only be floats.
+    fn without_formats(&self, names: &[String], units: &[Unit]) -> Error {
+        let rows = |name: &String| Some(format!(", such as `{name}` with rows of {}", self.model.weights.by_name.get(name)?.shape.last()?));
+        let (example, reason) = if self.target == LoadedBy::OnnxRuntime {
+            (None, if self.has_samples() { "" } else { "; some, such as `int8-static`, need `--calibration`" })
+        } else {
+            let example = units.iter().flat_map(|unit| &unit.weights).find_map(rows);
+            (example, "; rows must be multiples of the size of a block or a group")
+        };
+        let floats = names.last().map_or("floats", String::as_str);
+        let example = example.unwrap_or_default();
+        let of_option = if self.formats.is_empty() { "" } else { " of `--formats`" };
+        let what = format!("no format{of_option} for {} except {floats} fits the weights of this model{example}", self.target);
+        Error::option("auto", format!("{what}{reason}; `compress cast` writes floats"))
     }
 
     /// Whether calibration samples give the losses. Without them, the errors of the weights do.
