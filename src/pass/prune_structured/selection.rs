@@ -305,7 +305,7 @@ impl Selection {
         let (unit, size) = (bundle.unit, bundle.size);
         let options = match (unit, pass.minimum) {
             // Both options apply only to other units.
-            (GroupUnit::Heads, _) => None,
+            (GroupUnit::Heads, _) => bundle.advice().map(|advice| (String::new(), advice)),
             (_, None) => Some((format!(" with `round_to: {}`", pass.round_to), "lower `round_to`")),
             (_, Some(minimum)) => Some((format!(" with `round_to: {}` and `minimum: {minimum}`", pass.round_to), "lower `round_to` or `minimum`")),
         };

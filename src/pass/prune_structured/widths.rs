@@ -17,6 +17,8 @@ pub(super) struct Bundle {
     /// Possible widths of the largest group in descending order, starting with its size. All groups
     /// support these proportions.
     pub widths: Vec<usize>,
+    /// Whether the sizes of the groups differ.
+    pub is_uneven: bool,
 }
 
 impl Bundle {
@@ -34,12 +36,19 @@ impl Bundle {
             })
         };
         let widths = std::iter::once(size).chain((1..size).rev().filter(fits)).collect();
-        Bundle { unit, groups: members, size, widths }
+        let is_uneven = members.iter().any(|index| groups[*index].size != size);
+        Bundle { unit, groups: members, size, widths, is_uneven }
     }
 
     /// Width of a group if the largest group has the given width.
     pub fn scaled_width(&self, group: &Group, width: usize) -> usize {
         group.size * width / self.size.max(1)
+    }
+
+    /// What allows other widths if the groups have no smaller ones in common.
+    pub fn advice(&self) -> Option<&'static str> {
+        let has_none = self.is_uneven && self.widths.len() == 1;
+        has_none.then_some("use `uniform: false`, because no fraction of the different sizes of the groups is a whole number of units")
     }
 
     /// Index of the width closest to the remaining width after removing an amount. Returns an error if
@@ -55,7 +64,8 @@ impl Bundle {
         let listed = || {
             let all = list();
             let shown = all.iter().take(16).map(|text| text.trim_end_matches('0').trim_end_matches('.').to_owned()).collect::<Vec<_>>().join(", ");
-            if all.len() > 16 { format!("{shown}, ...") } else { shown }
+            let more = if all.len() > 16 { ", ..." } else { "" };
+            self.advice().map_or_else(|| format!("{shown}{more}"), |advice| format!("{shown}{more}; {advice}"))
         };
         if exact >= size as f64 {
             return wrong(format!("{amount} of {size} {} of `{name}` would remove all of them; possible amounts: {}", self.unit, listed()));
@@ -165,7 +175,7 @@ mod tests {
 
     #[test]
     fn the_least_important_units_are_removed_first() {
-        let bundle = |index| Bundle { unit: GroupUnit::Mlp, groups: vec![index], size: 4, widths: vec![4, 3, 2] };
+        let bundle = |index| Bundle { unit: GroupUnit::Mlp, groups: vec![index], size: 4, widths: vec![4, 3, 2], is_uneven: false };
         let bundles = [bundle(0), bundle(1)];
         let scores = vec![vec![1.0; 4], vec![5.0, 0.1, 0.2, 5.0]];
         assert_eq!(steps(&bundles, Some(&scores)), [1, 1, 0, 0]);
@@ -176,11 +186,21 @@ mod tests {
     #[test]
     fn costs_do_not_depend_on_the_size_and_the_scale_of_groups() {
         let scores = vec![vec![0.5; 4], vec![20.0; 12], vec![1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 2.0].map(|score| 7.0 * score).repeat(5)];
-        let bundle = |groups| Bundle { unit: GroupUnit::Mlp, groups, size: 4, widths: vec![4, 3, 2] };
+        let bundle = |groups| Bundle { unit: GroupUnit::Mlp, groups, size: 4, widths: vec![4, 3, 2], is_uneven: false };
         for (groups, from, to, expected) in [(vec![0], 0.0, 0.25, 1.0), (vec![1], 0.25, 0.5, 1.0), (vec![0, 1], 0.0, 0.5, 1.0), (vec![2, 3], 0.0, 0.25, 0.5)] {
             let found = cost(&bundle(groups.clone()), &scores, from, to);
             assert!((found - expected).abs() < 1e-12, "{groups:?}: {found}");
         }
+    }
+
+    /// The five heads of an encoder and the four of its decoder.
+    #[test]
+    fn groups_without_a_common_width_are_named() {
+        let bundle = Bundle { unit: GroupUnit::Heads, groups: vec![0, 1], size: 5, widths: vec![5], is_uneven: true };
+        let error = bundle.width_index("encoder", Amount::fraction(0.25)).unwrap_err().to_string();
+        assert!(error.ends_with("of units") && error.contains("possible amounts: 0; use `uniform: false`"), "{error}");
+        let even = Bundle { size: 4, widths: vec![4, 3, 2, 1], is_uneven: false, ..bundle };
+        assert!(!even.width_index("encoder", Amount::fraction(0.4)).unwrap_err().to_string().contains("uniform"));
     }
 
     #[test]
