@@ -218,6 +218,30 @@ const OTHER_ROPE_TYPES: [&str; 6] = ["mrope", "ntk", "deepseek_yarn", "deepseek_
 /// Families that do not read the values, or convert them.
 const OWN_ROPE: [&str; 5] = ["granitemoehybrid", "phi3", "qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"];
 
+/// Types of layers (`ALLOWED_ATTN_LAYER_TYPES` in `transformers/configuration_utils.py`), with the older
+/// names that transformers replaces, and `mlp` of Nemotron-H.
+const LAYER_TYPES: [&str; 19] = [
+    "attention",
+    "chunked_attention",
+    "compressed_sparse_attention",
+    "conv",
+    "deepseek_sparse_attention",
+    "full_attention",
+    "heavily_compressed_attention",
+    "hybrid",
+    "hybrid_sliding",
+    "indexed_attention",
+    "linear_attention",
+    "mamba",
+    "minimax_m3_sparse",
+    "mlp",
+    "moe",
+    "qwen_sparse_attention",
+    "reference_sliding_attention",
+    "sliding_attention",
+    "window_attention",
+];
+
 /// Families whose embeddings have no row for padding.
 const WITHOUT_PADDING: [&str; 7] = ["gpt2", "gpt_neox", "mamba2", "mpnet", "mt5", "nemotron_h", "t5"];
 
@@ -313,8 +337,8 @@ fn rope(value: &Value, is_strict: bool) -> Option<String> {
 fn layer_types(config: &Map<String, Value>) -> Option<String> {
     let types = config.get("layer_types").filter(|types| !types.is_null())?;
     let Some(list) = types.as_array() else { return Some(format!("is {}, expected a list or null", shown(types))) };
-    if let Some(other) = list.iter().find(|kind| !kind.is_string()) {
-        return Some(format!("contains {}, expected names", shown(other)));
+    if let Some(other) = list.iter().find(|kind| kind.as_str().is_none_or(|name| !LAYER_TYPES.contains(&name))) {
+        return Some(format!("contains {}, expected types of layers, such as `full_attention`", shown(other)));
     }
     let count = config.get("num_hidden_layers").and_then(Value::as_u64).filter(|count| *count != list.len() as u64)?;
     Some(format!("has {} elements, but `num_hidden_layers` is {count}", list.len()))
@@ -424,6 +448,8 @@ mod tests {
             (json!({ "rope_scaling": "linear" }), true, true),
             (json!({ "rope_scaling": null }), false, false),
             (json!({ "num_hidden_layers": 2, "layer_types": ["full_attention"] }), false, true),
+            (json!({ "layer_types": ["full_attention", "foo"] }), false, true),
+            (json!({ "layer_types": ["attention", "mamba"] }), false, false),
             (json!({ "layer_types": ["conv", "linear_attention"] }), false, true),
             (json!({ "layer_types": ["conv", "full_attention"] }), false, false),
             (json!({ "layers_block_type": ["linear_attention", "mlp"] }), false, true),
