@@ -59,7 +59,8 @@ impl CodedMatrix {
         if !is_whole || inner == 0 || codes.len() / group != scales.len() {
             return None;
         }
-        let nibbles = (dots::are_available() && group.is_multiple_of(LANES)).then(|| Codes::nibbles(&codes)).flatten();
+        let is_packed = dots::are_available() && dots::are_supported(group, inner) && inner.is_multiple_of(LANES);
+        let nibbles = is_packed.then(|| Codes::nibbles(&codes)).flatten();
         Some(CodedMatrix { inner, group, codes: nibbles.unwrap_or(Codes::Bytes(codes)), scales })
     }
 
@@ -92,21 +93,25 @@ impl CodedMatrix {
     /// Dot products of a few rows with rows of the matrix, those of each row one after another.
     fn dots(&self, x: &Interleaved, first: usize, out: &mut [f32]) {
         let (start, scales) = (first * self.inner, &self.scales[first * (self.inner / self.group)..]);
-        let is_supported = self.group == self.inner || self.group.is_multiple_of(LANES);
         let is_done = match &self.codes {
             Codes::Nibbles(codes, table) => {
                 let stored = Stored { values: &codes[start / 2..], stride: self.inner / 2, group: self.group / 2, scales };
                 dots::of_nibbles(x, stored, table, out)
             }
-            Codes::Bytes(codes) if is_supported => {
+            Codes::Bytes(codes) => {
                 let stored = Stored { values: &codes[start..], stride: self.inner, group: self.group, scales };
-                dots::of_codes(x, stored, out) || x.only().is_some_and(|x| dots_of_row(x, stored, out))
+                dots::are_supported(self.group, self.inner) && dots::of_codes(x, stored, out) || self.dots_of_row(x, stored, out)
             }
-            Codes::Bytes(_) => false,
         };
         if !is_done {
             of_decoded(x, out, |row, values| self.decode_part(first + row, 0, values));
         }
+    }
+
+    /// As `dots`, for a single row. False if there are several, or the loops do not support the groups.
+    fn dots_of_row(&self, x: &Interleaved, stored: Stored<u8>, out: &mut [f32]) -> bool {
+        let is_supported = self.group == self.inner || self.group.is_multiple_of(LANES);
+        x.only().filter(|_| is_supported).map(|x| dots_of_row(x, stored, out)).is_some()
     }
 
     fn decoded(&self, rows: Range<usize>) -> Scratch {
@@ -123,8 +128,9 @@ impl Right for CodedMatrix {
         // A group that is a row can be divided.
         let unit = match (&self.codes, self.group == self.inner) {
             (Codes::Bytes(_), true) => 1,
+            (Codes::Bytes(_), false) => self.group,
             (Codes::Nibbles(..), true) => LANES,
-            (_, false) => self.group,
+            (Codes::Nibbles(..), false) => self.group.max(LANES),
         };
         let columns = from / unit * unit..end.next_multiple_of(unit);
         let mut values = Scratch::new(count * columns.len());
@@ -180,7 +186,7 @@ fn add(sums: &mut [f32; LANES], codes: &[u8; LANES], scale: f32, x: &[f32; LANES
 simd! {
     /// Dot products of a row with consecutive rows of codes. Groups are rows or multiples of the number of
     /// lanes.
-    fn dots_of_row(x: &[f32], stored: Stored<u8>, out: &mut [f32]) -> bool {
+    fn dots_of_row(x: &[f32], stored: Stored<u8>, out: &mut [f32]) {
         let Stored { values, stride, group, scales } = stored;
         let rows = values.chunks_exact(stride).zip(scales.chunks_exact(stride / group));
         for (out, (codes, scales)) in out.iter_mut().zip(rows) {
@@ -198,7 +204,6 @@ simd! {
             }
             *out = total(&sums);
         }
-        true
     }
 }
 
@@ -212,12 +217,24 @@ mod tests {
     #[test]
     fn products_are_bitwise_equal_to_those_of_the_values() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
-        let shapes = [(1, 1, 1), (576, 576, 70), (70, 70, 33), (96, 32, 5), (64, 16, 40), (130, 65, 9), (128, 128, 3000), (2112, 96, 40), (1100, 1100, 9)];
+        let shapes = [
+            (1, 1, 1),
+            (576, 576, 70),
+            (70, 70, 33),
+            (96, 32, 5),
+            (64, 16, 40),
+            (80, 16, 7),
+            (16, 16, 5),
+            (130, 65, 9),
+            (128, 128, 3000),
+            (2112, 96, 40),
+            (1100, 1100, 9),
+        ];
         for ((inner, group, width), different) in shapes.into_iter().flat_map(|shape| [251, 16, 9].map(|different| (shape, different))) {
             let codes: Vec<u8> = (0..inner * width).map(|i| (i * 7919 % different * 15 % 256) as u8).collect();
             let scales = numbers(inner / group * width, 5);
             let coded = CodedMatrix::new(inner, group, codes.clone(), scales.clone()).unwrap();
-            let is_packed = dots::are_available() && different <= 16 && group % LANES == 0;
+            let is_packed = dots::are_available() && different <= 16 && inner % LANES == 0;
             assert_eq!((coded.shape(), coded.bytes()), ([width, inner], (codes.len() >> usize::from(is_packed)) + 4 * scales.len()));
             let values: Vec<f32> = codes.iter().enumerate().map(|(i, code)| f32::from(*code as i8) * scales[i / group]).collect();
             let plain = Columns { values: &values[..], count: width, stride: inner };
