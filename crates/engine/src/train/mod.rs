@@ -6,6 +6,7 @@ mod accumulated;
 mod adapter;
 mod augment;
 pub mod average;
+mod batch_statistics;
 mod batches;
 pub mod cache;
 mod cached_logits;

@@ -7,19 +7,17 @@ use candle_core::{DType, Tensor};
 
 use super::accumulated::Accumulated;
 use super::cache::Entries;
-use super::clip;
 use super::exchange::{Buckets, Exchange};
 use super::losses::WeightedTeacher;
 use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
 use super::trainer::Trainer;
-use super::{Precision, Weights};
+use super::{Precision, Weights, batch_statistics, clip};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Tape, bytes_of};
-use crate::ir::ops;
-use crate::ir::{Graph, Op, ValueId};
+use crate::ir::{Op, ValueId};
 
 /// Initial loss scale for `f16`.
 pub(super) const FIRST_SCALE: f64 = 65536.0;
@@ -316,7 +314,7 @@ impl<'t> Stepper<'t> {
                 if let (Op::BatchNorm(op), [x, ..]) = (&node.op, operands)
                     && op.batch
                 {
-                    statistics.extend(moments(graph, node, x)?);
+                    statistics.extend(batch_statistics::moments(graph, node, x)?);
                 }
                 Ok(())
             }),
@@ -435,17 +433,6 @@ fn multiply(gradients: &mut BTreeMap<String, Tensor>, factor: f64) -> Result<()>
 /// devices, and a sum of large elements overflows.
 fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
     Ok(transfer::number(&tensor.to_dtype(DType::F32)?.affine(0.0, 0.0)?.sum_all()?, Cause::Step)?.is_finite())
-}
-
-/// Mean and unbiased variance of the input of a batch normalization, by the names of its running statistics.
-fn moments(graph: &Graph, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<(String, Tensor)>> {
-    let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
-    let compute = || {
-        let (mean, variance) = ops::moments(x)?;
-        let count = (x.elem_count() / x.dim(1)?.max(1)) as f64;
-        Ok(vec![(name(3), mean), (name(4), variance.affine(count / (count - 1.0).max(1.0), 0.0)?)])
-    };
-    compute().map_err(|e: candle_core::Error| Error::candle("statistics of a batch", e))
 }
 
 #[cfg(test)]
