@@ -68,6 +68,11 @@ impl Loss for Contrastive {
 
     fn items(&self, batch: &Batch) -> error::Result<f64> {
         match batch.references {
+            References::Matches(texts) if batch.samples.saturating_mul(texts.saturating_sub(1)) < 2 => Err(Error::option(
+                "losses: contrastive",
+                "needs several texts to choose the matching one from, but a batch has a single pair, so that its loss is always 0: \
+                 set `batch_size` to at least 2, provide at least 2 pairs, because the last batch can be incomplete, or set `negative_column`",
+            )),
             References::Matches(_) => Ok(batch.samples as f64),
             _ => {
                 Err(Error::option("losses: contrastive", "needs pairs of matching texts: set `task: contrastive` and `pair_column` in `data: { train: ... }`"))
@@ -134,6 +139,14 @@ mod tests {
             cases += 1;
         }
         assert_eq!(cases, 4);
+    }
+
+    #[test]
+    fn single_pairs_are_rejected() {
+        let loss = Contrastive { value: "a".into(), temperature: 1.0, symmetric: false };
+        let error = loss.items(&batch(1, 2)).unwrap_err().to_string();
+        assert!(error.contains("`batch_size`") && error.contains("last batch"), "{error}");
+        assert_eq!((loss.items(&batch(2, 2)).unwrap(), loss.items(&batch(1, 3)).unwrap()), (2.0, 1.0));
     }
 
     #[test]
