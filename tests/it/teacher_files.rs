@@ -194,3 +194,20 @@ fn teachers_with_other_vocabularies_and_losses_are_refused() {
         assert!(error.contains(reason), "{error}");
     }
 }
+
+/// Logits of a masked language model belong to the token at their position, and those of a causal one to the
+/// next token.
+#[test]
+fn masked_and_causal_models_are_not_compared() {
+    let run = Run::new();
+    let [causal, masked] = ["llama", "bert-masked-lm"];
+    for (student, teacher) in [(causal, masked), (masked, causal)] {
+        let data = Data { task: Some(Task::LanguageModelling), ..samples(student, run.folder.path(), 8, 0) };
+        let more = vec![MoreTeacher { model: golden(teacher), weight: 1.0, cache: None }];
+        for pass in [Distill { teacher: Some(golden(teacher)), ..distill(1, "soft=1") }, Distill { more_teachers: more, ..distill(1, "soft=1") }] {
+            let error = run.train(student, data.clone(), pass).unwrap_err().to_string();
+            assert!(error.contains("predicts other tokens than the student"), "{error}");
+            assert!([causal, masked].iter().all(|name| error.contains(&golden(name).display().to_string())), "{error}");
+        }
+    }
+}

@@ -83,6 +83,27 @@ pub(super) fn is_causal(graph: &Graph) -> bool {
     SequenceCache::new(graph).is_ok() || graph.nodes().iter().any(has_causal_attention)
 }
 
+/// Returns an error if one of two models predicts masked tokens and the other the next token, so that their
+/// logits at a position belong to different tokens.
+pub(super) fn require_same_positions(student: &Model, teacher: &Model) -> Result<()> {
+    let is_masked = |model: &Model| model.config.class().ends_with("ForMaskedLM");
+    let (masked, causal) = match (is_masked(student), is_masked(teacher)) {
+        (true, false) => (student, teacher),
+        (false, true) => (teacher, student),
+        _ => return Ok(()),
+    };
+    if is_causal(&masked.graph()?) || !is_causal(&causal.graph()?) {
+        return Ok(());
+    }
+    let reason = format!(
+        "predicts other tokens than the student: {} predicts masked tokens, and {} the next token, so that `soft` cannot compare their logits; \
+         use two models of the same kind, or a loss of other values, such as `hidden: 1`",
+        masked.path.display(),
+        causal.path.display()
+    );
+    Err(Error::option("distill: teacher", reason))
+}
+
 /// Ids of the special tokens in a `tokenizer.json`: special added tokens, and tokens that the post-processor
 /// inserts.
 fn special_ids(file: &Value) -> Vec<i64> {

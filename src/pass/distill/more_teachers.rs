@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 use super::inputs::{Inputs, require_same_preprocessing, teacher_cache_key};
-use super::{Distill, packing, vocabulary};
+use super::{Distill, masking, packing, vocabulary};
 use crate::error::{Error, ParseError, Result};
 use crate::evaluation::Subject;
 use crate::exec::{MemoryCategory, MemoryTracker};
@@ -76,6 +76,7 @@ pub(super) fn open(teachers: &[MoreTeacher], student: &Model) -> Result<Vec<(Mod
         let model = student.open_like(&teacher.model).map_err(|e| if matches!(e, Error::Io { .. }) { Error::option(OPTION, e) } else { e })?;
         vocabulary::require_same(student, &model)?;
         vocabulary::require_same_classes(student, &model)?;
+        masking::require_same_positions(student, &model)?;
         Ok((model, teacher.clone()))
     };
     teachers.iter().map(open).collect()

@@ -254,12 +254,16 @@ impl<'a> Job<'a> {
         Ok((model, applied))
     }
 
-    /// Checks that student and teacher have the same vocabulary, and the same classes if a loss compares
-    /// them.
+    /// Checks that student and teacher have the same vocabulary, and logits of the same classes and tokens if
+    /// a loss compares them.
     fn require_same_outputs(&self) -> Result<()> {
         let Some(teacher) = &self.teacher else { return Ok(()) };
         vocabulary::require_same(&self.student, teacher)?;
-        if self.training.losses.soft.is_none() { Ok(()) } else { vocabulary::require_same_classes(&self.student, teacher) }
+        if self.training.losses.soft.is_none() {
+            return Ok(());
+        }
+        vocabulary::require_same_classes(&self.student, teacher)?;
+        masking::require_same_positions(&self.student, teacher)
     }
 
     /// Opens the training data, and constructs the losses.
