@@ -5,9 +5,11 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
+use compress_engine::data::{Data, Task};
 use serde_json::Value;
 
-use crate::train::weights;
+use crate::common::golden_model;
+use crate::train::{Run, finetune, samples, weights};
 use crate::train_processes::{Workspace, golden, ranks};
 
 /// Bytes of a kind by category, and their total.
@@ -169,4 +171,22 @@ fn values_that_are_not_finite_are_found_in_every_micro_batch() {
         });
         assert!(error.contains("is not finite: `embeddings."), "{sample}: {error}");
     }
+}
+
+/// transformers adds the auxiliary loss of the router of such a model to the loss of its labels.
+#[test]
+fn the_loss_of_a_router_is_noted() {
+    let run = Run::new();
+    let folder = run.folder.path().join("mixtral");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::copy(golden_model("mixtral/model.safetensors"), folder.join("model.safetensors")).unwrap();
+    let data = samples("mixtral", run.folder.path(), 8, 0);
+    let has_note = |is_set: bool| {
+        let mut config: Value = serde_json::from_slice(&std::fs::read(golden_model("mixtral/config.json")).unwrap()).unwrap();
+        config["output_router_logits"] = is_set.into();
+        std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+        let report = run.steps(&folder, Data { task: Some(Task::LanguageModelling), ..data.clone() }, vec![finetune(1).into()]).unwrap();
+        report.notes.iter().any(|note| note.contains("the auxiliary loss of the router"))
+    };
+    assert!(has_note(true) && !has_note(false));
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::adapters::Adapters;
 use crate::error::counted;
@@ -86,6 +86,23 @@ pub(super) fn unused_options(training: &Training, graph: &Graph, processes: usiz
     options.into_iter().filter(|(is_unused, _)| *is_unused).map(|(_, note)| note.to_owned()).collect()
 }
 
+/// A note on the auxiliary loss that balances the load of experts, if transformers adds it to the loss of a
+/// model with this configuration.
+pub(super) fn router_loss(config: &Map<String, Value>) -> Option<String> {
+    // Models of texts and images have the keys of the language model in `text_config`.
+    let text = config.get("text_config").and_then(Value::as_object);
+    let config = [Some(config), text].into_iter().flatten().find(|config| config.get("output_router_logits") == Some(&Value::Bool(true)))?;
+    let coefficient = config.get("router_aux_loss_coef");
+    if coefficient.and_then(Value::as_f64) == Some(0.0) {
+        return None;
+    }
+    let value = coefficient.map_or_else(String::new, |value| format!(" of {value}"));
+    Some(format!(
+        "`output_router_logits: true` of config.json has no effect: the auxiliary loss of the router, \
+         with `router_aux_loss_coef`{value}, is not part of the training"
+    ))
+}
+
 /// The tables and logs of the steps, by file name in the report. `earlier` is the number of passes of the run
 /// with the same name.
 pub(super) fn logs(name: &str, earlier: usize, training: &Training, checkpoints: Option<&Checkpoints>) -> BTreeMap<String, Arc<Vec<u8>>> {
@@ -115,4 +132,24 @@ pub(super) fn details(
         "training": { "steps": trained.steps, "skipped_steps": trained.skipped_steps, "zeros_kept": counts.zeros, "losses": losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
         "memory": { "peak_bytes": peak, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.timeline() },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn auxiliary_losses_of_routers_are_noted() {
+        let note = |config: Value| router_loss(config.as_object().unwrap());
+        let set = json!({ "output_router_logits": true, "router_aux_loss_coef": 0.5 });
+        assert!(note(set.clone()).unwrap().contains("`router_aux_loss_coef` of 0.5, is not part of the training"));
+        assert!(note(json!({ "text_config": set })).is_some() && note(json!({ "output_router_logits": true })).is_some());
+        for unset in [
+            json!({}),
+            json!({ "output_router_logits": false, "router_aux_loss_coef": 0.5 }),
+            json!({ "output_router_logits": true, "router_aux_loss_coef": 0.0 }),
+        ] {
+            assert_eq!(note(unset), None);
+        }
+    }
 }

@@ -119,7 +119,8 @@ impl<'a> Job<'a> {
             forecast.describe()
         ));
         applied.notes.extend(training.max_steps.and_then(|steps| training.schedule.unfinished_warmup(steps)));
-        let unused = record::unused_options(training, &small, processes);
+        let mut unused = record::unused_options(training, &small, processes);
+        unused.extend(record::router_loss(model.config.values()).filter(|_| objective.losses.hard.is_some()));
         applied.notes.extend(unused.iter().cloned());
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
         applied.model_runs = self.model_runs((&small, &teachers), &objective, batch(&graph, training));
