@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use compress::pass::Finetune;
 use compress::report::Report;
 use compress::{Error, Model, Pipeline};
+use compress_core::store::ByteSize;
+use compress_core::work::{Cancel, Event};
 use compress_engine::data::Data;
 use compress_engine::train::Every;
 
@@ -152,4 +154,34 @@ fn weights_of(folder: &Path) -> BTreeMap<String, Vec<u32>> {
         values.into_iter().map(f32::to_bits).collect()
     };
     tensors.iter().map(|(name, tensor)| (name.clone(), bits(tensor))).collect()
+}
+
+/// A training that was interrupted before its first step completed has nothing to resume from.
+#[test]
+fn a_step_is_interrupted_between_its_batches() {
+    let (trainings, cancel) = (Trainings::new(), Cancel::default());
+    let handle = cancel.clone();
+    // The score before the first step.
+    let watch = move |event: Event| {
+        if let Event::Message(text) = event
+            && !text.contains("loss")
+        {
+            handle.cancel();
+        }
+    };
+    let pass = with_training!(finetune(2), gradient_accumulation: 4, evaluate_every: Some(1));
+    let builder = Pipeline::builder().pass(pass).train(trainings.data.clone()).evaluation(trainings.data.clone()).progress(watch).cancel(cancel);
+    let error = builder.build().unwrap().run(Model::open(golden(MODEL)).unwrap(), trainings.out("out")).unwrap_err();
+    assert!(!matches!(error, Error::Paused { .. }) && error.to_string().contains("interrupted"), "{error}");
+}
+
+/// The batches of a step are counted when they are read, and not only once all are in memory.
+#[test]
+fn batches_of_a_step_are_limited_when_they_are_read() {
+    let trainings = Trainings::new();
+    let report = trainings.start(&finetune(1), "small", false, None).unwrap();
+    let peak = report.passes[0].details["memory"]["peak_bytes"].as_u64().unwrap();
+    let pass = with_training!(finetune(1), gradient_accumulation: 1_000_000_000, memory_limit: Some(ByteSize(2 * peak)));
+    let error = trainings.start(&pass, "large", false, None).unwrap_err();
+    assert!(error.is_out_of_memory() && error.to_string().contains("data of"), "{error}");
 }

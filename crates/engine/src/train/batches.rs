@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::Training;
 use crate::data::{Batch, DataSet, LargestInputs, Order};
 use crate::error::Result;
+use crate::exec::bytes_of;
 use crate::work::Work;
 
 /// Position in the data of this process, between two batches.
@@ -74,17 +75,28 @@ impl<'d> Batches<'d> {
     }
 
     /// Passes the samples of each step after `step`, from the cursor `at` on, to `consume` until it breaks.
-    /// Fails if there are fewer batches than processes.
-    pub fn for_each_step(&self, mut at: Cursor, mut step: u64, mut consume: impl FnMut(Samples) -> Result<ControlFlow<()>>) -> Result<()> {
+    /// Calls `wait` with each batch that waits for further batches of its step. Fails if there are fewer
+    /// batches than processes.
+    pub fn for_each_step(
+        &self,
+        mut at: Cursor,
+        mut step: u64,
+        mut wait: impl FnMut(&Batch) -> Result<()>,
+        mut consume: impl FnMut(Samples) -> Result<ControlFlow<()>>,
+    ) -> Result<()> {
         let (mut batches, mut waited, mut wait_start) = (Vec::new(), Duration::ZERO, Instant::now());
         while step < self.steps {
             let mut is_done = false;
             self.data.for_each_in(Order { shuffle: Some(shuffle(self.seed, at.epoch)), skip: at.batches, ..self.order }, |batch| {
                 waited += wait_start.elapsed();
-                batches.push(batch);
                 at.batches += 1;
                 let last = self.batch_counts.is_some_and(|(epoch, all)| at.epoch * epoch + at.batches as u64 >= all);
-                if batches.len() == self.batches_per_step || last {
+                let is_complete = batches.len() + 1 == self.batches_per_step || last;
+                if !is_complete {
+                    wait(&batch)?;
+                }
+                batches.push(batch);
+                if is_complete {
                     step += 1;
                     let samples = Samples { batches: std::mem::take(&mut batches), next: at, waited: std::mem::take(&mut waited) };
                     is_done = consume(samples)?.is_break() || step >= self.steps;
@@ -99,6 +111,11 @@ impl<'d> Batches<'d> {
         }
         Ok(())
     }
+}
+
+/// Bytes of the inputs of a batch.
+pub fn input_bytes(batch: &Batch) -> u64 {
+    batch.inputs.values().map(bytes_of).sum()
 }
 
 /// Seed of the order of an epoch.
@@ -146,7 +163,7 @@ mod tests {
             found.push((samples.next, samples.batches.iter().flat_map(read).collect()));
             Ok(ControlFlow::Continue(()))
         };
-        batches.for_each_step(from.0, from.1, consume).unwrap();
+        batches.for_each_step(from.0, from.1, |_| Ok(()), consume).unwrap();
         assert_eq!(found.len() as u64 + from.1, batches.steps());
         found
     }
@@ -168,6 +185,27 @@ mod tests {
             assert_eq!(numbers.len(), count - usize::from(single));
             assert!(all.iter().all(|(next, _)| next.epoch == 0));
         }
+    }
+
+    #[test]
+    fn batches_wait_for_the_others_of_their_step() {
+        let (_folder, data) = numbered(14);
+        let batches = Batches::new(&data, 2, &epochs(1, 3), 3, (0, 1)).unwrap();
+        let (waiting, mut found) = (std::cell::Cell::new(0), Vec::new());
+        let wait = |batch: &Batch| {
+            waiting.set(waiting.get() + input_bytes(batch));
+            Ok(())
+        };
+        let consume = |samples: Samples| {
+            found.push((waiting.take(), samples.batches.iter().map(input_bytes).sum::<u64>()));
+            Ok(ControlFlow::Continue(()))
+        };
+        batches.for_each_step(Cursor::default(), 0, wait, consume).unwrap();
+        let bytes = found[2].1;
+        assert_eq!(found, [(2 * bytes, 3 * bytes), (2 * bytes, 3 * bytes), (0, bytes)]);
+        let stop = |_: &Batch| Err(crate::error::Error::Cancelled);
+        let error = batches.for_each_step(Cursor::default(), 0, stop, |_| panic!("no step is complete")).unwrap_err();
+        assert!(matches!(error, crate::error::Error::Cancelled), "{error}");
     }
 
     #[test]
@@ -204,7 +242,7 @@ mod tests {
         for (count, processes, expected) in [(0, 1, "no samples"), (16, 2, "fewer batches"), (0, 2, "fewer batches")] {
             let (_folder, data) = numbered(count);
             let batches = Batches::new(&data, 16, &epochs(1, 1), 3, (0, processes)).unwrap();
-            let error = batches.for_each_step(Cursor::default(), 0, |_| Ok(ControlFlow::Continue(()))).unwrap_err().to_string();
+            let error = batches.for_each_step(Cursor::default(), 0, |_| Ok(()), |_| Ok(ControlFlow::Continue(()))).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }

@@ -91,7 +91,8 @@ impl CachedTeacher<'_> {
     /// that are not cached. Returns the number of samples added.
     pub fn fill(&self, cache: &mut Cache, batches: &Batches, (at, step): (Cursor, u64), options: &BlockwiseOptions, work: &Work) -> Result<usize> {
         let (mut queue, mut queued, mut count) = (Queue::new(MAX_QUEUED_BYTES), BTreeSet::new(), 0);
-        batches.for_each_step(at, step, |samples| {
+        let wait = |_: &Batch| work.cancel.check();
+        batches.for_each_step(at, step, wait, |samples| {
             for batch in samples.batches {
                 let (keys, rows) = self.keys(&batch)?;
                 if keys.iter().all(|key| cache.contains(*key) || queued.contains(key)) {

@@ -1,5 +1,6 @@
 //! The training loop: steps, evaluations and checkpoints.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::{ControlFlow, Range};
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use candle_core::Device;
 
 use super::average::Average;
-use super::batches::{Batches, Samples};
+use super::batches::{Batches, Samples, input_bytes};
 use super::checkpoint::Tensors;
 use super::draw::Draw;
 use super::memory::Timeline;
@@ -16,8 +17,9 @@ use super::optimizer;
 use super::records::{Evaluation, StepRecord};
 use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
-use super::trainer::Trainer;
+use super::trainer::{Trainer, WAITING};
 use super::{Every, Offload, OnPolicySampler, Training, Weights, clip};
+use crate::data::Batch;
 use crate::error::{Error, Result, counted};
 use crate::evaluation::lower_is_better;
 use crate::exec::transfer::{self, Cause, Copies, Direction};
@@ -163,14 +165,32 @@ impl Trainer<'_> {
         if state.train.position.step == 0 && self.options.evaluate_every.is_some() {
             self.evaluate(state)?;
         }
-        batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
+        let (waiting, is_interrupted) = (Cell::new(0), Cell::new(false));
+        let wait = |batch: &Batch| {
+            self.require_uninterrupted().inspect_err(|_| is_interrupted.set(true))?;
+            let bytes = input_bytes(batch);
+            waiting.set(waiting.get() + bytes);
+            self.memory_tracker.allocate_named(MemoryCategory::Data, WAITING, bytes)
+        };
+        let done = batches.for_each_step(state.train.position.data, state.train.position.step, wait, |samples| {
+            self.memory_tracker.release_named(MemoryCategory::Data, WAITING, waiting.take());
             let start = Instant::now();
             let samples = self.changed(samples, state, stepper.part())?;
             self.step(state, stepper, &samples, start)?;
             state.busy += start.elapsed();
             timeline.add("training", state.train.position.step, self.memory_tracker.all());
             Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
-        })
+        });
+        if is_interrupted.get() { Err(self.interrupted(state)?) } else { done }
+    }
+
+    /// Saves the state after the last completed step. Returns the error of an interrupted training.
+    fn interrupted(&self, state: &mut State) -> Result<Error> {
+        let step = state.train.position.step;
+        match self.context.folder.as_ref().filter(|_| step > 0) {
+            Some(folder) => self.save(state).map(|()| Error::Paused { step, path: state::path(folder) }),
+            None => Ok(Error::Cancelled),
+        }
     }
 
     /// The samples of a step with random changes: augmented images, and texts with masked tokens or with
@@ -203,7 +223,11 @@ impl Trainer<'_> {
         self.memory_tracker.begin_step(Some(number));
         let draw = Draw { seed: self.context.seed, step: state.train.position.step, rank: self.team.rank() };
         let result = stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale, draw.random().u64(..));
-        let StepResult { losses, gradients, statistics, norm, is_empty } = result.map_err(|e| self.explain(e, state))?;
+        let StepResult { losses, gradients, statistics, norm, is_empty } = match result {
+            // No weight has changed in this step.
+            Err(Error::Cancelled) if self.team.size() == 1 => return Err(self.interrupted(state)?),
+            result => result.map_err(|e| self.explain(e, state))?,
+        };
         if let Some(norm) = norm.filter(|_| !is_empty) {
             self.update(state, gradients, norm, (rate, update))?;
             for (name, statistic) in &statistics {
@@ -257,14 +281,10 @@ impl Trainer<'_> {
         };
         // Clocks differ between processes: that of rank 0 decides.
         let (interrupted, due) = self.team.poll_interruption(self.context.work.cancel, due)?;
-        if (due && number < state.total) || interrupted {
-            self.save(state)?;
+        if interrupted {
+            return Err(self.interrupted(state)?);
         }
-        match (interrupted, &self.context.folder) {
-            (false, _) => Ok(()),
-            (true, Some(folder)) => Err(Error::Paused { step: number, path: state::path(folder) }),
-            (true, None) => Err(Error::Cancelled),
-        }
+        if due && number < state.total { self.save(state) } else { Ok(()) }
     }
 
     /// Updates all trained parameters, with gradients of the given global norm.

@@ -6,17 +6,18 @@ use std::rc::Rc;
 use candle_core::{DType, Tensor};
 
 use super::accumulated::Accumulated;
+use super::batches::input_bytes;
 use super::cache::Entries;
 use super::exchange::{Buckets, Exchange};
 use super::losses::WeightedTeacher;
 use super::memory_reservation::MemoryReservation;
 use super::objective::{Items, TeacherOutputs};
-use super::trainer::Trainer;
+use super::trainer::{Trainer, WAITING};
 use super::{Precision, Weights, batch_statistics, clip};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result, counted};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Tape, bytes_of};
+use crate::exec::{DropoutSeed, ManagedTensor, MemoryCategory, Parameters, Tape};
 use crate::ir::{Op, ValueId};
 
 /// Initial loss scale for `f16`.
@@ -95,7 +96,7 @@ impl<'t> Stepper<'t> {
     }
 
     /// Computes losses and gradients. If memory runs out, retries with half the micro-batch size. Fails if a
-    /// single sample does not fit into memory, or a loss is not finite.
+    /// single sample does not fit into memory, a loss is not finite, or the training is interrupted.
     ///
     /// `seed` is that of the random numbers of the step.
     pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64), seed: u64) -> Result<StepResult> {
@@ -261,15 +262,18 @@ impl<'t> Stepper<'t> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
         // All batches of a step are in memory together, but the tape counts only the batch in progress.
-        let bytes = batches.iter().map(|batch| batch.inputs.values().map(bytes_of).sum::<u64>());
+        let bytes = batches.iter().map(input_bytes);
         let waiting = bytes.clone().sum::<u64>() - bytes.max().unwrap_or(0);
-        self.trainer.memory_tracker.allocate_named(MemoryCategory::Data, "gradient_accumulation", waiting)?;
+        self.trainer.memory_tracker.allocate_named(MemoryCategory::Data, WAITING, waiting)?;
         let (gradients, statistics, reducing) = (BTreeMap::new(), Vec::new(), None);
         let mut accumulated = Accumulated { losses: BTreeMap::new(), gradients, home: weights.home().sibling()?, reducing, statistics };
         let mut dropout = DropoutSeed { seed, first: 0 };
         let mut parts = || {
             let mut parts = batches.iter().flat_map(|batch| micro_batches(batch, self.part)).peekable();
             while let Some(part) = parts.next() {
+                if dropout.first > 0 {
+                    self.trainer.require_uninterrupted()?;
+                }
                 let exchange = exchange.as_deref_mut().map(|exchange| (exchange, parts.peek().is_none()));
                 let part = part?;
                 self.micro_batch(weights, &parameters, (&part, dropout), (items, scale), &mut accumulated, exchange)?;
@@ -278,7 +282,7 @@ impl<'t> Stepper<'t> {
             exchange.as_deref_mut().map_or(Ok(()), |exchange| exchange.start_rest(weights, &mut accumulated.gradients))
         };
         let done = parts();
-        self.trainer.memory_tracker.release_named(MemoryCategory::Data, "gradient_accumulation", waiting);
+        self.trainer.memory_tracker.release_named(MemoryCategory::Data, WAITING, waiting);
         parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
         done.map(|()| accumulated)
     }

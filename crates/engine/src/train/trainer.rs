@@ -46,6 +46,17 @@ pub struct Trainer<'a> {
     pub context: TrainingContext<'a>,
 }
 
+impl Trainer<'_> {
+    /// Fails if the training is interrupted within a step. Several processes are interrupted only between
+    /// steps, all after the same one.
+    pub(super) fn require_uninterrupted(&self) -> Result<()> {
+        if self.team.size() > 1 { Ok(()) } else { self.context.work.cancel.check() }
+    }
+}
+
+/// Name of the memory of batches that wait for others of their step.
+pub(super) const WAITING: &str = "gradient_accumulation";
+
 /// Dtype of the master weights.
 pub(super) const MASTER: DType = DType::F32;
 
