@@ -394,7 +394,7 @@ impl Trainer<'_> {
         let mut notes = self.objective.notes.clone();
         notes.extend(self.options.schedule.unfinished_warmup(state.total));
         notes.extend(self.sampler.map(OnPolicySampler::note));
-        notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps()?));
+        notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps(self.masker.is_some())?));
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
             "{} in {:.0} s, of which {:.1} % was spent waiting for samples",

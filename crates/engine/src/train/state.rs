@@ -16,7 +16,7 @@ use super::kept_checkpoints;
 use super::optimizer::Optimizer;
 use super::records::{Evaluation, StepRecord};
 use super::{Team, Weights};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, counted};
 use crate::exec::Placement;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::Graph;
@@ -74,11 +74,16 @@ impl Position {
         self.skipped + self.empty
     }
 
-    /// Notes on steps that changed no weight. Fails if no step changed a weight.
-    pub fn idle_steps(&self) -> Result<Vec<String>> {
+    /// Notes on steps that changed no weight. Fails if no step changed a weight. `is_masked` is whether
+    /// `masking` selects the labels.
+    pub fn idle_steps(&self, is_masked: bool) -> Result<Vec<String>> {
         let (steps, skipped, empty) = (self.step, self.skipped, self.empty);
         if steps > 0 && empty == steps {
-            return Err(Error::option("data: train", "no sample has a usable label: all labels are -100 or padding"));
+            let steps = counted(steps as usize, "step");
+            return Err(match is_masked {
+                true => Error::option("masking", format!("selected no token in {steps}: increase `fraction`, or train for more steps")),
+                false => Error::option("data: train", format!("no sample of {steps} has a usable label: all their labels are -100 or padding")),
+            });
         }
         if steps > 0 && self.idle() == steps {
             let counts = if empty == 0 { "in".to_owned() } else { format!("in {skipped} and there was no usable label in {empty} of") };
@@ -86,7 +91,8 @@ impl Position {
             return Err(Error::Diverged { step: steps, reason });
         }
         let skipped = (skipped > 0).then(|| format!("{skipped} of {steps} steps were skipped because gradients overflowed 16-bit floats"));
-        let empty = (empty > 0).then(|| format!("{empty} of {steps} steps were skipped because they had no usable labels: all were -100 or padding"));
+        let why = if is_masked { "`masking` selected no token" } else { "they had no usable labels: all were -100 or padding" };
+        let empty = (empty > 0).then(|| format!("{empty} of {steps} steps were skipped because {why}"));
         Ok(skipped.into_iter().chain(empty).collect())
     }
 }
@@ -305,15 +311,18 @@ mod tests {
             position
         };
         let (change, overflow, empty, both) = ((false, false), (true, false), (false, true), (true, true));
-        assert!(position(&[change, change]).idle_steps().unwrap().is_empty());
+        assert!(position(&[change, change]).idle_steps(false).unwrap().is_empty());
         let some = position(&[overflow, change, both, overflow, change]);
         assert_eq!((some.skipped, some.empty, some.idle()), (2, 1, 3));
-        let [skipped, unlabelled] = &some.idle_steps().unwrap()[..] else { panic!("two notes") };
+        let [skipped, unlabelled] = &some.idle_steps(false).unwrap()[..] else { panic!("two notes") };
         assert!(skipped.starts_with("2 of 5 steps were skipped because gradients overflowed"), "{skipped}");
         assert!(unlabelled.starts_with("1 of 5 steps were skipped because they had no usable labels"), "{unlabelled}");
-        let refused = |steps: &[(bool, bool)]| position(steps).idle_steps().unwrap_err().to_string();
-        assert!(refused(&[empty, both]).contains("no sample has a usable label"));
-        assert!(refused(&[overflow]).contains("in all 1 steps") && refused(&[empty]).contains("no sample has a usable label"));
+        assert_eq!(position(&[change, empty]).idle_steps(true).unwrap(), ["1 of 2 steps were skipped because `masking` selected no token"]);
+        let unmasked = position(&[empty]).idle_steps(true).unwrap_err().to_string();
+        assert!(unmasked.starts_with("masking: selected no token in 1 step"), "{unmasked}");
+        let refused = |steps: &[(bool, bool)]| position(steps).idle_steps(false).unwrap_err().to_string();
+        assert!(refused(&[empty, both]).contains("no sample of 2 steps has a usable label"));
+        assert!(refused(&[overflow]).contains("in all 1 steps") && refused(&[empty]).contains("no sample of 1 step has a usable label"));
         assert!(refused(&[overflow, overflow]).contains("in all 2 steps"));
         assert!(refused(&[overflow, empty]).contains("in 1 and there was no usable label in 1 of all 2 steps"));
     }
