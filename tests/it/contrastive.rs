@@ -134,3 +134,18 @@ fn other_data_and_divided_batches_are_refused() {
     let error = evaluated.run(Model::open(encoder.folder.path()).unwrap(), encoder.folder.path().with_extension("out")).unwrap_err().to_string();
     assert!(error.contains("`task: embedding`"), "{error}");
 }
+
+/// A tokenizer without special tokens has no tokens for an empty text.
+#[test]
+fn empty_texts_are_named_by_their_line() {
+    let encoder = Encoder::new();
+    let path = encoder.folder.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    tokenizer["post_processor"] = Value::Null;
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    for (pairs, line) in [("query,match\nthe cat,a hat\n,the mat\n", 3), ("query,match\nthe cat,\nthe mat,a hat\n", 2)] {
+        std::fs::write(&encoder.pairs, pairs).unwrap();
+        let error = encoder.train("contrastive=1", BOTH, finetune(1)).unwrap_err().to_string();
+        assert!(error.contains(&encoder.pairs.display().to_string()) && error.contains(&format!("line {line} has a text without tokens")), "{error}");
+    }
+}

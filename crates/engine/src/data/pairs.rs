@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use super::decoder_targets::DecoderTargets;
 use super::largest::BatchSizes;
 use super::options::{Data, Task};
+use super::record::reject_empty_texts;
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
@@ -55,6 +56,7 @@ impl Pairs {
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
         let tokens = records.iter().map(|record| self.tokenizer.encode(&record.rendered(None, &self.path)?.0, None)).collect::<Result<Vec<Tokens>>>()?;
+        reject_empty_texts(&self.path, records, &tokens)?;
         let mut inputs = self.tokenizer.collate(&tokens)?;
         let mut targets = Vec::with_capacity(records.len());
         for record in records {

@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::chat::{Chat, ChatTemplate, RenderedChat};
 use super::labels::Label;
+use super::tokens::Tokens;
 use crate::error::{Error, Result};
 
 pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
@@ -99,6 +100,15 @@ impl Record {
     fn mixed(&self, path: &Path) -> Error {
         let (this, first) = if matches!(self.text, Text::Chat(_)) { ("a chat", "a text") } else { ("a text", "a chat") };
         Error::malformed(path, format!("line {} is {this}, but the first line is {first}: a file must contain either texts or chats", self.line))
+    }
+}
+
+/// Rejects texts without tokens. `rows` has the first text of each record, then the second one of each, and
+/// so on.
+pub(super) fn reject_empty_texts(path: &Path, records: &[Record], rows: &[Tokens]) -> Result<()> {
+    match records.iter().cycle().zip(rows).find(|(_, row)| row.ids.is_empty()) {
+        Some((record, _)) => Err(Error::malformed(path, format!("line {} has a text without tokens: remove it if it is empty", record.line))),
+        None => Ok(()),
     }
 }
 

@@ -6,6 +6,7 @@ use super::chat::ChatTemplate;
 use super::labels::{Classes, IGNORED, Label};
 use super::largest::BatchSizes;
 use super::options::{Data, Task};
+use super::record::reject_empty_texts;
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
@@ -75,6 +76,7 @@ impl Sentences {
         } else {
             records.iter().map(|record| self.encode(record, record.pair.as_deref())).collect::<Result<_>>()?
         };
+        reject_empty_texts(&self.path, records, &rows)?;
         Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: records.len() })
     }
 
