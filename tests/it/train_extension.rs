@@ -76,9 +76,13 @@ fn an_extended_training_equals_a_longer_one() {
         trainings.start(&pass(short.clone()), "short", false, None).unwrap();
         assert!(is_checkpoint(&trainings.out("last")));
         let error = trainings.start(&pass(long.clone()), "extended", false, None).unwrap_err();
-        assert!(error.to_string().contains("earlier training") && error.hint().unwrap().contains("`resume`"), "{error}");
+        let start_over = format!("after removing {}", trainings.out("last").join("checkpoint.safetensors").display());
+        let hint = error.hint().unwrap();
+        assert!(error.to_string().contains("earlier training") && hint.contains("`resume`") && hint.contains(&start_over), "{error}: {hint}");
         let other = with_training!(pass(long.clone()), learning_rate: 1e-3);
-        assert!(trainings.start(&other, "other", true, None).unwrap_err().to_string().contains("different options"));
+        let error = trainings.start(&other, "other", true, None).unwrap_err();
+        assert!(error.to_string().contains("different options"), "{error}");
+        assert!(error.hint().is_some_and(|hint| hint.contains(&start_over) && !hint.contains("`force`")), "{:?}", error.hint());
         let report = trainings.start(&pass(long.clone()), "extended", true, None).unwrap();
         let note = extension(&report).unwrap();
         assert!(!note.contains("learning rates"), "{note}");
@@ -88,7 +92,7 @@ fn an_extended_training_equals_a_longer_one() {
         trainings.require_equal("extended", "whole", schedule);
         let error = trainings.start(&pass(short), "fewer", true, None).unwrap_err().to_string();
         let what = if schedule == "constant" { "finetune: epochs" } else { "finetune: max_steps" };
-        assert!(error.contains(what) && error.contains("has completed"), "{schedule}: {error}");
+        assert!(error.contains(what) && error.contains("has completed") && error.contains(&start_over), "{schedule}: {error}");
     }
 }
 

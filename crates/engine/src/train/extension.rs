@@ -1,5 +1,7 @@
 //! Trainings that continue with more steps than they were started with.
 
+use std::path::Path;
+
 use super::batches::Batches;
 use super::run::State;
 use super::state;
@@ -22,17 +24,18 @@ impl Trainer<'_> {
                 Some(folder) => Err(Error::Output {
                     path: state::path(folder),
                     reason: "is the checkpoint of an earlier training".into(),
-                    hint: "set `resume` to continue it, or remove it".into(),
+                    hint: format!("set `resume` to continue it, or {}", state::start_over(&state::path(folder), true)),
                 }),
                 None => Ok(None),
             };
         };
         let Some(folder) = [Some(folder), last].into_iter().flatten().find(|folder| state::has_checkpoint(folder)) else { return Ok(None) };
-        state.train.restore(folder, self.graph, self.team)?;
+        let is_final = Some(folder) == last;
+        state.train.restore((folder, is_final), self.graph, self.team)?;
         state.earlier = state.train.position.step;
         let earlier = std::mem::replace(&mut state.train.position.total, state.total);
         self.require_patience(state, earlier)?;
-        if earlier == state.total { Ok(None) } else { self.extended(state, batches, earlier).map(Some) }
+        if earlier == state.total { Ok(None) } else { self.extended(state, batches, (folder, is_final), earlier).map(Some) }
     }
 
     /// Checks that `patience` is at least that of the earlier run, which might have ended before otherwise,
@@ -53,13 +56,14 @@ impl Trainer<'_> {
     }
 
     /// A note on a training that was started with `earlier` steps.
-    fn extended(&self, state: &State, batches: &Batches, earlier: u64) -> Result<String> {
+    fn extended(&self, state: &State, batches: &Batches, (folder, is_final): (&Path, bool), earlier: u64) -> Result<String> {
         let (position, total) = (&state.train.position, state.total);
         if total < position.step {
             let what = if self.options.max_steps.is_some() { "max_steps" } else { "epochs" };
             let reason = format!(
-                "is {total} steps, but the checkpoint has completed {} of {earlier}: resume with at least as many, or start over with `force` and without `resume`",
-                position.step
+                "is {total} steps, but the checkpoint has completed {} of {earlier}: resume with at least as many, or {}",
+                position.step,
+                state::start_over(&state::path(folder), is_final)
             );
             return Err(Error::option(format!("{}: {what}", self.context.name), reason));
         }

@@ -134,9 +134,20 @@ fn shard_path(folder: &Path, step: u64, rank: usize) -> PathBuf {
     folder.join(format!("checkpoint-{step}-{rank}.safetensors"))
 }
 
-fn mismatch(path: PathBuf, reason: String) -> Error {
-    let hint = "resume with the model, data, options (except `max_steps`, `epochs` and a larger `patience`) and processes that it was started with, or start over with `force` and without `resume`";
-    Error::Output { path, reason, hint: hint.into() }
+/// Advice to start a training anew, without this checkpoint. That of `final_checkpoint` is never replaced.
+pub(super) fn start_over(path: &Path, is_final: bool) -> String {
+    match is_final {
+        true => format!("start over after removing {}, or with another folder as `final_checkpoint`", path.display()),
+        false => "start over with `force` and without `resume`".into(),
+    }
+}
+
+fn mismatch(path: PathBuf, reason: String, is_final: bool) -> Error {
+    let hint = format!(
+        "resume with the model, data, options (except `max_steps`, `epochs` and a larger `patience`) and processes that it was started with, or {}",
+        start_over(&path, is_final)
+    );
+    Error::Output { path, reason, hint }
 }
 
 impl TrainState<'_> {
@@ -191,25 +202,26 @@ impl TrainState<'_> {
     }
 
     /// Restores the checkpoint of a folder, if there is one. Fails if the checkpoint belongs to another
-    /// training or number of processes.
-    pub fn restore(&mut self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
+    /// training or number of processes. `is_final` is whether the folder is that of `final_checkpoint`.
+    pub fn restore(&mut self, (folder, is_final): (&Path, bool), graph: &Graph, team: &Team) -> Result<()> {
         let Some((path, position, saved)) = kept_checkpoints::open_latest::<Position>(folder, path(folder))? else { return Ok(()) };
         if position.identity != self.position.identity {
-            return Err(mismatch(path, "belongs to a training with different options, data or weights".into()));
+            return Err(mismatch(path, "belongs to a training with different options, data or weights".into(), is_final));
         }
         if position.processes != self.position.processes {
             let (then, now) = (position.processes, self.position.processes);
             return Err(mismatch(
                 path,
                 format!("belongs to a training with {then} processes, but this one has {now}: data and optimizer state are sharded differently"),
+                is_final,
             ));
         }
         if team.rank() == 0 && position.evaluation != self.position.evaluation {
-            return Err(mismatch(path, "belongs to a training with different evaluation data".into()));
+            return Err(mismatch(path, "belongs to a training with different evaluation data".into(), is_final));
         }
         self.position = position;
         let has_best = !saved.names("best/").is_empty();
-        let shard = if team.rank() > 0 && self.is_sharded(team) { Some(self.open_shard(folder, team.rank())?) } else { None };
+        let shard = if team.rank() > 0 && self.is_sharded(team) { Some(self.open_shard((folder, is_final), team.rank())?) } else { None };
         let shard = shard.as_ref().unwrap_or(&saved);
         let weight_file = if self.weights.home().is_sharded() { shard } else { &saved };
         let kept = self.weights.state(graph);
@@ -248,14 +260,14 @@ impl TrainState<'_> {
     }
 
     /// Opens the shard of a rank, and checks that it belongs to this step.
-    fn open_shard(&self, folder: &Path, rank: usize) -> Result<Saved> {
+    fn open_shard(&self, (folder, is_final): (&Path, bool), rank: usize) -> Result<Saved> {
         let (path, expected) = (shard_path(folder, self.position.step, rank), self.shard_info(rank));
         match checkpoint::open::<ShardInfo>(&path)? {
             Some((shard, saved)) if shard == expected => Ok(saved),
             Some((shard, _)) => {
-                Err(mismatch(path, format!("belongs to rank {} of {} at step {} of another training", shard.rank, shard.processes, shard.step)))
+                Err(mismatch(path, format!("belongs to rank {} of {} at step {} of another training", shard.rank, shard.processes, shard.step), is_final))
             }
-            None => Err(mismatch(path, format!("is missing; it contains the shard of rank {rank}"))),
+            None => Err(mismatch(path, format!("is missing; it contains the shard of rank {rank}"), is_final)),
         }
     }
 
