@@ -406,6 +406,10 @@ fn unsuitable_options_are_refused_by_name() {
     assert!(refused("bert", with(|pass| pass.labels = Some(2))).contains("does not train a new head"));
     assert!(refused("llama", vec![finetune("{rank: 17}").into()]).contains("`model.layers.0.self_attn."));
     assert!(refused("llama", vec![finetune("{rank: 2, targets: [\"*nosuch*\"]}").into()]).contains("nosuch"));
+    assert!(
+        refused("llama", vec![finetune("{rank: 2, targets: [\"*norm*\"]}").into()])
+            .contains("`*norm*` matches only tensors that are not weights of linear layers")
+    );
     assert!(refused("llama", vec![finetune(SEPARATE).into(), PruneUnstructured::default().into()]).contains("low-rank corrections"));
     let run = Run::new();
     let gguf = Pipeline::builder().pass(finetune(SEPARATE)).train(samples()).export(Gguf::default()).build().unwrap();

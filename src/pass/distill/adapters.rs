@@ -22,6 +22,9 @@ use crate::store::{
 };
 use crate::train::{Absorbed, Adapter, AdapterKind, BatchNorm, ClassifyZeros, OutputNorm, Training, ZeroKind, norm_names};
 
+/// Option of the selected layers, for messages.
+const TARGETS: &str = "adapter: targets";
+
 /// The adapters of a model.
 pub(super) struct Adapters {
     options: Adapter,
@@ -288,10 +291,20 @@ fn linear_weight<'g>(graph: &'g Graph, node: &Node) -> Option<(&'g str, bool)> {
     }
 }
 
+/// The reason why a pattern matches no weight of a linear layer, if it matches other tensors.
+fn explain_targets(error: Error, options: &Adapter, base: &Model) -> Error {
+    let Error::NoMatch { pattern, .. } = &error else { return error };
+    let mut targets = options.targets.iter().filter(|target| target.to_string() == *pattern);
+    if !targets.any(|target| base.weights.by_name.keys().any(|name| target.matches(name))) {
+        return error;
+    }
+    Error::option(TARGETS, format!("pattern `{pattern}` matches only tensors that are not weights of linear layers, and only such weights can have adapters"))
+}
+
 /// The selected layers. Fails if one of them cannot have an adapter.
 fn layers(options: &Adapter, base: &Model, graph: &Graph) -> Result<BTreeMap<String, Layer>> {
     let names: BTreeSet<String> = graph.nodes().iter().filter_map(|node| linear_weight(graph, node)).map(|(weight, _)| weight.to_owned()).collect();
-    select::check("adapter: targets", &options.targets, names.iter())?;
+    select::check(TARGETS, &options.targets, names.iter()).map_err(|e| explain_targets(e, options, base))?;
     let stacks = analysis::stacks(graph);
     let repeated: BTreeSet<&String> = stacks.iter().flat_map(|stack| &stack.layers).flat_map(|layer| &layer.nodes).collect();
     let mut found = BTreeMap::new();
