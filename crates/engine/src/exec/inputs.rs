@@ -83,7 +83,7 @@ fn require_indices(graph: &Graph, node: &Node, dims: &[usize], numbers: &[i64], 
     let from_end = i64::try_from(rows).is_ok_and(|rows| (rows.saturating_neg()..0).contains(number));
     let hint = match what {
         "input" if from_end => "the built-in executor supports only indices from 0: add the number of rows to negative indices of the samples",
-        "input" => "the tokenizer does not belong to this model",
+        "input" => "the tokenizer does not belong to this model, or the ids in an array do not",
         _ => "the sequence is longer than the model's positions",
     };
     let reason = format!("contains {number} at row {row}, column {column}; `{}` has {rows} rows", name(1));
@@ -98,7 +98,7 @@ mod tests {
     fn negative_indices_are_not_blamed_on_the_tokenizer() {
         let graph: Graph = "input ids: int[1, 3]\nparam t: float[5, 2]\nx = Embedding(ids, t) -> float[1, 3, 2]\noutput x = x\n".parse().unwrap();
         let (ids, _) = graph.inputs().next().unwrap();
-        for (number, expected) in [(-1i64, "add the number of rows"), (-6, "the tokenizer"), (5, "the tokenizer")] {
+        for (number, expected) in [(-1i64, "add the number of rows"), (-6, "the tokenizer"), (5, "the ids in an array")] {
             let indices = Tensor::new(&[[0i64, number, 4]], &Device::Cpu).unwrap();
             let error = require_rows(&graph, &[(ids, indices)], 0).unwrap_err();
             assert!(error.to_string().contains(&format!("contains {number} at row 0, column 1")), "{error}");
