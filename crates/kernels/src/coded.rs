@@ -8,8 +8,9 @@ use std::ops::Range;
 use super::dots::{self, NIBBLES, Stored};
 use super::epilogue::Epilogue;
 use super::few_rows;
+use super::interleaved::{Interleaved, LANES, MAX_ROWS, PREFETCHED, padded, total};
 use super::linear::LinearWeight;
-use super::one_row::{self, Interleaved, LANES, PREFETCHED, by_columns, by_rows, of_decoded, padded, total};
+use super::one_row::{by_columns, by_rows, of_decoded};
 use super::operands::{Columns, Right};
 use super::scratch::Scratch;
 use super::tile::PANEL;
@@ -149,7 +150,7 @@ impl LinearWeight for CodedMatrix {
 
     fn few_rows(&self, x: &[f32], rows: usize, epilogue: Epilogue, out: &mut [f32]) {
         let [width, inner] = self.shape();
-        if rows <= one_row::MAX_ROWS {
+        if rows <= MAX_ROWS {
             return by_rows(x, [rows, width], epilogue, out, |x, first, out| self.dots(x, first, out));
         }
         few_rows::product_by_columns::<f32>(x, rows, [inner, width], epilogue, out, |first, count, multiply| {

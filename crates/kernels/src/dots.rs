@@ -2,7 +2,7 @@
 //! compiler does not vectorize conversions whose results are used for several rows. Sums are bitwise equal to
 //! those of the portable loops (`one_row`).
 
-use super::one_row::{Interleaved, LANES, by_number};
+use super::interleaved::{Interleaved, LANES, by_number};
 use crate::simd::{self, Level};
 
 /// Columns of stored numbers.
@@ -37,7 +37,7 @@ macro_rules! products {
             avx512! {
                 fn multiply(x: &Interleaved, $stored: Stored<$element>, $($table: &[f32; 16],)? out: &mut [f32]) {
                     $(let $table = bytemuck::cast(*$table);)?
-                    let [_, inner] = x.shape();
+                    let inner = x.inner;
                     x.by_groups(out, |x, rows, out| {
                         by_number!(rows, N => registers::columns::<_, _, N>(x, inner, $stored, |$run, $scales| $load, out));
                     });
@@ -101,7 +101,7 @@ mod registers {
         _mm512_srli_epi32,
     };
 
-    use super::super::one_row::{LANES, PREFETCHED, padded, total};
+    use super::super::interleaved::{LANES, PREFETCHED, padded, total};
     use super::{NIBBLES, Stored};
     use crate::simd::prefetch;
 

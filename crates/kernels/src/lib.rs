@@ -59,6 +59,7 @@ mod running {
     pub mod few_rows;
     pub mod fourier;
     pub mod gram;
+    pub mod interleaved;
     pub mod linear;
     pub mod linear_histogram;
     pub mod low_rank;

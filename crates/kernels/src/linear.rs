@@ -2,6 +2,7 @@
 
 use super::epilogue::Epilogue;
 use super::few_rows::{self, FewRows};
+use super::interleaved;
 use super::matmul;
 use super::one_row::{self, OneRow};
 use super::operands::{Columns, LeftRows, Right, Rows};
@@ -22,7 +23,7 @@ impl<T: FewRows + OneRow> LinearWeight for Columns<'_, T> {
     }
 
     fn few_rows(&self, x: &[f32], rows: usize, epilogue: Epilogue, out: &mut [f32]) {
-        match rows <= one_row::MAX_ROWS {
+        match rows <= interleaved::MAX_ROWS {
             true => one_row::product_of_rows(x, rows, self, epilogue, out),
             false => few_rows::product(x, rows, self, x.len() / rows, epilogue, out),
         }

@@ -4,89 +4,21 @@
 //! recognizes: reading four columns in turns takes several times as long. Sums have a fixed number of lanes
 //! without fused multiply-add, so results are equal on every processor.
 
+use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
+use super::dots::{self, Stored};
 use super::epilogue::Epilogue;
+use super::interleaved::{Interleaved, LANES, MAX_ROWS, PREFETCHED, by_number, padded, total};
 use super::matmul::by_panels;
 use super::operands::{Columns, Rows, StoredFloat, for_stored_floats};
 use super::scratch::Scratch;
-use crate::simd::{self, Level, prefetch};
+use crate::simd::prefetch;
 
-/// Number of independent sums along the inner dimension.
-pub(super) const LANES: usize = 32;
-/// Maximum number of rows. With more, other loops are faster.
-pub const MAX_ROWS: usize = 8;
-/// Distance in bytes between the elements that are read and those fetched at the same time.
-pub(super) const PREFETCHED: usize = 4096;
 /// Number of result columns computed in parallel if the weight is stored row by row.
 const STRIPE: usize = 64;
 /// Approximate number of weight elements read by one job.
 const JOB: usize = 1 << 16;
-
-/// Evaluates an expression with a number of rows as a constant, which the compiler must know: from 1 to
-/// [`MAX_ROWS`].
-macro_rules! by_number {
-    ($number:expr, $constant:ident => $call:expr) => {
-        by_number!($number, $constant => $call, 1 2 3 4 5 6 7 8)
-    };
-    ($number:expr, $constant:ident => $call:expr, $($value:literal)+) => {
-        match $number {
-            $($value => {
-                const $constant: usize = $value;
-                $call
-            })+
-            _ => {}
-        }
-    };
-}
-
-pub(super) use by_number;
-
-/// A few rows in runs of [`LANES`] elements: those of all rows of a group, then the next run. Missing
-/// elements are zeros.
-pub struct Interleaved {
-    rows: usize,
-    inner: usize,
-    values: Scratch,
-}
-
-impl Interleaved {
-    /// Rows `x` `[rows, inner]`.
-    pub(super) fn new(x: &[f32], rows: usize) -> Interleaved {
-        let inner = x.len() / rows;
-        let mut values = Scratch::new(rows * inner.next_multiple_of(LANES));
-        let groups = x.chunks((most_rows() * inner).max(1)).zip(values.chunks_mut((most_rows() * inner.next_multiple_of(LANES)).max(1)));
-        for (x, values) in groups {
-            let count = x.len() / inner;
-            for (row, x) in x.chunks_exact(inner).enumerate() {
-                values.as_chunks_mut::<LANES>().0[row..].iter_mut().step_by(count).zip(x.chunks(LANES)).for_each(|(run, x)| *run = padded(x));
-            }
-        }
-        Interleaved { rows, inner, values }
-    }
-
-    /// Calls a function with each group, the number of its rows, and its part of a result `[rows, columns]`.
-    pub(super) fn by_groups(&self, out: &mut [f32], mut multiply: impl FnMut(&[f32], usize, &mut [f32])) {
-        let (width, columns) = (self.inner.next_multiple_of(LANES), out.len() / self.rows);
-        for (x, out) in self.values.chunks((most_rows() * width).max(1)).zip(out.chunks_mut((most_rows() * columns).max(1))) {
-            multiply(x, x.len() / width, out);
-        }
-    }
-
-    pub(super) fn shape(&self) -> [usize; 2] {
-        [self.rows, self.inner]
-    }
-
-    /// The first row, if it is the only one.
-    pub(super) fn only(&self) -> Option<&[f32]> {
-        (self.rows == 1).then(|| &self.values[..self.inner])
-    }
-}
-
-/// Number of rows whose sums fit into registers.
-fn most_rows() -> usize {
-    if simd::level() >= Level::Avx512 { MAX_ROWS } else { 2 }
-}
 
 /// Applies the epilogue to the columns that `multiply` computes, with several threads if it is
 /// worthwhile.
@@ -155,14 +87,6 @@ pub fn product_by_rows<T: OneRow>(x: &[f32], weight: &Rows<T>, epilogue: Epilogu
     });
 }
 
-/// The elements after the last whole run, with zeros.
-#[inline(always)]
-pub(super) fn padded<T: Copy + Default, const N: usize>(rest: &[T]) -> [T; N] {
-    let mut lanes = [T::default(); N];
-    lanes[..rest.len()].copy_from_slice(rest);
-    lanes
-}
-
 /// A plain loop over arrays of fixed length, which the compiler vectorizes.
 #[inline(always)]
 fn add<T: StoredFloat>(sums: &mut [f32; LANES], weights: &[T; LANES], x: &[f32; LANES]) {
@@ -171,23 +95,30 @@ fn add<T: StoredFloat>(sums: &mut [f32; LANES], weights: &[T; LANES], x: &[f32; 
     }
 }
 
-#[inline(always)]
-pub(super) fn total(lanes: &[f32; LANES]) -> f32 {
-    let lanes: [f32; 16] = halve(lanes);
-    let lanes: [f32; 8] = halve(&lanes);
-    let lanes: [f32; 4] = halve(&lanes);
-    let [a, b, c, d] = lanes;
-    (a + c) + (b + d)
+/// Dot products that are converted in registers. False if the processor lacks the instructions, or no
+/// conversion is needed.
+trait InRegisters: StoredFloat {
+    fn dots(_x: &Interleaved, _values: &[Self], _stride: usize, _out: &mut [f32]) -> bool {
+        false
+    }
 }
 
-/// Adds the second half of the lanes to the first.
-#[inline(always)]
-fn halve<const N: usize>(lanes: &[f32]) -> [f32; N] {
-    std::array::from_fn(|lane| lanes[lane] + lanes[lane + N])
+impl InRegisters for f32 {}
+
+impl InRegisters for half::bf16 {
+    fn dots(x: &Interleaved, values: &[Self], stride: usize, out: &mut [f32]) -> bool {
+        dots::of_bf16(x, Stored::floats(values.reinterpret_cast(), stride), out)
+    }
 }
 
-fn dots<T: StoredFloat>(x: &Interleaved, values: &[T], stride: usize, out: &mut [f32]) {
-    if T::converted_dots(x, values, stride, out) {
+impl InRegisters for half::f16 {
+    fn dots(x: &Interleaved, values: &[Self], stride: usize, out: &mut [f32]) -> bool {
+        dots::of_f16(x, Stored::floats(values.reinterpret_cast(), stride), out)
+    }
+}
+
+fn dots<T: InRegisters>(x: &Interleaved, values: &[T], stride: usize, out: &mut [f32]) {
+    if <T as InRegisters>::dots(x, values, stride, out) {
         return;
     }
     match (x.rows, T::as_f32(values)) {

@@ -2,11 +2,8 @@
 
 use std::ops::Range;
 
-use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-use super::dots::{self, Stored};
-use super::one_row::Interleaved;
 use super::pairs;
 use super::scratch::Scratch;
 use super::tile::{BLOCK, PANEL};
@@ -30,12 +27,6 @@ pub trait StoredFloat: Copy + Default + Sync {
     fn as_f32(_: &[Self]) -> Option<&[f32]> {
         None
     }
-
-    /// Dot products as those of [`OneRow`](super::one_row::OneRow), if the processor has faster instructions
-    /// than those of the portable loops.
-    fn converted_dots(_x: &Interleaved, _values: &[Self], _stride: usize, _out: &mut [f32]) -> bool {
-        false
-    }
 }
 
 impl StoredFloat for f32 {
@@ -58,10 +49,6 @@ impl StoredFloat for half::bf16 {
     fn value(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
-
-    fn converted_dots(x: &Interleaved, values: &[Self], stride: usize, out: &mut [f32]) -> bool {
-        dots::of_bf16(x, Stored::floats(values.reinterpret_cast(), stride), out)
-    }
 }
 
 impl StoredFloat for half::f16 {
@@ -70,10 +57,6 @@ impl StoredFloat for half::f16 {
     #[inline(always)]
     fn value(self) -> f32 {
         F16::to_f32(self.to_le_bytes())
-    }
-
-    fn converted_dots(x: &Interleaved, values: &[Self], stride: usize, out: &mut [f32]) -> bool {
-        dots::of_f16(x, Stored::floats(values.reinterpret_cast(), stride), out)
     }
 }
 

@@ -63,7 +63,7 @@ pub(super) fn array_for<'r>(options: &Data, port: &Port, ports: &[Port], arrays:
         (None, [only], [_]) => Ok(Some(only)),
         _ if port.name == "token_type_ids" => Ok(None),
         _ => {
-            let missing = format!("there is no array `{}` for the model's input of this name ({})", port.name, port.sizes());
+            let missing = format!("the array `{}` for the model's input of this name ({}) is missing", port.name, port.sizes());
             let reason = format!("{missing}: add it, or specify another array with `inputs`; the file contains {}", available());
             Err(Error::option("data", format!("{}: {reason}", path.display())))
         }
@@ -435,7 +435,7 @@ mod tests {
         let port = |name: &str| Port { name: name.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
         let ports = ["input_ids", "attention_mask"].map(port);
         let error = array_for(&Data::default(), &ports[1], &ports, &[], Path::new("samples.safetensors")).map(|_| ()).unwrap_err();
-        assert!(error.to_string().contains("there is no array `attention_mask` for the model's input"), "{error}");
+        assert!(error.to_string().contains("the array `attention_mask` for the model's input of this name"), "{error}");
     }
 
     /// Exported ONNX models may take the mask; it is derived from the labels like the tokens.
