@@ -144,7 +144,9 @@ fn integers_in_memory_compute_the_same_as_their_values() {
         let parameters = |residence| crate::common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, residence, work)).unwrap();
         let [coded, computed] = [Residence::Coded, Residence::Computed].map(parameters);
         let need = |residence| MemoryNeed::estimate(&graph, &model.weights, DType::F32, residence, &analysis::usual_sizes(&graph)).parameters;
-        assert_eq!([coded.bytes(), computed.bytes()], [Residence::Coded, Residence::Computed].map(need), "{options}");
+        let is_exact = !options["scheme"].as_str().unwrap().contains("ASYM");
+        assert!(coded.bytes() <= need(Residence::Coded) && (!is_exact || coded.bytes() == need(Residence::Coded)), "{options}");
+        assert_eq!(computed.bytes(), need(Residence::Computed), "{options}");
         if coded.bytes() == computed.bytes() {
             floats.push(options["scheme"].to_string());
         }

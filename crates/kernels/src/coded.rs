@@ -52,6 +52,11 @@ impl Codes {
     }
 }
 
+/// Whether products support 4-bit codes in groups of this size, on this processor.
+fn can_be_packed(inner: usize, group: usize) -> bool {
+    dots::are_available() && dots::are_supported(group, inner) && inner.is_multiple_of(LANES)
+}
+
 impl CodedMatrix {
     /// A matrix of int8 values, with rows of `inner` elements and a scale for each `group` of them. `None` if
     /// the groups do not divide the rows, or the numbers of codes and scales do not match.
@@ -60,14 +65,20 @@ impl CodedMatrix {
         if !is_whole || inner == 0 || codes.len() / group != scales.len() {
             return None;
         }
-        let is_packed = dots::are_available() && dots::are_supported(group, inner) && inner.is_multiple_of(LANES);
-        let nibbles = is_packed.then(|| Codes::nibbles(&codes)).flatten();
+        let nibbles = can_be_packed(inner, group).then(|| Codes::nibbles(&codes)).flatten();
         Some(CodedMatrix { inner, group, codes: nibbles.unwrap_or(Codes::Bytes(codes)), scales })
     }
 
     /// Number of rows and elements per row.
     pub fn shape(&self) -> [usize; 2] {
         [self.scales.len() * self.group / self.inner, self.inner]
+    }
+
+    /// Size in bytes of a matrix with rows of `inner` elements, groups of `group` and this number of different
+    /// integers.
+    pub fn bytes_of(elements: usize, [inner, group]: [usize; 2], integers: usize) -> usize {
+        let codes = if integers <= 16 && can_be_packed(inner, group) { elements / 2 } else { elements };
+        codes + 4 * (elements / group)
     }
 
     /// Size in bytes.
@@ -237,6 +248,8 @@ mod tests {
             let coded = CodedMatrix::new(inner, group, codes.clone(), scales.clone()).unwrap();
             let is_packed = dots::are_available() && different <= 16 && inner % LANES == 0;
             assert_eq!((coded.shape(), coded.bytes()), ([width, inner], (codes.len() >> usize::from(is_packed)) + 4 * scales.len()));
+            let is_large = codes.len() >= 256;
+            assert!(!is_large || coded.bytes() == CodedMatrix::bytes_of(codes.len(), [inner, group], different), "{inner} {group} {different}");
             let values: Vec<f32> = codes.iter().enumerate().map(|(i, code)| f32::from(*code as i8) * scales[i / group]).collect();
             let plain = Columns { values: &values[..], count: width, stride: inner };
             for rows in [1, 2, 5, 17, 33, 100] {

@@ -2,7 +2,9 @@
 //! compiler does not vectorize conversions whose results are used for several rows. Sums are bitwise equal to
 //! those of the portable loops (`one_row`).
 
-use super::interleaved::{Interleaved, LANES, by_number};
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+use super::interleaved::by_number;
+use super::interleaved::{Interleaved, LANES};
 use crate::simd::{self, Level};
 
 /// Columns of stored numbers.

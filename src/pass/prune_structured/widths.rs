@@ -47,7 +47,7 @@ impl Bundle {
 
     /// The option that allows other widths, if the groups have no smaller ones in common.
     pub fn advice(&self) -> Option<&'static str> {
-        let has_none = self.is_uneven && self.widths.len() == 1;
+        let has_none = self.unit == GroupUnit::Heads && self.is_uneven && self.widths.len() == 1;
         has_none.then_some("use `uniform: false`, because no fraction of the different sizes of the groups is a whole number of units")
     }
 

@@ -338,7 +338,7 @@ fn matrices_of_an_onnx_file_have_4_bits() {
     std::fs::write(folder.join("plain.yaml"), "model: bert\npasses: []\nexport: [onnx]\noutput: plain\n").unwrap();
     ok(folder, "run plain.yaml");
     let run = compress(folder, "auto plain/model.onnx --for onnxruntime --front other.json --formats int4-weights --data texts.safetensors");
-    assert!(run.code > 0 && run.stderr.contains("loads none of the formats"), "{}", run.stderr);
+    assert!(run.code > 0 && run.stderr.contains("no format of `--formats` for ONNX Runtime except floats"), "{}", run.stderr);
 }
 
 /// Weights of 16 bits have half the size and nearly no loss, and layers compute in 32 bits.

@@ -7,7 +7,8 @@ use candle_core::{DType, Device};
 use super::coded::layout;
 use crate::ir::Graph;
 use crate::ir::ops::on_host;
-use crate::store::{DType as Stored, Weight};
+use crate::kernel::coded::CodedMatrix;
+use crate::store::{Codes, DType as Stored, QuantizationSpec, Weight};
 
 /// Storage precision of parameters in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,10 +55,20 @@ pub(super) fn coded_parameters(graph: &Graph, residence: Residence, compute: DTy
     params().filter(|(id, _)| !others.contains(id)).map(|(_, value)| value.name.clone()).collect()
 }
 
-/// Bytes of a weight in memory. Those of the [`coded_parameters`] that have integers have scales of 32 bits.
+/// Maximum number of different integers.
+fn integers(spec: &QuantizationSpec) -> usize {
+    match spec.codes {
+        Codes::Integer(bits) if spec.symmetric => 1 << bits,
+        Codes::Float(format) => 1 << format.bits(),
+        // Differences of codes and zero points.
+        Codes::Integer(_) | Codes::Palette(_) => 256,
+    }
+}
+
+/// Bytes of a weight in memory, at most. Those of the [`coded_parameters`] that have integers have scales of 32 bits.
 pub(super) fn bytes(name: &String, weight: &Weight, coded: &BTreeSet<String>, residence: Residence, compute: DType) -> u64 {
     match layout(weight).filter(|_| coded.contains(name)) {
-        Some((_, group, _)) => (weight.elements() + 4 * (weight.elements() / group)) as u64,
+        Some((spec, group, _)) => CodedMatrix::bytes_of(weight.elements(), [weight.row(), group], integers(spec)) as u64,
         None => residence.bytes(weight, compute),
     }
 }

@@ -40,12 +40,14 @@ fn arithmetics(by_time: bool) -> Arithmetics {
     if by_time { Arithmetics::Timed } else { Arithmetics::Fast }
 }
 
-/// Checks that transformers initializes no linear layer of a model by its `weight`, which packed layers lack.
+/// Checks that transformers does not initialize all linear layers of a model by their `weight`, which packed
+/// layers lack.
 fn require_packable(model: &Model) -> Result<()> {
-    let is_unpackable = |name: &str| initializes_from_weight(model.config.model_type(), name.strip_suffix(".weight").unwrap_or(name));
-    match model.weights.by_name.iter().find(|(name, weight)| model::is_linear(name, weight) && is_unpackable(name)) {
+    let is_unpackable = |name: &String| initializes_from_weight(model.config.model_type(), name.strip_suffix(".weight").unwrap_or(name));
+    let linear = || model.weights.by_name.iter().filter(|(name, weight)| model::is_linear(name, weight)).map(|(name, _)| name);
+    match linear().next().filter(|_| linear().all(is_unpackable)) {
         None => Ok(()),
-        Some((name, _)) => {
+        Some(name) => {
             let reason = "cannot be packed, as in all formats of `auto` for transformers, which initializes the layers of this family by their `weight`";
             Err(Error::tensor(name, reason, "use `compress quantize --scheme W8A8` or `FP8-DYNAMIC`, or `--for onnxruntime`"))
         }
