@@ -129,7 +129,9 @@ fn greedy_texts_are_the_same_with_ngrams() {
         let expected = texts(model.path(), None, &prompts, &greedy(20)).unwrap();
         let own: Vec<Vec<i64>> = prompts.iter().zip(&expected).map(|(prompt, found)| [prompt.clone(), found.tokens.clone()].concat()).collect();
         let other: Vec<Vec<i64>> = own.iter().map(|text| text.iter().enumerate().map(|(at, token)| if at % 5 == 4 { 1 } else { *token }).collect()).collect();
-        for (what, collection) in [("own", &own[..]), ("other", &other[..]), ("none", &[])] {
+        // Contexts with several continuations, of which the model selects any.
+        let both = [&other[..], &own[..], &other[..]].concat();
+        for (what, collection) in [("own", &own[..]), ("other", &other[..]), ("both", &both[..]), ("none", &[])] {
             let found = with_ngrams(model.path(), collection, &greedy(20));
             assert_eq!(contents(&found), contents(&expected), "{name}, {what}");
             let all = Speculation::of_all(&found);
@@ -141,10 +143,14 @@ fn greedy_texts_are_the_same_with_ngrams() {
             }
         }
     }
-    // Sampled texts do not depend on other prompts, and are not those of greedy decoding.
+    // Proposals do not change sampled texts.
     let sampling = Generate { tokens: 12, sampling: Some(Sampling { seed: 5, ..Sampling::default() }) };
     let sampled = |collection: &[Vec<i64>]| with_ngrams(&golden().join("models/llama"), collection, &sampling);
-    assert_eq!(contents(&sampled(&prompts)), contents(&sampled(&prompts)));
+    let plain = texts(&golden().join("models/llama"), None, &prompts, &sampling).unwrap();
+    let own: Vec<Vec<i64>> = prompts.iter().zip(&plain).map(|(prompt, found)| [prompt.clone(), found.tokens.clone()].concat()).collect();
+    for collection in [&prompts[..], &own[..]] {
+        assert_eq!(contents(&sampled(collection)), contents(&plain));
+    }
     let beyond = Arc::new(Ngrams::new([&[3, 4_000_000][..]]).unwrap());
     let refused = LanguageModel::new(Model::open(golden().join("models/llama")).unwrap()).unwrap().with_ngrams(beyond, 2).map(drop).unwrap_err().to_string();
     assert!(refused.contains("contains the token 4000000, but the model has"), "{refused}");

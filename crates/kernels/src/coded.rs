@@ -74,8 +74,8 @@ impl CodedMatrix {
         [self.scales.len() * self.group / self.inner, self.inner]
     }
 
-    /// Size in bytes of a matrix with rows of `inner` elements, groups of `group` and this number of different
-    /// integers.
+    /// Size in bytes of a matrix with rows of `inner` elements, groups of `group` and this number of
+    /// different integers.
     pub fn bytes_of(elements: usize, [inner, group]: [usize; 2], integers: usize) -> usize {
         let codes = if integers <= 16 && can_be_packed(inner, group) { elements / 2 } else { elements };
         codes + 4 * (elements / group)

@@ -1,4 +1,4 @@
-//! A few rows whose elements are stored in the order in which products with stored weights read them.
+//! A few rows in the order in which products with stored weights read them.
 
 use super::scratch::Scratch;
 use crate::simd::{self, Level};

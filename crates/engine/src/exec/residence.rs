@@ -65,7 +65,8 @@ fn integers(spec: &QuantizationSpec) -> usize {
     }
 }
 
-/// Bytes of a weight in memory, at most. Those of the [`coded_parameters`] that have integers have scales of 32 bits.
+/// Bytes of a weight in memory, at most. Those of the [`coded_parameters`] that have integers have scales of
+/// 32 bits.
 pub(super) fn bytes(name: &String, weight: &Weight, coded: &BTreeSet<String>, residence: Residence, compute: DType) -> u64 {
     match layout(weight).filter(|_| coded.contains(name)) {
         Some((spec, group, _)) => CodedMatrix::bytes_of(weight.elements(), [weight.row(), group], integers(spec)) as u64,

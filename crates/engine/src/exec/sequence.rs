@@ -1,6 +1,7 @@
 //! Incremental decoding with a KV cache.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use candle_core::Tensor;
 
@@ -9,7 +10,7 @@ use super::run::failed;
 use super::{Executor, Inputs, bytes_of};
 use crate::analysis::SequenceAxes;
 use crate::error::{Error, Result};
-use crate::ir::ops::{DecodingState, elements};
+use crate::ir::ops::{Branches, DecodingState, elements};
 use crate::ir::{Bindings, Dim, Graph, Kind, Node, Op, ValueId};
 
 /// State of a graph in incremental decoding: cached keys and values, states of convolutions and recurrent
@@ -115,6 +116,21 @@ impl SequenceCache {
         Ok(())
     }
 
+    /// Whether tokens can continue a text in several ways ([`Executor::run_branches`]).
+    pub fn supports_branches(&self, graph: &Graph) -> bool {
+        let stateful = graph.nodes().iter().enumerate().filter(|(at, _)| self.axes.needs_state(*at)).map(|(_, node)| node);
+        stateful.into_iter().all(|node| node.op.spec().incremental().is_some_and(|op| op.supports_branches(&graph.input_types(node))))
+    }
+
+    /// Of the last `count` tokens, which were branches, retains those with these indices, in ascending order.
+    pub fn retain(&mut self, count: usize, indices: &[usize]) -> Result<()> {
+        for past in self.ops.iter_mut().flatten() {
+            past.retain(count, indices).map_err(failed("the KV cache"))?;
+        }
+        self.tokens -= count - indices.len();
+        Ok(())
+    }
+
     /// Whether no node of a step depends on tokens.
     fn is_same(&self, graph: &Graph, step: &FusedNodes) -> bool {
         !step.nodes.iter().any(|node| self.axes.depends_on_tokens(graph.nodes()[*node].output))
@@ -137,6 +153,21 @@ impl SequenceCache {
 }
 
 impl Executor<'_> {
+    /// As [`run_next`](Executor::run_next) with tokens that continue the text in several ways: the token
+    /// before each new one is the last of the text for the first one, and one of the new tokens, with this
+    /// smaller index, for the others. The graph must support it ([`SequenceCache::supports_branches`]).
+    pub fn run_branches(
+        &self,
+        inputs: &Inputs,
+        cache: &mut SequenceCache,
+        tokens: OutputTokens,
+        parents: &[Option<usize>],
+    ) -> Result<BTreeMap<String, Tensor>> {
+        let branches = Arc::new(Branches::new(parents, cache.tokens, self.device()).map_err(failed("the branches"))?);
+        cache.ops.iter_mut().flatten().for_each(|past| past.set_branches(&branches));
+        self.run_next(inputs, cache, tokens)
+    }
+
     /// Runs the tokens that follow those in the cache, and adds them to it. Outputs equal those of a run
     /// of the whole sequence for its last tokens, up to rounding. Values that do not depend on tokens are
     /// computed by the first call; until the cache is cleared, all other inputs must stay the same. After

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::proposals::Proposals;
 use super::{InputKind, LanguageModel};
 use crate::arch::draft_head::HIDDEN_STATES;
 use crate::data::DECODER_INPUT_IDS;
@@ -83,6 +84,20 @@ impl<'g> Decoder<'g> {
         self.cache.truncate(&self.model.graph, tokens)
     }
 
+    /// Whether proposals can continue the text in several ways.
+    pub fn supports_branches(&self) -> bool {
+        self.cache.supports_branches(&self.model.graph)
+    }
+
+    /// Of the last `count` tokens in the KV cache, which were proposals, retains those with these indices, in
+    /// ascending order.
+    pub fn retain(&mut self, count: usize, indices: &[usize]) -> Result<()> {
+        if indices.iter().enumerate().all(|(at, index)| at == *index) {
+            return self.truncate(self.cached().saturating_sub(count).saturating_add(indices.len()));
+        }
+        self.cache.retain(count, indices)
+    }
+
     /// The hidden states of the tokens since the last call, for a draft head.
     pub fn take_states(&mut self) -> Option<States> {
         self.states.take()
@@ -100,19 +115,25 @@ impl<'g> Decoder<'g> {
 
     /// Logits of the next token after `all` tokens.
     pub fn next_logits(&mut self, all: &[i64], work: &Work) -> Result<Vec<f32>> {
-        self.logits(all, 1, work)?.pop().ok_or_else(|| Error::graph(LOGITS, "are not computed"))
+        self.logits((all, &Proposals::default()), work)?.pop().ok_or_else(|| Error::graph(LOGITS, "are not computed"))
     }
 
-    /// Logits of the next token after each of the last `rows` of `all` tokens. Tokens that are already in
-    /// the KV cache are not recomputed; these rows must not be in it.
-    pub fn logits(&mut self, all: &[i64], rows: usize, work: &Work) -> Result<Vec<Vec<f32>>> {
-        let (values, width) = self.batch_logits(&[all], rows, work)?;
+    /// Logits of the next token after a text, and after each of the proposals for its continuation. Tokens
+    /// that are already in the KV cache are not recomputed; the last token of the text and the proposals must
+    /// not be in it.
+    pub fn logits(&mut self, (text, proposals): (&[i64], &Proposals), work: &Work) -> Result<Vec<Vec<f32>>> {
+        let all: Vec<i64> = text.iter().copied().chain(proposals.tokens()).collect();
+        let (values, width) = self.run(&[&all], proposals.len().saturating_add(1), Some(proposals).filter(|proposals| proposals.are_branches()), work)?;
         Ok(values.chunks(width).map(<[f32]>::to_vec).collect())
     }
 
-    /// Like [`logits`](Decoder::logits), for several texts of the same length. Returns the logits text by
-    /// text, and their number for a token.
+    /// Logits of the next token after each of the last `rows` tokens of several texts of the same length.
+    /// Returns the logits text by text, and their number for a token.
     pub fn batch_logits(&mut self, texts: &[&[i64]], rows: usize, work: &Work) -> Result<(Vec<f32>, usize)> {
+        self.run(texts, rows, None, work)
+    }
+
+    fn run(&mut self, texts: &[&[i64]], rows: usize, branches: Option<&Proposals>, work: &Work) -> Result<(Vec<f32>, usize)> {
         let graph = &self.model.graph;
         let length = texts.first().map_or(0, |text| text.len());
         if !SequenceCache::is_stable(graph, self.cache.tokens(), length) {
@@ -132,7 +153,10 @@ impl<'g> Decoder<'g> {
             // A draft head reads the hidden states of all tokens.
             let has_states = graph.outputs().iter().any(|(name, _)| name == HIDDEN_STATES);
             let output_tokens = if has_states { OutputTokens::All } else { OutputTokens::Last(rows) };
-            let mut outputs = self.executor.run_next(&inputs, &mut self.cache, output_tokens)?;
+            let mut outputs = match branches.filter(|_| end == length) {
+                Some(proposals) => self.executor.run_branches(&inputs, &mut self.cache, output_tokens, &proposals.parents_after(end.saturating_sub(cached)))?,
+                None => self.executor.run_next(&inputs, &mut self.cache, output_tokens)?,
+            };
             if let Some(states) = outputs.get(HIDDEN_STATES) {
                 self.add_states(cached, states)?;
                 if let Some(logits) = outputs.get_mut(LOGITS) {

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use candle_core::Device;
 use serde::Serialize;
 
-use super::decoder::{Decoder, FEATURES, States};
+use super::decoder::{Decoder, FEATURES};
 use super::draft_head::HeadDecoder;
+use super::proposals::Proposals;
 use super::sampling::{Proposal, Sampler};
 use super::{Continuation, Draft, InputKind, LanguageModel, Ngrams, Source};
 use crate::error::{Error, Result};
@@ -58,12 +59,12 @@ impl Speculation {
         self.accepted.iter().zip(&self.proposed).map(|(accepted, proposed)| *accepted as f64 / *proposed as f64).collect()
     }
 
-    /// Records a step that generated `tokens` tokens.
-    pub(super) fn record(&mut self, tokens: usize, proposed: usize, accepted: usize) {
+    /// Records a step that generated `tokens` tokens, with the number of proposals by their position.
+    pub(super) fn record(&mut self, tokens: usize, proposed: &[usize], accepted: usize) {
         self.steps = self.steps.saturating_add(1);
         self.tokens = self.tokens.saturating_add(tokens);
-        add(&mut self.proposed, (0..proposed).map(|_| 1));
-        add(&mut self.accepted, (0..proposed).map(|position| usize::from(position < accepted)));
+        add(&mut self.proposed, proposed.iter().copied());
+        add(&mut self.accepted, (0..proposed.len()).map(|position| usize::from(position < accepted)));
     }
 }
 
@@ -106,7 +107,9 @@ impl LanguageModel {
 
     /// Decodes speculatively without a network: proposes up to `tokens` tokens per step, which followed an
     /// earlier occurrence of the end of the text, in the text or in the collection, unless the model would
-    /// probably reject them. Greedy texts and samples are as with [`with_draft`](LanguageModel::with_draft).
+    /// probably reject them. Models whose layers support it verify several continuations at once. Greedy
+    /// texts are as with [`with_draft`](LanguageModel::with_draft); samples are those without a draft, with
+    /// the same exception.
     ///
     /// # Errors
     /// `tokens` is 0, or the collection contains ids that the model lacks.
@@ -181,20 +184,14 @@ impl<'g> Drafter<'g> {
         }
     }
 
-    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`, which has computed
-    /// `states` for a head. A token that ends the text is the last one.
-    pub fn propose(
-        &mut self,
-        (all, limit): (&[i64], usize),
-        states: Option<States>,
-        model: &LanguageModel,
-        sampler: &mut Sampler,
-        work: &Work,
-    ) -> Result<Vec<Proposal>> {
+    /// Proposes up to `limit` tokens that follow `all` tokens in a text of the model. A token that ends the
+    /// text is the last one of a continuation.
+    pub fn propose(&mut self, (all, limit): (&[i64], usize), decoder: &mut Decoder, sampler: &mut Sampler, work: &Work) -> Result<Proposals> {
+        let model = decoder.model();
         match &mut self.kind {
-            Kind::Model(draft) => draft.propose(all, limit, model, sampler, work),
-            Kind::Head(head) => head.propose((all, limit), states, model, sampler, work),
-            Kind::Ngrams(ngrams) => Ok(ngrams.propose(all, limit, model, sampler)),
+            Kind::Model(draft) => draft.propose(all, limit, model, sampler, work).map(Proposals::chain),
+            Kind::Head(head) => head.propose((all, limit), decoder.take_states(), model, sampler, work).map(Proposals::chain),
+            Kind::Ngrams(ngrams) => Ok(ngrams.propose(all, limit, decoder.supports_branches(), &model.ends)),
         }
     }
 }
@@ -245,11 +242,12 @@ mod tests {
         let mut one = Speculation::default();
         assert_eq!((one.tokens_per_step(), one.acceptance_rate()), (None, None));
         // Three proposals, of which two are accepted; none are; a step at the end without proposals.
-        [(3, 3, 2), (1, 3, 0), (1, 0, 0)].into_iter().for_each(|(tokens, proposed, accepted)| one.record(tokens, proposed, accepted));
+        let steps: [(usize, &[usize], usize); 3] = [(3, &[1, 1, 1], 2), (1, &[1, 1, 1], 0), (1, &[], 0)];
+        steps.into_iter().for_each(|(tokens, proposed, accepted)| one.record(tokens, proposed, accepted));
         assert_eq!((one.tokens_per_step(), one.acceptance_rate()), (Some(5.0 / 3.0), Some(2.0 / 6.0)));
         assert_eq!(one.acceptance_by_position(), [0.5, 0.5, 0.0]);
         let mut other = Speculation::default();
-        other.record(2, 1, 1);
+        other.record(2, &[1], 1);
         let found = |speculation: Option<Speculation>| Continuation {
             tokens: Vec::new(),
             end: super::super::StopReason::Tokens,

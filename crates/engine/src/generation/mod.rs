@@ -10,6 +10,7 @@ mod draft;
 mod draft_head;
 mod ngrams;
 mod options;
+mod proposals;
 mod run;
 mod sampling;
 mod settings;

@@ -1,15 +1,17 @@
 //! Proposals without a network: continuations of earlier occurrences of the last tokens, in the text itself
 //! (Saxena, *Prompt Lookup Decoding*, 2023) or in a collection of texts (He et al., *REST: Retrieval-Based
-//! Speculative Decoding*, 2023).
+//! Speculative Decoding*, 2023), of which several are verified as a tree (Miao et al., *SpecInfer*, 2024).
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_core::DType;
 use candle_core::npy::NpzTensors;
 use rayon::prelude::*;
 
-use super::sampling::{Proposal, Sampler};
-use super::{LanguageModel, Vocabulary};
+use super::Vocabulary;
+use super::proposals::Proposals;
+use super::sampling::Sampler;
 use crate::data::IGNORED;
 use crate::error::{Error, Result};
 use crate::exec::transfer;
@@ -26,7 +28,7 @@ const OWN_WEIGHT: f64 = 4.0;
 const SHORTER_WEIGHT: f64 = 2.0;
 /// Minimum probability that a proposal and those before it in the step are accepted. Others are rejected too
 /// often to be worth the time of their verification.
-const LEAST_PROBABILITY: f64 = 0.2;
+const LEAST_PROBABILITY: f64 = 0.1;
 /// Separates the texts of a collection.
 const END: u32 = u32::MAX;
 
@@ -115,29 +117,34 @@ impl Ngrams {
         self.tokens.iter().copied().filter(|token| *token != END).max()
     }
 
-    /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`. A token that ends the
-    /// text is the last one.
-    pub(super) fn propose(&self, all: &[i64], limit: usize, model: &LanguageModel, sampler: &Sampler) -> Vec<Proposal> {
-        let mut text: Vec<u32> = all.iter().map(|token| u32::try_from(*token).unwrap_or(END)).collect();
-        let (mut proposals, mut probability) = (Vec::with_capacity(limit), 1.0);
-        while proposals.len() < limit {
-            let Some((token, next)) = self.next(&text) else { break };
-            probability *= next;
-            if probability < LEAST_PROBABILITY {
-                break;
+    /// Proposes the up to `limit` tokens that are most likely to be accepted after `all` tokens of a text: in
+    /// one continuation, or with branches in several. A token of `ends` is the last one of a continuation.
+    pub(super) fn propose(&self, all: &[i64], limit: usize, has_branches: bool, ends: &BTreeSet<i64>) -> Proposals {
+        let text: Vec<u32> = all.iter().map(|token| u32::try_from(*token).unwrap_or(END)).collect();
+        let mut proposals = Proposals::default();
+        // Tokens that were not proposed, with the probability that they and those before them are accepted.
+        let (mut candidates, mut last, mut probability) = (Vec::<(f64, Option<usize>, u32)>::new(), None, 1.0);
+        loop {
+            let path = proposals.path(last).into_iter().map(|token| u32::try_from(token).unwrap_or(END));
+            let continued: Vec<u32> = text.iter().copied().chain(path).collect();
+            if !continued.last().is_some_and(|token| last.is_some() && ends.contains(&i64::from(*token))) {
+                let next = self.likely(&continued).into_iter().take(if has_branches { limit } else { 1 });
+                let next = next.map(|(token, next)| (probability * next, last, token));
+                candidates.extend(next.filter(|(probability, ..)| *probability >= LEAST_PROBABILITY));
             }
-            text.push(token);
-            proposals.push(sampler.suggest(i64::from(token)));
-            if model.ends.contains(&i64::from(token)) {
-                break;
-            }
+            // Of equally likely ones, the first.
+            let best = candidates.iter().enumerate().rev().max_by(|(_, a), (_, b)| a.0.total_cmp(&b.0)).map(|(at, _)| at);
+            let Some(best) = best.filter(|_| proposals.len() < limit) else { return proposals };
+            let (of_best, parent, token) = candidates.remove(best);
+            last = Some(proposals.push(Sampler::suggest(i64::from(token)), parent));
+            probability = of_best;
         }
-        proposals
     }
 
-    /// The most likely token after a text, and its probability: interpolated between contexts of different
-    /// lengths as by Witten and Bell (1991). Of equally likely tokens, the one with the smallest id.
-    fn next(&self, text: &[u32]) -> Option<(u32, f64)> {
+    /// The tokens that can follow a text, the most likely one first, with their probabilities: interpolated
+    /// between contexts of different lengths as by Witten and Bell (1991). Equally likely tokens are ordered
+    /// by their ids.
+    fn likely(&self, text: &[u32]) -> Vec<(u32, f64)> {
         let mut likely = Counts::default();
         for counts in self.counts(text) {
             let (weight, total) = (SHORTER_WEIGHT * counts.0.len() as f64, counts.0.iter().map(|(_, count)| count).sum::<f64>());
@@ -146,7 +153,8 @@ impl Ngrams {
                 likely.0.push((*token, (counts.of(*token) + weight * shorter.of(*token)) / (total + weight)));
             }
         }
-        likely.0.into_iter().max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
+        likely.0.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        likely.0
     }
 
     /// Frequencies of the next token after contexts of 1, 2, … tokens at the end of a text, up to the longest
@@ -266,7 +274,7 @@ mod tests {
     #[test]
     fn the_longest_context_predicts_the_next_token() {
         let found = ngrams(&[vec![1, 2, 3], vec![1, 2, 3], vec![9, 2, 4], vec![6, 5], vec![6, 8]]);
-        let next = |text: &[u32]| found.next(text);
+        let next = |text: &[u32]| found.likely(text).first().copied();
         assert_eq!(next(&[1, 2]).unwrap().0, 3);
         assert_eq!(next(&[9, 2]).unwrap().0, 4);
         // Unknown tokens, and tokens at the ends of texts.
@@ -278,29 +286,40 @@ mod tests {
         assert!(next(&[0, 2]).unwrap().1 < next(&[1, 2]).unwrap().1);
     }
 
-    /// Samples follow the distribution of the model, and a proposal is accepted with its probability.
+    /// Suggestions do not change the selected token, whether it is the most likely one or drawn.
     #[test]
-    fn verified_suggestions_have_the_distribution_of_the_model() {
+    fn suggestions_are_accepted_if_the_model_selects_them() {
         let logits = [1.0f32, 3.0, 2.0, 3.0];
-        let sum: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum();
-        let probability = |token: usize| f64::from(logits[token]).exp() / sum;
-        for suggested in 0..4 {
-            let mut sampler = Sampler::new(Some(Sampling::default()), suggested);
-            let (mut counts, mut accepted, draws) = ([0usize; 4], 0, 20_000);
-            for _ in 0..draws {
-                let proposal = sampler.suggest(suggested as i64);
-                let (token, is_accepted) = sampler.verify(&logits, &proposal).unwrap();
-                counts[token as usize] += 1;
-                accepted += usize::from(is_accepted);
+        let suggestions = [3, 0].map(Sampler::suggest);
+        let indexed: Vec<_> = [4, 9].into_iter().zip(&suggestions).collect();
+        for sampling in [None, Some(Sampling::default())] {
+            let [mut alone, mut verifying] = [0; 2].map(|_| Sampler::new(sampling, 0));
+            for _ in 0..200 {
+                let token = alone.next(&logits).unwrap();
+                let index = match token {
+                    3 => Some(4),
+                    0 => Some(9),
+                    _ => None,
+                };
+                assert_eq!(verifying.verify(&logits, &indexed).unwrap(), (token, index));
             }
-            for (token, count) in counts.into_iter().enumerate() {
-                assert!((count as f64 / f64::from(draws) - probability(token)).abs() < 0.015, "{suggested}, {token}: {count}");
-            }
-            assert!((accepted as f64 / f64::from(draws) - probability(suggested)).abs() < 0.015, "{suggested}: {accepted}");
         }
-        let mut greedy = Sampler::new(None, 0);
-        let proposals = [1, 3].map(|token| greedy.suggest(token));
-        assert_eq!(proposals.map(|proposal| greedy.verify(&logits, &proposal).unwrap()), [(1, true), (1, false)]);
+    }
+
+    /// The most likely tokens are proposed first, after each other or as alternatives.
+    #[test]
+    fn the_tokens_that_are_most_likely_to_be_accepted_are_proposed() {
+        let text = |end: [i64; 3]| [vec![5], end.to_vec()].concat();
+        let found = ngrams(&[text([1, 2, 9]), text([1, 2, 9]), text([1, 3, 9]), text([4, 6, 7]), text([4, 6, 7])].map(|text| vec![text; 20]).concat());
+        let propose = |limit, has_branches, ends: &[i64]| found.propose(&[8, 5], limit, has_branches, &ends.iter().copied().collect());
+        let chain = propose(3, false, &[]);
+        assert_eq!((chain.tokens().collect::<Vec<_>>(), chain.are_branches()), (vec![1, 2, 9], false));
+        let tree = propose(4, true, &[]);
+        let paths: BTreeSet<Vec<i64>> = (0..tree.len()).map(|index| tree.path(Some(index))).collect();
+        assert_eq!(paths, [vec![1], vec![1, 2], vec![4], vec![4, 6]].into());
+        assert_eq!(propose(4, false, &[1]).tokens().collect::<Vec<_>>(), [1]);
+        assert!(propose(4, true, &[1]).tokens().all(|token| token != 2));
+        assert_eq!((propose(0, true, &[]).len(), found.propose(&[], 4, true, &BTreeSet::new()).len()), (0, 0));
     }
 
     /// Padding and the beginnings of prompts are not included.

@@ -5,7 +5,8 @@ use std::time::Instant;
 use super::decoder::Decoder;
 use super::decoder_prompt::DecoderPrompt;
 use super::draft::{Drafter, Speculation};
-use super::sampling::{Proposal, Sampler};
+use super::proposals::Proposals;
+use super::sampling::Sampler;
 use super::{Continuation, Generate, StopReason};
 use crate::error::Result;
 use crate::exec::Inputs;
@@ -55,7 +56,7 @@ impl Run<'_, '_> {
             let step = self.step(&mut all, &proposals, count == 0, &mut sampler)?;
             let added = all.len().saturating_sub(prompt_length).saturating_sub(count);
             match &mut speculation {
-                Some(speculation) if count > 0 => speculation.record(added, proposals.len(), step.accepted),
+                Some(speculation) if count > 0 => speculation.record(added, &proposals.by_position(), step.accepted),
                 _ => {}
             }
             if count == 0 {
@@ -76,42 +77,40 @@ impl Run<'_, '_> {
 
     /// Proposals of the draft for the next tokens, of which at most `remaining` are generated. None for the
     /// first token: the draft reads the prompt.
-    fn proposals(&mut self, all: &[i64], remaining: usize, is_first: bool, sampler: &mut Sampler) -> Result<Vec<Proposal>> {
+    fn proposals(&mut self, all: &[i64], remaining: usize, is_first: bool, sampler: &mut Sampler) -> Result<Proposals> {
         let model = self.decoder.model();
-        let Some(draft) = &mut self.draft else { return Ok(Vec::new()) };
+        let Some(draft) = &mut self.draft else { return Ok(Proposals::default()) };
         if is_first {
-            return draft.read(all, self.work).map(|()| Vec::new());
+            return draft.read(all, self.work).map(|()| Proposals::default());
         }
         // The model adds a token to the accepted ones.
         let room = model.positions.map_or(usize::MAX, |positions| positions.saturating_sub(all.len()));
         let limit = self.decoder.stable_extension(all.len(), draft.tokens().min(remaining.saturating_sub(1)).min(room));
-        draft.propose((all, limit), self.decoder.take_states(), model, sampler, self.work)
+        draft.propose((all, limit), self.decoder, sampler, self.work)
     }
 
     /// Verifies proposals in one forward pass: appends the accepted ones and the model's own next token.
-    fn step(&mut self, all: &mut Vec<i64>, proposals: &[Proposal], is_first: bool, sampler: &mut Sampler) -> Result<Step> {
+    fn step(&mut self, all: &mut Vec<i64>, proposals: &Proposals, is_first: bool, sampler: &mut Sampler) -> Result<Step> {
         let model = self.decoder.model();
-        let text: Vec<i64> = all.iter().copied().chain(proposals.iter().map(|proposal| proposal.token)).collect();
-        let rows = self.decoder.logits(&text, proposals.len().saturating_add(1), self.work)?;
-        let mut step = Step { accepted: 0, is_end: false };
-        for (position, mut logits) in rows.into_iter().enumerate() {
-            model.suppress(&mut logits, is_first);
-            let (token, is_accepted) = match proposals.get(position) {
-                Some(proposal) => sampler.verify(&logits, proposal)?,
-                None => (sampler.next(&logits)?, false),
-            };
+        let mut rows = self.decoder.logits((all, proposals), self.work)?;
+        let (mut accepted, mut is_end) = (Vec::<usize>::new(), false);
+        // The first row is that of the text.
+        while let Some(logits) = rows.get_mut(accepted.last().map_or(0, |index| index.saturating_add(1))) {
+            model.suppress(logits, is_first);
+            let (token, found) = sampler.verify(logits, &proposals.after(accepted.last().copied()))?;
             all.push(token);
-            step.accepted = step.accepted.saturating_add(usize::from(is_accepted));
-            step.is_end = model.ends.contains(&token);
-            if step.is_end || !is_accepted {
+            accepted.extend(found);
+            is_end = model.ends.contains(&token);
+            if is_end || found.is_none() {
                 break;
             }
         }
-        // The last token was not read yet, and rejected proposals are removed.
+        // The last token was not read yet, unless it is a proposal that ends the text. Rejected proposals are
+        // removed.
         let read = all.len().saturating_sub(1);
-        self.decoder.truncate(read)?;
+        self.decoder.retain(proposals.len(), &accepted)?;
         self.draft.as_mut().map_or(Ok(()), |draft| draft.truncate(read))?;
-        Ok(step)
+        Ok(Step { accepted: accepted.len(), is_end })
     }
 
     /// Detects the most likely language, if the prompt does not specify one.

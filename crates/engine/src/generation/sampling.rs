@@ -9,7 +9,8 @@ pub(super) struct Sampler(Option<(Sampling, fastrand::Rng)>);
 /// A token that a draft proposes.
 pub(super) struct Proposal {
     pub token: i64,
-    /// The distribution that it was drawn from; `None` for greedy decoding.
+    /// The distribution that it was drawn from; `None` if it was not drawn, so that it is accepted if the
+    /// model selects the same token.
     distribution: Option<Distribution>,
 }
 
@@ -41,24 +42,25 @@ impl Sampler {
     }
 
     /// A proposal of this token, without logits.
-    pub fn suggest(&self, token: i64) -> Proposal {
-        let certain = |token: usize| Distribution { tokens: vec![token], weights: vec![1.0], sum: 1.0 };
-        Proposal { token, distribution: self.0.as_ref().and_then(|_| usize::try_from(token).ok()).map(certain) }
+    pub fn suggest(token: i64) -> Proposal {
+        Proposal { token, distribution: None }
     }
 
-    /// Accepts a proposal by the logits of the model, or selects another token, so that the tokens have the
-    /// distribution of the model. Returns the token and whether it is the accepted proposal.
-    pub fn verify(&mut self, logits: &[f32], proposal: &Proposal) -> Result<(i64, bool)> {
-        let (Some((sampling, random)), Some(draft)) = (&mut self.0, &proposal.distribution) else {
-            return self.next(logits).map(|token| (token, token == proposal.token));
+    /// Accepts one of the proposals for the next token, which have indices, by the logits of the model, or
+    /// selects another token, so that the tokens have the distribution of the model. Returns the token and
+    /// the index of the accepted proposal. A proposal with a distribution must be the only one.
+    pub fn verify(&mut self, logits: &[f32], proposals: &[(usize, &Proposal)]) -> Result<(i64, Option<usize>)> {
+        let (Some((sampling, random)), [(index, Proposal { token, distribution: Some(draft) })]) = (&mut self.0, proposals) else {
+            let token = self.next(logits)?;
+            return Ok((token, proposals.iter().find(|(_, proposal)| proposal.token == token).map(|(index, _)| *index)));
         };
         require_finite(logits, "generation")?;
         let model = Distribution::new(logits, sampling);
-        let probability = |distribution: &Distribution| usize::try_from(proposal.token).map_or(0.0, |token| distribution.probability(token));
+        let probability = |distribution: &Distribution| usize::try_from(*token).map_or(0.0, |token| distribution.probability(token));
         if random.f64() * probability(draft) < probability(&model) {
-            return Ok((proposal.token, true));
+            return Ok((*token, Some(*index)));
         }
-        token_id(model.without(draft, logits.len()).at(random.f64())).map(|token| (token, false))
+        token_id(model.without(draft, logits.len()).at(random.f64())).map(|token| (token, None))
     }
 }
 
@@ -319,10 +321,10 @@ mod tests {
             let mut sampler = Sampler::new(Some(sampling), 0);
             for _ in 0..draws {
                 let proposal = sampler.propose(&draft_logits).unwrap();
-                let (token, is_accepted) = sampler.verify(&LOGITS, &proposal).unwrap();
-                assert!(!is_accepted || token == proposal.token);
+                let (token, found) = sampler.verify(&LOGITS, &[(6, &proposal)]).unwrap();
+                assert!(found.is_none() || (token, found) == (proposal.token, Some(6)));
                 counts[token as usize] += 1;
-                accepted += usize::from(is_accepted);
+                accepted += usize::from(found.is_some());
             }
             for (token, count) in counts.into_iter().enumerate() {
                 assert!((count as f64 / f64::from(draws) - probability(token)).abs() < 0.01, "{draft_logits:?}, {token}: {count}");
@@ -336,7 +338,8 @@ mod tests {
         let mut sampler = Sampler::new(None, 0);
         let verdict = |sampler: &mut Sampler, draft: &[f32]| {
             let proposal = sampler.propose(draft).unwrap();
-            sampler.verify(&LOGITS, &proposal).unwrap()
+            let (token, found) = sampler.verify(&LOGITS, &[(0, &proposal)]).unwrap();
+            (token, found.is_some())
         };
         assert_eq!(verdict(&mut sampler, &[0.0, 1.0, 0.0, 0.0]), (1, true));
         // Another token with the same logit.

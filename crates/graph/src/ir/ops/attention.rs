@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result as Computed, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::attention_inputs::{Extras, extras, with_batch_axis};
 use super::constants::{ScalarOps, constant};
 use super::decoding::{DecodingState, Forward, Incremental};
 use super::gradient::wide;
@@ -89,25 +90,6 @@ impl Block {
         *sum = Some(sum.take().map_or(Ok(part.clone()), |sum| sum + part)?);
         Ok(())
     }
-}
-
-/// The mask, the bias and the sinks, where present.
-#[derive(Clone, Copy)]
-pub(super) struct Extras<'t> {
-    pub(super) mask: Option<&'t Tensor>,
-    pub(super) bias: Option<&'t Tensor>,
-    pub(super) sinks: Option<&'t Tensor>,
-}
-
-/// Finds the inputs after the values by their rank.
-pub(super) fn extras(rest: &[Tensor]) -> Extras<'_> {
-    let of = |rank: usize| rest.iter().find(|extra| extra.rank() == rank);
-    Extras { mask: of(2), bias: of(3).or_else(|| of(4)), sinks: of(1) }
-}
-
-/// The bias as `[batch, heads, sequence, keys]`.
-pub(super) fn with_batch_axis(bias: &Tensor) -> Computed<Tensor> {
-    if bias.rank() == 3 { bias.unsqueeze(0) } else { Ok(bias.clone()) }
 }
 
 impl Attention {
@@ -395,6 +377,10 @@ impl Incremental for Attention {
         (!self.causal).then_some("tokens attend to later tokens")
     }
 
+    fn supports_branches(&self, inputs: &[&TensorType]) -> bool {
+        self.causal && self.window.is_none() && inputs.iter().skip(3).all(|extra| extra.shape.len() < 3)
+    }
+
     /// Caches the keys, values and mask entries that later queries can attend to.
     fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, forward: &Forward) -> Computed<Tensor> {
         let seen = self.window.map_or(usize::MAX, |window| window.saturating_sub(1));
@@ -411,6 +397,11 @@ impl Incremental for Attention {
                 }
             };
             all.push(new);
+        }
+        if let Some(branches) = past.branches() {
+            // The bias precedes the sinks.
+            let at = all.iter().position(|input| input.rank() == 1).unwrap_or(all.len());
+            all.insert(at, branches.hidden().clone());
         }
         forward(&all)
     }

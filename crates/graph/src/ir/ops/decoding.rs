@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 use crate::ir::{Bindings, TensorType};
 
@@ -72,15 +73,65 @@ pub trait Incremental: fmt::Debug {
         0
     }
 
+    /// Whether it computes new tokens that are [`Branches`], for inputs of these types.
+    fn supports_branches(&self, _inputs: &[&TensorType]) -> bool {
+        false
+    }
+
     /// Computes the output for new tokens, and adds them to `past`. `forward` computes the op with its
     /// kernel.
     fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, forward: &Forward) -> Result<Tensor>;
+}
+
+/// New tokens that continue a text in several ways. They form a tree: a token depends only on the tokens of
+/// the text and on those before it on its branch.
+#[derive(Debug)]
+pub struct Branches {
+    depths: Vec<u32>,
+    /// Minus infinity where a new token does not depend on a token, and 0 elsewhere: `[1, new, all]`.
+    hidden: Tensor,
+}
+
+impl Branches {
+    /// Branches after `past` tokens of a text, by the index of the new token before each new token, which is
+    /// smaller than its own. The first one has none.
+    pub fn new(parents: &[Option<usize>], past: usize, device: &Device) -> Result<Branches> {
+        let (count, columns) = (parents.len(), past + parents.len());
+        let (mut depths, mut hidden) = (Vec::with_capacity(count), vec![f32::NEG_INFINITY; count * columns]);
+        for (index, parent) in parents.iter().enumerate() {
+            let (before, row) = hidden.split_at_mut(index * columns);
+            match parent.filter(|parent| *parent < index) {
+                Some(parent) => row[..columns].copy_from_slice(&before[parent * columns..][..columns]),
+                None => row[..past].fill(0.0),
+            }
+            row[past + index] = 0.0;
+            depths.push(parent.and_then(|parent| depths.get(parent)).map_or(0, |depth| depth + 1));
+        }
+        Ok(Branches { depths, hidden: Tensor::from_vec(hidden, (1, count, columns), device)? })
+    }
+
+    /// The bias of the products of new queries and all keys.
+    pub(super) fn hidden(&self) -> &Tensor {
+        &self.hidden
+    }
+
+    /// The position of each new token, relative to the first one.
+    pub(super) fn depths(&self) -> &[u32] {
+        &self.depths
+    }
+
+    /// Number of different positions.
+    pub(super) fn positions(&self) -> usize {
+        self.depths.iter().max().map_or(0, |depth| *depth as usize + 1)
+    }
 }
 
 /// State of one op in incremental decoding.
 #[derive(Debug, Default)]
 pub struct DecodingState {
     tokens: usize,
+    /// The branches of the next tokens. Without them, each token follows the one before it.
+    branches: Option<Arc<Branches>>,
     /// Number of evicted rows that are retained, so that the last tokens can be removed.
     removable: usize,
     rows: Vec<Rows>,
@@ -125,6 +176,24 @@ impl DecodingState {
     /// Adds to the number of processed tokens.
     pub fn add(&mut self, tokens: usize) {
         self.tokens += tokens;
+        self.branches = None;
+    }
+
+    /// Sets the branches of the next tokens.
+    pub fn set_branches(&mut self, branches: &Arc<Branches>) {
+        self.branches = Some(Arc::clone(branches));
+    }
+
+    /// The branches of the next tokens.
+    pub fn branches(&self) -> Option<&Arc<Branches>> {
+        self.branches.as_ref()
+    }
+
+    /// Of the last `count` tokens, which were branches, retains those with these indices, in ascending order.
+    pub fn retain(&mut self, count: usize, indices: &[usize]) -> Result<()> {
+        self.rows.iter_mut().try_for_each(|rows| rows.retain(count, indices))?;
+        self.tokens -= count - indices.len();
+        Ok(())
     }
 
     /// Removes all tokens after the first `tokens`. Returns false, and changes nothing, if rows that the
@@ -221,6 +290,7 @@ impl Recurrence {
 struct Rows {
     /// Longer than the number of cached rows, so that most rows are appended in place.
     buffer: Option<Tensor>,
+    axis: usize,
     start: usize,
     end: usize,
     /// Maximum number of earlier rows that a new row is combined with.
@@ -235,7 +305,7 @@ impl Rows {
     /// except the last `removable`.
     fn push(&mut self, new: &Tensor, axis: usize, before: usize, removable: usize) -> Result<Tensor> {
         let count = new.dim(axis)?;
-        self.before = before;
+        (self.axis, self.before) = (axis, before);
         self.start = self.start.max(self.end.saturating_sub(before.saturating_add(removable)));
         let kept = self.end - self.start;
         let buffer = match &self.buffer {
@@ -256,6 +326,16 @@ impl Rows {
         let first = self.start.max(self.end.saturating_sub(before));
         self.end += count;
         buffer.narrow(axis, first, self.end - first)
+    }
+
+    /// Of the last `count` rows, retains those with these indices.
+    fn retain(&mut self, count: usize, indices: &[usize]) -> Result<()> {
+        let (Some(buffer), Some(first)) = (&self.buffer, self.end.checked_sub(count)) else { return Ok(()) };
+        let rows: Vec<u32> = indices.iter().map(|index| (first + index) as u32).collect();
+        let retained = buffer.index_select(&Tensor::new(rows, buffer.device())?, self.axis)?;
+        buffer.slice_set(&retained.contiguous()?, self.axis, first)?;
+        self.end = first + indices.len();
+        Ok(())
     }
 
     /// Whether the last `removed` of `tokens` tokens can be removed: the next row still finds the earlier

@@ -167,11 +167,23 @@ impl Rotary {
 }
 
 impl Rotary {
-    /// Rotates forwards, or backwards for a negative sign; the first row has position `past`.
-    fn rotated(&self, x: &Tensor, sign: f64, past: usize) -> candle_core::Result<Tensor> {
-        let (_, _, sequence, width) = x.dims4()?;
+    /// The [`tables`](Rotary::tables) of the positions of heads `x` after `past`.
+    pub(super) fn tables_after(&self, past: &DecodingState, x: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
+        let ((_, _, sequence, width), first, device) = (x.dims4()?, past.tokens(), x.device());
         let turned = self.turned(width);
-        let (cos, sin) = self.tables(turned, past..past + sequence, x.device())?;
+        let Some(branches) = past.branches() else { return self.tables(turned, first..first + sequence, device) };
+        let tables = constant(format!("{self:?} {turned} {first} {:?}", branches.depths()), device, |device| {
+            let (cos, sin) = self.tables(turned, first..first + branches.positions(), device)?;
+            let depths = Tensor::new(branches.depths(), device)?;
+            Tensor::stack(&[cos.index_select(&depths, 0)?, sin.index_select(&depths, 0)?], 0)
+        })?;
+        Ok((tables.get(0)?, tables.get(1)?))
+    }
+
+    /// Rotates forwards, or backwards for a negative sign, by the angles of the positions after `past`.
+    fn rotated(&self, x: &Tensor, sign: f64, past: &DecodingState) -> candle_core::Result<Tensor> {
+        let turned = self.turned(x.dim(3)?);
+        let (cos, sin) = self.tables_after(past, x)?;
         self.with_rest(rotate_halves(&x.narrow(3, 0, turned)?, &cos, &(sin * sign)?)?, x)
     }
 }
@@ -200,11 +212,11 @@ impl OpSpec for Rotary {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        self.rotated(&inputs[0], 1.0, 0)
+        self.rotated(&inputs[0], 1.0, &DecodingState::default())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.gradient_of(0, || self.rotated(backward.gradient, -1.0, 0))?])
+        Ok(vec![backward.gradient_of(0, || self.rotated(backward.gradient, -1.0, &DecodingState::default()))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {
@@ -226,8 +238,12 @@ impl Incremental for Rotary {
         !follows_length || self.frequencies(self.turned(width), before) == self.frequencies(self.turned(width), after)
     }
 
+    fn supports_branches(&self, _inputs: &[&TensorType]) -> bool {
+        true
+    }
+
     fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, _forward: &Forward) -> candle_core::Result<Tensor> {
-        self.rotated(&inputs[0], 1.0, past.tokens())
+        self.rotated(&inputs[0], 1.0, past)
     }
 }
 

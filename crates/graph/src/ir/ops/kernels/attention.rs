@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::attention::{Extras, extras, with_batch_axis};
-use super::super::{Attention, Backward, GridRotary, MergeHeads, Rotary, Saved, SplitHeads};
+use super::super::attention_inputs::{Extras, extras, with_batch_axis};
+use super::super::{Attention, Backward, DecodingState, GridRotary, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
 use crate::kernel::attention::{self, merge_heads, rotate_heads};
@@ -104,27 +104,26 @@ impl Kernel for Attention {
 
 impl Kernel for Rotary {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        self.rotated_heads(&inputs[0], false, 0)
+        self.rotated_heads(&inputs[0], false, &DecodingState::default())
     }
 
-    fn forward_at(&self, position: usize, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        self.rotated_heads(&inputs[0], false, position)
+    fn forward_at(&self, past: &DecodingState, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.rotated_heads(&inputs[0], false, past)
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         if !backward.needs_gradient(0) {
             return Ok(Some(vec![None]));
         }
-        Ok(self.rotated_heads(backward.gradient, true, 0)?.map(|gradient| vec![Some(gradient)]))
+        Ok(self.rotated_heads(backward.gradient, true, &DecodingState::default())?.map(|gradient| vec![Some(gradient)]))
     }
 }
 
 impl Rotary {
-    /// Rotates by the angles of positions from `past` on; `None` if the kernel does not support the
+    /// Rotates by the angles of the positions after `past`; `None` if the kernel does not support the
     /// tensor.
-    fn rotated_heads(&self, x: &Tensor, backwards: bool, past: usize) -> Result<Option<Tensor>> {
-        let (_, _, sequence, width) = x.dims4()?;
-        rotated_by(x, self.tables(self.turned(width), past..past + sequence, x.device())?, backwards)
+    fn rotated_heads(&self, x: &Tensor, backwards: bool, past: &DecodingState) -> Result<Option<Tensor>> {
+        rotated_by(x, self.tables_after(past, x)?, backwards)
     }
 }
 

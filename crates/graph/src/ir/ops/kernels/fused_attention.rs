@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::attention::{Block, extras};
+use super::super::attention::Block;
+use super::super::attention_inputs::extras;
 use super::super::gradient::wide;
 use super::super::{Attention, Backward};
 use super::Gradients;

@@ -40,9 +40,9 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
         Ok(None)
     }
 
-    /// Computes the output for tokens whose first position is `position`, for an op without state; `None`
+    /// Computes the output for tokens whose positions follow those in `past`, for an op without state; `None`
     /// if the kernel does not support these tensors.
-    fn forward_at(&self, _position: usize, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
+    fn forward_at(&self, _past: &DecodingState, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
@@ -148,7 +148,7 @@ impl PreparedOp {
     /// Computes the output for new tokens after those in `past`.
     pub fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState) -> Result<Tensor> {
         let Some(op) = self.op.spec().incremental() else { return self.forward(inputs) };
-        let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward_at(past.tokens(), inputs))?;
+        let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward_at(past, inputs))?;
         found.map_or_else(|| op.forward_next(inputs, past, &|inputs| self.forward(inputs)), Ok)
     }
 
