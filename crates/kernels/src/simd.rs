@@ -34,6 +34,7 @@ macro_rules! simd {
 
 /// Declares a function that uses the intrinsics of AVX-512. It returns false, without effect, if the
 /// processor lacks them.
+#[allow(unused_macros, reason = "only kernels for model execution use intrinsics")]
 macro_rules! avx512 {
     ($(#[$meta:meta])* $visible:vis fn $name:ident ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$meta])*

@@ -316,7 +316,7 @@ mod tests {
         assert_eq!((chain.tokens().collect::<Vec<_>>(), chain.are_branches()), (vec![1, 2, 9], false));
         let tree = propose(4, true, &[]);
         let paths: BTreeSet<Vec<i64>> = (0..tree.len()).map(|index| tree.path(Some(index))).collect();
-        assert_eq!(paths, [vec![1], vec![1, 2], vec![4], vec![4, 6]].into());
+        assert_eq!(paths, [vec![1], vec![4], vec![4, 6], vec![4, 6, 7]].into());
         assert_eq!(propose(4, false, &[1]).tokens().collect::<Vec<_>>(), [1]);
         assert!(propose(4, true, &[1]).tokens().all(|token| token != 2));
         assert_eq!((propose(0, true, &[]).len(), found.propose(&[], 4, true, &BTreeSet::new()).len()), (0, 0));
