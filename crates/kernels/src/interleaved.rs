@@ -29,7 +29,7 @@ macro_rules! by_number {
 
 pub(super) use by_number;
 
-/// A few rows in runs of [`LANES`] elements: those of all rows of a group, then the next run. Missing
+/// A few rows in runs of `LANES` elements: those of all rows of a group, then the next run. Missing
 /// elements are zeros.
 pub struct Interleaved {
     pub(super) rows: usize,
