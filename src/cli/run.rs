@@ -173,7 +173,7 @@ impl Args {
         let mut reports = Vec::with_capacity(jobs.len());
         let folder = jobs.first().and_then(|job| job.output.parent()).unwrap_or(Path::new("")).to_owned();
         let page = folder.join("comparison.html");
-        let is_earlier = std::fs::read_to_string(&page).is_ok_and(|text| text.contains("<title>Comparison of "));
+        let is_earlier = std::fs::read_to_string(&page).is_ok_and(|text| text.contains(&format!("<title>{}", Comparison::TITLE)));
         if page.exists() && !is_earlier {
             TextFile { output: Some(page.clone()), force: self.force }.check(&["html"])?;
         }

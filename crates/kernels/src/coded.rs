@@ -38,7 +38,13 @@ impl Codes {
     /// 4-bit codes for integers of at most 16 different values. `None` for others.
     fn nibbles(codes: &[u8]) -> Option<Codes> {
         let mut is_used = [false; 256];
-        codes.iter().for_each(|code| is_used[usize::from(*code)] = true);
+        for codes in codes.chunks(1 << 12) {
+            codes.iter().for_each(|code| is_used[usize::from(*code)] = true);
+            // Other weights have more values in their first elements.
+            if is_used.iter().filter(|is_used| **is_used).count() > 16 {
+                return None;
+            }
+        }
         let values: Vec<u8> = (0..=u8::MAX).filter(|code| is_used[usize::from(*code)]).collect();
         let (mut table, mut selections) = ([0f32; 16], [0u8; 256]);
         for (index, value) in values.iter().enumerate() {

@@ -30,22 +30,18 @@ impl<'a, E> Stored<'a, E> {
 /// upper ones those of the second half.
 pub(super) const NIBBLES: usize = LANES / 2;
 
-/// Declares functions that multiply a few rows with columns. They return false, without effect, if the
-/// processor lacks the instructions.
+/// Declares functions that multiply a few rows with columns.
 macro_rules! products {
     ($($(#[$meta:meta])* fn $name:ident($stored:ident: Stored<$element:ty> $(, $table:ident)?) |$run:ident, $scales:ident| $load:expr;)+) => {
-        $($(#[$meta])*
-        pub(super) fn $name(x: &Interleaved, $stored: Stored<$element>, $($table: &[f32; 16],)? out: &mut [f32]) -> bool {
-            avx512! {
-                fn multiply(x: &Interleaved, $stored: Stored<$element>, $($table: &[f32; 16],)? out: &mut [f32]) {
-                    $(let $table = bytemuck::cast(*$table);)?
-                    let inner = x.inner;
-                    x.by_groups(out, |x, rows, out| {
-                        by_number!(rows, N => registers::columns::<_, _, N>(x, inner, $stored, |$run, $scales| $load, out));
-                    });
-                }
+        $(avx512! {
+            $(#[$meta])*
+            pub(super) fn $name(x: &Interleaved, $stored: Stored<$element>, $($table: &[f32; 16],)? out: &mut [f32]) {
+                $(let $table = bytemuck::cast(*$table);)?
+                let inner = x.inner;
+                x.by_groups(out, |x, rows, out| {
+                    by_number!(rows, N => registers::columns::<_, _, N>(x, inner, $stored, |$run, $scales| $load, out));
+                });
             }
-            multiply(x, $stored, $($table,)? out)
         })+
     };
 }
@@ -142,7 +138,7 @@ mod registers {
     }
 
     /// The products of `N` rows with all columns, those of each row one after another. `load` converts a run
-    /// and multiplies it by its scale.
+    /// and multiplies its halves by their scales.
     #[target_feature(enable = "avx512f")]
     pub fn columns<E: Copy + Default, const W: usize, const N: usize>(
         x: &[f32],

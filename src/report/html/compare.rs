@@ -9,9 +9,12 @@ use crate::report::compare::{Comparison, Summary};
 use crate::report::format::{bytes, cell_text};
 
 impl Comparison {
+    /// Beginning of the title of [`to_html`](Comparison::to_html).
+    pub(crate) const TITLE: &str = "Comparison of ";
+
     /// The comparison as an HTML page.
     pub fn to_html(&self) -> String {
-        let title = format!("Comparison of {} runs", self.runs.len());
+        let title = format!("{}{} runs", Self::TITLE, self.runs.len());
         let body = html! {
             header {
                 p.eyebrow { "compress " (env!("CARGO_PKG_VERSION")) " \u{b7} comparison" }

@@ -24,6 +24,7 @@ pub(super) struct Decoder<'g> {
     model: &'g LanguageModel,
     executor: Executor<'g>,
     cache: SequenceCache,
+    supports_branches: bool,
     /// Inputs of the encoder.
     inputs: Inputs,
     /// Hidden states for a draft head that were not taken yet.
@@ -48,7 +49,8 @@ impl<'g> Decoder<'g> {
     /// As [`load`](Decoder::load), with other parameters than those of the model.
     pub fn with_parameters(model: &'g LanguageModel, parameters: Parameters, removable: usize, device: &Device) -> Result<Decoder<'g>> {
         let executor = Executor::new(&model.graph, parameters, device.clone());
-        Ok(Decoder { model, executor, cache: SequenceCache::with_removable(&model.graph, removable)?, inputs: Inputs::new(), states: None })
+        let cache = SequenceCache::with_removable(&model.graph, removable)?;
+        Ok(Decoder { model, executor, supports_branches: cache.supports_branches(&model.graph), cache, inputs: Inputs::new(), states: None })
     }
 
     /// The model.
@@ -86,7 +88,7 @@ impl<'g> Decoder<'g> {
 
     /// Whether proposals can continue the text in several ways.
     pub fn supports_branches(&self) -> bool {
-        self.cache.supports_branches(&self.model.graph)
+        self.supports_branches
     }
 
     /// Of the last `count` tokens in the KV cache, which were proposals, retains those with these indices, in
@@ -127,12 +129,13 @@ impl<'g> Decoder<'g> {
         Ok(values.chunks(width).map(<[f32]>::to_vec).collect())
     }
 
-    /// Logits of the next token after each of the last `rows` tokens of several texts of the same length.
+    /// Logits of the next token after each of the last `rows` positions in several texts of the same length.
     /// Returns the logits text by text, and their number for a token.
     pub fn batch_logits(&mut self, texts: &[&[i64]], rows: usize, work: &Work) -> Result<(Vec<f32>, usize)> {
         self.run(texts, rows, None, work)
     }
 
+    /// As [`batch_logits`](Decoder::batch_logits). With branches, the text ends with these proposals.
     fn run(&mut self, texts: &[&[i64]], rows: usize, branches: Option<&Proposals>, work: &Work) -> Result<(Vec<f32>, usize)> {
         let graph = &self.model.graph;
         let length = texts.first().map_or(0, |text| text.len());

@@ -117,28 +117,31 @@ impl Ngrams {
         self.tokens.iter().copied().filter(|token| *token != END).max()
     }
 
-    /// Proposes the up to `limit` tokens that are most likely to be accepted after `all` tokens of a text: in
-    /// one continuation, or with branches in several. A token of `ends` is the last one of a continuation.
+    /// Proposes at most `limit` tokens, which are the most likely to be accepted after the text `all`: in one
+    /// continuation, or with branches in several. A token in `ends` is the last one of its continuation.
     pub(super) fn propose(&self, all: &[i64], limit: usize, has_branches: bool, ends: &BTreeSet<i64>) -> Proposals {
-        let text: Vec<u32> = all.iter().map(|token| u32::try_from(*token).unwrap_or(END)).collect();
+        let id = |token: &i64| u32::try_from(*token).unwrap_or(END);
+        let mut text: Vec<u32> = all.iter().map(id).collect();
         let mut proposals = Proposals::default();
         // Tokens that were not proposed, with the probability that they and those before them are accepted.
         let (mut candidates, mut last, mut probability) = (Vec::<(f64, Option<usize>, u32)>::new(), None, 1.0);
-        loop {
-            let path = proposals.path(last).into_iter().map(|token| u32::try_from(token).unwrap_or(END));
-            let continued: Vec<u32> = text.iter().copied().chain(path).collect();
-            if !continued.last().is_some_and(|token| last.is_some() && ends.contains(&i64::from(*token))) {
-                let next = self.likely(&continued).into_iter().take(if has_branches { limit } else { 1 });
+        while proposals.len() < limit {
+            let path = proposals.path(last);
+            text.truncate(all.len());
+            text.extend(path.iter().map(id));
+            if !path.last().is_some_and(|token| ends.contains(token)) {
+                let next = self.likely(&text).into_iter().take(if has_branches { limit } else { 1 });
                 let next = next.map(|(token, next)| (probability * next, last, token));
                 candidates.extend(next.filter(|(probability, ..)| *probability >= LEAST_PROBABILITY));
             }
             // Of equally likely ones, the first.
             let best = candidates.iter().enumerate().rev().max_by(|(_, a), (_, b)| a.0.total_cmp(&b.0)).map(|(at, _)| at);
-            let Some(best) = best.filter(|_| proposals.len() < limit) else { return proposals };
+            let Some(best) = best else { break };
             let (of_best, parent, token) = candidates.remove(best);
             last = Some(proposals.push(Sampler::suggest(i64::from(token)), parent));
             probability = of_best;
         }
+        proposals
     }
 
     /// The tokens that can follow a text, the most likely one first, with their probabilities: interpolated

@@ -37,7 +37,7 @@ impl Proposals {
         self.list.iter().enumerate().zip(&self.parents).filter(|(_, of)| **of == parent).map(|(found, _)| found).collect()
     }
 
-    /// The tokens of the continuation that ends with a proposal.
+    /// The proposed tokens from the end of the text to a proposal, which is the last one.
     pub fn path(&self, end: Option<usize>) -> Vec<i64> {
         let before = |index: &usize| self.parents.get(*index).copied().flatten();
         let mut path: Vec<i64> = std::iter::successors(end, before).filter_map(|index| self.list.get(index).map(|proposal| proposal.token)).collect();
@@ -50,8 +50,8 @@ impl Proposals {
         self.parents.iter().enumerate().any(|(index, parent)| *parent != index.checked_sub(1))
     }
 
-    /// The token before each of the last `count` tokens of the text with all proposals, by its index among
-    /// these.
+    /// For each of the last `count` tokens in the sequence of the text and all proposals, the index among
+    /// these of the token before it.
     pub fn parents_after(&self, count: usize) -> Vec<Option<usize>> {
         let first = count.saturating_sub(self.len());
         let of_text = (0..first).map(|index| index.checked_sub(1));

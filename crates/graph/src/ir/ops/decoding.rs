@@ -83,18 +83,19 @@ pub trait Incremental: fmt::Debug {
     fn forward_next(&self, inputs: &[Tensor], past: &mut DecodingState, forward: &Forward) -> Result<Tensor>;
 }
 
-/// New tokens that continue a text in several ways. They form a tree: a token depends only on the tokens of
-/// the text and on those before it on its branch.
+/// New tokens that continue a text in several ways. They form a tree: a token depends only on the text and
+/// on the new tokens before it on its branch.
 #[derive(Debug)]
 pub struct Branches {
+    /// Position of each new token, relative to the first one.
     depths: Vec<u32>,
     /// Minus infinity where a new token does not depend on a token, and 0 elsewhere: `[1, new, all]`.
     hidden: Tensor,
 }
 
 impl Branches {
-    /// Branches after `past` tokens of a text, by the index of the new token before each new token, which is
-    /// smaller than its own. The first one has none.
+    /// Branches after a text with `past` tokens, by the index of the new token before each new token, which
+    /// is smaller than its own. The first one has none.
     pub fn new(parents: &[Option<usize>], past: usize, device: &Device) -> Result<Branches> {
         let (count, columns) = (parents.len(), past + parents.len());
         let (mut depths, mut hidden) = (Vec::with_capacity(count), vec![f32::NEG_INFINITY; count * columns]);
