@@ -1,6 +1,6 @@
 //! Dot products of a few rows with stored numbers that are converted in the registers of AVX-512, because the
-//! compiler does not vectorize conversions whose results are used for several rows. Sums are bitwise equal to
-//! those of the portable loops (`one_row`).
+//! compiler does not vectorize conversions whose results are used for several rows, and keeps the sums of eight
+//! rows in memory. Sums are bitwise equal to those of the portable loops (`one_row`).
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 use super::interleaved::by_number;
@@ -47,6 +47,8 @@ macro_rules! products {
 }
 
 products! {
+    /// Products with f32 numbers.
+    fn of_f32(stored: Stored<f32>) |run, _scales| registers::of_f32(run);
     /// Products with the bits of bf16 numbers.
     fn of_bf16(stored: Stored<u16>) |run, _scales| registers::of_bf16(run);
     /// Products with the bits of f16 numbers.
@@ -105,6 +107,11 @@ mod registers {
 
     /// [`LANES`] numbers.
     type Run = [__m512; 2];
+
+    #[target_feature(enable = "avx512f")]
+    pub fn of_f32(run: &[f32; LANES]) -> Run {
+        bytemuck::cast(*run)
+    }
 
     #[target_feature(enable = "avx512f")]
     pub fn of_bf16(run: &[u16; LANES]) -> Run {

@@ -142,6 +142,9 @@ pub(super) fn of_decoded(x: &Interleaved, out: &mut [f32], decode: impl Fn(usize
 
 /// Dot products of several rows with columns of f32.
 fn of_floats(x: &Interleaved, values: &[f32], stride: usize, out: &mut [f32]) {
+    if dots::of_f32(x, Stored::floats(values, stride), out) {
+        return;
+    }
     x.by_groups(out, |rows, number, out| by_number!(number, N => of_rows::<f32, N>(rows, x.inner, values, stride, out)));
 }
 
