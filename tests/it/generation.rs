@@ -139,6 +139,65 @@ fn incremental_decoding_equals_whole_texts() {
     }
 }
 
+/// Tokens that continue a text in several ways compute the outputs of their branches, and those that are
+/// retained become the text. Rotary frequencies that change with the length exclude a few families.
+#[test]
+fn branches_equal_whole_texts() {
+    const PARENTS: [Option<usize>; 5] = [None, Some(0), Some(0), Some(1), Some(2)];
+    const BRANCHES: [[usize; 3]; 2] = [[0, 1, 3], [0, 2, 4]];
+    let mut families = 0;
+    for entry in std::fs::read_dir(golden().join("models")).unwrap() {
+        let path = entry.unwrap().path();
+        let model = Model::open(&path).unwrap();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let graph = model.graph().unwrap();
+        let Ok(mut cache) = SequenceCache::new(&graph) else { continue };
+        if !cache.supports_branches(&graph) || !SequenceCache::is_stable(&graph, 6, 12) {
+            continue;
+        }
+        families += 1;
+        let executor = executor(&model, &graph);
+        let stored = candle_core::safetensors::load(path.join("golden.safetensors"), &Device::Cpu).unwrap();
+        let inputs: Inputs = stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor.clone()))).collect();
+        let texts = columns(&inputs, 0, 6);
+        // The same next tokens in each row, without padding.
+        let next = |tokens: &[i64]| -> Inputs {
+            let of_input = |(name, tensor): (&String, &Tensor)| {
+                let tokens = if name.ends_with("input_ids") { tokens.to_vec() } else { vec![1; tokens.len()] };
+                let row = Tensor::new(tokens, &Device::Cpu).unwrap().to_dtype(tensor.dtype()).unwrap();
+                (name.clone(), row.unsqueeze(0).unwrap().repeat((tensor.dim(0).unwrap(), 1)).unwrap())
+            };
+            columns(&inputs, 0, 1).iter().map(of_input).collect()
+        };
+        let whole = |tokens: &[i64]| {
+            let next = next(tokens);
+            let both = |(name, text): (&String, &Tensor)| (name.clone(), Tensor::cat(&[text, &next[name]], 1).unwrap());
+            executor.run(&texts.iter().map(both).collect()).unwrap()
+        };
+        let is_equal = |found: &Tensor, expected: &Tensor| {
+            let scale = expected.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap().max(1.0);
+            let apart = (found - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() / scale;
+            assert!(apart < TOLERANCE, "{name}: {apart:e}");
+        };
+        let tokens = [7, 11, 5, 13, 9];
+        executor.run_next(&texts, &mut cache, OutputTokens::Last(1)).unwrap();
+        let branches = executor.run_branches(&next(&tokens), &mut cache, OutputTokens::All, &PARENTS).unwrap();
+        for branch in BRANCHES {
+            for (output, whole) in whole(&branch.map(|at| tokens[at])) {
+                let rows = Tensor::new(branch.map(|at| at as u32).as_slice(), branches[&output].device()).unwrap();
+                is_equal(&branches[&output].index_select(&rows, 1).unwrap(), &whole.narrow(1, 6, 3).unwrap());
+            }
+        }
+        cache.retain(5, &BRANCHES[1]).unwrap();
+        assert_eq!(cache.tokens(), 9);
+        let found = executor.run_next(&next(&[12]), &mut cache, OutputTokens::All).unwrap();
+        for (output, whole) in whole(&[7, 5, 9, 12]) {
+            is_equal(&found[&output], &whole.narrow(1, 9, 1).unwrap());
+        }
+    }
+    assert!(families > 20, "{families}");
+}
+
 /// Tokens that were removed from the cache, in any family, have no effect on the next ones.
 #[test]
 fn removed_tokens_have_no_effect() {
