@@ -173,6 +173,18 @@ fn greedy_texts_are_those_of_the_model() {
             assert_eq!((&found.tokens, found.end), (&expected.tokens, expected.end), "{tokens} draft tokens");
         }
     }
+    // A head that is sure of several tokens proposes them as branches.
+    let folder = tempfile::tempdir().unwrap();
+    let mut tensors = read(&head.join("model.safetensors"));
+    let output = tensors.get_mut("lm_head.weight").unwrap();
+    let sure: Vec<f64> = output.values().iter().map(|value| value * 8.0).collect();
+    *output = crate::common::Tensor::floats(output.dtype, &output.shape, &sure);
+    crate::common::write(&folder.path().join("model.safetensors"), &tensors);
+    fs::copy(head.join("config.json"), folder.path().join("config.json")).unwrap();
+    let found = texts(Some((folder.path(), 5)), &prompts, &options);
+    let speculation = Speculation::of_all(&found);
+    assert!(speculation.proposed[0] > speculation.steps && speculation.proposed.len() > 1, "{speculation:?}");
+    assert!(found.iter().zip(&expected).all(|(found, expected)| found.tokens == expected.tokens));
     // Samples are drawn from the vocabulary of the model, which is larger than that of the head.
     let sampling = Some(Sampling { temperature: 1.0, seed: 3, ..Sampling::default() });
     let sampled = texts(Some((head.as_path(), 3)), &prompts, &Generate { tokens: 16, sampling });

@@ -97,6 +97,14 @@ impl<'g> Decoder<'g> {
         if indices.iter().enumerate().all(|(at, index)| at == *index) {
             return self.truncate(self.cached().saturating_sub(count).saturating_add(indices.len()));
         }
+        if let Some(states) = &mut self.states {
+            // They are those of the text from a position on, and of all proposals.
+            let before = states.rows.dim(1).map_err(computed)?.saturating_sub(count);
+            let kept = (0..before).chain(indices.iter().map(|index| before.saturating_add(*index)));
+            let kept: Vec<u32> = kept.filter_map(|row| u32::try_from(row).ok()).collect();
+            let kept = Tensor::new(kept, states.rows.device()).map_err(computed)?;
+            states.rows = states.rows.index_select(&kept, 1).map_err(computed)?;
+        }
         self.cache.retain(count, indices)
     }
 
@@ -191,6 +199,12 @@ impl LanguageModel {
         }
     }
 
+    /// Whether a token is not generated at all.
+    pub(super) fn is_suppressed(&self, token: usize) -> bool {
+        let [always, _] = &self.suppressed;
+        !always.is_empty() && i64::try_from(token).is_ok_and(|token| always.contains(&token))
+    }
+
     /// Number of tokens that the logits have.
     pub(super) fn logit_count(&self) -> usize {
         let logits = self.graph.outputs().iter().find(|(name, _)| name == LOGITS);
@@ -208,4 +222,46 @@ pub(super) fn token_inputs(name: &str, texts: &[&[i64]]) -> Result<Inputs> {
 
 fn computed(e: candle_core::Error) -> Error {
     Error::candle("generation", e)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::generation::sampling::Sampler;
+    use crate::model::Model;
+    use crate::work::{Cancel, Silent};
+
+    /// A draft head reads the hidden states of the text, whether its tokens were retained from branches or
+    /// computed one after another.
+    #[test]
+    fn hidden_states_after_branches_are_those_of_the_text() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
+        let open = |path: &str| LanguageModel::new(Model::open(&golden.join(path)).unwrap()).unwrap();
+        let model = open("models/llama").with_draft(open("draft-head"), 4).unwrap();
+        let cancel = Cancel::default();
+        let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
+        let text = [3, 9, 20];
+        let states = |branches: &Proposals, retained: &[usize]| {
+            let mut decoder = Decoder::load(&model, 4, &Device::Cpu, &work).unwrap();
+            decoder.next_logits(&text[..2], &work).unwrap();
+            decoder.logits((&text, branches), &work).unwrap();
+            decoder.retain(branches.len(), retained).unwrap();
+            let states = decoder.take_states().unwrap();
+            assert_eq!((states.first, decoder.cached()), (0, text.len() + retained.len()));
+            states.rows.squeeze(0).unwrap().to_vec2::<f32>().unwrap().concat()
+        };
+        let mut branches = Proposals::default();
+        let first = branches.push(Sampler::suggest(5), None);
+        branches.push(Sampler::suggest(6), None);
+        let second = branches.push(Sampler::suggest(7), Some(first));
+        branches.push(Sampler::suggest(8), Some(second));
+        let chain = Proposals::chain([5, 7, 8].map(Sampler::suggest).into());
+        for (retained, count) in [(&[0, 2][..], 2), (&[0, 2, 3], 3), (&[0], 1), (&[1], 0), (&[], 0)] {
+            let (found, expected) = (states(&branches, retained), states(&chain, &[0, 1, 2][..count]));
+            let rows = (text.len() + count) * (found.len() / (text.len() + retained.len()));
+            assert!(found.iter().zip(&expected[..rows]).all(|(found, expected)| (found - expected).abs() < 1e-5), "{retained:?}");
+        }
+    }
 }

@@ -190,7 +190,7 @@ impl<'g> Drafter<'g> {
         let model = decoder.model();
         match &mut self.kind {
             Kind::Model(draft) => draft.propose(all, limit, model, sampler, work).map(Proposals::chain),
-            Kind::Head(head) => head.propose((all, limit), decoder.take_states(), model, sampler, work).map(Proposals::chain),
+            Kind::Head(head) => head.propose((all, limit), (decoder.take_states(), decoder.supports_branches()), model, sampler, work),
             Kind::Ngrams(ngrams) => Ok(ngrams.propose(all, limit, decoder.supports_branches(), &model.ends)),
         }
     }

@@ -1,21 +1,27 @@
 //! EAGLE-3 heads as drafts: small networks that read hidden states of the model (Li et al., *EAGLE-3: Scaling
 //! up Inference Acceleration of Large Language Models via Training-Time Test*, 2025).
 
+use std::collections::BTreeMap;
+
 use candle_core::{DType, Device, Tensor};
 
 use super::decoder::{CHUNK_TOKENS, States, token_inputs};
-use super::sampling::{Proposal, Sampler};
+use super::proposals::{LEAST_PROBABILITY, Proposals};
+use super::sampling::{DRAFT, Sampler, require_finite};
 use super::{Draft, InputKind, LanguageModel, Source};
 use crate::analysis;
 use crate::arch::Settings;
 use crate::arch::draft_head::{HIDDEN_STATES, PREFIX, Requirements, step_graph, with_fused_states};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{Cause, values};
-use crate::exec::{Executor, OutputTokens, Parameters, Residence, SequenceCache};
+use crate::exec::{Executor, Inputs, OutputTokens, Parameters, Residence, SequenceCache};
 use crate::ir::decoder::LOGITS;
 use crate::store::DType as StoredType;
 use crate::work::Work;
 
+/// Minimum sum of the probabilities of tokens that are accepted and that the head has to read to propose
+/// tokens after them. With less, they yield less than reading them costs.
+const LEAST_READ: f64 = 0.35;
 /// Output of a head: its hidden states.
 const OWN_STATES: &str = "last_hidden_state";
 
@@ -88,13 +94,26 @@ pub(super) struct HeadDecoder<'g> {
     /// Hidden states of the model that were not read yet; the first one is that of the token at the end of
     /// the cache.
     pending: Option<Tensor>,
+    supports_branches: bool,
+}
+
+/// A token that may be proposed.
+struct Candidate {
+    token: i64,
+    /// The candidate before it; `None` after the text.
+    parent: Option<usize>,
+    /// Probability that it and those before it are accepted, according to the head.
+    probability: f64,
+    /// The hidden state of the head, once it has read the token.
+    state: Option<Tensor>,
 }
 
 impl<'g> HeadDecoder<'g> {
     pub fn load(head: &'g LanguageModel, ids: &'g [usize], tokens: usize, device: &Device, work: &Work) -> Result<HeadDecoder<'g>> {
         let parameters = Parameters::load(&head.graph, &head.model.weights, device, DType::F32, Residence::most_compact(device, DType::F32), work)?;
         let cache = SequenceCache::with_removable(&head.graph, tokens)?;
-        Ok(HeadDecoder { head, executor: Executor::new(&head.graph, parameters, device.clone()), cache, ids, pending: None })
+        let supports_branches = cache.supports_branches(&head.graph);
+        Ok(HeadDecoder { head, executor: Executor::new(&head.graph, parameters, device.clone()), cache, ids, pending: None, supports_branches })
     }
 
     /// Starts a text.
@@ -115,17 +134,18 @@ impl<'g> HeadDecoder<'g> {
     }
 
     /// Proposes up to `limit` tokens that follow `all` tokens in a text of `model`, which has computed
-    /// `states`. A token that ends the text is the last one.
+    /// `states`: in one continuation, or with branches in several. A token that ends the text is the last one
+    /// of a continuation.
     pub fn propose(
         &mut self,
         (all, limit): (&[i64], usize),
-        states: Option<States>,
+        (states, has_branches): (Option<States>, bool),
         model: &LanguageModel,
         sampler: &mut Sampler,
         work: &Work,
-    ) -> Result<Vec<Proposal>> {
+    ) -> Result<Proposals> {
         states.map_or(Ok(()), |states| self.add(states))?;
-        let mut proposals = Vec::with_capacity(limit);
+        let mut proposals = Proposals::default();
         let Some(pending) = self.pending.clone().filter(|_| limit > 0) else { return Ok(proposals) };
         // The hidden state of a token is read with the token after it.
         let tokens = all.get(self.cache.tokens().saturating_add(1)..).unwrap_or_default();
@@ -135,6 +155,9 @@ impl<'g> HeadDecoder<'g> {
         let mut step = self.read(tokens, &pending, work)?;
         self.pending = None;
         let known = self.cache.tokens();
+        if let Some((logits, state)) = step.take_if(|_| has_branches && self.supports_branches && sampler.is_greedy()) {
+            proposals = self.branches((&logits, &state), limit, model, work)?;
+        }
         while let Some((logits, state)) = step.take() {
             let mut spread = vec![f32::NEG_INFINITY; model.logit_count()];
             for (id, logit) in self.ids.iter().zip(logits) {
@@ -143,7 +166,7 @@ impl<'g> HeadDecoder<'g> {
             model.suppress(&mut spread, false);
             let proposal = sampler.propose(&spread)?;
             let token = proposal.token;
-            proposals.push(proposal);
+            proposals.push(proposal, proposals.len().checked_sub(1));
             if proposals.len() < limit && !model.ends.contains(&token) {
                 step = self.read(&[token], &state, work)?;
             }
@@ -153,24 +176,93 @@ impl<'g> HeadDecoder<'g> {
         Ok(proposals)
     }
 
+    /// Proposes the tokens that are the most likely to be accepted, in several continuations (Li et al.,
+    /// *EAGLE-2*, 2024), from the logits and the hidden state after the text.
+    fn branches(&mut self, (logits, state): (&[f32], &Tensor), limit: usize, model: &LanguageModel, work: &Work) -> Result<Proposals> {
+        let known = self.cache.tokens();
+        let mut found = self.likely(logits, None, 1.0, model)?;
+        loop {
+            // A token is at most as likely as the one before it, which has a smaller index.
+            let mut best: Vec<(usize, &Candidate)> = found.iter().enumerate().collect();
+            best.sort_by(|(_, a), (_, b)| b.probability.total_cmp(&a.probability));
+            best.truncate(limit);
+            let least = best.get(limit.saturating_sub(1)).map_or(LEAST_PROBABILITY, |(_, least)| least.probability);
+            best.sort_unstable_by_key(|(index, _)| *index);
+            let place = |index: usize| best.iter().position(|(other, _)| *other == index);
+            let is_unread = |(_, one): &&(usize, &Candidate)| one.state.is_none() && one.probability > least && !model.ends.contains(&one.token);
+            if best.iter().filter(is_unread).map(|(_, one)| one.probability).sum::<f64>() < LEAST_READ {
+                let mut proposals = Proposals::default();
+                for (_, one) in &best {
+                    proposals.push(Sampler::suggest(one.token), one.parent.and_then(place));
+                }
+                return Ok(proposals);
+            }
+            // Those that were read are read again, because the KV cache has no branches: the time of a few
+            // tokens is hardly longer than that of one.
+            best.retain(|one| one.1.state.is_some() || is_unread(&one));
+            let place = |index: usize| best.iter().position(|(other, _)| *other == index);
+            let parents: Vec<Option<usize>> = best.iter().map(|(_, one)| one.parent.and_then(place)).collect();
+            let before = |one: &Candidate| one.parent.and_then(|parent| found.get(parent)?.state.as_ref()).unwrap_or(state);
+            let states = best.iter().map(|(_, one)| before(one)).collect::<Vec<_>>();
+            let inputs = self.inputs(&best.iter().map(|(_, one)| one.token).collect::<Vec<_>>(), Tensor::cat(&states, 1))?;
+            work.cancel.check()?;
+            let outputs = self.executor.run_branches(&inputs, &mut self.cache, OutputTokens::All, &parents)?;
+            self.cache.truncate(&self.head.graph, known)?;
+            let read: Vec<usize> = best.iter().map(|(index, _)| *index).collect();
+            for (row, index) in read.into_iter().enumerate() {
+                let (logits, state) = row_of(&outputs, row)?;
+                let Some(one) = found.get_mut(index).filter(|one| one.state.is_none()) else { continue };
+                one.state = Some(state);
+                let probability = one.probability;
+                found.extend(self.likely(&logits, Some(index), probability, model)?);
+            }
+        }
+    }
+
+    /// The tokens after a candidate, or after the text, that are likely enough to be proposed.
+    fn likely(&self, logits: &[f32], parent: Option<usize>, probability: f64, model: &LanguageModel) -> Result<Vec<Candidate>> {
+        require_finite(logits, DRAFT)?;
+        let tokens = || self.ids.iter().zip(logits).filter(|(id, _)| !model.is_suppressed(**id));
+        let max = tokens().map(|(_, logit)| *logit).fold(f32::NEG_INFINITY, f32::max);
+        let weight = |logit: f32| f64::from(logit - max).exp();
+        let total: f64 = tokens().map(|(_, logit)| weight(*logit)).sum();
+        // The head has read the text anyway, so that its best token is proposed.
+        let least = if parent.is_none() { LEAST_PROBABILITY.min(1.0 / total) } else { LEAST_PROBABILITY };
+        let candidate = |(id, logit): (&usize, &f32)| {
+            let probability = probability * weight(*logit) / total;
+            let token = i64::try_from(*id).ok().filter(|_| probability >= least)?;
+            Some(Candidate { token, parent, probability, state: None })
+        };
+        Ok(tokens().filter_map(candidate).collect())
+    }
+
+    fn inputs(&self, tokens: &[i64], states: candle_core::Result<Tensor>) -> Result<Inputs> {
+        let mut inputs = token_inputs("input_ids", &[tokens])?;
+        inputs.insert(HIDDEN_STATES.to_owned(), states.and_then(|states| states.contiguous()).map_err(failed)?);
+        Ok(inputs)
+    }
+
     /// Reads tokens with the hidden states before them; returns the logits and the hidden state of the last
     /// one.
     fn read(&mut self, tokens: &[i64], states: &Tensor, work: &Work) -> Result<Option<(Vec<f32>, Tensor)>> {
         let (mut last, mut at) = (None, 0usize);
         for chunk in tokens.chunks(CHUNK_TOKENS) {
             work.cancel.check()?;
-            let mut inputs = token_inputs("input_ids", &[chunk])?;
-            inputs.insert(HIDDEN_STATES.to_owned(), states.narrow(1, at, chunk.len()).and_then(|rows| rows.contiguous()).map_err(failed)?);
-            let mut outputs = self.executor.run_next(&inputs, &mut self.cache, OutputTokens::Last(1))?;
-            let mut output = |name: &str| outputs.remove(name).ok_or_else(|| Error::graph(name, "are not computed"));
-            last = Some((output(LOGITS)?, output(OWN_STATES)?));
+            let inputs = self.inputs(chunk, states.narrow(1, at, chunk.len()))?;
+            let outputs = self.executor.run_next(&inputs, &mut self.cache, OutputTokens::Last(1))?;
             at = at.saturating_add(chunk.len());
+            last = Some(row_of(&outputs, 0)?);
         }
-        let Some((logits, state)) = last else { return Ok(None) };
-        let row = |tensor: &Tensor| tensor.narrow(1, tensor.dim(1)?.saturating_sub(1), 1)?.contiguous();
-        let logits = row(&logits).and_then(|row| values(&row, Cause::Answers)).map_err(failed)?;
-        Ok(Some((logits, row(&state).map_err(failed)?)))
+        Ok(last)
     }
+}
+
+/// The logits and the hidden state of a token.
+fn row_of(outputs: &BTreeMap<String, Tensor>, row: usize) -> Result<(Vec<f32>, Tensor)> {
+    let output = |name: &str| outputs.get(name).ok_or_else(|| Error::graph(name, "are not computed"));
+    let row = |tensor: &Tensor| tensor.narrow(1, row, 1)?.contiguous();
+    let logits = row(output(LOGITS)?).and_then(|row| values(&row, Cause::Answers)).map_err(failed)?;
+    Ok((logits, row(output(OWN_STATES)?).map_err(failed)?))
 }
 
 fn failed(e: candle_core::Error) -> Error {

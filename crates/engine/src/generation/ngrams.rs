@@ -10,7 +10,7 @@ use candle_core::npy::NpzTensors;
 use rayon::prelude::*;
 
 use super::Vocabulary;
-use super::proposals::Proposals;
+use super::proposals::{LEAST_PROBABILITY, Proposals};
 use super::sampling::Sampler;
 use crate::data::IGNORED;
 use crate::error::{Error, Result};
@@ -26,9 +26,6 @@ const OWN_WEIGHT: f64 = 4.0;
 /// Weight of the prediction by a shorter context, relative to the number of different tokens that follow the
 /// longer one.
 const SHORTER_WEIGHT: f64 = 2.0;
-/// Minimum probability that a proposal and those before it in the step are accepted. Others are rejected too
-/// often to be worth the time of their verification.
-const LEAST_PROBABILITY: f64 = 0.1;
 /// Separates the texts of a collection.
 const END: u32 = u32::MAX;
 

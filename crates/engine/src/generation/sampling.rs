@@ -3,6 +3,9 @@
 use super::Sampling;
 use crate::error::{Error, Result};
 
+/// Origin of logits in errors.
+pub(super) const DRAFT: &str = "generation with the draft";
+
 /// Selects tokens greedily, or by sampling.
 pub(super) struct Sampler(Option<(Sampling, fastrand::Rng)>);
 
@@ -20,6 +23,11 @@ impl Sampler {
         Sampler(sampling.map(|sampling| (sampling, fastrand::Rng::with_seed(sampling.seed.wrapping_add(prompt as u64)))))
     }
 
+    /// Whether it selects the most likely tokens.
+    pub fn is_greedy(&self) -> bool {
+        self.0.is_none()
+    }
+
     /// Selects the next token from the logits.
     pub fn next(&mut self, logits: &[f32]) -> Result<i64> {
         require_finite(logits, "generation")?;
@@ -31,7 +39,7 @@ impl Sampler {
 
     /// Selects a token from the logits of a draft.
     pub fn propose(&mut self, logits: &[f32]) -> Result<Proposal> {
-        require_finite(logits, "generation with the draft")?;
+        require_finite(logits, DRAFT)?;
         match &mut self.0 {
             Some((sampling, random)) => {
                 let distribution = Distribution::new(logits, sampling);
@@ -70,7 +78,7 @@ fn token_id(token: Option<usize>) -> Result<i64> {
 
 /// Fails if a logit is not finite. Suppressed tokens have a logit of -infinity, but not all tokens may be
 /// suppressed.
-fn require_finite(logits: &[f32], what: &str) -> Result<()> {
+pub(super) fn require_finite(logits: &[f32], what: &str) -> Result<()> {
     let invalid = logits.iter().filter(|logit| logit.is_nan() || **logit == f32::INFINITY).count();
     if invalid > 0 || logits.iter().all(|logit| *logit == f32::NEG_INFINITY) {
         let reason = format!("{invalid} of {} logits are not finite", logits.len());
