@@ -18,9 +18,11 @@ pub(super) struct Proposal {
 }
 
 impl Sampler {
-    /// A sampler for the prompt with this index. Its random numbers do not depend on other prompts.
+    /// A sampler for the prompt with this index. Its random numbers do not depend on other prompts, and are
+    /// none of those of another seed.
     pub fn new(sampling: Option<Sampling>, prompt: usize) -> Sampler {
-        Sampler(sampling.map(|sampling| (sampling, fastrand::Rng::with_seed(sampling.seed.wrapping_add(prompt as u64)))))
+        let seed = |seed: u64| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(prompt as u64);
+        Sampler(sampling.map(|sampling| (sampling, fastrand::Rng::with_seed(seed(sampling.seed)))))
     }
 
     /// Whether it selects the most likely tokens.
@@ -235,6 +237,8 @@ impl Distribution {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     const LOGITS: [f32; 4] = [1.0, 3.0, 2.0, 3.0];
@@ -247,6 +251,17 @@ mod tests {
         assert!(Sampler::new(None, 0).next(&[1.0, f32::INFINITY]).is_err());
         assert!(Sampler::new(None, 0).next(&[f32::NEG_INFINITY; 2]).is_err());
         assert_eq!(Sampler::new(None, 0).next(&[f32::NEG_INFINITY, 1.0]).unwrap(), 1);
+    }
+
+    #[test]
+    fn seeds_and_prompts_have_different_samples() {
+        let logits = [0.0; 1000];
+        let samples = |seed: u64, prompt: usize| {
+            let mut sampler = Sampler::new(Some(Sampling { seed, ..Sampling::default() }), prompt);
+            [0; 8].map(|_| sampler.next(&logits).unwrap())
+        };
+        let all: BTreeSet<[i64; 8]> = (0..20).flat_map(|seed| (0..20).map(move |prompt| samples(seed, prompt))).collect();
+        assert_eq!((all.len(), samples(3, 1)), (400, samples(3, 1)));
     }
 
     #[test]
