@@ -1,6 +1,6 @@
 //! Comparison of several runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
 use serde::Serialize;
@@ -50,6 +50,10 @@ pub struct Summary {
     pub latency_ms: Option<f64>,
     /// Runtime in which the latency was measured.
     pub runtime: Option<String>,
+    /// Shape of the first input with which the latency was measured.
+    pub latency_batch: Option<Vec<usize>>,
+    /// Threads with which the latency was measured.
+    pub latency_threads: Option<usize>,
     /// Median latency of the input divided by that of the output.
     pub speedup: Option<f64>,
     /// Duration of the run in seconds.
@@ -103,11 +107,17 @@ impl Comparison {
     fn rows(&self) -> Vec<Vec<String>> {
         let dash = || "-".to_owned();
         let number = |value: Option<f64>| value.map_or_else(dash, |v| format!("{v:.4}"));
-        let runtimes: std::collections::BTreeSet<_> = self.runs.iter().filter_map(|run| run.runtime.as_deref()).collect();
-        let time = |run: &Summary| match (run.latency_ms, &run.runtime) {
-            (Some(time), Some(runtime)) if runtimes.len() > 1 => format!("{} ({})", milliseconds(time), runtime_name(runtime)),
-            (Some(time), _) => milliseconds(time),
-            (None, _) => dash(),
+        let runtime = |run: &Summary| run.runtime.as_deref().map(runtime_name).map(str::to_owned);
+        let batch = |run: &Summary| Some(run.latency_batch.as_ref()?.iter().map(usize::to_string).collect::<Vec<_>>().join(" x "));
+        let threads = |run: &Summary| run.latency_threads.map(|threads| counted(threads, "thread"));
+        let conditions: [&dyn Fn(&Summary) -> Option<String>; 3] = [&runtime, &batch, &threads];
+        // Only those that differ between the runs.
+        let differs = |of: &&&dyn Fn(&Summary) -> Option<String>| self.runs.iter().filter_map(**of).collect::<BTreeSet<_>>().len() > 1;
+        let differing: Vec<_> = conditions.iter().filter(differs).collect();
+        let time = |run: &Summary| {
+            let found: Vec<String> = differing.iter().filter_map(|of| of(run)).collect();
+            let suffix = if found.is_empty() { String::new() } else { format!(" ({})", found.join(", ")) };
+            run.latency_ms.map_or_else(dash, |time| milliseconds(time) + &suffix)
         };
         let row = |run: &Summary| {
             let mut row = vec![run.name.clone(), bytes(run.bytes), format!("{:.2} x", run.ratio)];
@@ -221,6 +231,8 @@ fn summary(name: &str, report: &Report, metric: Option<&str>) -> Summary {
         cosine,
         latency_ms: report.latency.as_ref().map(|latency| latency.after_ms.p50),
         runtime: report.latency.as_ref().map(|latency| latency.runtime.clone()),
+        latency_batch: report.latency.as_ref().map(|latency| latency.batch.clone()),
+        latency_threads: report.latency.as_ref().map(|latency| latency.threads),
         speedup: report.latency.as_ref().map(|latency| latency.speedup),
         seconds: report.totals.seconds,
         peak_rss_bytes: report.totals.peak_rss_bytes,
