@@ -74,6 +74,7 @@ impl Args {
         }
         let table = quality.map_or(String::new(), |quality| quality.text());
         let notes: String = notes.iter().map(|note| format!(" note: {note}\n")).collect();
-        output::print(&format!("{}: {} in {}\n{table}{notes}", self.output.display(), counted(tokens, "token"), counted(self.samples, "continuation")))
+        let continuations = counted(self.samples, "continuation");
+        output::print(&format!("{}: {continuations}, {} with the ends of their prompts\n{table}{notes}", self.output.display(), counted(tokens, "token")))
     }
 }
