@@ -11,7 +11,7 @@ use crate::model::{Model, open_auxiliary_config};
 /// File with the generation settings.
 const FILE: &str = "generation_config.json";
 /// Unsupported keys that change the selected tokens, with their neutral values.
-const UNSUPPORTED: [(&str, f64); 14] = [
+const UNSUPPORTED: [(&str, f64); 18] = [
     ("repetition_penalty", 1.0),
     ("encoder_repetition_penalty", 1.0),
     ("no_repeat_ngram_size", 0.0),
@@ -26,6 +26,10 @@ const UNSUPPORTED: [(&str, f64); 14] = [
     ("guidance_scale", 1.0),
     ("exponential_decay_length_penalty", f64::NAN),
     ("stop_strings", f64::NAN),
+    ("watermarking_config", f64::NAN),
+    ("force_words_ids", f64::NAN),
+    ("dola_layers", f64::NAN),
+    ("penalty_alpha", 0.0),
 ];
 
 /// Values of `generation_config.json`, or of `config.json` without such a file, as in transformers.
