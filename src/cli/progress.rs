@@ -26,6 +26,8 @@ struct Stage {
     name: String,
     unit: ProgressUnit,
     done: u64,
+    /// What earlier runs did of it.
+    resumed: u64,
     start: Instant,
     reported: Instant,
     total: u64,
@@ -53,7 +55,15 @@ impl Progress for Bars {
                         .with_style(style)
                         .with_message(name.clone())
                 });
-                *stage = Some(Stage { name, unit, done: 0, start: Instant::now(), reported: Instant::now(), total, bar });
+                *stage = Some(Stage { name, unit, done: 0, resumed: 0, start: Instant::now(), reported: Instant::now(), total, bar });
+            }
+            Event::Resume(amount) => {
+                let Some(stage) = stage.as_mut() else { return };
+                (stage.done, stage.resumed) = (amount, amount);
+                if let Some(bar) = &stage.bar {
+                    bar.set_position(amount);
+                    bar.reset_eta();
+                }
             }
             Event::Advance(bytes) => {
                 let Some(stage) = stage.as_mut() else { return };
@@ -72,7 +82,8 @@ impl Progress for Bars {
                     Some(bar) => bar.set_prefix(text.into_owned()),
                     None if stage.reported.elapsed() >= LINE_INTERVAL => {
                         stage.reported = Instant::now();
-                        let left = stage.start.elapsed().as_secs_f64() / stage.done.max(1) as f64 * stage.total.saturating_sub(stage.done) as f64;
+                        let done = stage.done.saturating_sub(stage.resumed).max(1);
+                        let left = stage.start.elapsed().as_secs_f64() / done as f64 * stage.total.saturating_sub(stage.done) as f64;
                         let line = format!("{}: {} of {}, {text}, {} left", stage.name, stage.done, stage.total, seconds(left));
                         let _ = writeln!(io::stderr().lock(), "{line}");
                     }
@@ -80,7 +91,8 @@ impl Progress for Bars {
                 }
             }
             Event::End => {
-                let Some(Stage { name, unit, done, start, bar, .. }) = stage.take() else { return };
+                let Some(Stage { name, unit, done, resumed, start, bar, .. }) = stage.take() else { return };
+                let done = done.saturating_sub(resumed);
                 if let Some(bar) = bar {
                     bar.finish_and_clear();
                 }
@@ -127,7 +139,7 @@ impl Progress for JsonLines {
                 *state = Some(Counter { done: 0, total, unit, reported: Instant::now() });
                 json!({ "event": "begin", "stage": stage, unit: total })
             }
-            Event::Advance(amount) => {
+            Event::Resume(amount) | Event::Advance(amount) => {
                 let Some(counter) = state.as_mut() else { return };
                 counter.done += amount;
                 if counter.reported.elapsed() < EVENT_INTERVAL {

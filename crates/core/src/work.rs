@@ -114,6 +114,8 @@ pub enum Event<'a> {
         /// Unit of `total` and of [`Advance`](Event::Advance).
         unit: ProgressUnit,
     },
+    /// This amount of work was completed by an earlier run, which this one resumes.
+    Resume(u64),
     /// This amount of work was completed since the last event.
     Advance(u64),
     /// A short status message.

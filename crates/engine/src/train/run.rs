@@ -144,7 +144,7 @@ impl Trainer<'_> {
         let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part)?;
         let precomputed = self.fill_teacher_cache(&batches, &state.train.position)?;
         self.context.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
-        self.context.work.advance(state.train.position.step)?;
+        self.context.work.progress.on(Event::Resume(state.train.position.step));
         let done = self.steps(&batches, &mut state, &mut stepper, &mut timeline);
         self.context.work.progress.on(Event::End);
         done?;
