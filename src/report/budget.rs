@@ -139,7 +139,8 @@ struct Limit {
 /// Metrics between -1 and 1.
 const BOUNDED: [&str; 2] = ["accuracy", "spearman"];
 
-const SAMPLES: &str = "add `data: { evaluation: ... }` to the recipe, and run it again";
+const SAMPLES: &str =
+    "add `data: { evaluation: ... }` to the recipe, and run it again; if it has these data, a note of the report states why nothing was measured";
 const LABELS: &str = "add `data: { evaluation: ... }` with labels (`label_column`, or `task: language-modelling`) to the recipe, and run it again";
 const CLASSES: &str = "add `data: { evaluation: ... }` to the recipe of a model with logits as outputs, and run it again";
 const TIMES: &str = "add `data: { evaluation: ... }` and `evaluate: { latency: true }` to the recipe, and run it again";

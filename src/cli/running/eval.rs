@@ -71,7 +71,10 @@ impl Args {
         let runtime = last.runtime();
         let data = DataSet::open(&options, last.target())?;
         if data.task() == Task::Fidelity && self.against.is_none() {
-            return Err(Error::option("eval", "these samples have no labels: specify a model to compare with by `--against`, or `--task` and its columns"));
+            return Err(Error::option(
+                "eval",
+                "no labels are selected: specify `--task`, such as `--task classification`, which reads the column `label` of texts, or a model to compare with by `--against`",
+            ));
         }
         let mut notes: Vec<String> = data.notes().into_iter().chain(data.dropped_note()?).collect();
         let other = match &self.against {

@@ -18,7 +18,7 @@ pub(super) fn advice(file: &Path) -> String {
     let more = match extension.as_str() {
         "yaml" | "yml" => format!("; recipes have a command: `compress run {}`", file.display()),
         "json" => format!("; this file is in the folder `{}`", file.parent().filter(|folder| *folder != "").unwrap_or(Path::new(".")).display()),
-        "txt" | "csv" | "tsv" | "jsonl" => "; data have an option, such as `--calibration` or `--data`".to_owned(),
+        "txt" | "csv" | "tsv" | "jsonl" => "; data have an option, such as `--calibration` or `--data`, and texts of drafts are .npz or .txt files".to_owned(),
         other if OTHER_FRAMEWORKS.contains(&other) => format!("; {CONVERT}"),
         _ => String::new(),
     };

@@ -75,8 +75,19 @@ impl Data {
     }
 }
 
+/// Extensions of formats of data sets that are not read.
+const OTHER_FORMATS: [&str; 9] = ["parquet", "arrow", "feather", "json", "gz", "bz2", "xz", "zst", "zip"];
+
 /// Why a file without a known extension is refused.
 pub(super) fn unknown_extension(name: &str) -> String {
+    let extension = Path::new(name).extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();
+    if OTHER_FORMATS.contains(&extension.as_str()) {
+        return format!(
+            "`{name}`: files with the extension .{extension} are not read: convert it to texts ({}) or arrays ({})",
+            listed(&TEXTS),
+            listed(&ARRAYS)
+        );
+    }
     format!("the extension of `{name}` does not show what it contains: write {{ text: {name} }}, or `images` or `arrays`")
 }
 

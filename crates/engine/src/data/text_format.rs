@@ -6,7 +6,8 @@ use super::options::{Column, Data};
 use crate::error::{Error, Result, redact_path};
 
 /// Completes messages about a line or a file of texts in another encoding.
-pub(super) const NOT_UTF8: &str = "not UTF-8 text: check that it is the right file, or convert it, as with `iconv -f ISO-8859-1 -t UTF-8`";
+pub(super) const NOT_UTF8: &str =
+    "not UTF-8 text: check that it is the right file, or convert it, as with `iconv -f ISO-8859-1 -t UTF-8`, or `iconv -f UTF-16 -t UTF-8` if it is UTF-16";
 
 /// Completes messages about a line or a file with NUL characters, such as those of UTF-16.
 const HAS_NUL: &str = "text with NUL characters: convert it if it is UTF-16, as with `iconv -f UTF-16LE -t UTF-8`, or remove them";

@@ -82,7 +82,9 @@ fn require_indices(graph: &Graph, node: &Node, dims: &[usize], numbers: &[i64], 
     // ONNX counts negative indices from the end of the table.
     let from_end = i64::try_from(rows).is_ok_and(|rows| (rows.saturating_neg()..0).contains(number));
     let hint = match what {
-        "input" if from_end => "the built-in executor supports only indices from 0: add the number of rows to negative indices of the samples",
+        "input" if from_end => {
+            "the built-in executor supports only indices from 0: add the number of rows to negative indices, and give padding any other id and an `attention_mask` of 0"
+        }
         "input" => "the tokenizer does not belong to this model, or the ids in an array do not",
         _ => "the sequence is longer than the model's positions",
     };

@@ -154,11 +154,11 @@ mod running {
 
     use crate::arch::granite::running::with_multipliers;
     use crate::arch::layer_list::{BLOCK_TYPES, LAYER_TYPES};
-    use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, Layer, LayerNames, TokenMixer, every_layer};
     use crate::arch::running::experts::{Experts, Shared};
     use crate::arch::running::rope::{RopeDefaults, rotary};
     use crate::arch::running::state_space::{StateSpace, limits};
+    use crate::arch::running::{Settings, unknown_layer_type};
     use crate::error::{Error, Result};
     use crate::ir::ops::{RmsNorm, Route};
     use crate::ir::{Builder, ValueId};
@@ -276,7 +276,7 @@ mod running {
         match types.get(layer).and_then(Value::as_str) {
             Some("mamba" | "linear_attention") => Ok(true),
             Some("attention" | "full_attention") => Ok(false),
-            other => Err(Error::graph("config.json", format!("`{key}` of layer {layer} is {other:?}, expected mamba or attention"))),
+            other => Err(unknown_layer_type(key, layer, other, "mamba or attention")),
         }
     }
 }

@@ -63,10 +63,10 @@ pub(super) const LFM2: Family = Family {
 mod running {
     use serde_json::Value;
 
-    use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, HeadNorms, LayerNames, Norm, TokenMixer, every_layer};
     use crate::arch::running::parts::slices;
     use crate::arch::running::rope::RopeDefaults;
+    use crate::arch::running::{Settings, unknown_layer_type};
     use crate::error::{Error, Result};
     use crate::ir::ops::{CausalConv, Mul, RmsNorm};
     use crate::ir::{Builder, ValueId};
@@ -153,7 +153,7 @@ mod running {
             None => Ok(!listed),
             Some(Some("conv")) => Ok(true),
             Some(Some("full_attention")) => Ok(false),
-            Some(other) => wrong(format!("`{TYPES}` of layer {layer} is {other:?}, expected conv or full_attention")),
+            Some(other) => Err(unknown_layer_type(TYPES, layer, other, "conv or full_attention")),
         }
     }
 }

@@ -84,10 +84,10 @@ mod running {
     use serde_json::Value;
 
     use crate::arch::layer_list::LAYER_TYPES;
-    use crate::arch::running::Settings;
     use crate::arch::running::decoder::{Decoder, Layer, Norm};
     use crate::arch::running::experts::{Experts, Shared};
     use crate::arch::running::rope::{RopeDefaults, rotary};
+    use crate::arch::running::{Settings, unknown_layer_type};
     use crate::arch::smollm3::running::{uses_rotary, uses_rotary_by_interval};
     use crate::error::{Error, Result};
     use crate::ir::Builder;
@@ -163,9 +163,7 @@ mod running {
             None => Ok(has_rotary),
             Some(Some("chunked_attention")) => Ok(true),
             Some(Some("full_attention")) => Ok(false),
-            Some(other) => {
-                Err(Error::graph("config.json", format!("`{LAYER_TYPES}` of layer {layer} is {other:?}, expected chunked_attention or full_attention")))
-            }
+            Some(other) => Err(unknown_layer_type(LAYER_TYPES, layer, other, "chunked_attention or full_attention")),
         }
     }
 

@@ -150,8 +150,8 @@ mod running {
     use crate::arch::running::experts::{Experts, Shared};
     use crate::arch::running::parts::{activate, rms_norm, slices};
     use crate::arch::running::rope::RopeDefaults;
-    use crate::arch::running::{Settings, indivisible};
-    use crate::error::{Error, Result};
+    use crate::arch::running::{Settings, indivisible, unknown_layer_type};
+    use crate::error::Result;
     use crate::ir::ops::{CausalConv, Concat, Decay, GatedDelta, MergeHeads, Mul, Normalize, RmsNorm, Route, Sigmoid, Silu, SplitHeads};
     use crate::ir::{Builder, ValueId};
 
@@ -328,7 +328,7 @@ mod running {
         match types.get(layer).and_then(Value::as_str) {
             Some("linear_attention") => Ok(true),
             Some("full_attention") => Ok(false),
-            other => Err(Error::graph("config.json", format!("`{TYPES}` of layer {layer} is {other:?}, expected linear_attention or full_attention"))),
+            other => Err(unknown_layer_type(TYPES, layer, other, "linear_attention or full_attention")),
         }
     }
 }

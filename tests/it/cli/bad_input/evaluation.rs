@@ -42,7 +42,15 @@ fn data_that_is_wrong() {
             "labelled.csv has no column `class`; the columns are `id`, `text`, `label`",
             "",
         ),
-        with("no labels", nothing, "eval in --data labelled.csv", 2, "no labels: specify a model to compare with by `--against`", ""),
+        with("no labels", nothing, "eval in --data labelled.csv", 2, "specify `--task`, such as `--task classification`", ""),
+        with(
+            "another format",
+            |folder: &Path| fs::write(folder.join("x.parquet"), "PAR1").unwrap(),
+            "eval in --data x.parquet",
+            2,
+            "x.parquet`: files with the extension .parquet are not read: convert it",
+            "",
+        ),
         with(
             "an unknown device",
             nothing,

@@ -267,6 +267,12 @@ impl<'c> Settings<'c> {
     }
 }
 
+/// The error about the type of a layer, if there is one, in a list in `config.json`.
+pub fn unknown_layer_type(key: &str, layer: usize, found: Option<&str>, expected: &str) -> Error {
+    let found = found.map_or_else(|| "not a string".to_owned(), |found| format!("`{found}`"));
+    Error::graph("config.json", format!("`{key}` of layer {layer} is {found}, expected {expected}"))
+}
+
 /// Separates the sizes in the message of [`indivisible`].
 const NOT_A_MULTIPLE: &str = " is not a multiple of ";
 

@@ -6,7 +6,7 @@ use super::layout::PARTS;
 pub use super::layout::{Decoder, HeadNorms, Layer, LayerNames, NORMS_BEFORE, Norm, Norms, TokenMixer};
 use super::parts::{language_head, slices, text_inputs};
 use super::rope::{RopeDefaults, neighbors, rotary};
-use super::{Settings, indivisible};
+use super::{Settings, indivisible, unknown_layer_type};
 use crate::arch::family::PREFIXES;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, ChunkBias, Embedding, Linear, MergeHeads, Mul, Normalize, RmsNorm, Scale, Sigmoid, SplitHeads, Tanh};
@@ -276,9 +276,6 @@ pub fn slides(s: &Settings, layer: usize, allowed: bool) -> Result<Option<bool>>
         None => Ok(None),
         Some(Some("sliding_attention")) if allowed => Ok(Some(true)),
         Some(Some("full_attention")) => Ok(Some(false)),
-        Some(other) => Err(Error::graph(
-            "config.json",
-            format!("`layer_types` of layer {layer} is {other:?}, expected full_attention, or sliding_attention with `use_sliding_window`"),
-        )),
+        Some(other) => Err(unknown_layer_type("layer_types", layer, other, "full_attention, or sliding_attention with `use_sliding_window`")),
     }
 }

@@ -18,7 +18,7 @@ pub(super) mod rope;
 mod sentence;
 pub(super) mod state_space;
 
-pub use config::{GraphBuilder, ReadKeys, Settings, indivisible, is_indivisible};
+pub use config::{GraphBuilder, ReadKeys, Settings, indivisible, is_indivisible, unknown_layer_type};
 pub use images::with_images;
 pub use resize::{
     Shapes, dense_layers, derives_head_dim, has_stage_widths, has_uniform_widths, layers_key, refuses_rope_factors, residual_stream_axes, resized,
