@@ -65,6 +65,14 @@ pub struct Summary {
     pub front: bool,
 }
 
+impl Summary {
+    /// The runtime, the batch and the threads of the latency, which is comparable if they are the same.
+    fn latency_conditions(&self) -> Option<[String; 3]> {
+        let shape = self.latency_batch.as_ref()?.iter().map(usize::to_string).collect::<Vec<_>>();
+        Some([runtime_name(self.runtime.as_deref()?).to_owned(), shape.join(" x "), counted(self.latency_threads?, "thread")])
+    }
+}
+
 /// An option that differs between recipes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OptionDifference {
@@ -107,17 +115,13 @@ impl Comparison {
     fn rows(&self) -> Vec<Vec<String>> {
         let dash = || "-".to_owned();
         let number = |value: Option<f64>| value.map_or_else(dash, |v| format!("{v:.4}"));
-        let runtime = |run: &Summary| run.runtime.as_deref().map(runtime_name).map(str::to_owned);
-        let batch = |run: &Summary| Some(run.latency_batch.as_ref()?.iter().map(usize::to_string).collect::<Vec<_>>().join(" x "));
-        let threads = |run: &Summary| run.latency_threads.map(|threads| counted(threads, "thread"));
-        let conditions: [&dyn Fn(&Summary) -> Option<String>; 3] = [&runtime, &batch, &threads];
         // Only those that differ between the runs.
-        let differs = |of: &&&dyn Fn(&Summary) -> Option<String>| self.runs.iter().filter_map(**of).collect::<BTreeSet<_>>().len() > 1;
-        let differing: Vec<_> = conditions.iter().filter(differs).collect();
+        let differs = |at: &usize| self.runs.iter().filter_map(Summary::latency_conditions).map(|all| all[*at].clone()).collect::<BTreeSet<_>>().len() > 1;
+        let differing: Vec<usize> = (0..3).filter(differs).collect();
         let time = |run: &Summary| {
-            let found: Vec<String> = differing.iter().filter_map(|of| of(run)).collect();
-            let suffix = if found.is_empty() { String::new() } else { format!(" ({})", found.join(", ")) };
-            run.latency_ms.map_or_else(dash, |time| milliseconds(time) + &suffix)
+            let (Some(time), Some(conditions)) = (run.latency_ms, run.latency_conditions()) else { return dash() };
+            let shown: Vec<&str> = differing.iter().map(|at| conditions[*at].as_str()).collect();
+            if shown.is_empty() { milliseconds(time) } else { format!("{} ({})", milliseconds(time), shown.join(", ")) }
         };
         let row = |run: &Summary| {
             let mut row = vec![run.name.clone(), bytes(run.bytes), format!("{:.2} x", run.ratio)];

@@ -150,9 +150,8 @@ fn stairs(front: &[(f64, f64)]) -> String {
 mod tests {
     use super::*;
 
-    #[test]
-    fn runs_of_the_front_are_drawn_on_top() {
-        let run = |name: &str, bytes: u64, value: f64, front: bool| Summary {
+    fn run(name: &str, bytes: u64, value: f64, front: bool) -> Summary {
+        Summary {
             name: name.to_owned(),
             bytes,
             bytes_before: 100,
@@ -163,11 +162,36 @@ mod tests {
             cosine: None,
             latency_ms: None,
             runtime: None,
+            latency_batch: None,
+            latency_threads: None,
             speedup: None,
             seconds: 1.0,
             peak_rss_bytes: None,
             front,
+        }
+    }
+
+    #[test]
+    fn latencies_state_the_conditions_that_differ() {
+        let timed = |ms: f64, batch: &[usize], threads: usize| Summary {
+            latency_ms: Some(ms),
+            runtime: Some("candle".into()),
+            latency_batch: Some(batch.to_vec()),
+            latency_threads: Some(threads),
+            ..run("a", 50, 0.9, true)
         };
+        let times = |runs: Vec<Summary>| {
+            let (head, rows) = Comparison { runs, differing: Vec::new(), metric: None, note: None }.cells();
+            let column = head.iter().position(|name| name == "median latency").unwrap();
+            rows.into_iter().map(|mut row| row.remove(column)).collect::<Vec<_>>()
+        };
+        assert_eq!(times(vec![timed(4.4, &[32, 8], 2), run("b", 1, 1.0, true), timed(1.05, &[7, 8], 2)]), ["4.40 ms (32 x 8)", "-", "1.05 ms (7 x 8)"]);
+        assert_eq!(times(vec![timed(4.4, &[7, 8], 2), timed(1.05, &[7, 8], 1)]), ["4.40 ms (2 threads)", "1.05 ms (1 thread)"]);
+        assert_eq!(times(vec![timed(4.4, &[7, 8], 2), timed(1.05, &[7, 8], 2)]), ["4.40 ms", "1.05 ms"]);
+    }
+
+    #[test]
+    fn runs_of_the_front_are_drawn_on_top() {
         let runs = vec![run("a", 50, 0.9, true), run("b", 51, 0.9, false), run("c", 40, 0.8, true), run("d", 60, 0.8, false)];
         let page = Comparison { runs, differing: Vec::new(), metric: Some("accuracy".into()), note: None }.to_html();
         let (beaten, front) = (page.rfind("dot large beaten").unwrap(), page.find("dot large after").unwrap());

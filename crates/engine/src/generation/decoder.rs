@@ -238,7 +238,7 @@ mod tests {
     #[test]
     fn hidden_states_after_branches_are_those_of_the_text() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
-        let open = |path: &str| LanguageModel::new(Model::open(&golden.join(path)).unwrap()).unwrap();
+        let open = |path: &str| LanguageModel::new(Model::open(golden.join(path)).unwrap()).unwrap();
         let model = open("models/llama").with_draft(open("draft-head"), 4).unwrap();
         let cancel = Cancel::default();
         let work = Work { threads: 1, progress: &Silent, cancel: &cancel };
