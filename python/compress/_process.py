@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +27,9 @@ Path: TypeAlias = str | os.PathLike[str]
 Unit: TypeAlias = Literal["bytes", "samples", "steps"]
 
 PROGRAM_VARIABLE = "COMPRESS_PROGRAM"
+
+# Number of unread events after which a job keeps only some of them.
+MAX_UNREAD = 1000
 
 
 def find_program() -> str:
@@ -92,26 +98,26 @@ class Process:
 
     def __init__(self, arguments: Sequence[str], recipe: Mapping[str, Any] | None = None, files: contextlib.ExitStack | None = None) -> None:
         """Starts the program. `recipe` is passed on standard input; `files` is closed when the program ends."""
-        self._cleanup = contextlib.ExitStack()
         self._cancelled = False
         self._failure: tuple[str, str | None] | None = None
         self._text: list[str] = []
         self._in_memory = recipe is not None
+        self._events = Events()
         with contextlib.ExitStack() as stack:
             if files is not None:
                 stack.push(files)
-            self._output: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
+            output: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
             text = json.dumps(recipe, indent=1).encode() if recipe is not None else b""
             with tempfile.TemporaryFile() as source:
                 source.write(text)
                 source.seek(0)
                 command = [find_program(), *arguments, "--json", "--log-format", "json"]
-                self._process = start(command, source, self._output)
-            self._cleanup = stack.pop_all()
-        self._events = self._read()
+                self._process = start(command, source, output)
+            # A program whose events are not read would stop at a full pipe.
+            threading.Thread(target=self._read, args=(output, stack.pop_all()), name="compress", daemon=True).start()
 
     def __iter__(self) -> Iterator[Progress]:
-        return self._events
+        return iter(self._events)
 
     def __enter__(self) -> Process:
         return self
@@ -119,10 +125,10 @@ class Process:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.cancel()
         try:
-            self._finish()
+            self._events.wait()
         except BaseException:
             self._process.kill()
-            self._finish()
+            self._events.wait()
             raise
         if isinstance(error, KeyboardInterrupt) and self._failure:
             error.add_note(str(CompressError(*self._failure)))
@@ -139,10 +145,10 @@ class Process:
         Raises:
             CompressError: the program failed.
         """
-        self._finish()
+        self._events.wait()
         code = self._process.returncode
         if code == 0:
-            return self._result
+            return json.loads(self._result) if self._result.strip() else None
         message, hint = self._failure or plain_failure(self._text, code)
         if self._cancelled:
             raise Cancelled("interrupted; nothing was written" if code == -signal.SIGINT else message, hint, code)
@@ -152,56 +158,90 @@ class Process:
         """A message or a hint of the program for the caller."""
         return text
 
-    def _finish(self) -> None:
-        """Waits for the end of the program, and releases all files."""
-        if self._process.stderr is None or self._process.stderr.closed:
-            return
-        for _ in self._events:
-            pass
-        # Only if iterating failed are lines left.
-        for line in self._process.stderr:
-            self._note(line)
-        self._process.wait()
-        self._process.stderr.close()
-        self._output.seek(0)
-        text = self._output.read()
-        self._cleanup.close()
-        self._result: Any = json.loads(text) if text.strip() and self._process.returncode == 0 else None
+    def _read(self, output: IO[bytes], files: contextlib.ExitStack) -> None:
+        """Reads the events and the output of the program until it ends, and releases all files."""
+        assert self._process.stderr is not None
+        with self._events, files:
+            now: Progress | None = None
+            with self._process.stderr as lines:
+                for line in lines:
+                    if event := self._event(line, now):
+                        self._events.put(event)
+                        now = None if event.finished else event
+            self._process.wait()
+            output.seek(0)
+            self._result = output.read()
 
-    def _note(self, line: str) -> dict[str, Any]:
-        """The event of a line. Keeps errors, and lines that are not events."""
+    def _event(self, line: str, now: Progress | None) -> Progress | None:
+        """The progress that a line reports. Keeps errors, and lines that are not events."""
         try:
             event: dict[str, Any] = json.loads(line)
             kind = event["event"]
+            if kind == "error":
+                message, hint = self.advice(event["message"]), event.get("hint") and self.advice(event["hint"])
+                self._failure = without_file(message, hint) if self._in_memory else (message, hint)
+            elif kind == "begin":
+                return begin(event)
+            elif now and kind == "progress":
+                return dataclasses.replace(now, done=event["done"])
+            elif now and kind == "message":
+                return dataclasses.replace(now, message=event["text"])
+            elif now and kind == "end":
+                return dataclasses.replace(now, done=now.total or now.done, finished=True)
         except (ValueError, TypeError, KeyError):
             self._text.append(line.rstrip())
-            return {"event": "text"}
-        if kind == "error":
-            message, hint = self.advice(event["message"]), event.get("hint") and self.advice(event["hint"])
-            self._failure = without_file(message, hint) if self._in_memory else (message, hint)
-        return event
+        return None
 
-    def _read(self) -> Iterator[Progress]:
-        now: Progress | None = None
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            event = self._note(line)
-            kind = event["event"]
-            if kind == "begin":
-                now = begin(event)
-            elif now is None:
-                continue
-            elif kind == "progress":
-                now = Progress(now.stage, event["done"], now.total, now.unit, now.message)
-            elif kind == "message":
-                now = Progress(now.stage, now.done, now.total, now.unit, event["text"])
-            elif kind == "end":
-                now = Progress(now.stage, now.total or now.done, now.total, now.unit, now.message, finished=True)
-            else:
-                continue
-            yield now
-            if now.finished:
-                now = None
+
+class Events:
+    """Progress of a run, which one thread reports and others read. Of many unread events of a stage, only some
+    are kept.
+
+    >>> with Events() as events:
+    ...     for done in range(MAX_UNREAD + 9):
+    ...         events.put(Progress("Training", done))
+    >>> unread = list(events)
+    >>> len(unread) == MAX_UNREAD, unread[0].done, unread[-1].done == MAX_UNREAD + 8
+    (True, 0, True)
+    """
+
+    def __init__(self) -> None:
+        self._unread: collections.deque[Progress] = collections.deque()
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def put(self, event: Progress) -> None:
+        """Adds an event. If many are unread, it replaces the previous one, but not the first of a stage."""
+        with self._changed:
+            if len(self._unread) >= MAX_UNREAD:
+                last = self._unread[-1]
+                if (last.done or last.message) and not last.finished:
+                    self._unread.pop()
+            self._unread.append(event)
+            self._changed.notify()
+
+    def wait(self) -> None:
+        """Waits for the end. Thread.join of Python 3.11 does not wait again after Ctrl-C."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+
+    def __iter__(self) -> Iterator[Progress]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unread or self._ended)
+                if not self._unread:
+                    return
+                event = self._unread.popleft()
+            yield event
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the iterations after the events that are unread."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
 
 def without_file(message: str, hint: str | None) -> tuple[str, str | None]:

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import unittest
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -251,15 +253,45 @@ class Errors(InWorkspace):
             self.assertIsInstance(raised.exception, FileNotFoundError)
 
     def test_a_program_that_is_killed_is_reported(self) -> None:
-        script = Path("killed")
-        script.write_text("#!/bin/sh\necho 'last words' >&2\nkill -KILL $$\n")
-        script.chmod(0o755)
-        with mock.patch.dict(os.environ, COMPRESS_PROGRAM=str(script.absolute())):
+        with program("echo 'last words' >&2; kill -KILL $$"):
             with self.assertRaisesRegex(compress.CompressError, "SIGKILL\nlast words\nhint: .*memory"):
                 compress.command("doctor")
 
 
 class Running(InWorkspace):
+    def test_a_job_that_is_not_read_runs_to_its_end(self) -> None:
+        """The events are larger than the buffer of a pipe."""
+        code = """import json, pathlib, sys
+for event in [{"event": "begin", "stage": "Training", "steps": 9000}, *({"event": "progress", "done": step + 1} for step in range(9000)), {"event": "end"}]:
+    print(json.dumps(event), file=sys.stderr)
+pathlib.Path("ended").touch()
+"""
+        with program(f"exec {sys.executable} -c '{code}'"), compress.start(Recipe(model="minilm"), "out/x") as job:
+            self.assertTrue(wait_until(Path("ended").exists))
+            job._events.wait()
+            events = list(job)
+        self.assertLess(len(events), 2000)
+        self.assertEqual([(events[at].done, events[at].finished) for at in (0, -1)], [(0, False), (9000, True)])
+
+    def test_a_job_that_is_not_read_is_cancelled(self) -> None:
+        job = slow()
+        job.cancel()
+        self.assertTrue(wait_until(lambda: job._process.poll() is not None))
+        job._events.wait()
+        self.assertNothingWritten()
+
+    def test_another_thread_may_read_the_events(self) -> None:
+        for leave in (False, True):
+            events: list[compress.Progress] = []
+            with compress.start(Recipe(model="minilm", passes=["cast"]), f"out/{leave}") as job:
+                thread = threading.Thread(target=lambda: events.extend(job))
+                thread.start()
+                if not leave:
+                    self.assertEqual(job.result().passes[0].name, "cast")
+            thread.join()
+            self.assertNotEqual(job._process.returncode, -signal.SIGKILL)
+            self.assertTrue(leave or events[-1].finished)
+
     def test_progress_is_an_iterator(self) -> None:
         with compress.start(Recipe(model="minilm", passes=["cast"]), "out/x") as job:
             events = list(job)
@@ -314,6 +346,24 @@ class Running(InWorkspace):
     def assertNothingWritten(self) -> None:
         self.assertFalse(Path("out/slow").exists())
         self.assertEqual(self.workspace.left(), [])
+
+
+@contextlib.contextmanager
+def program(script: str) -> Iterator[None]:
+    """Replaces the program by a shell script."""
+    path = Path("program")
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    with mock.patch.dict(os.environ, COMPRESS_PROGRAM=str(path.absolute())):
+        yield
+
+
+def wait_until(condition: Callable[[], object]) -> bool:
+    """Whether a condition becomes true within ten seconds."""
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(condition())
 
 
 def slow() -> compress.Job:
