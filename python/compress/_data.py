@@ -118,17 +118,23 @@ def write_samples(samples: Any, name: str, folder: str) -> dict[str, str]:
         return write_arrays(path, {"input": Tensor.of(samples, name)})
     if not isinstance(samples, Iterable):
         raise TypeError(f"{name}: expected Data, a file, arrays, texts, or an iterable of mappings; found {type(samples).__name__}")
-    rows = list(samples)
-    if not rows:
+    texts: list[str] = []
+    rows: list[dict[str, Tensor]] = []
+    for sample in samples:
+        if isinstance(sample, str):
+            texts.append(sample)
+        elif isinstance(sample, Mapping):
+            # Converted now, because iterators may reuse the memory of their arrays.
+            rows.append({key: Tensor.of(value, key) for key, value in sample.items()})
+        if not isinstance(sample, (str, Mapping)) or (texts and rows):
+            raise TypeError(f"{name}: expected texts, or one mapping of arrays for each sample; found a sample of type {type(sample).__name__}")
+    if rows:
+        return write_rows(path, name, rows)
+    if not texts:
         raise ValueError(f"{name}: there are no samples")
-    if all(isinstance(row, str) for row in rows):
-        with open(path + ".jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"text": row}) + "\n" for row in rows)
-        return {"text": path + ".jsonl"}
-    if not all(isinstance(row, Mapping) for row in rows):
-        found = next(type(row).__name__ for row in rows if not isinstance(row, Mapping))
-        raise TypeError(f"{name}: expected texts, or one mapping of arrays for each sample; found a sample of type {found}")
-    return write_rows(path, name, rows)
+    with open(path + ".jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return {"text": path + ".jsonl"}
 
 
 def write_arrays(path: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -142,13 +148,12 @@ def write_arrays(path: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {"arrays": path + ".safetensors"}
 
 
-def write_rows(path: str, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def write_rows(path: str, name: str, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:
     """Writes one mapping per sample: as arrays, or as one file for each sample if their shapes differ."""
-    keys = list(rows[0])
-    for index, row in enumerate(rows):
-        if set(row) != set(keys):
-            raise ValueError(f"{name}: sample {index} has the arrays {sorted(row)}, but sample 0 has {sorted(keys)}")
-    samples = [{key: Tensor.of(row[key], key) for key in keys} for row in rows]
+    keys = list(samples[0])
+    for index, sample in enumerate(samples):
+        if set(sample) != set(keys):
+            raise ValueError(f"{name}: sample {index} has the arrays {sorted(sample)}, but sample 0 has {sorted(keys)}")
     for key in keys:
         if kinds := {sample[key].kind for sample in samples} - {samples[0][key].kind}:
             raise TypeError(f"{name}: `{key}` has values of type {samples[0][key].kind} and {kinds.pop()}")

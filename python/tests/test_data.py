@@ -104,6 +104,14 @@ class Tensors(InWorkspace):
         self.assertEqual(found["x"], ("F32", [2, 2], struct.pack("<4f", 1.5, 2, 3.5, 4)))
         self.assertEqual(found["label"], ("I64", [2], struct.pack("<2q", 3, 4)))
 
+    def test_iterators_may_reuse_the_memory_of_an_array(self) -> None:
+        def rows() -> Iterator[dict[str, Any]]:
+            buffer = array.array("h", [0])
+            for buffer[0] in (1, 2):
+                yield {"x": buffer}
+
+        self.assertEqual(self.write(rows())["x"], ("I16", [2, 1], struct.pack("<2h", 1, 2)))
+
     def test_tensors_convert_through_the_array_protocol(self) -> None:
         class Other:
             def __array__(self) -> Any:
@@ -117,6 +125,7 @@ class Tensors(InWorkspace):
             ({}, ValueError, "no arrays"),
             (7, TypeError, "found int"),
             ([{"x": [1]}, [2]], TypeError, "sample of type list"),
+            (["a", {"x": [1]}], TypeError, "sample of type dict"),
             ([{"x": [1]}, {"y": [1]}], ValueError, "sample 1 has the arrays"),
             ([{"x": [1]}, {"x": [1.5]}], TypeError, "I64 and F32"),
             ({"x": [1, 2], "y": [1]}, ValueError, "`x` 2, `y` 1"),
