@@ -106,7 +106,8 @@ def unbatch(batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         if len(sizes) != 1:
             raise ValueError(f"the arrays of a batch have different numbers of rows: {', '.join(f'`{name}` {len(values)}' for name, values in batch.items())}")
         for row in range(sizes.pop()):
-            yield {name: values[row] for name, values in batch.items()}
+            # A Series of pandas selects by label, unlike its `iloc`.
+            yield {name: getattr(values, "iloc", values)[row] for name, values in batch.items()}
 
 
 def write_samples(samples: Any, name: str, folder: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from compress._data import write_samples
 from compress._run import plain
 
 HAS_NUMPY = importlib.util.find_spec("numpy") is not None
+HAS_PANDAS = importlib.util.find_spec("pandas") is not None
 MASK = [[1] * 6] * 4
 TOKENS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25], [1, 2, 3, 4, 5, 6]]
 
@@ -173,6 +174,15 @@ class Tensors(InWorkspace):
         with self.assertRaisesRegex(TypeError, ">f4"):
             self.write({"x": numpy.ones(2, ">f4")})
         self.assertEqual(plain({"amount": numpy.float32(0.5), "rank": numpy.int64(3)}), {"amount": 0.5, "rank": 3})
+
+
+    @unittest.skipUnless(HAS_PANDAS, "pandas is not installed")
+    def test_rows_of_pandas_are_selected_by_position(self) -> None:
+        import pandas
+
+        labels = pandas.Series([5, 6, 7], index=[2, 0, 4])
+        rows = [*compress.unbatch([{"x": [[1], [2], [3]], "labels": labels}])]
+        self.assertEqual([row["labels"] for row in rows], [5, 6, 7])
 
 
 class Serialized(unittest.TestCase):
