@@ -137,7 +137,8 @@ class Process:
         """Asks the program to stop. It removes unfinished files and ends within a moment; `output` then raises `Cancelled`."""
         if not self._cancelled and self._process.poll() is None:
             self._cancelled = True
-            self._process.send_signal(signal.SIGINT)
+            # Not SIGINT, which a new program ignores if Python does, as in the background of a shell.
+            self._process.terminate()
 
     def output(self) -> Any:
         """Waits for the program, and returns the JSON that it printed.
@@ -151,7 +152,7 @@ class Process:
             return json.loads(self._result) if self._result.strip() else None
         message, hint = self._failure or plain_failure(self._text, code)
         if self._cancelled:
-            raise Cancelled("interrupted; nothing was written" if code == -signal.SIGINT else message, hint, code)
+            raise Cancelled("interrupted; nothing was written" if code == -signal.SIGTERM else message, hint, code)
         raise (UsageError if code == 2 else CompressError)(message, hint, code)
 
     def advice(self, text: str) -> str:

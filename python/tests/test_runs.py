@@ -320,6 +320,13 @@ pathlib.Path("ended").touch()
                 job.result()
         self.assertNothingWritten()
 
+    def test_a_job_is_cancelled_if_python_ignores_ctrl_c(self) -> None:
+        self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+        with program("exec sleep 3"), compress.start(Recipe(model="minilm"), "out/x") as job:
+            job.cancel()
+            with self.assertRaisesRegex(compress.Cancelled, "nothing was written"):
+                job.result()
+
     def test_leaving_the_block_stops_the_program(self) -> None:
         with slow() as job:
             next(iter(job))
