@@ -113,6 +113,7 @@ class Process:
                 source.seek(0)
                 command = [find_program(), *arguments, "--json", "--log-format", "json"]
                 self._process = start(command, source, output)
+            self._guard = guard(self._process.pid)
             # A program whose events are not read would stop at a full pipe.
             threading.Thread(target=self._read, args=(output, stack.pop_all()), name="compress", daemon=True).start()
 
@@ -169,6 +170,9 @@ class Process:
                     if event := self._event(line, now):
                         self._events.put(event)
                         now = None if event.finished else event
+            # Before the identifier of the process can be that of another one.
+            if self._guard:
+                self._guard.communicate(b"\n")
             self._process.wait()
             output.seek(0)
             self._result = output.read()
@@ -270,6 +274,16 @@ def start(command: Sequence[str], source: IO[bytes], output: IO[bytes]) -> subpr
         )
     except OSError as error:
         raise ProgramNotFound(f"cannot start {command[0]}: {error.strerror}", f"install the package again, or correct {PROGRAM_VARIABLE}") from error
+
+
+def guard(process: int) -> subprocess.Popen[bytes] | None:
+    """Starts a shell that stops a process if this one ends, even by SIGKILL, before it has sent a line to it."""
+    command = ["/bin/sh", "-c", 'read -r line || kill "$0"', str(process)]
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0)
+    except OSError:
+        # An image of a container without a shell.
+        return None
 
 
 def plain_failure(lines: Sequence[str], code: int) -> tuple[str, str | None]:

@@ -338,17 +338,33 @@ pathlib.Path("ended").touch()
         """Sends the signal to the process group, as a terminal does."""
         # Programs that a shell starts in the background ignore the signal, as a gate that runs tests may do.
         handle = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        code = f"{handle}sys.path[:0] = {sys.path[:2]!r}\nfrom test_runs import slow\nwith slow() as job:\n    for event in job: print(event.stage, flush=True)\n"
-        environment = {**os.environ, "TMPDIR": str(self.workspace.temporary)}
-        python = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0, env=environment)
-        assert python.stdout
-        python.stdout.readline()
+        python = self.start_python(f"{handle}from test_runs import slow\nwith slow() as job:\n    for event in job: print(event.stage, flush=True)\n")
         os.killpg(python.pid, signal.SIGINT)
         _, stderr = python.communicate(timeout=60)
         self.assertIn("KeyboardInterrupt", stderr)
         # The note of the exception: before the first step nothing is saved.
         self.assertRegex(stderr, "\ninterrupted(; nothing was written|; finished work is saved| after step)")
         self.assertNothingWritten()
+
+    def test_the_program_stops_when_python_is_terminated(self) -> None:
+        for ended in (signal.SIGTERM, signal.SIGKILL):
+            with program("trap 'touch stopped; exit' TERM; touch started; while :; do sleep 0.05; done"):
+                python = self.start_python("import compress\njob = compress.start({'model': 'minilm'}, 'out/x')\nprint(job, flush=True)\njob.result()\n")
+            self.assertTrue(wait_until(Path("started").exists))
+            python.send_signal(ended)
+            python.communicate(timeout=60)
+            self.assertTrue(wait_until(Path("stopped").exists))
+            os.remove("started")
+            os.remove("stopped")
+
+    def start_python(self, code: str) -> subprocess.Popen[str]:
+        """Runs code in another Python, with a process group of its own, and waits for its first line."""
+        environment = {**os.environ, "TMPDIR": str(self.workspace.temporary)}
+        code = f"import sys\nsys.path[:0] = {sys.path[:2]!r}\n{code}"
+        python = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0, env=environment)
+        assert python.stdout
+        python.stdout.readline()
+        return python
 
     def assertNothingWritten(self) -> None:
         self.assertFalse(Path("out/slow").exists())
