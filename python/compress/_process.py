@@ -111,7 +111,7 @@ class Process:
             with tempfile.TemporaryFile() as source:
                 source.write(text)
                 source.seek(0)
-                command = [find_program(), *arguments, "--json", "--log-format", "json"]
+                command = [find_program(), "--json", "--log-format", "json", *arguments]
                 self._process = start(command, source, output)
             self._guard = guard(self._process.pid)
             # A program whose events are not read would stop at a full pipe.
@@ -307,5 +307,5 @@ def command(*arguments: Path) -> Any:
     >>> command("inspect", "minilm")["parameters"] > 0
     True
     """
-    with Process([os.fspath(argument) for argument in arguments] + ["--quiet"]) as process:
+    with Process(["--quiet", *(os.fspath(argument) for argument in arguments)]) as process:
         return process.output()

@@ -217,6 +217,10 @@ class Errors(InWorkspace):
         with self.assertRaisesRegex(compress.UsageError, "unexpected argument '--fast'"):
             compress.command("inspect", "minilm", "--fast")
 
+    def test_a_command_may_separate_its_arguments(self) -> None:
+        report = compress.command("chain", "llama", "-o", "out/x", "--", "prune-unstructured", "--amount", "0.3", "--", "cast")
+        self.assertEqual([step["name"] for step in report["passes"]], ["prune-unstructured", "cast"])
+
     def test_an_existing_output_is_not_replaced(self) -> None:
         compress.cast("minilm", "out/x")
         with self.assertRaisesRegex(compress.CompressError, "exists\nhint: .* `force=True` to replace it"):
