@@ -111,7 +111,8 @@ class Process:
             with tempfile.TemporaryFile() as source:
                 source.write(text)
                 source.seek(0)
-                command = [find_program(), "--json", "--log-format", "json", *arguments]
+                self._program = find_program()
+                command = [self._program, "--json", "--log-format", "json", *arguments]
                 self._process = start(command, source, output)
             self._guard = guard(self._process.pid)
             # A program whose events are not read would stop at a full pipe.
@@ -150,7 +151,12 @@ class Process:
         self._events.wait()
         code = self._process.returncode
         if code == 0:
-            return json.loads(self._result) if self._result.strip() else None
+            try:
+                return json.loads(self._result)
+            except ValueError as error:
+                found = self._result.decode(errors="replace").strip().partition("\n")[0]
+                advice = f"run it by `subprocess` for help and --version; if it is another program, correct {PROGRAM_VARIABLE}"
+                raise CompressError(f"{self._program} printed no JSON, but {found!r}", advice, code) from error
         message, hint = self._failure or plain_failure(self._text, code)
         if self._cancelled:
             raise Cancelled("interrupted; nothing was written" if code == -signal.SIGTERM else message, hint, code)
@@ -299,7 +305,8 @@ def plain_failure(lines: Sequence[str], code: int) -> tuple[str, str | None]:
 
 
 def command(*arguments: Path) -> Any:
-    """Runs any other command, and returns its output: `inspect`, `verify`, `check`, `diff`, `eval`, `doctor` and more.
+    """Runs any other command, and returns its JSON: `inspect`, `verify`, `check`, `diff`, `eval`, `doctor` and more.
+    Commands that print text, such as `help`, are errors.
 
     Raises:
         CompressError: the command failed; for `check`, a budget was exceeded.

@@ -250,6 +250,20 @@ class Errors(InWorkspace):
         with self.assertRaises(compress.CompressError):
             compress.command("check", "out/x", "--max-bytes", "1B")
 
+    def test_text_instead_of_json_is_reported(self) -> None:
+        for arguments in (["help"], ["--version"], ["cast", "--help"]):
+            with self.subTest(arguments=arguments), self.assertRaisesRegex(compress.CompressError, "printed no JSON, but .*\nhint: run it by `subprocess` for help"):
+                compress.command(*arguments)
+        with self.assertRaisesRegex(compress.CompressError, "prints text, not data"):
+            compress.command("completions", "bash")
+
+    def test_another_program_is_reported(self) -> None:
+        for script in ("true", "echo hello"):
+            with program(script), self.assertRaisesRegex(compress.CompressError, "/program printed no JSON, but '(hello)?'\nhint: .*COMPRESS_PROGRAM"):
+                compress.evaluate("llama", "book.txt")
+            with program(script), self.assertRaisesRegex(compress.CompressError, "printed no JSON"):
+                compress.cast("llama", "out/x")
+
     def test_a_missing_program_is_reported(self) -> None:
         with mock.patch.dict(os.environ, COMPRESS_PROGRAM="/nowhere/compress"):
             with self.assertRaisesRegex(compress.ProgramNotFound, "/nowhere/compress.*No such file") as raised:
