@@ -78,7 +78,7 @@ class display:
     def __init__(self, progress: bool | Callable[[Progress], object] | None) -> None:
         if progress is None:
             progress = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
-        self._bar = Bar(sys.stderr) if progress is True else None
+        self._bar = Bar(sys.stderr) if progress and not callable(progress) else None
         self._show: Callable[[Progress], object] = progress if callable(progress) else self._bar or (lambda event: None)
 
     def __enter__(self) -> Callable[[Progress], object]:

@@ -54,9 +54,9 @@ def matches(value: Any, kind: Any) -> bool:
         return any(matches(value, each) for each in arguments)
     if origin is typing.Literal:
         return isinstance(value, str) or value in arguments
-    # Numbers of NumPy.
-    if kind in (int, float, bool) and hasattr(value, "item"):
-        return True
+    # Numbers of NumPy, and arrays without axes.
+    if kind in (int, float, bool) and hasattr(value, "item") and not getattr(value, "ndim", 0):
+        value = value.item()
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int:
@@ -65,6 +65,8 @@ def matches(value: Any, kind: Any) -> bool:
         return value is None
     if origin is os.PathLike:
         return isinstance(value, os.PathLike)
+    if origin is collections.abc.Callable:
+        return callable(value)
     if origin in (collections.abc.Sequence, list):
         is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
         return is_list and (not isinstance(value, (list, tuple)) or all(matches(each, arguments[0]) for each in value))
@@ -86,6 +88,8 @@ def description(kind: Any) -> str:
         return "None"
     if origin is os.PathLike:
         return "a path"
+    if origin is collections.abc.Callable:
+        return "a function"
     if origin in (collections.abc.Sequence, list):
         return f"a list of {description(arguments[0])}"
     if origin is collections.abc.Mapping or typing.is_typeddict(kind):
@@ -94,5 +98,5 @@ def description(kind: Any) -> str:
 
 
 def hints(kind: Any) -> dict[str, Any]:
-    """Types of the fields of a class, without class variables."""
+    """Types of the fields of a class, without class variables, or of the parameters of a function."""
     return {name: hint for name, hint in typing.get_type_hints(kind).items() if typing.get_origin(hint) is not typing.ClassVar}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ._check import require_types
+from ._check import hints, require_types
 from ._process import Path
 from ._run import Job, ShowProgress, data_options, is_in_memory, plain, watch
 from .recipe import Method, Precision, Samples
@@ -103,7 +103,7 @@ def evaluate(
     >>> evaluate("llama", "book.txt").score.metric
     'perplexity'
     """
-    require_types("evaluate", {"model": model}, {"model": Path})
+    require_types("evaluate", locals(), hints(evaluate))
     arguments = options(against=against, runtime=runtime, precision=precision, memory=memory, device=device, threads=threads)
     result: Evaluation = convert(Evaluation, execute(["eval", os.fspath(model), *arguments], {"data": data}, progress))
     return result
@@ -174,7 +174,7 @@ def auto(
     >>> auto("llama", "out/auto", calibration="book.txt", max_size="6bits").size.ratio > 1
     True
     """
-    require_types("auto", {"model": model, "output": output, "formats": formats}, {"model": Path, "output": Path, "formats": Sequence[str]})
+    require_types("auto", locals(), hints(auto))
     arguments = options(
         output=output,
         max_size=max_size,

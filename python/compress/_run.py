@@ -137,8 +137,9 @@ def run(
     >>> report.passes[0].name
     'cast'
     """
+    require_types("run", locals(), hints(run))
     options = StartOptions(force=force, resume=resume, cache=cache, device=device, threads=threads, memory_trace=memory_trace)
-    with launch(recipe, output, overrides, options) as job:
+    with launch("run", recipe, output, overrides, options) as job:
         watch(job, progress)
         return job.result()
 
@@ -152,7 +153,8 @@ def start(recipe: RecipeLike, output: Path | None = None, *, overrides: Mapping[
     >>> report.size.ratio > 1
     True
     """
-    return launch(recipe, output, overrides, options)
+    require_types("start", locals(), hints(start))
+    return launch("start", recipe, output, overrides, options)
 
 
 def sweep(
@@ -173,8 +175,9 @@ def sweep(
     >>> {name: report.size.after.nonzero < report.size.before.nonzero for name, report in reports.items()}
     {'amount=0.25': True, 'amount=0.5': True}
     """
+    require_types("sweep", locals(), hints(sweep))
     more = [part for key, each in values.items() for part in ("--sweep", f"{key}={json.dumps([plain(value) for value in each])}")]
-    with launch(recipe, output, overrides, options, more) as job:
+    with launch("sweep", recipe, output, overrides, options, more) as job:
         watch(job, progress)
         names = [run["name"] for run in job.output()["runs"]]
     return {name: Report.open(os.path.join(output, name)) for name in names}
@@ -186,6 +189,7 @@ def plan(recipe: RecipeLike, *, overrides: Mapping[str, object] | None = None) -
     >>> plan(Recipe(model="minilm", passes=["quantize-dynamic"]))["passes"][0]["name"]
     'quantize-dynamic'
     """
+    require_types("plan", locals(), hints(plan))
     with contextlib.ExitStack() as files:
         path, document = resolve(recipe, files)
         with Process(["plan", path, *set_values(overrides)], document) as process:
@@ -211,7 +215,7 @@ def check_pass(step: Step, model: Path, output: Path, settings: Settings) -> Non
     kinds = {**hints(type(step)), **hints(Settings), "model": Path, "output": Path}
     require_known(function, settings, [*own, *hints(Settings)])
     # Samples may have many types, which are checked when they are written.
-    given = {name: value for name, value in settings.items() if name not in ("calibration", "train", "evaluation", "progress")}
+    given = {name: value for name, value in settings.items() if name not in ("calibration", "train", "evaluation")}
     require_types(function, {"model": model, "output": output, **{name: value for name, value in own.items() if value is not None}, **given}, kinds)
 
 
@@ -227,10 +231,12 @@ def set_values(overrides: Mapping[str, object] | None) -> list[str]:
     return [f"--set={key}={json.dumps(plain(value))}" for key, value in (overrides or {}).items()]
 
 
-def launch(recipe: RecipeLike, output: Path | None, overrides: Mapping[str, object] | None, options: StartOptions, more: Sequence[str] = ()) -> Job:
+def launch(
+    function: str, recipe: RecipeLike, output: Path | None, overrides: Mapping[str, object] | None, options: StartOptions, more: Sequence[str] = ()
+) -> Job:
     """Starts `compress run`."""
-    if unknown := options.keys() - StartOptions.__annotations__.keys():
-        raise TypeError(f"unknown option `{min(unknown)}`; the options are {', '.join(StartOptions.__annotations__)}")
+    require_known(function, options, hints(StartOptions))
+    require_types(function, options, hints(StartOptions))
     threads = options.get("threads")
     arguments = [
         *([] if output is None else [f"--output={os.fspath(output)}"]),
@@ -255,6 +261,7 @@ def resolve(recipe: RecipeLike, files: contextlib.ExitStack) -> tuple[str, dict[
     if isinstance(recipe, (str, os.PathLike)):
         return os.fspath(recipe), None
     document = dict(recipe) if isinstance(recipe, Mapping) else fields(recipe)
+    require_types("Recipe", {"data": document.get("data")}, hints(Recipe))
     data = {name: samples for name, samples in (document.get("data") or {}).items() if samples is not None}
     if data:
         folder = files.enter_context(tempfile.TemporaryDirectory(prefix="compress-")) if any(map(is_in_memory, data.values())) else ""

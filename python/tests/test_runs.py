@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import math
@@ -83,6 +84,29 @@ class Passes(InWorkspace):
         with self.assertRaisesRegex(TypeError, r"cast\(\): `model`: expected str or a path, not None"):
             compress.cast(None, "out/x")  # type: ignore[arg-type]
         self.assertFalse(Path("out").exists())
+
+    def test_types_of_options_are_checked(self) -> None:
+        evaluate, auto, cast = (functools.partial(function, "llama", "x") for function in (compress.evaluate, compress.auto, compress.cast))
+        run, start, plan = (functools.partial(function, {"model": "llama"}) for function in (compress.run, compress.start, compress.plan))
+        cases: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+            (run, {"force": "no"}, r"run\(\): `force`: expected bool, not str 'no'"),
+            (run, {"cache": None}, r"run\(\): `cache`: expected bool, not None"),
+            (run, {"threads": True}, r"run\(\): `threads`: expected int or None, not bool True"),
+            (run, {"progress": "yes"}, r"run\(\): `progress`: expected bool or a function or None, not str 'yes'"),
+            (run, {"overrides": ["seed=1"]}, r"run\(\): `overrides`: expected a dict or None, not list"),
+            (start, {"resume": "False"}, r"start\(\): `resume`: expected bool, not str 'False'"),
+            (start, {"forced": True}, r"start\(\) has no parameter `forced`; did you mean `force`"),
+            (compress.sweep, {"recipe": "x", "output": "x", "values": {}, "device": 0}, r"sweep\(\): `device`: expected str, not int 0"),
+            (compress.sweep, {"recipe": "x", "output": "x", "values": ["to"]}, r"sweep\(\): `values`: expected a dict, not list"),
+            (plan, {"overrides": "seed=1"}, r"plan\(\): `overrides`: expected a dict or None"),
+            (evaluate, {"threads": "2"}, r"evaluate\(\): `threads`: expected int or None, not str '2'"),
+            (auto, {"force": "no"}, r"auto\(\): `force`: expected bool, not str 'no'"),
+            (cast, {"progress": 1}, r"cast\(\): `progress`: expected bool or a function or None, not int 1"),
+            (compress.run, {"recipe": {"model": "llama", "data": "book.txt"}, "output": "x"}, r"`data`: expected a dict or None, not str 'book.txt'"),
+        ]
+        for function, given, message in cases:
+            with self.subTest(given=given), self.assertRaisesRegex(TypeError, message):
+                function(**given)
 
     def test_every_pass_is_exported(self) -> None:
         self.assertLessEqual(set(compress.passes.__all__), set(compress.__all__))
