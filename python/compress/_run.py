@@ -216,7 +216,7 @@ def check_pass(step: Step, model: Path, output: Path, settings: Settings) -> Non
     require_known(function, settings, [*own, *hints(Settings)])
     # Samples may have many types, which are checked when they are written.
     given = {name: value for name, value in settings.items() if name not in ("calibration", "train", "evaluation")}
-    require_types(function, {"model": model, "output": output, **{name: value for name, value in own.items() if value is not None}, **given}, kinds)
+    require_types(function, {"model": model, "output": output, **own, **given}, kinds)
 
 
 def watch(job: Job, progress: ShowProgress) -> None:
@@ -305,6 +305,7 @@ def data_options(samples: Any, name: str, folder: str) -> Any:
 
 def fields(value: Any) -> dict[str, Any]:
     """The fields of a dataclass that do not have their default."""
+    require_types(type(value).__name__, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, hints(type(value)))
     found = {}
     for each in dataclasses.fields(value):
         current = getattr(value, each.name)

@@ -85,6 +85,16 @@ class Passes(InWorkspace):
             compress.cast(None, "out/x")  # type: ignore[arg-type]
         self.assertFalse(Path("out").exists())
 
+    def test_none_is_no_value_of_an_option_with_another_default(self) -> None:
+        with self.assertRaisesRegex(TypeError, r"finetune\(\): `clip_norm`: expected float, not None"):
+            compress.finetune("llama", "out/x", train="book.txt", clip_norm=None)  # type: ignore[arg-type]
+        for step, message in (
+            (recipe.Cast(to=None), r"Cast\(\): `to`: expected one of .*, not None"),  # type: ignore[arg-type]
+            (recipe.Quantize(ignore=None), r"Quantize\(\): `ignore`: expected a list of str, not None"),  # type: ignore[arg-type]
+        ):
+            with self.subTest(step=step), self.assertRaisesRegex(TypeError, message):
+                compress.plan(Recipe(model="llama", passes=[step]))
+
     def test_types_of_options_are_checked(self) -> None:
         evaluate, auto, cast = (functools.partial(function, "llama", "x") for function in (compress.evaluate, compress.auto, compress.cast))
         run, start, plan = (functools.partial(function, {"model": "llama"}) for function in (compress.run, compress.start, compress.plan))
