@@ -38,6 +38,53 @@ SCALARS = {"string": "str", "integer": "int", "number": "float", "boolean": "boo
 # Properties that the functions of passes set from their own parameters.
 OWN = {"model", "output", "passes", "data", "sweep"}
 
+# Values in descriptions, from the syntax of the command line and of YAML to that of Python.
+VALUES = {
+    "a folder, or {model: FOLDER, weight: 1, cache: FOLDER}": '{"model": FOLDER, "weight": 1, "cache": FOLDER}',
+    "amount per kind: heads=0.25,mlp=64": 'amount per kind: {"heads": 0.25, "mlp": 64}',
+    "as for `--set`": "as for `overrides`",
+    "for --resume: steps=N or minutes=N [default: minutes=10]": 'for `resume`: {"steps": N} or {"minutes": N} [default: {"minutes": 10}]',
+    "its rank, or {rank: 32, importance: none} to": '{"rank": 32}, or {"rank": 32, "importance": "none"} to',
+    "layers=0,2,4, every=2, model=FOLDER, config=FILE (random weights), or eagle3=FILE (": (
+        '{"layers": [0, 2, 4]}, {"every": 2}, {"model": FOLDER}, {"config": FILE} (random weights), or {"eagle3": {"vocabulary": FILE}} ('
+    ),
+    "layers=0.5 (fraction of the parameters of all layers), params=12000000 or bytes=50MB": (
+        '{"layers": 0.5} (fraction of the parameters of all layers), {"params": 12000000} or {"bytes": "50MB"}'
+    ),
+    "macs=0.5 or macs=50%, params=0.5 or latency=0.5": '{"macs": 0.5} or {"macs": "50%"}, {"params": 0.5} or {"latency": 0.5}',
+    "or every=K layers": 'or {"every": K} layers',
+    "such as en,de": 'such as ["en", "de"]',
+    "the fraction of masked tokens, or {fraction: 0.15, mask_token: TOKEN}": '{"fraction": 0.15, "mask_token": TOKEN}',
+    "the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}": (
+        '{"fraction": 0.5, "prompt_tokens": 32, "tokens": 64, "temperature": 1}'
+    ),
+    "their rank, or {rank: 16, alpha: 32, targets: [PATTERN, ...], merge: false}": '{"rank": 16, "alpha": 32, "targets": [PATTERN, ...], "merge": False}',
+    "{flip: true, shift: PIXELS}": '{"flip": True, "shift": PIXELS}',
+    "{max_drop: 0.01} or {min_cosine: 0.99}": '{"max_drop": 0.01} or {"min_cosine": 0.99}',
+    "{targets: [PATTERN, ...], learning_rate: RATE, weight_decay: DECAY}": '{"targets": [PATTERN, ...], "learning_rate": RATE, "weight_decay": DECAY}',
+    "{type: fp8, scales: head} (fp8:head)": '{"type": "fp8", "scales": "head"}',
+    "[default: 0.9,0.999]": "[default: [0.9, 0.999]]",
+    ": --resume with": ": `resume` with",
+}
+SYNTAX = re.compile(r"(?<![\w-])\w+=[\w.]|(?<![\w-])--\w|\{\w+:")
+
+
+def in_python(schema):
+    """The schema with values in the syntax of Python in its descriptions."""
+    if isinstance(schema, list):
+        return [in_python(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: in_python(value) for key, value in schema.items()}
+    if isinstance(text := found.get("description"), str):
+        text = one_line(text)
+        for old, new in VALUES.items():
+            text = text.replace(old, new)
+        if SYNTAX.search(text):
+            sys.exit(f"add the syntax of Python to VALUES of python/generate.py for: {text}")
+        found["description"] = text
+    return found
+
 
 def one_line(text):
     return " ".join(text.split()).rstrip(".")
@@ -283,7 +330,7 @@ def main():
     def schema(kind):
         return json.loads(subprocess.run([args.program, "schema", kind], check=True, stdout=subprocess.PIPE).stdout)
 
-    recipe = schema("recipe")
+    recipe = in_python(schema("recipe"))
     modules = {"recipe.py": recipe_module(recipe), "passes.py": passes_module(recipe), "sections.py": sections_module(schema("report"))}
     changed = 0
     for name, text in modules.items():

@@ -75,9 +75,9 @@ def prune_structured(
         output: folder to write.
         dims: Parts to remove [default: heads, mlp and channels, if the model has them].
         amount: Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or an amount
-            per kind: heads=0.25,mlp=64 [default: 0.25].
-        target: Instead of an amount, the fraction of the cost to keep: macs=0.5 or macs=50%, params=0.5 or
-            latency=0.5.
+            per kind: {"heads": 0.25, "mlp": 64} [default: 0.25].
+        target: Instead of an amount, the fraction of the cost to keep: {"macs": 0.5} or {"macs": "50%"},
+            {"params": 0.5} or {"latency": 0.5}.
         importance: Importance criterion; the least important units are removed.
         scope: Remove the same fraction of every group, or rank all groups jointly [default: tensor; global
             for a target].
@@ -114,8 +114,8 @@ def search_structure(
     Args:
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
-        limit: Limit of the size: layers=0.5 (fraction of the parameters of all layers), params=12000000 or
-            bytes=50MB.
+        limit: Limit of the size: {"layers": 0.5} (fraction of the parameters of all layers), {"params":
+            12000000} or {"bytes": "50MB"}.
         widths: Fractions of the neurons and of the heads of a layer that options keep.
         uniform: Choose the same widths for all layers, and remove only whole layers [default: true if
             config.json supports only one width].
@@ -150,8 +150,8 @@ def prune_vocabulary(
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
         keep: Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl.
-        languages: Languages whose tokens remain, such as en,de: all tokens in their scripts, and digits,
-            punctuation and symbols.
+        languages: Languages whose tokens remain, such as ["en", "de"]: all tokens in their scripts, and
+            digits, punctuation and symbols.
         text_column: Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats,
             in .jsonl)].
         vocab_size: Maximum number of tokens: the most frequent ones of the texts; without texts, the first by
@@ -242,10 +242,10 @@ def quantize(
             improve the integers and the scales after all columns were quantized; 0 disables them [default:
             3].
         correct: Low-rank correction of the quantization error, written as a LoRA adapter in the folder
-            `adapter`: its rank, or {rank: 32, importance: none} to ignore calibration samples [default:
-            none].
+            `adapter`: {"rank": 32}, or {"rank": 32, "importance": "none"} to ignore calibration samples
+            [default: none].
         kv_cache: Format of the KV cache of a decoder, with scales found on calibration samples: fp8 or int8,
-            with one scale per layer, or {type: fp8, scales: head} (fp8:head) with one per head [default:
+            with one scale per layer, or {"type": "fp8", "scales": "head"} with one per head [default:
             floats].
         observer: Method that chooses the range of a scale [default: minmax for eight bits; for fewer bits l4,
             or mse with calibration samples].
@@ -332,8 +332,8 @@ def quantize_static(
         smooth: Strength of the migration of scales from activations to weights: auto, free (without
             additional operators), none, or 0 to 1.
         bias_correction: Correct biases for the mean error of rounding the weights.
-        accuracy_goal: Required quality, like {max_drop: 0.01} or {min_cosine: 0.99}: sensitive layers stay in
-            floats until it is met.
+        accuracy_goal: Required quality, like {"max_drop": 0.01} or {"min_cosine": 0.99}: sensitive layers
+            stay in floats until it is met.
         targets: Weights to quantize: names with `*`, or `re:` and a regular expression [default: linear
             layers and convolutions].
         ignore: Weights to leave unchanged; their layers compute in floats.
@@ -433,18 +433,18 @@ def distill(
         model: the model: a folder or a file, or a remote one like hf:org/name.
         output: folder to write.
         teacher: The teacher model [default: the input model, before all passes].
-        student: The model to train: layers=0,2,4, every=2, model=FOLDER, config=FILE (random weights), or
-            eagle3=FILE (a head for speculative decoding, with the ids of its tokens) [default: the result of
-            the previous passes].
+        student: The model to train: {"layers": [0, 2, 4]}, {"every": 2}, {"model": FOLDER}, {"config": FILE}
+            (random weights), or {"eagle3": {"vocabulary": FILE}} (a head for speculative decoding, with the
+            ids of its tokens) [default: the result of the previous passes].
         teacher_cache: A folder that caches the largest logits of the teacher, so that each sample is computed
             once over all epochs and runs.
         teacher_top: Number of logits per row to cache [default: 64].
         teacher_logits: Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl
             with the responses of vLLM.
-        more_teachers: Further teachers, whose probabilities are averaged with those of the teacher: a folder,
-            or {model: FOLDER, weight: 1, cache: FOLDER}.
+        more_teachers: Further teachers, whose probabilities are averaged with those of the teacher: {"model":
+            FOLDER, "weight": 1, "cache": FOLDER}.
         on_policy: Let the student continue a fraction of the texts itself, and compare it with the teacher on
-            its continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
+            its continuations: {"fraction": 0.5, "prompt_tokens": 32, "tokens": 64, "temperature": 1}
             [default: only texts of the data].
         losses: Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default:
             depends on model and data].
@@ -452,9 +452,9 @@ def distill(
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
         momentum: Momentum of sgd and muon.
-        betas: Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999].
-        groups: Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...],
-            learning_rate: RATE, weight_decay: DECAY}.
+        betas: Decays of the moments of adamw, adamw8bit and muon [default: [0.9, 0.999]].
+        groups: Learning rate or weight decay of a part of the tensors: {"targets": [PATTERN, ...],
+            "learning_rate": RATE, "weight_decay": DECAY}.
         schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N
             }.
         max_steps: Number of steps.
@@ -464,7 +464,7 @@ def distill(
         clip_norm: Maximum global gradient norm; 0 disables clipping.
         precision: Precision of activations and gradients; `f16` uses dynamic loss scaling.
         gradient_checkpointing: Recompute activations in the backward pass instead of storing them: none,
-            blocks, or every=K layers.
+            blocks, or {"every": K} layers.
         batch_norm: Statistics of batch normalization.
         scales: Scales of quantized weights and activations.
         average: Write an exponential moving average of the weights with this decay, such as 0.999.
@@ -473,12 +473,12 @@ def distill(
         shard: Tensors to shard across processes.
         shard_optimizer: Shard the optimizer state across processes, same as shard: optimizer.
         memory_limit: Device memory limit, such as 8GB; batches that need more are split into micro-batches.
-        checkpoint_every: How often to save a checkpoint for --resume: steps=N or minutes=N [default:
-            minutes=10].
+        checkpoint_every: How often to save a checkpoint for `resume`: {"steps": N} or {"minutes": N}
+            [default: {"minutes": 10}].
         keep_checkpoints: Number of checkpoints to keep while training, to resume from an earlier one
             [default: 1].
         final_checkpoint: Folder for a checkpoint of the last step, or of the last one before the decay of
-            `decay_steps`: --resume with a larger max_steps or epochs continues from it.
+            `decay_steps`: `resume` with a larger max_steps or epochs continues from it.
         evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
             be the initial ones.
         patience: Stop after this many evaluations without improvement.
@@ -487,14 +487,14 @@ def distill(
         ignore: Tensors to leave unchanged.
         keep_zeros: Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured
             are always kept.
-        augment: Change images randomly in each step: {flip: true, shift: PIXELS}.
-        masking: Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
-            {fraction: 0.15, mask_token: TOKEN}.
+        augment: Change images randomly in each step: {"flip": True, "shift": PIXELS}.
+        masking: Mask random tokens, which a masked language model predicts: {"fraction": 0.15, "mask_token":
+            TOKEN}.
         dropout: Set hidden states to zero with this probability: embeddings, and the results of attention and
             feed-forward networks [default: none].
         attention_dropout: Set attention probabilities to zero with this probability [default: none].
-        adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
-            alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
+        adapter: Train low-rank adapters of linear layers instead of the weights: {"rank": 16, "alpha": 32,
+            "targets": [PATTERN, ...], "merge": False} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Distill(teacher=teacher, student=student, teacher_cache=teacher_cache,
@@ -569,9 +569,9 @@ def finetune(
         learning_rate: Peak learning rate of the schedule.
         weight_decay: Weight decay; biases and norm weights are exempt.
         momentum: Momentum of sgd and muon.
-        betas: Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999].
-        groups: Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...],
-            learning_rate: RATE, weight_decay: DECAY}.
+        betas: Decays of the moments of adamw, adamw8bit and muon [default: [0.9, 0.999]].
+        groups: Learning rate or weight decay of a part of the tensors: {"targets": [PATTERN, ...],
+            "learning_rate": RATE, "weight_decay": DECAY}.
         schedule: Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N
             }.
         max_steps: Number of steps.
@@ -581,7 +581,7 @@ def finetune(
         clip_norm: Maximum global gradient norm; 0 disables clipping.
         precision: Precision of activations and gradients; `f16` uses dynamic loss scaling.
         gradient_checkpointing: Recompute activations in the backward pass instead of storing them: none,
-            blocks, or every=K layers.
+            blocks, or {"every": K} layers.
         batch_norm: Statistics of batch normalization.
         scales: Scales of quantized weights and activations.
         average: Write an exponential moving average of the weights with this decay, such as 0.999.
@@ -590,12 +590,12 @@ def finetune(
         shard: Tensors to shard across processes.
         shard_optimizer: Shard the optimizer state across processes, same as shard: optimizer.
         memory_limit: Device memory limit, such as 8GB; batches that need more are split into micro-batches.
-        checkpoint_every: How often to save a checkpoint for --resume: steps=N or minutes=N [default:
-            minutes=10].
+        checkpoint_every: How often to save a checkpoint for `resume`: {"steps": N} or {"minutes": N}
+            [default: {"minutes": 10}].
         keep_checkpoints: Number of checkpoints to keep while training, to resume from an earlier one
             [default: 1].
         final_checkpoint: Folder for a checkpoint of the last step, or of the last one before the decay of
-            `decay_steps`: --resume with a larger max_steps or epochs continues from it.
+            `decay_steps`: `resume` with a larger max_steps or epochs continues from it.
         evaluate_every: Steps between evaluations on the evaluation data; the best weights are kept, which can
             be the initial ones.
         patience: Stop after this many evaluations without improvement.
@@ -604,14 +604,14 @@ def finetune(
         ignore: Tensors to leave unchanged.
         keep_zeros: Keep zeros in float weights that were pruned by another tool; zeros of prune-unstructured
             are always kept.
-        augment: Change images randomly in each step: {flip: true, shift: PIXELS}.
-        masking: Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
-            {fraction: 0.15, mask_token: TOKEN}.
+        augment: Change images randomly in each step: {"flip": True, "shift": PIXELS}.
+        masking: Mask random tokens, which a masked language model predicts: {"fraction": 0.15, "mask_token":
+            TOKEN}.
         dropout: Set hidden states to zero with this probability: embeddings, and the results of attention and
             feed-forward networks [default: none].
         attention_dropout: Set attention probabilities to zero with this probability [default: none].
-        adapter: Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16,
-            alpha: 32, targets: [PATTERN, ...], merge: false} [default: none].
+        adapter: Train low-rank adapters of linear layers instead of the weights: {"rank": 16, "alpha": 32,
+            "targets": [PATTERN, ...], "merge": False} [default: none].
         settings: calibration, evaluation, force and more, as listed in `Settings`.
     """
     step = recipe.Finetune(classes=classes, labels=labels, losses=losses, optimizer=optimizer,

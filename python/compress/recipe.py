@@ -983,11 +983,11 @@ class PruneStructured:
 
     amount: float | int | str | Amounts | None = None
     """Amount to remove from each group: a fraction like 0.25 or 25%, a number of units, or an amount per
-    kind: heads=0.25,mlp=64 [default: 0.25]."""
+    kind: {"heads": 0.25, "mlp": 64} [default: 0.25]."""
 
     target: CostTarget | None = None
-    """Instead of an amount, the fraction of the cost to keep: macs=0.5 or macs=50%, params=0.5 or
-    latency=0.5."""
+    """Instead of an amount, the fraction of the cost to keep: {"macs": 0.5} or {"macs": "50%"}, {"params":
+    0.5} or {"latency": 0.5}."""
 
     importance: UnitImportance = "auto"
     """Importance criterion; the least important units are removed."""
@@ -1023,8 +1023,8 @@ class SearchStructure:
     NAME: ClassVar[Literal["search-structure"]] = "search-structure"
 
     limit: StructureLimit | None = None
-    """Limit of the size: layers=0.5 (fraction of the parameters of all layers), params=12000000 or
-    bytes=50MB."""
+    """Limit of the size: {"layers": 0.5} (fraction of the parameters of all layers), {"params": 12000000}
+    or {"bytes": "50MB"}."""
 
     widths: Sequence[float | str] = ()
     """Fractions of the neurons and of the heads of a layer that options keep."""
@@ -1060,8 +1060,8 @@ class PruneVocabulary:
     """Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl."""
 
     languages: str | Sequence[str] | None = None
-    """Languages whose tokens remain, such as en,de: all tokens in their scripts, and digits, punctuation
-    and symbols."""
+    """Languages whose tokens remain, such as ["en", "de"]: all tokens in their scripts, and digits,
+    punctuation and symbols."""
 
     text_column: int | str | None = None
     """Column of the text in .csv, .tsv and .jsonl [default: text, sentence, or messages (chats, in
@@ -1150,11 +1150,11 @@ class Quantize:
 
     correct: Correction | None = None
     """Low-rank correction of the quantization error, written as a LoRA adapter in the folder `adapter`:
-    its rank, or {rank: 32, importance: none} to ignore calibration samples [default: none]."""
+    {"rank": 32}, or {"rank": 32, "importance": "none"} to ignore calibration samples [default: none]."""
 
     kv_cache: CacheFormat | CacheOptions | None = None
     """Format of the KV cache of a decoder, with scales found on calibration samples: fp8 or int8, with one
-    scale per layer, or {type: fp8, scales: head} (fp8:head) with one per head [default: floats]."""
+    scale per layer, or {"type": "fp8", "scales": "head"} with one per head [default: floats]."""
 
     observer: WeightObserver | None = None
     """Method that chooses the range of a scale [default: minmax for eight bits; for fewer bits l4, or mse
@@ -1237,8 +1237,8 @@ class QuantizeStatic:
     """Correct biases for the mean error of rounding the weights."""
 
     accuracy_goal: Goal | None = None
-    """Required quality, like {max_drop: 0.01} or {min_cosine: 0.99}: sensitive layers stay in floats until
-    it is met."""
+    """Required quality, like {"max_drop": 0.01} or {"min_cosine": 0.99}: sensitive layers stay in floats
+    until it is met."""
 
     targets: Sequence[str] = ()
     """Weights to quantize: names with `*`, or `re:` and a regular expression [default: linear layers and
@@ -1284,9 +1284,9 @@ class Distill:
     """The teacher model [default: the input model, before all passes]."""
 
     student: Student | None = None
-    """The model to train: layers=0,2,4, every=2, model=FOLDER, config=FILE (random weights), or
-    eagle3=FILE (a head for speculative decoding, with the ids of its tokens) [default: the result of
-    the previous passes]."""
+    """The model to train: {"layers": [0, 2, 4]}, {"every": 2}, {"model": FOLDER}, {"config": FILE} (random
+    weights), or {"eagle3": {"vocabulary": FILE}} (a head for speculative decoding, with the ids of its
+    tokens) [default: the result of the previous passes]."""
 
     teacher_cache: str | None = None
     """A folder that caches the largest logits of the teacher, so that each sample is computed once over
@@ -1300,13 +1300,13 @@ class Distill:
     responses of vLLM."""
 
     more_teachers: Sequence[MoreTeacher] = ()
-    """Further teachers, whose probabilities are averaged with those of the teacher: a folder, or {model:
-    FOLDER, weight: 1, cache: FOLDER}."""
+    """Further teachers, whose probabilities are averaged with those of the teacher: {"model": FOLDER,
+    "weight": 1, "cache": FOLDER}."""
 
     on_policy: OnPolicy | None = None
     """Let the student continue a fraction of the texts itself, and compare it with the teacher on its
-    continuations: the fraction, or {fraction: 0.5, prompt_tokens: 32, tokens: 64, temperature: 1}
-    [default: only texts of the data]."""
+    continuations: {"fraction": 0.5, "prompt_tokens": 32, "tokens": 64, "temperature": 1} [default: only
+    texts of the data]."""
 
     losses: Losses | None = None
     """Losses and their weights: soft, hard, hidden, attention, embedding, contrastive [default: depends on
@@ -1325,11 +1325,11 @@ class Distill:
     """Momentum of sgd and muon."""
 
     betas: Sequence[float] | None = ()
-    """Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999]."""
+    """Decays of the moments of adamw, adamw8bit and muon [default: [0.9, 0.999]]."""
 
     groups: Sequence[ParameterGroup] = ()
-    """Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...], learning_rate:
-    RATE, weight_decay: DECAY}."""
+    """Learning rate or weight decay of a part of the tensors: {"targets": [PATTERN, ...], "learning_rate":
+    RATE, "weight_decay": DECAY}."""
 
     schedule: Schedule | None = None
     """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N }."""
@@ -1353,7 +1353,8 @@ class Distill:
     """Precision of activations and gradients; `f16` uses dynamic loss scaling."""
 
     gradient_checkpointing: Checkpointing = "none"
-    """Recompute activations in the backward pass instead of storing them: none, blocks, or every=K layers."""
+    """Recompute activations in the backward pass instead of storing them: none, blocks, or {"every": K}
+    layers."""
 
     batch_norm: BatchNorm = "batch"
     """Statistics of batch normalization."""
@@ -1378,14 +1379,15 @@ class Distill:
     """Device memory limit, such as 8GB; batches that need more are split into micro-batches."""
 
     checkpoint_every: CheckpointInterval | None = None
-    """How often to save a checkpoint for --resume: steps=N or minutes=N [default: minutes=10]."""
+    """How often to save a checkpoint for `resume`: {"steps": N} or {"minutes": N} [default: {"minutes":
+    10}]."""
 
     keep_checkpoints: int | None = None
     """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
 
     final_checkpoint: str | None = None
     """Folder for a checkpoint of the last step, or of the last one before the decay of `decay_steps`:
-    --resume with a larger max_steps or epochs continues from it."""
+    `resume` with a larger max_steps or epochs continues from it."""
 
     evaluate_every: int | None = None
     """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
@@ -1408,11 +1410,10 @@ class Distill:
     kept."""
 
     augment: Augment | None = None
-    """Change images randomly in each step: {flip: true, shift: PIXELS}."""
+    """Change images randomly in each step: {"flip": True, "shift": PIXELS}."""
 
     masking: Masking | None = None
-    """Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
-    {fraction: 0.15, mask_token: TOKEN}."""
+    """Mask random tokens, which a masked language model predicts: {"fraction": 0.15, "mask_token": TOKEN}."""
 
     dropout: float | None = None
     """Set hidden states to zero with this probability: embeddings, and the results of attention and feed-
@@ -1422,8 +1423,8 @@ class Distill:
     """Set attention probabilities to zero with this probability [default: none]."""
 
     adapter: Adapter | None = None
-    """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
-    32, targets: [PATTERN, ...], merge: false} [default: none]."""
+    """Train low-rank adapters of linear layers instead of the weights: {"rank": 16, "alpha": 32,
+    "targets": [PATTERN, ...], "merge": False} [default: none]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1455,11 +1456,11 @@ class Finetune:
     """Momentum of sgd and muon."""
 
     betas: Sequence[float] | None = ()
-    """Decays of the moments of adamw, adamw8bit and muon [default: 0.9,0.999]."""
+    """Decays of the moments of adamw, adamw8bit and muon [default: [0.9, 0.999]]."""
 
     groups: Sequence[ParameterGroup] = ()
-    """Learning rate or weight decay of a part of the tensors: {targets: [PATTERN, ...], learning_rate:
-    RATE, weight_decay: DECAY}."""
+    """Learning rate or weight decay of a part of the tensors: {"targets": [PATTERN, ...], "learning_rate":
+    RATE, "weight_decay": DECAY}."""
 
     schedule: Schedule | None = None
     """Learning rate schedule: { kind: cosine | linear | constant, warmup_steps: N, decay_steps: N }."""
@@ -1483,7 +1484,8 @@ class Finetune:
     """Precision of activations and gradients; `f16` uses dynamic loss scaling."""
 
     gradient_checkpointing: Checkpointing = "none"
-    """Recompute activations in the backward pass instead of storing them: none, blocks, or every=K layers."""
+    """Recompute activations in the backward pass instead of storing them: none, blocks, or {"every": K}
+    layers."""
 
     batch_norm: BatchNorm = "batch"
     """Statistics of batch normalization."""
@@ -1508,14 +1510,15 @@ class Finetune:
     """Device memory limit, such as 8GB; batches that need more are split into micro-batches."""
 
     checkpoint_every: CheckpointInterval | None = None
-    """How often to save a checkpoint for --resume: steps=N or minutes=N [default: minutes=10]."""
+    """How often to save a checkpoint for `resume`: {"steps": N} or {"minutes": N} [default: {"minutes":
+    10}]."""
 
     keep_checkpoints: int | None = None
     """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
 
     final_checkpoint: str | None = None
     """Folder for a checkpoint of the last step, or of the last one before the decay of `decay_steps`:
-    --resume with a larger max_steps or epochs continues from it."""
+    `resume` with a larger max_steps or epochs continues from it."""
 
     evaluate_every: int | None = None
     """Steps between evaluations on the evaluation data; the best weights are kept, which can be the
@@ -1538,11 +1541,10 @@ class Finetune:
     kept."""
 
     augment: Augment | None = None
-    """Change images randomly in each step: {flip: true, shift: PIXELS}."""
+    """Change images randomly in each step: {"flip": True, "shift": PIXELS}."""
 
     masking: Masking | None = None
-    """Mask random tokens, which a masked language model predicts: the fraction of masked tokens, or
-    {fraction: 0.15, mask_token: TOKEN}."""
+    """Mask random tokens, which a masked language model predicts: {"fraction": 0.15, "mask_token": TOKEN}."""
 
     dropout: float | None = None
     """Set hidden states to zero with this probability: embeddings, and the results of attention and feed-
@@ -1552,8 +1554,8 @@ class Finetune:
     """Set attention probabilities to zero with this probability [default: none]."""
 
     adapter: Adapter | None = None
-    """Train low-rank adapters of linear layers instead of the weights: their rank, or {rank: 16, alpha:
-    32, targets: [PATTERN, ...], merge: false} [default: none]."""
+    """Train low-rank adapters of linear layers instead of the weights: {"rank": 16, "alpha": 32,
+    "targets": [PATTERN, ...], "merge": False} [default: none]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1880,7 +1882,7 @@ class Recipe:
     """Output folder, relative to the recipe."""
 
     sweep: Mapping[str, Sequence[Any]] | None = None
-    """Values to try, by key as for `--set`: one run for each combination of values, each in a separate
+    """Values to try, by key as for `overrides`: one run for each combination of values, each in a separate
     folder."""
 
 

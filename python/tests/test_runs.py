@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import io
 import math
 import os
@@ -84,6 +85,21 @@ class Passes(InWorkspace):
         with self.assertRaisesRegex(TypeError, r"cast\(\): `model`: expected str or a path, not None"):
             compress.cast(None, "out/x")  # type: ignore[arg-type]
         self.assertFalse(Path("out").exists())
+
+    def test_docstrings_have_the_syntax_of_python(self) -> None:
+        for name in compress.passes.__all__:
+            for module in (compress, recipe):
+                thing = getattr(module, name if module is compress else "".join(map(str.capitalize, name.split("_"))))
+                with self.subTest(thing=thing):
+                    self.assertNotRegex(inspect.getsource(thing).partition('"""')[2], r"(?<![\w-])(macs|layers|steps|every|heads)=\d|(?<![\w-])--\w|\{\w+:")
+
+    def test_values_of_docstrings_are_accepted(self) -> None:
+        train: dict[str, Any] = {"train": "book.txt", "max_steps": 1, "force": True}
+        compress.finetune("llama", "out/x", adapter={"rank": 4}, checkpoint_every={"steps": 10}, gradient_checkpointing={"every": 1}, betas=[0.9, 0.95], **train)
+        compress.distill("llama", "out/x", teacher="llama", losses={"soft": 1.0}, student={"every": 2}, on_policy={"fraction": 0.5}, more_teachers=[{"model": "llama"}], **train)
+        compress.prune_structured("llama", "out/x", amount={"heads": 0.5, "mlp": 8}, force=True)
+        compress.prune_structured("llama", "out/x", target={"params": "80%"}, force=True)
+        compress.quantize("llama", "out/x", scheme="W8A16", group_size=8, correct={"rank": 2, "importance": "none"}, force=True)
 
     def test_none_is_no_value_of_an_option_with_another_default(self) -> None:
         with self.assertRaisesRegex(TypeError, r"finetune\(\): `clip_norm`: expected float, not None"):
