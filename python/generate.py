@@ -33,7 +33,8 @@ from __future__ import annotations
 # Definitions that callers construct by name. All other objects are typed dictionaries.
 CLASSES = ["Data", "Evaluate"]
 # Properties of recipes that name files. Their schema is that of any string.
-PATHS = {"model", "output", "text", "images", "arrays", "labels"}
+PATHS = {"model", "text", "images", "arrays", "labels", "keep", "imatrix", "vocabulary", "config", "cache"}
+PATHS |= {"teacher", "teacher_cache", "teacher_logits", "final_checkpoint"}
 SCALARS = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None", "object": "Mapping[str, Any]"}
 # Properties that the functions of passes set from their own parameters.
 OWN = {"model", "output", "passes", "data", "sweep"}
@@ -176,15 +177,20 @@ class Schema:
         if name not in self.dictionaries:
             self.dictionaries[name] = None
             required = schema.get("required", [])
-            fields = [(key, self.expression(value, name), key in required, value) for key, value in schema["properties"].items()]
+            fields = [(key, self.property(name, key, value), key in required, value) for key, value in schema["properties"].items()]
             self.dictionaries[name] = (fields, schema.get("description", ""))
         return name
 
+    def property(self, owner, key, schema):
+        """The type of a property of a class or a dictionary."""
+        kind = self.expression(schema, owner)
+        # `output` of a loss is the name of an output.
+        is_path = key in PATHS or (owner, key) == ("Recipe", "output")
+        return kind.replace("str", "Path") if is_path and "str" in kind.split(" | ") and not self.mutable else kind
+
     def field(self, owner, key, schema, required):
         """Type and default of a field of a class."""
-        kind = self.expression(schema, owner)
-        if key in PATHS and "str" in kind.split(" | ") and not self.mutable:
-            kind = kind.replace("str", "Path")
+        kind = self.property(owner, key, schema)
         if required:
             return kind, ""
         default = schema.get("default")

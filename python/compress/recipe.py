@@ -658,7 +658,7 @@ class DataSets(TypedDict, total=False):
 class DraftHead(TypedDict, total=False):
     """An EAGLE-3 head."""
 
-    vocabulary: str | None
+    vocabulary: Path | None
     """File with the ids of the tokens that the head proposes, one per line [default: all tokens]."""
 
     layers: Sequence[int]
@@ -766,13 +766,13 @@ class Masking(TypedDict, total=False):
 class MoreTeacher(TypedDict, total=False):
     """A further teacher."""
 
-    model: Required[str]
+    model: Required[Path]
     """Folder of the model."""
 
     weight: float
     """Weight of its probabilities; that of `teacher` is 1."""
 
-    cache: str | None
+    cache: Path | None
     """Folder that caches its largest logits, like `teacher_cache`."""
 
 
@@ -895,7 +895,7 @@ class StructureLimitParams(TypedDict, total=False):
 class StudentConfig(TypedDict, total=False):
     """Random weights for a configuration: a config.json, or a folder with one."""
 
-    config: Required[str]
+    config: Required[Path]
 
 
 class StudentEagle3(TypedDict, total=False):
@@ -919,7 +919,7 @@ class StudentLayers(TypedDict, total=False):
 class StudentModel(TypedDict, total=False):
     """A model folder."""
 
-    model: Required[str]
+    model: Required[Path]
 
 
 CheckpointInterval: TypeAlias = CheckpointIntervalSteps | CheckpointIntervalMinutes
@@ -1056,7 +1056,7 @@ class PruneVocabulary:
 
     NAME: ClassVar[Literal["prune-vocabulary"]] = "prune-vocabulary"
 
-    keep: str | Sequence[str] | None = None
+    keep: Path | Sequence[Path] | None = None
     """Texts whose tokens remain: .txt, .raw, .csv, .tsv or .jsonl."""
 
     languages: str | Sequence[str] | None = None
@@ -1280,7 +1280,7 @@ class Distill:
 
     NAME: ClassVar[Literal["distill"]] = "distill"
 
-    teacher: str | None = None
+    teacher: Path | None = None
     """The teacher model [default: the input model, before all passes]."""
 
     student: Student | None = None
@@ -1288,14 +1288,14 @@ class Distill:
     weights), or {"eagle3": {"vocabulary": FILE}} (a head for speculative decoding, with the ids of its
     tokens) [default: the result of the previous passes]."""
 
-    teacher_cache: str | None = None
+    teacher_cache: Path | None = None
     """A folder that caches the largest logits of the teacher, so that each sample is computed once over
     all epochs and runs."""
 
     teacher_top: int | None = None
     """Number of logits per row to cache [default: 64]."""
 
-    teacher_logits: str | Sequence[str] | None = None
+    teacher_logits: Path | Sequence[Path] | None = None
     """Files with the logits of a teacher, instead of the teacher: .safetensors, or .jsonl with the
     responses of vLLM."""
 
@@ -1385,7 +1385,7 @@ class Distill:
     keep_checkpoints: int | None = None
     """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
 
-    final_checkpoint: str | None = None
+    final_checkpoint: Path | None = None
     """Folder for a checkpoint of the last step, or of the last one before the decay of `decay_steps`:
     `resume` with a larger max_steps or epochs continues from it."""
 
@@ -1516,7 +1516,7 @@ class Finetune:
     keep_checkpoints: int | None = None
     """Number of checkpoints to keep while training, to resume from an earlier one [default: 1]."""
 
-    final_checkpoint: str | None = None
+    final_checkpoint: Path | None = None
     """Folder for a checkpoint of the last step, or of the last one before the decay of `decay_steps`:
     `resume` with a larger max_steps or epochs continues from it."""
 
@@ -1651,7 +1651,7 @@ class Gguf:
     importance: InputImportance = "auto"
     """How errors are weighted in the search for the scales of blocks."""
 
-    imatrix: str | None = None
+    imatrix: Path | None = None
     """An importance matrix of llama.cpp (`imatrix`), which is used instead of samples; relative to the
     recipe."""
 

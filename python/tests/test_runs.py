@@ -101,6 +101,13 @@ class Passes(InWorkspace):
         compress.prune_structured("llama", "out/x", target={"params": "80%"}, force=True)
         compress.quantize("llama", "out/x", scheme="W8A16", group_size=8, correct={"rank": 2, "importance": "none"}, force=True)
 
+    def test_options_that_name_files_accept_paths(self) -> None:
+        for keep in (Path("book.txt"), [Path("book.txt")]):
+            report = compress.prune_vocabulary("llama", "out/x", keep=keep, force=True)
+            self.assertEqual(report.passes[0].name, "prune-vocabulary")
+        report = compress.distill("llama", "out/x", teacher=Path("llama"), student={"model": Path("llama")}, train="book.txt", max_steps=1, force=True)
+        self.assertEqual(report.passes[0].options["teacher"], "llama")
+
     def test_none_is_no_value_of_an_option_with_another_default(self) -> None:
         with self.assertRaisesRegex(TypeError, r"finetune\(\): `clip_norm`: expected float, not None"):
             compress.finetune("llama", "out/x", train="book.txt", clip_norm=None)  # type: ignore[arg-type]
