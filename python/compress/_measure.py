@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ._check import hints, require_types
 from ._process import Path
-from ._run import Job, ShowProgress, data_options, is_in_memory, plain, watch
+from ._run import Job, ShowProgress, data_options, plain, watch
 from .recipe import Method, Precision, Samples
 from .report import Report, convert
 from .sections import Fidelity
@@ -204,8 +203,7 @@ def options(**values: Any) -> list[str]:
 def execute(arguments: Sequence[str], samples: Mapping[str, Any], progress: ShowProgress) -> Any:
     """Runs a command with samples, by option, and returns its output."""
     with contextlib.ExitStack() as files:
-        folder = files.enter_context(tempfile.TemporaryDirectory(prefix="compress-")) if any(map(is_in_memory, samples.values())) else ""
-        data = [f"--{name}={json.dumps(plain(data_options(each, name, folder)))}" for name, each in samples.items()]
+        data = [f"--{name}={json.dumps(plain(data_options(each, name, files)))}" for name, each in samples.items()]
         with Job([*arguments, *data], None, files.pop_all()) as job:
             watch(job, progress)
             return job.output()

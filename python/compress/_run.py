@@ -264,8 +264,7 @@ def resolve(recipe: RecipeLike, files: contextlib.ExitStack) -> tuple[str, dict[
     require_types("Recipe", {"data": document.get("data")}, hints(Recipe))
     data = {name: samples for name, samples in (document.get("data") or {}).items() if samples is not None}
     if data:
-        folder = files.enter_context(tempfile.TemporaryDirectory(prefix="compress-")) if any(map(is_in_memory, data.values())) else ""
-        document["data"] = {name: data_options(samples, name, folder) for name, samples in data.items()}
+        document["data"] = {name: data_options(samples, name, files) for name, samples in data.items()}
     result: dict[str, Any] = plain(document)
     return "-", result
 
@@ -274,17 +273,19 @@ def is_in_memory(samples: Any) -> bool:
     """Whether samples are neither a file nor options of a recipe, which name files or a source."""
     if isinstance(samples, Mapping):
         mix = samples.get("mix")
-        is_mixture = isinstance(mix, (list, tuple)) and all(isinstance(part, (Mapping, Data)) for part in mix)
+        is_mixture = isinstance(mix, (list, tuple)) and all(isinstance(part, (str, os.PathLike, Mapping, Data)) for part in mix)
         return not is_mixture and not any(isinstance(samples.get(kind), (str, os.PathLike)) for kind in ("text", "images", "arrays", "source"))
     return not isinstance(samples, (str, os.PathLike, Data))
 
 
-def data_options(samples: Any, name: str, folder: str) -> Any:
-    """The options of a recipe that read samples."""
+def data_options(samples: Any, name: str, files: contextlib.ExitStack) -> Any:
+    """The options of a recipe that read samples. Those in memory are written to a folder that `files` deletes."""
     if is_in_memory(samples):
-        return write_samples(samples, name, folder)
+        return write_samples(samples, name, files.enter_context(tempfile.TemporaryDirectory(prefix="compress-")))
     if not isinstance(samples, (str, os.PathLike)):
-        return samples
+        options = samples if isinstance(samples, Mapping) else fields(samples)
+        parts = [data_options(part, f"{name}-{index}", files) for index, part in enumerate(options.get("mix") or ())]
+        return {**options, "mix": parts} if parts else options
     path = os.fspath(samples)
     ending = os.path.splitext(path)[1].lower()
     if ending in TEXTS:
@@ -294,13 +295,13 @@ def data_options(samples: Any, name: str, folder: str) -> Any:
     if not os.path.exists(path):
         advice = f"pass a file of texts ({', '.join(TEXTS)}) or arrays ({', '.join(ARRAYS)}), a folder of images, or samples in memory, like a list of texts"
         raise UsageError(f"{name}: {path!r} is not a file or folder; data sets are not downloaded", advice)
-    files = os.listdir(path) if os.path.isdir(path) else [path]
-    if not files:
+    entries = os.listdir(path) if os.path.isdir(path) else [path]
+    if not entries:
         raise UsageError(f"{name}: the folder {path!r} is empty")
-    texts = [file for file in files if file.endswith(TEXTS)]
-    if os.path.isdir(path) and len(texts) == len(files):
+    texts = [entry for entry in entries if entry.endswith(TEXTS)]
+    if os.path.isdir(path) and len(texts) == len(entries):
         raise UsageError(f"{name}: {path!r} is a folder of texts, which are not read together", f"pass one file, like {os.path.join(path, min(texts))!r}")
-    return {"arrays" if any(file.endswith(ARRAYS) for file in files) else "images": path}
+    return {"arrays" if any(entry.endswith(ARRAYS) for entry in entries) else "images": path}
 
 
 def fields(value: Any) -> dict[str, Any]:

@@ -71,6 +71,13 @@ class Calibration(InWorkspace):
         document = {"model": "llama", "passes": [{"quantize": {"method": "gptq", "group_size": 8}}], "data": {"calibration": {"mix": mix, "samples": 4}}}
         self.assertEqual(len(compress.run(document, "out/x").recipe["data"]["calibration"]["mix"]), 2)
 
+    def test_a_mixture_has_any_samples(self) -> None:
+        texts = Path("book.txt").read_text().splitlines()
+        for equivalent in ((texts, iter(texts)), (Data(text="book.txt"), {"text": "book.txt"}, "book.txt", Path("book.txt"))):
+            mixtures: list[Any] = [Data(mix=[part, Data(text="book.txt")]) for part in equivalent]
+            self.assertEqual(len({quantize(mix).outputs[0].blake3 for mix in mixtures}), 1)
+        self.assertEqual(len({quantize(mix).outputs[0].blake3 for mix in (Data(mix=["book.txt"] * 2), {"mix": ["book.txt"] * 2})}), 1)
+
     def test_evaluation_data(self) -> None:
         report = compress.cast("llama", "out/x", to="bf16", evaluation=Data(text="book.txt", samples=4))
         assert report.accuracy
