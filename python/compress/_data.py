@@ -17,7 +17,7 @@ class SupportsArray(Protocol):
 
 
 ArrayLike: TypeAlias = SupportsArray | Sequence[Any] | float
-"""An array, a tensor, or nested lists of numbers."""
+"""An array, a tensor, or nested lists of numbers, arrays or tensors."""
 
 InMemory: TypeAlias = SupportsArray | Mapping[str, ArrayLike] | Iterable[str] | Iterable[Mapping[str, ArrayLike]]
 """Arrays by input, one row per sample; an array for the only input; texts; or one mapping per sample."""
@@ -35,7 +35,13 @@ class Tensor:
 
     @staticmethod
     def of(value: Any, name: str) -> Tensor:
-        """Converts an array, a tensor or nested lists of numbers."""
+        """Converts an array, a tensor, or nested lists of numbers or of these."""
+        if isinstance(value, (list, tuple)) and holds_arrays(value):
+            parts = [Tensor.of(part, name) for part in value]
+            for part in parts:
+                if (part.kind, part.shape) != (parts[0].kind, parts[0].shape):
+                    raise ValueError(f"`{name}`: a list has arrays of type {parts[0].kind} and shape {parts[0].shape}, and of type {part.kind} and shape {part.shape}")
+            return Tensor.stack(parts)
         source = value.__array__() if hasattr(value, "__array__") else value
         try:
             view = memoryview(source)
@@ -51,6 +57,11 @@ class Tensor:
     def stack(tensors: Sequence[Tensor]) -> Tensor:
         """One tensor with a new first axis."""
         return Tensor(tensors[0].kind, (len(tensors), *tensors[0].shape), b"".join(tensor.data for tensor in tensors))
+
+
+def holds_arrays(value: Any) -> bool:
+    """Whether nested lists have arrays, or numbers of NumPy."""
+    return any(map(holds_arrays, value)) if isinstance(value, (list, tuple)) else hasattr(value, "__array__")
 
 
 def from_numbers(value: Any, name: str) -> Tensor:

@@ -127,6 +127,20 @@ class Tensors(InWorkspace):
 
         self.assertEqual(self.write({"x": Other()})["x"], ("F64", [2], struct.pack("<2d", 1, 2)))
 
+    def test_lists_may_have_arrays(self) -> None:
+        class Other:
+            def __init__(self, *values: int) -> None:
+                self.values = values
+
+            def __array__(self) -> Any:
+                return array.array("h", self.values)
+
+        for nested in ([Other(1, 2), Other(3, 4)], (Other(1, 2), Other(3, 4))):
+            self.assertEqual(self.write({"x": nested})["x"], ("I16", [2, 2], struct.pack("<4h", 1, 2, 3, 4)))
+        self.assertEqual(self.write({"x": [[Other(1)], [Other(2)]]})["x"][1], [2, 1, 1])
+        with self.assertRaisesRegex(ValueError, r"`x`: a list has arrays of type I16 and shape \(1,\), and of type I16 and shape \(2,\)"):
+            self.write({"x": [Other(1), Other(2, 3)]})
+
     def test_invalid_samples_are_named(self) -> None:
         for samples, kind, text in (
             ([], ValueError, "no samples"),
@@ -176,6 +190,7 @@ class Tensors(InWorkspace):
             self.assertEqual(self.write({"x": numpy.ones((2, 3), kind)})["x"][:2], (expected, [2, 3]))
         rows = self.write({"x": numpy.arange(6, dtype="float32").reshape(2, 3).T})
         self.assertEqual(rows["x"][2], struct.pack("<6f", 0, 3, 1, 4, 2, 5))
+        self.assertEqual(self.write({"x": [numpy.int64(1), 2]})["x"], ("I64", [2], struct.pack("<2q", 1, 2)))
         with self.assertRaisesRegex(TypeError, "complex64"):
             self.write({"x": numpy.ones(2, "complex64")})
         with self.assertRaisesRegex(TypeError, ">f4"):
