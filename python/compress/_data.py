@@ -42,6 +42,9 @@ class Tensor:
                 if (part.kind, part.shape) != (parts[0].kind, parts[0].shape):
                     raise ValueError(f"`{name}`: a list has arrays of type {parts[0].kind} and shape {parts[0].shape}, and of type {part.kind} and shape {part.shape}")
             return Tensor.stack(parts)
+        # A masked array of NumPy converts to an array with the values that are masked.
+        if hasattr(value, "filled") and hasattr(value, "mask") and value.mask.any():
+            raise TypeError(f"`{name}` is an array with masked values: replace them, for example with .filled(0)")
         source = value.__array__() if hasattr(value, "__array__") else value
         try:
             view = memoryview(source)

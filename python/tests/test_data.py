@@ -191,6 +191,12 @@ class Tensors(InWorkspace):
         rows = self.write({"x": numpy.arange(6, dtype="float32").reshape(2, 3).T})
         self.assertEqual(rows["x"][2], struct.pack("<6f", 0, 3, 1, 4, 2, 5))
         self.assertEqual(self.write({"x": [numpy.int64(1), 2]})["x"], ("I64", [2], struct.pack("<2q", 1, 2)))
+        values = numpy.array([1.5, 2.5])
+        for mask in (False, [False, False]):
+            self.assertEqual(self.write({"x": numpy.ma.masked_array(values, mask)})["x"][2], struct.pack("<2d", 1.5, 2.5))
+        for masked in (numpy.ma.masked_array(values, [False, True]), [numpy.ma.masked_array(values, True)]):
+            with self.assertRaisesRegex(TypeError, r"`x` is an array with masked values: .*filled"):
+                self.write({"x": masked})
         with self.assertRaisesRegex(TypeError, "complex64"):
             self.write({"x": numpy.ones(2, "complex64")})
         with self.assertRaisesRegex(TypeError, ">f4"):
