@@ -20,7 +20,8 @@ ArrayLike: TypeAlias = SupportsArray | Sequence[Any] | float
 """An array, a tensor, or nested lists of numbers, arrays or tensors."""
 
 InMemory: TypeAlias = SupportsArray | Mapping[str, ArrayLike] | Iterable[str] | Iterable[Mapping[str, ArrayLike]]
-"""Arrays by input, one row per sample; an array for the only input; texts; or one mapping per sample."""
+"""Arrays by input, one row per sample; an array for the only input; texts; or one mapping per sample, of arrays
+or of the columns of a text."""
 
 # Data types of safetensors by the format of a buffer, without its byte order.
 TYPES = {"?": "BOOL", "b": "I8", "B": "U8", "e": "F16", "f": "F32", "d": "F64"}
@@ -133,10 +134,12 @@ def write_samples(samples: Any, name: str, folder: str) -> dict[str, str]:
         return write_arrays(path, {"input": Tensor.of(samples, name)})
     if not isinstance(samples, Iterable):
         raise TypeError(f"{name}: expected Data, a file, arrays, texts, or an iterable of mappings; found {type(samples).__name__}")
-    texts: list[str] = []
+    texts: list[Mapping[str, Any]] = []
     rows: list[dict[str, Tensor]] = []
     for sample in samples:
         if isinstance(sample, str):
+            texts.append({"text": sample})
+        elif isinstance(sample, Mapping) and any(map(is_text, sample.values())):
             texts.append(sample)
         elif isinstance(sample, Mapping):
             # Converted now, because iterators may reuse the memory of their arrays.
@@ -147,9 +150,24 @@ def write_samples(samples: Any, name: str, folder: str) -> dict[str, str]:
         return write_rows(path, name, rows)
     if not texts:
         raise ValueError(f"{name}: there are no samples")
+    return write_texts(path, name, texts)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value of a sample is a text, or a chat: a list of messages."""
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping))
+
+
+def write_texts(path: str, name: str, texts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Writes one object per text, with its label and other columns."""
+    try:
+        lines = [json.dumps(dict(text), default=lambda value: value.tolist()) for text in texts]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(f"{name}: a sample with a text has a value that is not a text, a number or a list of messages: {error}") from error
     with open(path + ".jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    return {"text": path + ".jsonl"}
+        file.writelines(line + "\n" for line in lines)
+    labels = [key for key in ("label", "labels") if key in texts[0]]
+    return {"text": path + ".jsonl", **({"label_column": labels[0]} if labels else {})}
 
 
 def write_arrays(path: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:

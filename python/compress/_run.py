@@ -83,6 +83,7 @@ class Job(Process):
 
     def advice(self, text: str) -> str:
         """The text with parameters of functions in place of arguments of the command line and keys of recipes."""
+        text = re.sub(r"labels of a file for each run are not read: .*", "labels of samples with different shapes are not read: pad the arrays, with 0 in `attention_mask`", text)
         text = re.sub(r"add `data: \{ (\w+): \.\.\. \}`, or `--\w+ FILE` on the command line", r"pass `\1`", text)
         return re.sub(r"`?(?<![\w-])(-o|--[a-z-]+)`?", lambda found: f"`{KEYWORDS[found[1]]}`" if found[1] in KEYWORDS else found[0], text)
 

@@ -78,6 +78,20 @@ class Calibration(InWorkspace):
             self.assertEqual(len({quantize(mix).outputs[0].blake3 for mix in mixtures}), 1)
         self.assertEqual(len({quantize(mix).outputs[0].blake3 for mix in (Data(mix=["book.txt"] * 2), {"mix": ["book.txt"] * 2})}), 1)
 
+    def test_texts_have_labels(self) -> None:
+        rows: list[dict[str, Any]] = [{"text": text, "label": index % 2} for index, text in enumerate(["hat", "cat sat", "wet", "red barn", "cat"])]
+        Path("texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        expected = compress.evaluate("classifier", Data(text="texts.jsonl", label_column="label"))
+        found = compress.evaluate("classifier", ({"label": row["label"], "text": row["text"]} for row in rows))
+        self.assertEqual((found.task, found.score), ("classification", expected.score))
+        report = compress.finetune("classifier", "out/x", train=rows, max_steps=1)
+        self.assertEqual(report.passes[0].options["max_steps"], 1)
+
+    def test_labels_of_samples_of_different_lengths_are_refused(self) -> None:
+        rows: list[dict[str, Any]] = [{"input_ids": row[:count], "attention_mask": [1] * count, "token_type_ids": [0] * count, "labels": 1} for count, row in enumerate(TOKENS, 2)]
+        with self.assertRaisesRegex(compress.UsageError, "labels of samples with different shapes are not read: pad the arrays"):
+            compress.evaluate("classifier", rows)
+
     def test_evaluation_data(self) -> None:
         report = compress.cast("llama", "out/x", to="bf16", evaluation=Data(text="book.txt", samples=4))
         assert report.accuracy
@@ -111,6 +125,18 @@ class Tensors(InWorkspace):
         found = self.write([{"x": [1.5, 2], "label": 3}, {"x": [3.5, 4], "label": 4}])
         self.assertEqual(found["x"], ("F32", [2, 2], struct.pack("<4f", 1.5, 2, 3.5, 4)))
         self.assertEqual(found["label"], ("I64", [2], struct.pack("<2q", 3, 4)))
+
+    def test_samples_with_a_text_are_lines_of_json(self) -> None:
+        def lines(samples: Any) -> list[dict[str, Any]]:
+            options = write_samples(samples, "train", str(self.workspace.folder))
+            return [options, *map(json.loads, Path(options.pop("text")).read_text().splitlines())]
+
+        chat = {"messages": [{"role": "user", "content": "hello"}]}
+        self.assertEqual(lines([chat]), [{}, chat])
+        self.assertEqual(lines(["a", "b"]), [{}, {"text": "a"}, {"text": "b"}])
+        self.assertEqual(lines([{"text": "a", "labels": 1.5}]), [{"label_column": "labels"}, {"text": "a", "labels": 1.5}])
+        with self.assertRaisesRegex(TypeError, "train: a sample with a text has a value that is not"):
+            lines([{"text": "a", "label": object()}])
 
     def test_iterators_may_reuse_the_memory_of_an_array(self) -> None:
         def rows() -> Iterator[dict[str, Any]]:

@@ -11,23 +11,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 FILES = {
-    "models/bert/config.json": "minilm/config.json",
-    "models/bert/model.safetensors": "minilm/model.safetensors",
-    "evaluation/word-pieces.json": "minilm/tokenizer.json",
-    "models/llama/config.json": "llama/config.json",
-    "models/llama/model.safetensors": "llama/model.safetensors",
-    "evaluation/characters.json": "llama/tokenizer.json",
-    "evaluation/book.txt": "book.txt",
-    "evaluation/pairs.tsv": "pairs.tsv",
+    "minilm/config.json": "models/bert/config.json",
+    "minilm/model.safetensors": "models/bert/model.safetensors",
+    "minilm/tokenizer.json": "evaluation/word-pieces.json",
+    "classifier/tokenizer.json": "evaluation/word-pieces.json",
+    "llama/config.json": "models/llama/config.json",
+    "llama/model.safetensors": "models/llama/model.safetensors",
+    "llama/tokenizer.json": "evaluation/characters.json",
+    "classifier/config.json": "models/bert-sequence-classification/config.json",
+    "classifier/model.safetensors": "models/bert-sequence-classification/model.safetensors",
+    "book.txt": "evaluation/book.txt",
+    "pairs.tsv": "evaluation/pairs.tsv",
 }
 
 
 class Workspace:
-    """Changes to a new folder with the models `minilm` and `llama`. Temporary files go to `tmp` in it."""
+    """Changes to a new folder with the models `minilm`, `llama` and `classifier`, and `tmp` for temporary files."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="compress-test-"))
-        for source, target in FILES.items():
+        for target, source in FILES.items():
             path = self.folder / target
             path.parent.mkdir(exist_ok=True)
             shutil.copyfile(GOLDEN / source, path)
