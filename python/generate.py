@@ -212,7 +212,8 @@ class Schema:
         return sorted(found, key=lambda each: each[2] != "")
 
     def dataclass(self, name, definition, tag=""):
-        out = f"\n\n@dataclass(frozen=True, kw_only=True)\nclass {name}:\n" + docstring(definition.get("description", name))
+        base = "" if self.mutable else "(Reusable)"
+        out = f"\n\n@dataclass(frozen=True, kw_only=True)\nclass {name}{base}:\n" + docstring(definition.get("description", name))
         if tag:
             out += f'\n    NAME: ClassVar[Literal["{tag}"]] = "{tag}"\n'
         for key, kind, default, description in self.fields(name, definition):
@@ -276,7 +277,7 @@ def recipe_module(schema):
     imports = (
         "from collections.abc import Mapping, Sequence\nfrom dataclasses import dataclass\n"
         "from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict\n\n"
-        "from ._data import InMemory\nfrom ._process import Path"
+        "from ._check import Reusable\nfrom ._data import InMemory\nfrom ._process import Path"
     )
     settings += '\n\nSamples: TypeAlias = Data | Path | InMemory\n"""Samples: `Data`, a file or folder, or values in memory."""\n'
     return HEADER.format(title="Types of recipes.", imports=imports) + types.types() + classes + settings

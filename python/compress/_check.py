@@ -8,7 +8,7 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 # Names of other tools for parameters.
@@ -26,6 +26,15 @@ ALIASES = {
     "sparsity": "amount",
     "steps": "max_steps",
 }
+
+
+class Reusable:
+    """Base of recipes and passes, which can run several times: replaces iterators by lists."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Iterator):
+                object.__setattr__(self, name, list(value))
 
 
 def require_known(function: str, names: Iterable[str], known: Iterable[str]) -> None:

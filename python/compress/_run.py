@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack, cast
 
 from ._bar import display
@@ -333,6 +333,8 @@ def plain(value: Any) -> Any:
     # Numbers of NumPy, and arrays without axes, which have a method to iterate.
     if hasattr(value, "item") and not getattr(value, "ndim", 0):
         return value.item()
+    if isinstance(value, Iterator):
+        raise TypeError(f"a recipe can run several times, but it contains a {type(value).__name__}, which has its values once: pass a list")
     if isinstance(value, Iterable):
         return [plain(each) for each in value]
     raise UsageError(f"a recipe cannot contain a value of type {type(value).__name__}")

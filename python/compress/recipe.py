@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Required, TypeAlias, TypedDict
 
+from ._check import Reusable
 from ._data import InMemory
 from ._process import Path
 
@@ -943,7 +944,7 @@ Student: TypeAlias = StudentLayers | StudentEvery | StudentModel | StudentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneUnstructured:
+class PruneUnstructured(Reusable):
     """Zero the weights that are smallest in absolute value."""
 
     NAME: ClassVar[Literal["prune-unstructured"]] = "prune-unstructured"
@@ -973,7 +974,7 @@ class PruneUnstructured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneStructured:
+class PruneStructured(Reusable):
     """Remove heads, neurons, channels, width, layers or experts from a model."""
 
     NAME: ClassVar[Literal["prune-structured"]] = "prune-structured"
@@ -1017,7 +1018,7 @@ class PruneStructured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchStructure:
+class SearchStructure(Reusable):
     """Choose the width of each layer, and the parts to remove, for a number of parameters."""
 
     NAME: ClassVar[Literal["search-structure"]] = "search-structure"
@@ -1051,7 +1052,7 @@ class SearchStructure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneVocabulary:
+class PruneVocabulary(Reusable):
     """Remove tokens that a corpus does not need from the vocabulary."""
 
     NAME: ClassVar[Literal["prune-vocabulary"]] = "prune-vocabulary"
@@ -1080,7 +1081,7 @@ class PruneVocabulary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decompose:
+class Decompose(Reusable):
     """Replace layers by two low-rank layers."""
 
     NAME: ClassVar[Literal["decompose"]] = "decompose"
@@ -1104,7 +1105,7 @@ class Decompose:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantize:
+class Quantize(Reusable):
     """Quantize linear weights in a named scheme of compressed-tensors, or to blocks of GGUF files."""
 
     NAME: ClassVar[Literal["quantize"]] = "quantize"
@@ -1168,7 +1169,7 @@ class Quantize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeDynamic:
+class QuantizeDynamic(Reusable):
     """Quantize linear weights to int8."""
 
     NAME: ClassVar[Literal["quantize-dynamic"]] = "quantize-dynamic"
@@ -1199,7 +1200,7 @@ class QuantizeDynamic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeStatic:
+class QuantizeStatic(Reusable):
     """Quantize weights to int8, and activations with scales found on calibration samples."""
 
     NAME: ClassVar[Literal["quantize-static"]] = "quantize-static"
@@ -1249,7 +1250,7 @@ class QuantizeStatic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Palettize:
+class Palettize(Reusable):
     """Store weights as indices into small codebooks (palettes)."""
 
     NAME: ClassVar[Literal["palettize"]] = "palettize"
@@ -1275,7 +1276,7 @@ class Palettize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distill:
+class Distill(Reusable):
     """Train a student on a teacher's outputs."""
 
     NAME: ClassVar[Literal["distill"]] = "distill"
@@ -1428,7 +1429,7 @@ class Distill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finetune:
+class Finetune(Reusable):
     """Train the model on labels, or on the next token."""
 
     NAME: ClassVar[Literal["finetune"]] = "finetune"
@@ -1559,7 +1560,7 @@ class Finetune:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cast:
+class Cast(Reusable):
     """Convert floats to another float format."""
 
     NAME: ClassVar[Literal["cast"]] = "cast"
@@ -1578,7 +1579,7 @@ class Cast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dequantize:
+class Dequantize(Reusable):
     """Dequantize weights, so that later passes can process them."""
 
     NAME: ClassVar[Literal["dequantize"]] = "dequantize"
@@ -1592,7 +1593,7 @@ class Dequantize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitExperts:
+class SplitExperts(Reusable):
     """Store the experts of each layer, which are one tensor, as separate linear layers, which passes and
     runtimes can quantize."""
 
@@ -1600,7 +1601,7 @@ class SplitExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractLanguageModel:
+class ExtractLanguageModel(Reusable):
     """Keep only the language model of a model with a vision tower, with the configuration and the names of
     a text model."""
 
@@ -1608,7 +1609,7 @@ class ExtractLanguageModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotate:
+class Rotate(Reusable):
     """Rotate the residual stream and the values of attention heads by orthogonal matrices, which
     distribute outliers of activations and weights over all features."""
 
@@ -1623,7 +1624,7 @@ class Rotate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Safetensors:
+class Safetensors(Reusable):
     """The safetensors format."""
 
     NAME: ClassVar[Literal["safetensors"]] = "safetensors"
@@ -1636,7 +1637,7 @@ class Safetensors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gguf:
+class Gguf(Reusable):
     """The GGUF format."""
 
     NAME: ClassVar[Literal["gguf"]] = "gguf"
@@ -1660,7 +1661,7 @@ class Gguf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Onnx:
+class Onnx(Reusable):
     """The ONNX format."""
 
     NAME: ClassVar[Literal["onnx"]] = "onnx"
@@ -1692,7 +1693,7 @@ class Onnx:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(Reusable):
     """Samples: one of `text`, `images`, `arrays`, `source` and `mix`, and options for reading them."""
 
     text: Path | None = None
@@ -1802,7 +1803,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(Reusable):
     """Evaluation of the input model and the output model."""
 
     runtime: Sequence[Runtime] = ()
@@ -1830,7 +1831,7 @@ Export: TypeAlias = Literal["safetensors", "gguf", "onnx"] | Safetensors | Gguf 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Reusable):
     """A recipe. Unknown keys are refused."""
 
     model: Path

@@ -158,6 +158,16 @@ class Recipes(InWorkspace):
         ]
         self.assertEqual(len({report.outputs[0].blake3 for report in reports}), 1)
 
+    def test_iterators_in_a_recipe_are_lists(self) -> None:
+        passes: Any = (name for name in ["cast"])
+        ignore: Any = (name for name in ["*pooler*"])
+        for small in (Recipe(model="minilm", passes=passes), Recipe(model="minilm", passes=[recipe.QuantizeDynamic(ignore=ignore)])):
+            first, second = compress.plan(small), compress.plan(small)
+            self.assertEqual(first["passes"], second["passes"])
+            self.assertTrue(first["passes"])
+        with self.assertRaisesRegex(TypeError, "contains a generator, which has its values once: pass a list"):
+            compress.plan({"model": "minilm", "passes": (name for name in ["cast"])})
+
     def test_overrides(self) -> None:
         report = compress.run(Recipe(model="minilm", passes=["cast"]), "out/x", overrides={"cast.to": "f16", "seed": 3}, threads=1, device="cpu", cache=False)
         self.assertEqual((report.seed, report.passes[0].options["to"]), (3, "f16"))
