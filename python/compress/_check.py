@@ -100,7 +100,7 @@ def description(kind: Any) -> str:
     if origin is collections.abc.Callable:
         return "a function"
     if origin in (collections.abc.Sequence, list):
-        return f"a list of {description(arguments[0])}"
+        return f"a list of {'values' if arguments[0] is object else description(arguments[0])}"
     if origin is collections.abc.Mapping or typing.is_typeddict(kind):
         return "a dict"
     return f"recipe.{kind.__name__}" if dataclasses.is_dataclass(kind) and isinstance(kind, type) else getattr(kind, "__name__", str(kind))

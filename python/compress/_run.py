@@ -177,6 +177,9 @@ def sweep(
     {'amount=0.25': True, 'amount=0.5': True}
     """
     require_types("sweep", locals(), hints(sweep))
+    require_types("sweep", values, dict.fromkeys(values, Sequence[object]))
+    if not values:
+        raise ValueError("sweep(): `values` is empty: pass keys with lists of values, or use `run`")
     more = [part for key, each in values.items() for part in ("--sweep", f"{key}={json.dumps([plain(value) for value in each])}")]
     with launch("sweep", recipe, output, overrides, options, more) as job:
         watch(job, progress)

@@ -129,7 +129,7 @@ class Passes(InWorkspace):
             (run, {"overrides": ["seed=1"]}, r"run\(\): `overrides`: expected a dict or None, not list"),
             (start, {"resume": "False"}, r"start\(\): `resume`: expected bool, not str 'False'"),
             (start, {"forced": True}, r"start\(\) has no parameter `forced`; did you mean `force`"),
-            (compress.sweep, {"recipe": "x", "output": "x", "values": {}, "device": 0}, r"sweep\(\): `device`: expected str, not int 0"),
+            (compress.sweep, {"recipe": "x", "output": "x", "values": {"to": ["f16"]}, "device": 0}, r"sweep\(\): `device`: expected str, not int 0"),
             (compress.sweep, {"recipe": "x", "output": "x", "values": ["to"]}, r"sweep\(\): `values`: expected a dict, not list"),
             (plan, {"overrides": "seed=1"}, r"plan\(\): `overrides`: expected a dict or None"),
             (evaluate, {"threads": "2"}, r"evaluate\(\): `threads`: expected int or None, not str '2'"),
@@ -183,6 +183,13 @@ class Recipes(InWorkspace):
         self.assertTrue(Path("out/swept/comparison.html").is_file())
         with self.assertRaisesRegex(compress.UsageError, "has a `sweep`"):
             compress.run(Recipe(model="minilm", passes=["cast"], sweep={"to": ["f16"]}), "out/twice")
+
+    def test_a_sweep_needs_lists_of_values(self) -> None:
+        with self.assertRaisesRegex(ValueError, r"sweep\(\): `values` is empty"):
+            compress.sweep(Recipe(model="minilm", passes=["cast"]), "out/swept", {})
+        with self.assertRaisesRegex(TypeError, r"sweep\(\): `cast.to`: expected a list of values, not str 'f16'"):
+            compress.sweep(Recipe(model="minilm", passes=["cast"]), "out/swept", {"cast.to": "f16"})
+        self.assertFalse(Path("out").exists())
 
 
 class Measurements(InWorkspace):
