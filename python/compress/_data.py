@@ -36,25 +36,30 @@ class Tensor:
 
     @staticmethod
     def of(value: Any, name: str) -> Tensor:
-        """Converts an array, a tensor, or nested lists of numbers or of these."""
-        if isinstance(value, (list, tuple)) and holds_arrays(value):
+        """Converts an array, a tensor, or nested lists of numbers or of these. `name` is for messages."""
+        if holds_arrays(value):
             parts = [Tensor.of(part, name) for part in value]
             for part in parts:
                 if (part.kind, part.shape) != (parts[0].kind, parts[0].shape):
-                    raise ValueError(f"`{name}`: a list has arrays of type {parts[0].kind} and shape {parts[0].shape}, and of type {part.kind} and shape {part.shape}")
+                    raise ValueError(f"{name}: a list has arrays of type {parts[0].kind} and shape {parts[0].shape}, and of type {part.kind} and shape {part.shape}")
             return Tensor.stack(parts)
         # A masked array of NumPy converts to an array with the values that are masked.
         if hasattr(value, "filled") and hasattr(value, "mask") and value.mask.any():
-            raise TypeError(f"`{name}` is an array with masked values: replace them, for example with .filled(0)")
-        source = value.__array__() if hasattr(value, "__array__") else value
+            raise TypeError(f"{name} is an array with masked values: replace them, for example with .filled(0)")
+        try:
+            source = value.__array__() if hasattr(value, "__array__") else value
+        except Exception as error:
+            raise TypeError(f"{name} does not convert to NumPy: {error}; of PyTorch, pass tensor.detach().float().cpu()") from error
         try:
             view = memoryview(source)
         except (TypeError, ValueError, BufferError):
+            if hasattr(source, "dtype"):
+                raise unsupported(source.dtype, name) from None
             return from_numbers(source, name)
         order, code = (view.format[0], view.format[1:]) if view.format[:1] in ("<", ">", "=", "@", "!") else ("@", view.format)
         kind = TYPES.get(code) or (f"{INTEGERS[code]}{8 * view.itemsize}" if code in INTEGERS else None)
         if kind is None or order in (">", "!"):
-            raise TypeError(f"`{name}` is an array of type {getattr(source, 'dtype', view.format)}, which is not supported: convert it, for example with .astype('float32')")
+            raise unsupported(getattr(source, "dtype", view.format), name)
         return Tensor(kind, view.shape or (), view.tobytes())
 
     @staticmethod
@@ -63,9 +68,14 @@ class Tensor:
         return Tensor(tensors[0].kind, (len(tensors), *tensors[0].shape), b"".join(tensor.data for tensor in tensors))
 
 
+def unsupported(dtype: object, name: str) -> TypeError:
+    """The error about an array with a type that the program does not read."""
+    return TypeError(f"{name} is an array of type {dtype}, which is not supported: convert it, for example with .astype('float32')")
+
+
 def holds_arrays(value: Any) -> bool:
-    """Whether nested lists have arrays, or numbers of NumPy."""
-    return any(map(holds_arrays, value)) if isinstance(value, (list, tuple)) else hasattr(value, "__array__")
+    """Whether a value is nested lists with arrays, or with numbers of NumPy."""
+    return isinstance(value, (list, tuple)) and any(hasattr(part, "__array__") or holds_arrays(part) for part in value)
 
 
 def from_numbers(value: Any, name: str) -> Tensor:
@@ -75,11 +85,11 @@ def from_numbers(value: Any, name: str) -> Tensor:
         if isinstance(part, (list, tuple)):
             shapes = {shape_of(each) for each in part}
             if len(shapes) > 1:
-                raise ValueError(f"`{name}`: the nested lists have different lengths")
+                raise ValueError(f"{name}: the nested lists have different lengths")
             return (len(part), *(shapes.pop() if shapes else ()))
         if isinstance(part, (int, float)):
             return ()
-        raise TypeError(f"`{name}` has a value of type {type(part).__name__}: expected an array, a tensor, or nested lists of numbers")
+        raise TypeError(f"{name} has a value of type {type(part).__name__}: expected an array, a tensor, or nested lists of numbers")
 
     def numbers(part: Any) -> Iterator[float]:
         if isinstance(part, (list, tuple)):
@@ -93,7 +103,7 @@ def from_numbers(value: Any, name: str) -> Tensor:
     try:
         return Tensor(kind, shape, struct.pack(f"<{len(flat)}{code}", *flat))
     except (struct.error, OverflowError) as e:
-        raise ValueError(f"`{name}` has a number that {kind} cannot store: {e}") from e
+        raise ValueError(f"{name} has a number that {kind} cannot store: {e}") from e
 
 
 def write_safetensors(path: str, tensors: Mapping[str, Tensor]) -> None:
@@ -117,10 +127,15 @@ def unbatch(batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     [{'input_ids': [101, 102]}, {'input_ids': [101, 103]}]
     """
     for batch in batches:
-        sizes = {len(values) for values in batch.values()}
-        if len(sizes) != 1:
-            raise ValueError(f"the arrays of a batch have different numbers of rows: {', '.join(f'`{name}` {len(values)}' for name, values in batch.items())}")
-        for row in range(sizes.pop()):
+        if not isinstance(batch, Mapping) or not batch:
+            raise TypeError(f"unbatch(): expected batches that are mappings of arrays, like {{'input_ids': ids}}; found {type(batch).__name__} {batch!r:.60}")
+        for name, values in batch.items():
+            if not hasattr(values, "__len__"):
+                raise TypeError(f"unbatch(): `{name}` is no array with one row per sample, but {type(values).__name__} {values!r:.60}")
+        counts = {name: len(values) for name, values in batch.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"unbatch(): the arrays of a batch have different numbers of rows: {', '.join(f'`{name}` {count}' for name, count in counts.items())}")
+        for row in range(min(counts.values())):
             # A Series of pandas selects by label, unlike its `iloc`.
             yield {name: getattr(values, "iloc", values)[row] for name, values in batch.items()}
 
@@ -129,9 +144,9 @@ def write_samples(samples: Any, name: str, folder: str) -> dict[str, str]:
     """Writes samples to a folder, and returns the options of a recipe that read them."""
     path = os.path.join(folder, name)
     if isinstance(samples, Mapping):
-        return write_arrays(path, {key: Tensor.of(value, key) for key, value in samples.items()})
+        return write_arrays(path, name, {key: Tensor.of(value, f"{name}: `{key}`") for key, value in samples.items()})
     if hasattr(samples, "__array__") or isinstance(samples, (memoryview, array.array)):
-        return write_arrays(path, {"input": Tensor.of(samples, name)})
+        return write_arrays(path, name, {"input": Tensor.of(samples, f"{name}: the array")})
     if not isinstance(samples, Iterable):
         raise TypeError(f"{name}: expected Data, a file, arrays, texts, or an iterable of mappings; found {type(samples).__name__}")
     texts: list[Mapping[str, Any]] = []
@@ -143,7 +158,7 @@ def write_samples(samples: Any, name: str, folder: str) -> dict[str, str]:
             texts.append(sample)
         elif isinstance(sample, Mapping):
             # Converted now, because iterators may reuse the memory of their arrays.
-            rows.append({key: Tensor.of(value, key) for key, value in sample.items()})
+            rows.append({key: Tensor.of(value, f"{name}: `{key}`") for key, value in sample.items()})
         if not isinstance(sample, (str, Mapping)) or (texts and rows):
             raise TypeError(f"{name}: expected texts, or one mapping of arrays for each sample; found a sample of type {type(sample).__name__}")
     if rows:
@@ -170,13 +185,16 @@ def write_texts(path: str, name: str, texts: Sequence[Mapping[str, Any]]) -> dic
     return {"text": path + ".jsonl", **({"label_column": labels[0]} if labels else {})}
 
 
-def write_arrays(path: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def write_arrays(path: str, name: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Writes arrays with one row per sample."""
-    rows = {name: tensor.shape[0] if tensor.shape else None for name, tensor in tensors.items()}
-    if not rows:
-        raise ValueError("there are no arrays")
-    if len(set(rows.values())) > 1 or None in rows.values():
-        raise ValueError(f"the arrays have different numbers of rows: {', '.join(f'`{name}` {count}' for name, count in rows.items())}")
+    if not tensors:
+        raise ValueError(f"{name}: there are no arrays")
+    for key, tensor in tensors.items():
+        if not tensor.shape:
+            raise ValueError(f"{name}: `{key}` is a number: pass an array with one row per sample")
+    if len({tensor.shape[0] for tensor in tensors.values()}) > 1:
+        counts = ", ".join(f"`{key}` {tensor.shape[0]}" for key, tensor in tensors.items())
+        raise ValueError(f"{name}: the arrays have different numbers of rows: {counts}")
     write_safetensors(path + ".safetensors", tensors)
     return {"arrays": path + ".safetensors"}
 
@@ -191,7 +209,7 @@ def write_rows(path: str, name: str, samples: Sequence[Mapping[str, Tensor]]) ->
         if kinds := {sample[key].kind for sample in samples} - {samples[0][key].kind}:
             raise TypeError(f"{name}: `{key}` has values of type {samples[0][key].kind} and {kinds.pop()}")
     if all(sample[key].shape == samples[0][key].shape for sample in samples for key in keys):
-        return write_arrays(path, {key: Tensor.stack([sample[key] for sample in samples]) for key in keys})
+        return write_arrays(path, name, {key: Tensor.stack([sample[key] for sample in samples]) for key in keys})
     os.mkdir(path)
     for index, sample in enumerate(samples):
         write_safetensors(os.path.join(path, f"{index:08}.safetensors"), {key: Tensor.stack([tensor]) for key, tensor in sample.items()})

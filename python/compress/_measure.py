@@ -191,7 +191,7 @@ def auto(
         formats=",".join(formats) or None,
     )
     arguments += [*([] if runtime is None else [f"--for={runtime}"]), *(["--force"] if force else []), *(["--resume"] if resume else [])]
-    samples = {name: data for name, data in {"calibration": calibration, "eval": evaluation}.items() if data is not None}
+    samples = {name: data for name, data in {"calibration": calibration, "evaluation": evaluation}.items() if data is not None}
     return Report.from_dict(execute(["auto", os.fspath(model), *arguments], samples, progress)["report"])
 
 
@@ -201,9 +201,9 @@ def options(**values: Any) -> list[str]:
 
 
 def execute(arguments: Sequence[str], samples: Mapping[str, Any], progress: ShowProgress) -> Any:
-    """Runs a command with samples, by option, and returns its output."""
+    """Runs a command with samples, by parameter, and returns its output."""
     with contextlib.ExitStack() as files:
-        data = [f"--{name}={json.dumps(plain(data_options(each, name, files)))}" for name, each in samples.items()]
+        data = [f"--{'eval' if name == 'evaluation' else name}={json.dumps(plain(data_options(each, name, files)))}" for name, each in samples.items()]
         with Job([*arguments, *data], None, files.pop_all()) as job:
             watch(job, progress)
             return job.output()

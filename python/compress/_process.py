@@ -190,7 +190,7 @@ class Process:
             kind = event["event"]
             if kind == "error":
                 message, hint = self.advice(event["message"]), event.get("hint") and self.advice(event["hint"])
-                self._failure = without_file(message, hint) if self._in_memory else (message, hint)
+                self._failure = without_samples(*(without_file(message, hint) if self._in_memory else (message, hint)))
             elif kind == "begin":
                 return begin(event)
             elif now and kind == "progress":
@@ -257,9 +257,19 @@ class Events:
 
 def without_file(message: str, hint: str | None) -> tuple[str, str | None]:
     """A message and its hint without the lines of the recipe, which the caller has not written as a file."""
-    lines = re.sub(r"^recipe: (line \d+ column \d+: )?", "", message).splitlines()
-    message = "\n".join(line for line in lines if not re.match(r" *(-->|\d* *\|)", line))
+    message = without_excerpt(re.sub(r"^recipe: (line \d+ column \d+: )?", "", message))
     return message, None if hint and hint.startswith("`compress init") else hint
+
+
+def without_excerpt(message: str) -> str:
+    """A message without the lines that it shows of a file."""
+    return "\n".join(line for line in message.splitlines() if not re.match(r" *(-->|\d* *\|)", line))
+
+
+def without_samples(message: str, hint: str | None) -> tuple[str, str | None]:
+    """A message and its hint with the names of samples in place of the temporary files that contain them."""
+    message, count = re.subn(rf"{re.escape(tempfile.gettempdir())}/compress-\w+/([\w-]+)(/\d+)?\.(safetensors|jsonl)", r"\1", message)
+    return message, None if count and hint and hint.startswith("the file is damaged") else hint
 
 
 def begin(event: Mapping[str, Any]) -> Progress:
@@ -300,6 +310,9 @@ def plain_failure(lines: Sequence[str], code: int) -> tuple[str, str | None]:
         return "\n".join([f"the program was ended by {name}", *lines]), hint
     text = "\n".join(lines).strip().removeprefix("error: ")
     message, _, rest = text.partition("\n\n")
+    # An argument that Python has written.
+    if re.match(r"invalid value '\{", message):
+        message = without_excerpt(re.sub(r"^invalid value '\{.*\}' for '--(\w+) <\w+>': (line \d+ column \d+: )?", r"\1: ", message))
     tips = [line.strip().removeprefix("tip: ") for line in rest.splitlines() if line.strip().startswith("tip: ")]
     return message or f"the program failed with exit code {code}", tips[0] if tips else None
 

@@ -67,7 +67,8 @@ class Settings(RunOptions, RecipeSettings, total=False):
 KEYWORDS = {
     "-o": "output",
     "--eval": "evaluation",
-    **{f"--{name}": name for name in ("calibration", "train", "export", "loads", "memory", "sbom")},
+    "--task": "Data(task=…)",
+    **{f"--{name}": name for name in ("against", "calibration", "data", "formats", "points", "train", "export", "loads", "memory", "sbom")},
     **{f"--{name.replace('_', '-')}": f"{name}=True" for name in ("force", "resume", "allow_nonfinite")},
 }
 
@@ -255,7 +256,7 @@ def launch(
     ]
     with contextlib.ExitStack() as files:
         path, document = resolve(recipe, files)
-        if document and output is None and not document.get("output"):
+        if document and output is None and not document.get("output") and "output" not in (overrides or {}):
             raise UsageError("there is no output folder", "pass `output`, or set it in the recipe")
         return Job(["run", path, *arguments], document, files.pop_all())
 
@@ -299,7 +300,7 @@ def data_options(samples: Any, name: str, files: contextlib.ExitStack) -> Any:
     if not os.path.exists(path):
         advice = f"pass a file of texts ({', '.join(TEXTS)}) or arrays ({', '.join(ARRAYS)}), a folder of images, or samples in memory, like a list of texts"
         raise UsageError(f"{name}: {path!r} is not a file or folder; data sets are not downloaded", advice)
-    entries = os.listdir(path) if os.path.isdir(path) else [path]
+    entries = [entry for entry in os.listdir(path) if not entry.startswith(".")] if os.path.isdir(path) else [path]
     if not entries:
         raise UsageError(f"{name}: the folder {path!r} is empty")
     texts = [entry for entry in entries if entry.endswith(TEXTS)]

@@ -24,6 +24,13 @@ MASK = [[1] * 6] * 4
 TOKENS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25], [1, 2, 3, 4, 5, 6]]
 
 
+class Unconvertible:
+    """A tensor that does not convert to NumPy."""
+
+    def __array__(self) -> Any:
+        raise RuntimeError("requires grad")
+
+
 def read(path: str) -> dict[str, tuple[str, list[int], bytes]]:
     """Type, shape and data of the tensors of a safetensors file."""
     data = Path(path).read_bytes()
@@ -170,7 +177,11 @@ class Tensors(InWorkspace):
     def test_invalid_samples_are_named(self) -> None:
         for samples, kind, text in (
             ([], ValueError, "no samples"),
-            ({}, ValueError, "no arrays"),
+            ({}, ValueError, "calibration: there are no arrays"),
+            ({"x": 5}, ValueError, "calibration: `x` is a number: pass an array"),
+            ({"x": Unconvertible()}, TypeError, r"calibration: `x` does not convert to NumPy: requires grad; of PyTorch, pass tensor.detach"),
+            ([{"x": Unconvertible()}], TypeError, "calibration: `x` does not convert"),
+            (Unconvertible(), TypeError, "calibration: the array does not convert"),
             (7, TypeError, "found int"),
             ([{"x": [1]}, [2]], TypeError, "sample of type list"),
             (["a", {"x": [1]}], TypeError, "sample of type dict"),
@@ -185,8 +196,35 @@ class Tensors(InWorkspace):
         ):
             with self.assertRaisesRegex(kind, text):
                 self.write(samples)
-        with self.assertRaisesRegex(ValueError, "`a` 1, `b` 2"):
-            list(compress.unbatch([{"a": [1], "b": [1, 2]}]))
+
+    def test_invalid_batches_are_named(self) -> None:
+        cases: list[tuple[Any, type[Exception], str]] = [
+            ({"a": [1], "b": [1, 2]}, ValueError, "`a` 1, `b` 2"),
+            (([1], [2]), TypeError, r"expected batches that are mappings of arrays, .*; found tuple \(\[1\], \[2\]\)"),
+            ({"a": [1], "b": None}, TypeError, "`b` is no array with one row per sample, but NoneType None"),
+            ({}, TypeError, "found dict {}"),
+        ]
+        for batch, kind, text in cases:
+            with self.subTest(batch=batch), self.assertRaisesRegex(kind, text):
+                list(compress.unbatch([batch]))
+
+    def test_errors_of_the_program_name_the_samples(self) -> None:
+        with self.assertRaisesRegex(compress.CompressError, "^calibration: array `input_ids`.* contains 5.5, but must contain integers of 64 bits$"):
+            quantize({"input_ids": [[5.5, 6.0]], "attention_mask": [[1, 1]]})
+        with self.assertRaisesRegex(compress.UsageError, "^data: unknown key `text_colum`, did you mean `text_column`\\?\nExpected one of") as raised:
+            compress.evaluate("llama", {"text": "book.txt", "text_colum": 7})
+        self.assertNotIn("|", str(raised.exception))
+        with self.assertRaisesRegex(compress.UsageError, "specify a model to compare with by `against`"):
+            compress.evaluate("llama", {"input_ids": TOKENS, "attention_mask": MASK})
+        with self.assertRaisesRegex(compress.UsageError, "^evaluation: 'nofile' is not a file"):
+            compress.auto("llama", "out/x", calibration="book.txt", evaluation="nofile", max_size=0.5)
+
+    @unittest.skipUnless(HAS_NUMPY, "NumPy is not installed")
+    def test_dates_of_numpy_are_named(self) -> None:
+        import numpy
+
+        with self.assertRaisesRegex(TypeError, r"`x` is an array of type datetime64\[D\]"):
+            self.write({"x": numpy.array(["2020-01-01"], "datetime64[D]")})
 
     def test_failures_leave_no_files(self) -> None:
         def rows() -> Iterator[dict[str, Any]]:

@@ -172,6 +172,10 @@ class Recipes(InWorkspace):
         report = compress.run(Recipe(model="minilm", passes=["cast"]), "out/x", overrides={"cast.to": "f16", "seed": 3}, threads=1, device="cpu", cache=False)
         self.assertEqual((report.seed, report.passes[0].options["to"]), (3, "f16"))
 
+    def test_an_override_is_the_output(self) -> None:
+        compress.run({"model": "minilm", "passes": ["cast"]}, overrides={"output": "out/x"})
+        self.assertTrue(Path("out/x/report.json").is_file())
+
     def test_a_plan_writes_nothing(self) -> None:
         planned = compress.plan(Recipe(model="minilm", passes=["quantize-dynamic"]), overrides={"quantize-dynamic.embeddings": True})
         self.assertTrue(planned["passes"][0]["options"]["embeddings"])
@@ -231,6 +235,7 @@ class Measurements(InWorkspace):
         os.mkdir("empty")
         os.mkdir("texts")
         Path("texts/a.txt").write_text("a")
+        Path("texts/.hidden").touch()
         for data, message in (
             ("wikitext", "data: 'wikitext' is not a file or folder; data sets are not downloaded\nhint: pass a file"),
             ("empty", "the folder 'empty' is empty"),
