@@ -140,8 +140,8 @@ def auto(
         output: folder to write, or a .gguf file for llama.cpp or an .onnx file for ONNX Runtime.
         calibration: samples on which the loss of each format of each layer is predicted. Without them, the errors of the
             weights are compared, and only `max_size` can be limited.
-        max_size: largest size: bits per quantized weight (4.5bits), the size of all weights or of the file (300MB), or a
-            fraction of the size of the input (0.25, 25%).
+        max_size: largest size: bits per quantized weight (4.5bits), the size of all weights or of the file (300MB,
+            or an integer from 2 in bytes), or a fraction of the size of the input (0.25, 25%).
         max_kl: largest KL divergence of the predictions from those of the original model, in nats per token.
         max_loss: largest loss of the score relative to the original model, like 0.5%.
         latency: largest latency of one calibration sample in ONNX Runtime, like 5ms, measured on this machine with
@@ -176,7 +176,7 @@ def auto(
     require_types("auto", locals(), hints(auto))
     arguments = options(
         output=output,
-        max_size=max_size,
+        max_size=f"{max_size}B" if isinstance(max_size, int) and max_size > 1 else max_size,
         max_kl=max_kl,
         max_loss=max_loss,
         latency=latency,

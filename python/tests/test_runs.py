@@ -222,6 +222,10 @@ class Measurements(InWorkspace):
         with self.assertRaisesRegex(compress.UsageError, "specify a limit"):
             compress.auto("llama", "out/x", calibration="book.txt")
 
+    def test_the_size_of_a_search_may_be_in_bytes(self) -> None:
+        reports = [compress.auto("llama", "out/auto", calibration="book.txt", max_size=size, points=1, force=True) for size in (15000, "15000B")]
+        self.assertEqual(*(report.outputs[0].blake3 for report in reports))
+
     def test_a_search_has_a_time_and_a_latency(self) -> None:
         report = compress.auto("llama", "out/auto", calibration="book.txt", max_size="6bits", points=1, time="1us")
         assert report.search and report.search.methods
