@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ._check import hints, require_types
-from ._process import Path
+from ._process import Path, positional
 from ._run import Job, ShowProgress, data_options, plain, watch
 from .recipe import Method, Precision, Samples
 from .report import Report, convert
@@ -104,7 +104,7 @@ def evaluate(
     """
     require_types("evaluate", locals(), hints(evaluate))
     arguments = options(against=against, runtime=runtime, precision=precision, memory=memory, device=device, threads=threads)
-    result: Evaluation = convert(Evaluation, execute(["eval", os.fspath(model), *arguments], {"data": data}, progress))
+    result: Evaluation = convert(Evaluation, execute(["eval", positional(model), *arguments], {"data": data}, progress))
     return result
 
 
@@ -192,7 +192,7 @@ def auto(
     )
     arguments += [*([] if runtime is None else [f"--for={runtime}"]), *(["--force"] if force else []), *(["--resume"] if resume else [])]
     samples = {name: data for name, data in {"calibration": calibration, "evaluation": evaluation}.items() if data is not None}
-    return Report.from_dict(execute(["auto", os.fspath(model), *arguments], samples, progress)["report"])
+    return Report.from_dict(execute(["auto", positional(model), *arguments], samples, progress)["report"])
 
 
 def options(**values: Any) -> list[str]:

@@ -32,6 +32,12 @@ PROGRAM_VARIABLE = "COMPRESS_PROGRAM"
 MAX_UNREAD = 1000
 
 
+def positional(path: Path) -> str:
+    """A path as an argument of the command line, which does not take it for an option or standard input."""
+    text = os.fspath(path)
+    return f"./{text}" if text.startswith("-") else text
+
+
 def find_program() -> str:
     """The path of the program: $COMPRESS_PROGRAM, or else the file that pip installed with this package."""
     if named := os.environ.get(PROGRAM_VARIABLE):

@@ -15,7 +15,7 @@ from ._bar import display
 from ._check import hints, require_known, require_types
 from ._data import write_samples
 from ._errors import UsageError
-from ._process import Path, Process, Progress
+from ._process import Path, Process, Progress, positional
 from .recipe import Data, Recipe, RecipeSettings, Step
 from .report import Report
 
@@ -264,7 +264,7 @@ def launch(
 def resolve(recipe: RecipeLike, files: contextlib.ExitStack) -> tuple[str, dict[str, Any] | None]:
     """The path of a recipe; `-` and the document for a recipe in memory. Samples in memory are written to files."""
     if isinstance(recipe, (str, os.PathLike)):
-        return os.fspath(recipe), None
+        return positional(recipe), None
     document = dict(recipe) if isinstance(recipe, Mapping) else fields(recipe)
     require_types("Recipe", {"data": document.get("data")}, hints(Recipe))
     data = {name: samples for name, samples in (document.get("data") or {}).items() if samples is not None}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import sections
 from ._bar import amount
 from ._errors import CompressError
-from ._process import Path, command
+from ._process import Path, command, positional
 
 if TYPE_CHECKING:
     import pandas
@@ -41,7 +41,7 @@ class Report(sections.Fields):
         Raises:
             CompressError: there is no report.
         """
-        return cls.from_dict(command("report", path))
+        return cls.from_dict(command("report", positional(path)))
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Report:

@@ -141,6 +141,15 @@ class Passes(InWorkspace):
             with self.subTest(given=given), self.assertRaisesRegex(TypeError, message):
                 function(**given)
 
+    def test_paths_may_begin_with_a_hyphen(self) -> None:
+        os.rename("llama", "-m")
+        Path("-r").write_text("model: -m\npasses: [cast]\n")
+        report = compress.run("-r", "-o")
+        self.assertEqual(compress.Report.open("-o").to_dict(), report.to_dict())
+        self.assertEqual(compress.evaluate("-m", "book.txt").samples, compress.evaluate("-o", "book.txt").samples)
+        with self.assertRaisesRegex(compress.CompressError, r"\./-"):
+            compress.run("-", "out/x")
+
     def test_every_pass_is_exported(self) -> None:
         self.assertLessEqual(set(compress.passes.__all__), set(compress.__all__))
         for name in compress.__all__:
