@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class Bar:
             self.clear()
         elif now - self._drawn >= INTERVAL:
             self._drawn = now
-            self._write(describe(event))
+            self._write(describe(event)[: columns(self._stream) - 1])
 
     def clear(self) -> None:
         """Removes the bar."""
@@ -41,6 +42,14 @@ class Bar:
         self._stream.write("\r" + line.ljust(self._length))
         self._stream.flush()
         self._length = len(line)
+
+
+def columns(stream: TextIO) -> int:
+    """The width of a terminal; a large one for other streams."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 1000
+    except (OSError, ValueError, AttributeError):
+        return 1000
 
 
 def describe(event: Progress) -> str:
@@ -76,9 +85,11 @@ class display:
     """The function that receives progress events. `progress` is as for `run`."""
 
     def __init__(self, progress: bool | Callable[[Progress], object] | None) -> None:
+        # Programs without a terminal, such as those of pythonw, may have no stream for errors.
+        stderr: TextIO | None = sys.stderr
         if progress is None:
-            progress = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
-        self._bar = Bar(sys.stderr) if progress and not callable(progress) else None
+            progress = stderr is not None and (stderr.isatty() or type(stderr).__module__.startswith("ipykernel."))
+        self._bar = Bar(stderr) if stderr and progress and not callable(progress) else None
         self._show: Callable[[Progress], object] = progress if callable(progress) else self._bar or (lambda event: None)
 
     def __enter__(self) -> Callable[[Progress], object]:

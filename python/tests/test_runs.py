@@ -24,6 +24,7 @@ from workspace import InWorkspace
 
 import compress
 from compress import Recipe, recipe
+from compress._bar import Bar
 
 
 class Passes(InWorkspace):
@@ -422,6 +423,19 @@ pathlib.Path("ended").touch()
                 compress.cast("minilm", "out/x", force=True, progress=progress)
             self.assertEqual("\r" in stderr.getvalue(), drawn)
             self.assertEqual(stderr.getvalue().rpartition("\r")[2], "")
+
+    def test_the_bar_is_not_wider_than_the_terminal(self) -> None:
+        event = compress.Progress("Training", 138, 700, message="loss 4.1310 rate 6.9e-5")
+        for width, length in ((80, 79), (200, 104)):
+            stream = io.StringIO()
+            with mock.patch("os.get_terminal_size", return_value=os.terminal_size((width, 24))), mock.patch.object(stream, "fileno", return_value=2):
+                Bar(stream)(event)
+            self.assertEqual(len(stream.getvalue().strip("\r")), length)
+
+    def test_a_run_needs_no_stream_for_errors(self) -> None:
+        for progress in (None, True):
+            with mock.patch("sys.stderr", None):
+                compress.cast("minilm", "out/x", force=True, progress=progress)
 
     def test_a_cancelled_job_raises(self) -> None:
         with slow() as job:
