@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ._check import hints, require_types
 from ._process import Path, positional
-from ._run import Job, ShowProgress, data_options, plain, watch
+from ._run import Job, ShowProgress, data_options, plain, watch, with_warnings
 from .recipe import Method, Precision, Samples
 from .report import Report, convert
 from .sections import Fidelity
@@ -192,7 +192,7 @@ def auto(
     )
     arguments += [*([] if runtime is None else [f"--for={runtime}"]), *(["--force"] if force else []), *(["--resume"] if resume else [])]
     samples = {name: data for name, data in {"calibration": calibration, "evaluation": evaluation}.items() if data is not None}
-    return Report.from_dict(execute(["auto", positional(model), *arguments], samples, progress)["report"])
+    return with_warnings(Report.from_dict(execute(["auto", positional(model), *arguments], samples, progress)["report"]))
 
 
 def options(**values: Any) -> list[str]:

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack, cast
 
@@ -98,7 +100,18 @@ class Job(Process):
         output = self.output()
         if "schema" not in output:
             raise UsageError("the recipe has a `sweep`, so there is no single report", "its runs are finished; read them with Report.open, or use compress.sweep")
-        return Report.from_dict(output)
+        return with_warnings(Report.from_dict(output))
+
+
+def with_warnings(report: Report) -> Report:
+    """The report, whose warnings are also warnings of Python, at the line that called the package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        level, frame = level + 1, frame.f_back
+    for note in report.notes:
+        if note.startswith("warning: "):
+            warnings.warn(note.removeprefix("warning: "), stacklevel=level)
+    return report
 
 
 def run(
@@ -185,7 +198,7 @@ def sweep(
     with launch("sweep", recipe, output, overrides, options, more) as job:
         watch(job, progress)
         names = [run["name"] for run in job.output()["runs"]]
-    return {name: Report.open(os.path.join(output, name)) for name in names}
+    return {name: with_warnings(Report.open(os.path.join(output, name))) for name in names}
 
 
 def plan(recipe: RecipeLike, *, overrides: Mapping[str, object] | None = None) -> dict[str, Any]:

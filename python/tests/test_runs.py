@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,15 @@ class Reports(InWorkspace):
         self.assertIsInstance(self.report.layers[0], compress.sections.Layer)
         self.assertIsNone(self.report.accuracy)
         self.assertRegex(repr(self.report), r"<Report: quantize-dynamic: [\d.]+ kB -> [\d.]+ kB, [\d.]+ x smaller>")
+
+    def test_warnings_of_a_run_are_warnings_of_python(self) -> None:
+        goal: Any = {"min_cosine": 0.9999999, "max_trials": 2}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report = compress.quantize_static("minilm", "out/static", calibration=["hat sat wet", "cat"], accuracy_goal=goal)
+        messages = [str(each.message) for each in caught if "goal" in str(each.message)]
+        self.assertIn(f"warning: {messages[0]}", report.notes)
+        self.assertEqual({each.filename for each in caught}, {__file__})
 
     def test_keys_of_newer_versions_are_preserved(self) -> None:
         newer = {**self.report.to_dict(), "new": 1}
