@@ -75,7 +75,7 @@ class Progress:
     """Name of the stage."""
 
     done: int = 0
-    """Completed units."""
+    """Completed units. The last event of a stage has `total`, also if the stage ended early or failed."""
 
     total: int | None = None
     """Number of units, if it is known."""
