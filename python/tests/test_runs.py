@@ -9,6 +9,7 @@ import inspect
 import io
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -472,13 +473,15 @@ pathlib.Path("ended").touch()
         """Sends the signal to the process group, as a terminal does."""
         # Programs that a shell starts in the background ignore the signal, as a gate that runs tests may do.
         handle = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        python = self.start_python(f"{handle}from test_runs import slow\nwith slow() as job:\n    for event in job: print(event.stage, flush=True)\n")
-        os.killpg(python.pid, signal.SIGINT)
-        _, stderr = python.communicate(timeout=60)
-        self.assertIn("KeyboardInterrupt", stderr)
-        # The note of the exception: before the first step nothing is saved.
-        self.assertRegex(stderr, "\ninterrupted(; nothing was written|; finished work is saved| after step)")
-        self.assertNothingWritten()
+        for wait in ("for event in job: print(event.stage, flush=True)", "print(next(iter(job)), flush=True); job.result()"):
+            python = self.start_python(f"{handle}from test_runs import slow\nwith slow() as job:\n    {wait}\n")
+            os.killpg(python.pid, signal.SIGINT)
+            _, stderr = python.communicate(timeout=60)
+            self.assertIn("KeyboardInterrupt", stderr)
+            # The note of the exception: before the first step nothing is saved.
+            self.assertRegex(stderr, "\ninterrupted(; nothing was written|; finished work is saved| after step)")
+            self.assertNothingWritten()
+            shutil.rmtree("out", ignore_errors=True)
 
     def test_the_program_stops_when_python_is_terminated(self) -> None:
         for ended in (signal.SIGTERM, signal.SIGKILL):
