@@ -64,6 +64,8 @@ struct Template {
 
 impl Template {
     fn new(text: &str) -> Template {
+        // Jinja2 converts the line ends of templates, but not those of values.
+        let text = &text.replace("\r\n", "\n").replace('\r', "\n");
         let marked = replace_generation_blocks(text, [&format!("filter {MARKING_FILTER}"), "endfilter"]);
         Template { plain: replace_generation_blocks(text, ["if true", "endif"]), marked: Some(marked).filter(|marked| marked != text) }
     }
@@ -348,6 +350,20 @@ mod tests {
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();
         std::fs::write(folder.path().join("special_tokens_map.json"), json!({ "bos_token": { "content": "b" }, "eos_token": "other" }).to_string()).unwrap();
         assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "be");
+    }
+
+    /// The expected text is that of transformers 5.17.
+    #[test]
+    fn line_ends_of_templates_are_converted() {
+        let template = "a\n{% if true %}\nb\n{% endif %}\n{{ 'x\ny' }}\n{{ messages[0].content }}";
+        for newline in ["\r\n", "\r", "\n"] {
+            let settings = json!({ "chat_template": template.replace('\n', newline) });
+            assert_eq!(rendered(&settings).unwrap(), "a\nb\nx\ny\n  Who <b> are you? ", "{newline:?}");
+        }
+        let chat = [Message { role: "user".into(), content: "x\r\ny".into() }];
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(FILE), "{{ messages[0].content }}\r\n.").unwrap();
+        assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&chat).unwrap(), "x\r\ny\n.");
     }
 
     /// The expected text is the output of `apply_chat_template` of transformers 5.
