@@ -6,6 +6,7 @@
 pub mod adapter;
 mod adjacent;
 mod bits_and_bytes;
+mod chat_templates;
 mod config;
 mod diff;
 mod exclusion_reason;
@@ -31,12 +32,14 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+pub use chat_templates::{DEFAULT_TEMPLATE, chat_templates};
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 pub use exclusion_reason::ExclusionReason;
 use files::PREPROCESSING;
 pub use files::{AuxiliaryFiles, SynthesizedFiles, auxiliary_path, open_auxiliary_config, preprocessing_folder, read_auxiliary_text};
-pub use processor::{processor_settings, processor_template};
+pub use processor::processor_settings;
+use processor::processor_template;
 pub use python_numbers::{parse_config, parse_json, render_python};
 pub use roles::{
     LINEAR_RULE, LogitKind, ModelPart, PRUNABLE_RULE, class, exempt_layers, is_convolution, is_embedding, is_linear, is_prunable, no_single_label, part,

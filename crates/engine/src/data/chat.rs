@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 
 use super::tokens::{special_tokens, token_text};
 use crate::error::{Error, Result};
-use crate::model::{SynthesizedFiles, open_auxiliary_config, processor_template, read_auxiliary_text};
+use crate::model::{DEFAULT_TEMPLATE, SynthesizedFiles, chat_templates, open_auxiliary_config};
 
 /// File with the template.
 const FILE: &str = "chat_template.jinja";
@@ -84,27 +84,19 @@ pub struct ChatTemplate {
 
 impl ChatTemplate {
     /// Opens the template of a folder, or of the files synthesized from a weight file:
-    /// `chat_template.jinja`, or `chat_template` in `tokenizer_config.json` or `chat_template.json`.
+    /// `chat_template.jinja` and `additional_chat_templates`, or `chat_template` in `tokenizer_config.json` or
+    /// `chat_template.json`.
     pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<ChatTemplate> {
         let settings = open_auxiliary_config(folder, synthesized, SETTINGS)?;
-        let own = read_auxiliary_text(folder, synthesized, FILE)?;
-        let stored = |name: &str| match settings.get("chat_template")? {
-            Value::String(text) => Some(text.clone()).filter(|_| name == "default"),
-            Value::Array(all) => {
-                let named = all.iter().find(|template| template.get("name").and_then(Value::as_str) == Some(name))?;
-                named.get("template")?.as_str().map(str::to_owned)
-            }
-            _ => None,
-        };
-        let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| Template::new(&text));
-        let text = own.or_else(|| stored("default")).map_or_else(|| processor_template(folder, synthesized), |text| Ok(Some(text)))?;
-        let text = text.ok_or_else(|| Error::Unsupported {
+        let templates = chat_templates(folder, synthesized, settings.get("chat_template"))?;
+        let named = |name: &str| templates.get(name).map(|text| Template::new(text));
+        let template = named(DEFAULT_TEMPLATE).ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
             hint: format!("add {FILE} to the model's folder, or use plain texts instead of chats"),
         })?;
         let tokens = special_tokens(folder, synthesized, settings.values())?;
         let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
-        Ok(ChatTemplate { template: Template::new(&text), with_tools, tokens, folder: folder.display().to_string() })
+        Ok(ChatTemplate { template, with_tools: named("tool_use"), tokens, folder: folder.display().to_string() })
     }
 
     /// Renders messages followed by the generation prompt. Fails if the template exceeds the instruction
@@ -338,9 +330,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let named = json!({ "chat_template": [{ "name": "default", "template": "plain" }, { "name": "tool_use", "template": "{{ tools[0].b }}" }] });
         std::fs::write(folder.path().join(SETTINGS), named.to_string()).unwrap();
-        let template = ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap();
-        let render = |tools| template.render_complete(&Chat { messages: json!([]), tools }).unwrap();
-        assert_eq!((render(Value::Null).as_str(), render(json!([{ "b": "tool" }])).as_str()), ("plain", "tool"));
+        let chats = || {
+            let template = ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap();
+            [Value::Null, json!([{ "b": "tool" }])].map(|tools| template.render_complete(&Chat { messages: json!([]), tools }).unwrap())
+        };
+        assert_eq!(chats(), ["plain", "tool"]);
+        // The files that `save_pretrained` of transformers 5 writes for several templates.
+        std::fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
+        std::fs::write(folder.path().join(FILE), "file").unwrap();
+        assert_eq!(chats(), ["file", "file"]);
+        std::fs::write(folder.path().join("additional_chat_templates/tool_use.jinja"), "T {{ tools[0].b }}").unwrap();
+        assert_eq!(chats(), ["file", "T tool"]);
         // The template of a processor.
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("chat_template.json"), json!({ "chat_template": "{{ messages | length }}" }).to_string()).unwrap();

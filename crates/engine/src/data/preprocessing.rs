@@ -12,11 +12,12 @@ use crate::model::read_auxiliary_text;
 /// Files of a folder with the vocabulary.
 const VOCABULARIES: [&str; 2] = ["tokenizer.json", "tiktoken.model"];
 /// Other files of a folder that define the preprocessing of samples.
-const PREPARATION: [&str; 8] = [
+const PREPARATION: [&str; 9] = [
     "tokenization_kimi.py",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "preprocessor_config.json",
     "processor_config.json",
     "generation_config.json",

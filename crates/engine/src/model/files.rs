@@ -79,12 +79,13 @@ const LOGGED_PASSES: [&str; 2] = ["finetune", "distill"];
 /// Top-level folders with the model in another format.
 const OTHER_FORMATS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
 /// Preprocessing files of a single ONNX file.
-pub(super) const PREPROCESSING: [&str; 8] = [
+pub(super) const PREPROCESSING: [&str; 9] = [
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",

@@ -8,7 +8,7 @@ use super::describe::Keys;
 use super::pre_tokenizer::{PreTokenizer, at};
 use super::token_types::{BYTE, CONTROL, NORMAL, SPACE, TEMPLATE, TEMPLATES, UNKNOWN, UNUSED, USER_DEFINED};
 use crate::error::{Error, Result, counted};
-use crate::model::{Model, parse_json, processor_template, read_auxiliary_text};
+use crate::model::{DEFAULT_TEMPLATE, Model, chat_templates, parse_json, read_auxiliary_text};
 use crate::store::gguf::Value;
 
 const FILE: &str = "tokenizer.json";
@@ -142,34 +142,22 @@ pub fn vocabulary(model: &Model, rows: usize) -> Result<(Keys, Vec<String>)> {
         };
         values.push((key(&format!("add_{name}_token")), Value::Bool(is_added)));
     }
-    // As in transformers, a separate file takes precedence.
-    let (folder, synthesized) = (&model.path, &model.auxiliary.synthesized);
-    let (own, stored) = (read_auxiliary_text(folder, synthesized, "chat_template.jinja")?, at(&settings, "/chat_template"));
-    let text = own.or_else(|| stored.as_str().map(str::to_owned));
-    match (text, stored.as_array()) {
-        (None, Some(list)) => values.extend(templates(list).map_err(refused)?),
-        (text, _) => {
-            let text = text.map_or_else(|| processor_template(folder, synthesized), |text| Ok(Some(text)))?;
-            values.extend(text.map(|text| (TEMPLATE.into(), Value::Text(text))));
-        }
-    }
+    let stored = chat_templates(&model.path, &model.auxiliary.synthesized, settings.get("chat_template"))?;
+    values.extend(templates(stored).map_err(refused)?);
     Ok((values, notes))
 }
 
 /// Metadata of named chat templates: the default one, a list of the other names, and the other templates.
-fn templates(list: &[Json]) -> Result<Keys, String> {
+fn templates(stored: BTreeMap<String, String>) -> Result<Keys, String> {
     let mut found = BTreeMap::new();
-    for entry in list {
-        let (Some(name), Some(text)) = (at(entry, "/name").as_str(), at(entry, "/template").as_str()) else {
-            return Err("`chat_template` of tokenizer_config.json is a list with entries other than names and templates".into());
-        };
+    for (name, text) in stored {
         // As in llama.cpp's converter.
         let name: String = name.chars().map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '_' }).collect();
-        if found.insert(name.clone(), text.to_owned()).is_some() {
+        if found.insert(name.clone(), text).is_some() {
             return Err(format!("two chat templates have the name `{name}`"));
         }
     }
-    let mut values: Keys = found.remove("default").map(|text| (TEMPLATE.to_owned(), Value::Text(text))).into_iter().collect();
+    let mut values: Keys = found.remove(DEFAULT_TEMPLATE).map(|text| (TEMPLATE.to_owned(), Value::Text(text))).into_iter().collect();
     if !found.is_empty() {
         values.push((TEMPLATES.into(), Value::Texts(found.keys().cloned().collect())));
     }
@@ -343,10 +331,10 @@ mod tests {
 
     #[test]
     fn chat_templates_have_names() {
-        let list = [json!({ "name": "tool-use", "template": "b" }), json!({ "name": "default", "template": "a" })];
+        let stored = |names: [&str; 2]| names.map(str::to_owned).into_iter().zip(["b".to_owned(), "a".to_owned()]).collect();
         let text = |key: &str, text: &str| (key.to_owned(), Value::Text(text.to_owned()));
         let names = ("tokenizer.chat_templates".to_owned(), Value::Texts(vec!["tool_use".to_owned()]));
-        assert_eq!(templates(&list), Ok(vec![text("tokenizer.chat_template", "a"), names, text("tokenizer.chat_template.tool_use", "b")]));
-        assert!(templates(&[json!("a")]).is_err());
+        assert_eq!(templates(stored(["tool-use", "default"])), Ok(vec![text("tokenizer.chat_template", "a"), names, text("tokenizer.chat_template.tool_use", "b")]));
+        assert!(templates(stored(["a-b", "a_b"])).is_err());
     }
 }
