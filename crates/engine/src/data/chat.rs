@@ -1,5 +1,7 @@
 //! Chat templates: render the messages of a chat to the text format that a model was trained on.
 
+mod generation_blocks;
+
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
@@ -12,6 +14,7 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use serde_json::{Map, Value, json};
 
+use self::generation_blocks::replace_generation_blocks;
 use super::tokens::{special_tokens, token_text};
 use crate::error::{Error, Result};
 use crate::model::{DEFAULT_TEMPLATE, SynthesizedFiles, chat_templates, open_auxiliary_config};
@@ -252,26 +255,6 @@ fn normalize_messages(messages: &Value) -> Value {
         Value::Array(messages) => messages.iter().map(normalize).collect(),
         other => other.clone(),
     }
-}
-
-/// Replaces the tags of `{% generation %}` blocks, which mark assistant messages for training in
-/// transformers.
-fn replace_generation_blocks(text: &str, [start, end]: [&str; 2]) -> String {
-    let mut rest = text;
-    let mut out = String::with_capacity(text.len());
-    while let Some((before, inside, after)) =
-        rest.split_once("{%").and_then(|(before, rest)| rest.split_once("%}").map(|(inside, after)| (before, inside, after)))
-    {
-        let name = inside.trim_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '+'));
-        let inside = match name {
-            "generation" => inside.replace(name, start),
-            "endgeneration" => inside.replace(name, end),
-            _ => inside.to_owned(),
-        };
-        out.extend([before, "{%", &inside, "%}"]);
-        rest = after;
-    }
-    out + rest
 }
 
 /// Serializes JSON like Python's `json.dumps`.
