@@ -1,20 +1,27 @@
 //! Chat templates: render the messages of a chat to the text format that a model was trained on.
 
+mod environment;
 mod generation_blocks;
+mod memory;
+mod python;
+mod rewriting;
 
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
 
+use minijinja::machinery::{CodeGenerator, eval, make_string_output};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
-use minijinja::{Environment, Error as TemplateError, ErrorKind, Value as TemplateValue};
-use minijinja_contrib::pycompat::unknown_method_callback;
+use minijinja::{AutoEscape, Error as TemplateError, ErrorKind, Value as TemplateValue};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use serde_json::{Map, Value, json};
 
+use self::environment::environment;
 use self::generation_blocks::replace_generation_blocks;
+use self::memory::Memory;
+use self::rewriting::parse_rewritten;
 use super::tokens::{special_tokens, token_text};
 use crate::error::{Error, Result};
 use crate::model::{DEFAULT_TEMPLATE, SynthesizedFiles, chat_templates, open_auxiliary_config};
@@ -205,11 +212,8 @@ impl ChatTemplate {
                 if uses_date { "the template uses the current date, which makes results change from day to day: replace it by a fixed date" } else { "" };
             Error::run(format!("{}: the chat template", self.folder), e, hint)
         };
-        let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(failed)?);
+        let mut environment = environment(&Memory::default());
         environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_function("raise_exception", |reason: String| Err::<TemplateValue, _>(TemplateError::new(ErrorKind::InvalidOperation, reason)));
         environment.add_filter("tojson", |value: TemplateValue, options: Kwargs| {
             let indent: Option<usize> = options.get("indent")?;
@@ -228,7 +232,14 @@ impl ChatTemplate {
             ("add_generation_prompt", json!(add_generation_prompt)),
         ];
         context.extend(variables.map(|(name, value)| (name.to_owned(), value)));
-        environment.render_str(text, Serde(context)).map_err(failed)
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        let mut generator = CodeGenerator::new("<string>", text);
+        generator.compile_stmt(&syntax.and_then(|syntax| parse_rewritten(text, syntax)).map_err(failed)?);
+        let ((instructions, blocks), mut rendered) = (generator.finish(), String::new());
+        let mut out = make_string_output(&mut rendered);
+        eval(&environment, &instructions, Serde(context).into(), &blocks, &mut out, AutoEscape::None).map_err(failed)?;
+        drop(out);
+        Ok(rendered)
     }
 }
 
@@ -457,11 +468,48 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_templates_is_limited() {
+        let repeated = |text: &str| format!("{{% set l=[1] %}}{}", text.repeat(40));
+        let long = "{% set s='abcdefghij' * 100000 %}";
+        for template in [
+            "{% set ns=namespace(s='aaaaaaaaaa') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}".to_owned(),
+            "{% set ns=namespace(s='aaaaaaaaaa') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}".to_owned(),
+            "{% set ns=namespace(s='a') %}{% for i in range(40) %}{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}".to_owned(),
+            "{% macro f(s) %}{{ f(s ~ s) }}{% endmacro %}{{ f('aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' * 100000) }}".to_owned(),
+            "{{ 'a'|indent(5000000000) }}".to_owned(),
+            "{{ ['a']|map('indent', width=5000000000)|list }}".to_owned(),
+            "{{ [1,2,3]|batch(2000000000, 0)|list|length }}".to_owned(),
+            "{{ '%1000000000d'|format(1) }}".to_owned(),
+            "{{ 'a' * 100000000 }}".repeat(20),
+            "{{ [1] * 100000000 }}".to_owned(),
+            format!("{long}{{{{ s|replace('a', s) }}}}"),
+            format!("{long}{{{{ s.replace('', s) }}}}"),
+            format!("{long}{{{{ s.join(range(99999)) }}}}"),
+            format!("{long}{{{{ range(99999)|join(s) }}}}"),
+            format!("{long}{{{{ ([s] * 99999)|upper }}}}"),
+            format!("{long}{{% set ns=namespace(l=[]) %}}{{% for i in range(9999) %}}{{% set ns.l = ns.l + [s[1:]] %}}{{% endfor %}}"),
+            format!("{{% for i in range(99999) %}}{}{{% endfor %}}", "abcdefghij".repeat(2000)),
+            repeated("{% set l=[l,l] %}"),
+            repeated("{% set l=l+l %}"),
+            repeated("{% set l=dict(a=l,b=l) %}"),
+            "{% set ns=namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l] %}{% endfor %}".to_owned(),
+            "{% set ns=namespace() %}{% set ns.a = ns %}{{ ns }}".to_owned(),
+        ] {
+            let error = rendered(&json!({ "chat_template": template })).unwrap_err().to_string();
+            let is_limit = error.contains("too large") || error.contains("is not supported") || error.contains("a width of");
+            assert!(error.contains("the chat template") && is_limit, "{template:.80}: {error}");
+        }
+        let summed = "{% set ns=namespace(s='', l=[]) %}{% for i in range(2000) %}{% set ns.s = ns.s ~ 'abcdefghij' %}{% set ns.l = ns.l + [i] %}{% endfor %}{{ ns.s|length + ns.l|length }}";
+        assert_eq!(rendered(&json!({ "chat_template": summed })).unwrap(), "22000");
+    }
+
+    #[test]
     fn template_errors_are_reported() {
         let error = |template: &str| rendered(&json!({ "chat_template": template })).unwrap_err().to_string();
         assert!(error("{{ raise_exception('roles must alternate') }}").contains("roles must alternate"));
         assert!(error("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}").contains("fuel"));
         assert!(error("{% if %}").contains("the chat template"));
+        assert!(error("{% include 'x' %}").contains("the chat template: invalid operation: blocks, imports"));
         assert!(rendered(&json!({})).unwrap_err().to_string().contains("a chat without chat_template.jinja"));
     }
 }
