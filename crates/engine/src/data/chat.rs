@@ -2,26 +2,22 @@
 
 mod environment;
 mod generation_blocks;
+mod json;
 mod memory;
 mod python;
 mod rewriting;
 
-use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
 
-use minijinja::machinery::{CodeGenerator, eval, make_string_output};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde};
-use minijinja::{AutoEscape, Error as TemplateError, ErrorKind, Value as TemplateValue};
+use minijinja::value::Serde;
+use minijinja::{Error as TemplateError, ErrorKind, Value as TemplateValue};
 use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter};
 use serde_json::{Map, Value, json};
 
-use self::environment::environment;
+use self::environment::{environment, render};
 use self::generation_blocks::replace_generation_blocks;
 use self::memory::Memory;
-use self::rewriting::parse_rewritten;
 use super::tokens::{special_tokens, token_text};
 use crate::error::{Error, Result};
 use crate::model::{DEFAULT_TEMPLATE, SynthesizedFiles, chat_templates, open_auxiliary_config};
@@ -31,8 +27,6 @@ const FILE: &str = "chat_template.jinja";
 const SETTINGS: &str = "tokenizer_config.json";
 /// Names of the reasoning of a message. Templates read the first one.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-/// Maximum number of template instructions, since templates are untrusted.
-const FUEL: u64 = 10_000_000;
 /// Filter that marks the text of `{% generation %}` blocks.
 const MARKING_FILTER: &str = "mark_generation";
 /// Noncharacters of Unicode, of which two that do not occur in a chat mark the ends of these blocks.
@@ -213,13 +207,7 @@ impl ChatTemplate {
             Error::run(format!("{}: the chat template", self.folder), e, hint)
         };
         let mut environment = environment(&Memory::default());
-        environment.set_fuel(Some(FUEL));
         environment.add_function("raise_exception", |reason: String| Err::<TemplateValue, _>(TemplateError::new(ErrorKind::InvalidOperation, reason)));
-        environment.add_filter("tojson", |value: TemplateValue, options: Kwargs| {
-            let indent: Option<usize> = options.get("indent")?;
-            options.assert_all_used()?;
-            as_python(&value, indent).map_err(|e| TemplateError::new(ErrorKind::BadSerialization, e.to_string()))
-        });
         if let Some([start, end]) = markers {
             environment.add_filter(MARKING_FILTER, move |text: String| format!("{start}{text}{end}"));
         }
@@ -232,14 +220,7 @@ impl ChatTemplate {
             ("add_generation_prompt", json!(add_generation_prompt)),
         ];
         context.extend(variables.map(|(name, value)| (name.to_owned(), value)));
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        let mut generator = CodeGenerator::new("<string>", text);
-        generator.compile_stmt(&syntax.and_then(|syntax| parse_rewritten(text, syntax)).map_err(failed)?);
-        let ((instructions, blocks), mut rendered) = (generator.finish(), String::new());
-        let mut out = make_string_output(&mut rendered);
-        eval(&environment, &instructions, Serde(context).into(), &blocks, &mut out, AutoEscape::None).map_err(failed)?;
-        drop(out);
-        Ok(rendered)
+        render(&environment, text, Serde(context).into()).map_err(failed)
     }
 }
 
@@ -266,33 +247,6 @@ fn normalize_messages(messages: &Value) -> Value {
         Value::Array(messages) => messages.iter().map(normalize).collect(),
         other => other.clone(),
     }
-}
-
-/// Serializes JSON like Python's `json.dumps`.
-fn as_python(value: &TemplateValue, indent: Option<usize>) -> serde_json::Result<String> {
-    struct Spaced;
-    impl Formatter for Spaced {
-        fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-            if first { Ok(()) } else { writer.write_all(b", ") }
-        }
-
-        fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-            if first { Ok(()) } else { writer.write_all(b", ") }
-        }
-
-        fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-            writer.write_all(b": ")
-        }
-    }
-    let mut bytes = Vec::new();
-    match indent {
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced))?,
-        Some(width) => {
-            let blanks = vec![b' '; width.min(16)];
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, PrettyFormatter::with_indent(&blanks)))?;
-        }
-    }
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]
@@ -509,7 +463,7 @@ mod tests {
         assert!(error("{{ raise_exception('roles must alternate') }}").contains("roles must alternate"));
         assert!(error("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}").contains("fuel"));
         assert!(error("{% if %}").contains("the chat template"));
-        assert!(error("{% include 'x' %}").contains("the chat template: invalid operation: blocks, imports"));
+        assert!(error("{% include 'x' %}").contains("imports, `autoescape` and other templates are not supported"));
         assert!(rendered(&json!({})).unwrap_err().to_string().contains("a chat without chat_template.jinja"));
     }
 }

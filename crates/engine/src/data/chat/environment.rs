@@ -1,13 +1,18 @@
 //! Filters, operators and methods of templates.
 
+use minijinja::machinery::{CodeGenerator, eval, make_string_output};
+use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs, from_args};
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
+use super::json::to_json;
 use super::memory::{Memory, Text, require_small};
 use super::python::write_text;
-use super::rewriting::{APPLY, COUNT};
+use super::rewriting::{APPLY, COUNT, parse_rewritten};
 
+/// Maximum number of template instructions, since templates are untrusted.
+const FUEL: u64 = 10_000_000;
 /// Filters that do not exist in Jinja2.
 const OTHER_FILTERS: [&str; 6] = ["bool", "chain", "lines", "split", "zip", "debug"];
 /// Maximum number of blanks, columns or lists that the arguments of a filter specify.
@@ -16,6 +21,7 @@ const WIDTH: usize = 1 << 16;
 /// An environment for templates whose operators are [rewritten](super::rewriting).
 pub(super) fn environment<'s>(memory: &Memory) -> Environment<'s> {
     let mut environment = Environment::new();
+    environment.set_fuel(Some(FUEL));
     OTHER_FILTERS.into_iter().for_each(|name| environment.remove_filter(name));
     let used = memory.clone();
     environment.set_formatter(move |out, _, value| {
@@ -35,6 +41,8 @@ pub(super) fn environment<'s>(memory: &Memory) -> Environment<'s> {
     let used = memory.clone();
     environment.add_filter(COUNT, move |value: Value| used.count(value));
     let used = memory.clone();
+    environment.add_filter("tojson", move |value: Value, args: Rest<ValueOrKwargs>| to_json(&used, &value, args));
+    let used = memory.clone();
     environment.add_filter("~", move |left: Value, right: Value| text(&used, [&left, &right]));
     let used = memory.clone();
     environment.add_filter("+", move |state: &mut State, left: Value, right: Value| add(&used, state, &left, &right));
@@ -42,6 +50,18 @@ pub(super) fn environment<'s>(memory: &Memory) -> Environment<'s> {
     environment.add_filter("*", move |state: &mut State, left: Value, right: Value| multiply(&used, state, &left, &right));
     environment.add_filter("%", move |state: &mut State, left: Value, right: Value| native(state, "%", &left, &right));
     environment
+}
+
+/// Renders a template with the variables of `context`.
+pub(super) fn render(environment: &Environment, text: &str, context: Value) -> Result<String, Error> {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
+    let mut generator = CodeGenerator::new("<string>", text);
+    generator.compile_stmt(&parse_rewritten(text, syntax)?);
+    let ((instructions, blocks), mut rendered) = (generator.finish(), String::new());
+    let mut out = make_string_output(&mut rendered);
+    eval(environment, &instructions, context, &blocks, &mut out, AutoEscape::None)?;
+    drop(out);
+    Ok(rendered)
 }
 
 fn unsupported(what: &str) -> Error {
@@ -150,4 +170,10 @@ fn multiply(memory: &Memory, state: &State, left: &Value, right: &Value) -> Resu
 fn native(state: &State, operator: &str, left: &Value, right: &Value) -> Result<Value, Error> {
     let operands = [("left", left), ("right", right)].map(|(name, value)| (name, value.clone()));
     state.env().compile_expression_owned(format!("left {operator} right"))?.eval(Value::from_iter(operands))
+}
+
+/// Renders a template without variables.
+#[cfg(test)]
+pub(super) fn rendered(text: &str) -> Result<String, Error> {
+    render(&environment(&Memory::default()), text, Value::UNDEFINED)
 }

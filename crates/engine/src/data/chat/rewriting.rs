@@ -152,11 +152,12 @@ fn statement<'s>(stmt: &Stmt<'s>) -> Result<Stmt<'s>, Error> {
         Stmt::FilterBlock(s) => {
             Stmt::FilterBlock(Spanned::new(ast::FilterBlock { filter: expression(&s.filter), body: statements(&s.body)? }, s.span()))
         }
+        Stmt::Block(s) => Stmt::Block(Spanned::new(ast::Block { name: s.name, required: s.required, body: statements(&s.body)? }, s.span())),
         Stmt::Macro(s) => Stmt::Macro(declaration(s)?),
         Stmt::CallBlock(s) => Stmt::CallBlock(Spanned::new(ast::CallBlock { call: call(&s.call), macro_decl: declaration(&s.macro_decl)? }, s.span())),
         Stmt::Continue(s) => Stmt::Continue(Spanned::new(ast::Continue, s.span())),
         Stmt::Break(s) => Stmt::Break(Spanned::new(ast::Break, s.span())),
         Stmt::Do(s) => Stmt::Do(Spanned::new(ast::Do { call: call(&s.call) }, s.span())),
-        _ => return Err(Error::new(ErrorKind::InvalidOperation, "blocks, imports, `autoescape` and other templates are not supported")),
+        _ => return Err(Error::new(ErrorKind::InvalidOperation, "imports, `autoescape` and other templates are not supported")),
     })
 }
