@@ -4,11 +4,10 @@ use minijinja::machinery::{CodeGenerator, eval, make_string_output};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
-use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::json::to_json;
 use super::memory::{Memory, Text, require_small};
-use super::python::write_text;
+use super::python::{call_method, escape, is_sequence, write_text};
 use super::rewriting::{APPLY, COUNT, parse_rewritten};
 
 /// Maximum number of template instructions, since templates are untrusted.
@@ -32,7 +31,7 @@ pub(super) fn environment<'s>(memory: &Memory) -> Environment<'s> {
     environment.set_unknown_method_callback(move |state, value, method, args| {
         let values: Vec<Value> = [value].into_iter().chain(args).cloned().collect();
         prepare(&used, method, &values)?;
-        used.count(unknown_method_callback(state, value, method, args)?)
+        used.count(call_method(state, value, method, args)?)
     });
     let used = memory.clone();
     environment.add_filter(APPLY, move |state: &mut State, value: Value, name: &str, args: Rest<ValueOrKwargs>| {
@@ -48,7 +47,9 @@ pub(super) fn environment<'s>(memory: &Memory) -> Environment<'s> {
     environment.add_filter("+", move |state: &mut State, left: Value, right: Value| add(&used, state, &left, &right));
     let used = memory.clone();
     environment.add_filter("*", move |state: &mut State, left: Value, right: Value| multiply(&used, state, &left, &right));
-    environment.add_filter("%", move |state: &mut State, left: Value, right: Value| native(state, "%", &left, &right));
+    let used = memory.clone();
+    environment.add_filter("%", move |state: &mut State, left: Value, right: Value| remainder(&used, state, left, right));
+    environment.add_test("sequence", |value: Value| is_sequence(&value));
     environment
 }
 
@@ -87,6 +88,7 @@ fn apply(memory: &Memory, state: &mut State, name: &str, values: Vec<Value>) -> 
     match name {
         "string" => text(memory, &values).map(Value::from),
         "join" => join(memory, state, &values),
+        "e" | "escape" if values.len() == 1 && !values.iter().any(Value::is_safe) => memory.count(escape(&text(memory, &values)?)),
         _ => memory.count(state.apply_filter(name, &values)?),
     }
 }
@@ -111,6 +113,9 @@ fn prepare(memory: &Memory, name: &str, values: &[Value]) -> Result<(), Error> {
         // Widths of fields.
         "format" if first.contains('*') || first.split(|c: char| !c.is_ascii_digit()).any(|digits| digits.len() > 4) => {
             Err(unsupported("`format` with a width of more than 4 digits or of an argument"))
+        }
+        "format" if values.iter().skip(1).any(|value| text(memory, [value]).is_ok_and(|text| text != value.to_string())) => {
+            Err(unsupported("`format` of floats with exponents"))
         }
         _ => Ok(()),
     }
@@ -146,6 +151,9 @@ fn is_list(value: &Value) -> bool {
 }
 
 fn add(memory: &Memory, state: &State, left: &Value, right: &Value) -> Result<Value, Error> {
+    if left.is_safe() || right.is_safe() {
+        return Err(unsupported("`+` with escaped text"));
+    }
     if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
         memory.reserve(left.len().saturating_add(right.len()))?;
         return Ok([left, right].concat().into());
@@ -164,6 +172,19 @@ fn multiply(memory: &Memory, state: &State, left: &Value, right: &Value) -> Resu
         memory.reserve(size.unwrap_or(0).saturating_mul(usize::try_from(times.clone()).unwrap_or(0)))?;
     }
     native(state, "*", left, right)
+}
+
+/// The remainder of numbers, or a formatted text.
+fn remainder(memory: &Memory, state: &mut State, left: Value, right: Value) -> Result<Value, Error> {
+    let Some(format) = left.as_str() else { return native(state, "%", &left, &right) };
+    let mut arguments = if right.is_tuple() { right.try_iter()?.collect() } else { vec![right] };
+    // The engine has no named arguments here, and ignores superfluous ones.
+    let fields = format.replace("%%", "").matches('%').count();
+    if format.contains("%(") || fields != arguments.len() {
+        return Err(unsupported("`%` with other arguments than one for each field of the format"));
+    }
+    arguments.insert(0, left);
+    apply(memory, state, "format", arguments)
 }
 
 /// Applies an operator of the engine.

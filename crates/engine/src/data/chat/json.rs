@@ -4,6 +4,7 @@ use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::memory::{Memory, Text, require_depth};
+use super::python::number;
 
 /// Arguments of the filter.
 const ARGUMENTS: [&str; 4] = ["ensure_ascii", "indent", "separators", "sort_keys"];
@@ -124,7 +125,7 @@ fn scalar(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::None => Ok("null".to_owned()),
         ValueKind::Bool => Ok(value.is_true().to_string()),
-        ValueKind::Number => Ok(value.to_string()),
+        ValueKind::Number => Ok(number(value).replace("inf", "Infinity").replace("nan", "NaN")),
         kind => Err(wrong(&format!("a value of the type `{kind}` is not JSON serializable"))),
     }
 }
