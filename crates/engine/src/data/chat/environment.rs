@@ -189,12 +189,5 @@ fn remainder(memory: &Memory, state: &mut State, left: Value, right: Value) -> R
 
 /// Applies an operator of the engine.
 fn native(state: &State, operator: &str, left: &Value, right: &Value) -> Result<Value, Error> {
-    let operands = [("left", left), ("right", right)].map(|(name, value)| (name, value.clone()));
-    state.env().compile_expression_owned(format!("left {operator} right"))?.eval(Value::from_iter(operands))
-}
-
-/// Renders a template without variables.
-#[cfg(test)]
-pub(super) fn rendered(text: &str) -> Result<String, Error> {
-    render(&environment(&Memory::default()), text, Value::UNDEFINED)
+    state.env().compile_expression_owned(format!("left {operator} right"))?.eval(minijinja::context! { left, right })
 }

@@ -149,9 +149,7 @@ fn statement<'s>(stmt: &Stmt<'s>) -> Result<Stmt<'s>, Error> {
             let (target, filter, body) = (target(&s.target), optional(&s.filter), statements(&s.body)?);
             Stmt::SetBlock(Spanned::new(ast::SetBlock { target, filter, body }, s.span()))
         }
-        Stmt::FilterBlock(s) => {
-            Stmt::FilterBlock(Spanned::new(ast::FilterBlock { filter: expression(&s.filter), body: statements(&s.body)? }, s.span()))
-        }
+        Stmt::FilterBlock(s) => Stmt::FilterBlock(Spanned::new(ast::FilterBlock { filter: expression(&s.filter), body: statements(&s.body)? }, s.span())),
         Stmt::Block(s) => Stmt::Block(Spanned::new(ast::Block { name: s.name, required: s.required, body: statements(&s.body)? }, s.span())),
         Stmt::Macro(s) => Stmt::Macro(declaration(s)?),
         Stmt::CallBlock(s) => Stmt::CallBlock(Spanned::new(ast::CallBlock { call: call(&s.call), macro_decl: declaration(&s.macro_decl)? }, s.span())),

@@ -334,7 +334,10 @@ mod tests {
         let stored = |names: [&str; 2]| names.map(str::to_owned).into_iter().zip(["b".to_owned(), "a".to_owned()]).collect();
         let text = |key: &str, text: &str| (key.to_owned(), Value::Text(text.to_owned()));
         let names = ("tokenizer.chat_templates".to_owned(), Value::Texts(vec!["tool_use".to_owned()]));
-        assert_eq!(templates(stored(["tool-use", "default"])), Ok(vec![text("tokenizer.chat_template", "a"), names, text("tokenizer.chat_template.tool_use", "b")]));
+        assert_eq!(
+            templates(stored(["tool-use", "default"])),
+            Ok(vec![text("tokenizer.chat_template", "a"), names, text("tokenizer.chat_template.tool_use", "b")])
+        );
         assert!(templates(stored(["a-b", "a_b"])).is_err());
     }
 }
