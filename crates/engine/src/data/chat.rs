@@ -436,6 +436,7 @@ mod tests {
             "{{ '%1000000000d'|format(1) }}".to_owned(),
             "{{ 'a' * 100000000 }}".repeat(20),
             "{{ [1] * 100000000 }}".to_owned(),
+            "{{ ('a' * 90000000)|list|length }}".to_owned(),
             format!("{long}{{{{ s|replace('a', s) }}}}"),
             format!("{long}{{{{ s.replace('', s) }}}}"),
             format!("{long}{{{{ s.join(range(99999)) }}}}"),

@@ -78,13 +78,13 @@ fn text<'v>(memory: &Memory, values: impl IntoIterator<Item = &'v Value>) -> Res
 
 /// Applies a filter.
 fn apply(memory: &Memory, state: &mut State, name: &str, values: Vec<Value>) -> Result<Value, Error> {
+    prepare(memory, name, &values)?;
     if let ("map", [list, filter, rest @ ..]) = (name, values.as_slice())
         && let Some(filter) = filter.as_str()
     {
         let each = |item: Value| apply(memory, state, filter, [item].into_iter().chain(rest.iter().cloned()).collect());
         return memory.count(list.try_iter()?.map(each).collect::<Result<Vec<Value>, Error>>()?.into());
     }
-    prepare(memory, name, &values)?;
     match name {
         "string" => text(memory, &values).map(Value::from),
         "join" => join(memory, state, &values),
@@ -104,6 +104,8 @@ fn prepare(memory: &Memory, name: &str, values: &[Value]) -> Result<(), Error> {
             memory.reserve(first.matches(old).count().saturating_mul(new.len()))
         }
         "join" => memory.reserve(values.get(1).and_then(|list| list.try_iter().ok()).map_or(0, Iterator::count).saturating_mul(first.len())),
+        // Lists of characters.
+        "list" | "map" | "reject" | "select" | "sort" | "unique" => memory.reserve(first.len().saturating_mul(size_of::<Value>())),
         "batch" | "indent" | "slice" => {
             let mut widths = values.iter().skip(1).map(largest);
             let lines = if name == "indent" { first.lines().count() } else { 0 };

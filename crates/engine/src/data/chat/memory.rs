@@ -7,7 +7,7 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
 /// Maximum number of bytes of all values that a rendering creates.
-const CREATED: usize = 1 << 30;
+const CREATED: usize = 1 << 29;
 /// Maximum size of a value with the values in it.
 const NESTED: usize = 1 << 28;
 /// Maximum number of lists and mappings around a value.
@@ -45,7 +45,7 @@ fn take_size(value: &Value, depth: usize, left: &mut usize) -> Result<(), Error>
     let inner = require_depth(depth)?;
     *left = left.checked_sub(value.as_str().map_or(0, str::len).saturating_add(VALUE)).ok_or_else(too_large)?;
     let is_mapping = value.kind() == ValueKind::Map;
-    if is_mapping || value.kind() == ValueKind::Seq {
+    if is_mapping || matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable) {
         for item in value.try_iter()? {
             if is_mapping {
                 take_size(&value.get_item(&item)?, inner, left)?;
