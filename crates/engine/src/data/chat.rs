@@ -293,11 +293,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("chat_template.json"), json!({ "chat_template": "{{ messages | length }}" }).to_string()).unwrap();
         assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "0");
-        // Special tokens in a separate file, as written by old versions of transformers.
+        // Special tokens in a separate file, as written by old versions of transformers, which takes precedence.
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();
         std::fs::write(folder.path().join("special_tokens_map.json"), json!({ "bos_token": { "content": "b" }, "eos_token": "other" }).to_string()).unwrap();
-        assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "be");
+        assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "bother");
     }
 
     /// The expected text is that of transformers 5.17.

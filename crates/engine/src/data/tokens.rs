@@ -1,5 +1,6 @@
 //! Tokenization with the model's `tokenizer.json`.
 
+mod added;
 mod class;
 mod settings;
 mod stream;
@@ -14,8 +15,9 @@ use std::sync::OnceLock;
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
 use tokenizers::normalizers::{BertNormalizer, NormalizerWrapper};
-use tokenizers::{AddedToken, PostProcessor, TruncationParams, TruncationStrategy};
+use tokenizers::{PostProcessor, TruncationParams, TruncationStrategy};
 
+pub use self::added::{special_tokens, token_text};
 pub(super) use self::stream::TokenStream;
 use super::sentences::Sentences;
 use super::{Target, shaped};
@@ -82,7 +84,7 @@ impl Tokenizer {
         let pad = pad(&inner, settings.values(), target.config);
         override_normalizer(&mut inner, settings.values());
         settings::configure_splitting(&mut inner, settings.values(), target.config);
-        add_named_tokens(&mut inner, target, settings.values())?;
+        added::add_tokens(&mut inner, target, settings.values())?;
         let end = end(&inner, settings.values(), target.config);
         let sentences = Sentences::open(target.folder)?;
         let limit = limit(target, settings.values(), sentences.max_length);
@@ -225,41 +227,6 @@ impl Tokenizer {
         let named = [("input_ids", tensor(ids)?), ("attention_mask", tensor(mask)?), ("token_type_ids", tensor(types)?)];
         Ok(named.map(|(name, tensor)| (name.to_owned(), tensor)).into())
     }
-}
-
-/// The special tokens of `tokenizer_config.json`, or of `special_tokens_map.json` for older files
-/// without `added_tokens_decoder`.
-pub fn special_tokens(folder: &Path, synthesized: &SynthesizedFiles, settings: &Map<String, Value>) -> Result<Map<String, Value>> {
-    let older = open_auxiliary_config(folder, synthesized, "special_tokens_map.json")?;
-    let older = Some(older.values()).filter(|_| !settings.contains_key("added_tokens_decoder"));
-    let named = settings.iter().chain(older.into_iter().flatten().filter(|(name, _)| !settings.contains_key(*name)));
-    Ok(named.filter(|(name, value)| name.ends_with("_token") && token_text(value).is_some()).map(|(name, value)| (name.clone(), value.clone())).collect())
-}
-
-/// The text of a special token, which is stored as a string or as an object with `content`.
-pub fn token_text(token: &Value) -> Option<&str> {
-    token.as_str().or_else(|| token.get("content")?.as_str())
-}
-
-/// Adds the special tokens of `tokenizer_config.json` that are in the vocabulary as added tokens, which
-/// are never split, as in transformers.
-fn add_named_tokens(tokenizer: &mut tokenizers::Tokenizer, target: &Target, settings: &Map<String, Value>) -> Result<()> {
-    let named = special_tokens(target.folder, target.synthesized, settings)?;
-    let lists = ["additional_special_tokens", "extra_special_tokens"].into_iter().filter_map(|key| settings.get(key)?.as_array()).flatten();
-    let decoder = settings.get("added_tokens_decoder").and_then(Value::as_object);
-    let is_excluded = |text: &str| tokenizer.get_added_vocabulary().get_vocab().contains_key(text) || tokenizer.token_to_id(text).is_none();
-    let flag = |token: &Value, key: &str, missing: bool| token.get(key).and_then(Value::as_bool).unwrap_or(missing);
-    let to_added_token = |(token, special): (&Value, bool)| {
-        let text = token_text(token).filter(|text| !text.is_empty() && !is_excluded(text))?;
-        let special = flag(token, "special", special);
-        let added = AddedToken::from(text, special).lstrip(flag(token, "lstrip", false)).rstrip(flag(token, "rstrip", false));
-        Some(added.single_word(flag(token, "single_word", false)).normalized(flag(token, "normalized", !special)))
-    };
-    let all = named.values().chain(lists).map(|token| (token, true)).chain(decoder.into_iter().flat_map(Map::values).map(|token| (token, false)));
-    let (special, others): (Vec<AddedToken>, Vec<AddedToken>) = all.filter_map(to_added_token).partition(|token| token.special);
-    let wrong = |e: tokenizers::Error| Error::malformed(&target.folder.join(SETTINGS), e);
-    tokenizer.add_special_tokens(special).map_err(wrong)?;
-    tokenizer.add_tokens(others).map(drop).map_err(wrong)
 }
 
 /// Overrides the BERT normalizer with the settings of `tokenizer_config.json`, except for tokenizer
