@@ -26,7 +26,7 @@ struct Stage {
     name: String,
     unit: ProgressUnit,
     done: u64,
-    /// What earlier runs did of it.
+    /// The part of it that earlier runs did.
     resumed: u64,
     start: Instant,
     reported: Instant,

@@ -115,7 +115,7 @@ impl Comparison {
     fn rows(&self) -> Vec<Vec<String>> {
         let dash = || "-".to_owned();
         let number = |value: Option<f64>| value.map_or_else(dash, |v| format!("{v:.4}"));
-        // Only those that differ between the runs.
+        // Only conditions that differ between the runs.
         let differs = |at: &usize| self.runs.iter().filter_map(Summary::latency_conditions).map(|all| all[*at].clone()).collect::<BTreeSet<_>>().len() > 1;
         let differing: Vec<usize> = (0..3).filter(differs).collect();
         let time = |run: &Summary| {

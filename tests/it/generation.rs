@@ -139,8 +139,8 @@ fn incremental_decoding_equals_whole_texts() {
     }
 }
 
-/// Tokens that continue a text in several ways compute the outputs of their branches, and those that are
-/// retained become the text. Rotary frequencies that change with the length exclude a few families.
+/// Tokens that continue a text in several ways compute the outputs of their branches, and retained tokens
+/// become the text. Rotary frequencies that change with the length exclude a few families.
 #[test]
 fn branches_equal_whole_texts() {
     const PARENTS: [Option<usize>; 5] = [None, Some(0), Some(0), Some(1), Some(2)];
