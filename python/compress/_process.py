@@ -235,7 +235,7 @@ class Events:
                 if (last.done or last.message) and not last.finished:
                     self._unread.pop()
             self._unread.append(event)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def wait(self) -> None:
         """Waits for the end. Thread.join of Python 3.11 does not wait again after Ctrl-C."""
