@@ -9,7 +9,7 @@ mod tiktoken;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use candle_core::{Device, Tensor};
@@ -23,7 +23,7 @@ use super::sentences::Sentences;
 use super::{Target, shaped};
 use crate::arch::{self, PositionOffset, Positions};
 use crate::error::{Error, Result};
-use crate::model::{SynthesizedFiles, auxiliary_path, open_auxiliary_config, read_auxiliary_text};
+use crate::model::{auxiliary_path, open_auxiliary_config, read_auxiliary_text};
 
 const FILE: &str = "tokenizer.json";
 const SETTINGS: &str = "tokenizer_config.json";
@@ -292,7 +292,10 @@ fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::model::SynthesizedFiles;
 
     /// A byte-level BPE tokenizer like GPT-2's, with a few merges and a template for special tokens.
     pub fn byte_level(folder: &Path, template: &str, prefix: bool) -> Tokenizer {
