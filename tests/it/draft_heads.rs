@@ -177,7 +177,7 @@ fn greedy_texts_are_those_of_the_model() {
     let folder = tempfile::tempdir().unwrap();
     let mut tensors = read(&head.join("model.safetensors"));
     let output = tensors.get_mut("lm_head.weight").unwrap();
-    let sure: Vec<f64> = output.values().iter().map(|value| value * 8.0).collect();
+    let sure: Vec<f64> = output.values().iter().map(|value| value * 2.0).collect();
     *output = crate::common::Tensor::floats(output.dtype, &output.shape, &sure);
     crate::common::write(&folder.path().join("model.safetensors"), &tensors);
     fs::copy(head.join("config.json"), folder.path().join("config.json")).unwrap();

@@ -219,7 +219,7 @@ fn data_of_another_kind() {
         text(
             "a file of another kind",
             "quantize-static in -o out --calibration in/config.json",
-            "the extension of `in/config.json` does not show what it contains",
+            "`in/config.json`: files with the extension .json are not read: convert it",
         ),
         text(
             "a folder of texts",

@@ -67,13 +67,7 @@ fn expression<'s>(expr: &Expr<'s>) -> Expr<'s> {
             let [start, stop, step] = [&slice.start, &slice.stop, &slice.step].map(optional);
             counted(Expr::Slice(Spanned::new(ast::Slice { expr: expression(&slice.expr), start, stop, step }, span)))
         }
-        Expr::UnaryOp(unary) => {
-            let op = match unary.op {
-                ast::UnaryOpKind::Not => ast::UnaryOpKind::Not,
-                ast::UnaryOpKind::Neg => ast::UnaryOpKind::Neg,
-            };
-            Expr::UnaryOp(Spanned::new(ast::UnaryOp { op, expr: expression(&unary.expr) }, span))
-        }
+        Expr::UnaryOp(unary) => Expr::UnaryOp(Spanned::new(ast::UnaryOp { op: unary.op, expr: expression(&unary.expr) }, span)),
         Expr::BinOp(binary) => {
             let (left, right) = (expression(&binary.left), expression(&binary.right));
             match operator(binary.op) {
