@@ -67,7 +67,10 @@ fn expression<'s>(expr: &Expr<'s>) -> Expr<'s> {
             let [start, stop, step] = [&slice.start, &slice.stop, &slice.step].map(optional);
             counted(Expr::Slice(Spanned::new(ast::Slice { expr: expression(&slice.expr), start, stop, step }, span)))
         }
-        Expr::UnaryOp(unary) => Expr::UnaryOp(Spanned::new(ast::UnaryOp { op: unary.op, expr: expression(&unary.expr) }, span)),
+        Expr::UnaryOp(unary) => {
+            let op = if matches!(unary.op, ast::UnaryOpKind::Not) { ast::UnaryOpKind::Not } else { ast::UnaryOpKind::Neg };
+            Expr::UnaryOp(Spanned::new(ast::UnaryOp { op, expr: expression(&unary.expr) }, span))
+        }
         Expr::BinOp(binary) => {
             let (left, right) = (expression(&binary.left), expression(&binary.right));
             match operator(binary.op) {
