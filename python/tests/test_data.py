@@ -214,7 +214,7 @@ class Tensors(InWorkspace):
         with self.assertRaisesRegex(compress.UsageError, "^data: unknown key `text_colum`, did you mean `text_column`\\?\nExpected one of") as raised:
             compress.evaluate("llama", {"text": "book.txt", "text_colum": 7})
         self.assertNotIn("|", str(raised.exception))
-        with self.assertRaisesRegex(compress.UsageError, "specify a model to compare with by `against`"):
+        with self.assertRaisesRegex(compress.UsageError, "or a model to compare with by `against`"):
             compress.evaluate("llama", {"input_ids": TOKENS, "attention_mask": MASK})
         with self.assertRaisesRegex(compress.UsageError, "^evaluation: 'nofile' is not a file"):
             compress.auto("llama", "out/x", calibration="book.txt", evaluation="nofile", max_size=0.5)

@@ -73,7 +73,7 @@ impl Args {
         if data.task() == Task::Fidelity && self.against.is_none() {
             return Err(Error::option(
                 "eval",
-                "no labels are selected: specify `--task`, such as `--task classification`, which reads the column `label` of texts, or a model to compare with by `--against`",
+                "no labels are selected: specify `--task`, for which texts have the column `label`, or a model to compare with by `--against`",
             ));
         }
         let mut notes: Vec<String> = data.notes().into_iter().chain(data.dropped_note()?).collect();

@@ -42,7 +42,7 @@ fn data_that_is_wrong() {
             "labelled.csv has no column `class`; the columns are `id`, `text`, `label`",
             "",
         ),
-        with("no labels", nothing, "eval in --data labelled.csv", 2, "specify `--task`, such as `--task classification`", ""),
+        with("no labels", nothing, "eval in --data labelled.csv", 2, "no labels are selected: specify `--task`", ""),
         with(
             "another format",
             |folder: &Path| fs::write(folder.join("x.parquet"), "PAR1").unwrap(),
