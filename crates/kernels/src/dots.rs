@@ -1,6 +1,6 @@
 //! Dot products of a few rows with stored numbers that are converted in the registers of AVX-512, because the
-//! compiler does not vectorize conversions whose results are used for several rows, and keeps the sums of eight
-//! rows in memory. Sums are bitwise equal to those of the portable loops (`one_row`).
+//! compiler does not vectorize conversions whose results are used for several rows, and keeps the sums of
+//! eight rows in memory. Sums are bitwise equal to those of the portable loops (`one_row`).
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 use super::interleaved::by_number;

@@ -88,8 +88,8 @@ pub struct ChatTemplate {
 
 impl ChatTemplate {
     /// Opens the template of a folder, or of the files synthesized from a weight file:
-    /// `chat_template.jinja` and `additional_chat_templates`, or `chat_template` in `tokenizer_config.json` or
-    /// `chat_template.json`.
+    /// `chat_template.jinja` and `additional_chat_templates`, or `chat_template` in `tokenizer_config.json`
+    /// or `chat_template.json`.
     pub fn open(folder: &Path, synthesized: &SynthesizedFiles) -> Result<ChatTemplate> {
         let settings = open_auxiliary_config(folder, synthesized, SETTINGS)?;
         let templates = chat_templates(folder, synthesized, settings.get("chat_template"))?;
@@ -293,7 +293,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("chat_template.json"), json!({ "chat_template": "{{ messages | length }}" }).to_string()).unwrap();
         assert_eq!(ChatTemplate::open(folder.path(), &SynthesizedFiles::new()).unwrap().render(&[]).unwrap(), "0");
-        // Special tokens in a separate file, as written by old versions of transformers, which takes precedence.
+        // Special tokens in a separate file, as written by old versions of transformers. It takes precedence.
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();
         std::fs::write(folder.path().join("special_tokens_map.json"), json!({ "bos_token": { "content": "b" }, "eos_token": "other" }).to_string()).unwrap();

@@ -197,8 +197,8 @@ impl<'g> HeadDecoder<'g> {
                 }
                 return Ok(proposals);
             }
-            // Candidates that were read are read again, because the KV cache has no branches: a few tokens take
-            // little more time than one.
+            // Candidates that were read are read again, because the KV cache has no branches: a few tokens
+            // take little more time than one.
             best.retain(|one| one.1.state.is_some() || is_unread(&one));
             let place = |index: usize| best.iter().position(|(other, _)| *other == index);
             let parents: Vec<Option<usize>> = best.iter().map(|(_, one)| one.parent.and_then(place)).collect();
