@@ -28,6 +28,20 @@ fn executor<'g>(model: &Model, graph: &'g Graph) -> Executor<'g> {
     Executor::new(graph, parameters, device())
 }
 
+/// The golden models with their names.
+fn models() -> impl Iterator<Item = (String, Model)> {
+    std::fs::read_dir(golden().join("models")).unwrap().map(|entry| {
+        let entry = entry.unwrap();
+        (entry.file_name().to_string_lossy().into_owned(), Model::open(entry.path()).unwrap())
+    })
+}
+
+/// The inputs of the outputs that are stored with a golden model.
+fn golden_inputs(model: &Model) -> Inputs {
+    let stored = candle_core::safetensors::load(model.path.join("golden.safetensors"), &Device::Cpu).unwrap();
+    stored.into_iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor))).collect()
+}
+
 /// A range of columns of the inputs with a token axis (for encoder-decoder models, only those of the
 /// decoder), and all other inputs.
 fn columns(inputs: &Inputs, from: usize, to: usize) -> Inputs {
@@ -49,16 +63,12 @@ fn distance(whole: &Tensor, last: &Tensor, mask: &Tensor) -> f32 {
 #[test]
 fn incremental_decoding_equals_whole_texts() {
     let mut families = Vec::new();
-    for entry in std::fs::read_dir(golden().join("models")).unwrap() {
-        let path = entry.unwrap().path();
-        let model = Model::open(&path).unwrap();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+    for (name, model) in models() {
         let graph = model.graph().unwrap();
         let Ok(mut cache) = SequenceCache::new(&graph) else { continue };
         families.push(name.clone());
         let executor = executor(&model, &graph);
-        let stored = candle_core::safetensors::load(path.join("golden.safetensors"), &Device::Cpu).unwrap();
-        let inputs: Inputs = stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor.clone()))).collect();
+        let inputs = golden_inputs(&model);
         let mask = &inputs.get("decoder_input_ids").map_or_else(|| inputs["attention_mask"].clone(), |tokens| tokens.ones_like().unwrap());
         let length = mask.dim(1).unwrap();
         let wholes: Vec<BTreeMap<String, Tensor>> = (1..=length).map(|end| executor.run(&columns(&inputs, 0, end)).unwrap()).collect();
@@ -146,10 +156,7 @@ fn branches_equal_whole_texts() {
     const PARENTS: [Option<usize>; 5] = [None, Some(0), Some(0), Some(1), Some(2)];
     const BRANCHES: [[usize; 3]; 2] = [[0, 1, 3], [0, 2, 4]];
     let mut families = 0;
-    for entry in std::fs::read_dir(golden().join("models")).unwrap() {
-        let path = entry.unwrap().path();
-        let model = Model::open(&path).unwrap();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+    for (name, model) in models() {
         let graph = model.graph().unwrap();
         let Ok(mut cache) = SequenceCache::new(&graph) else { continue };
         if !cache.supports_branches(&graph) || !SequenceCache::is_stable(&graph, 6, 12) {
@@ -157,8 +164,7 @@ fn branches_equal_whole_texts() {
         }
         families += 1;
         let executor = executor(&model, &graph);
-        let stored = candle_core::safetensors::load(path.join("golden.safetensors"), &Device::Cpu).unwrap();
-        let inputs: Inputs = stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor.clone()))).collect();
+        let inputs = golden_inputs(&model);
         let texts = columns(&inputs, 0, 6);
         // The same next tokens in each row, without padding.
         let next = |tokens: &[i64]| -> Inputs {
@@ -202,15 +208,11 @@ fn branches_equal_whole_texts() {
 #[test]
 fn removed_tokens_have_no_effect() {
     let mut families = 0;
-    for entry in std::fs::read_dir(golden().join("models")).unwrap() {
-        let path = entry.unwrap().path();
-        let model = Model::open(&path).unwrap();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+    for (name, model) in models() {
         let graph = model.graph().unwrap();
         let Ok(mut cache) = SequenceCache::with_removable(&graph, 3) else { continue };
         let executor = executor(&model, &graph);
-        let stored = candle_core::safetensors::load(path.join("golden.safetensors"), &Device::Cpu).unwrap();
-        let inputs: Inputs = stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor.clone()))).collect();
+        let inputs = golden_inputs(&model);
         let tokens = if inputs.contains_key("decoder_input_ids") { "decoder_input_ids" } else { "input_ids" };
         let mask = if tokens == "input_ids" { inputs["attention_mask"].clone() } else { inputs[tokens].ones_like().unwrap() };
         let length = inputs[tokens].dim(1).unwrap();

@@ -202,7 +202,7 @@ impl LanguageModel {
     /// Whether a token is not generated at all.
     pub(super) fn is_suppressed(&self, token: usize) -> bool {
         let [always, _] = &self.suppressed;
-        !always.is_empty() && i64::try_from(token).is_ok_and(|token| always.contains(&token))
+        i64::try_from(token).is_ok_and(|token| always.contains(&token))
     }
 
     /// Number of tokens that the logits have.

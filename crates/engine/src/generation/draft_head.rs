@@ -209,9 +209,9 @@ impl<'g> HeadDecoder<'g> {
             let outputs = self.executor.run_branches(&inputs, &mut self.cache, OutputTokens::All, &parents)?;
             self.cache.truncate(&self.head.graph, known)?;
             let read: Vec<usize> = best.iter().map(|(index, _)| *index).collect();
-            for (row, index) in read.into_iter().enumerate() {
-                let (logits, state) = row_of(&outputs, row)?;
+            for (after, index) in (0..read.len()).rev().zip(read) {
                 let Some(one) = found.get_mut(index).filter(|one| one.state.is_none()) else { continue };
+                let (logits, state) = row_of(&outputs, after)?;
                 one.state = Some(state);
                 let probability = one.probability;
                 found.extend(self.likely(&logits, Some(index), probability, model)?);
@@ -257,10 +257,10 @@ impl<'g> HeadDecoder<'g> {
     }
 }
 
-/// The logits and the hidden state of a token.
-fn row_of(outputs: &BTreeMap<String, Tensor>, row: usize) -> Result<(Vec<f32>, Tensor)> {
+/// The logits and the hidden state of the token with `after` tokens after it.
+fn row_of(outputs: &BTreeMap<String, Tensor>, after: usize) -> Result<(Vec<f32>, Tensor)> {
     let output = |name: &str| outputs.get(name).ok_or_else(|| Error::graph(name, "are not computed"));
-    let row = |tensor: &Tensor| tensor.narrow(1, row, 1)?.contiguous();
+    let row = |tensor: &Tensor| tensor.narrow(1, tensor.dim(1)?.saturating_sub(after.saturating_add(1)), 1)?.contiguous();
     let logits = row(output(LOGITS)?).and_then(|row| values(&row, Cause::Answers)).map_err(failed)?;
     Ok((logits, row(output(OWN_STATES)?).map_err(failed)?))
 }

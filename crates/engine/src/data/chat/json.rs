@@ -132,10 +132,7 @@ fn scalar(value: &Value) -> Result<String, Error> {
 
 #[cfg(test)]
 mod tests {
-    use minijinja::Value;
-
-    use super::super::environment::{environment, render};
-    use super::super::memory::Memory;
+    use super::super::environment::rendered;
 
     /// The texts of transformers 5.17.
     #[test]
@@ -153,7 +150,7 @@ mod tests {
             ("{{ {'b': 1, 'a': {'d': 1, 'c': 2}}|tojson(sort_keys=true) }}", r#"{"a": {"c": 2, "d": 1}, "b": 1}"#),
             ("{{ {1: 2, none: 3, true: [false, none]}|tojson }}", r#"{"1": 2, "null": 3, "true": [false, null]}"#),
         ] {
-            assert_eq!(render(&environment(&Memory::default()), template, Value::UNDEFINED).unwrap(), expected, "{template}");
+            assert_eq!(rendered(template).unwrap(), expected, "{template}");
         }
         for template in [
             "{{ x|tojson }}",
@@ -162,7 +159,7 @@ mod tests {
             "{{ 1|tojson(separators=',') }}",
             "{{ {1: 2, 'a': 3}|tojson(sort_keys=true) }}",
         ] {
-            assert!(render(&environment(&Memory::default()), template, Value::UNDEFINED).is_err(), "{template}");
+            assert!(rendered(template).is_err(), "{template}");
         }
     }
 }

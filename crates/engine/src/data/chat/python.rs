@@ -104,10 +104,7 @@ fn split_from_end(text: &str, separator: Option<&str>, limit: Option<usize>) -> 
 
 #[cfg(test)]
 mod tests {
-    use minijinja::Value;
-
-    use super::super::environment::{environment, render};
-    use super::super::memory::Memory;
+    use super::super::environment::rendered;
 
     /// The texts of transformers 5.17.
     #[test]
@@ -127,7 +124,7 @@ mod tests {
             ("{{ '%s|%s' % ('a', none) }} {{ '%s' % 'a' }} {{ '%d-%s' % (3, [1]) }} {{ 7 % 3 }} {{ '%5.2f' % 1.5 }}", "a|None a 3-[1] 1  1.50"),
             ("{{ 'a<b>\"\\'/&'|e }} {{ ('<'|e)|e }} {{ 'a'|e ~ '<' }}", "a&lt;b&gt;&#34;&#39;/&amp; &lt; a<"),
         ] {
-            assert_eq!(render(&environment(&Memory::default()), template, Value::UNDEFINED).unwrap(), expected, "{template}");
+            assert_eq!(rendered(template).unwrap(), expected, "{template}");
         }
     }
 
@@ -145,7 +142,7 @@ mod tests {
             "{{ ('a'|e) + '<' }}",
             "{{ '<' + ('a'|safe) }}",
         ] {
-            assert!(render(&environment(&Memory::default()), template, Value::UNDEFINED).is_err(), "{template}");
+            assert!(rendered(template).is_err(), "{template}");
         }
     }
 }
