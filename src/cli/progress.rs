@@ -41,7 +41,7 @@ impl Progress for Bars {
     fn on(&self, event: Event) {
         let mut stage = lock(&self.0);
         match event {
-            Event::Begin { stage: name, total, unit } => {
+            Event::Begin { stage: name, total, done, unit } => {
                 let name = display(name).into_owned();
                 let template = match (unit, total) {
                     (_, 0) => UNCOUNTED,
@@ -54,16 +54,12 @@ impl Progress for Bars {
                     ProgressBar::with_draw_target(Some(total).filter(|t| *t > 0), ProgressDrawTarget::stderr_with_hz(10))
                         .with_style(style)
                         .with_message(name.clone())
+                        .with_position(done)
                 });
-                *stage = Some(Stage { name, unit, done: 0, resumed: 0, start: Instant::now(), reported: Instant::now(), total, bar });
-            }
-            Event::Resume(amount) => {
-                let Some(stage) = stage.as_mut() else { return };
-                (stage.done, stage.resumed) = (amount, amount);
-                if let Some(bar) = &stage.bar {
-                    bar.set_position(amount);
+                if let Some(bar) = &bar {
                     bar.reset_eta();
                 }
+                *stage = Some(Stage { name, unit, done, resumed: done, start: Instant::now(), reported: Instant::now(), total, bar });
             }
             Event::Advance(bytes) => {
                 let Some(stage) = stage.as_mut() else { return };
@@ -130,16 +126,16 @@ impl Progress for JsonLines {
     fn on(&self, event: Event) {
         let mut state = lock(&self.0);
         let line = match event {
-            Event::Begin { stage, total, unit } => {
+            Event::Begin { stage, total, done, unit } => {
                 let unit = match unit {
                     ProgressUnit::Bytes => "bytes",
                     ProgressUnit::Steps => "steps",
                     _ => "samples",
                 };
-                *state = Some(Counter { done: 0, total, unit, reported: Instant::now() });
-                json!({ "event": "begin", "stage": stage, unit: total })
+                *state = Some(Counter { done, total, unit, reported: Instant::now() });
+                json!({ "event": "begin", "stage": stage, "done": done, unit: total })
             }
-            Event::Resume(amount) | Event::Advance(amount) => {
+            Event::Advance(amount) => {
                 let Some(counter) = state.as_mut() else { return };
                 counter.done += amount;
                 if counter.reported.elapsed() < EVENT_INTERVAL {

@@ -223,7 +223,7 @@ fn commit(staging: Staging, work: &Work) -> Result<()> {
     if total == 0 {
         return staging.commit();
     }
-    work.progress.on(Event::Begin { stage: "Uploading", total, unit: ProgressUnit::Bytes });
+    work.progress.on(Event::Begin { stage: "Uploading", total, done: 0, unit: ProgressUnit::Bytes });
     let committed = staging.commit_with_progress(&|bytes| work.advance(bytes).is_ok());
     work.progress.on(Event::End);
     committed

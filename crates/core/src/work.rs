@@ -111,11 +111,11 @@ pub enum Event<'a> {
         stage: &'a str,
         /// Total amount of work; 0 when unknown.
         total: u64,
-        /// Unit of `total` and of [`Advance`](Event::Advance).
+        /// Amount that an earlier run completed, which this one resumes.
+        done: u64,
+        /// Unit of `total`, `done` and of [`Advance`](Event::Advance).
         unit: ProgressUnit,
     },
-    /// This amount of work was completed by an earlier run, which this one resumes.
-    Resume(u64),
     /// This amount of work was completed since the last event.
     Advance(u64),
     /// A short status message.
@@ -220,7 +220,7 @@ impl<'a> Work<'a> {
         size: impl Fn(&J) -> u64,
         work: impl Fn(&J) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        self.progress.on(Event::Begin { stage, total: jobs.iter().map(size).sum(), unit: ProgressUnit::Bytes });
+        self.progress.on(Event::Begin { stage, total: jobs.iter().map(size).sum(), done: 0, unit: ProgressUnit::Bytes });
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let results: Mutex<Vec<(usize, Result<T>)>> = Mutex::new(Vec::with_capacity(jobs.len()));
         let worker = || {

@@ -292,7 +292,7 @@ impl Model {
         if remote.peek().is_none() {
             return Ok(());
         }
-        work.progress.on(Event::Begin { stage: "Hashing", total: 0, unit: ProgressUnit::Bytes });
+        work.progress.on(Event::Begin { stage: "Hashing", total: 0, done: 0, unit: ProgressUnit::Bytes });
         let checked = remote.try_for_each(|path| {
             names::check_content(path, &|bytes| work.advance(bytes).is_ok()).map_err(|e| match e.kind() {
                 std::io::ErrorKind::Interrupted => Error::Cancelled,

@@ -179,7 +179,7 @@ impl Training {
         let mut random = fastrand::Rng::with_seed(seed);
         let (mut queue, mut without) = (Vec::new(), 0);
         let stage = format!("Rounding block {}", training.block.index + 1);
-        work.progress.on(Event::Begin { stage: &stage, total: self.iterations as u64, unit: ProgressUnit::Steps });
+        work.progress.on(Event::Begin { stage: &stage, total: self.iterations as u64, done: 0, unit: ProgressUnit::Steps });
         for step in 0..self.iterations {
             work.cancel.check()?;
             let mut gradients: BTreeMap<String, Tensor> = BTreeMap::new();

@@ -76,7 +76,7 @@ pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, statistics: &BT
 
 /// Measures all layers and sorts them by sensitivity.
 fn measure_layers(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result<Damage>) -> Result<Vec<Damage>> {
-    context.work.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, unit: ProgressUnit::Samples });
+    context.work.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, done: 0, unit: ProgressUnit::Samples });
     let measured = prepared.layers.iter().map(|name| {
         context.work.cancel.check()?;
         let damage = measure(name)?;

@@ -54,7 +54,7 @@ impl Library {
         let layers = structure.found.layers.len();
         let removed_layers = if uniform && layers > 1 { layers } else { 0 };
         let options = structure.options.iter().map(|options| options.len() - 1).sum::<usize>() + removed_layers;
-        work.progress.on(Event::Begin { stage: "Scoring options", total: (options * measurement.held_out) as u64, unit: ProgressUnit::Samples });
+        work.progress.on(Event::Begin { stage: "Scoring options", total: (options * measurement.held_out) as u64, done: 0, unit: ProgressUnit::Samples });
         let mut all = || {
             let mut library = Library { importance: Vec::new(), losses: Vec::new(), layers: Vec::new() };
             for (branch, options) in structure.branches.iter().zip(&structure.options) {

@@ -338,7 +338,7 @@ impl DataSet {
 
     /// Like [`for_each`](DataSet::for_each), with progress events and cancellation.
     pub fn for_each_batch(&self, stage: &str, work: &Work, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
-        work.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: ProgressUnit::Samples });
+        work.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, done: 0, unit: ProgressUnit::Samples });
         let done = self.for_each(|batch| {
             work.cancel.check()?;
             let samples = batch.samples as u64;

@@ -420,7 +420,7 @@ impl<'a> Blockwise<'a> {
         let stage = format!("Block {} of {}", self.current.map_or(0, |current| current + 1), self.blocks.len());
         let total = self.samples.iter().map(|sample| sample.batch.samples as u64).sum();
         let work = self.work;
-        work.progress.on(Event::Begin { stage: &stage, total, unit: ProgressUnit::Samples });
+        work.progress.on(Event::Begin { stage: &stage, total, done: 0, unit: ProgressUnit::Samples });
         let done = (0..self.samples.len()).try_for_each(|index| {
             work.cancel.check()?;
             batch(self, index)?;

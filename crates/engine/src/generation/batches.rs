@@ -73,8 +73,7 @@ impl LanguageModel {
         }
         let size = self.batch_size(rest, options, (memory, device))?;
         let mut decoder = Decoder::load(self, 0, device, work)?;
-        work.progress.on(Event::Begin { stage: "Sampling", total: prompts.len() as u64, unit: ProgressUnit::Samples });
-        work.progress.on(Event::Resume(done as u64));
+        work.progress.on(Event::Begin { stage: "Sampling", total: prompts.len() as u64, done: done as u64, unit: ProgressUnit::Samples });
         let result: Result<()> = on_pool_thread(device, || {
             let mut index = done;
             for prompts in rest.chunk_by(|one, other| one.len() == other.len()).flat_map(|same| same.chunks(size)) {

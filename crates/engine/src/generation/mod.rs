@@ -318,7 +318,7 @@ impl LanguageModel {
         let mut decoder = Decoder::load(self, 0, device, work)?;
         let mut draft = self.draft.as_ref().map(|draft| Drafter::load(draft, device, work)).transpose()?;
         let total = (prompts.len() as u64).saturating_mul(options.tokens as u64);
-        work.progress.on(Event::Begin { stage: "Generating", total, unit: ProgressUnit::Steps });
+        work.progress.on(Event::Begin { stage: "Generating", total, done: 0, unit: ProgressUnit::Steps });
         let found: Result<Vec<Continuation>> = on_pool_thread(device, || {
             let generate = |(index, prompt): (usize, Prompt)| {
                 draft.iter_mut().for_each(|draft| draft.start(prompt.inputs.clone()));

@@ -143,8 +143,7 @@ impl Trainer<'_> {
         let mut timeline = Timeline::new();
         let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part)?;
         let precomputed = self.fill_teacher_cache(&batches, &state.train.position)?;
-        self.context.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
-        self.context.work.progress.on(Event::Resume(state.train.position.step));
+        self.context.work.progress.on(Event::Begin { stage: "Training", total: state.total, done: state.train.position.step, unit: ProgressUnit::Steps });
         let done = self.steps(&batches, &mut state, &mut stepper, &mut timeline);
         self.context.work.progress.on(Event::End);
         done?;

@@ -37,7 +37,7 @@ impl<'a> PairedRuns<'a> {
     pub fn each(&mut self, value: &str, mut observe: impl FnMut(&Batch, [&Tensor; 2]) -> Result<()>) -> Result<()> {
         let (work, [first, second]) = (self.context.work, &mut self.runs);
         let samples = (0..first.batches()).map(|index| first.batch(index).samples as u64).sum();
-        work.progress.on(Event::Begin { stage: "Repairing", total: samples, unit: ProgressUnit::Samples });
+        work.progress.on(Event::Begin { stage: "Repairing", total: samples, done: 0, unit: ProgressUnit::Samples });
         let mut all = || {
             first.reach(value)?;
             second.reach(value)?;

@@ -141,7 +141,7 @@ impl Source {
 /// Writes a file from a header, and tensors with the number of padding bytes after each. `total`: their
 /// bytes.
 pub(super) fn write<'t>(path: &Path, header: &[u8], tensors: impl Iterator<Item = (&'t RawTensor, u64)>, total: u64, work: &Work) -> Result<()> {
-    work.progress.on(Event::Begin { stage: "Writing the twin", total, unit: ProgressUnit::Bytes });
+    work.progress.on(Event::Begin { stage: "Writing the twin", total, done: 0, unit: ProgressUnit::Bytes });
     let written = copy_tensors(path, header, tensors, work);
     work.progress.on(Event::End);
     written

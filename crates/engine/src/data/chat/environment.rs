@@ -193,9 +193,3 @@ fn remainder(memory: &Memory, state: &mut State, left: Value, right: Value) -> R
 fn native(state: &State, operator: &str, left: &Value, right: &Value) -> Result<Value, Error> {
     state.env().compile_expression_owned(format!("left {operator} right"))?.eval(minijinja::context! { left, right })
 }
-
-/// Renders a template without variables.
-#[cfg(test)]
-pub(super) fn rendered(text: &str) -> Result<String, Error> {
-    render(&environment(&Memory::default()), text, Value::UNDEFINED)
-}

@@ -132,7 +132,14 @@ fn scalar(value: &Value) -> Result<String, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::environment::rendered;
+    use minijinja::{Error, Value};
+
+    use super::super::environment::{environment, render};
+    use super::super::memory::Memory;
+
+    fn rendered(text: &str) -> Result<String, Error> {
+        render(&environment(&Memory::default()), text, Value::UNDEFINED)
+    }
 
     /// The texts of transformers 5.17.
     #[test]

@@ -104,7 +104,14 @@ fn split_from_end(text: &str, separator: Option<&str>, limit: Option<usize>) -> 
 
 #[cfg(test)]
 mod tests {
-    use super::super::environment::rendered;
+    use minijinja::{Error, Value};
+
+    use super::super::environment::{environment, render};
+    use super::super::memory::Memory;
+
+    fn rendered(text: &str) -> Result<String, Error> {
+        render(&environment(&Memory::default()), text, Value::UNDEFINED)
+    }
 
     /// The texts of transformers 5.17.
     #[test]
