@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use compress::pass::{Distill, DraftHead, Student, Training};
@@ -13,7 +14,7 @@ use compress::{Error, Model, Pipeline};
 use compress_core::work::MemoryLimit;
 use compress_engine::data::{Batch, Data, References};
 use compress_engine::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
-use compress_engine::generation::{Continuation, Generate, LanguageModel, Sampling, Speculation};
+use compress_engine::generation::{Continuation, Generate, LanguageModel, Ngrams, Sampling, Speculation};
 use compress_engine::train::losses::{DraftSteps, Loss, Soft, SoftLoss};
 use compress_engine::train::optimizer::Kind;
 use compress_engine::train::{BatchSize, Every, ParameterGroup};
@@ -189,6 +190,43 @@ fn greedy_texts_are_those_of_the_model() {
     let sampling = Some(Sampling { temperature: 1.0, seed: 3, ..Sampling::default() });
     let sampled = texts(Some((head.as_path(), 3)), &prompts, &Generate { tokens: 16, sampling });
     assert!(sampled.iter().flat_map(|text| &text.tokens).all(|token| (0..48).contains(token)));
+}
+
+/// The frequencies of texts are interpolated with the probabilities of a head, in any order of the calls.
+#[test]
+fn a_head_is_combined_with_texts() {
+    let options = Generate { tokens: 16, sampling: None };
+    let prompts = [vec![3, 9, 20], vec![41], vec![7, 7, 12, 30, 5]];
+    let (expected, head) = (texts(None, &prompts, &options), head());
+    let alone = Speculation::of_all(&texts(Some((head.as_path(), 5)), &prompts, &options));
+    let own: Vec<Vec<i64>> = prompts.iter().zip(&expected).map(|(prompt, found)| [prompt.clone(), found.tokens.clone()].concat()).collect();
+    let open = |path: &Path| LanguageModel::new(Model::open(path).unwrap()).unwrap();
+    let ngrams = |texts: &[Vec<i64>]| Arc::new(Ngrams::new(texts.iter().map(Vec::as_slice)).unwrap());
+    let generate = |model: LanguageModel, options: &Generate| {
+        let found = work(|work| model.generate(&prompts, options, &device(), MemoryLimit::default(), work)).unwrap();
+        let tokens: Vec<Vec<i64>> = found.iter().map(|text| text.tokens.clone()).collect();
+        (tokens, Speculation::of_all(&found))
+    };
+    let combined = |texts: &[Vec<i64>]| open(&target()).with_draft(open(&head), 2).and_then(|model| model.with_ngrams(ngrams(texts), 5)).unwrap();
+    for texts in [own.as_slice(), &[]] {
+        let (tokens, found) = generate(combined(texts), &options);
+        assert!(tokens.iter().zip(&expected).all(|(tokens, expected)| *tokens == expected.tokens));
+        let other = open(&target()).with_ngrams(ngrams(texts), 2).and_then(|model| model.with_draft(open(&head), 5)).unwrap();
+        assert_eq!(generate(other, &options), (tokens, found.clone()));
+        assert!(texts.is_empty() || found.tokens_per_step().unwrap() > alone.tokens_per_step().unwrap() + 1.0, "{found:?} {alone:?}");
+    }
+    // Samples have the distribution of the model, and a single continuation is proposed.
+    let sampling = Generate { tokens: 16, sampling: Some(Sampling { temperature: 0.1, seed: 3, ..Sampling::default() }) };
+    let (tokens, found) = generate(combined(&own), &sampling);
+    assert!(found.accepted[0] > 0 && tokens.iter().flatten().all(|token| (0..48).contains(token)), "{found:?}");
+    // Probabilities of another model are not interpolated.
+    let refused = |model: compress::Result<LanguageModel>| model.map(drop).unwrap_err().to_string();
+    for error in [
+        refused(open(&target()).with_draft(open(&target()), 2).and_then(|model| model.with_ngrams(ngrams(&own), 2))),
+        refused(open(&target()).with_ngrams(ngrams(&own), 2).and_then(|model| model.with_draft(open(&target()), 2))),
+    ] {
+        assert!(error.contains("cannot be combined"), "{error}");
+    }
 }
 
 #[test]

@@ -18,7 +18,7 @@ use crate::report::format;
 use crate::report::terminal::{table, wrapped};
 
 #[derive(Debug, clap::Args)]
-#[command(group = clap::ArgGroup::new("proposals").args(["draft", "lookup"]), after_help = "Examples:
+#[command(group = clap::ArgGroup::new("proposals").args(["drafts", "lookup"]).multiple(true), after_help = "Examples:
   compress generate ./smollm2 --prompt 'The capital of France is'
   compress generate out/smollm2-w4a16 --against ./smollm2 --prompt 'Once upon a time' --prompt 'Water boils at'
   compress generate ./smollm2-instruct --chat --prompt 'Why is the sky blue?'
@@ -49,10 +49,12 @@ pub(in crate::cli) struct Args {
     #[arg(long, value_name = "MODEL")]
     against: Option<PathBuf>,
     /// Source of proposals that the model verifies: a smaller model with the same tokens, or texts whose
-    /// n-grams are proposed (continuations.npz of `compress draft`, or a .txt file)
-    #[arg(long, value_name = "DRAFT", help_heading = "Speculative decoding")]
-    draft: Option<PathBuf>,
-    /// Propose tokens that followed the last ones earlier in the text, without a draft
+    /// n-grams are proposed (continuations.npz of `compress draft`, or a .txt file); can be repeated to
+    /// combine an EAGLE-3 head with texts
+    #[arg(long = "draft", value_name = "DRAFT", help_heading = "Speculative decoding")]
+    drafts: Vec<PathBuf>,
+    /// Propose tokens that followed the last ones earlier in the text, without a draft or with an EAGLE-3
+    /// head
     #[arg(long, help_heading = "Speculative decoding")]
     lookup: bool,
     /// Maximum number of tokens that are proposed per step [default: 4]
@@ -97,12 +99,7 @@ impl Args {
         if let Some((_, _, before)) = &against {
             before.require_same(&vocabulary)?;
         }
-        let model = match &self.draft {
-            Some(path) if Ngrams::is_collection(path) => model.with_ngrams(Arc::new(Ngrams::open(path, &vocabulary)?), self.draft_tokens())?,
-            Some(path) => self.with_draft(model, LanguageModel::new(Model::open(path)?)?, &vocabulary)?,
-            None if self.lookup => model.with_ngrams(Arc::default(), self.draft_tokens())?,
-            None => model,
-        };
+        let model = self.with_drafts(model, &vocabulary)?;
         let models: Vec<_> = against.into_iter().chain([(path, model, vocabulary)]).collect();
         // Invalid recordings are reported before a model is loaded.
         let recordings = models.iter().map(|(_, model, _)| self.read_recordings(model)).collect::<Result<Vec<_>>>()?;
@@ -121,7 +118,7 @@ impl Args {
                     true => model.generate(&prompts, &options, &device, memory, work),
                     false => model.transcribe(&recordings, &options, &device, memory, work),
                 }?;
-                self.draft.as_ref().map_or(Ok(()), |draft| Model::check_remote(draft, work))?;
+                self.drafts.iter().try_for_each(|draft| Model::check_remote(draft, work))?;
                 Model::check_remote(&path, work).map(|()| continuations)
             })?;
             let text = |(index, found): (usize, &Continuation)| match prompts.get(index).filter(|_| model.input_kind() == InputKind::Prompt) {
@@ -151,7 +148,31 @@ impl Args {
         options.check().map(|()| options)
     }
 
-    /// A model that verifies the proposals of a draft.
+    /// A model that verifies the proposals of all drafts.
+    fn with_drafts(&self, mut model: LanguageModel, vocabulary: &Vocabulary) -> Result<LanguageModel> {
+        let (collections, networks): (Vec<_>, Vec<_>) = self.drafts.iter().partition(|path| Ngrams::is_collection(path));
+        for (paths, kind) in [(&networks, "models"), (&collections, "collections of texts")] {
+            if let [one, other, ..] = paths[..] {
+                return Err(Error::option("--draft", format!("{} and {} are both {kind}: specify one", one.display(), other.display())));
+            }
+        }
+        if let Some(collection) = collections.first().filter(|_| self.lookup) {
+            return Err(Error::option("--lookup", format!("has no effect: n-grams of the text are always proposed with those of {}", collection.display())));
+        }
+        if let Some(path) = networks.first() {
+            model = self.with_draft(model, LanguageModel::new(Model::open(path)?)?, vocabulary)?;
+        }
+        let ngrams = match collections.first() {
+            Some(path) => Some(Ngrams::open(path, vocabulary)?),
+            None => self.lookup.then(Ngrams::default),
+        };
+        match ngrams {
+            Some(ngrams) => model.with_ngrams(Arc::new(ngrams), self.draft_tokens()),
+            None => Ok(model),
+        }
+    }
+
+    /// A model that verifies the proposals of a model or a head.
     fn with_draft(&self, model: LanguageModel, draft: LanguageModel, vocabulary: &Vocabulary) -> Result<LanguageModel> {
         // The tokenizer of a head is that of the model.
         if draft.input_kind() != InputKind::HiddenStates {
@@ -164,10 +185,11 @@ impl Args {
         model.with_draft(draft, self.draft_tokens())
     }
 
-    /// Name of the source of proposals.
+    /// Names of the sources of proposals.
     fn proposer(&self) -> Option<String> {
         let lookup = self.lookup.then(|| "the text itself".to_owned());
-        self.draft.as_ref().map(|draft| draft.display().to_string()).or(lookup)
+        let all: Vec<String> = self.drafts.iter().map(|draft| draft.display().to_string()).chain(lookup).collect();
+        (!all.is_empty()).then(|| all.join(" and "))
     }
 
     fn draft_tokens(&self) -> usize {

@@ -8,7 +8,7 @@ use candle_core::Device;
 use serde::Serialize;
 
 use super::decoder::{Decoder, FEATURES};
-use super::draft_head::HeadDecoder;
+use super::draft_head::{Head, HeadDecoder};
 use super::proposals::Proposals;
 use super::sampling::{Proposal, Sampler};
 use super::{Continuation, Draft, InputKind, LanguageModel, Ngrams, Source};
@@ -87,6 +87,9 @@ impl LanguageModel {
         if draft.input_kind == InputKind::HiddenStates {
             return self.with_head(draft, tokens);
         }
+        if let Some(Source::Ngrams(_)) = self.draft.as_ref().map(|draft| &draft.source) {
+            return Err(refuse_ngrams());
+        }
         let features = |model: &LanguageModel| model.graph.inputs().find(|(_, value)| value.name == FEATURES).map(|(_, value)| value.ty.to_string());
         let refuse = |input: &dyn Fn(&LanguageModel) -> String| {
             let (name, other) = (self.model.config.model_type(), draft.model.config.model_type());
@@ -109,19 +112,28 @@ impl LanguageModel {
     /// earlier occurrence of the end of the text, in the text or in the collection, unless the model would
     /// probably reject them. Models whose layers support it verify several continuations at once. Greedy
     /// texts are as with [`with_draft`](LanguageModel::with_draft); samples are those without a draft, with
-    /// the same exception.
+    /// the same exception. If the draft is a head, its probabilities are interpolated with these frequencies.
     ///
     /// # Errors
-    /// `tokens` is 0, or the collection contains ids that the model lacks.
+    /// `tokens` is 0, the collection contains ids that the model lacks, or the draft is a model.
     pub fn with_ngrams(mut self, ngrams: Arc<Ngrams>, tokens: usize) -> Result<LanguageModel> {
         require_proposals(tokens)?;
         let count = self.logit_count();
         if let Some(token) = ngrams.largest().filter(|token| usize::try_from(*token).map_or(true, |token| token >= count)) {
             return Err(Error::option("--draft", format!("contains the token {token}, but the model has {count}: its texts are those of another model")));
         }
-        self.draft = Some(Draft { source: Source::Ngrams(ngrams), tokens });
+        let source = match self.draft.take().map(|draft| draft.source) {
+            Some(Source::Model(_)) => return Err(refuse_ngrams()),
+            Some(Source::Head(head)) => Source::Head(Box::new(Head { ngrams: Some(ngrams), ..*head })),
+            Some(Source::Ngrams(_)) | None => Source::Ngrams(ngrams),
+        };
+        self.draft = Some(Draft { source, tokens });
         Ok(self)
     }
+}
+
+fn refuse_ngrams() -> Error {
+    Error::option("--draft", "is a model, whose proposals cannot be combined with those of n-grams, but those of an EAGLE-3 head can")
 }
 
 fn require_proposals(tokens: usize) -> Result<()> {
@@ -147,7 +159,7 @@ impl<'g> Drafter<'g> {
     pub fn load(draft: &'g Draft, device: &Device, work: &Work) -> Result<Drafter<'g>> {
         let kind = match &draft.source {
             Source::Model(model) => Kind::Model(DraftDecoder(Decoder::load(model, draft.tokens, device, work)?)),
-            Source::Head(head, ids) => Kind::Head(HeadDecoder::load(head, ids, draft.tokens, device, work)?),
+            Source::Head(head) => Kind::Head(HeadDecoder::load(head, draft.tokens, device, work)?),
             Source::Ngrams(ngrams) => Kind::Ngrams(ngrams),
         };
         Ok(Drafter { kind, tokens: draft.tokens })

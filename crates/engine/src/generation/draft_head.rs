@@ -2,13 +2,14 @@
 //! up Inference Acceleration of Large Language Models via Training-Time Test*, 2025).
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
 use super::decoder::{CHUNK_TOKENS, States, token_inputs};
 use super::proposals::{LEAST_PROBABILITY, Proposals};
 use super::sampling::{DRAFT, Sampler, require_finite};
-use super::{Draft, InputKind, LanguageModel, Source};
+use super::{Draft, InputKind, LanguageModel, Ngrams, Source};
 use crate::analysis;
 use crate::arch::Settings;
 use crate::arch::draft_head::{HIDDEN_STATES, PREFIX, Requirements, step_graph, with_fused_states};
@@ -24,6 +25,15 @@ use crate::work::Work;
 const LEAST_READ: f64 = 0.35;
 /// Output of a head: its hidden states.
 const OWN_STATES: &str = "last_hidden_state";
+
+/// A head of a model.
+pub(super) struct Head {
+    pub network: LanguageModel,
+    /// The model's ids of the head's tokens.
+    pub ids: Vec<usize>,
+    /// Texts whose frequencies are interpolated with its probabilities.
+    pub ngrams: Option<Arc<Ngrams>>,
+}
 
 impl LanguageModel {
     /// Decodes with a head that proposes up to `tokens` tokens per step. The fusion of the hidden states that
@@ -54,7 +64,11 @@ impl LanguageModel {
             }
         }
         head.graph = step_graph(&settings)?;
-        self.draft = Some(Draft { source: Source::Head(Box::new(head), ids), tokens });
+        let ngrams = match self.draft.take().map(|draft| draft.source) {
+            Some(Source::Ngrams(ngrams)) => Some(ngrams),
+            _ => None,
+        };
+        self.draft = Some(Draft { source: Source::Head(Box::new(Head { network: head, ids, ngrams })), tokens });
         Ok(self)
     }
 
@@ -86,11 +100,9 @@ impl LanguageModel {
 
 /// A loaded head, with the KV cache of one text.
 pub(super) struct HeadDecoder<'g> {
-    head: &'g LanguageModel,
+    head: &'g Head,
     executor: Executor<'g>,
     cache: SequenceCache,
-    /// The model's ids of the head's tokens.
-    ids: &'g [usize],
     /// Hidden states of the model that were not read yet; the first one is that of the token at the end of
     /// the cache.
     pending: Option<Tensor>,
@@ -109,11 +121,12 @@ struct Candidate {
 }
 
 impl<'g> HeadDecoder<'g> {
-    pub fn load(head: &'g LanguageModel, ids: &'g [usize], tokens: usize, device: &Device, work: &Work) -> Result<HeadDecoder<'g>> {
-        let parameters = Parameters::load(&head.graph, &head.model.weights, device, DType::F32, Residence::most_compact(device, DType::F32), work)?;
-        let cache = SequenceCache::with_removable(&head.graph, tokens)?;
-        let supports_branches = cache.supports_branches(&head.graph);
-        Ok(HeadDecoder { head, executor: Executor::new(&head.graph, parameters, device.clone()), cache, ids, pending: None, supports_branches })
+    pub fn load(head: &'g Head, tokens: usize, device: &Device, work: &Work) -> Result<HeadDecoder<'g>> {
+        let (graph, weights) = (&head.network.graph, &head.network.model.weights);
+        let parameters = Parameters::load(graph, weights, device, DType::F32, Residence::most_compact(device, DType::F32), work)?;
+        let cache = SequenceCache::with_removable(graph, tokens)?;
+        let supports_branches = cache.supports_branches(graph);
+        Ok(HeadDecoder { head, executor: Executor::new(graph, parameters, device.clone()), cache, pending: None, supports_branches })
     }
 
     /// Starts a text.
@@ -156,31 +169,29 @@ impl<'g> HeadDecoder<'g> {
         self.pending = None;
         let known = self.cache.tokens();
         if let Some((logits, state)) = step.take_if(|_| has_branches && self.supports_branches && sampler.is_greedy()) {
-            proposals = self.branches((&logits, &state), limit, model, work)?;
+            proposals = self.branches((all, limit), (&logits, &state), model, work)?;
         }
+        let mut text = all.to_vec();
         while let Some((logits, state)) = step.take() {
-            let mut spread = vec![f32::NEG_INFINITY; model.logit_count()];
-            for (id, logit) in self.ids.iter().zip(logits) {
-                spread.get_mut(*id).into_iter().for_each(|place| *place = logit);
-            }
-            model.suppress(&mut spread, false);
-            let proposal = sampler.propose(&spread)?;
+            let probabilities = self.probabilities(&logits, &text, model)?;
+            let proposal = sampler.propose(&probabilities.iter().map(|probability| probability.ln() as f32).collect::<Vec<_>>())?;
             let token = proposal.token;
             proposals.push(proposal, proposals.len().checked_sub(1));
+            text.push(token);
             if proposals.len() < limit && !model.ends.contains(&token) {
                 step = self.read(&[token], &state, work)?;
             }
         }
         // The hidden states of proposals are replaced by those of the model.
-        self.cache.truncate(&self.head.graph, known)?;
+        self.cache.truncate(&self.head.network.graph, known)?;
         Ok(proposals)
     }
 
-    /// Proposes the tokens that are the most likely to be accepted, in several continuations (Li et al.,
-    /// *EAGLE-2*, 2024), from the logits and the hidden state after the text.
-    fn branches(&mut self, (logits, state): (&[f32], &Tensor), limit: usize, model: &LanguageModel, work: &Work) -> Result<Proposals> {
+    /// Proposes up to `limit` tokens after the text `all` that are the most likely to be accepted, in several
+    /// continuations (Li et al., *EAGLE-2*, 2024), from the logits and the hidden state after the text.
+    fn branches(&mut self, (all, limit): (&[i64], usize), (logits, state): (&[f32], &Tensor), model: &LanguageModel, work: &Work) -> Result<Proposals> {
         let known = self.cache.tokens();
-        let mut found = self.likely(logits, None, 1.0, model)?;
+        let mut found = self.likely(logits, (all, &[]), None, model)?;
         loop {
             // A token is at most as likely as the one before it, which has a smaller index.
             let mut best: Vec<(usize, &Candidate)> = found.iter().enumerate().collect();
@@ -188,58 +199,66 @@ impl<'g> HeadDecoder<'g> {
             best.truncate(limit);
             let least = best.get(limit.saturating_sub(1)).map_or(LEAST_PROBABILITY, |(_, least)| least.probability);
             best.sort_unstable_by_key(|(index, _)| *index);
-            let place = |index: usize| best.iter().position(|(other, _)| *other == index);
             let is_unread = |(_, one): &&(usize, &Candidate)| one.state.is_none() && one.probability > least && !model.ends.contains(&one.token);
-            if best.iter().filter(is_unread).map(|(_, one)| one.probability).sum::<f64>() < LEAST_READ {
-                let mut proposals = Proposals::default();
-                for (_, one) in &best {
-                    proposals.push(Sampler::suggest(one.token), one.parent.and_then(place));
-                }
+            let is_complete = best.iter().filter(is_unread).map(|(_, one)| one.probability).sum::<f64>() < LEAST_READ;
+            if !is_complete {
+                // Candidates that were read are read again, because the KV cache has no branches: a few
+                // tokens take little more time than one.
+                best.retain(|one| one.1.state.is_some() || is_unread(&one));
+            }
+            let mut proposals = Proposals::default();
+            for (_, one) in &best {
+                let parent = one.parent.and_then(|parent| best.iter().position(|(other, _)| *other == parent));
+                proposals.push(Sampler::suggest(one.token), parent);
+            }
+            if is_complete {
                 return Ok(proposals);
             }
-            // Candidates that were read are read again, because the KV cache has no branches: a few tokens
-            // take little more time than one.
-            best.retain(|one| one.1.state.is_some() || is_unread(&one));
-            let place = |index: usize| best.iter().position(|(other, _)| *other == index);
-            let parents: Vec<Option<usize>> = best.iter().map(|(_, one)| one.parent.and_then(place)).collect();
             let before = |one: &Candidate| one.parent.and_then(|parent| found.get(parent)?.state.as_ref()).unwrap_or(state);
             let states = best.iter().map(|(_, one)| before(one)).collect::<Vec<_>>();
-            let inputs = self.inputs(&best.iter().map(|(_, one)| one.token).collect::<Vec<_>>(), Tensor::cat(&states, 1))?;
+            let inputs = inputs(&proposals.tokens().collect::<Vec<_>>(), Tensor::cat(&states, 1))?;
             work.cancel.check()?;
-            let outputs = self.executor.run_branches(&inputs, &mut self.cache, OutputTokens::All, &parents)?;
-            self.cache.truncate(&self.head.graph, known)?;
+            let outputs = self.executor.run_branches(&inputs, &mut self.cache, OutputTokens::All, &proposals.parents_after(proposals.len()))?;
+            self.cache.truncate(&self.head.network.graph, known)?;
             let read: Vec<usize> = best.iter().map(|(index, _)| *index).collect();
-            for (after, index) in (0..read.len()).rev().zip(read) {
-                let Some(one) = found.get_mut(index).filter(|one| one.state.is_none()) else { continue };
-                let (logits, state) = row_of(&outputs, after)?;
+            for (row, index) in read.iter().enumerate() {
+                let Some(one) = found.get_mut(*index).filter(|one| one.state.is_none()) else { continue };
+                let (logits, state) = row_of(&outputs, read.len().saturating_sub(row).saturating_sub(1))?;
                 one.state = Some(state);
                 let probability = one.probability;
-                found.extend(self.likely(&logits, Some(index), probability, model)?);
+                found.extend(self.likely(&logits, (all, &proposals.path(Some(row))), Some((*index, probability)), model)?);
             }
         }
     }
 
-    /// The tokens after a candidate, or after the text, that are likely enough to be proposed.
-    fn likely(&self, logits: &[f32], parent: Option<usize>, probability: f64, model: &LanguageModel) -> Result<Vec<Candidate>> {
-        require_finite(logits, DRAFT)?;
-        let tokens = || self.ids.iter().zip(logits).filter(|(id, _)| !model.is_suppressed(**id));
-        let max = tokens().map(|(_, logit)| *logit).fold(f32::NEG_INFINITY, f32::max);
-        let weight = |logit: f32| f64::from(logit - max).exp();
-        let total: f64 = tokens().map(|(_, logit)| weight(*logit)).sum();
+    /// The tokens that are likely enough to be proposed after a text and a path of candidates, of which the
+    /// last one has this index and probability.
+    fn likely(&self, logits: &[f32], (all, path): (&[i64], &[i64]), last: Option<(usize, f64)>, model: &LanguageModel) -> Result<Vec<Candidate>> {
+        let probabilities = self.probabilities(logits, &[all, path].concat(), model)?;
+        let max = probabilities.iter().copied().fold(0.0, f64::max);
         // The head has read the text anyway, so that its best token is proposed.
-        let least = if parent.is_none() { LEAST_PROBABILITY.min(1.0 / total) } else { LEAST_PROBABILITY };
-        let candidate = |(id, logit): (&usize, &f32)| {
-            let probability = probability * weight(*logit) / total;
-            let token = i64::try_from(*id).ok().filter(|_| probability >= least)?;
-            Some(Candidate { token, parent, probability, state: None })
-        };
-        Ok(tokens().filter_map(candidate).collect())
+        let (parent, before, least) = last.map_or((None, 1.0, LEAST_PROBABILITY.min(max)), |(index, before)| (Some(index), before, LEAST_PROBABILITY));
+        let candidate = |(token, probability): (i64, &f64)| Candidate { token, parent, probability: before * probability, state: None };
+        Ok((0..).zip(&probabilities).map(candidate).filter(|one| one.probability >= least).collect())
     }
 
-    fn inputs(&self, tokens: &[i64], states: candle_core::Result<Tensor>) -> Result<Inputs> {
-        let mut inputs = token_inputs("input_ids", &[tokens])?;
-        inputs.insert(HIDDEN_STATES.to_owned(), states.and_then(|states| states.contiguous()).map_err(failed)?);
-        Ok(inputs)
+    /// The probabilities of the model's tokens after a text, from the logits of the head.
+    fn probabilities(&self, logits: &[f32], text: &[i64], model: &LanguageModel) -> Result<Vec<f64>> {
+        require_finite(logits, DRAFT)?;
+        let known = || self.head.ids.iter().zip(logits).filter(|(id, _)| !model.is_suppressed(**id));
+        let max = known().map(|(_, logit)| *logit).fold(f32::NEG_INFINITY, f32::max);
+        let mut probabilities = vec![0.0; model.logit_count()];
+        for (id, logit) in known() {
+            probabilities.get_mut(*id).into_iter().for_each(|place| *place = f64::from(logit - max).exp());
+        }
+        let total: f64 = probabilities.iter().sum();
+        let frequencies = self.head.ngrams.as_ref().map(|ngrams| ngrams.likely(text)).unwrap_or_default();
+        let rest = 1.0 - frequencies.iter().map(|(_, frequency)| frequency).sum::<f64>();
+        probabilities.iter_mut().for_each(|probability| *probability *= rest / total);
+        for (id, frequency) in frequencies.into_iter().filter(|(id, _)| !model.is_suppressed(*id as usize)) {
+            probabilities.get_mut(id as usize).into_iter().for_each(|probability| *probability += frequency);
+        }
+        Ok(probabilities)
     }
 
     /// Reads tokens with the hidden states before them; returns the logits and the hidden state of the last
@@ -248,13 +267,20 @@ impl<'g> HeadDecoder<'g> {
         let (mut last, mut at) = (None, 0usize);
         for chunk in tokens.chunks(CHUNK_TOKENS) {
             work.cancel.check()?;
-            let inputs = self.inputs(chunk, states.narrow(1, at, chunk.len()))?;
+            let inputs = inputs(chunk, states.narrow(1, at, chunk.len()))?;
             let outputs = self.executor.run_next(&inputs, &mut self.cache, OutputTokens::Last(1))?;
             at = at.saturating_add(chunk.len());
             last = Some(row_of(&outputs, 0)?);
         }
         Ok(last)
     }
+}
+
+/// The inputs of a head: tokens, and the hidden states before them.
+fn inputs(tokens: &[i64], states: candle_core::Result<Tensor>) -> Result<Inputs> {
+    let mut inputs = token_inputs("input_ids", &[tokens])?;
+    inputs.insert(HIDDEN_STATES.to_owned(), states.and_then(|states| states.contiguous()).map_err(failed)?);
+    Ok(inputs)
 }
 
 /// The logits and the hidden state of the token with `after` tokens after it.

@@ -42,6 +42,7 @@ use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 use decoder::{CHUNK_TOKENS, Decoder, FEATURES, token_inputs};
 use decoder_prompt::DecoderPrompt;
 use draft::Drafter;
+use draft_head::Head;
 use run::{Prompt, Run};
 use sampling::Sampler;
 use settings::Settings;
@@ -151,8 +152,7 @@ struct Draft {
 /// Kinds of drafts.
 enum Source {
     Model(Box<LanguageModel>),
-    /// A head that reads hidden states of the model, and the model's ids of its tokens.
-    Head(Box<LanguageModel>, Vec<usize>),
+    Head(Box<Head>),
     Ngrams(Arc<Ngrams>),
 }
 
@@ -160,7 +160,8 @@ impl Draft {
     /// The network, if there is one.
     fn model(&self) -> Option<&LanguageModel> {
         match &self.source {
-            Source::Model(model) | Source::Head(model, _) => Some(model),
+            Source::Model(model) => Some(model),
+            Source::Head(head) => Some(&head.network),
             Source::Ngrams(_) => None,
         }
     }

@@ -117,17 +117,13 @@ impl Ngrams {
     /// Proposes at most `limit` tokens, which are the most likely to be accepted after the text `all`: in one
     /// continuation, or with branches in several. A token in `ends` is the last one of its continuation.
     pub(super) fn propose(&self, all: &[i64], limit: usize, has_branches: bool, ends: &BTreeSet<i64>) -> Proposals {
-        let id = |token: &i64| u32::try_from(*token).unwrap_or(END);
-        let mut text: Vec<u32> = all.iter().map(id).collect();
         let mut proposals = Proposals::default();
         // Tokens that were not proposed, with the probability that they and those before them are accepted.
         let (mut candidates, mut last, mut probability) = (Vec::<(f64, Option<usize>, u32)>::new(), None, 1.0);
         while proposals.len() < limit {
             let path = proposals.path(last);
-            text.truncate(all.len());
-            text.extend(path.iter().map(id));
             if !path.last().is_some_and(|token| ends.contains(token)) {
-                let next = self.likely(&text).into_iter().take(if has_branches { limit } else { 1 });
+                let next = self.likely(&[all, path.as_slice()].concat()).into_iter().take(if has_branches { limit } else { 1 });
                 let next = next.map(|(token, next)| (probability * next, last, token));
                 candidates.extend(next.filter(|(probability, ..)| *probability >= LEAST_PROBABILITY));
             }
@@ -144,9 +140,10 @@ impl Ngrams {
     /// The tokens that can follow a text, the most likely one first, with their probabilities: interpolated
     /// between contexts of different lengths as by Witten and Bell (1991). Equally likely tokens are ordered
     /// by their ids.
-    fn likely(&self, text: &[u32]) -> Vec<(u32, f64)> {
+    pub(super) fn likely(&self, text: &[i64]) -> Vec<(u32, f64)> {
+        let text: Vec<u32> = text.iter().map(|token| u32::try_from(*token).unwrap_or(END)).collect();
         let mut likely = Counts::default();
-        for counts in self.counts(text) {
+        for counts in self.counts(&text) {
             let (weight, total) = (SHORTER_WEIGHT * counts.0.len() as f64, counts.0.iter().map(|(_, count)| count).sum::<f64>());
             let shorter = std::mem::take(&mut likely);
             for (token, _) in shorter.0.iter().chain(counts.0.iter().filter(|(token, _)| shorter.of(*token) == 0.0)) {
@@ -274,7 +271,7 @@ mod tests {
     #[test]
     fn the_longest_context_predicts_the_next_token() {
         let found = ngrams(&[vec![1, 2, 3], vec![1, 2, 3], vec![9, 2, 4], vec![6, 5], vec![6, 8]]);
-        let next = |text: &[u32]| found.likely(text).first().copied();
+        let next = |text: &[i64]| found.likely(text).first().copied();
         assert_eq!(next(&[1, 2]).unwrap().0, 3);
         assert_eq!(next(&[9, 2]).unwrap().0, 4);
         // Unknown tokens, and tokens at the ends of texts.

@@ -154,7 +154,10 @@ fn texts_propose_tokens() {
         let run = compress(folder.path(), args);
         assert!(run.code != 0 && run.stderr.contains(part), "{args}: {} {}", run.code, run.stderr);
     };
-    refused("generate in --lookup --draft book.txt --prompt a", "cannot be used with");
+    refused("generate in --lookup --draft book.txt --prompt a", "--lookup: has no effect");
+    refused("generate in --draft book.txt --draft other.txt --prompt a", "both collections of texts: specify one");
+    refused("generate in --draft in --draft book.txt --prompt a", "cannot be combined");
+    refused("generate in --draft in --draft in --prompt a", "both models: specify one");
     refused("generate in --draft missing.txt --prompt a", "missing.txt");
     refused("generate in --draft missing.npz --prompt a", "missing.npz");
     fs::write(folder.path().join("empty.txt"), "").unwrap();
