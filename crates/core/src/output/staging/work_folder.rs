@@ -107,18 +107,29 @@ pub(super) fn remove_created(parent: &Path, created: Option<&Path>) {
     }
 }
 
+/// Number of files that are synced at the same time: file systems commit their changes together.
+const SYNCED_TOGETHER: usize = 8;
+
 /// Syncs the contents before the rename, so that a power failure leaves no empty file under the final
 /// name.
 pub(super) fn sync(folder: &Path) -> Result<()> {
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let path = entry.map_err(Error::io("list", folder))?.path();
-        if path.is_dir() {
-            sync(&path)?;
-        } else {
-            File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("sync", &path))?;
+    let (mut files, mut folders) = (Vec::new(), vec![folder.to_owned()]);
+    let mut at = 0;
+    while let Some(folder) = folders.get(at).cloned() {
+        for entry in fs::read_dir(&folder).map_err(Error::io("list", &folder))? {
+            let path = entry.map_err(Error::io("list", &folder))?.path();
+            if path.is_dir() { folders.push(path) } else { files.push(path) }
         }
+        at += 1;
     }
-    sync_folder(folder);
+    let sync = |path: &PathBuf| File::open(path).and_then(|file| file.sync_all()).map_err(Error::io("sync", path));
+    for together in files.chunks(SYNCED_TOGETHER) {
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = together.iter().map(|path| scope.spawn(|| sync(path))).collect();
+            threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })?;
+    }
+    folders.iter().rev().for_each(|folder| sync_folder(folder));
     Ok(())
 }
 
