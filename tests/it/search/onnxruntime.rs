@@ -47,6 +47,27 @@ pub(super) fn totals(units: &[Value], formats: &[usize]) -> (f64, u64) {
     options.fold((0.0, 0), |(loss, bytes), option| (loss + option["loss"].as_f64().unwrap(), bytes + option["bytes"].as_u64().unwrap()))
 }
 
+/// The expected loss and size of the choices of formats on the Pareto front: no other choice has less loss
+/// without being larger.
+pub(super) fn best(units: &[Value]) -> Vec<(f64, u64)> {
+    let extend = |all: Vec<(f64, u64)>, unit: &Value| {
+        let options: Vec<(f64, u64)> = (0..unit["options"].as_array().unwrap().len())
+            .filter(|option| !unit["options"][*option].is_null())
+            .map(|option| totals(std::slice::from_ref(unit), &[option]))
+            .collect();
+        let mut extended: Vec<(f64, u64)> = all.iter().flat_map(|(loss, bytes)| options.iter().map(move |(more, size)| (loss + more, bytes + size))).collect();
+        extended.sort_by(|a, b| a.1.cmp(&b.1).then(a.0.total_cmp(&b.0)));
+        let mut least = f64::INFINITY;
+        extended.retain(|(loss, _)| {
+            let is_better = *loss < least;
+            least = least.min(*loss);
+            is_better
+        });
+        extended
+    };
+    units.iter().fold(vec![(0.0, 0)], extend)
+}
+
 /// Indices of the formats of a point.
 pub(super) fn indices(search: &Value, point: &Value) -> Vec<usize> {
     let names = search["formats"].as_array().unwrap();

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::onnxruntime::{ONNX, encoder, every, indices, invent, invented, totals};
+use super::onnxruntime::{ONNX, best, encoder, every, indices, invent, invented, totals};
 use super::{SETS, prepared, recipe};
 use crate::cli::support::{compress, data, ok, read_json};
 use crate::common::onnxruntime::has_onnx_runtime;
@@ -40,7 +40,7 @@ fn pruned_layers_are_options_that_are_measured_with_their_format() {
     let passes = recipe(folder, "out");
     assert!(passes[0]["prune-structured"]["repair"] == "least-squares", "{passes}");
     // No choice of options has less expected loss than the front.
-    let all: Vec<(f64, u64)> = every(units).iter().map(|options| totals(units, options)).collect();
+    let all = best(units);
     let (report, others) = (read_json(&folder.join("out/report.json")), found["other_bytes"].as_u64().unwrap());
     for point in report["search"]["front"].as_array().unwrap() {
         let (loss, bytes) = (point["predicted"].as_f64().unwrap(), point["bytes"].as_u64().unwrap() - others);
@@ -99,7 +99,7 @@ fn widths_of_all_layers_are_options_for_other_runtimes() {
         for at in 0..6 {
             let options = |unit: &Value| json!({ "options": unit["options"].as_array().unwrap()[at * each..(at + 1) * each] });
             let own: Vec<Value> = units.iter().map(options).collect();
-            all.extend(every(&own).iter().map(|options| totals(&own, options)));
+            all.extend(best(&own));
         }
         let place = if runtime == "llama.cpp" { "small.gguf.report".to_owned() } else { output.to_owned() };
         let (report, others) = (read_json(&folder.join(&place).join("report.json")), found["other_bytes"].as_u64().unwrap());
