@@ -160,7 +160,12 @@ impl Args {
             return Err(Error::option("--lookup", format!("has no effect: n-grams of the text are always proposed with those of {}", collection.display())));
         }
         if let Some(path) = networks.first() {
-            model = self.with_draft(model, LanguageModel::new(Model::open(path)?)?, vocabulary)?;
+            let draft = LanguageModel::new(Model::open(path)?)?;
+            if draft.input_kind() != InputKind::HiddenStates && (self.lookup || !collections.is_empty()) {
+                let other = collections.first().map_or("--lookup".to_owned(), |path| path.display().to_string());
+                return Err(Error::option("--draft", format!("{} is a model, but only an EAGLE-3 head can be combined with {other}", path.display())));
+            }
+            model = self.with_draft(model, draft, vocabulary)?;
         }
         let ngrams = match collections.first() {
             Some(path) => Some(Ngrams::open(path, vocabulary)?),
@@ -186,10 +191,13 @@ impl Args {
     }
 
     /// Names of the sources of proposals.
-    fn proposer(&self) -> Option<String> {
+    fn proposers(&self) -> Vec<String> {
         let lookup = self.lookup.then(|| "the text itself".to_owned());
-        let all: Vec<String> = self.drafts.iter().map(|draft| draft.display().to_string()).chain(lookup).collect();
-        (!all.is_empty()).then(|| all.join(" and "))
+        self.drafts.iter().map(|draft| draft.display().to_string()).chain(lookup).collect()
+    }
+
+    fn has_draft(&self) -> bool {
+        self.lookup || !self.drafts.is_empty()
     }
 
     fn draft_tokens(&self) -> usize {
@@ -228,7 +236,7 @@ impl Args {
         json!({
             "model": last.path.to_string_lossy(),
             "against": before.map(|before| before.path.to_string_lossy()),
-            "draft": self.proposer().map(|draft| self.draft_data(&draft, &last.speculation())),
+            "draft": self.has_draft().then(|| self.draft_data(&last.speculation())),
             "options": options,
             "chat": self.chat,
             "prompts": self.headings().iter().enumerate().map(prompt).collect::<Vec<_>>(),
@@ -239,9 +247,9 @@ impl Args {
         })
     }
 
-    fn draft_data(&self, draft: &str, speculation: &Speculation) -> Value {
+    fn draft_data(&self, speculation: &Speculation) -> Value {
         json!({
-            "model": draft,
+            "sources": self.proposers(),
             "tokens": self.draft_tokens(),
             "steps": speculation.steps,
             "proposed": speculation.proposed.iter().sum::<usize>(),
@@ -252,7 +260,8 @@ impl Args {
         })
     }
 
-    fn draft_text(&self, draft: &str, speculation: &Speculation) -> String {
+    fn draft_text(&self, speculation: &Speculation) -> String {
+        let draft = self.proposers().join(" and ");
         let (Some(tokens), Some(rate)) = (speculation.tokens_per_step(), speculation.acceptance_rate()) else {
             return format!(" {draft}: proposed no tokens\n");
         };
@@ -266,7 +275,7 @@ impl Args {
             Some(Sampling { seed, .. }) => format!("sampled with seed {seed}"),
             None => "greedy decoding".to_owned(),
         };
-        let draft = self.proposer().map_or(String::new(), |draft| format!(", proposals of {draft}"));
+        let draft = if self.has_draft() { format!(", proposals of {}", self.proposers().join(" and ")) } else { String::new() };
         let mut out = format!("{}: {method}, at most {}{draft}\n", last.path.display(), counted(options.tokens, "token"));
         let columns = super::columns().unwrap_or(DEFAULT_COLUMNS);
         for (index, prompt) in self.headings().iter().enumerate() {
@@ -289,8 +298,8 @@ impl Args {
         let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
         let row = |output: &ModelOutput| vec![output.path.display().to_string(), number(output.speed().prefill), number(output.speed().decode)];
         out += &format!("\n{}\n", table(&["tokens per second", "prompt", "continuation"], before.into_iter().chain([last]).map(row)));
-        if let Some(draft) = &self.proposer() {
-            out += &self.draft_text(draft, &last.speculation());
+        if self.has_draft() {
+            out += &self.draft_text(&last.speculation());
         }
         for output in before.into_iter().chain([last]) {
             for note in &output.notes {

@@ -79,7 +79,8 @@ impl LanguageModel {
     /// ([`Vocabulary::require_draft`]), or a head of the model proposes up to `tokens` tokens per step.
     /// Greedy texts equal those without a draft, except between tokens whose logits differ by less than the
     /// rounding of a forward pass; samples have the same distribution. Texts with tokens that the draft lacks
-    /// are continued without proposals. Fails if the draft does not take the same kind of input.
+    /// are continued without proposals. A head keeps n-grams of an earlier call. Fails if the draft does not
+    /// take the same kind of input, or is a model after n-grams.
     ///
     /// [`Vocabulary::require_draft`]: super::Vocabulary::require_draft
     pub fn with_draft(mut self, draft: LanguageModel, tokens: usize) -> Result<LanguageModel> {
@@ -87,7 +88,7 @@ impl LanguageModel {
         if draft.input_kind == InputKind::HiddenStates {
             return self.with_head(draft, tokens);
         }
-        if let Some(Source::Ngrams(_)) = self.draft.as_ref().map(|draft| &draft.source) {
+        if self.draft.as_ref().is_some_and(|draft| draft.ngrams().is_some()) {
             return Err(refuse_ngrams());
         }
         let features = |model: &LanguageModel| model.graph.inputs().find(|(_, value)| value.name == FEATURES).map(|(_, value)| value.ty.to_string());
@@ -112,7 +113,10 @@ impl LanguageModel {
     /// earlier occurrence of the end of the text, in the text or in the collection, unless the model would
     /// probably reject them. Models whose layers support it verify several continuations at once. Greedy
     /// texts are as with [`with_draft`](LanguageModel::with_draft); samples are those without a draft, with
-    /// the same exception. If the draft is a head, its probabilities are interpolated with these frequencies.
+    /// the same exception.
+    ///
+    /// If the draft is a head, its probabilities are interpolated with these frequencies, `tokens` replaces
+    /// its number, and samples only have the same distribution.
     ///
     /// # Errors
     /// `tokens` is 0, the collection contains ids that the model lacks, or the draft is a model.

@@ -64,10 +64,7 @@ impl LanguageModel {
             }
         }
         head.graph = step_graph(&settings)?;
-        let ngrams = match self.draft.take().map(|draft| draft.source) {
-            Some(Source::Ngrams(ngrams)) => Some(ngrams),
-            _ => None,
-        };
+        let ngrams = self.draft.as_ref().and_then(|draft| draft.ngrams().cloned());
         self.draft = Some(Draft { source: Source::Head(Box::new(Head { network: head, ids, ngrams })), tokens });
         Ok(self)
     }
@@ -239,26 +236,16 @@ impl<'g> HeadDecoder<'g> {
         // The head has read the text anyway, so that its best token is proposed.
         let (parent, before, least) = last.map_or((None, 1.0, LEAST_PROBABILITY.min(max)), |(index, before)| (Some(index), before, LEAST_PROBABILITY));
         let candidate = |(token, probability): (i64, &f64)| Candidate { token, parent, probability: before * probability, state: None };
-        Ok((0..).zip(&probabilities).map(candidate).filter(|one| one.probability >= least).collect())
+        Ok((0..).zip(&probabilities).map(candidate).filter(|one| one.probability > 0.0 && one.probability >= least).collect())
     }
 
     /// The probabilities of the model's tokens after a text, from the logits of the head.
     fn probabilities(&self, logits: &[f32], text: &[i64], model: &LanguageModel) -> Result<Vec<f64>> {
         require_finite(logits, DRAFT)?;
-        let known = || self.head.ids.iter().zip(logits).filter(|(id, _)| !model.is_suppressed(**id));
-        let max = known().map(|(_, logit)| *logit).fold(f32::NEG_INFINITY, f32::max);
-        let mut probabilities = vec![0.0; model.logit_count()];
-        for (id, logit) in known() {
-            probabilities.get_mut(*id).into_iter().for_each(|place| *place = f64::from(logit - max).exp());
-        }
-        let total: f64 = probabilities.iter().sum();
-        let frequencies = self.head.ngrams.as_ref().map(|ngrams| ngrams.likely(text)).unwrap_or_default();
-        let rest = 1.0 - frequencies.iter().map(|(_, frequency)| frequency).sum::<f64>();
-        probabilities.iter_mut().for_each(|probability| *probability *= rest / total);
-        for (id, frequency) in frequencies.into_iter().filter(|(id, _)| !model.is_suppressed(*id as usize)) {
-            probabilities.get_mut(id as usize).into_iter().for_each(|probability| *probability += frequency);
-        }
-        Ok(probabilities)
+        let logits: Vec<(usize, f32)> = self.head.ids.iter().copied().zip(logits.iter().copied()).filter(|(id, _)| !model.is_suppressed(*id)).collect();
+        let mut frequencies = self.head.ngrams.as_ref().map(|ngrams| ngrams.likely(text)).unwrap_or_default();
+        frequencies.retain(|(id, _)| !model.is_suppressed(*id as usize));
+        Ok(interpolated(&logits, &frequencies, model.logit_count()))
     }
 
     /// Reads tokens with the hidden states before them; returns the logits and the hidden state of the last
@@ -274,6 +261,24 @@ impl<'g> HeadDecoder<'g> {
         }
         Ok(last)
     }
+}
+
+/// The probabilities of `count` tokens: those that are given, and for the rest those of the logits.
+fn interpolated(logits: &[(usize, f32)], given: &[(u32, f64)], count: usize) -> Vec<f64> {
+    let max = logits.iter().map(|(_, logit)| *logit).fold(f32::NEG_INFINITY, f32::max);
+    let mut probabilities = vec![0.0; count];
+    for (id, logit) in logits {
+        probabilities.get_mut(*id).into_iter().for_each(|place| *place = f64::from(logit - max).exp());
+    }
+    // The rest can be less than the rounding of the sum.
+    let rest = (1.0 - given.iter().map(|(_, probability)| probability).sum::<f64>()).max(0.0);
+    let total: f64 = probabilities.iter().sum();
+    let scale = if total > 0.0 { rest / total } else { 0.0 };
+    probabilities.iter_mut().for_each(|probability| *probability *= scale);
+    for (id, more) in given {
+        probabilities.get_mut(*id as usize).into_iter().for_each(|probability| *probability += more);
+    }
+    probabilities
 }
 
 /// The inputs of a head: tokens, and the hidden states before them.
@@ -293,4 +298,22 @@ fn row_of(outputs: &BTreeMap<String, Tensor>, after: usize) -> Result<(Vec<f32>,
 
 fn failed(e: candle_core::Error) -> Error {
     Error::candle("the draft head", e)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probabilities_are_never_negative() {
+        let logits = [(1, 0.0f32), (3, 3f32.ln())];
+        for (given, expected) in [(&[][..], [0.0, 0.25, 0.0, 0.75]), (&[(1, 0.25), (2, 0.25)][..], [0.0, 0.375, 0.25, 0.375])] {
+            let found = interpolated(&logits, given, 4);
+            assert!(found.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-6), "{found:?}");
+        }
+        // The sum of many rounded frequencies can be larger than 1.
+        assert_eq!(interpolated(&logits, &[(2, 0.5), (0, 0.5 + 1e-15)], 4)[1..], [0.0, 0.5, 0.0]);
+        // The model generates no token of the head.
+        assert_eq!(interpolated(&[], &[(2, 0.5)], 4), [0.0, 0.0, 0.5, 0.0]);
+    }
 }

@@ -165,6 +165,15 @@ impl Draft {
             Source::Ngrams(_) => None,
         }
     }
+
+    /// The texts, if there are any.
+    fn ngrams(&self) -> Option<&Arc<Ngrams>> {
+        match &self.source {
+            Source::Model(_) => None,
+            Source::Head(head) => head.ngrams.as_ref(),
+            Source::Ngrams(ngrams) => Some(ngrams),
+        }
+    }
 }
 
 impl LanguageModel {
@@ -356,6 +365,9 @@ impl LanguageModel {
         let mut need = self.memory_need(prompts, options, [draft_tokens.saturating_add(1), 0], device)?;
         if let Some(draft) = self.draft.as_ref().and_then(Draft::model) {
             need.parameters = need.parameters.saturating_add(draft.memory_need(prompts, options, [1, draft_tokens], device)?.total());
+        }
+        if let Some(ngrams) = self.draft.as_ref().and_then(Draft::ngrams) {
+            need.parameters = need.parameters.saturating_add(ngrams.bytes());
         }
         match Schedule::choose(memory, &[(self.model.config.model_type(), need.clone())])? {
             Schedule::Resident => Ok(()),

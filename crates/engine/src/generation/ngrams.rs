@@ -77,7 +77,10 @@ impl Ngrams {
         } else {
             vec![vocabulary.encode(&crate::files::read_to_string(path).map_err(Error::io("read", path))?)?]
         };
-        let ngrams = Ngrams::new(texts.iter().map(Vec::as_slice))?;
+        let ngrams = Ngrams::new(texts.iter().map(Vec::as_slice)).map_err(|error| match error {
+            Error::Option { what, reason } => Error::option(what, format!("{} {reason}", path.display())),
+            other => other,
+        })?;
         if ngrams.order.is_empty() {
             return Err(Error::option("--draft", format!("{} contains no texts of two or more tokens", path.display())));
         }
@@ -94,7 +97,7 @@ impl Ngrams {
             tokens.push(END);
             for token in text {
                 let id = u32::try_from(*token).ok().filter(|id| *id != END);
-                tokens.push(id.ok_or_else(|| Error::option("--draft", format!("{token} is not the id of a token")))?);
+                tokens.push(id.ok_or_else(|| Error::option("--draft", format!("contains {token}, which is not the id of a token")))?);
             }
         }
         let count = u32::try_from(tokens.len()).map_err(|_| Error::option("--draft", "has more than 4,294,967,295 tokens"))?;
@@ -107,6 +110,12 @@ impl Ngrams {
     /// Number of tokens.
     pub fn tokens(&self) -> usize {
         self.tokens.iter().filter(|token| **token != END).count()
+    }
+
+    /// Memory in bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        let values = |list: &[u32]| u64::try_from(size_of_val(list)).unwrap_or(u64::MAX);
+        values(&self.tokens).saturating_add(values(&self.order))
     }
 
     /// The largest id of a token.
@@ -138,8 +147,8 @@ impl Ngrams {
     }
 
     /// The tokens that can follow a text, the most likely one first, with their probabilities: interpolated
-    /// between contexts of different lengths as by Witten and Bell (1991). Equally likely tokens are ordered
-    /// by their ids.
+    /// between contexts of different lengths as by Witten and Bell (1991). The rest of the probability is
+    /// that of a context of length 0. Equally likely tokens are ordered by their ids.
     pub(super) fn likely(&self, text: &[i64]) -> Vec<(u32, f64)> {
         let text: Vec<u32> = text.iter().map(|token| u32::try_from(*token).unwrap_or(END)).collect();
         let mut likely = Counts::default();
@@ -340,6 +349,6 @@ mod tests {
         assert!(read(&all[1..]).unwrap_err().contains("has no array `input_ids`"));
         let short = ("labels", Tensor::zeros((2, 5), DType::I64, &Device::Cpu).unwrap());
         assert!(read(&[all[0].clone(), short]).unwrap_err().contains("has `labels` of shape [2, 5]"));
-        assert!(Ngrams::new([&[3, -1][..]]).unwrap_err().to_string().contains("-1 is not the id"));
+        assert!(Ngrams::new([&[3, -1][..]]).unwrap_err().to_string().contains("contains -1, which is not the id"));
     }
 }

@@ -104,7 +104,7 @@ fn drafts_propose_tokens() {
     assert_eq!(found["prompts"], alone["prompts"]);
     let draft = &found["draft"];
     let number = |key: &str| draft[key].as_f64().unwrap();
-    assert_eq!((&draft["model"], &draft["tokens"]), (&json!("draft"), &json!(3)));
+    assert_eq!((&draft["sources"], &draft["tokens"]), (&json!(["draft"]), &json!(3)));
     // Every text has 11 tokens after the first.
     assert_eq!(number("accepted") + number("steps"), 22.0);
     assert_eq!(number("tokens_per_step"), 22.0 / number("steps"));
@@ -147,7 +147,7 @@ fn texts_propose_tokens() {
     for (args, name) in [("--lookup", "the text itself"), ("--draft book.txt --draft-tokens 2", "book.txt")] {
         let found = data(folder.path(), &format!("generate in {args} --prompt abab --tokens 16 --json"));
         assert_eq!(found["prompts"][0]["continuation"], alone["prompts"][0]["continuation"], "{args}");
-        assert_eq!(found["draft"]["model"], json!(name), "{args}");
+        assert_eq!(found["draft"]["sources"], json!([name]), "{args}");
         assert!(found["draft"]["accepted"].as_u64().unwrap() > 0 && found["draft"]["tokens_per_step"].as_f64().unwrap() > 1.0, "{found}");
     }
     let refused = |args: &str, part: &str| {
@@ -156,7 +156,7 @@ fn texts_propose_tokens() {
     };
     refused("generate in --lookup --draft book.txt --prompt a", "--lookup: has no effect");
     refused("generate in --draft book.txt --draft other.txt --prompt a", "both collections of texts: specify one");
-    refused("generate in --draft in --draft book.txt --prompt a", "cannot be combined");
+    refused("generate in --draft in --draft book.txt --prompt a", "in is a model, but only an EAGLE-3 head can be combined with book.txt");
     refused("generate in --draft in --draft in --prompt a", "both models: specify one");
     refused("generate in --draft missing.txt --prompt a", "missing.txt");
     refused("generate in --draft missing.npz --prompt a", "missing.npz");
