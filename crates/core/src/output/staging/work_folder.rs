@@ -5,7 +5,9 @@ use std::fs::{self, File};
 use std::hash::{BuildHasher, Hasher};
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use super::journal::{Journal, discard};
 use super::{ATTEMPTS, LOCK, OLD};
@@ -124,9 +126,10 @@ pub(super) fn sync(folder: &Path) -> Result<()> {
     }
     let sync = |path: &PathBuf| File::open(path).and_then(|file| file.sync_all()).map_err(Error::io("sync", path));
     for together in files.chunks(SYNCED_TOGETHER) {
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = together.iter().map(|path| scope.spawn(|| sync(path))).collect();
-            threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        thread::scope(|scope| {
+            let started: Vec<_> = together.iter().map(|path| (path, thread::Builder::new().spawn_scoped(scope, || sync(path)))).collect();
+            // A file without another thread is synced by this one.
+            started.into_iter().try_for_each(|(path, thread)| thread.map_or_else(|_| sync(path), |thread| thread.join().unwrap_or_else(|e| resume_unwind(e))))
         })?;
     }
     folders.iter().rev().for_each(|folder| sync_folder(folder));
