@@ -281,7 +281,7 @@ def without_samples(message: str, hint: str | None) -> tuple[str, str | None]:
 def begin(event: Mapping[str, Any]) -> Progress:
     """The first event of a stage."""
     unit: Unit = "bytes" if "bytes" in event else "samples" if "samples" in event else "steps"
-    return Progress(event["stage"], 0, event[unit] or None, unit)
+    return Progress(event["stage"], event.get("done", 0), event[unit] or None, unit)
 
 
 def start(command: Sequence[str], source: IO[bytes], output: IO[bytes]) -> subprocess.Popen[str]:
