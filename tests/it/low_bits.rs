@@ -79,7 +79,9 @@ pub fn samples(folder: &Path) -> Data {
 fn written(folder: &Path, model: &Path, step: impl Into<Step>, exports: Vec<Export>) -> compress::Result<Report> {
     let out = folder.join("out");
     let _ = std::fs::remove_dir_all(&out);
-    let builder = exports.into_iter().fold(Pipeline::builder().calibration(samples(folder)).pass(step).threads(2), |builder, export| builder.export(export));
+    let builder = exports
+        .into_iter()
+        .fold(Pipeline::builder().calibration(samples(folder)).pass(step).threads(2).measure(false), |builder, export| builder.export(export));
     builder.build()?.run(Model::open(model)?, &out)
 }
 

@@ -33,7 +33,7 @@ fn cached() -> Onnx {
 }
 
 fn written(model: &Path, out: &Path, steps: Vec<Step>, exports: Vec<Export>) -> compress::Result<compress::report::Report> {
-    let builder = steps.into_iter().fold(Pipeline::builder().threads(2), compress::pipeline::Builder::pass);
+    let builder = steps.into_iter().fold(Pipeline::builder().threads(2).measure(false), compress::pipeline::Builder::pass);
     exports.into_iter().fold(builder, compress::pipeline::Builder::export).build()?.run(Model::open(model)?, out)
 }
 

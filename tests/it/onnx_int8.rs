@@ -20,7 +20,7 @@ use prost::Message;
 
 fn quantized(name: &str, pass: &QuantizeDynamic, format: Onnx) -> compress::Result<(GraphProto, Report)> {
     let out = tempfile::tempdir().unwrap();
-    let pipeline = Pipeline::builder().pass(pass.clone()).export(format).build()?;
+    let pipeline = Pipeline::builder().pass(pass.clone()).export(format).measure(false).build()?;
     let report = pipeline.run(Model::open(golden(name))?, out.path().join("out"))?;
     let bytes = std::fs::read(out.path().join("out").join(file::MODEL)).unwrap();
     Ok((ModelProto::decode(bytes.as_slice()).unwrap().graph.unwrap(), report))

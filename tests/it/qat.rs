@@ -47,7 +47,7 @@ impl Desk {
     }
 
     fn run(&self, (model, out): (&Path, &str), steps: Vec<Step>, (train, evaluation): (&Data, &Data)) -> compress::Result<Report> {
-        let builder = steps.into_iter().fold(Pipeline::builder().threads(2).seed(3), |builder, step| builder.pass(step));
+        let builder = steps.into_iter().fold(Pipeline::builder().threads(2).seed(3).measure(false), |builder, step| builder.pass(step));
         let builder = builder.calibration(train.clone()).train(train.clone()).evaluation(evaluation.clone());
         builder.build()?.run(Model::open(model)?, self.at(out))
     }

@@ -50,7 +50,7 @@ fn mismatches(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&T
         let mut model = Model::open(&place).unwrap();
         let out = tempfile::tempdir().unwrap();
         let opset = 17 + index as u32 % 8;
-        let mut pipeline = Pipeline::builder().export(Onnx { opset: Some(opset), ..Onnx::default() });
+        let mut pipeline = Pipeline::builder().export(Onnx { opset: Some(opset), ..Onnx::default() }).measure(false);
         if let Some(pass) = &pass {
             // Convolutional networks have no matrices for this pass.
             let Ok(planned) = pass.plan(&model, &RunState::default()).map(|plan| plan.model) else { continue };
