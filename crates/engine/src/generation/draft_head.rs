@@ -263,7 +263,7 @@ impl<'g> HeadDecoder<'g> {
     }
 }
 
-/// The probabilities of `count` tokens: those that are given, and for the rest those of the logits.
+/// The probabilities of `count` tokens: the given ones, and those of the logits for the rest.
 fn interpolated(logits: &[(usize, f32)], given: &[(u32, f64)], count: usize) -> Vec<f64> {
     let max = logits.iter().map(|(_, logit)| *logit).fold(f32::NEG_INFINITY, f32::max);
     let mut probabilities = vec![0.0; count];
