@@ -19,7 +19,7 @@ from lib import ROOT
 # Tests whose results depend on the code path: kernels and what is computed with them.
 KERNELS = [("compress_kernels", []), ("it", ["ops::", "laws::"])]
 CPUINFO = Path("/proc/cpuinfo")
-# Without tile registers, AVX-512 is the default of the processors that have it.
+# Without the tile registers of AMX, AVX-512 is the default path, which the first run has tested.
 HAS_TILES = CPUINFO.exists() and " amx_bf16 " in CPUINFO.read_text()
 # Environment, and tests with their filters.
 AGAIN = [

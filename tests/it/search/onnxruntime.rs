@@ -47,14 +47,16 @@ pub(super) fn totals(units: &[Value], formats: &[usize]) -> (f64, u64) {
     options.fold((0.0, 0), |(loss, bytes), option| (loss + option["loss"].as_f64().unwrap(), bytes + option["bytes"].as_u64().unwrap()))
 }
 
+/// Indices of the options that a unit has.
+fn possible(unit: &Value) -> Vec<usize> {
+    (0..unit["options"].as_array().unwrap().len()).filter(|option| !unit["options"][*option].is_null()).collect()
+}
+
 /// The expected loss and size of the choices of formats on the Pareto front: no other choice has less loss
 /// without being larger.
 pub(super) fn best(units: &[Value]) -> Vec<(f64, u64)> {
     let extend = |all: Vec<(f64, u64)>, unit: &Value| {
-        let options: Vec<(f64, u64)> = (0..unit["options"].as_array().unwrap().len())
-            .filter(|option| !unit["options"][*option].is_null())
-            .map(|option| totals(std::slice::from_ref(unit), &[option]))
-            .collect();
+        let options: Vec<(f64, u64)> = possible(unit).into_iter().map(|option| totals(std::slice::from_ref(unit), &[option])).collect();
         let mut extended: Vec<(f64, u64)> = all.iter().flat_map(|(loss, bytes)| options.iter().map(move |(more, size)| (loss + more, bytes + size))).collect();
         extended.sort_by(|a, b| a.1.cmp(&b.1).then(a.0.total_cmp(&b.0)));
         let mut least = f64::INFINITY;
@@ -76,7 +78,6 @@ pub(super) fn indices(search: &Value, point: &Value) -> Vec<usize> {
 
 /// All choices of formats.
 pub(super) fn every(units: &[Value]) -> Vec<Vec<usize>> {
-    let possible = |unit: &Value| (0..unit["options"].as_array().unwrap().len()).filter(|option| !unit["options"][*option].is_null()).collect::<Vec<_>>();
     let extend = |all: Vec<Vec<usize>>, unit: &Value| {
         let with = |formats: &Vec<usize>| possible(unit).into_iter().map(|format| [formats.as_slice(), &[format]].concat()).collect::<Vec<_>>();
         all.iter().flat_map(with).collect()
