@@ -17,6 +17,11 @@ pub fn on_pool_thread<R: Send>(device: &Device, work: impl FnOnce() -> R + Send)
     result
 }
 
+/// Computes while the other threads of the pool do not sleep, if the device is the CPU.
+pub(super) fn while_awake<R>(device: &Device, work: impl FnOnce() -> R) -> R {
+    if device.is_cpu() { pool::awake(work) } else { work() }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::transfer::{Cause, Copies, Direction};

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::plan::FusedNodes;
+use super::pool::while_awake;
 use super::run::failed;
 use super::{Executor, Inputs, bytes_of};
 use crate::analysis::SequenceAxes;
@@ -173,6 +174,10 @@ impl Executor<'_> {
     /// computed by the first call; until the cache is cleared, all other inputs must stay the same. After
     /// an error the cache is empty.
     pub fn run_next(&self, inputs: &Inputs, cache: &mut SequenceCache, output_tokens: OutputTokens) -> Result<BTreeMap<String, Tensor>> {
+        while_awake(self.device(), || self.advance_sequence(inputs, cache, output_tokens))
+    }
+
+    fn advance_sequence(&self, inputs: &Inputs, cache: &mut SequenceCache, output_tokens: OutputTokens) -> Result<BTreeMap<String, Tensor>> {
         let (before, graph) = (cache.tokens, self.graph());
         let known = cache.same.take();
         let mut run = self.start_at(inputs, before, Some(cache.take()))?;
