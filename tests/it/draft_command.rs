@@ -140,6 +140,42 @@ fn continuations_are_a_draft() {
     refused("-o other.npz --sbom cyclonedx", "--sbom: has no effect");
 }
 
+/// The model with int8 weights is a draft without training, whose proposals are mostly accepted.
+#[test]
+fn int8_weights_are_a_draft() {
+    let folder = prepared();
+    let folder = folder.path();
+    let report = data(folder, "draft in -o out --method int8 --prompts prompts.txt --tokens 8 --draft-tokens 1,3 --quiet --json");
+    let draft = &report["draft"];
+    // All prompts are measured, the repeated one once.
+    assert_eq!((draft["prompts"].as_u64(), draft["prompts_from"].as_str()), (Some(8), Some("prompts.txt")), "{draft}");
+    for run in draft["runs"].as_array().unwrap() {
+        let (tokens, proposed) = (run["tokens_per_step"].as_f64().unwrap(), run["draft_tokens"].as_f64().unwrap());
+        assert!(run["same_texts"] == 8 && tokens > 1.0 + proposed / 2.0 && run["acceptance_rate"].as_f64().unwrap() > 0.5, "{run}");
+    }
+    assert_eq!(report["recipe"]["passes"][0]["quantize-dynamic"]["activations"], "none", "{report}");
+    ok(folder, "verify out");
+    // The weights are those of the pass with the same options.
+    ok(folder, "quantize-dynamic in -o same --embeddings --activations none --no-measure --quiet");
+    assert!(weights(&folder.join("out")) == weights(&folder.join("same")));
+    let generated = data(folder, "generate in --draft out --against in --json --prompt abc --prompt the --tokens 12");
+    assert!(generated["prompts"].as_array().unwrap().iter().all(|prompt| prompt["first_difference"].is_null()), "{generated}");
+    for (args, part) in [
+        ("-o out", "exists"),
+        ("-o other.gguf", "is a file, but a draft is a folder"),
+        ("-o other --layers 1", "--layers: has no effect with `--method int8`"),
+        ("-o other --vocabulary 8", "--vocabulary: needs `--method eagle3`"),
+        ("-o other --samples 8", "--samples: has no effect with `--method int8`"),
+        ("-o other --seed 1", "--seed: has no effect with `--method int8`"),
+        ("-o other --resume", "--resume: has no effect with `--method int8`"),
+        ("-o other --test prompts.txt", "--test: has no effect with `--method int8`"),
+        ("-o other --no-measure", "run `compress quantize-dynamic MODEL --embeddings --activations none`"),
+    ] {
+        let run = compress(folder, &format!("draft in --prompts prompts.txt --method int8 {args}"));
+        assert!(run.code != 0 && run.stderr.contains(part) && !folder.join("other").exists(), "{args}: {} {}", run.code, run.stderr);
+    }
+}
+
 #[test]
 fn models_with_different_layers_have_drafts() {
     let folder = prepared();

@@ -1,5 +1,6 @@
 //! `compress draft`
 
+mod int8;
 mod ngrams;
 
 use std::path::{Path, PathBuf};
@@ -29,12 +30,14 @@ use crate::train::{BatchSize, Precision};
   compress draft llama-chat -o out/draft --prompts questions.txt --chat --test held-out.txt
   compress draft llama -o out/draft --data chats.jsonl --export 'gguf: { type: Q8_0 }'
   compress draft llama -o out/head --method eagle3 --vocabulary 16000 --prompts prompts.txt
+  compress draft llama -o out/int8 --method int8 --prompts prompts.txt
   compress draft llama -o out/texts.npz --method ngrams --prompts prompts.txt
   compress draft llama -o out/draft --prompts prompts.txt --resume     continue an interrupted run
 
 The output is a folder like that of the model, for `generate --draft`, vLLM and, with a GGUF file, llama.cpp. `compress
 run` with the recipe in it trains the same weights again, on the same continuations (continuations.npz). With `--method
-ngrams`, nothing is trained, and the output is a file with the continuations.")]
+int8`, nothing is trained, and the prompts are only those of the measurement. With `--method ngrams`, nothing is trained
+either, and the output is a file with the continuations.")]
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model that continues texts, with its tokenizer
     model: PathBuf,
@@ -62,18 +65,18 @@ pub(in crate::cli) struct Args {
     /// book.txt, max_length: 64, ...}` as in a recipe; of chats, the messages before the first answer
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Continuations")]
     data: Option<Data>,
-    /// Number of continuations to sample
-    #[arg(long, value_name = "N", default_value_t = 1000, help_heading = "Continuations")]
-    samples: usize,
+    /// Number of continuations to sample [default: 1000]
+    #[arg(long, value_name = "N", help_heading = "Continuations")]
+    samples: Option<usize>,
     /// Maximum length of a continuation in tokens, also when the draft is measured
     #[arg(long, value_name = "N", default_value_t = 128, help_heading = "Continuations")]
     tokens: usize,
-    /// Sampling temperature of the continuations
-    #[arg(long, value_name = "T", default_value_t = 1.0, help_heading = "Continuations")]
-    temperature: f64,
-    /// Seed of the random number generators
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Continuations")]
-    seed: u64,
+    /// Sampling temperature of the continuations [default: 1]
+    #[arg(long, value_name = "T", help_heading = "Continuations")]
+    temperature: Option<f64>,
+    /// Seed of the random number generators [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Continuations")]
+    seed: Option<u64>,
     /// Number of training steps [default: 1000]
     #[arg(long, value_name = "N", conflicts_with = "time", help_heading = "Training")]
     steps: Option<u64>,
@@ -112,9 +115,15 @@ enum Method {
     Layers,
     /// An EAGLE-3 head, which reads hidden states of the model, in the format of `speculators`
     Eagle3,
+    /// The model itself with int8 weights, without training
+    Int8,
     /// The continuations themselves, whose n-grams are proposed, without training
     Ngrams,
 }
+
+/// Default number and sampling temperature of the continuations.
+const SAMPLES: usize = 1000;
+const TEMPERATURE: f64 = 1.0;
 
 /// Default number of training steps, peak learning rate, and continuations per step.
 const STEPS: u64 = 1000;
@@ -145,18 +154,19 @@ fn interrupted(folder: &Path) -> Error {
 fn draft_note(args: &Args, prompts: &Prompts) -> String {
     format!(
         "{} of up to {}, sampled by the model at temperature {} from {}; {} held out",
-        counted(args.samples, "continuation"),
+        counted(args.samples().count, "continuation"),
         counted(args.tokens, "token"),
-        args.temperature,
-        counted(prompts.train.len().min(args.samples), "prompt"),
+        args.samples().temperature,
+        counted(prompts.train.len().min(args.samples().count), "prompt"),
         counted(prompts.test.len(), "prompt"),
     )
 }
 
 /// A note on prompts that are not continued, if there are any.
 fn unused_note(args: &Args, prompts: &Prompts) -> Option<String> {
-    let unused = prompts.train.len().saturating_sub(args.samples);
-    (unused > 0).then(|| format!("{} not continued, because `--samples` is {}", counted(unused, "prompt"), args.samples))
+    let samples = args.samples().count;
+    let unused = prompts.train.len().saturating_sub(samples);
+    (unused > 0).then(|| format!("{} not continued, because `--samples` is {samples}", counted(unused, "prompt")))
 }
 
 impl Args {
@@ -169,6 +179,7 @@ impl Args {
         let student = match self.method {
             Method::Layers => Some(Student::Layers(draft::layers(&model, self.layers)?)),
             Method::Eagle3 => Some(Student::Eagle3(DraftHead::default())),
+            Method::Int8 => return self.quantize(model, &language, global),
             Method::Ngrams => None,
         };
         self.check_vocabulary(&language)?;
@@ -176,7 +187,7 @@ impl Args {
             Some(_) => self.check_output(&model, global)?,
             None => ngrams::check_output(&self.output, self.writing.force)?,
         }
-        let prompts = Prompts::read((&model, &language), self.source()?, self.test.as_deref(), self.samples)?;
+        let prompts = Prompts::read((&model, &language), self.source()?, self.test.as_deref(), self.samples().count)?;
         let folder = ResumeFolder::open(&self.output, self.resume, self.writing.force)?;
         let prepared = global.work(|work| {
             let device = global.models.device.open()?;
@@ -189,8 +200,8 @@ impl Args {
             }
             let Some(time) = self.time else { return Ok((data, Some(self.distillation(&student, self.steps.unwrap_or(STEPS))))) };
             let sets = DataSets { train: Some(data.clone()), ..DataSets::default() };
-            let context = Context { work: work.quiet(), seed: self.seed, data: &sets, device, memory, memory_tracker: None, checkpoints: None };
-            let batch = self.batch().min(self.samples);
+            let context = Context { work: work.quiet(), seed: self.samples().seed, data: &sets, device, memory, memory_tracker: None, checkpoints: None };
+            let batch = self.batch().min(self.samples().count);
             let steps = Steps { model: &model, distill: &self.distillation(&student, STEPS), batch, time, folder: folder.path() }.count(&context, work)?;
             Ok((data, Some(self.distillation(&student, steps))))
         });
@@ -224,9 +235,10 @@ impl Args {
             return Err(Error::option("draft", "samples in one process: train with `compress run` and the recipe of a draft in several processes"));
         }
         match (self.method, self.layers, self.vocabulary) {
-            (Method::Layers | Method::Ngrams, _, Some(_)) => {
+            (Method::Layers | Method::Int8 | Method::Ngrams, _, Some(_)) => {
                 return Err(Error::option("--vocabulary", "needs `--method eagle3`: other drafts have the vocabulary of the model"));
             }
+            (Method::Int8, ..) => return self.require_no_continuations(),
             (Method::Ngrams, ..) => self.require_no_training()?,
             (Method::Eagle3, Some(_), _) => return Err(Error::option("--layers", "has no effect on an EAGLE-3 head, which has one layer: remove it")),
             _ => {}
@@ -267,7 +279,12 @@ impl Args {
     }
 
     fn samples(&self) -> Samples {
-        Samples { count: self.samples, tokens: self.tokens, temperature: self.temperature, seed: self.seed }
+        Samples {
+            count: self.samples.unwrap_or(SAMPLES),
+            tokens: self.tokens,
+            temperature: self.temperature.unwrap_or(TEMPERATURE),
+            seed: self.seed.unwrap_or_default(),
+        }
     }
 
     fn distillation(&self, student: &Student, steps: u64) -> Distill {
@@ -276,6 +293,19 @@ impl Args {
         let precision = self.precision.unwrap_or_default();
         let training = Training { learning_rate, schedule, max_steps: Some(steps), batch_size, precision, ..Training::default() };
         draft::distillation(student.clone(), training)
+    }
+
+    /// The first option of the training that is set.
+    fn training_option(&self) -> Option<&'static str> {
+        let options = [
+            (self.layers.is_some(), "--layers"),
+            (self.steps.is_some(), "--steps"),
+            (self.time.is_some(), "--time"),
+            (self.learning_rate.is_some(), "--learning-rate"),
+            (self.batch_size.is_some(), "--batch-size"),
+            (self.precision.is_some(), "--precision"),
+        ];
+        options.into_iter().find_map(|(is_set, name)| is_set.then_some(name))
     }
 
     /// How the draft is measured.
@@ -289,7 +319,7 @@ impl Args {
         let trained = format!("trained on {}", draft_note(self, prompts));
         // A draft differs strongly from the model: its quality is the number of accepted proposals.
         let vocabulary = if let Some(Student::Eagle3(head)) = &distill.student { head.vocabulary.clone() } else { None };
-        let builder = global.builder()?.pass(distill).train(data.clone()).seed(self.seed).resume(true).note(trained).measure(false);
+        let builder = global.builder()?.pass(distill).train(data.clone()).seed(self.samples().seed).resume(true).note(trained).measure(false);
         let builder = unused_note(self, prompts).into_iter().fold(builder, Builder::note);
         let builder = if self.writing.no_measure { builder } else { builder.draft_test(self.test(prompts)) };
         self.formats(data.arrays.iter().chain(&vocabulary).try_fold(builder, |builder, path| builder.enclose(path))?)?.build()

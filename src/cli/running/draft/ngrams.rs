@@ -33,18 +33,10 @@ impl Args {
     /// Rejects options of the training and of written models.
     pub(super) fn require_no_training(&self) -> Result<()> {
         let writing = &self.writing;
-        let options = [
-            (self.layers.is_some(), "--layers"),
-            (self.steps.is_some(), "--steps"),
-            (self.time.is_some(), "--time"),
-            (self.learning_rate.is_some(), "--learning-rate"),
-            (self.batch_size.is_some(), "--batch-size"),
-            (self.precision.is_some(), "--precision"),
-            (!writing.exports().is_empty(), "--export"),
-            (!writing.runtimes.loads.is_empty(), "--loads"),
-            (writing.allow_nonfinite, "--allow-nonfinite"),
-        ];
-        match options.into_iter().find_map(|(is_set, name)| is_set.then_some(name)).or_else(|| writing.records.specified()) {
+        let options =
+            [(!writing.exports().is_empty(), "--export"), (!writing.runtimes.loads.is_empty(), "--loads"), (writing.allow_nonfinite, "--allow-nonfinite")];
+        let of_output = || options.into_iter().find_map(|(is_set, name)| is_set.then_some(name)).or_else(|| writing.records.specified());
+        match self.training_option().or_else(of_output) {
             Some(name) => Err(Error::option(name, "has no effect with `--method ngrams`, which neither trains nor writes a model: remove it")),
             None => Ok(()),
         }
@@ -74,7 +66,7 @@ impl Args {
         }
         let table = quality.map_or(String::new(), |quality| quality.text());
         let notes: String = notes.iter().map(|note| format!(" note: {note}\n")).collect();
-        let continuations = counted(self.samples, "continuation");
+        let continuations = counted(self.samples().count, "continuation");
         output::print(&format!("{}: {continuations}, {} with the ends of their prompts\n{table}{notes}", self.output.display(), counted(tokens, "token")))
     }
 }

@@ -71,6 +71,15 @@ impl Prompts {
         }
         Ok(Prompts { train, test, tested_on })
     }
+
+    /// Reads prompts on which a draft is measured that needs no training: all of a file, or a few of a text.
+    ///
+    /// # Errors
+    /// As of [`read`](Prompts::read).
+    pub fn measured((model, language): (&Model, &LanguageModel), source: PromptSource) -> Result<Prompts> {
+        let test = Reader { model, language, count: MAX_HELD_OUT }.read(source, source.option())?;
+        Ok(Prompts { train: Vec::new(), test, tested_on: source.name() })
+    }
 }
 
 /// Removes evenly spread prompts; `None` if there are fewer than two.
