@@ -28,6 +28,8 @@ AGAIN = [
     ({"COMPRESS_SIMD": "baseline"}, KERNELS),
     ({"COMPRESS_KERNELS": "off"}, [("it", ["ops::", "tape::", "parity::", "generation::"])]),
 ]
+# More tests at a time than processors, because tests wait for the disk and for other programs.
+THREADS = {"RUST_TEST_THREADS": str((os.cpu_count() or 1) + 2)}
 GPU_CHECK = ["scripts/gpu-check", "run", "--device", "cpu:strict", "--small", "--out", "target/tmp/gpu-check"]
 
 
@@ -46,7 +48,7 @@ def build(listing: Path) -> int:
 def passes(title: str, command: list[str], folder: str, environment: dict[str, str]) -> bool:
     """Runs a command, and prints its last line, or everything if it fails."""
     start = time.monotonic()
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    done = subprocess.run(command, cwd=folder, env={**THREADS, **os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     lines = done.stdout.strip().splitlines() or [""]
     seconds = time.monotonic() - start
     print(*(lines if done.returncode else []), f"{title} ({seconds:.0f} s): {'FAILED' if done.returncode else lines[-1].split('; finished')[0]}", sep="\n", flush=True)

@@ -174,7 +174,7 @@ fn every_scheme_is_right_in_onnx_or_refused_by_name() {
         let forms = [(WeightOnly::Dequantize, 17), (WeightOnly::Dequantize, 21), (WeightOnly::MatmulNbits, 17)];
         let forms = if groups.len() > 1 { &forms[..] } else { &forms[..1] };
         for (group, weight_only, opset) in groups.iter().flat_map(|group| forms.iter().map(move |(form, opset)| (group, *form, *opset))) {
-            let mut options = json!({ "scheme": scheme });
+            let mut options = json!({ "scheme": scheme, "method": "rtn" });
             group.iter().for_each(|size| options["group_size"] = json!(size));
             let case = format!("{options} as {weight_only:?} at opset {opset}");
             let onnx = Onnx { opset: Some(opset), weight_only, ..Onnx::default() };
@@ -183,7 +183,7 @@ fn every_scheme_is_right_in_onnx_or_refused_by_name() {
             let outputs_of = || outputs(&Model::open(folder.path().join("out")).unwrap(), &inputs(), Rounding::Tensor);
             // ONNX has no integer products with group scales: activations stay floats, as in W4A16.
             let reference = (scheme == "W4A8" && grouped).then(|| {
-                let twin = json!({ "scheme": "W4A16", "group_size": group });
+                let twin = json!({ "scheme": "W4A16", "method": "rtn", "group_size": group });
                 written(folder.path(), &model, quantize(twin), vec![Safetensors::default().into()]).map(|_| outputs_of()).unwrap()
             });
             match written(folder.path(), &model, quantize(options), vec![Safetensors::default().into(), onnx.into()]) {

@@ -79,7 +79,7 @@ fn losses_in_training_are_those_of_the_written_model() {
             let case = format!("{scheme}, {scales:?}");
             let out = format!("{scheme}-{scales:?}");
             let pass = with_training!(finetune(3, 1e-3, scales), evaluate_every: Some(3));
-            let steps = vec![quantize(json!({ "scheme": scheme })).into(), pass.into()];
+            let steps = vec![quantize(json!({ "scheme": scheme, "method": "rtn" })).into(), pass.into()];
             let report = desk.run((&desk.model, &out), steps, both).unwrap_or_else(|e| panic!("{case}: {e}"));
             let written = score(&report);
             let training = &report.passes.last().unwrap().details["training"];
@@ -117,7 +117,7 @@ fn codes_absorb_adapters() {
     };
     for scheme in ["W4A16", "W8A16", "W8A8", "W4A16-ASYM", "FP8-DYNAMIC", "NVFP4", "MXFP4"] {
         let [base, absorbed, longer] = ["base", "absorbed", "longer"].map(|out| format!("{scheme}-{out}"));
-        desk.run((&desk.model, &base), vec![quantize(json!({ "scheme": scheme })).into()], both).unwrap();
+        desk.run((&desk.model, &base), vec![quantize(json!({ "scheme": scheme, "method": "rtn" })).into()], both).unwrap();
         let report = desk.run((&desk.at(&base), &absorbed), vec![adapter(6).into()], both).unwrap();
         let written = score(&report).ln();
         // The same steps and one more: its loss is that after the others.
