@@ -44,7 +44,7 @@ impl Sampler {
         require_finite(logits, DRAFT)?;
         match &mut self.0 {
             Some((sampling, random)) => {
-                let distribution = Distribution::new(logits, sampling);
+                let distribution = Distribution::unordered(logits, sampling);
                 Ok(Proposal { token: token_id(distribution.at(random.f64()))?, distribution: Some(distribution) })
             }
             None => Ok(Proposal { token: token_id(most_likely(logits, 1).first().copied())?, distribution: None }),
@@ -65,7 +65,7 @@ impl Sampler {
             return Ok((token, proposals.iter().find(|(_, proposal)| proposal.token == token).map(|(index, _)| *index)));
         };
         require_finite(logits, "generation")?;
-        let model = Distribution::new(logits, sampling);
+        let model = Distribution::unordered(logits, sampling);
         let probability = |distribution: &Distribution| usize::try_from(*token).map_or(0.0, |token| distribution.probability(token));
         if random.f64() * probability(draft) < probability(&model) {
             return Ok((*token, Some(*index)));
@@ -127,6 +127,11 @@ fn nucleus_share(sampling: &Sampling) -> Option<f64> {
     sampling.top_p.filter(|share| *share < 1.0 && sampling.top_k.is_none())
 }
 
+/// Whether no token is filtered.
+fn is_complete(sampling: &Sampling) -> bool {
+    sampling.top_k.is_none() && sampling.top_p.is_none_or(|share| share >= 1.0)
+}
+
 /// Relative bound on the effect of the order of summation on a sum of probabilities.
 const ROUNDING: f64 = 1e-9;
 
@@ -145,7 +150,7 @@ fn prefix(weights: &[f64], limit: f64) -> (usize, f64) {
 /// Probabilities of tokens after filtering.
 #[derive(Debug, PartialEq)]
 struct Distribution {
-    /// Tokens in descending order of their logits.
+    /// Tokens in descending order of their logits, unless another order is stated.
     tokens: Vec<usize>,
     /// Probabilities of these tokens, up to a factor.
     weights: Vec<f64>,
@@ -160,11 +165,21 @@ impl Distribution {
         nucleus.unwrap_or_else(|| Self::sorted(logits, sampling))
     }
 
+    /// As [`new`](Distribution::new), in order of the tokens if none is filtered: sorting a large vocabulary
+    /// takes longer than a step of a small draft.
+    fn unordered(logits: &[f32], sampling: &Sampling) -> Distribution {
+        if !is_complete(sampling) {
+            return Self::new(logits, sampling);
+        }
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weights: Vec<f64> = logits.iter().map(|logit| weight(f64::from(*logit), f64::from(max), sampling.temperature)).collect();
+        Distribution { tokens: (0..logits.len()).collect(), sum: weights.iter().sum(), weights }
+    }
+
     /// The token at a point between 0 and 1 of the cumulative distribution of the next token.
     fn draw(logits: &[f32], sampling: &Sampling, point: f64) -> Option<usize> {
-        let is_complete = sampling.top_k.is_none() && sampling.top_p.is_none_or(|share| share >= 1.0);
         // If no token is filtered, only those up to the point need to be sorted.
-        let nucleus = if is_complete { Self::nucleus(logits, point, sampling.temperature) } else { None };
+        let nucleus = if is_complete(sampling) { Self::nucleus(logits, point, sampling.temperature) } else { None };
         nucleus.map_or_else(|| Self::new(logits, sampling).at(point), |nucleus| nucleus.tokens.last().copied())
     }
 
@@ -211,7 +226,9 @@ impl Distribution {
             sum += weight;
             point < sum
         });
-        self.tokens.get(at.unwrap_or(self.tokens.len().saturating_sub(1))).copied()
+        // The point may be rounded to the whole sum.
+        let last = || self.weights.iter().rposition(|weight| *weight > 0.0).unwrap_or_default();
+        self.tokens.get(at.unwrap_or_else(last)).copied()
     }
 
     /// The probability of a token.
@@ -278,6 +295,25 @@ mod tests {
         assert_eq!(at(Sampling { temperature: 1e-320, ..all }, 0.1), 1);
         // With a large distance, the other tokens have a probability of 0.
         assert_eq!(Distribution::new(&[0.0, 2000.0, 0.0], &all).at(0.999), Some(1));
+    }
+
+    /// Without filters, the order of tokens does not change their probabilities.
+    #[test]
+    fn proposals_have_the_probabilities_of_sorted_tokens() {
+        let logits: Vec<f32> = (0..200).map(|at| if at % 9 == 0 { f32::NEG_INFINITY } else { (at * 37 % 101) as f32 / 20.0 }).collect();
+        for temperature in [0.2, 1.0, 1e-320] {
+            let sampling = Sampling { temperature, ..Sampling::default() };
+            let [unordered, sorted] = [Distribution::unordered, Distribution::new].map(|make| make(&logits, &sampling));
+            for token in 0..logits.len() {
+                let [found, expected] = [&unordered, &sorted].map(|distribution| distribution.probability(token));
+                assert!((found - expected).abs() <= 1e-12, "{temperature} {token}: {found} {expected}");
+            }
+            // Suppressed tokens are never drawn, not even after the last one.
+            assert!([0.0, 0.3, 1.0].iter().all(|point| unordered.at(*point).is_some_and(|token| logits[token].is_finite())));
+        }
+        for sampling in [Sampling { top_k: Some(3), ..Sampling::default() }, Sampling { top_p: Some(0.5), ..Sampling::default() }] {
+            assert_eq!(Distribution::unordered(&logits, &sampling), Distribution::new(&logits, &sampling));
+        }
     }
 
     /// A nucleus that is found without sorting all tokens equals that of all tokens, bit for bit.
