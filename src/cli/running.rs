@@ -34,7 +34,7 @@ pub(super) enum Command {
     Eval(Box<eval::Args>),
     /// Continue prompts with a language model, and optionally compare with another model
     Generate(Box<generate::Args>),
-    /// Make a draft for speculative decoding: int8 weights, some layers or a head of the model, or its texts
+    /// Make a draft for speculative decoding: the model in int8, some of its layers, a head, or texts
     Draft(Box<draft::Args>),
     /// Search for the best formats of a model's weights within a size, a loss or a latency, and quantize it
     Auto(Box<auto::Args>),

@@ -153,27 +153,58 @@ fn int8_weights_are_a_draft() {
         let (tokens, proposed) = (run["tokens_per_step"].as_f64().unwrap(), run["draft_tokens"].as_f64().unwrap());
         assert!(run["same_texts"] == 8 && tokens > 1.0 + proposed / 2.0 && run["acceptance_rate"].as_f64().unwrap() > 0.5, "{run}");
     }
-    assert_eq!(report["recipe"]["passes"][0]["quantize-dynamic"]["activations"], "none", "{report}");
     ok(folder, "verify out");
-    // The weights are those of the pass with the same options.
-    ok(folder, "quantize-dynamic in -o same --embeddings --activations none --no-measure --quiet");
-    assert!(weights(&folder.join("out")) == weights(&folder.join("same")));
+    // All large weights are int8, also an output head of its own.
+    for (name, tensor) in crate::common::read(&folder.join("out/model.safetensors")) {
+        assert!(tensor.dtype != safetensors::Dtype::F32 || name.ends_with("norm.weight") || name.ends_with("scale"), "{name}");
+    }
+    ok(folder, "run out/recipe.yaml -o again --quiet");
+    assert!(weights(&folder.join("out")) == weights(&folder.join("again")));
     let generated = data(folder, "generate in --draft out --against in --json --prompt abc --prompt the --tokens 12");
     assert!(generated["prompts"].as_array().unwrap().iter().all(|prompt| prompt["first_difference"].is_null()), "{generated}");
+    let few = ok(folder, "draft in -o out --force --method int8 --prompts prompts.txt --samples 3 --tokens 4 --draft-tokens 2 --quiet").stdout;
+    for part in ["measured on 3 prompts", "5 prompts not measured, because `--samples` is 3"] {
+        assert!(few.contains(part), "{part}: {few}");
+    }
     for (args, part) in [
         ("-o out", "exists"),
         ("-o other.gguf", "is a file, but a draft is a folder"),
         ("-o other --layers 1", "--layers: has no effect with `--method int8`"),
         ("-o other --vocabulary 8", "--vocabulary: needs `--method eagle3`"),
-        ("-o other --samples 8", "--samples: has no effect with `--method int8`"),
+        ("-o other --temperature 1", "--temperature: has no effect with `--method int8`"),
         ("-o other --seed 1", "--seed: has no effect with `--method int8`"),
         ("-o other --resume", "--resume: has no effect with `--method int8`"),
         ("-o other --test prompts.txt", "--test: has no effect with `--method int8`"),
-        ("-o other --no-measure", "run `compress quantize-dynamic MODEL --embeddings --activations none`"),
+        ("-o other --no-measure", "--no-measure: has no effect with `--method int8`"),
+        ("-o other --tokens 0", "--tokens: is 0"),
+        ("-o other --samples 0", "--samples: is 0"),
+        ("-o other --loads vllm", "vllm"),
     ] {
         let run = compress(folder, &format!("draft in --prompts prompts.txt --method int8 {args}"));
         assert!(run.code != 0 && run.stderr.contains(part) && !folder.join("other").exists(), "{args}: {} {}", run.code, run.stderr);
     }
+    let twice = compress(folder, "draft out -o other --method int8 --prompts prompts.txt");
+    assert!(twice.code != 0 && twice.stderr.contains("is already int8"), "{}", twice.stderr);
+}
+
+/// A head that is the embedding table is quantized with it, and prompts may be beginnings of a text.
+#[test]
+fn tied_models_have_int8_drafts() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    crate::low_bits::llama(folder);
+    fs::write(folder.join("llama/tokenizer.json"), crate::low_bits::BYTE_LEVEL).unwrap();
+    fs::write(folder.join("book.txt"), "abcabbcab".repeat(100)).unwrap();
+    let report = data(
+        folder,
+        "draft llama -o out --method int8 --data {\"text\":\"book.txt\",\"max_length\":8} --tokens 4 --draft-tokens 2 --export gguf --quiet --json",
+    );
+    assert_eq!(
+        (report["passes"].as_array().unwrap().len(), report["draft"]["runs"][0]["same_texts"].as_u64()),
+        (1, report["draft"]["prompts"].as_u64()),
+        "{report}"
+    );
+    assert!(folder.join("out/model.gguf").is_file());
 }
 
 #[test]

@@ -36,7 +36,7 @@ use crate::train::{BatchSize, Precision};
 
 The output is a folder like that of the model, for `generate --draft`, vLLM and, with a GGUF file, llama.cpp. `compress
 run` with the recipe in it trains the same weights again, on the same continuations (continuations.npz). With `--method
-int8`, nothing is trained, and the prompts are only those of the measurement. With `--method ngrams`, nothing is trained
+int8`, nothing is trained, and the prompts are those of the measurement. With `--method ngrams`, nothing is trained
 either, and the output is a file with the continuations.")]
 pub(in crate::cli) struct Args {
     /// Model folder or file: a language model that continues texts, with its tokenizer
@@ -65,7 +65,8 @@ pub(in crate::cli) struct Args {
     /// book.txt, max_length: 64, ...}` as in a recipe; of chats, the messages before the first answer
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Continuations")]
     data: Option<Data>,
-    /// Number of continuations to sample [default: 1000]
+    /// Number of continuations to sample [default: 1000]; with `--method int8`, number of prompts to measure
+    /// [default: 16]
     #[arg(long, value_name = "N", help_heading = "Continuations")]
     samples: Option<usize>,
     /// Maximum length of a continuation in tokens, also when the draft is measured
@@ -184,7 +185,7 @@ impl Args {
         };
         self.check_vocabulary(&language)?;
         match student {
-            Some(_) => self.check_output(&model, global)?,
+            Some(_) => self.check_output(&model, global.builder()?.measure(false))?,
             None => ngrams::check_output(&self.output, self.writing.force)?,
         }
         let prompts = Prompts::read((&model, &language), self.source()?, self.test.as_deref(), self.samples().count)?;
@@ -238,7 +239,7 @@ impl Args {
             (Method::Layers | Method::Int8 | Method::Ngrams, _, Some(_)) => {
                 return Err(Error::option("--vocabulary", "needs `--method eagle3`: other drafts have the vocabulary of the model"));
             }
-            (Method::Int8, ..) => return self.require_no_continuations(),
+            (Method::Int8, ..) => return self.check_int8(),
             (Method::Ngrams, ..) => self.require_no_training()?,
             (Method::Eagle3, Some(_), _) => return Err(Error::option("--layers", "has no effect on an EAGLE-3 head, which has one layer: remove it")),
             _ => {}
@@ -259,8 +260,8 @@ impl Args {
     }
 
     /// Checks that the output can be written, in all its formats, before the long part.
-    fn check_output(&self, model: &Model, global: &Global) -> Result<()> {
-        let pipeline = self.formats(global.builder()?.measure(false))?.build()?;
+    fn check_output(&self, model: &Model, builder: Builder) -> Result<()> {
+        let pipeline = self.formats(builder)?.build()?;
         pipeline.check_writable(model, &self.output)?;
         pipeline.plan_output(model, &self.output).map(drop)
     }

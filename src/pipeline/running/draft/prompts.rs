@@ -72,13 +72,17 @@ impl Prompts {
         Ok(Prompts { train, test, tested_on })
     }
 
-    /// Reads prompts on which a draft is measured that needs no training: all of a file, or a few of a text.
+    /// Reads prompts for the measurement of a draft that is not trained: up to `count`, evenly spread. The
+    /// second result is the number of the others.
     ///
     /// # Errors
     /// As of [`read`](Prompts::read).
-    pub fn measured((model, language): (&Model, &LanguageModel), source: PromptSource) -> Result<Prompts> {
-        let test = Reader { model, language, count: MAX_HELD_OUT }.read(source, source.option())?;
-        Ok(Prompts { train: Vec::new(), test, tested_on: source.name() })
+    pub fn measured((model, language): (&Model, &LanguageModel), source: PromptSource, count: usize) -> Result<(Prompts, usize)> {
+        let all = Reader { model, language, count }.read(source, source.option())?;
+        let (total, kept) = (all.len(), all.len().min(count));
+        let is_kept = |at: usize| (at * kept) / total != ((at + 1) * kept) / total;
+        let test = all.into_iter().enumerate().filter_map(|(at, prompt)| is_kept(at).then_some(prompt)).collect();
+        Ok((Prompts { train: Vec::new(), test, tested_on: source.name() }, total - kept))
     }
 }
 
