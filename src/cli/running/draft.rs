@@ -163,11 +163,14 @@ fn draft_note(args: &Args, prompts: &Prompts) -> String {
     )
 }
 
-/// A note on prompts that are not continued, if there are any.
-fn unused_note(args: &Args, prompts: &Prompts) -> Option<String> {
-    let samples = args.samples().count;
-    let unused = prompts.train.len().saturating_sub(samples);
-    (unused > 0).then(|| format!("{} not continued, because `--samples` is {samples}", counted(unused, "prompt")))
+/// A note on prompts that are not used as stated, if there are any.
+fn unused_note(prompts: usize, used: &str, samples: usize) -> Option<String> {
+    (prompts > 0).then(|| format!("{} not {used}, because `--samples` is {samples}", counted(prompts, "prompt")))
+}
+
+/// The first of the options that are set.
+fn first_set<T>(options: impl IntoIterator<Item = (bool, T)>) -> Option<T> {
+    options.into_iter().find_map(|(is_set, option)| is_set.then_some(option))
 }
 
 impl Args {
@@ -306,7 +309,13 @@ impl Args {
             (self.batch_size.is_some(), "--batch-size"),
             (self.precision.is_some(), "--precision"),
         ];
-        options.into_iter().find_map(|(is_set, name)| is_set.then_some(name))
+        first_set(options)
+    }
+
+    /// A note on prompts that are not continued, if there are any.
+    fn not_continued(&self, prompts: &Prompts) -> Option<String> {
+        let samples = self.samples().count;
+        unused_note(prompts.train.len().saturating_sub(samples), "continued", samples)
     }
 
     /// How the draft is measured.
@@ -321,7 +330,7 @@ impl Args {
         // A draft differs strongly from the model: its quality is the number of accepted proposals.
         let vocabulary = if let Some(Student::Eagle3(head)) = &distill.student { head.vocabulary.clone() } else { None };
         let builder = global.builder()?.pass(distill).train(data.clone()).seed(self.samples().seed).resume(true).note(trained).measure(false);
-        let builder = unused_note(self, prompts).into_iter().fold(builder, Builder::note);
+        let builder = self.not_continued(prompts).into_iter().fold(builder, Builder::note);
         let builder = if self.writing.no_measure { builder } else { builder.draft_test(self.test(prompts)) };
         self.formats(data.arrays.iter().chain(&vocabulary).try_fold(builder, |builder, path| builder.enclose(path))?)?.build()
     }

@@ -1,6 +1,6 @@
 //! `compress draft --method int8`
 
-use super::{Args, of_argument};
+use super::{Args, first_set, of_argument, unused_note};
 use crate::arch::role;
 use crate::cli::args::Global;
 use crate::cli::output;
@@ -19,14 +19,13 @@ impl Args {
     /// Checks options that do not depend on the model, and rejects those of the training.
     pub(super) fn check_int8(&self) -> Result<()> {
         let options = [
-            (self.writing.no_measure, "--no-measure", "of which the prompts are measured: `--samples 1` measures a single one"),
-            (self.test.is_some(), "--test", "which is measured on `--prompts`: specify the file there"),
-            (self.temperature.is_some(), "--temperature", "which is measured greedily: remove it"),
-            (self.seed.is_some(), "--seed", "which has no random numbers: remove it"),
-            (self.resume, "--resume", "which has no unfinished work: remove it"),
+            (self.writing.no_measure, ("--no-measure", "of which the prompts are measured: `--samples 1` measures a single one")),
+            (self.test.is_some(), ("--test", "which is measured on `--prompts`: specify the file there")),
+            (self.temperature.is_some(), ("--temperature", "which is measured greedily: remove it")),
+            (self.seed.is_some(), ("--seed", "which has no random numbers: remove it")),
+            (self.resume, ("--resume", "which has no unfinished work: remove it")),
         ];
-        let found = options.into_iter().find_map(|(is_set, name, reason)| is_set.then_some((name, reason)));
-        match found.or_else(|| self.training_option().map(|name| (name, "which trains nothing: remove it"))) {
+        match first_set(options).or_else(|| self.training_option().map(|name| (name, "which trains nothing: remove it"))) {
             Some((name, reason)) => Err(Error::option(name, format!("has no effect with `--method int8`, {reason}"))),
             None => self.samples().check().map_err(of_argument),
         }
@@ -38,7 +37,7 @@ impl Args {
         let count = self.samples.unwrap_or(PROMPTS);
         let (prompts, unused) = Prompts::measured((&model, language), self.source()?, count)?;
         let note = format!("the model with int8 weights, measured on {}", counted(prompts.test.len(), "prompt"));
-        let unused = (unused > 0).then(|| format!("{} not measured, because `--samples` is {count}", counted(unused, "prompt")));
+        let unused = unused_note(unused, "measured", count);
         let builder = quantizing(&model, global.builder()?).note(note).draft_test(self.test(&prompts));
         let report = self.formats(unused.into_iter().fold(builder, Builder::note))?.build()?.run(model, &self.output)?;
         output::report(&report, &self.output, global)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::{Args, draft_note, interrupted, unused_note};
+use super::{Args, draft_note, first_set, interrupted};
 use crate::cli::args::Global;
 use crate::cli::output;
 use crate::data::Data;
@@ -35,7 +35,7 @@ impl Args {
         let writing = &self.writing;
         let options =
             [(!writing.exports().is_empty(), "--export"), (!writing.runtimes.loads.is_empty(), "--loads"), (writing.allow_nonfinite, "--allow-nonfinite")];
-        let of_output = || options.into_iter().find_map(|(is_set, name)| is_set.then_some(name)).or_else(|| writing.records.specified());
+        let of_output = || first_set(options).or_else(|| writing.records.specified());
         match self.training_option().or_else(of_output) {
             Some(name) => Err(Error::option(name, "has no effect with `--method ngrams`, which neither trains nor writes a model: remove it")),
             None => Ok(()),
@@ -59,7 +59,7 @@ impl Args {
         folder.remove()?;
         let (quality, notes) = measured.unzip();
         let mut notes = notes.unwrap_or_default();
-        notes.splice(0..0, [draft_note(self, prompts)].into_iter().chain(unused_note(self, prompts)));
+        notes.splice(0..0, [draft_note(self, prompts)].into_iter().chain(self.not_continued(prompts)));
         let tokens = ngrams.tokens();
         if global.json {
             return output::json(&json!({ "output": self.output.to_string_lossy(), "tokens": tokens, "draft": quality, "notes": notes }));
