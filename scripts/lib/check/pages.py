@@ -3,8 +3,8 @@
     scripts/check pages [--out FOLDER] PAGE.html…
 
 Fails if a page logs an error, requests anything but itself, is wider than the window, clips a label, has
-overlapping labels, or takes more than two seconds to open. Chromium must be installed (Debian:
-`apt-get install chromium`); $CHROMIUM names another binary.
+overlapping labels, or takes more than two seconds to open in each of three attempts. Chromium must be installed
+(Debian: `apt-get install chromium`); $CHROMIUM names another binary.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from pathlib import Path
 from lib import browser
 
 WIDTHS = {"phone": 390, "desk": 1280}
+# Seconds until a page is visible.
+LIMIT = 2
 # Finds layout problems of a rendered page.
 CHECKS = """() => {
   const found = [];
@@ -43,6 +45,20 @@ def arguments():
     return parser.parse_args()
 
 
+def opening(page, address):
+    """Seconds until the page is visible: the least of up to three attempts, because other programs may run."""
+    least = float("inf")
+    for _ in range(3):
+        start = time.monotonic()
+        page.goto(address, wait_until="load")
+        # The first frame is on the screen when the second one is requested.
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        least = min(least, time.monotonic() - start)
+        if least <= LIMIT:
+            break
+    return least
+
+
 def look(chromium, page_path, out):
     """Problems of one page."""
     complaints = []
@@ -53,12 +69,8 @@ def look(chromium, page_path, out):
             page.on("console", lambda message: complaints.append(f"{where}: {message.type}: {message.text}") if message.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: complaints.append(f"{where}: {error}"))
             page.on("request", lambda request: complaints.append(f"{where}: requests {request.url}") if request.url != page_path.as_uri() else None)
-            start = time.monotonic()
-            page.goto(page_path.as_uri(), wait_until="load")
-            # The first frame is on the screen when the second one is requested.
-            page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-            seconds = time.monotonic() - start
-            if seconds > 2:
+            seconds = opening(page, page_path.as_uri())
+            if seconds > LIMIT:
                 complaints.append(f"{where}: takes {seconds:.1f} s to open")
             complaints += [f"{where}: {found}" for found in page.evaluate(CHECKS)]
             stem = f"{page_path.parent.name}-{page_path.stem}"
