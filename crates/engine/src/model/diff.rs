@@ -73,8 +73,8 @@ pub fn diff(before: &Model, after: &Model, work: &Work) -> Result<Diff> {
 fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<WeightDiff> {
     let mut diff = WeightDiff {
         name: name.to_owned(),
-        before: a.map(Weight::describe),
-        after: b.map(Weight::describe),
+        before: a.map(Weight::describe_stored),
+        after: b.map(Weight::describe_stored),
         equal: false,
         sqnr_db: None,
         cosine: None,
@@ -156,11 +156,13 @@ fn add_doubles(sums: &mut Difference, (x, y): (f64, f64)) -> f64 {
     (x - y).abs()
 }
 
-/// Number of elements that consist of zero bits. Elements may be smaller than a byte, or cross bytes.
+/// Number of zeros of either sign. Elements smaller than a byte, which may cross bytes, count if all their
+/// bits are zero.
 fn zero_elements(bytes: &[u8], dtype: DType) -> u64 {
     let bits = dtype.bitsize();
     if bits >= 8 {
-        return bytes.chunks_exact(bits / 8).filter(|element| element.iter().all(|byte| *byte == 0)).count() as u64;
+        // A complex number has two floats.
+        return View::dense(if dtype == DType::C64 { DType::U64 } else { dtype }, bytes).zeros();
     }
     // Eight elements have `bits` bytes.
     let is_zero = |run: &[u8], element: usize| {
@@ -254,6 +256,8 @@ mod tests {
         // Eight elements of six bits, of which the second is not zero.
         assert_eq!(zero_elements(&[0x40, 0, 0, 0, 0, 0], DType::F6_E2M3), 7);
         assert_eq!(zero_elements(&[0, 0, 1, 0], DType::I16), 1);
+        assert_eq!([DType::F8_E4M3, DType::F8_E5M2, DType::F8_E8M0].map(|dtype| zero_elements(&[0, 0x80, 1], dtype)), [2, 2, 0]);
+        assert_eq!(zero_elements(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], DType::C64), 1);
     }
 
     #[test]
