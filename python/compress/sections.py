@@ -198,7 +198,7 @@ class Accuracy:
     """Path of the evaluation data."""
 
     samples: int
-    """Number of samples (windows, for perplexity)."""
+    """Number of samples (windows, for perplexity; samples with a label, for accuracy)."""
 
     before: Mapping[str, float]
     """Value of the input model."""

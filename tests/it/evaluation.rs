@@ -88,6 +88,15 @@ fn classification_is_that_of_transformers() {
         let [low, high] = score.ci95.unwrap();
         assert!(low < score.value && score.value < high);
     }
+    // Rows without a label do not count.
+    let file = folder.path().join("some.csv");
+    let rows = fs::read_to_string(golden("evaluation/labelled.csv")).unwrap();
+    let text = options("{ label_column: label, batch_size: 5 }");
+    fs::write(&file, format!("{rows}98,red mat,-100\r\n99,old hat,-100\r\n")).unwrap();
+    let outcomes = score(folder.path(), &Data { text: Some(file), ..text }).unwrap();
+    let (score, wanted) = (outcomes.models[0].score.clone().unwrap(), &expected()["classification"]);
+    assert_eq!(outcomes.samples as u64, wanted["samples"].as_u64().unwrap());
+    near(score.value, &wanted["accuracy"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::metric::{Metric, Outputs};
 use super::{Fidelity, FidelityAccumulator, Runner, Score, classification, custom_metric, embedding, language_modelling};
-use crate::data::{Batch, DataSet, Order, Task};
+use crate::data::{Batch, DataSet, Order, References, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Runtime};
 use crate::exec::Inputs;
@@ -24,7 +24,7 @@ pub struct Outcome {
 pub struct Outcomes {
     /// Evaluation task.
     pub task: Task,
-    /// Number of samples (windows, for perplexity).
+    /// Number of samples (windows, for perplexity; samples with a label, for accuracy).
     pub samples: usize,
     /// Results in the order of the models.
     pub models: Vec<Outcome>,
@@ -47,7 +47,10 @@ impl Outcomes {
         let values = |side: &[Outcome]| runtimes.iter().zip(side).filter_map(|(runtime, outcome)| Some((*runtime, outcome.score.as_ref()?.value))).collect();
         let [old, new] = [before, after].map(|side| side.first().and_then(|outcome| outcome.score.as_ref()));
         let both = old.zip(new);
-        let more = |(old, new): (&Score, &Score)| old.more.iter().filter_map(|(name, value)| Some((name.clone(), [*value, *new.more.get(name)?]))).collect();
+        // A count that a score does not contain, such as that of outputs with NaN, is zero.
+        let figure = |score: &Score, name: &str| score.more.get(name).copied().unwrap_or(0.0);
+        let more =
+            |(old, new): (&Score, &Score)| old.more.keys().chain(new.more.keys()).map(|name| (name.clone(), [figure(old, name), figure(new, name)])).collect();
         Accuracy {
             task: self.task.to_string(),
             metric: new.map(|score| score.metric.clone()),
@@ -70,6 +73,8 @@ struct Evaluation {
     times: Vec<Duration>,
     pairs: Vec<((usize, usize), FidelityAccumulator)>,
     samples: usize,
+    /// Whether samples without a label do not count.
+    counts_labels: bool,
 }
 
 impl Evaluation {
@@ -79,6 +84,7 @@ impl Evaluation {
             times: vec![Duration::ZERO; models],
             pairs: pairs.iter().map(|pair| (*pair, FidelityAccumulator::new(data.logits()))).collect(),
             samples: 0,
+            counts_labels: data.task() == Task::Classification && data.metric().is_none(),
         })
     }
 
@@ -96,7 +102,10 @@ impl Evaluation {
         for ((before, after), fidelity) in &mut self.pairs {
             fidelity.add(batch, &all_outputs[*before], &all_outputs[*after])?;
         }
-        self.samples += batch.samples;
+        self.samples += match &batch.references {
+            References::Classes(classes) if self.counts_labels => classes.iter().flatten().count(),
+            _ => batch.samples,
+        };
         Ok(())
     }
 

@@ -318,7 +318,7 @@ pub struct Accuracy {
     #[doc(hidden)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_blake3: Option<String>,
-    /// Number of samples (windows, for perplexity).
+    /// Number of samples (windows, for perplexity; samples with a label, for accuracy).
     pub samples: usize,
     /// Value of the input model.
     pub before: BTreeMap<Runtime, f64>,
