@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
-use super::{Batch, Data, DataSet, DataSets, Order, Pending, SequenceRole, Target, shaped};
+use super::{Batch, BatchSizes, Data, DataSet, DataSets, Order, Pending, SequenceRole, Target, shaped};
 use crate::error::Result;
 
 /// Fraction of the samples that is held out: one in this many.
@@ -43,7 +43,8 @@ impl DataSets {
     }
 
     /// Passes up to 64 held-out samples of a set to `consume`, one by one, until it returns `Break`.
-    /// Excludes the `used` samples that a pass reads, and samples whose content also occurs in `others`.
+    /// Excludes the `used` samples that a pass reads, windows that overlap them, and samples whose content
+    /// also occurs in `others`.
     /// If no pass reads any, `samples` and `sampling` of the set apply.
     /// Returns `false`, without calling `consume`, if one of these is a text with too many samples to
     /// compare.
@@ -68,7 +69,11 @@ impl DataSets {
         if folder && batch > 1 {
             return Ok(true);
         }
-        let used = used.div_ceil(batch);
+        let overlapping = match (options.stride, set.source.batch_sizes()) {
+            (Some(stride), BatchSizes::Varying { tokens: Some(length) }) if used > 0 => length.div_ceil(stride.max(1)).saturating_sub(1),
+            _ => 0,
+        };
+        let used = used.saturating_add(overlapping).div_ceil(batch);
         let batches = set.source.pending_batches(Order { batch: Some(batch), drop_incomplete: true, ..Order::default() })?.enumerate();
         // In a folder, `samples` are spread over all classes; otherwise they are the first ones.
         let unused: Box<dyn Iterator<Item = (usize, Result<Pending>)>> = if let (true, Some(all)) = (folder, set.samples()) {
@@ -173,6 +178,14 @@ pub(super) fn token_hashes(tokens: &[i64], everywhere: bool) -> Vec<u64> {
     tokens.windows(RUN).step_by(if everywhere { 1 } else { RUN }).map(bytes).collect()
 }
 
+impl Batch {
+    /// Hash of the inputs, without padding.
+    #[doc(hidden)]
+    pub fn fingerprint(&self) -> Result<String> {
+        Ok(format!("{:016x}", identity(self)?))
+    }
+}
+
 /// Hash of the model inputs of a sample, without padding.
 pub(super) fn identity(sample: &Batch) -> Result<u64> {
     let mut hasher = blake3::Hasher::new();
@@ -181,11 +194,10 @@ pub(super) fn identity(sample: &Batch) -> Result<u64> {
         let values = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
         let mask = sample.mask(role).filter(|mask| mask.dims() == tensor.dims()).map(values).transpose().map_err(shaped)?;
         hasher.update(name.as_bytes());
-        for (at, value) in values(tensor).map_err(shaped)?.into_iter().enumerate() {
-            if mask.as_ref().and_then(|mask| mask.get(at)) != Some(&0.0) {
-                hasher.update(&value.to_le_bytes());
-            }
-        }
+        let values = values(tensor).map_err(shaped)?.into_iter().enumerate();
+        let kept = values.filter(|(at, _)| mask.as_ref().and_then(|mask| mask.get(*at)) != Some(&0.0));
+        // In one piece, which is much faster than number by number.
+        hasher.update(&kept.flat_map(|(_, value)| value.to_le_bytes()).collect::<Vec<u8>>());
     }
     Ok(first_bytes(&hasher.finalize()))
 }
@@ -344,6 +356,38 @@ mod tests {
             assert_eq!(sets.for_each_held_out(&set, 2, &[&other], target, consume).unwrap(), compared);
             assert_eq!(found > 0, compared, "{lines}");
         }
+    }
+
+    /// Also if windows overlap those that a pass reads.
+    #[test]
+    fn held_out_windows_contain_no_text_that_a_pass_reads() {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/evaluation/word-pieces.json");
+        std::fs::copy(tokenizer, folder.path().join("tokenizer.json")).unwrap();
+        let letter = |at: usize| char::from(b'a' + ((at as u32).wrapping_mul(2_654_435_761) >> 13) as u8 % 17);
+        let path = folder.path().join("text.txt");
+        std::fs::write(&path, (0..400).flat_map(|at| [letter(at), ' ']).collect::<String>()).unwrap();
+        let set = Data { text: Some(path), task: Some(super::super::Task::LanguageModelling), max_length: Some(64), stride: Some(8), ..Data::default() };
+        let graph: crate::ir::Graph = "input input_ids: int[batch, sequence]\noutput y = input_ids\n".parse().unwrap();
+        let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
+        let (config, synthesized, sets) = (serde_json::Map::new(), crate::model::SynthesizedFiles::new(), DataSets::default());
+        let target = Target { inputs: &inputs, outputs: &outputs, ..Target::new(folder.path(), &synthesized, &config) };
+        let tokens = |batch: &Batch| batch.inputs["input_ids"].flatten_all().unwrap().to_vec1::<i64>().unwrap();
+        let (mut all, mut held_out) = (Vec::new(), Vec::new());
+        let read = |batch: Batch| {
+            all.push(tokens(&batch));
+            Ok(())
+        };
+        sets.open(&Data { batch_size: Some(1), ..set.clone() }, target).unwrap().for_each(read).unwrap();
+        let consume = |batch: Batch| {
+            held_out.push(tokens(&batch));
+            Ok(ControlFlow::Continue(()))
+        };
+        sets.for_each_held_out(&set, 5, &[], target, consume).unwrap();
+        let used: BTreeSet<u64> = all[..5].iter().flat_map(|window| token_hashes(window, true)).collect();
+        assert!(token_hashes(&all[5], true).iter().any(|hash| used.contains(hash)), "the next window overlaps the used ones");
+        assert!(!held_out.is_empty() && held_out.len() < all.len() - 5, "{} of {}", held_out.len(), all.len());
+        assert!(held_out.iter().all(|window| !token_hashes(window, true).iter().any(|hash| used.contains(hash))));
     }
 
     #[test]
