@@ -328,6 +328,10 @@ class MeasuredFidelity:
     data: str | None = None
     """Path of the data; `None` for synthetic samples."""
 
+    first_sample: str | None = None
+    """Hash of the inputs of the first held-out sample; `None` for other samples, and for models with other
+    tokens."""
+
     sqnr_db: float | None = None
     """Signal to quantization noise ratio in decibels; `None` for equal outputs."""
 

@@ -162,10 +162,17 @@ fn common_metric(reports: &[(String, Report)]) -> Option<String> {
 /// Options of evaluation data that do not change the samples, or whose effect is compared otherwise.
 const NOT_COMPARED: [&str; 6] = ["text", "images", "arrays", "labels", "batch_size", "samples"];
 
-/// A note if runs were measured on different samples, by which they cannot be ranked.
+/// A note if runs were measured on different samples, or relative to different models, by which they cannot
+/// be ranked.
 fn different_samples(reports: &[(String, Report)], metric: &str) -> Option<String> {
+    let mut models: Vec<&str> = reports.iter().map(|(_, report)| report.model.blake3.as_str()).collect();
+    models.dedup();
+    if metric == "cosine" && models.len() > 1 {
+        return Some("not ranked by cosine: the runs have different input models".to_owned());
+    }
     let evaluated = |report: &'_ Report| report.accuracy.clone().filter(|accuracy| accuracy.metric.as_deref() == Some(metric) || accuracy.fidelity.is_some());
     let all_hashed = reports.iter().all(|(_, report)| evaluated(report).is_none_or(|accuracy| accuracy.data_blake3.is_some()));
+    let all_identified = reports.iter().all(|(_, report)| report.fidelity.as_ref().is_none_or(|measured| measured.first_sample.is_some()));
     let measured_on = |report: &Report| match (evaluated(report), &report.fidelity) {
         (Some(accuracy), _) => {
             let hash = accuracy.data_blake3.filter(|_| all_hashed);
@@ -179,7 +186,9 @@ fn different_samples(reports: &[(String, Report)], metric: &str) -> Option<Strin
         (None, Some(measured)) => {
             let seed = if measured.samples_from == SamplesFrom::Synthetic { format!(" of seed {}", report.seed) } else { String::new() };
             let data = measured.data.as_deref().map(without_detours);
-            ((format!("{:?} {data:?}{seed}", measured.samples_from), None, BTreeMap::new()), measured.describe() + &seed)
+            let first = measured.first_sample.as_ref().filter(|_| all_identified);
+            let digits = first.map_or_else(String::new, |hash| format!(" (hash of the first: {})", hash.get(..8).unwrap_or(hash)));
+            ((format!("{:?} {data:?}{seed}{digits}", measured.samples_from), None, BTreeMap::new()), measured.describe() + &seed + &digits)
         }
         (None, None) => ((String::new(), None, BTreeMap::new()), String::new()),
     };

@@ -271,8 +271,22 @@ fn the_pareto_front_and_differing_options_are_marked() {
         run.fidelity = Some(serde_json::from_value(measured).unwrap());
     }
     assert_eq!(compared(&held_out)["metric"], "cosine");
-    held_out[1].1.fidelity.as_mut().unwrap().data = Some("../book.txt".into());
-    assert!(compared(&held_out)["metric"].is_null());
+    let changed = |change: &dyn Fn(&mut Report)| {
+        let mut changed = held_out.clone();
+        change(&mut changed[1].1);
+        compared(&changed)
+    };
+    assert!(changed(&|run| run.fidelity.as_mut().unwrap().data = Some("../book.txt".into()))["metric"].is_null());
+    // Reports of earlier versions do not identify the samples.
+    assert_eq!(changed(&|run| run.fidelity.as_mut().unwrap().first_sample = Some("0123456789".into()))["metric"], "cosine");
+    // The similarity to another input says nothing about the loss of the first.
+    let other_input = changed(&|run| run.model.blake3 = "0".repeat(64));
+    assert_eq!((&other_input["metric"], &other_input["note"]), (&Value::Null, &json!("not ranked by cosine: the runs have different input models")));
+    held_out.iter_mut().for_each(|(_, run)| run.fidelity.as_mut().unwrap().first_sample = Some("0123456789".into()));
+    assert_eq!(compared(&held_out)["metric"], "cosine");
+    held_out[1].1.fidelity.as_mut().unwrap().first_sample = Some("abcdefghij".into());
+    let note = compared(&held_out)["note"].to_string();
+    assert!(note.contains("1 held-out sample of book.txt (hash of the first: 01234567)") && note.contains("(hash of the first: abcdefgh)"), "{note}");
     mixed[1].1.accuracy = None;
     let none = compared(&mixed);
     assert!(none["metric"].is_null() && front(&none).iter().all(|is_best| !is_best));

@@ -143,6 +143,7 @@ impl Run<'_> {
     fn compare_models(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<(MeasuredFidelity, Option<String>)> {
         let device = self.pipeline.running.device()?;
         let (samples_from, HeldOut { data, note }, mut samples) = self.samples(graph)?;
+        let first = samples.first().filter(|_| samples_from == SamplesFrom::HeldOut).and_then(|sample| self.fingerprint(sample));
         let written = self.written()?;
         let (graph, output_graph) = (without_folded_states(graph.clone(), &self.before.weights), without_folded_states(written.graph()?, &written.weights));
         let (input, output) = ((&graph, &self.before.weights), (&output_graph, &written.weights));
@@ -178,7 +179,15 @@ impl Run<'_> {
                 accumulator.add(&sample.clone().tokens_within(tokens)?, &expected, &actual)?;
             }
         }
-        Ok((MeasuredFidelity::new(samples_from, before.batches(), data, accumulator.finish()), note))
+        let mut measured = MeasuredFidelity::new(samples_from, before.batches(), data, accumulator.finish());
+        measured.first_sample = first;
+        Ok((measured, note))
+    }
+
+    /// Identifies a held-out sample, if its inputs are those of the input model.
+    pub(super) fn fingerprint(&self, sample: &Batch) -> Option<String> {
+        let has_same_inputs = self.after.retained_tokens.is_none() && self.after.path == self.before.path;
+        sample.fingerprint().ok().filter(|_| has_same_inputs)
     }
 
     /// Whether the output is a student from another folder that preprocesses samples differently.

@@ -157,7 +157,9 @@ impl Run<'_> {
         };
         if !held_out.is_empty() {
             let samples = held_out.iter().map(|sample| sample.samples).sum();
-            return Ok((Some(MeasuredFidelity::new(SamplesFrom::HeldOut, samples, data, compare(&held_out)?)), None));
+            let mut measured = MeasuredFidelity::new(SamplesFrom::HeldOut, samples, data, compare(&held_out)?);
+            measured.first_sample = held_out.first().and_then(|sample| self.fingerprint(sample));
+            return Ok((Some(measured), None));
         }
         let (mut rejection, start) = (None, Instant::now());
         // An ONNX file does not specify which sizes and values it accepts, so several kinds are tried.

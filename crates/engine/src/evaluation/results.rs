@@ -190,6 +190,11 @@ pub struct MeasuredFidelity {
     /// Path of the data; `None` for synthetic samples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
+    /// Hash of the inputs of the first held-out sample; `None` for other samples, and for models with other
+    /// tokens.
+    #[doc(hidden)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_sample: Option<String>,
     /// The fidelity.
     #[serde(flatten)]
     pub fidelity: Fidelity,
@@ -199,7 +204,7 @@ impl MeasuredFidelity {
     /// A fidelity with its samples.
     #[doc(hidden)]
     pub fn new(samples_from: SamplesFrom, samples: usize, data: Option<String>, fidelity: Fidelity) -> MeasuredFidelity {
-        MeasuredFidelity { samples_from, samples, data, fidelity }
+        MeasuredFidelity { samples_from, samples, data, first_sample: None, fidelity }
     }
 
     /// Describes the samples: `32 samples of data.jsonl`.
