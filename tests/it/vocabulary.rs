@@ -489,6 +489,18 @@ fn files_without_tokens_are_refused() {
     }
 }
 
+/// The rows of such a head would have the ids of the input.
+#[test]
+fn heads_of_tokens_outside_of_the_graph_are_refused() {
+    let case = Case::new("llama", &tokenizer("BPE"), TEXTS);
+    let path = case.input().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+    tensors.insert("medusa_head.0.weight".to_owned(), tensors["lm_head.weight"].clone());
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let error = case.error(vec![case.pass().into()]);
+    assert!(error.contains("medusa_head.0.weight") && error.contains("has 48 rows, the number of tokens"), "{error}");
+}
+
 #[test]
 fn options_that_contradict_each_other_are_refused() {
     let case = Case::new("llama", &tokenizer("BPE"), TEXTS);

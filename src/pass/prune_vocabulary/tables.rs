@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::retained::Retained;
 use super::tokenizer::TokenizerFile;
 use super::{NAME, files};
-use crate::arch::{is_draft_head, role};
+use crate::arch::{is_draft_head, is_of_tower, role};
 use crate::data::DECODER_INPUT_IDS;
 use crate::error::{Error, Result};
 use crate::ir::ops::{TokenChoice, TokenPool};
@@ -94,6 +94,11 @@ impl TokenTables {
             let (is_row, axis) = (name.ends_with("final_logits_bias"), usize::from(weight.shape.first() == Some(&1)));
             if !tables.axes.contains_key(name) && (is_alias || is_unread || is_row) && weight.shape.get(axis) == Some(&tables.rows) {
                 tables.axes.insert(name.clone(), axis);
+            }
+            let is_other = weight.is_float() && !read.contains(name.as_str()) && !tables.axes.contains_key(name) && !is_of_tower(name);
+            if is_other && matches!(weight.shape[..], [rows, columns] if rows == tables.rows && columns != rows) {
+                let reason = format!("is not part of the graph, and has {} rows, the number of tokens", tables.rows);
+                return Err(Error::tensor(name, reason, "remove it from the checkpoint, such as an additional head that predicts further tokens"));
             }
         }
         tables.graph = graph;
