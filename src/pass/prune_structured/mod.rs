@@ -187,6 +187,8 @@ pub(super) fn remove_units(
 ) -> Result<()> {
     let before = model.clone();
     let surviving = cut::surviving(model, groups, removed)?;
+    let reduced = removed.keys().map(|index| &groups.groups[*index]);
+    applied.notes.extend(cut::other_reader(model, graph, reduced, &surviving)?);
     applied.tensors.extend(cut::cut(model, &surviving, &applied.meter)?);
     if removed.is_empty() {
         return Ok(());

@@ -309,3 +309,31 @@ fn layers_that_predict_tokens_keep_their_sizes() {
         assert!(names.iter().any(|name| name == "model.layers.1.eh_proj.weight") && !names.iter().any(|name| name.contains("layers.2.")), "{names:?}");
     }
 }
+
+/// A matrix outside of the graph that reads the hidden state keeps its size. With the head of a classifier,
+/// no library could load the result.
+#[test]
+fn heads_outside_of_the_graph_are_not_left_behind() {
+    for (class, is_refused) in [("LlamaForSequenceClassification", true), ("LlamaModel", false), ("LlamaForCausalLM", false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (folder.path().join("in"), folder.path().join("out"));
+        let mut tensors = candle_core::safetensors::load(golden("llama").join("model.safetensors"), &Device::Cpu).unwrap();
+        let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(golden("llama").join("config.json")).unwrap()).unwrap();
+        config["architectures"] = json!([class]);
+        if class != "LlamaForCausalLM" {
+            tensors.remove("lm_head.weight");
+        }
+        tensors.insert("score.weight".to_owned(), Tensor::ones((3, 16), DType::F32, &Device::Cpu).unwrap());
+        std::fs::create_dir(&input).unwrap();
+        candle_core::safetensors::save(&tensors, input.join("model.safetensors")).unwrap();
+        std::fs::write(input.join("config.json"), config.to_string()).unwrap();
+        let run = |part: PrunedPart| Pipeline::builder().pass(half(&[part])).build().unwrap().run(Model::open(&input).unwrap(), &out);
+        let hidden = run(PrunedPart::Hidden);
+        let message = hidden.as_ref().map_or_else(ToString::to_string, |report| report.notes.join("\n"));
+        assert!(hidden.is_err() == is_refused && message.contains("`score.weight`") && message.contains("is not part of the graph"), "{class}: {message}");
+        assert!(!is_refused || !out.exists());
+        if is_refused {
+            run(PrunedPart::Mlp).unwrap();
+        }
+    }
+}
