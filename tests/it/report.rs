@@ -279,7 +279,7 @@ fn the_pareto_front_and_differing_options_are_marked() {
     assert!(changed(&|run| run.fidelity.as_mut().unwrap().data = Some("../book.txt".into()))["metric"].is_null());
     // Reports of earlier versions do not identify the samples.
     assert_eq!(changed(&|run| run.fidelity.as_mut().unwrap().first_sample = Some("0123456789".into()))["metric"], "cosine");
-    // The similarity to another input says nothing about the loss of the first.
+    // The similarity to another input does not measure the same loss.
     let other_input = changed(&|run| run.model.blake3 = "0".repeat(64));
     assert_eq!((&other_input["metric"], &other_input["note"]), (&Value::Null, &json!("not ranked by cosine: the runs have different input models")));
     held_out.iter_mut().for_each(|(_, run)| run.fidelity.as_mut().unwrap().first_sample = Some("0123456789".into()));

@@ -358,7 +358,7 @@ mod tests {
         }
     }
 
-    /// Also if windows overlap those that a pass reads.
+    /// Windows may overlap the used ones.
     #[test]
     fn held_out_windows_contain_no_text_that_a_pass_reads() {
         let folder = tempfile::tempdir().unwrap();
