@@ -34,7 +34,7 @@ pub(super) fn other_reader<'g>(model: &Model, graph: &Graph, groups: impl Iterat
         let Some((name, _)) = others.iter().find(|(_, weight)| weight.shape.last() == Some(&group.size)) else { continue };
         if let Some(output) = group.output.as_ref().filter(|_| has_head) {
             let reason = format!("is not part of the graph, and may read the output `{output}`, which would become narrower");
-            return Err(Error::tensor(*name, reason, "remove the tensor from the checkpoint, or do not prune `hidden`"));
+            return Err(Error::tensor(name, reason, "remove the tensor from the checkpoint, or do not prune `hidden`"));
         }
         return Ok(Some(format!("{WARNING}`{name}` is not part of the graph and keeps its size, although it may read the hidden state")));
     }
