@@ -364,9 +364,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let tokenizer = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/evaluation/word-pieces.json");
         std::fs::copy(tokenizer, folder.path().join("tokenizer.json")).unwrap();
-        let letter = |at: usize| char::from(b'a' + ((at as u32).wrapping_mul(2_654_435_761) >> 13) as u8 % 17);
+        // Without repetitions.
+        let random = std::iter::successors(Some(48_271_u64), |x| Some(x * 48_271 % 2_147_483_647));
+        let letters = random.take(400).flat_map(|x| [char::from(b'a' + (x % 17) as u8), ' ']);
         let path = folder.path().join("text.txt");
-        std::fs::write(&path, (0..400).flat_map(|at| [letter(at), ' ']).collect::<String>()).unwrap();
+        std::fs::write(&path, letters.collect::<String>()).unwrap();
         let set = Data { text: Some(path), task: Some(super::super::Task::LanguageModelling), max_length: Some(64), stride: Some(8), ..Data::default() };
         let graph: crate::ir::Graph = "input input_ids: int[batch, sequence]\noutput y = input_ids\n".parse().unwrap();
         let (inputs, outputs) = crate::ir::Port::from_graph(&graph);
