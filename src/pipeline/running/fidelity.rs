@@ -184,7 +184,8 @@ impl Run<'_> {
         Ok((measured, note))
     }
 
-    /// Identifies a held-out sample, if its inputs are those of the input model.
+    /// A hash that identifies a held-out sample in other reports; `None` if tokens have new ids, or the
+    /// output is a student with its own preprocessing.
     pub(super) fn fingerprint(&self, sample: &Batch) -> Option<String> {
         let has_same_inputs = self.after.retained_tokens.is_none() && self.after.path == self.before.path;
         sample.fingerprint().ok().filter(|_| has_same_inputs)

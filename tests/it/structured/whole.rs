@@ -310,8 +310,8 @@ fn layers_that_predict_tokens_keep_their_sizes() {
     }
 }
 
-/// A matrix outside of the graph that reads the hidden state keeps its size. With the head of a classifier,
-/// no library could load the result.
+/// A matrix outside of the graph that reads the hidden state keeps its size: a warning names it. With the
+/// head of a classifier, no library could load the result, so that the pass fails.
 #[test]
 fn heads_outside_of_the_graph_are_not_left_behind() {
     for (class, is_refused) in [("LlamaForSequenceClassification", true), ("LlamaModel", false), ("LlamaForCausalLM", false)] {

@@ -46,7 +46,7 @@ impl DataSets {
     /// Excludes the `used` samples that a pass reads, windows that overlap them, and samples whose content
     /// also occurs in `others`.
     /// If no pass reads any, `samples` and `sampling` of the set apply.
-    /// Returns `false`, without calling `consume`, if one of these is a text with too many samples to
+    /// Returns `false`, without calling `consume`, if one of `others` is a text with too many samples to
     /// compare.
     pub fn for_each_held_out(
         &self,
@@ -364,7 +364,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let tokenizer = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/evaluation/word-pieces.json");
         std::fs::copy(tokenizer, folder.path().join("tokenizer.json")).unwrap();
-        // Without repetitions.
+        // Letters of a random number generator, because windows of a text that repeats itself are equal.
         let random = std::iter::successors(Some(48_271_u64), |x| Some(x * 48_271 % 2_147_483_647));
         let letters = random.take(400).flat_map(|x| [char::from(b'a' + (x % 17) as u8), ' ']);
         let path = folder.path().join("text.txt");

@@ -156,12 +156,12 @@ fn add_doubles(sums: &mut Difference, (x, y): (f64, f64)) -> f64 {
     (x - y).abs()
 }
 
-/// Number of zeros of either sign. Elements smaller than a byte, which may cross bytes, count if all their
-/// bits are zero.
+/// Number of zeros of either sign. Complex numbers, and elements smaller than a byte, which may cross
+/// bytes, count if all their bits are zero.
 fn zero_elements(bytes: &[u8], dtype: DType) -> u64 {
     let bits = dtype.bitsize();
     if bits >= 8 {
-        // A complex number has two floats.
+        // A complex number has as many bits as a `u64`.
         return View::dense(if dtype == DType::C64 { DType::U64 } else { dtype }, bytes).zeros();
     }
     // Eight elements have `bits` bytes.
