@@ -141,6 +141,10 @@ impl WeightSource for RawTensor {
         Ok(())
     }
 
+    fn read_into(&self, bytes: &mut [u8]) -> Result<()> {
+        self.read_at(0, bytes)
+    }
+
     fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
         let bits = self.dtype.bitsize();
         let row = (row(&self.shape).checked_mul(bits)? / 8) as u64;

@@ -249,7 +249,7 @@ fn fill(name: &str, weight: &Weight, tensor: &Tensor) -> Result<()> {
         })
     } else {
         change(tensor, |values: &mut [f32]| {
-            done = weight.floats_into(name, values);
+            done = read_floats(name, weight, values);
             Ok(())
         })
     };
@@ -262,7 +262,8 @@ pub(crate) fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) 
     let failed = |e: candle_core::Error| Error::tensor(name, format!("cannot be loaded: {e}"), "");
     let shape = weight.shape.as_slice();
     if !is_stored(weight, keep) {
-        let values = weight.floats(name)?;
+        let mut values = vec![0f32; weight.elements()];
+        read_floats(name, weight, &mut values)?;
         return Tensor::from_vec(values, shape, device).and_then(|t| t.to_dtype(keep)).map_err(failed);
     }
     let mut values = vec![0u16; weight.elements()];
@@ -274,13 +275,19 @@ pub(crate) fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) 
     .map_err(failed)
 }
 
+/// Writes the elements of a weight as f32.
+fn read_floats(name: &str, weight: &Weight, values: &mut [f32]) -> Result<()> {
+    if weight.dtype != Stored::F32 || weight.encoding != Encoding::Dense {
+        return weight.floats_into(name, values);
+    }
+    weight.source().read_into(bytemuck::cast_slice_mut(values))?;
+    values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
+    Ok(())
+}
+
 /// Writes the elements of a weight of 16-bit floats as bits.
 fn read_half_bits(name: &str, weight: &Weight, values: &mut [u16]) -> Result<()> {
-    let mut at = 0;
-    weight.dense(name).visit(1, &mut |block| {
-        let words = block.now.values.as_chunks().0;
-        values[at..at + words.len()].iter_mut().zip(words).for_each(|(value, bytes)| *value = u16::from_le_bytes(*bytes));
-        at += words.len();
-        Ok(())
-    })
+    weight.dense(name).source().read_into(bytemuck::cast_slice_mut(values))?;
+    values.iter_mut().for_each(|value| *value = u16::from_le(*value));
+    Ok(())
 }
