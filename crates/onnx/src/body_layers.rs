@@ -42,13 +42,13 @@ impl Position {
     }
 }
 
-/// The integers of a weight, which are values of the graph around a subgraph.
+/// The integers of a weight. Values and scales are values of the graph around a subgraph.
 pub(super) struct IntegerWeight {
     pub values: String,
+    pub rank: usize,
     pub scales: String,
-    pub zero_points: String,
-    /// The axis of the scales; `None` for one scale.
-    pub axis: Option<i64>,
+    /// The axis of the scales and their number; `None` for one scale.
+    pub axis: Option<(i64, usize)>,
 }
 
 /// The name of the weight that an input of a subgraph contains, and whether it is transposed first.
@@ -111,6 +111,11 @@ pub(super) fn node_of(op: &str, input: Vec<String>, output: &str, attribute: Vec
     NodeProto { op_type: Some(op.into()), name: Some(output.to_owned()), input, output: vec![output.to_owned()], attribute, ..NodeProto::default() }
 }
 
+fn tensor(name: String, kind: DataType, dims: Vec<usize>, bytes: Vec<u8>) -> TensorProto {
+    let dims = dims.into_iter().map(|size| size as i64).collect();
+    TensorProto { name: Some(name), data_type: Some(kind as i32), dims, raw_data: Some(bytes), ..TensorProto::default() }
+}
+
 /// Inserts quantizers of the inputs of layers into the bodies, and dequantizes weights there, because
 /// runtimes fuse only nodes of the same graph. `fresh` returns unique names.
 pub(super) fn insert_quantizers(
@@ -133,22 +138,23 @@ pub(super) fn insert_quantizers(
         let mut inserted =
             vec![node_of("QuantizeLinear", parameters(x), &integers, vec![]), node_of("DequantizeLinear", parameters(&integers), &value, vec![])];
         *x = value;
-        if let Some(IntegerWeight { values, scales, zero_points, axis }) = weights.get(layer.weight.as_str()) {
+        let (kind, zero) = if signed { (DataType::Int8, by.zero_point) } else { (DataType::Uint8, by.zero_point.saturating_add(128)) };
+        body.initializer.push(tensor(scale, DataType::Float, vec![], by.scale.to_le_bytes().to_vec()));
+        body.initializer.push(tensor(zero_point, kind, vec![], zero.to_le_bytes().into_iter().take(1).collect()));
+        if let Some(IntegerWeight { values, rank, scales, axis }) = weights.get(layer.weight.as_str()) {
+            // For exact accumulation on x86 without VNNI, ONNX Runtime converts only integers and zero points
+            // of the same graph. It computes this reshaping, which changes nothing, when it loads the file.
+            let [shape, local, zero_points] = ["shape", "local", "zero_points"].map(|part| fresh(format!("{}/{part}", layer.weight)));
             *weight = fresh(format!("{}/dequantized", layer.weight));
-            let axis = axis.iter().map(|axis| AttributeProto::int("axis", *axis)).collect();
-            inserted.push(node_of("DequantizeLinear", vec![values.clone(), scales.clone(), zero_points.clone()], weight, axis));
+            let zeros = axis.map(|(_, count)| count);
+            body.initializer.push(tensor(shape.clone(), DataType::Int64, vec![*rank], vec![0; rank.saturating_mul(8)]));
+            body.initializer.push(tensor(zero_points.clone(), DataType::Int8, zeros.into_iter().collect(), vec![0; zeros.unwrap_or(1)]));
+            let axis = axis.iter().map(|(axis, _)| AttributeProto::int("axis", *axis)).collect();
+            inserted.push(node_of("Reshape", vec![values.clone(), shape], &local, vec![]));
+            inserted.push(node_of("DequantizeLinear", vec![local, scales.clone(), zero_points], weight, axis));
         }
         let at = layer.position.node;
         body.node.splice(at..at, inserted);
-        let (kind, zero) = if signed { (DataType::Int8, by.zero_point) } else { (DataType::Uint8, by.zero_point.saturating_add(128)) };
-        let scalar = |name: String, kind: DataType, bytes: Vec<u8>| TensorProto {
-            name: Some(name),
-            data_type: Some(kind as i32),
-            raw_data: Some(bytes),
-            ..TensorProto::default()
-        };
-        body.initializer.push(scalar(scale, DataType::Float, by.scale.to_le_bytes().to_vec()));
-        body.initializer.push(scalar(zero_point, kind, zero.to_le_bytes().into_iter().take(1).collect()));
     }
     // Transposed weights are not read any more.
     let is_weight = |input: &String| input.strip_suffix("/rows").is_some_and(|weight| weights.contains_key(weight));

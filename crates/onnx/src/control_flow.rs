@@ -354,7 +354,7 @@ mod tests {
         (inputs, ops.collect())
     }
 
-    const INSERTED: [&str; 3] = ["QuantizeLinear", "DequantizeLinear", "DequantizeLinear"];
+    const INSERTED: [&str; 4] = ["QuantizeLinear", "DequantizeLinear", "Reshape", "DequantizeLinear"];
 
     #[test]
     fn layers_of_loops_are_observed_and_quantized() {

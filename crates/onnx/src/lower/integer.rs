@@ -252,10 +252,15 @@ fn quantize_dequantize(scale: &str, zero_point: i32, n: &mut Lowering) -> Result
         return Ok(());
     }
     // Runtimes fold constants at load time, except this operator.
-    let [integers, zero_point] = [("steps", integers), ("zero_steps", zero_point)].map(|(part, value)| n.cast(part, &value, DataType::Float));
-    let centred = n.emit("Sub", "centred", &[&integers, &zero_point], vec![]);
+    let centred = centred(&integers, &zero_point, n);
     n.finish_wide("Mul", &[&centred, scale], vec![]);
     Ok(())
+}
+
+/// The distances of integers from their zero point, as floats.
+fn centred(integers: &str, zero_point: &str, n: &mut Lowering) -> String {
+    let [steps, zero] = [("steps", integers), ("zero_steps", zero_point)].map(|(part, value)| n.cast(part, value, DataType::Float));
+    n.emit("Sub", "centred", &[&steps, &zero], vec![])
 }
 
 /// A final operator that is not written yet.
@@ -290,8 +295,7 @@ fn product(mut weight: QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pen
     }
     let is_head = shared && n.integer_heads.is_some() && !weight.grouped() && weight.affine.activations == ActivationScheme::None;
     let is_integer = is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped();
-    // Products of constants are folded at load time, before ONNX Runtime matches integer patterns.
-    if is_integer && (!n.varies(0) || n.is_first_layer_of_weight()) {
+    if is_integer && n.varies(0) && n.is_first_layer_of_weight() {
         n.integer_heads = n.integer_heads.map(|heads| heads + usize::from(is_head));
         return integer_product(&weight, x, n);
     }
@@ -299,7 +303,10 @@ fn product(mut weight: QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pen
     // second one. Products of constants are folded at load time, unless they read a `DequantizeLinear`.
     let needs_floats = is_integer || !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
     let floats = if shared || needs_floats { weight.floats(n)? } else { weight.dequantize(n)? };
-    Ok(Pending::binary("MatMul", [x.to_owned(), floats]))
+    // Products of constants are computed at load time, before `session.x64quantprecision` makes integer
+    // products exact on x86 without VNNI. The product of the rounded values is the same.
+    let x = if is_integer && !n.varies(0) { rounded(x, n)? } else { x.to_owned() };
+    Ok(Pending::binary("MatMul", [x, floats]))
 }
 
 /// A `MatMulNBits` of ONNX Runtime with 32-bit float activations.
@@ -313,14 +320,25 @@ fn product_of_blocks(weight: QuantizedWeight, blocks: Blocks, x: &str, n: &Lower
     })
 }
 
-/// An integer product with dynamically quantized activations. Layers that share an activation share its
-/// quantizer.
-fn integer_product(weight: &QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pending> {
+/// Quantizes an activation dynamically: integers, scale and zero point. Layers that share an activation share
+/// its quantizer.
+fn quantize_dynamically(x: &str, n: &mut Lowering) -> Result<[String; 3]> {
     // A static quantizer of the same value, for other layers, has the first of these names.
     let [named, other] = ["quantized", "dynamic"].map(|part| format!("{x}/{part}"));
     let scope = if n.has_value(&named) { other } else { named };
-    let [integers, scale, zero_point] =
-        n.share_many(&format!("{scope}|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))?;
+    n.share_many(&format!("{scope}|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))
+}
+
+/// An activation after dynamic quantization, as floats.
+fn rounded(x: &str, n: &mut Lowering) -> Result<String> {
+    let [integers, scale, zero_point] = quantize_dynamically(x, n)?;
+    let centred = centred(&integers, &zero_point, n);
+    Ok(n.emit("Mul", "rounded", &[&centred, &scale], vec![]))
+}
+
+/// An integer product with dynamically quantized activations.
+fn integer_product(weight: &QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pending> {
+    let [integers, scale, zero_point] = quantize_dynamically(x, n)?;
     // Runtimes match the pattern only with operands in this order.
     let scale = n.emit("Mul", "scale", &[&scale, &weight.scales], vec![]);
     let mut inputs = vec![integers.as_str(), &weight.values, &zero_point];

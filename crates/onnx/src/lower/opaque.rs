@@ -84,10 +84,8 @@ fn integer_weights<'l>(quantized: &'l [(BodyLayer, FakeQuantize)], n: &mut Lower
             values = n.share(&format!("{values}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[&values], vec![AttributeProto::ints("perm", [1, 0])])))?;
         }
         let per_tensor = affine.granularity == Granularity::Tensor;
-        // With exact accumulation on x86 without VNNI, ONNX Runtime replaces missing zero points by a scalar.
-        let zero_points = n.own_int8_zeros(if per_tensor { None } else { Some(n.fixed(layer.input, 0)? as usize) });
-        let axis = (!per_tensor).then_some(i64::from(layer.is_flipped));
-        weights.insert(layer.weight.as_str(), IntegerWeight { values, scales, zero_points, axis });
+        let axis = if per_tensor { None } else { Some((i64::from(layer.is_flipped), n.fixed(layer.input, 0)? as usize)) };
+        weights.insert(layer.weight.as_str(), IntegerWeight { values, rank: n.ty(layer.input)?.shape.len(), scales, axis });
     }
     Ok(weights)
 }
