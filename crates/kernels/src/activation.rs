@@ -60,7 +60,7 @@ simd! {
 #[inline(always)]
 pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
     match function {
-        ActivationFunction::Relu => each(values, |x| if x < 0.0 { 0.0 } else { x }),
+        ActivationFunction::Relu => each(values, |x| if x < 0.0 { 0.0 } else { copied(x) }),
         ActivationFunction::Gelu => each(values, |x| 0.5 * x * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2))),
         ActivationFunction::GeluTanh => each(values, |x| 0.5 * x * (1.0 + tanh(GELU_INNER * (x + 0.044_715 * x * x * x)))),
         ActivationFunction::Silu => each(values, |x| x * sigmoid(x)),
@@ -72,7 +72,7 @@ pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
         }),
         ActivationFunction::HardSigmoid { alpha, beta } => each(values, |x| between_zero_and_one(alpha * x + beta)),
         ActivationFunction::HardSwish => each(values, |x| x * between_zero_and_one(x * (1.0 / 6.0) + 0.5)),
-        ActivationFunction::LeakyRelu { alpha } => each(values, |x| if x < 0.0 { alpha * x } else { x }),
+        ActivationFunction::LeakyRelu { alpha } => each(values, |x| if x < 0.0 { alpha * x } else { copied(x) }),
         ActivationFunction::Round { scale, zero_point } => {
             let (lowest, highest) = (-128.0 - zero_point, 127.0 - zero_point);
             each(values, |x| {
@@ -83,6 +83,13 @@ pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
             });
         }
     }
+}
+
+/// The same number; -0 becomes 0. Without the sum, the compiler skips the numbers of a vector that a function
+/// leaves unchanged, with masked stores that take 12 cycles on AMD processors before Zen 4.
+#[inline(always)]
+pub(super) fn copied(x: f32) -> f32 {
+    x + 0.0
 }
 
 /// `sqrt(2 / π)`

@@ -62,7 +62,7 @@ fn sums<A: Copy, B: Copy>(before: &[A], after: &[B], value_before: impl Fn(A) ->
         other[lane] += b * b;
         noise[lane] += d * d;
         dot[lane] += a * b;
-        max[lane] = if d.abs() > max[lane] { d.abs() } else { max[lane] };
+        max[lane] = max[lane].max(d.abs());
         zeros[0][lane] += u32::from(a == 0.0);
         zeros[1][lane] += u32::from(b == 0.0);
     };

@@ -4,6 +4,7 @@
 
 use rayon::prelude::*;
 
+use super::activation::copied;
 use super::scratch::Scratch;
 
 /// Size of the planes `[height, width]` and geometry of a sliding window. In pairs, the first number is
@@ -87,7 +88,7 @@ simd! {
     fn largest(padded: &[f32], window: Window, out: &mut [f32]) {
         let ([_, width], [down, along]) = (window.padded(), window.stride);
         let [_, columns] = window.positions();
-        let larger = |best: f32, x: f32| if x > best || x.is_nan() { x } else { best };
+        let larger = |best: f32, x: f32| if x > best || x.is_nan() { x } else { copied(best) };
         // Vertically first, for complete rows at once, then horizontally.
         let mut tall = vec![0f32; width];
         for (y, out) in out.chunks_exact_mut(columns).enumerate() {

@@ -126,8 +126,8 @@ simd! {
     /// Adds a row, with one value per channel, to the statistics of the channels.
     pub fn add_row(row: &[f32], low: &mut [f32], high: &mut [f32], sums: &mut [f64], squares: &mut [f64]) {
         for ((((x, low), high), sum), square) in row.iter().zip(low).zip(high).zip(sums).zip(squares) {
-            *low = if *x < *low { *x } else { *low };
-            *high = if *x > *high { *x } else { *high };
+            *low = low.min(*x);
+            *high = high.max(*x);
             let x = f64::from(*x);
             *sum += x;
             *square += x * x;
