@@ -47,6 +47,8 @@ const INFERRING: [&str; 21] = [
     "Where",
     "Split",
 ];
+/// Operators that infer only the first input; others contain sizes and positions.
+const OF_FIRST_INPUT: [&str; 5] = ["Reshape", "Slice", "Split", "Squeeze", "Unsqueeze"];
 /// Operators whose outputs have at most as many elements as pairs of elements of the inputs.
 const PRODUCTS: [&str; 3] = ["MatMul", "MatMulInteger", "Gemm"];
 /// Operators whose outputs have at most as many elements as the largest input.
@@ -232,7 +234,9 @@ impl<'m> Estimate<'m> {
         }
         let constant = inputs.iter().all(|input| input.constant);
         let largest = inputs.iter().map(|input| input.count).max().unwrap_or(0);
-        let inferred = INFERRING.contains(&node.op_type()) && inputs.iter().any(|input| input.inferred);
+        let count = if OF_FIRST_INPUT.contains(&node.op_type()) { 1 } else { node.input.len() };
+        let mut operands = node.input.iter().take(count).filter_map(|name| self.known.computed.get(name.as_str()));
+        let inferred = INFERRING.contains(&node.op_type()) && operands.any(|operand| operand.inferred);
         let computed = check::is_own(node.domain()).then(|| self.bound(node, inferred, largest)).flatten();
         let Some((sizes, count, tight)) = computed else {
             self.folds &= !constant;
@@ -324,6 +328,12 @@ mod tests {
     fn doubled(from: &str, times: usize) -> Vec<NodeProto> {
         let name = |number: usize| if number == 0 { from.to_owned() } else { format!("d{number}") };
         (0..times).map(|number| node("Concat", &[&name(number), &name(number)], &name(number + 1))).collect()
+    }
+
+    #[test]
+    fn weights_that_are_reshaped_are_not_inferred() {
+        let nodes = vec![node("Reshape", &["w", "shape"], "r"), node("MatMul", &["x", "r"], "y")];
+        assert_eq!(checked([1, 4096], nodes, vec![floats("w", &[4096, 4096]), ints("shape", &[0, 0])]), Ok(true));
     }
 
     #[test]
