@@ -10,9 +10,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::check;
 use super::elements::data_type;
 use super::initializer_roles::{Usage, UsageKind, float, int};
-use super::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
+use super::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 use crate::error::{Error, Result};
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, DType, Decoded, Encoding, Granularity, QuantizationSpec, Rescaled, StorageFormat, Weight};
@@ -35,6 +36,8 @@ pub(super) struct Replacer<'m> {
     model: &'m ModelProto,
     opset: i64,
     used_names: BTreeSet<String>,
+    /// Values that do not depend on inputs of the graph.
+    constants: BTreeSet<&'m str>,
     /// The quantizer of each dynamically quantized activation.
     quantizers: BTreeMap<String, Quantizer>,
     /// How many earlier products share the input of the current one.
@@ -50,13 +53,25 @@ struct Quantizer {
     position: usize,
 }
 
+/// The initializers of a graph, and the values that nodes compute from them.
+fn constants(graph: &GraphProto) -> BTreeSet<&str> {
+    let mut constants: BTreeSet<&str> = graph.initializer.iter().map(TensorProto::name).collect();
+    for node in check::order(&graph.node).into_iter().filter_map(|number| graph.node.get(number)) {
+        if check::reads(node).iter().all(|name| constants.contains(name)) {
+            constants.extend(node.output.iter().map(String::as_str));
+        }
+    }
+    constants
+}
+
 const DEQUANTIZED: &str = "written as dequantized floats, which are not smaller, because the nodes of the file read floats";
 
 impl<'m> Replacer<'m> {
     pub fn new(model: &'m ModelProto, opset: i64) -> Self {
         let mut used_names = BTreeSet::new();
-        model.graph.iter().for_each(|graph| super::check::names(graph, &mut used_names));
-        Self { model, opset, used_names, quantizers: BTreeMap::new(), sibling: 0 }
+        model.graph.iter().for_each(|graph| check::names(graph, &mut used_names));
+        let constants = model.graph.as_ref().map_or_else(BTreeSet::new, constants);
+        Self { model, opset, used_names, constants, quantizers: BTreeMap::new(), sibling: 0 }
     }
 
     /// The nodes that quantize activations, each with the position of the node that it must precede.
@@ -329,7 +344,8 @@ impl<'m> Replacer<'m> {
     fn product(&mut self, old: &NodeProto, position: usize, affine: &QuantizationSpec, [values, scales, zero_points]: &[String; 3]) -> Option<Vec<NodeProto>> {
         let ([x, _, ..], [output]) = (old.input.as_slice(), old.output.as_slice()) else { return None };
         let gemm = old.op_type() == "Gemm";
-        if !is_plain(old) || self.model.graph.as_ref().is_some_and(|graph| graph.initializer.iter().any(|tensor| tensor.name() == x)) {
+        // Products of constants are computed at load time, without exact accumulation on x86 without VNNI.
+        if !is_plain(old) || self.constants.contains(x.as_str()) {
             return None;
         }
         let mut nodes = Vec::new();
