@@ -2,8 +2,9 @@
 //!
 //! Int8 weights stay int8. A linear layer whose activations are quantized becomes
 //! `DynamicQuantizeLinear` and `MatMulInteger`, in the form that ONNX Runtime fuses to one integer
-//! kernel. With float activations, the weights are dequantized by `DequantizeLinear`. Of an embedding,
-//! only the rows that are looked up are dequantized.
+//! kernel. If the activations are constant, the layer is a product of rounded floats, which is computed when
+//! the file is loaded. With float activations, the weights are dequantized by `DequantizeLinear`. Of an
+//! embedding, only the rows that are looked up are dequantized.
 
 mod genai;
 mod parts;

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use crate::common::{nodes, onnxruntime};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
@@ -14,7 +15,7 @@ use compress::{Model, Pipeline};
 use compress_core::work::{Cancel, Silent, Work};
 use compress_engine::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use compress_onnx::file;
-use compress_onnx::proto::{AttributeProto, DataType};
+use compress_onnx::proto::{AttributeProto, DataType, ModelProto};
 use compress_onnx::runtime::{Options, Session};
 use prost::Message;
 
@@ -101,6 +102,32 @@ fn every_int8_export_equals_the_executor() {
     };
     let failures = mismatches(Some(QuantizeDynamic { embeddings: true, ..Default::default() }), angle, tolerance);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// ONNX Runtime computes products of constants before it makes integer products exact.
+#[test]
+fn integer_products_read_no_constants() {
+    let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/deberta");
+    let out = tempfile::tempdir().unwrap();
+    let pipeline = Pipeline::builder().pass(QuantizeDynamic::default()).export(Onnx::default()).measure(false);
+    pipeline.build().unwrap().run(Model::open(&place).unwrap(), out.path().join("out")).unwrap();
+    let graph = ModelProto::decode(std::fs::read(out.path().join("out").join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
+    let mut varying: BTreeSet<&str> = graph.input.iter().map(|input| input.name()).collect();
+    let (mut products, mut of_constants) = (0, 0);
+    for node in &graph.node {
+        let varies = node.input.iter().any(|input| varying.contains(input.as_str()));
+        match node.op_type() {
+            "MatMulInteger" => {
+                assert!(varying.contains(node.input[0].as_str()), "{node:?}");
+                products += 1;
+            }
+            "DynamicQuantizeLinear" => of_constants += usize::from(!varies),
+            _ => {}
+        }
+        varying.extend(node.output.iter().filter(|_| varies).map(String::as_str));
+    }
+    // Each of two layers has six matrices, of which two also multiply the relative positions.
+    assert_eq!((products, of_constants), (12, 2));
 }
 
 #[test]

@@ -91,6 +91,7 @@ fn agreement(place: &Place) -> f64 {
 fn agreement_in_batches(place: &Place, size: usize) -> f64 {
     let [before, after] = [place.input(), place.path("int8.onnx")].map(|path| {
         let mut session = Session::open(&path, Options::default()).unwrap();
+        session.require_exact_sums().unwrap();
         let batches = (0..ROWS).step_by(size).map(|from| samples().narrow(0, from, size).unwrap());
         let outputs: Vec<Tensor> = batches.map(|batch| session.run(&[("x".to_owned(), batch)].into()).unwrap()["y"].clone()).collect();
         Tensor::cat(&outputs, 0).unwrap().to_dtype(DType::F64).unwrap()

@@ -304,7 +304,7 @@ fn product(mut weight: QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pen
     let needs_floats = is_integer || !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
     let floats = if shared || needs_floats { weight.floats(n)? } else { weight.dequantize(n)? };
     // Products of constants are computed at load time, before `session.x64quantprecision` makes integer
-    // products exact on x86 without VNNI. The product of the rounded values is the same.
+    // products exact on x86 without VNNI. Those of the rounded values are the same except for rounding.
     let x = if is_integer && !n.varies(0) { rounded(x, n)? } else { x.to_owned() };
     Ok(Pending::binary("MatMul", [x, floats]))
 }
@@ -332,8 +332,10 @@ fn quantize_dynamically(x: &str, n: &mut Lowering) -> Result<[String; 3]> {
 /// An activation after dynamic quantization, as floats.
 fn rounded(x: &str, n: &mut Lowering) -> Result<String> {
     let [integers, scale, zero_point] = quantize_dynamically(x, n)?;
-    let centred = centred(&integers, &zero_point, n);
-    Ok(n.emit("Mul", "rounded", &[&centred, &scale], vec![]))
+    n.share(&format!("{integers}/dequantized|"), |n| {
+        let centred = centred(&integers, &zero_point, n);
+        Ok(n.emit("Mul", "rounded", &[&centred, &scale], vec![]))
+    })
 }
 
 /// An integer product with dynamically quantized activations.
