@@ -86,7 +86,7 @@ pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
 }
 
 /// The same number; -0 becomes 0. Without the sum, the compiler skips the numbers of a vector that a function
-/// leaves unchanged, with masked stores that take 12 cycles on AMD processors before Zen 4.
+/// leaves unchanged, with masked stores, which are slow on AMD processors without AVX-512.
 #[inline(always)]
 pub(super) fn copied(x: f32) -> f32 {
     x + 0.0
