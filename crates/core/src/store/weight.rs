@@ -83,8 +83,8 @@ pub trait WeightSource: Send + Sync {
     /// elements. Fails if a value cannot be represented.
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()>;
 
-    /// Writes the elements of a dense weight into `bytes`, which has exactly their length. Tensors of files are
-    /// read directly into it.
+    /// Writes the elements of a dense weight into `bytes`, which has exactly their length. Tensors of files
+    /// are read directly into it.
     fn read_into(&self, bytes: &mut [u8]) -> Result<()> {
         let mut at = 0;
         self.visit(1, &mut |block| {
