@@ -143,7 +143,8 @@ pub(super) fn insert_quantizers(
         body.initializer.push(tensor(zero_point, kind, vec![], zero.to_le_bytes().into_iter().take(1).collect()));
         if let Some(IntegerWeight { values, rank, scales, axis }) = weights.get(layer.weight.as_str()) {
             // For exact accumulation on x86 without VNNI, ONNX Runtime converts only integers and zero points
-            // of the same graph. It computes this reshaping, which changes nothing, when it loads the file.
+            // of the same graph, and replaces missing zero points by a scalar. The `Reshape` changes
+            // nothing: its result, computed when the file is loaded, is a constant of the body.
             let [shape, local, zero_points] = ["shape", "local", "zero_points"].map(|part| fresh(format!("{}/{part}", layer.weight)));
             *weight = fresh(format!("{}/dequantized", layer.weight));
             let zeros = axis.map(|(_, count)| count);

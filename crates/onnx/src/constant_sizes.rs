@@ -47,7 +47,7 @@ const INFERRING: [&str; 21] = [
     "Where",
     "Split",
 ];
-/// Operators that infer only the first input; others contain sizes and positions.
+/// Operators of which only the first input contains data; the others contain sizes and positions.
 const OF_FIRST_INPUT: [&str; 5] = ["Reshape", "Slice", "Split", "Squeeze", "Unsqueeze"];
 /// Operators whose outputs have at most as many elements as pairs of elements of the inputs.
 const PRODUCTS: [&str; 3] = ["MatMul", "MatMulInteger", "Gemm"];

@@ -15,7 +15,7 @@ from pathlib import Path
 from lib import browser
 
 WIDTHS = {"phone": 390, "desk": 1280}
-# Seconds until a page is visible: two on usual machines, and three on slow shared ones.
+# Seconds until a page is visible. An idle, slow machine of two cores needs two for the largest page.
 LIMIT = 3
 # Finds layout problems of a rendered page.
 CHECKS = """() => {

@@ -304,7 +304,7 @@ fn product(mut weight: QuantizedWeight, x: &str, n: &mut Lowering) -> Result<Pen
     let needs_floats = is_integer || !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
     let floats = if shared || needs_floats { weight.floats(n)? } else { weight.dequantize(n)? };
     // Products of constants are computed at load time, before `session.x64quantprecision` makes integer
-    // products exact on x86 without VNNI. Those of the rounded values are the same except for rounding.
+    // products exact on x86 without VNNI. Therefore the same values are multiplied as floats.
     let x = if is_integer && !n.varies(0) { rounded(x, n)? } else { x.to_owned() };
     Ok(Pending::binary("MatMul", [x, floats]))
 }
