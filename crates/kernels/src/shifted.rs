@@ -1,9 +1,10 @@
 //! Direct convolution without an im2col matrix: the pixels under a kernel element at adjacent output
 //! positions are adjacent in the padded image, so a tile of the result is accumulated from shifted runs
-//! of the image.
+//! of the image. Only a slab of the image, the rows under the kernel at several rows of the result, is padded
+//! at a time, so that it stays in the cache.
 //!
-//! For a strided convolution, the image is split into one plane per phase of the stride, within which
-//! these pixels are adjacent.
+//! For a strided convolution, the slab is split into one plane per phase of the stride, within which these
+//! pixels are adjacent.
 
 use rayon::prelude::*;
 
@@ -16,10 +17,16 @@ use super::tile::{self, BLOCK, PANEL, Panel};
 /// Number of values that fit into the L1 cache while blocks are multiplied by them.
 const NEAR: usize = 8 << 10;
 
-/// Layout of a padded image during the convolution.
-struct PaddedImage {
+/// Number of values of a slab for each thread that shares it: 384 KiB, which fit into the second-level cache.
+/// A slab has more values if there are more weights, or if the kernel covers many rows.
+const SLAB: usize = 96 << 10;
+
+/// Layout of a slab: the padded rows of an image under the kernel at several rows of the output.
+struct Slab {
     window: Window,
     channels: usize,
+    /// Number of rows of the output.
+    rows: usize,
     /// Row width of a phase.
     step: usize,
     /// Number of elements per phase.
@@ -28,12 +35,17 @@ struct PaddedImage {
     channel: usize,
 }
 
-impl PaddedImage {
-    fn new(window: Window, channels: usize) -> PaddedImage {
+impl Slab {
+    /// A layout for about this number of values.
+    fn new(window: Window, channels: usize, values: usize) -> Slab {
         let (padded, [down, along]) = (window.padded(), window.stride);
         let step = padded[1].div_ceil(along);
-        let phase = padded[0].div_ceil(down) * step;
-        PaddedImage { window, channels, step, phase, channel: phase * down * along }
+        let taller = window.dilation[0] * (window.kernel[0] - 1);
+        // At least as many rows as the next slab copies again.
+        let rows = (values / (channels * step * along).max(1)).saturating_sub(taller) / down;
+        let rows = rows.max(taller / down).clamp(1, window.positions()[0].max(1));
+        let phase = ((rows - 1) * down + taller + 1).div_ceil(down) * step;
+        Slab { window, channels, rows, step, phase, channel: phase * down * along }
     }
 
     /// Offsets of the kernel elements of all channels.
@@ -46,23 +58,27 @@ impl PaddedImage {
         (0..self.channels).flat_map(|channel| (0..height * width).map(move |at| tap(channel, at / width, at % width))).collect()
     }
 
-    /// Copies a plane into the padded layout.
-    fn fill(&self, plane: &[f32], out: &mut [f32]) {
-        let Window { padding, stride: [down, along], width, .. } = self.window;
-        if padding != [0; 4] || [down, along] != [1, 1] {
-            out.fill(0.0);
-        }
-        for (row, values) in plane.chunks_exact(width.max(1)).enumerate() {
-            let row = row + padding[0];
-            for column in 0..along.min(width) {
-                // The first pixel of this phase and its target.
-                let at = column + padding[1];
-                let out = &mut out[(row % down * along + at % along) * self.phase + row / down * self.step + at / along..];
-                if along == 1 {
-                    out[..width].copy_from_slice(values);
-                } else {
-                    values[column..].iter().step_by(along).zip(out).for_each(|(x, out)| *out = *x);
-                }
+    /// Copies the rows of a plane for the rows of the output from `first` on.
+    fn fill(&self, plane: &[f32], first: usize, out: &mut [f32]) {
+        let Window { padding: [above, left, ..], stride: [down, along], width, .. } = self.window;
+        for (index, out) in out.chunks_exact_mut(self.step.max(1)).enumerate() {
+            // Rows of the slab are ordered by phases, down and along.
+            let (phase, row) = (index * self.step / self.phase, index * self.step % self.phase / self.step * down);
+            let (row, column) = ((first * down + row + phase / along).wrapping_sub(above), phase % along);
+            let Some(values) = plane.chunks_exact(width.max(1)).nth(row) else {
+                out.fill(0.0);
+                continue;
+            };
+            // The first pixel of this phase, and its position.
+            let from = if column >= left { column - left } else { (along - (left - column) % along) % along };
+            let at = (from + left) / along;
+            let count = width.saturating_sub(from).div_ceil(along);
+            out[..at].fill(0.0);
+            out[at + count..].fill(0.0);
+            if along == 1 {
+                out[at..][..count].copy_from_slice(&values[from..]);
+            } else {
+                values[from.min(width)..].iter().step_by(along).zip(&mut out[at..]).for_each(|(x, out)| *out = *x);
             }
         }
     }
@@ -72,40 +88,48 @@ impl PaddedImage {
 /// channel and kernel element. `planes` and `output` have the layout of
 /// [`convolution`](super::convolution).
 pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, epilogue: Epilogue, output: &mut [f32]) {
-    let layout = PaddedImage::new(window, planes.len() / images.max(1));
-    let offsets = layout.offsets();
+    let channels = planes.len() / images.max(1);
+    let taps = channels * window.kernel[0] * window.kernel[1];
     let [rows, columns] = window.positions();
     let size = rows * columns;
+    // If there are more threads than images, several threads share each slab, by bands of rows.
+    let sharers = rayon::current_num_threads().div_ceil(images.max(1));
+    // The weights are read once per slab.
+    let layout = Slab::new(window, channels, (SLAB * sharers).max(left.rows() * taps));
+    let offsets = layout.offsets();
     let mut by_image: Vec<Vec<&mut [f32]>> = (0..images).map(|_| Vec::with_capacity(left.rows())).collect();
     for (index, plane) in output.chunks_exact_mut(size.max(1)).enumerate() {
         by_image[index % images].push(plane);
     }
-    // If there are more threads than images, several threads share an image by bands of rows.
-    let band = rows.div_ceil(rayon::current_num_threads().div_ceil(images.max(1))).max(1);
-    by_image.into_par_iter().enumerate().for_each(|(image, out)| {
+    by_image.into_par_iter().enumerate().for_each(|(image, mut out)| {
         let mut padded = Scratch::new(layout.channels * layout.channel + PANEL);
-        let fill = |(channel, padded): (usize, &mut [f32])| layout.fill(planes[channel * images + image], padded);
-        if band < rows {
-            padded.par_chunks_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
-        } else {
-            // With parallelism here, a waiting thread could start another image and hold both in memory.
-            padded.chunks_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
+        for start in (0..rows).step_by(layout.rows) {
+            let end = rows.min(start + layout.rows);
+            let fill = |(channel, padded): (usize, &mut [f32])| layout.fill(planes[channel * images + image], start, padded);
+            if sharers > 1 {
+                padded.par_chunks_exact_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
+            } else {
+                // With parallelism here, a waiting thread could start another image and hold both in memory.
+                padded.chunks_exact_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
+            }
+            let band = (end - start).div_ceil(sharers);
+            let mut bands: Vec<Vec<&mut [f32]>> = (start..end).step_by(band).map(|_| Vec::with_capacity(out.len())).collect();
+            for plane in &mut out {
+                let rows = plane[start * columns..end * columns].chunks_mut((band * columns).max(1));
+                bands.iter_mut().zip(rows).for_each(|(band, rows)| band.push(rows));
+            }
+            bands.into_par_iter().enumerate().for_each(|(index, mut out)| {
+                let (above, first) = (index * band * layout.step, (start + index * band) * columns);
+                one_band(left, &padded[above..], &offsets, &layout, epilogue, [image * size + first, images * size], &mut out);
+            });
         }
-        let mut bands: Vec<Vec<&mut [f32]>> = (0..rows.div_ceil(band)).map(|_| Vec::with_capacity(out.len())).collect();
-        for plane in out {
-            bands.iter_mut().zip(plane.chunks_mut((band * columns).max(1))).for_each(|(band, rows)| band.push(rows));
-        }
-        bands.into_par_iter().enumerate().for_each(|(index, mut out)| {
-            let first = index * band;
-            one_band(left, &padded[first * layout.step..], &offsets, &layout, epilogue, [image * size + first * columns, images * size], &mut out);
-        });
     });
 }
 
 simd! {
-    /// Computes all tiles of a band of rows of one image. Its results start at column `position[0]` of
+    /// Computes all tiles of a band of rows of a slab. Its results start at column `position[0]` of
     /// rows with `position[1]` columns.
-    fn one_band(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, epilogue: Epilogue, position: [usize; 2], out: &mut [&mut [f32]]) {
+    fn one_band(left: &Left, padded: &[f32], offsets: &[usize], layout: &Slab, epilogue: Epilogue, position: [usize; 2], out: &mut [&mut [f32]]) {
         let [_, columns] = layout.window.positions();
         let all = out.first().map_or(0, |plane| plane.len());
         // Treats the band as a single row if rows have no gaps.
@@ -113,7 +137,7 @@ simd! {
         let span = (rows * layout.step).saturating_sub(layout.step - columns.min(layout.step)).max(if rows == 1 { columns } else { 0 });
         let mut sums = [[0f32; PANEL]; BLOCK];
         let (blocks, panels) = (left.rows().div_ceil(BLOCK), span.div_ceil(PANEL));
-        // The larger one of weight and image is read once. For the image, in groups of panels that fit
+        // The larger one of weight and slab is read once. For the slab, in groups of panels that fit
         // into the cache.
         let near = NEAR / (layout.channels * layout.window.kernel[0] * PANEL).max(1);
         let chunk = if span * layout.channels > left.rows() * offsets.len() { near } else { panels }.max(1);
@@ -186,6 +210,10 @@ mod tests {
             (2, 3, 8, Window { kernel: [2, 5], padding: [3; 4], ..square(12) }),
             (1, 1, 1, Window { kernel: [1, 1], padding: [2; 4], stride: [3; 2], ..square(4) }),
             (1, 2, 3, Window { height: 5, width: 1, ..square(1) }),
+            // Several slabs.
+            (1, 12, 2, square(150)),
+            (1, 12, 2, Window { stride: [2; 2], dilation: [3, 2], padding: [5, 1, 2, 4], width: 149, ..square(201) }),
+            (2, 12, 1, Window { kernel: [5, 2], stride: [3, 1], dilation: [4, 1], padding: [0, 3, 7, 0], ..square(170) }),
         ] {
             let taps = inputs * window.kernel[0] * window.kernel[1];
             let size = images * window.positions().iter().product::<usize>();
