@@ -11,6 +11,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use prost::Message;
+use rayon::prelude::*;
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -29,6 +30,9 @@ const STEPS: i64 = 1;
 /// Minimum cosine similarity of values of models that multiply dynamically quantized integers or 16-bit
 /// floats, in which values halfway between two steps may round either way.
 pub const MIN_COSINE: f64 = 0.99;
+
+/// Number of values that are compared in one job.
+const CHUNK: usize = 1 << 16;
 
 /// The result of a comparison.
 #[derive(Debug)]
@@ -58,14 +62,18 @@ struct Differences {
 }
 
 impl Differences {
-    fn add(&mut self, a: &[i64], b: &[i64], zero: i64) {
-        for (a, b) in a.iter().zip(b) {
-            self.largest = self.largest.max((a - b).abs());
-            let [a, b] = [a, b].map(|code| (code - zero) as f64);
-            self.squares[0] += a * a;
-            self.squares[1] += b * b;
-            self.products += a * b;
-        }
+    fn add(&mut self, a: i64, b: i64, zero: i64) {
+        self.largest = self.largest.max(a.saturating_sub(b).saturating_abs());
+        let [a, b] = [a, b].map(|code| code.saturating_sub(zero) as f64);
+        self.squares[0] += a * a;
+        self.squares[1] += b * b;
+        self.products += a * b;
+    }
+
+    fn merge(&mut self, other: &Differences) {
+        self.largest = self.largest.max(other.largest);
+        self.squares.iter_mut().zip(other.squares).for_each(|(sum, other)| *sum += other);
+        self.products += other.products;
     }
 
     fn exceed_tolerance(&self, is_dynamic: bool) -> bool {
@@ -80,18 +88,22 @@ impl Quantized {
         i64::from(self.quantizer.zero_point) + self.offset
     }
 
-    /// Quantized codes of a fake-quantized tensor.
-    fn codes(&self, value: &Tensor) -> candle_core::Result<Vec<i64>> {
-        let (scale, zero) = (f64::from(self.quantizer.scale), self.zero());
-        let values = value.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-        Ok(values.into_iter().map(|value| (f64::from(value) / scale).round() as i64 + zero).collect())
-    }
-
-    /// Dequantizes codes.
-    fn values(&self, codes: &[i64], like: &Tensor) -> candle_core::Result<Tensor> {
-        let zero = self.zero();
-        let values: Vec<f32> = codes.iter().map(|code| (code - zero) as f32 * self.quantizer.scale).collect();
-        Tensor::from_vec(values, like.dims(), like.device())?.to_dtype(like.dtype())
+    /// Compares a fake-quantized tensor with the codes in the file, and returns the values of these codes.
+    fn replace(&self, computed: &Tensor, codes: &[i64], differences: &mut Differences) -> candle_core::Result<Tensor> {
+        let (scale, zero) = (self.quantizer.scale, self.zero());
+        let mut values = computed.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let chunks = values.par_chunks_mut(CHUNK).zip(codes.par_chunks(CHUNK)).map(|(values, codes)| {
+            let mut found = Differences::default();
+            for (value, code) in values.iter_mut().zip(codes) {
+                let own = (f64::from(*value) / f64::from(scale)).round() as i64;
+                found.add(*code, own.saturating_add(zero), zero);
+                *value = (code - zero) as f32 * scale;
+            }
+            found
+        });
+        // In order, so that sums do not depend on the number of threads.
+        chunks.collect::<Vec<_>>().iter().for_each(|found| differences.merge(found));
+        Tensor::from_vec(values, computed.dims(), computed.device())?.to_dtype(computed.dtype())
     }
 }
 
@@ -125,9 +137,7 @@ pub fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Re
                 return Ok(computed);
             }
             let codes = codes.flatten_all().and_then(|codes| codes.to_vec1::<i64>()).map_err(failed)?;
-            let computed_codes = quantized.codes(&computed).map_err(failed)?;
-            differences.entry(name.to_owned()).or_default().add(&codes, &computed_codes, quantized.zero());
-            quantized.values(&codes, &computed).map_err(failed)
+            quantized.replace(&computed, &codes, differences.entry(name.to_owned()).or_default()).map_err(failed)
         };
         let outputs = executor.run_replacing(|name| quantized.contains_key(name), &sample.inputs, &mut replace)?;
         if other_shape {
@@ -222,7 +232,7 @@ mod tests {
             for start in [0, 500] {
                 let exact: Vec<i64> = (start..start + 500).map(|at| 128 + at as i64 % 41 - 20).collect();
                 let codes: Vec<i64> = (start..).zip(&exact).map(|(at, code)| if at < differ { code + steps } else { *code }).collect();
-                found.add(&exact, &codes, 128);
+                exact.iter().zip(codes).for_each(|(exact, code)| found.add(*exact, code, 128));
             }
             [false, true].map(|is_dynamic| found.exceed_tolerance(is_dynamic))
         };
