@@ -94,7 +94,7 @@ impl Args {
                 work.progress.on(crate::work::Event::Message(&reason));
             }
             let memory = memory_limit(global.models.memory, &device);
-            let mut runners = evaluation::load(&mut subjects, Some(&data.first()?.inputs), &device, memory, work)?;
+            let mut runners = evaluation::load_once(&mut subjects, Some(&data.first()?.inputs), &device, memory, work)?;
             let outcomes = match (&other, runners.split_at_mut(1)) {
                 (Some(other), (against, evaluated)) => {
                     let before = evaluation::evaluate(other, against, &[], work)?;

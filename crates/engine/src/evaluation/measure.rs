@@ -8,7 +8,7 @@ use crate::data::{Batch, DataSet, Order, References, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Runtime};
 use crate::exec::Inputs;
-use crate::work::Work;
+use crate::work::{Event, ProgressUnit, Work};
 
 /// Evaluation result of one model.
 #[derive(Debug, Clone, PartialEq)]
@@ -110,13 +110,28 @@ impl Evaluation {
     }
 
     /// Adds several batches, after passing all of them to [`Runner::prepare`].
-    fn add_all(&mut self, batches: &[Batch], models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
+    fn add_all(&mut self, batches: &[Batch], models: &mut [Box<dyn Runner + '_>], work: &Work) -> Result<()> {
         for (model, time) in models.iter_mut().zip(&mut self.times) {
             let start = Instant::now();
             model.prepare(batches)?;
             *time += start.elapsed();
         }
-        batches.iter().try_for_each(|batch| self.add(batch, models))
+        // The last block runs here.
+        let samples = |batch: &Batch| batch.samples as u64;
+        let shown = batches.len() > 1;
+        if shown {
+            let total = batches.iter().map(samples).sum();
+            work.progress.on(Event::Begin { stage: "Evaluating", total, done: 0, unit: ProgressUnit::Samples });
+        }
+        let added = batches.iter().try_for_each(|batch| {
+            work.cancel.check()?;
+            self.add(batch, models)?;
+            if shown { work.advance(samples(batch)) } else { Ok(()) }
+        });
+        if shown {
+            work.progress.on(Event::End);
+        }
+        added
     }
 
     fn finish(self, task: Task) -> Result<Outcomes> {
@@ -147,7 +162,7 @@ pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(u
 pub fn evaluate_in(part: (Order, usize), data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
     let mut consumer = (Evaluation::new(data, models.len(), pairs)?, models);
     let size = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.group_size(&batch.inputs)).min().unwrap_or(1);
-    data.for_each_group(part, work, &mut consumer, |(_, models), batch| size(batch, models), |(state, models), batches| state.add_all(batches, models))?;
+    data.for_each_group(part, work, &mut consumer, |(_, models), batch| size(batch, models), |(state, models), batches| state.add_all(batches, models, work))?;
     let (evaluation, _) = consumer;
     evaluation.finish(data.task())
 }

@@ -95,8 +95,8 @@ fn synchronized(outputs: Outputs) -> Result<Outputs> {
     Ok(outputs)
 }
 
-/// The built-in executor for a model that is larger than memory. All announced batches pass through a
-/// block before the next block is loaded, so that parameters are read once per group of batches.
+/// The built-in executor, block by block. All announced batches pass through a block before the next block
+/// is loaded, so that parameters are read once per group of batches.
 pub struct BlockwiseCandle<'m> {
     graph: &'m Graph,
     weights: &'m Weights,
@@ -104,6 +104,8 @@ pub struct BlockwiseCandle<'m> {
     /// Limit of the activations cached between blocks, in bytes.
     cache_bytes: u64,
     work: Work<'m>,
+    /// Whether the first group is a single batch.
+    tries_first: bool,
     /// Announced batches after the last block, and the index of the next one to return.
     prepared: Option<(Blockwise<'m>, usize)>,
 }
@@ -112,7 +114,14 @@ impl<'m> BlockwiseCandle<'m> {
     /// Wraps a model. `cache_bytes` limits the memory of the activations cached between blocks.
     pub fn new(model: &'m Model, graph: &'m Graph, options: BlockwiseOptions, cache_bytes: u64, work: &Work<'m>) -> BlockwiseCandle<'m> {
         let options = BlockwiseOptions { limit: u64::MAX, ..options };
-        BlockwiseCandle { graph, weights: &model.weights, options, cache_bytes, work: *work, prepared: None }
+        BlockwiseCandle { graph, weights: &model.weights, options, cache_bytes, work: *work, tries_first: false, prepared: None }
+    }
+
+    /// Runs the first batch on its own, so that an unsuitable model or data set fails early. The parameters
+    /// are read once more.
+    #[must_use]
+    pub fn trying_first(self, tries_first: bool) -> Self {
+        BlockwiseCandle { tries_first, ..self }
     }
 }
 
@@ -133,6 +142,9 @@ impl Runner for BlockwiseCandle<'_> {
     }
 
     fn group_size(&self, inputs: &Inputs) -> Option<usize> {
+        if self.tries_first && self.prepared.is_none() {
+            return Some(1);
+        }
         Some(usize::try_from(self.cache_bytes / state_bytes(self.graph, inputs).max(1)).unwrap_or(usize::MAX).max(1))
     }
 
@@ -306,5 +318,10 @@ mod tests {
             let state = runner.prepared.as_ref().map(|(run, next)| (run.batches(), *next));
             assert_eq!(state, Some((batches.len(), number + 1)));
         }
+        // The first batch has a group of its own.
+        let mut runner = BlockwiseCandle::new(&model, &graph, BlockwiseOptions::on(&Device::Cpu), u64::MAX, &work).trying_first(true);
+        assert_eq!(runner.group_size(&batches[0].inputs), Some(1));
+        runner.run(&batches[0].inputs).unwrap();
+        assert!(runner.group_size(&batches[0].inputs) > Some(1000));
     }
 }

@@ -11,6 +11,7 @@ use crate::analysis;
 use crate::data::Target;
 use crate::error::{Error, Result};
 use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, MemoryTracker, Residence, Rounding, Schedule, sizes_of};
+use crate::files;
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, has_other_weights_than_onnx, preprocessing_folder};
 use crate::runtime::{Limits, Session, encoder_decoder};
@@ -26,16 +27,43 @@ pub fn load<'s>(
     memory: MemoryLimit,
     work: &Work<'s>,
 ) -> Result<Vec<Box<dyn Runner + 's>>> {
+    load_scheduled(subjects.into_iter().collect(), (inputs, device), memory, false, work)
+}
+
+/// Like [`load`], for models that run over data once. On the CPU, large local models then run block by block
+/// even if they fit into memory, if that takes much less memory. Results are the same.
+pub fn load_once<'s>(
+    subjects: impl IntoIterator<Item = &'s mut Subject>,
+    inputs: Option<&Inputs>,
+    device: &Device,
+    memory: MemoryLimit,
+    work: &Work<'s>,
+) -> Result<Vec<Box<dyn Runner + 's>>> {
     let subjects: Vec<&mut Subject> = subjects.into_iter().collect();
+    let is_remote = |subject: &&mut Subject| matches!(&subject.source, Source::Folder { model, .. } if files::is_remote(&model.path));
+    let rereads = device.is_cpu() && !subjects.iter().any(is_remote);
+    load_scheduled(subjects, (inputs, device), memory, rereads, work)
+}
+
+/// Like [`load`]. `rereads`: parameters may be read several times even if they fit into memory.
+fn load_scheduled<'s>(
+    subjects: Vec<&'s mut Subject>,
+    (inputs, device): (Option<&Inputs>, &Device),
+    memory: MemoryLimit,
+    rereads: bool,
+    work: &Work<'s>,
+) -> Result<Vec<Box<dyn Runner + 's>>> {
     let needs: Vec<(&str, MemoryNeed)> = subjects.iter().filter_map(|subject| subject.memory_need(inputs, device)).collect();
-    let schedule = match Schedule::choose(memory, &needs)? {
+    let chosen = Schedule::choose(memory, &needs)?;
+    let compact = if rereads && chosen == Schedule::Resident { Schedule::compact(&needs) } else { None };
+    let schedule = match compact.unwrap_or(chosen) {
         // The models share the cache of activations equally.
         Schedule::Blockwise { states } => Schedule::Blockwise { states: states / needs.len().max(1) as u64 },
-        schedule => schedule,
+        Schedule::Resident => Schedule::Resident,
     };
     drop(needs);
     let bytes: u64 = inputs.into_iter().flatten().map(|(_, tensor)| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum();
-    subjects.into_iter().map(|subject| subject.with_default_limits(bytes, memory).load_as(schedule, device, work)).collect()
+    subjects.into_iter().map(|subject| subject.with_default_limits(bytes, memory).load_as((schedule, compact.is_some()), device, work)).collect()
 }
 
 /// An opened model to evaluate.
@@ -256,15 +284,15 @@ impl Subject {
 
     /// Loads the model. Fails if an ONNX file is loaded twice.
     pub fn load<'s>(&'s mut self, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
-        self.load_as(Schedule::Resident, device, work)
+        self.load_as((Schedule::Resident, false), device, work)
     }
 
-    fn load_as<'s>(&'s mut self, schedule: Schedule, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
+    fn load_as<'s>(&'s mut self, (schedule, tries_first): (Schedule, bool), device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
         let (rounding, precision, tracker) = (self.rounding, self.precision, self.tracker.clone());
         match (&mut self.source, schedule) {
             (Source::Folder { model, graph }, Schedule::Blockwise { states }) => {
                 let options = BlockwiseOptions { rounding, tracker, compute: precision.dtype(), ..BlockwiseOptions::on(device) };
-                Ok(Box::new(BlockwiseCandle::new(model, graph, options, states, work)))
+                Ok(Box::new(BlockwiseCandle::new(model, graph, options, states, work).trying_first(tries_first)))
             }
             (Source::Folder { model, graph }, Schedule::Resident) => {
                 let loaded = Candle::load(model, graph, precision, device, work)?;

@@ -44,6 +44,12 @@ pub enum Schedule {
     },
 }
 
+/// Bytes of parameters from which models run block by block although they fit into memory.
+const LARGE: u64 = 512 << 20;
+/// Least budget of such models for activations between blocks. It suffices for thousands of tokens, whose
+/// computation takes much longer than reading the parameters.
+const STATES: u64 = 256 << 20;
+
 impl MemoryNeed {
     /// Estimates the requirements of a graph for inputs of these sizes.
     pub fn estimate(graph: &Graph, weights: &Weights, compute: DType, residence: Residence, sizes: &Bindings) -> MemoryNeed {
@@ -131,6 +137,19 @@ impl Schedule {
         }
         Ok(Schedule::Blockwise { states: memory.saturating_sub(blocks).max(states) })
     }
+
+    /// The schedule for large models that fit into memory, if they take much less memory block by block. For
+    /// models on the CPU that run over data once, and whose files are read quickly.
+    pub fn compact(models: &[(&str, MemoryNeed)]) -> Option<Schedule> {
+        let sum = |part: fn(&MemoryNeed) -> u64| models.iter().map(|(_, need)| part(need)).fold(0, u64::saturating_add);
+        let (parameters, blocks) = (sum(|need| need.parameters), sum(|need| need.blocks));
+        let states = STATES.max(parameters / 8);
+        // Activations between blocks are a part of those of a batch.
+        let activations = sum(|need| need.activations);
+        let saves = blocks.saturating_add(states) <= parameters / 2 && blocks.saturating_add(activations) <= parameters;
+        let is_cut = models.iter().all(|(_, need)| need.uncut.is_none());
+        (parameters >= LARGE && saves && is_cut).then_some(Schedule::Blockwise { states })
+    }
 }
 
 #[cfg(test)]
@@ -156,6 +175,19 @@ mod tests {
         let refused = Schedule::choose(limit(209, true), &both).unwrap_err().to_string();
         assert!(refused.contains("`unet`") && refused.contains("two values cross"), "{refused}");
         assert_eq!(Schedule::choose(limit(209, false), &both).unwrap(), Schedule::Resident);
+    }
+
+    #[test]
+    fn large_models_have_a_compact_schedule_if_it_saves_memory() {
+        let model = |parameters, blocks, cut| [("llama", need(parameters, blocks, cut))];
+        assert_eq!(Schedule::compact(&model(LARGE - 1, 0, true)), None);
+        assert_eq!(Schedule::compact(&model(LARGE, 0, true)), Some(Schedule::Blockwise { states: STATES }));
+        assert_eq!(Schedule::compact(&model(LARGE, 1, true)), None);
+        assert_eq!(Schedule::compact(&model(16 * STATES, 6 * STATES, true)), Some(Schedule::Blockwise { states: 2 * STATES }));
+        assert_eq!(Schedule::compact(&model(16 * STATES, 6 * STATES + 1, true)), None);
+        assert_eq!(Schedule::compact(&model(16 * STATES, STATES, false)), None);
+        let wide = MemoryNeed { activations: 16 * STATES, ..need(16 * STATES, 1, true) };
+        assert_eq!(Schedule::compact(&[("llama", wide)]), None);
     }
 
     #[test]
