@@ -59,13 +59,21 @@ pub fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: 
         parameters.iter().for_each(|p| ["mrope_section", "mrope_interleaved"].iter().for_each(|key| p.mark(key)));
     }
     let Some(p) = parameters else { return Ok(Rotary { theta, scaling: RotaryScaling::None, width }) };
-    let max_position = s.size_or("max_position_embeddings", 2048)?;
-    let original = || s.size_or("original_max_position_embeddings", p.size_or("original_max_position_embeddings", defaults.original.unwrap_or(max_position))?);
+    s.mark("max_position_embeddings");
+    // Without a default, because those of architectures differ.
+    let max_position = || s.size("max_position_embeddings");
+    let original = || {
+        let key = "original_max_position_embeddings";
+        match [*s, p].map(|group| group.get(key).map(|_| group.size(key))) {
+            [Some(size), _] | [None, Some(size)] => size,
+            [None, None] => defaults.original.map_or_else(max_position, Ok),
+        }
+    };
     let scaling = match kind(&p)? {
         "default" => RotaryScaling::None,
         "mrope" if defaults.has_sections => RotaryScaling::None,
         "linear" => RotaryScaling::Linear { factor: p.number("factor")? },
-        "dynamic" => RotaryScaling::Dynamic { factor: p.number("factor")?, max_position },
+        "dynamic" => RotaryScaling::Dynamic { factor: p.number("factor")?, max_position: max_position()? },
         "llama3" => {
             RotaryScaling::Llama3 { factor: p.number("factor")?, low: p.number("low_freq_factor")?, high: p.number("high_freq_factor")?, original: original()? }
         }
@@ -82,7 +90,7 @@ pub fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: 
         }
         "longrope" | "su" => {
             let original = original()?;
-            let factor = p.number_or("factor", max_position as f64 / original as f64)?;
+            let factor = if p.get("factor").is_some() { p.number("factor")? } else { max_position()? as f64 / original as f64 };
             let attention = p.number_or("attention_factor", long_rope_attention(factor, original as f64))?;
             RotaryScaling::LongRope { short: p.numbers("short_factor")?, long: p.numbers("long_factor")?, original, attention }
         }
@@ -197,4 +205,41 @@ fn attention_factor(p: &Settings, factor: f64) -> Result<f64> {
     let scale = |m: f64| yarn_scale(factor, m);
     let (mscale, all) = (p.number_or("mscale", 0.0)?, p.number_or("mscale_all_dim", 0.0)?);
     Ok(if mscale != 0.0 && all != 0.0 { scale(mscale) / scale(all) } else { scale(1.0) })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn scaling(config: &Value) -> Result<RotaryScaling> {
+        let Some(values) = config.as_object() else { return Err(Error::graph("config.json", "is not an object")) };
+        rotary(&Settings::new(values), 16, RopeDefaults::default()).map(|rotary| rotary.scaling)
+    }
+
+    /// Default lengths of architectures differ.
+    #[test]
+    fn scaling_that_depends_on_the_length_requires_it() {
+        let yarn = json!({ "rope_type": "yarn", "factor": 2.0 });
+        for scaled in
+            [yarn.clone(), json!({ "rope_type": "dynamic", "factor": 2.0 }), json!({ "type": "longrope", "short_factor": [1.0], "long_factor": [1.0] })]
+        {
+            let error = scaling(&json!({ "rope_scaling": scaled })).unwrap_err().to_string();
+            assert!(error.contains("`max_position_embeddings` is missing"), "{error}");
+            scaling(&json!({ "max_position_embeddings": 64, "rope_scaling": scaled })).unwrap();
+        }
+        let original = |outer: Value, inner: Value| {
+            let mut config = json!({ "max_position_embeddings": 64, "original_max_position_embeddings": outer, "rope_scaling": yarn });
+            config["rope_scaling"]["original_max_position_embeddings"] = inner;
+            match scaling(&config).unwrap() {
+                RotaryScaling::Yarn { original, .. } => original,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(original(Value::Null, Value::Null), 64);
+        assert_eq!(original(Value::Null, 32.into()), 32);
+        assert_eq!(original(16.into(), 32.into()), 16);
+        assert!(matches!(scaling(&json!({ "rope_scaling": { "rope_type": "linear", "factor": 2.0 } })), Ok(RotaryScaling::Linear { .. })));
+    }
 }
