@@ -64,7 +64,7 @@ struct Differences {
 impl Differences {
     fn add(&mut self, a: i64, b: i64, zero: i64) {
         self.largest = self.largest.max(a.saturating_sub(b).saturating_abs());
-        let [a, b] = [a, b].map(|code| code.saturating_sub(zero) as f64);
+        let (a, b) = (a.saturating_sub(zero) as f64, b.saturating_sub(zero) as f64);
         self.squares[0] += a * a;
         self.squares[1] += b * b;
         self.products += a * b;

@@ -118,8 +118,12 @@ pub(super) fn from_ort_value(value: &ValueRef) -> Result<Option<Tensor>> {
         Ok(Some(Tensor::from_slice(values, sizes(shape), &Device::Cpu)?.to_dtype(DType::F32)?))
     }, I => {
         let (shape, values) = value.try_extract_tensor::<I>()?;
-        let numbers = values.iter().map(|value| value.to_i64().ok_or_else(|| format!("{value:?} exceeds the range of 64-bit integers").into()));
-        Ok(Some(Tensor::from_vec(numbers.collect::<Result<Vec<i64>>>()?, sizes(shape), &Device::Cpu)?))
+        // In two loops, because collecting results is several times slower.
+        if let Some(value) = values.iter().find(|value| value.to_i64().is_none()) {
+            return Err(format!("{value:?} exceeds the range of 64-bit integers").into());
+        }
+        let numbers: Vec<i64> = values.iter().map(|value| value.to_i64().unwrap_or_default()).collect();
+        Ok(Some(Tensor::from_vec(numbers, sizes(shape), &Device::Cpu)?))
     }, else Ok(None))
 }
 
