@@ -53,6 +53,9 @@ enum Size {
     M160,
     #[value(name = "1b")]
     B1,
+    /// With a large vocabulary
+    #[value(name = "1.5b")]
+    B1_5,
     #[value(name = "7b")]
     B7,
 }
@@ -90,6 +93,7 @@ impl Size {
             Size::Pico => [64, 176, 2, 4, 2, 128],
             Size::M160 => [768, 2048, 12, 12, 12, 32000],
             Size::B1 => [2048, 5632, 22, 32, 4, 32000],
+            Size::B1_5 => [1536, 8960, 28, 12, 2, 151_936],
             Size::B7 => [4096, 11008, 32, 32, 32, 32000],
         };
         Shape { hidden, intermediate, layers, heads, kv_heads, vocabulary }

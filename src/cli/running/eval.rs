@@ -70,6 +70,14 @@ impl Args {
         }
         let runtime = last.runtime();
         let data = DataSet::open(&options, last.target())?;
+        let (options, data) = match smaller_batch(&options, &data, &subjects)? {
+            Some(size) => {
+                let options = Data { batch_size: Some(size), ..options };
+                let data = DataSet::open(&options, last.target())?;
+                (options, data)
+            }
+            None => (options, data),
+        };
         if data.task() == Task::Fidelity && self.against.is_none() {
             return Err(Error::option(
                 "eval",
@@ -199,6 +207,16 @@ fn own_samples((data, same_ids): (&DataSet, bool), other: Result<DataSet>, [path
         notes.push("perplexities are not comparable: they are means over different tokens".to_owned());
     }
     Ok(Some(other))
+}
+
+/// A smaller batch size than the default one, if the logits of a batch are large.
+fn smaller_batch(options: &Data, data: &DataSet, subjects: &[Subject]) -> Result<Option<usize>> {
+    let is_fixed = subjects.iter().any(|subject| subject.target().fixed_batch().is_some());
+    if options.batch_size.is_some() || data.task() != Task::LanguageModelling || is_fixed {
+        return Ok(None);
+    }
+    let first = data.first()?;
+    Ok(subjects.iter().filter_map(|subject| subject.smaller_batch(&first)).min())
 }
 
 /// Whether a path has the extension of an ONNX file.

@@ -8,10 +8,11 @@ use serde_json::{Map, Value};
 
 use super::{BlockwiseCandle, Candle, OnnxRuntime, Precision, Runner, Runtime, without_folded_states};
 use crate::analysis;
-use crate::data::Target;
+use crate::data::{Batch, Target};
 use crate::error::{Error, Result};
 use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, MemoryTracker, Residence, Rounding, Schedule, sizes_of};
 use crate::files;
+use crate::ir::ops::elements;
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, has_other_weights_than_onnx, preprocessing_folder};
 use crate::runtime::{Limits, Session, encoder_decoder};
@@ -65,6 +66,9 @@ fn load_scheduled<'s>(
     let bytes: u64 = inputs.into_iter().flatten().map(|(_, tensor)| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum();
     subjects.into_iter().map(|subject| subject.with_default_limits(bytes, memory).load_as((schedule, compact.is_some()), device, work)).collect()
 }
+
+/// Maximum size of the outputs of a default batch, in bytes.
+const MAX_OUTPUTS: u64 = 256 << 20;
 
 /// An opened model to evaluate.
 pub struct Subject {
@@ -272,6 +276,17 @@ impl Subject {
         Target { inputs: &self.inputs, outputs: &self.outputs, branches: self.branches, ..described }
     }
 
+    /// Number of samples whose outputs, such as logits of many classes, take at most 256 MiB, or 1, if the
+    /// outputs of `batch` take more. `None` for ONNX files.
+    pub fn smaller_batch(&self, batch: &Batch) -> Option<usize> {
+        let graph = self.graph()?;
+        let sizes = sizes_of(graph, &batch.inputs);
+        let outputs = graph.outputs().iter().map(|(_, value)| elements(&graph.value(*value).ty, &sizes));
+        let floats = outputs.fold(0, u64::saturating_add);
+        let size = (MAX_OUTPUTS / 4).saturating_mul(batch.samples as u64) / floats.max(1);
+        usize::try_from(size.max(1)).ok().filter(|size| *size < batch.samples)
+    }
+
     /// Memory needed to run a folder on inputs of these sizes, or on one sample of default size; `None`
     /// for ONNX files.
     fn memory_need(&self, inputs: Option<&Inputs>, device: &Device) -> Option<(&str, MemoryNeed)> {
@@ -303,5 +318,27 @@ impl Subject {
                 None => Err(Error::option("ONNX Runtime", "the model is already loaded")),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Tensor};
+
+    use super::*;
+    use crate::data::References;
+
+    #[test]
+    fn batches_with_large_logits_are_divided() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models/llama");
+        let subject = Subject::open(&folder, 1).unwrap();
+        let classes: u64 = subject.outputs.iter().map(|port| port.shape.last().copied().flatten().unwrap() as u64).sum();
+        let tokens = usize::try_from(MAX_OUTPUTS / 4 / classes / 4).unwrap();
+        let size = |samples, tokens| {
+            let ids = Tensor::zeros((samples, tokens), DType::I64, &Device::Cpu).unwrap();
+            let inputs = [("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids)];
+            subject.smaller_batch(&Batch { inputs: inputs.into(), references: References::None, samples })
+        };
+        assert_eq!([size(4, tokens), size(5, tokens), size(4, tokens + 1), size(2, 8 * tokens), size(1, 8 * tokens)], [None, Some(4), Some(3), Some(1), None]);
     }
 }

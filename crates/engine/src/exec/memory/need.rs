@@ -82,18 +82,18 @@ impl MemoryNeed {
 }
 
 /// Bytes that a batch of these sizes caches between two blocks, at most: its inputs and the output of the
-/// previous block.
+/// previous block. The output of the last block is not cached.
 fn state(graph: &Graph, blocks: &[analysis::Block], sizes: &Bindings) -> u64 {
     let bytes = |ty: &TensorType| elements(ty, sizes).saturating_mul(if ty.element == Element::Int { 8 } else { 4 });
-    let crossing = graph.values().iter().filter(|value| blocks.iter().any(|block| block.value == value.name)).map(|value| bytes(&value.ty)).max();
+    let inner = &blocks[..blocks.len().saturating_sub(1)];
+    let crossing = graph.values().iter().filter(|value| inner.iter().any(|block| block.value == value.name)).map(|value| bytes(&value.ty)).max();
     let inputs = graph.inputs().map(|(_, value)| bytes(&value.ty));
     inputs.fold(crossing.unwrap_or(0), u64::saturating_add)
 }
 
 /// Bytes that a batch caches between two blocks of a graph, at most.
 pub fn state_bytes(graph: &Graph, inputs: &Inputs) -> u64 {
-    let blocks = analysis::blocks(graph);
-    state(graph, &blocks[..blocks.len().saturating_sub(1)], &sizes_of(graph, inputs))
+    state(graph, &analysis::blocks(graph), &sizes_of(graph, inputs))
 }
 
 /// The sizes of a graph's named axes in a batch.
@@ -144,9 +144,7 @@ impl Schedule {
         let sum = |part: fn(&MemoryNeed) -> u64| models.iter().map(|(_, need)| part(need)).fold(0, u64::saturating_add);
         let (parameters, blocks) = (sum(|need| need.parameters), sum(|need| need.blocks));
         let states = STATES.max(parameters / 8);
-        // Activations between blocks are a part of those of a batch.
-        let activations = sum(|need| need.activations);
-        let saves = blocks.saturating_add(states) <= parameters / 2 && blocks.saturating_add(activations) <= parameters;
+        let saves = blocks.saturating_add(states) <= parameters / 2 && sum(|need| need.state) <= states;
         let is_cut = models.iter().all(|(_, need)| need.uncut.is_none());
         (parameters >= LARGE && saves && is_cut).then_some(Schedule::Blockwise { states })
     }
@@ -186,8 +184,8 @@ mod tests {
         assert_eq!(Schedule::compact(&model(16 * STATES, 6 * STATES, true)), Some(Schedule::Blockwise { states: 2 * STATES }));
         assert_eq!(Schedule::compact(&model(16 * STATES, 6 * STATES + 1, true)), None);
         assert_eq!(Schedule::compact(&model(16 * STATES, STATES, false)), None);
-        let wide = MemoryNeed { activations: 16 * STATES, ..need(16 * STATES, 1, true) };
-        assert_eq!(Schedule::compact(&[("llama", wide)]), None);
+        let with_state = |state| Schedule::compact(&[("llama", MemoryNeed { state, ..need(16 * STATES, 1, true) })]);
+        assert_eq!((with_state(2 * STATES), with_state(2 * STATES + 1)), (Some(Schedule::Blockwise { states: 2 * STATES }), None));
     }
 
     #[test]
