@@ -25,7 +25,7 @@ const SLAB: usize = 96 << 10;
 struct Slab {
     window: Window,
     channels: usize,
-    /// Number of rows of the output.
+    /// Number of rows of the output that are computed from a slab.
     rows: usize,
     /// Row width of a phase.
     step: usize,
@@ -36,8 +36,10 @@ struct Slab {
 }
 
 impl Slab {
-    /// A layout for about this number of values.
-    fn new(window: Window, channels: usize, values: usize) -> Slab {
+    /// A layout for slabs that several threads share. The weights of all `outputs` are read once per slab,
+    /// which therefore has at least as many values.
+    fn new(window: Window, channels: usize, outputs: usize, sharers: usize) -> Slab {
+        let values = (SLAB * sharers).max(outputs * channels * window.kernel[0] * window.kernel[1]);
         let (padded, [down, along]) = (window.padded(), window.stride);
         let step = padded[1].div_ceil(along);
         let taller = window.dilation[0] * (window.kernel[0] - 1);
@@ -88,14 +90,11 @@ impl Slab {
 /// channel and kernel element. `planes` and `output` have the layout of
 /// [`convolution`](super::convolution).
 pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, epilogue: Epilogue, output: &mut [f32]) {
-    let channels = planes.len() / images.max(1);
-    let taps = channels * window.kernel[0] * window.kernel[1];
     let [rows, columns] = window.positions();
     let size = rows * columns;
     // If there are more threads than images, several threads share each slab, by bands of rows.
     let sharers = rayon::current_num_threads().div_ceil(images.max(1));
-    // The weights are read once per slab.
-    let layout = Slab::new(window, channels, (SLAB * sharers).max(left.rows() * taps));
+    let layout = Slab::new(window, planes.len() / images.max(1), left.rows(), sharers);
     let offsets = layout.offsets();
     let mut by_image: Vec<Vec<&mut [f32]>> = (0..images).map(|_| Vec::with_capacity(left.rows())).collect();
     for (index, plane) in output.chunks_exact_mut(size.max(1)).enumerate() {
@@ -197,6 +196,7 @@ mod tests {
     #[test]
     fn convolutions_are_correct_and_independent_of_threads() {
         let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: [1; 2], padding: [1; 4], dilation: [1; 2] };
+        let mut divided = 0;
         for (images, inputs, outputs, window) in [
             (3, 5, 7, square(6)),
             (2, 3, 30, square(40)),
@@ -210,11 +210,12 @@ mod tests {
             (2, 3, 8, Window { kernel: [2, 5], padding: [3; 4], ..square(12) }),
             (1, 1, 1, Window { kernel: [1, 1], padding: [2; 4], stride: [3; 2], ..square(4) }),
             (1, 2, 3, Window { height: 5, width: 1, ..square(1) }),
-            // Several slabs.
             (1, 12, 2, square(150)),
             (1, 12, 2, Window { stride: [2; 2], dilation: [3, 2], padding: [5, 1, 2, 4], width: 149, ..square(201) }),
             (2, 12, 1, Window { kernel: [5, 2], stride: [3, 1], dilation: [4, 1], padding: [0, 3, 7, 0], ..square(170) }),
         ] {
+            let is_divided = |sharers| Slab::new(window, inputs, outputs, sharers).rows < window.positions()[0];
+            divided += usize::from(is_divided(1) && (images > 1 || is_divided(2)));
             let taps = inputs * window.kernel[0] * window.kernel[1];
             let size = images * window.positions().iter().product::<usize>();
             let (x, weight) = (numbers(inputs * images * window.height * window.width, 1), numbers(outputs * taps, 2));
@@ -235,5 +236,6 @@ mod tests {
                 assert!((f64::from(*have) - want).abs() < 1e-4 * (1.0 + want.abs()), "{at} of {window:?}: {have} for {want}");
             }
         }
+        assert!(divided >= 3, "{divided} images have several slabs");
     }
 }

@@ -116,7 +116,7 @@ impl Evaluation {
             model.prepare(batches)?;
             *time += start.elapsed();
         }
-        // The last block runs here.
+        // Models that run block by block compute their last block here, which may take long.
         let samples = |batch: &Batch| batch.samples as u64;
         let shown = batches.len() > 1;
         if shown {
