@@ -23,6 +23,12 @@ pub trait StoredFloat: Copy + Default + Sync {
     /// Converts the value to f32.
     fn value(self) -> f32;
 
+    /// The bits of two values, which are moved as one number.
+    fn join(pair: [Self; 2]) -> u64;
+
+    /// The first or the second (0 or 1) of two values whose bits are joined.
+    fn half(pair: u64, half: usize) -> f32;
+
     /// The values, if they are stored as f32.
     fn as_f32(_: &[Self]) -> Option<&[f32]> {
         None
@@ -37,6 +43,16 @@ impl StoredFloat for f32 {
         self
     }
 
+    #[inline(always)]
+    fn join([first, second]: [Self; 2]) -> u64 {
+        u64::from(first.to_bits()) | u64::from(second.to_bits()) << 32
+    }
+
+    #[inline(always)]
+    fn half(pair: u64, half: usize) -> f32 {
+        f32::from_bits((pair >> (32 * half)) as u32)
+    }
+
     fn as_f32(values: &[f32]) -> Option<&[f32]> {
         Some(values)
     }
@@ -49,6 +65,16 @@ impl StoredFloat for half::bf16 {
     fn value(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
+
+    #[inline(always)]
+    fn join([first, second]: [Self; 2]) -> u64 {
+        u64::from(first.to_bits()) | u64::from(second.to_bits()) << 16
+    }
+
+    #[inline(always)]
+    fn half(pair: u64, half: usize) -> f32 {
+        half::bf16::from_bits((pair >> (16 * half)) as u16).value()
+    }
 }
 
 impl StoredFloat for half::f16 {
@@ -57,6 +83,16 @@ impl StoredFloat for half::f16 {
     #[inline(always)]
     fn value(self) -> f32 {
         F16::to_f32(self.to_le_bytes())
+    }
+
+    #[inline(always)]
+    fn join([first, second]: [Self; 2]) -> u64 {
+        u64::from(first.to_bits()) | u64::from(second.to_bits()) << 16
+    }
+
+    #[inline(always)]
+    fn half(pair: u64, half: usize) -> f32 {
+        half::f16::from_bits((pair >> (16 * half)) as u16).value()
     }
 }
 
@@ -205,17 +241,24 @@ const RUN: usize = 8;
 
 /// Interleaves the elements of some rows: those with the same inner index are the lanes from `top` on of one
 /// group. Each row is read from its beginning to its end, so that the processor fetches the next elements in
-/// advance.
+/// advance. Pairs of elements are moved at once, and separated in registers.
 #[inline(always)]
 fn transpose<T: StoredFloat, const LANES: usize, const WIDTH: usize>(rows: [&[T]; LANES], groups: &mut [[f32; WIDTH]], top: usize) {
     let runs = rows.map(|row| row.as_chunks::<RUN>().0);
     let (full, rest) = groups.as_chunks_mut::<RUN>();
     let done = full.len() * RUN;
     for (at, groups) in full.iter_mut().enumerate() {
-        let values = runs.map(|runs| &runs[at]);
-        for (step, group) in groups.iter_mut().enumerate() {
-            for (out, values) in group[top..].iter_mut().zip(values) {
-                *out = values[step].value();
+        for (step, [first, second]) in groups.as_chunks_mut().0.iter_mut().enumerate() {
+            let mut words = [0; LANES];
+            for lane in 0..LANES {
+                words[lane] = T::join(runs[lane][at].as_chunks().0[step]);
+            }
+            for (half, group) in [first, second].into_iter().enumerate() {
+                let mut values = [0.0; LANES];
+                for lane in 0..LANES {
+                    values[lane] = T::half(words[lane], half);
+                }
+                group[top..top + LANES].copy_from_slice(&values);
             }
         }
     }
@@ -313,6 +356,28 @@ mod tests {
 
     fn numbers(count: usize, seed: u32) -> Vec<f32> {
         (0..count as u32).map(|i| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 97) >> 20) as f32 - 2048.0) / 1024.0).collect()
+    }
+
+    fn check_panels<T: StoredFloat>(convert: impl Fn(f32) -> T) {
+        for (count, inner, stride) in [(1, 1, 1), (33, 16, 20), (40, 27, 27), (64, 9, 12)] {
+            let values: Vec<T> = numbers(count * stride, 8).into_iter().map(&convert).collect();
+            let columns = Columns { values: &values, count, stride };
+            for (first, from) in (0..count).step_by(PANEL).flat_map(|first| [(first, 0), (first, inner / 2)]) {
+                let mut panel = vec![0.0; (inner - from) * PANEL];
+                columns.pack(first, from, &mut panel);
+                for (step, group) in panel.as_chunks::<PANEL>().0.iter().enumerate() {
+                    let want: Vec<f32> = (first..count.min(first + PANEL)).map(|column| values[column * stride + from + step].value()).collect();
+                    assert_eq!(group[..want.len()], want, "{count} {inner}, column {first}, element {}", from + step);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn panels_contain_the_elements_of_columns() {
+        check_panels(|x| x);
+        check_panels(half::bf16::from_f32);
+        check_panels(half::f16::from_f32);
     }
 
     #[test]
