@@ -16,7 +16,7 @@ const PARALLEL: usize = 1 << 15;
 const PARALLEL_TRANSPOSED: usize = 1 << 17;
 
 /// A stored float type.
-pub trait StoredFloat: Copy + Default + Sync {
+pub trait StoredFloat: PackedFloat {
     /// Number of bf16 numbers whose sum is any value of this type.
     const PARTS: usize;
 
@@ -107,6 +107,25 @@ macro_rules! for_stored_floats {
 }
 
 pub(super) use for_stored_floats;
+
+/// The packing of panels, compiled in this crate: other crates do not inline what it calls.
+pub trait PackedFloat: Copy + Default + Sync {
+    /// Packs contiguous columns.
+    fn pack_columns(values: &[Self], position: [usize; 3], panel: &mut [f32]);
+
+    /// Packs contiguous rows.
+    fn pack_rows(values: &[Self], position: [usize; 3], panel: &mut [f32]);
+}
+
+for_stored_floats! { PackedFloat {
+    fn pack_columns(values: &[Self], position: [usize; 3], panel: &mut [f32]) {
+        pack_panel_of_columns(values, position, panel);
+    }
+
+    fn pack_rows(values: &[Self], position: [usize; 3], panel: &mut [f32]) {
+        pack_panel_of_rows(values, position, panel);
+    }
+} }
 
 /// A left matrix that is not packed.
 #[derive(Clone, Copy)]
@@ -298,7 +317,7 @@ impl<T: StoredFloat> Right for Columns<'_, T> {
     }
 
     fn pack(&self, first: usize, from: usize, panel: &mut [f32]) {
-        pack_panel_of_columns(&self.values[from..], [first, self.count, self.stride], panel);
+        T::pack_columns(&self.values[from..], [first, self.count, self.stride], panel);
     }
 }
 
@@ -318,7 +337,7 @@ impl<T: StoredFloat> Right for Rows<'_, T> {
     }
 
     fn pack(&self, first: usize, from: usize, panel: &mut [f32]) {
-        pack_panel_of_rows(&self.values[from * self.stride..], [first, self.count, self.stride], panel);
+        T::pack_rows(&self.values[from * self.stride..], [first, self.count, self.stride], panel);
     }
 }
 
