@@ -23,11 +23,11 @@ pub trait StoredFloat: PackedFloat {
     /// Converts the value to f32.
     fn value(self) -> f32;
 
-    /// The bits of two values, which are moved as one number.
-    fn join(pair: [Self; 2]) -> u64;
+    /// The bits of the value, the others being zero.
+    fn bits(self) -> u32;
 
-    /// The first or the second (0 or 1) of two values whose bits are joined.
-    fn half(pair: u64, half: usize) -> f32;
+    /// The value with the lowest bits of a number.
+    fn of_bits(bits: u32) -> Self;
 
     /// The values, if they are stored as f32.
     fn as_f32(_: &[Self]) -> Option<&[f32]> {
@@ -44,13 +44,13 @@ impl StoredFloat for f32 {
     }
 
     #[inline(always)]
-    fn join([first, second]: [Self; 2]) -> u64 {
-        u64::from(first.to_bits()) | u64::from(second.to_bits()) << 32
+    fn bits(self) -> u32 {
+        self.to_bits()
     }
 
     #[inline(always)]
-    fn half(pair: u64, half: usize) -> f32 {
-        f32::from_bits((pair >> (32 * half)) as u32)
+    fn of_bits(bits: u32) -> f32 {
+        f32::from_bits(bits)
     }
 
     fn as_f32(values: &[f32]) -> Option<&[f32]> {
@@ -67,13 +67,13 @@ impl StoredFloat for half::bf16 {
     }
 
     #[inline(always)]
-    fn join([first, second]: [Self; 2]) -> u64 {
-        u64::from(first.to_bits()) | u64::from(second.to_bits()) << 16
+    fn bits(self) -> u32 {
+        self.to_bits().into()
     }
 
     #[inline(always)]
-    fn half(pair: u64, half: usize) -> f32 {
-        half::bf16::from_bits((pair >> (16 * half)) as u16).value()
+    fn of_bits(bits: u32) -> half::bf16 {
+        half::bf16::from_bits(bits as u16)
     }
 }
 
@@ -86,13 +86,13 @@ impl StoredFloat for half::f16 {
     }
 
     #[inline(always)]
-    fn join([first, second]: [Self; 2]) -> u64 {
-        u64::from(first.to_bits()) | u64::from(second.to_bits()) << 16
+    fn bits(self) -> u32 {
+        self.to_bits().into()
     }
 
     #[inline(always)]
-    fn half(pair: u64, half: usize) -> f32 {
-        half::f16::from_bits((pair >> (16 * half)) as u16).value()
+    fn of_bits(bits: u32) -> half::f16 {
+        half::f16::from_bits(bits as u16)
     }
 }
 
@@ -108,21 +108,31 @@ macro_rules! for_stored_floats {
 
 pub(super) use for_stored_floats;
 
-/// The packing of panels, compiled in this crate: other crates do not inline what it calls.
+/// The packing of blocks and panels. Generic functions are compiled in the crates that use them, which then
+/// call functions for copies of a few elements; these functions are compiled here.
 pub trait PackedFloat: Copy + Default + Sync {
-    /// Packs contiguous columns.
-    fn pack_columns(values: &[Self], position: [usize; 3], panel: &mut [f32]);
+    /// Packs the block that begins with the row `first`. `sizes` are the number of rows, their length and
+    /// their distance.
+    fn pack_rows(values: &[Self], first: usize, sizes: [usize; 3], block: &mut [f32]);
 
-    /// Packs contiguous rows.
-    fn pack_rows(values: &[Self], position: [usize; 3], panel: &mut [f32]);
+    /// Packs the panel that begins with a column of a matrix with contiguous columns. `position` is this
+    /// column, the number of columns, and their distance.
+    fn pack_panel_of_columns(values: &[Self], position: [usize; 3], panel: &mut [f32]);
+
+    /// As `pack_panel_of_columns`, for a matrix with contiguous rows at the given distance.
+    fn pack_panel_of_rows(values: &[Self], position: [usize; 3], panel: &mut [f32]);
 }
 
 for_stored_floats! { PackedFloat {
-    fn pack_columns(values: &[Self], position: [usize; 3], panel: &mut [f32]) {
+    fn pack_rows(values: &[Self], first: usize, sizes: [usize; 3], block: &mut [f32]) {
+        pack_rows(values, first, sizes, block);
+    }
+
+    fn pack_panel_of_columns(values: &[Self], position: [usize; 3], panel: &mut [f32]) {
         pack_panel_of_columns(values, position, panel);
     }
 
-    fn pack_rows(values: &[Self], position: [usize; 3], panel: &mut [f32]) {
+    fn pack_panel_of_rows(values: &[Self], position: [usize; 3], panel: &mut [f32]) {
         pack_panel_of_rows(values, position, panel);
     }
 } }
@@ -186,7 +196,7 @@ pub struct Left {
 impl Left {
     /// Packs rows of `inner` elements with the given stride.
     pub fn pack<T: StoredFloat>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
-        Left::packed(rows, inner, PARALLEL, |first, block| pack_rows(values, first, [rows, inner, stride], block))
+        Left::packed(rows, inner, PARALLEL, |first, block| T::pack_rows(values, first, [rows, inner, stride], block))
     }
 
     /// Packs a transposed matrix: the elements of consecutive inner indices have a distance of `stride`.
@@ -260,22 +270,24 @@ const RUN: usize = 8;
 
 /// Interleaves the elements of some rows: those with the same inner index are the lanes from `top` on of one
 /// group. Each row is read from its beginning to its end, so that the processor fetches the next elements in
-/// advance. Pairs of elements are moved at once, and separated in registers.
+/// advance. The bits of two elements are moved as one number, and separated in vector registers.
 #[inline(always)]
 fn transpose<T: StoredFloat, const LANES: usize, const WIDTH: usize>(rows: [&[T]; LANES], groups: &mut [[f32; WIDTH]], top: usize) {
     let runs = rows.map(|row| row.as_chunks::<RUN>().0);
     let (full, rest) = groups.as_chunks_mut::<RUN>();
     let done = full.len() * RUN;
+    let bits = 8 * size_of::<T>();
     for (at, groups) in full.iter_mut().enumerate() {
         for (step, [first, second]) in groups.as_chunks_mut().0.iter_mut().enumerate() {
-            let mut words = [0; LANES];
+            let mut pairs = [0; LANES];
             for lane in 0..LANES {
-                words[lane] = T::join(runs[lane][at].as_chunks().0[step]);
+                let [first, second] = runs[lane][at].as_chunks().0[step];
+                pairs[lane] = u64::from(first.bits()) | u64::from(second.bits()) << bits;
             }
-            for (half, group) in [first, second].into_iter().enumerate() {
+            for (number, group) in [first, second].into_iter().enumerate() {
                 let mut values = [0.0; LANES];
                 for lane in 0..LANES {
-                    values[lane] = T::half(words[lane], half);
+                    values[lane] = T::of_bits((pairs[lane] >> (bits * number)) as u32).value();
                 }
                 group[top..top + LANES].copy_from_slice(&values);
             }
@@ -317,7 +329,7 @@ impl<T: StoredFloat> Right for Columns<'_, T> {
     }
 
     fn pack(&self, first: usize, from: usize, panel: &mut [f32]) {
-        T::pack_columns(&self.values[from..], [first, self.count, self.stride], panel);
+        T::pack_panel_of_columns(&self.values[from..], [first, self.count, self.stride], panel);
     }
 }
 
@@ -337,7 +349,7 @@ impl<T: StoredFloat> Right for Rows<'_, T> {
     }
 
     fn pack(&self, first: usize, from: usize, panel: &mut [f32]) {
-        T::pack_rows(&self.values[from * self.stride..], [first, self.count, self.stride], panel);
+        T::pack_panel_of_rows(&self.values[from * self.stride..], [first, self.count, self.stride], panel);
     }
 }
 
