@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{BlockwiseOptions, Executor, MemoryNeed, Parameters, Residence, Schedule, floats_on_host, read, sizes_of};
-use crate::ir::{Graph, Node, Op, Port, ValueId};
+use crate::ir::{Bindings, Graph, Node, Op, Port, ValueId};
 use crate::kernel::columns;
 use crate::model::Model;
 use crate::pass::Context;
@@ -93,6 +93,23 @@ pub(super) fn nonzero_rows(rows: &Tensor) -> candle_core::Result<Tensor> {
     rows.abs()?.max_keepdim(D::Minus1)?.gt(0.0)?.to_dtype(rows.dtype())
 }
 
+/// Opens the calibration data for a graph of the model.
+fn samples(pass: &str, graph: &Graph, model: &Model, context: &Context) -> Result<Arc<DataSet>> {
+    let Some(options) = &context.data.calibration else {
+        return Err(Error::option(pass, "needs calibration samples: add `data: { calibration: ... }`"));
+    };
+    let (inputs, outputs) = Port::from_graph(graph);
+    let (folder, config) = model.preprocessing()?;
+    let described = Target::new(&folder, &model.auxiliary.synthesized, config.values());
+    let target = Target { inputs: &inputs, outputs: &outputs, branches: model.branches(), ..described };
+    context.data.open(options, target)
+}
+
+/// The sizes of a graph's named axes for the first batch of the calibration data.
+pub(in crate::pass) fn first_sizes(pass: &str, graph: &Graph, model: &Model, context: &Context) -> Result<Bindings> {
+    Ok(sizes_of(graph, &samples(pass, graph, model, context)?.first()?.inputs))
+}
+
 /// Collects statistics of the requested values on the calibration data. The model runs block by block if
 /// its parameters do not fit into memory.
 pub(in crate::pass) fn statistics(
@@ -102,14 +119,7 @@ pub(in crate::pass) fn statistics(
     requests: &BTreeMap<String, Request>,
     context: &Context,
 ) -> Result<BTreeMap<String, ValueStatistics>> {
-    let Some(options) = &context.data.calibration else {
-        return Err(Error::option(pass, "needs calibration samples: add `data: { calibration: ... }`"));
-    };
-    let (inputs, outputs) = Port::from_graph(graph);
-    let (folder, config) = model.preprocessing()?;
-    let described = Target::new(&folder, &model.auxiliary.synthesized, config.values());
-    let target = Target { inputs: &inputs, outputs: &outputs, branches: model.branches(), ..described };
-    let data = context.data.open(options, target)?;
+    let data = samples(pass, graph, model, context)?;
     let need = MemoryNeed::estimate(graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(graph, &data.first()?.inputs));
     if let Schedule::Blockwise { states } = Schedule::choose(context.memory, &[(model.config.model_type(), need)])? {
         // The other half is for activations cached within a block.

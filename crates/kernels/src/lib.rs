@@ -43,6 +43,7 @@ mod running {
     pub mod channels;
     mod cholesky_f32;
     pub mod coded;
+    pub mod codes;
     pub mod column_solver;
     pub mod columns;
     pub mod compensation;

@@ -23,13 +23,13 @@ fn selected(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String> {
 }
 
 /// The graph with the inputs of the selected layers in bodies as values, and the statistics to collect of
-/// them.
-pub(super) fn observed(prepared: &Prepared, requests: &mut BTreeMap<String, Request>) -> Result<Graph> {
+/// them. `whole`: with the histogram of all channels.
+pub(super) fn observed(prepared: &Prepared, requests: &mut BTreeMap<String, Request>, whole: bool) -> Result<Graph> {
     let weights = selected(&prepared.graph, &prepared.layers);
     if weights.is_empty() {
         return Ok(prepared.graph.clone());
     }
-    requests.extend(weights.iter().map(|weight| (observed_input(weight), Request { axis: Axis::Last, histograms: true, weights: None })));
+    requests.extend(weights.iter().map(|weight| (observed_input(weight), Request { axis: Axis::Last, histograms: true, whole, weights: None })));
     control_flow::observed(&prepared.graph, &prepared.model.weights, &weights)
 }
 
@@ -45,7 +45,7 @@ pub(super) fn deselect_unobserved(
     batch_size: Option<usize>,
 ) -> Result<()> {
     let failures = control_flow::failures(graph);
-    let is_observed = |name: &String| !failures.contains_key(name) && statistics.get(name).is_some_and(|found| found.histogram.range() != (0.0, 0.0));
+    let is_observed = |name: &String| !failures.contains_key(name) && statistics.get(name).is_some_and(|found| found.range() != (0.0, 0.0));
     let weights = selected(&prepared.graph, &prepared.layers).into_iter();
     let unobserved: Vec<String> = weights.filter(|weight| !is_observed(&observed_input(weight))).collect();
     let Some(first) = unobserved.first() else { return Ok(()) };

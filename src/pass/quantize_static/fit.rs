@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::prepare::Prepared;
 use super::sites::Sites;
 use super::{QuantizeStatic, scaling};
-use crate::calibration::{ActivationHistogram, ValueStatistics, with_headroom};
+use crate::calibration::{ValueStatistics, with_headroom};
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
 use crate::ir::quantizers::{self, Quantizers, layer_weight};
@@ -222,8 +222,7 @@ fn corrected(mut bias: Vec<f32>, before: &[f32], after: &[f32], means: &[f64], g
 /// Values that are zero on all samples or that have no statistics, so that their quantizers are
 /// meaningless.
 pub(super) fn zero_values(quantizers: &ValueQuantizers, statistics: &BTreeMap<String, ValueStatistics>) -> Vec<String> {
-    let is_zero = |histogram: &ActivationHistogram| histogram.range() == (0.0, 0.0);
-    quantizers.keys().filter(|name| statistics.get(*name).is_none_or(|value| is_zero(&value.histogram))).cloned().collect()
+    quantizers.keys().filter(|name| statistics.get(*name).is_none_or(|value| value.range() == (0.0, 0.0))).cloned().collect()
 }
 
 #[cfg(test)]

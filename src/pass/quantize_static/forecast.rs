@@ -11,9 +11,9 @@ impl QuantizeStatic {
     /// The runs of the prepared model.
     pub(super) fn model_runs(&self, prepared: &Prepared) -> Result<Option<Vec<ModelRun>>> {
         // Factors that are inserted do not multiply matrices.
-        let requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, |_| Ok(None))?;
+        let requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, |_| false);
         let observed = calibrate::run_to(&prepared.graph, |name| requests.contains_key(name));
-        // Large images are observed twice.
+        // Large images are observed again after rescaling.
         let is_repeated = self.observer == ActivationObserver::Mse && prepared.has_images();
         let mut runs = vec![if is_repeated { ModelRun { at_most: true, ..observed.times(2) } } else { observed }];
         if let Some(goal) = &self.accuracy_goal {

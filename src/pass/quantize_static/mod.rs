@@ -20,6 +20,7 @@ mod fit;
 mod fold;
 mod forecast;
 mod goal;
+mod observe;
 mod prepare;
 mod relu6_limit;
 mod saturation;
@@ -36,8 +37,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::channel_equalization;
 use super::{Context, GranularityKind, Pass, Plan, Samples, WeightObserver, options_of};
-use super::{calibrate, channel_equalization};
 use crate::calibration::{ActivationObserver, ValueStatistics};
 use crate::error::{Error, ParseError, Result};
 use crate::model::Model;
@@ -213,21 +214,8 @@ impl Default for QuantizeStatic {
 const NAME: &str = "quantize-static";
 /// Number of calibration samples below which ranges of activations depend on single samples.
 const MIN_SAMPLES: usize = 8;
-/// Minimum number of pixels of an image with ranges of its own. Smaller ones have too few values: a network
-/// on CIFAR-10 images of 32 × 32 pixels loses accuracy.
-const MIN_PIXELS: u64 = 128 * 128;
 
 impl QuantizeStatic {
-    /// Collects statistics of all values to be quantized, and the best ranges of single images if
-    /// `single_images` is set.
-    fn observe(&self, prepared: &mut Prepared, single_images: bool, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
-        let weights = |value| if single_images { self.costs(prepared, &prepared.layers, value).map(Some) } else { Ok(None) };
-        let mut requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, weights)?;
-        let graph = bodies::observed(prepared, &mut requests)?;
-        let statistics = calibrate::statistics(NAME, &graph, &prepared.model, &requests, context)?;
-        bodies::deselect_unobserved(prepared, &graph, &statistics, context.data.calibration.as_ref().and_then(|data| data.batch_size)).map(|()| statistics)
-    }
-
     /// Prepares the model, collects statistics, and migrates scales.
     fn analyze_and_rescale(&self, model: Model, context: &Context) -> Result<(Prepared, BTreeMap<String, ValueStatistics>, Vec<Choice>)> {
         let mut prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
@@ -240,7 +228,8 @@ impl QuantizeStatic {
             factors::insert(&mut prepared, &chains)?;
             chains = channel_equalization::find_chains(&prepared.graph, &prepared.layers);
         }
-        let mut statistics = self.observe(&mut prepared, false, context)?;
+        let single_images = self.expects_single_images(&prepared, context)?;
+        let mut statistics = self.observe(&mut prepared, single_images, context)?;
         let fixed = if let Smooth::Strength(strength) = self.smooth { Some(strength) } else { None };
         let graph = prepared.graph.clone();
         let per_tensor = self.granularity == GranularityKind::Tensor;
@@ -251,8 +240,7 @@ impl QuantizeStatic {
         }
         constants::narrow(&mut prepared, widened)?;
         // The best ranges of single images are those of the rescaled model.
-        let are_large = statistics.values().any(|value| value.rows_per_sample() >= MIN_PIXELS);
-        if self.observer == ActivationObserver::Mse && prepared.has_images() && are_large {
+        if self.lacks_ranges(&prepared, &statistics)? {
             statistics = self.observe(&mut prepared, true, context)?;
         }
         Ok((prepared, statistics, choices))

@@ -68,13 +68,13 @@ struct ChannelMut<'c> {
 }
 
 impl ChannelMut<'_> {
-    /// Adds values to this channel and to the histogram of all channels. Returns their minimum and
+    /// Adds values to this channel and to a histogram of all channels. Returns their minimum and
     /// maximum, and whether all are finite.
-    fn add(&mut self, values: &[f32], all: &mut ActivationHistogram) -> (f32, f32, bool) {
+    fn add(&mut self, values: &[f32], all: Option<&mut ActivationHistogram>) -> (f32, f32, bool) {
         let (found, (sum, square)) = (extremes(values), sums(values));
         (*self.low, *self.high) = (self.low.min(found.0), self.high.max(found.1));
         (*self.sum, *self.square) = (*self.sum + sum, *self.square + square);
-        all.add_within(values, found.0, found.1);
+        all.into_iter().for_each(|all| all.add_within(values, found.0, found.1));
         if let Some((exponent, counts)) = self.bins.as_mut().filter(|_| *self.low <= *self.high) {
             grow(exponent, *counts, exponent_of(self.low.abs().max(self.high.abs())));
             count(values, inverse(**exponent), counts);
@@ -84,26 +84,27 @@ impl ChannelMut<'_> {
 }
 
 /// Adds images, stored as one plane of `size` values per channel, to the statistics of their channels and
-/// to the histogram of all channels. Returns the minimum and maximum, and whether all values are finite.
-pub(super) fn add_images(channels: &mut Channels, (values, size): (&[f32], usize), all: &mut ActivationHistogram) -> (f32, f32, bool) {
+/// to a histogram of all channels. Returns the minimum and maximum, and whether all values are finite.
+pub(super) fn add_images(channels: &mut Channels, (values, size): (&[f32], usize), all: Option<&mut ActivationHistogram>) -> (f32, f32, bool) {
     let (width, size) = (channels.channels().max(1), size.max(1));
     channels.count += (values.len() / width) as u64;
     // One thread processes a channel of all images, so that sums do not depend on the number of threads.
     // All statistics of a plane are computed while it is in the cache.
     let job = MIN_JOB_VALUES.div_ceil((values.len() / width).max(1));
-    let add = |(mut histogram, mut range): (ActivationHistogram, _), (index, mut channel): (usize, ChannelMut)| {
+    let add = |(mut histogram, mut range): (Option<ActivationHistogram>, _), (index, mut channel): (usize, ChannelMut)| {
         for plane in values.chunks_exact(size).skip(index).step_by(width) {
-            range = union(range, channel.add(plane, &mut histogram));
+            range = union(range, channel.add(plane, histogram.as_mut()));
         }
         (histogram, range)
     };
-    let jobs = channels.channels_mut().into_par_iter().enumerate().with_min_len(job).fold(|| (all.empty_like(), EMPTY_RANGE), add);
+    let empty = all.as_ref().map(|all| all.empty_like());
+    let jobs = channels.channels_mut().into_par_iter().enumerate().with_min_len(job).fold(|| (empty.clone(), EMPTY_RANGE), add);
     let reduced = jobs.reduce_with(|(mut histogram, a), (other, b)| {
-        histogram.merge(&other);
+        histogram.iter_mut().zip(&other).for_each(|(histogram, other)| histogram.merge(other));
         (histogram, union(a, b))
     });
     let Some((histogram, range)) = reduced else { return EMPTY_RANGE };
-    all.merge(&histogram);
+    all.into_iter().zip(&histogram).for_each(|(all, histogram)| all.merge(histogram));
     range
 }
 
@@ -232,6 +233,11 @@ impl Channels {
         self.squares.iter().map(|sum| sum / self.count.max(1) as f64).collect()
     }
 
+    /// The minimum and maximum of all channels and zero.
+    pub fn range(&self) -> (f32, f32) {
+        (self.low.iter().fold(0.0, |low, x| x.min(low)), self.high.iter().fold(0.0, |high, x| x.max(high)))
+    }
+
     /// Largest absolute value of each channel.
     pub fn largest(&self) -> Vec<f32> {
         self.low.iter().zip(&self.high).map(|(low, high)| if *low > *high { 0.0 } else { low.abs().max(high.abs()) }).collect()
@@ -283,7 +289,7 @@ mod tests {
         rows.add_rows(&[1.0, -8.0, 3.0, 0.5]);
         assert_eq!((rows.means(), rows.mean_squares(), rows.largest()), (vec![2.0, -3.75], vec![5.0, 32.125], vec![3.0, 8.0]));
         let (mut planes, mut all) = (Channels::new(2, false), ActivationHistogram::default());
-        assert_eq!(add_images(&mut planes, (&[1.0, 3.0, -8.0, 0.5], 2), &mut all), (-8.0, 3.0, true));
+        assert_eq!(add_images(&mut planes, (&[1.0, 3.0, -8.0, 0.5], 2), Some(&mut all)), (-8.0, 3.0, true));
         assert_eq!((all.total(), planes.count()), (4, 2));
         assert_eq!((planes.means(), planes.largest()), (rows.means(), rows.largest()));
     }
@@ -331,7 +337,7 @@ mod tests {
         let add = |threads| {
             let (mut channels, mut all) = (Channels::new(width, true), ActivationHistogram::default());
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let range = pool.install(|| add_images(&mut channels, (&values, size), &mut all));
+            let range = pool.install(|| add_images(&mut channels, (&values, size), Some(&mut all)));
             (range, channels, all)
         };
         let (range, channels, all) = add(1);

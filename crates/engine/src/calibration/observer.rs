@@ -26,21 +26,31 @@ pub enum ActivationObserver {
 }
 
 impl ActivationObserver {
+    /// Whether ranges follow from the histogram of all channels. `weighted`: whether the squared errors of
+    /// channels have weights.
+    pub fn needs_whole(self, weighted: bool) -> bool {
+        match self {
+            ActivationObserver::Minmax | ActivationObserver::MovingAverage => false,
+            ActivationObserver::Percentile | ActivationObserver::Entropy => true,
+            ActivationObserver::Mse => !weighted,
+        }
+    }
+
     /// Chooses a range. It includes zero and does not exceed the observed minimum and maximum. `weights`
     /// are the weights of each channel's squared error, and `percentile` is read by
     /// [`ActivationObserver::Percentile`].
     pub fn range(self, statistics: &ValueStatistics, weights: Option<&[f64]>, percentile: f64) -> (f32, f32) {
-        let histogram = &statistics.histogram;
-        let (low, high) = histogram.range();
+        let (low, high) = statistics.range();
         let wide = (f64::from(low), f64::from(high));
+        let of_histogram = |choose: &dyn Fn(&ActivationHistogram) -> (f64, f64)| statistics.histogram().map_or(wide, |histogram| choose(&histogram));
         let (low, high) = match self {
             ActivationObserver::Minmax => wide,
             ActivationObserver::MovingAverage => return statistics.running_range.range(),
-            ActivationObserver::Percentile => percentiles(histogram, wide, percentile),
-            ActivationObserver::Entropy => entropy(histogram, wide),
+            ActivationObserver::Percentile => of_histogram(&|histogram| percentiles(histogram, wide, percentile)),
+            ActivationObserver::Entropy => of_histogram(&|histogram| entropy(histogram, wide)),
             ActivationObserver::Mse => weights
                 .and_then(|weights| statistics.sample_ranges.as_ref().and_then(SampleRanges::mean).or_else(|| mean_group_range(statistics, weights)))
-                .unwrap_or_else(|| min_squared_error(histogram, wide)),
+                .unwrap_or_else(|| of_histogram(&|histogram| min_squared_error(histogram, wide))),
         };
         (low as f32, high as f32)
     }
@@ -97,7 +107,7 @@ pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics,
         errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += held_out.error(wider(*range, by)));
     }
     let best = (0..errors.len()).reduce(|best, at| if errors[at] < errors[best] { at } else { best }).unwrap_or(0);
-    let (chosen, complete) = (wider((low, high), HEADROOM[best]), statistics.histogram.range());
+    let (chosen, complete) = (wider((low, high), HEADROOM[best]), statistics.range());
     let is_clipped = |held_out: &WeightedError| held_out.error(chosen) > MAX_CLIPPING_ERROR * held_out.error(wider(complete, 1.0));
     if observer == ActivationObserver::Mse && folds.iter().all(|(_, held_out)| is_clipped(held_out)) {
         return complete;
@@ -259,7 +269,7 @@ mod tests {
 
     /// Statistics of one channel, with one vector of values per sample.
     fn statistics(samples: &[Vec<f32>]) -> ValueStatistics {
-        let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: true, weights: None });
+        let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: true, whole: false, weights: None });
         samples.iter().for_each(|sample| statistics.add("x", sample, &[sample.len(), 1], Axis::Last, &[sample.len()]).unwrap());
         statistics
     }
@@ -269,7 +279,7 @@ mod tests {
         let factors = [0.5f32, 4.0, 2.0];
         let values: Vec<f32> = (0..300).map(|i| (i * 797 % 300) as f32 / 150.0 - 0.9).collect();
         let observed = |values: &[f32]| {
-            let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, weights: None });
+            let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, whole: false, weights: None });
             statistics.add("x", values, &[100, 3], Axis::Last, &[100]).unwrap();
             statistics
         };
@@ -286,7 +296,7 @@ mod tests {
         let equal = statistics(&[uniform(1.0), uniform(1.0)]);
         assert_eq!(with_headroom(ActivationObserver::Minmax, &equal, &[1.0], 0.0), ActivationObserver::Minmax.range(&equal, Some(&[1.0]), 0.0));
         let uneven = statistics(&[uniform(1.0), uniform(1.2)]);
-        let ((low, high), (least, most)) = (with_headroom(ActivationObserver::Minmax, &uneven, &[1.0], 0.0), uneven.histogram.range());
+        let ((low, high), (least, most)) = (with_headroom(ActivationObserver::Minmax, &uneven, &[1.0], 0.0), uneven.range());
         assert!((high / most - 1.2).abs() < 1e-6 && (low / least - 1.2).abs() < 1e-6, "{low} {high}, {least} {most}");
     }
 
@@ -297,7 +307,7 @@ mod tests {
         let samples: Vec<Vec<f32>> = (0..16).map(|at| sample(if at % 4 < 2 { 1.0 } else { 100.0 })).collect();
         let statistics = statistics(&samples);
         assert!(ActivationObserver::Mse.range(&statistics, Some(&[1.0]), 0.0).1 < 60.0);
-        assert_eq!(with_headroom(ActivationObserver::Mse, &statistics, &[1.0], 0.0), statistics.histogram.range());
+        assert_eq!(with_headroom(ActivationObserver::Mse, &statistics, &[1.0], 0.0), statistics.range());
     }
 
     /// One of four samples has ten times larger values: each group contributes its own best range to the
@@ -329,7 +339,7 @@ mod tests {
     fn the_range_of_images_is_the_mean_of_their_ranges() {
         let image = |limit: f32| (0..2000).map(move |i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0));
         let observed = |limits: &[f32], batch: usize| {
-            let request = Request { axis: Axis::Second, histograms: true, weights: Some([3.0].into()) };
+            let request = Request { axis: Axis::Second, histograms: true, whole: false, weights: Some([3.0].into()) };
             let mut statistics = ValueStatistics::new(1, &request);
             for limits in limits.chunks(batch) {
                 let values: Vec<f32> = limits.iter().flat_map(|limit| image(*limit)).collect();
@@ -361,7 +371,7 @@ mod tests {
             for (value, first) in values.iter().zip(case["first"].as_array().unwrap()) {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
-            let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: false, weights: None });
+            let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: false, whole: true, weights: None });
             values.chunks(1000).for_each(|batch| statistics.add("x", batch, &[batch.len(), 1], Axis::Last, &[batch.len()]).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, expected) in case["ranges"].as_object().unwrap() {

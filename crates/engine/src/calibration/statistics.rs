@@ -1,5 +1,6 @@
 //! Statistics of one graph value, reduced per channel and per group of samples.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::Tensor;
@@ -38,6 +39,8 @@ pub struct Request {
     pub axis: Axis,
     /// Whether to collect a histogram per channel.
     pub histograms: bool,
+    /// Whether to collect a histogram of all channels together, whose bins are smaller.
+    pub whole: bool,
     /// Weights of each channel's squared error. If present, the best range of each sample is computed.
     pub weights: Option<Arc<[f64]>>,
 }
@@ -115,8 +118,8 @@ impl SampleRanges {
 /// Statistics of one graph value over all calibration samples.
 #[derive(Debug, Clone)]
 pub struct ValueStatistics {
-    /// All elements.
-    pub histogram: ActivationHistogram,
+    /// All elements, if this histogram was requested.
+    pub(super) histogram: Option<ActivationHistogram>,
     /// Moving average of the extremes of batches.
     pub running_range: RunningRange,
     /// Channel statistics per group: sample `i` belongs to group `i % groups.len()`.
@@ -144,14 +147,11 @@ impl ValueStatistics {
         if factors.iter().all(|factor| *factor == 1.0) {
             return;
         }
-        let before = self.histogram.range();
-        self.sample_ranges = None;
+        let before = self.range();
+        // Those of single samples and of all channels together do not follow from the factors.
+        (self.sample_ranges, self.histogram) = (None, None);
         self.groups.iter_mut().for_each(|group| group.multiply(factors));
-        let channels = self.channels();
-        if channels.has_histograms() {
-            self.histogram = channels.histogram();
-        }
-        self.running_range.scale(before, self.histogram.range());
+        self.running_range.scale(before, self.range());
         for row in &mut self.rows {
             row.iter_mut().zip(factors).for_each(|(x, factor)| *x = (f64::from(*x) * factor) as f32);
         }
@@ -161,7 +161,7 @@ impl ValueStatistics {
         let groups = vec![Channels::new(width, request.histograms); request.groups()];
         let sample_ranges = request.weights.clone().map(|weights| SampleRanges { weights, sums: (0.0, 0.0), count: 0 });
         ValueStatistics {
-            histogram: ActivationHistogram::default(),
+            histogram: request.whole.then(ActivationHistogram::default),
             running_range: RunningRange::default(),
             groups,
             sample_ranges,
@@ -182,6 +182,23 @@ impl ValueStatistics {
     /// Mean number of tokens or pixels of a sample.
     pub fn rows_per_sample(&self) -> u64 {
         self.groups.iter().map(Channels::count).sum::<u64>() / self.samples.max(1)
+    }
+
+    /// The minimum and maximum of all values and zero.
+    pub fn range(&self) -> (f32, f32) {
+        let ranges = self.groups.iter().map(Channels::range);
+        ranges.fold((0.0, 0.0), |(low, high), range| (low.min(range.0), high.max(range.1)))
+    }
+
+    /// The histogram of all channels, or the sum of their histograms. Returns `None` if none was requested.
+    pub(super) fn histogram(&self) -> Option<Cow<'_, ActivationHistogram>> {
+        let sum = || Some(self.channels()).filter(Channels::has_histograms).map(|channels| Cow::Owned(channels.histogram()));
+        self.histogram.as_ref().map(Cow::Borrowed).or_else(sum)
+    }
+
+    /// Whether the best range of each sample was computed with these weights of the channels' errors.
+    pub fn has_sample_ranges(&self, weights: &[f64]) -> bool {
+        self.sample_ranges.as_ref().is_some_and(|ranges| *ranges.weights == *weights)
     }
 
     /// Channel statistics over all samples.
@@ -205,10 +222,9 @@ impl ValueStatistics {
     /// Statistics of a part of the samples that has these channels.
     pub(super) fn part(&self, channels: Channels) -> ValueStatistics {
         let mut running_range = self.running_range;
-        let histogram = channels.histogram();
-        running_range.scale(self.histogram.range(), histogram.range());
+        running_range.scale(self.range(), channels.range());
         let (batches, samples) = (self.batches, self.samples);
-        ValueStatistics { histogram, running_range, groups: vec![channels], sample_ranges: None, rows: Vec::new(), batches, samples }
+        ValueStatistics { histogram: None, running_range, groups: vec![channels], sample_ranges: None, rows: Vec::new(), batches, samples }
     }
 
     /// Splits the samples for cross-validation: each group is held out once. Empty if only one group has
@@ -233,7 +249,7 @@ impl ValueStatistics {
         let (low, high, finite) = match axis {
             Axis::Last => {
                 let range = extremes(values);
-                self.histogram.add_parallel(values, range.0, range.1);
+                self.histogram.iter_mut().for_each(|histogram| histogram.add_parallel(values, range.0, range.1));
                 let mut rest = values;
                 for (index, size) in sizes.iter().enumerate() {
                     let (sample, next) = rest.split_at(size * width);
@@ -247,7 +263,7 @@ impl ValueStatistics {
                 let mut range = EMPTY_RANGE;
                 for (index, sample) in values.chunks(values.len() / sizes.len().max(1)).enumerate() {
                     let group = self.group(index);
-                    let add = |channels: &mut Channels| Ok(add_images(channels, (sample, plane), &mut self.histogram));
+                    let add = |channels: &mut Channels| Ok(add_images(channels, (sample, plane), self.histogram.as_mut()));
                     range = union(range, add_sample(&mut self.groups[group], self.sample_ranges.as_mut(), add)?);
                 }
                 range
@@ -302,7 +318,8 @@ impl ValueStatistics {
                     }
                     let (min, max) = columns.extremes();
                     (low, high) = (low.min(min), high.max(max));
-                    self.histogram.add_on_device(&chunk, min, max).and_then(|()| channels.add_on_device(&chunk, &columns)).map_err(failed)?;
+                    let added = self.histogram.iter_mut().try_for_each(|histogram| histogram.add_on_device(&chunk, min, max));
+                    added.and_then(|()| channels.add_on_device(&chunk, &columns)).map_err(failed)?;
                 }
                 Ok(())
             })?;

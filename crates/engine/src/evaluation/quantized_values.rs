@@ -18,14 +18,15 @@ use crate::error::{Error, Result};
 use crate::evaluation::{Fidelity, FidelityAccumulator, without_common_nonfinite};
 use crate::exec::{Executor, Parameters, Residence, Rounding, rounding_scheme};
 use crate::ir::Graph;
-use crate::ir::ops::{FakeQuantize, Op};
+use crate::ir::ops::Op;
+use crate::kernel::codes::{self, CodeDifferences};
 use crate::model::Model;
 use crate::onnx::proto::{DataType, GraphProto, ModelProto, NodeProto, TensorTypeProto, TypeProto, ValueInfoProto};
 use crate::runtime::{self, Session};
 use crate::work::Work;
 
 /// Tolerance in quantization steps: a sum halfway between two steps may be rounded either way.
-const STEPS: i64 = 1;
+const STEPS: f64 = 1.0;
 
 /// Minimum cosine similarity of values of models that multiply dynamically quantized integers or 16-bit
 /// floats, in which values halfway between two steps may round either way.
@@ -46,61 +47,25 @@ pub struct Agreement {
     pub outputs: Fidelity,
 }
 
-/// A quantized value: its quantizer, and the code in the file that represents the quantizer's code 0.
+/// A quantized value: the size of a step, and the code of zero in the file.
 struct Quantized {
-    quantizer: FakeQuantize,
-    offset: i64,
+    scale: f32,
+    zero: i16,
 }
 
-/// Differences of the codes of a quantized value: the largest one, and sums of products of the values in
-/// steps.
-#[derive(Debug, Default)]
-struct Differences {
-    largest: i64,
-    squares: [f64; 2],
-    products: f64,
-}
-
-impl Differences {
-    fn add(&mut self, a: i64, b: i64, zero: i64) {
-        self.largest = self.largest.max(a.saturating_sub(b).saturating_abs());
-        let (a, b) = (a.saturating_sub(zero) as f64, b.saturating_sub(zero) as f64);
-        self.squares[0] += a * a;
-        self.squares[1] += b * b;
-        self.products += a * b;
-    }
-
-    fn merge(&mut self, other: &Differences) {
-        self.largest = self.largest.max(other.largest);
-        self.squares.iter_mut().zip(other.squares).for_each(|(sum, other)| *sum += other);
-        self.products += other.products;
-    }
-
-    fn exceed_tolerance(&self, is_dynamic: bool) -> bool {
-        let similar = self.products >= MIN_COSINE * (self.squares[0] * self.squares[1]).sqrt();
-        self.largest > STEPS && !(is_dynamic && similar)
-    }
+/// Whether differences are larger than two correct implementations can have. `is_dynamic`: layers with
+/// dynamic quantization compute the value.
+fn exceed_tolerance(found: &CodeDifferences, is_dynamic: bool) -> bool {
+    let similar = found.products >= MIN_COSINE * (found.squares[0] * found.squares[1]).sqrt();
+    found.largest > STEPS && !(is_dynamic && similar)
 }
 
 impl Quantized {
-    /// The code of zero.
-    fn zero(&self) -> i64 {
-        i64::from(self.quantizer.zero_point) + self.offset
-    }
-
     /// Compares a fake-quantized tensor with the codes in the file, and returns the values of these codes.
-    fn replace(&self, computed: &Tensor, codes: &[i64], differences: &mut Differences) -> candle_core::Result<Tensor> {
-        let (scale, zero) = (self.quantizer.scale, self.zero());
+    fn replace(&self, computed: &Tensor, codes: &[i16], differences: &mut CodeDifferences) -> candle_core::Result<Tensor> {
         let mut values = computed.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-        let chunks = values.par_chunks_mut(CHUNK).zip(codes.par_chunks(CHUNK)).map(|(values, codes)| {
-            let mut found = Differences::default();
-            for (value, code) in values.iter_mut().zip(codes) {
-                let own = (f64::from(*value) / f64::from(scale)).round() as i64;
-                found.add(*code, own.saturating_add(zero), zero);
-                *value = (code - zero) as f32 * scale;
-            }
-            found
-        });
+        let chunks = values.par_chunks_mut(CHUNK).zip(codes.par_chunks(CHUNK));
+        let chunks = chunks.map(|(values, codes)| codes::replace(values, codes, self.scale, self.zero));
         // In order, so that sums do not depend on the number of threads.
         chunks.collect::<Vec<_>>().iter().for_each(|found| differences.merge(found));
         Tensor::from_vec(values, computed.dims(), computed.device())?.to_dtype(computed.dtype())
@@ -120,10 +85,10 @@ pub fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Re
     let bytes = std::fs::read(file).map_err(Error::io("read", file))?;
     let mut proto = ModelProto::decode(bytes.as_slice()).map_err(|e| Error::malformed(file, e))?;
     let Some(quantized) = expose(&graph, &mut proto)? else { return Ok(None) };
-    let mut session = Session::from_model(&proto, file, runtime::Options { threads: work.threads, ..runtime::Options::default() })?;
+    let mut session = Session::from_model(&proto, file, runtime::Options { threads: work.threads, narrow: true, ..runtime::Options::default() })?;
     let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)?;
     let executor = Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Tensor);
-    let mut differences: BTreeMap<String, Differences> = BTreeMap::new();
+    let mut differences: BTreeMap<String, CodeDifferences> = BTreeMap::new();
     let mut other_shape = false;
     let mut fidelity = FidelityAccumulator::default();
     for sample in samples {
@@ -136,7 +101,7 @@ pub fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Re
                 other_shape = true;
                 return Ok(computed);
             }
-            let codes = codes.flatten_all().and_then(|codes| codes.to_vec1::<i64>()).map_err(failed)?;
+            let codes = codes.flatten_all().and_then(|codes| codes.to_vec1::<i16>()).map_err(failed)?;
             quantized.replace(&computed, &codes, differences.entry(name.to_owned()).or_default()).map_err(failed)
         };
         let outputs = executor.run_replacing(|name| quantized.contains_key(name), &sample.inputs, &mut replace)?;
@@ -147,8 +112,8 @@ pub fn compare(model: &Model, file: &Path, samples: &[Batch], work: &Work) -> Re
         fidelity.add(sample, &outputs, &onnx_outputs)?;
     }
     let dynamic = from_dynamic_layers(&graph, |name| model.weights.by_name.get(name).is_some_and(|weight| rounding_scheme(weight).is_some()));
-    let wrong = differences.into_iter().filter(|(name, found)| found.exceed_tolerance(dynamic.contains(name.as_str())));
-    let wrong = wrong.map(|(name, found)| (name, found.largest)).max_by_key(|(_, steps)| *steps);
+    let wrong = differences.into_iter().filter(|(name, found)| exceed_tolerance(found, dynamic.contains(name.as_str())));
+    let wrong = wrong.map(|(name, found)| (name, found.largest as i64)).max_by_key(|(_, steps)| *steps);
     Ok(Some(Agreement { values: quantized.len(), wrong, outputs: fidelity.finish() }))
 }
 
@@ -188,8 +153,9 @@ fn expose(graph: &Graph, proto: &mut ModelProto) -> Result<Option<BTreeMap<Strin
         let kind = written
             .and_then(|written| zero_point_type(file, written))
             .ok_or_else(|| Error::graph(format!("graph value `{name}`"), "has no `QuantizeLinear` with a zero point in the ONNX file"))?;
-        let offset = if kind == DataType::Uint8 { 128 } else { 0 };
-        found.insert(name.clone(), Quantized { quantizer: *quantizer, offset });
+        let zero = quantizer.zero_point.saturating_add(if kind == DataType::Uint8 { 128 } else { 0 });
+        let zero = zero.try_into().map_err(|_| Error::graph(format!("graph value `{name}`"), format!("has the zero point {zero} instead of one of 8 bits")))?;
+        found.insert(name.clone(), Quantized { scale: quantizer.scale, zero });
         let tensor = TensorTypeProto { elem_type: Some(kind as i32), shape: None };
         let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
         file.output.push(ValueInfoProto { name: Some(codes), r#type: Some(ty), ..ValueInfoProto::default() });
@@ -227,14 +193,17 @@ mod tests {
 
     #[test]
     fn similar_values_are_accepted_after_dynamic_layers() {
-        let exceeds = |differ: usize, steps: i64| {
-            let mut found = Differences::default();
+        let exceeds = |differ: usize, steps: i16| {
+            let mut found = CodeDifferences::default();
+            let quantized = Quantized { scale: 0.25, zero: 128 };
             for start in [0, 500] {
-                let exact: Vec<i64> = (start..start + 500).map(|at| 128 + at as i64 % 41 - 20).collect();
-                let codes: Vec<i64> = (start..).zip(&exact).map(|(at, code)| if at < differ { code + steps } else { *code }).collect();
-                exact.iter().zip(codes).for_each(|(exact, code)| found.add(*exact, code, 128));
+                let exact: Vec<i16> = (start..start + 500).map(|at| 128 + at as i16 % 41 - 20).collect();
+                let codes: Vec<i16> = (start..).zip(&exact).map(|(at, code)| if at < differ { code + steps } else { *code }).collect();
+                let computed: Vec<f32> = exact.iter().map(|code| f32::from(code - 128) / 4.0).collect();
+                let replaced = quantized.replace(&Tensor::new(computed, &Device::Cpu).unwrap(), &codes, &mut found).unwrap();
+                assert_eq!(replaced.to_vec1::<f32>().unwrap(), codes.iter().map(|code| f32::from(code - 128) / 4.0).collect::<Vec<_>>());
             }
-            [false, true].map(|is_dynamic| found.exceed_tolerance(is_dynamic))
+            [false, true].map(|is_dynamic| exceed_tolerance(&found, is_dynamic))
         };
         assert_eq!(exceeds(1000, 1), [false, false]);
         assert_eq!(exceeds(20, 5), [true, false]);

@@ -110,9 +110,15 @@ pub(super) fn to_ort_value(tensor: &Tensor, outlet: &Outlet) -> Result<DynValue>
     with_element!(ty, F => floats::<F>(tensor), I => integers::<I>(tensor, *ty), else Err(format!("has the unsupported element type {ty}").into()))
 }
 
-/// Converts an output to 64-bit integers or 32-bit floats; `None` unless it is a numeric tensor.
-pub(super) fn from_ort_value(value: &ValueRef) -> Result<Option<Tensor>> {
+/// Converts an output to 64-bit integers or 32-bit floats; `None` unless it is a numeric tensor. `narrow`:
+/// whether 8-bit integers become 16-bit ones.
+pub(super) fn from_ort_value(value: &ValueRef, narrow: bool) -> Result<Option<Tensor>> {
     let ValueType::Tensor { ty, .. } = value.dtype() else { return Ok(None) };
+    match ty {
+        TensorElementType::Int8 if narrow => return widened::<i8>(value).map(Some),
+        TensorElementType::Uint8 if narrow => return widened::<u8>(value).map(Some),
+        _ => {}
+    }
     with_element!(ty, F => {
         let (shape, values) = value.try_extract_tensor::<F>()?;
         Ok(Some(Tensor::from_slice(values, sizes(shape), &Device::Cpu)?.to_dtype(DType::F32)?))
@@ -125,6 +131,11 @@ pub(super) fn from_ort_value(value: &ValueRef) -> Result<Option<Tensor>> {
         let numbers: Vec<i64> = values.iter().map(|value| value.to_i64().unwrap_or_default()).collect();
         Ok(Some(Tensor::from_vec(numbers, sizes(shape), &Device::Cpu)?))
     }, else Ok(None))
+}
+
+fn widened<I: PrimitiveTensorElementType + Copy + Into<i16>>(value: &ValueRef) -> Result<Tensor> {
+    let (shape, values) = value.try_extract_tensor::<I>()?;
+    Ok(Tensor::from_vec(values.iter().map(|value| (*value).into()).collect::<Vec<i16>>(), sizes(shape), &Device::Cpu)?)
 }
 
 fn floats<F: WithDType + PrimitiveTensorElementType + std::fmt::Debug + 'static>(tensor: &Tensor) -> Result<DynValue> {

@@ -41,11 +41,13 @@ pub struct Options {
     pub optimize: bool,
     /// Limits of loading. By default, any time, and memory for a few copies of the model.
     pub limits: Option<Limits>,
+    /// Whether outputs of 8-bit integers are returned as 16-bit instead of 64-bit ones, to save memory.
+    pub narrow: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: 1, optimize: true, limits: None }
+        Self { threads: 1, optimize: true, limits: None, narrow: false }
     }
 }
 
@@ -80,6 +82,8 @@ pub struct Session {
     branches: bool,
     /// Check of the sizes of values before a run.
     size_check: Option<Box<SizeCheck>>,
+    /// See [`Options::narrow`].
+    narrow: bool,
 }
 
 /// Check of the sizes of values before a run.
@@ -214,7 +218,19 @@ impl Session {
             None => {
                 let Loading { folds, bytes, branches, .. } = loading;
                 let path = path.to_owned();
-                Ok(Session { path, inner, cancel, fallback: None, refusal: None, limits: None, bytes, folds, branches, size_check: None })
+                Ok(Session {
+                    path,
+                    inner,
+                    cancel,
+                    fallback: None,
+                    refusal: None,
+                    limits: None,
+                    bytes,
+                    folds,
+                    branches,
+                    size_check: None,
+                    narrow: options.narrow,
+                })
             }
             Some((what, outlet)) => Err(Error::Unsupported {
                 what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
@@ -262,9 +278,9 @@ impl Session {
         self.inner.inputs().iter().map(|input| input.name().to_owned()).collect()
     }
 
-    /// Runs the model. Inputs are converted to the element types of the model, outputs to 64-bit
-    /// integers and 32-bit floats. Fails if an input is missing, has the wrong shape, or holds a value
-    /// outside of the range of its element type.
+    /// Runs the model. Inputs are converted to the element types of the model, outputs to 64-bit integers
+    /// (see [`Options::narrow`]) and 32-bit floats. Fails if an input is missing, has the wrong shape, or
+    /// holds a value outside of the range of its element type.
     pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
         self.run_within(inputs, self.limits)
     }
@@ -311,7 +327,7 @@ impl Session {
         let mut results = BTreeMap::new();
         for (name, value) in outputs.iter() {
             // Outputs that are not numeric tensors are skipped.
-            if let Some(tensor) = element::from_ort_value(&value).map_err(|e| failed(&format!("output `{name}`: {e}")))? {
+            if let Some(tensor) = element::from_ort_value(&value, self.narrow).map_err(|e| failed(&format!("output `{name}`: {e}")))? {
                 results.insert(name.to_owned(), tensor);
             }
         }
@@ -421,6 +437,12 @@ mod tests {
             let result = &results[&port.name];
             let wanted = if port.element == Element::Float { DType::F32 } else { DType::I64 };
             assert_eq!((result.dtype(), result.to_string()), (wanted, value(port).to_string()), "{}", port.name);
+        }
+        session.narrow = true;
+        for (name, result) in session.run(&given).unwrap() {
+            let is_narrow = ["y2", "y3"].contains(&name.as_str());
+            assert_eq!(result.dtype() == DType::I16, is_narrow, "{name}");
+            assert!(!is_narrow || result.to_vec1::<i16>().unwrap() == [1, 0]);
         }
         let mut wrong = |name: &str, tensor: Tensor| {
             let given: BTreeMap<String, Tensor> = given.clone().into_iter().chain([(name.to_owned(), tensor)]).collect();
