@@ -14,7 +14,7 @@ use compress::pass::{Amount, Amounts, PruneStructured, Quantize, QuantizeDynamic
 use compress_core::work::{Cancel, MemoryLimit, Silent, Work};
 use compress_engine::calibration::{Axis, Request, calibrate, calibrate_blockwise};
 use compress_engine::data::{Batch, Data, DataSet, synthetic_with_sizes};
-use compress_engine::evaluation::{self, Subject, evaluate};
+use compress_engine::evaluation::{self, Runs, Subject, evaluate};
 use compress_engine::exec::{
     Blockwise, BlockwiseOptions, Executor, Forward, MemoryCategory, MemoryNeed, MemoryTracker, Parameters, Residence, Schedule, Tape, sizes_of,
 };
@@ -349,7 +349,7 @@ fn evaluation_does_not_depend_on_the_memory_limit() {
         let least = needs.iter().map(|need| need.blocks + need.state).sum::<u64>() + needs[0].activations;
         let outcomes = |memory: MemoryLimit, blocks: bool| {
             let mut subjects = open();
-            let mut runners = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work).unwrap();
+            let mut runners = evaluation::load(&mut subjects, (&batch.inputs, &Device::Cpu), memory, Runs::Repeated, work).unwrap();
             assert_eq!(runners[0].group_size(&batch.inputs).is_some(), blocks);
             let mut outcomes = evaluate(&data, &mut runners, &[(0, 1)], work).unwrap();
             outcomes.models.iter_mut().for_each(|outcome| outcome.time = std::time::Duration::ZERO);
@@ -364,7 +364,7 @@ fn evaluation_does_not_depend_on_the_memory_limit() {
         }
         let mut subjects = open();
         let memory = MemoryLimit { bytes: Some(least - 1), explicit: true };
-        let refused = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work).err().unwrap().to_string();
+        let refused = evaluation::load(&mut subjects, (&batch.inputs, &Device::Cpu), memory, Runs::Repeated, work).err().unwrap().to_string();
         assert!(refused.contains("`qwen2`") && refused.contains(&least.to_string()), "{refused}");
     });
 }

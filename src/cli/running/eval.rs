@@ -10,7 +10,7 @@ use super::samples::parse_data;
 use crate::arch;
 use crate::data::{Data, DataSet, Task, has_renumbered_tokens};
 use crate::error::{Error, Result, counted, redact_path};
-use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
+use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runs, Runtime, Score, Subject};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::format::{decibels, figure, runtime_name, seconds};
@@ -70,7 +70,7 @@ impl Args {
         }
         let runtime = last.runtime();
         let data = DataSet::open(&options, last.target())?;
-        let (options, data) = match smaller_batch(&options, &data, &subjects)? {
+        let (options, data) = match evaluation::smaller_batch(&options, &data, &subjects)? {
             Some(size) => {
                 let options = Data { batch_size: Some(size), ..options };
                 let data = DataSet::open(&options, last.target())?;
@@ -102,7 +102,7 @@ impl Args {
                 work.progress.on(crate::work::Event::Message(&reason));
             }
             let memory = memory_limit(global.models.memory, &device);
-            let mut runners = evaluation::load_once(&mut subjects, Some(&data.first()?.inputs), &device, memory, work)?;
+            let mut runners = evaluation::load(&mut subjects, (&data.first()?.inputs, &device), memory, Runs::Once, work)?;
             let outcomes = match (&other, runners.split_at_mut(1)) {
                 (Some(other), (against, evaluated)) => {
                     let before = evaluation::evaluate(other, against, &[], work)?;
@@ -207,16 +207,6 @@ fn own_samples((data, same_ids): (&DataSet, bool), other: Result<DataSet>, [path
         notes.push("perplexities are not comparable: they are means over different tokens".to_owned());
     }
     Ok(Some(other))
-}
-
-/// A smaller batch size than the default one, if the logits of a batch are large.
-fn smaller_batch(options: &Data, data: &DataSet, subjects: &[Subject]) -> Result<Option<usize>> {
-    let is_fixed = subjects.iter().any(|subject| subject.target().fixed_batch().is_some());
-    if options.batch_size.is_some() || data.task() != Task::LanguageModelling || is_fixed {
-        return Ok(None);
-    }
-    let first = data.first()?;
-    Ok(subjects.iter().filter_map(|subject| subject.smaller_batch(&first)).min())
 }
 
 /// Whether a path has the extension of an ONNX file.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::adapters::{self, Adapters};
 use crate::data::{Batch, DataSet, Task};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Candle, Fidelity, Runner, Score, Subject};
+use crate::evaluation::{self, Candle, Fidelity, Runner, Runs, Score, Subject};
 use crate::exec::{Executor, ManagedTensor};
 use crate::ir::Graph;
 use crate::model::Model;
@@ -69,14 +69,14 @@ impl Scoring<'_> {
             weights.write_to(state, &mut model)?;
             self.quantizers.map_or(Ok(()), |quantizers| quantizers.write_to(state, &mut model))?;
             let model = adapters::finished(self.adapters, model)?;
-            evaluation::load([written.insert(Subject::from_model(model)?)], Some(&self.first.inputs), &context.device, context.memory, &work)?
+            evaluation::load([written.insert(Subject::from_model(model)?)], (&self.first.inputs, &context.device), context.memory, Runs::Repeated, &work)?
         } else {
             vec![Box::new(Candle::new(Executor::new(self.graph, weights.parameters_of(state)?, context.device.clone())))]
         };
         let pairs: &[(usize, usize)] = if self.data.reference.is_some() { &[(1, 0)] } else { &[] };
         if let Some(reference) = self.data.reference {
             let subject = original.insert(Subject::from_model(reference.clone())?);
-            runners.extend(evaluation::load([subject], Some(&self.first.inputs), &context.device, context.memory, &work)?);
+            runners.extend(evaluation::load([subject], (&self.first.inputs, &context.device), context.memory, Runs::Repeated, &work)?);
         }
         let outcomes = evaluation::evaluate(samples, &mut runners, pairs, &work)?;
         let fidelity = outcomes.pairs.first().map(Fidelity::score);

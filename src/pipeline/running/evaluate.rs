@@ -8,9 +8,9 @@ use std::time::Instant;
 use candle_core::Device;
 
 use crate::analysis;
-use crate::data::{self, Batch, Task};
+use crate::data::{self, Batch, Data, Task};
 use crate::error::{Error, Result, counted};
-use crate::evaluation::{self, Compute, Evaluate, Fidelity, MeasuredFidelity, Precision, Runner, Runtime, SamplesFrom, Subject, quantized_values};
+use crate::evaluation::{self, Compute, Evaluate, Fidelity, MeasuredFidelity, Precision, Runner, Runs, Runtime, SamplesFrom, Subject, quantized_values};
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
 use crate::files::Destination;
@@ -78,9 +78,9 @@ impl Subjects {
     }
 
     /// Loads the models for samples of the shapes of `inputs`.
-    fn load<'s>(&'s mut self, inputs: &Inputs, running: &Running, work: &Work<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
+    fn load<'s>(&'s mut self, inputs: &Inputs, runs: Runs, running: &Running, work: &Work<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
         let subjects = self.subjects.iter_mut().map(|(_, _, subject)| subject);
-        evaluation::load(subjects, Some(inputs), &running.device()?, running.memory()?, work)
+        evaluation::load(subjects, (inputs, &running.device()?), running.memory()?, runs, work)
     }
 }
 
@@ -292,6 +292,9 @@ impl Run<'_> {
                 ));
             }
         }
+        let models = || models_to_run.subjects.iter().map(|(_, _, subject)| subject);
+        let smaller = evaluation::smaller_batch(options, &*sets.open(options, targets[0])?, models())?;
+        let options = &Data { batch_size: smaller.or(options.batch_size), ..options.clone() };
         let data = sets.open(options, targets[0])?;
         // A student from another folder may preprocess samples differently. Each model is then scored on
         // its own samples.
@@ -300,7 +303,8 @@ impl Run<'_> {
         let own = own.filter(|_| renumbered || difference.is_some());
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
-        let mut models = models_to_run.load(&batch.inputs, &self.pipeline.running, &self.work)?;
+        let runs = if evaluate.latency { Runs::Repeated } else { Runs::Once };
+        let mut models = models_to_run.load(&batch.inputs, runs, &self.pipeline.running, &self.work)?;
         let outcomes = match &own {
             None => evaluation::evaluate(&data, &mut models, &pairs, &self.work)?,
             Some(own) => {
@@ -319,8 +323,8 @@ impl Run<'_> {
             }
         };
         if models.iter().any(|model| model.group_size(&batch.inputs).is_some()) {
-            let more = if evaluate.latency { "; latency was not measured" } else { "" };
-            measured.notes.push(format!("models ran block by block, because they do not fit into memory{more}"));
+            let why = if evaluate.latency { "because they do not fit into memory; latency was not measured" } else { "to save memory" };
+            measured.notes.push(format!("models ran block by block, {why}"));
         } else if evaluate.latency && first_after > 0 {
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());

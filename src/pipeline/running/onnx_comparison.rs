@@ -9,7 +9,7 @@ use super::agreement::judge;
 use super::memory::{lack_for_onnx_runtime, memory_limit};
 use crate::data::{self, Batch};
 use crate::error::{Error, Result, counted};
-use crate::evaluation::{self, Fidelity, FidelityAccumulator, Subject, quantized_values, without_common_nonfinite};
+use crate::evaluation::{self, Fidelity, FidelityAccumulator, Runs, Subject, quantized_values, without_common_nonfinite};
 use crate::exec::Rounding;
 use crate::files;
 use crate::model::Model;
@@ -71,7 +71,7 @@ pub(super) fn onnx_fidelity(model: Model, file: &Path, batch: &Batch, memory: Me
     let folder = file.parent().unwrap_or(Path::new(""));
     let onnx = Subject::open_written(file, folder, model.config.values().clone(), work.threads)?.with_steps(DECODE_STEPS);
     let subjects = &mut [Subject::from_model(model)?.with_rounding(Rounding::Tensor), onnx];
-    let mut models = evaluation::load(subjects, Some(&batch.inputs), &Device::Cpu, memory, work)?;
+    let mut models = evaluation::load(subjects, (&batch.inputs, &Device::Cpu), memory, Runs::Repeated, work)?;
     let outputs = models.iter_mut().map(|model| model.run(&batch.inputs)).collect::<Result<Vec<_>>>()?;
     let pair = outputs.first().zip(outputs.last()).ok_or_else(|| Error::option("ONNX Runtime", "no outputs to compare"))?;
     evaluation::output_fidelity(batch, pair.0, pair.1)

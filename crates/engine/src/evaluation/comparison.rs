@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use candle_core::Device;
 
-use super::{Fidelity, FidelityAccumulator, Outputs, Runner, Score, Subject, evaluate, evaluate_in, load};
+use super::{Fidelity, FidelityAccumulator, Outputs, Runner, Runs, Score, Subject, evaluate, evaluate_in, load};
 use crate::data::{Batch, DataSet, Order};
 use crate::error::{Error, Result};
 use crate::exec::{MemoryTracker, Rounding};
@@ -31,7 +31,7 @@ pub struct Resources<'a> {
 
 impl Resources<'_> {
     fn load<'s>(&self, subjects: &'s mut [Subject], first: &Batch, work: &Work<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
-        load(subjects, Some(&first.inputs), self.device, self.memory, work)
+        load(subjects, (&first.inputs, self.device), self.memory, Runs::Repeated, work)
     }
 
     fn subject(&self, model: Model) -> Result<Subject> {

@@ -44,7 +44,7 @@ mod running {
     pub use metric::Outputs;
     use metric::{Metric, in_chunks, select_output, tensor_error};
     pub use runner::{BlockwiseCandle, Candle, OnnxRuntime, Runner};
-    pub use subject::{Subject, load, load_once};
+    pub use subject::{Runs, Subject, load, smaller_batch};
 
     use super::{Fidelity, Latency, OutputFidelity, Precision, Quantiles, Runtime, Score};
 }

@@ -7,8 +7,7 @@ use candle_core::Device;
 use serde_json::{Map, Value};
 
 use super::{BlockwiseCandle, Candle, OnnxRuntime, Precision, Runner, Runtime, without_folded_states};
-use crate::analysis;
-use crate::data::{Batch, Target};
+use crate::data::{Batch, Data, DataSet, Target, Task};
 use crate::error::{Error, Result};
 use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, MemoryTracker, Residence, Rounding, Schedule, sizes_of};
 use crate::files;
@@ -18,42 +17,29 @@ use crate::model::{Config, Model, SynthesizedFiles, auxiliary_path, has_other_we
 use crate::runtime::{Limits, Session, encoder_decoder};
 use crate::work::{MemoryLimit, Work};
 
-/// Loads models to be compared. They are loaded completely if they fit into memory together with the
-/// activations of a batch like `inputs`; otherwise the built-in executor runs them block by block. Fails if
-/// the models do not fit into the requested memory limit.
-pub fn load<'s>(
-    subjects: impl IntoIterator<Item = &'s mut Subject>,
-    inputs: Option<&Inputs>,
-    device: &Device,
-    memory: MemoryLimit,
-    work: &Work<'s>,
-) -> Result<Vec<Box<dyn Runner + 's>>> {
-    load_scheduled(subjects.into_iter().collect(), (inputs, device), memory, false, work)
+/// How often models run over data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Runs {
+    /// Once. On the CPU, large local models then run block by block even if they fit into memory, if that
+    /// takes much less memory. Results are the same.
+    Once,
+    /// Several times.
+    Repeated,
 }
 
-/// Like [`load`], for models that run over data once. On the CPU, large local models then run block by block
-/// even if they fit into memory, if that takes much less memory. Results are the same.
-pub fn load_once<'s>(
+/// Loads models to be compared on a device. They are loaded completely if they fit into memory together with
+/// the activations of a batch like `inputs`; otherwise the built-in executor runs them block by block. Fails
+/// if the models do not fit into the requested memory limit.
+pub fn load<'s>(
     subjects: impl IntoIterator<Item = &'s mut Subject>,
-    inputs: Option<&Inputs>,
-    device: &Device,
+    (inputs, device): (&Inputs, &Device),
     memory: MemoryLimit,
+    runs: Runs,
     work: &Work<'s>,
 ) -> Result<Vec<Box<dyn Runner + 's>>> {
     let subjects: Vec<&mut Subject> = subjects.into_iter().collect();
     let is_remote = |subject: &&mut Subject| matches!(&subject.source, Source::Folder { model, .. } if files::is_remote(&model.path));
-    let rereads = device.is_cpu() && !subjects.iter().any(is_remote);
-    load_scheduled(subjects, (inputs, device), memory, rereads, work)
-}
-
-/// Like [`load`]. `rereads`: parameters may be read several times even if they fit into memory.
-fn load_scheduled<'s>(
-    subjects: Vec<&'s mut Subject>,
-    (inputs, device): (Option<&Inputs>, &Device),
-    memory: MemoryLimit,
-    rereads: bool,
-    work: &Work<'s>,
-) -> Result<Vec<Box<dyn Runner + 's>>> {
+    let rereads = runs == Runs::Once && device.is_cpu() && !subjects.iter().any(is_remote);
     let needs: Vec<(&str, MemoryNeed)> = subjects.iter().filter_map(|subject| subject.memory_need(inputs, device)).collect();
     let chosen = Schedule::choose(memory, &needs)?;
     let compact = if rereads && chosen == Schedule::Resident { Schedule::compact(&needs) } else { None };
@@ -63,8 +49,22 @@ fn load_scheduled<'s>(
         Schedule::Resident => Schedule::Resident,
     };
     drop(needs);
-    let bytes: u64 = inputs.into_iter().flatten().map(|(_, tensor)| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum();
+    let bytes: u64 = inputs.values().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum();
     subjects.into_iter().map(|subject| subject.with_default_limits(bytes, memory).load_as((schedule, compact.is_some()), device, work)).collect()
+}
+
+/// A smaller batch size than the default one, if logits of the models take more than 256 MiB per batch.
+/// `None` if the batch size is set, or another task or a model determines it.
+pub fn smaller_batch<'s>(options: &Data, data: &DataSet, subjects: impl IntoIterator<Item = &'s Subject>) -> Result<Option<usize>> {
+    if options.batch_size.is_some() || data.task() != Task::LanguageModelling {
+        return Ok(None);
+    }
+    let subjects: Vec<&Subject> = subjects.into_iter().collect();
+    if subjects.iter().any(|subject| subject.target().fixed_batch().is_some()) {
+        return Ok(None);
+    }
+    let first = data.first()?;
+    Ok(subjects.iter().filter_map(|subject| subject.smaller_batch(&first)).min())
 }
 
 /// Maximum size of the outputs of a default batch, in bytes.
@@ -278,7 +278,7 @@ impl Subject {
 
     /// Number of samples whose outputs, such as logits of many classes, take at most 256 MiB, or 1, if the
     /// outputs of `batch` take more. `None` for ONNX files.
-    pub fn smaller_batch(&self, batch: &Batch) -> Option<usize> {
+    fn smaller_batch(&self, batch: &Batch) -> Option<usize> {
         let graph = self.graph()?;
         let sizes = sizes_of(graph, &batch.inputs);
         let outputs = graph.outputs().iter().map(|(_, value)| elements(&graph.value(*value).ty, &sizes));
@@ -287,11 +287,10 @@ impl Subject {
         usize::try_from(size.max(1)).ok().filter(|size| *size < batch.samples)
     }
 
-    /// Memory needed to run a folder on inputs of these sizes, or on one sample of default size; `None`
-    /// for ONNX files.
-    fn memory_need(&self, inputs: Option<&Inputs>, device: &Device) -> Option<(&str, MemoryNeed)> {
+    /// Memory needed to run a folder on inputs of these sizes; `None` for ONNX files.
+    fn memory_need(&self, inputs: &Inputs, device: &Device) -> Option<(&str, MemoryNeed)> {
         let Source::Folder { model, graph } = &self.source else { return None };
-        let sizes = inputs.map_or_else(|| analysis::usual_sizes(graph), |inputs| sizes_of(graph, inputs));
+        let sizes = sizes_of(graph, inputs);
         let compute = self.precision.dtype();
         let residence = Residence::most_compact(device, compute);
         Some((model.config.model_type(), MemoryNeed::estimate(graph, &model.weights, compute, residence, &sizes)))

@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use crate::arch;
 use crate::data::{self, Batch, References};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Outputs, Subject};
+use crate::evaluation::{self, Outputs, Runs, Subject};
 use crate::files;
 use crate::model::{Model, parse_config};
 use crate::pipeline::running::memory_limit;
@@ -82,7 +82,7 @@ impl Reference {
 /// The outputs of the built-in executor.
 pub(super) fn outputs(model: Model, batch: &Batch, work: &Work) -> Result<Outputs> {
     let mut subject = Subject::from_model(model)?;
-    let mut models = evaluation::load([&mut subject], Some(&batch.inputs), &Device::Cpu, memory_limit(None, &Device::Cpu), work)?;
+    let mut models = evaluation::load([&mut subject], (&batch.inputs, &Device::Cpu), memory_limit(None, &Device::Cpu), Runs::Repeated, work)?;
     models.first_mut().map_or_else(|| Ok(Outputs::new()), |model| model.run(&batch.inputs))
 }
 
