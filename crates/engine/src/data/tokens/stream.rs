@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 const READ_BYTES: usize = 1 << 16;
 /// Bytes by which consecutive chunks overlap.
 const OVERLAP: usize = 1 << 11;
-/// Length of the run of tokens on which two chunks must agree.
+/// Minimum length of the run of tokens on which two chunks must agree.
 const RUN: usize = 8;
 /// Maximum size of a chunk, in bytes; a longer chunk is split without agreement.
 const MAX_CHUNK: usize = 1 << 22;
@@ -107,11 +107,14 @@ impl Iterator for TokenStream<'_> {
     }
 }
 
-/// Positions in both lists of a common run of tokens; the second list starts `from` bytes after the first.
+/// Positions in both lists of a common run of tokens; the second list starts `from` bytes after the first. The
+/// run has at least half of the tokens that overlap: fewer agree by chance if the lists group digits
+/// differently.
 fn agreement(ours: &[(i64, usize)], from: usize, theirs: &[(i64, usize)]) -> Option<(usize, usize)> {
     let first = ours.partition_point(|(_, start)| *start < from);
+    let length = RUN.max(ours.len().saturating_sub(first) / 2);
     let same = |a: &[(i64, usize)], b: &[(i64, usize)]| a.iter().zip(b).all(|((a, a_start), (b, b_start))| a == b && *a_start == b_start.saturating_add(from));
-    ours.windows(RUN).enumerate().skip(first).find_map(|(position, run)| {
+    ours.windows(length).enumerate().skip(first).find_map(|(position, run)| {
         let start = run.first()?.1;
         // Byte-level tokens of one character have the same start and must not be separated.
         if position.checked_sub(1).and_then(|before| ours.get(before)).is_some_and(|before| before.1 == start) {
@@ -119,7 +122,7 @@ fn agreement(ours: &[(i64, usize)], from: usize, theirs: &[(i64, usize)]) -> Opt
         }
         let start = start.saturating_sub(from);
         let near = theirs.partition_point(|(_, at)| *at < start);
-        let found = theirs.get(near..)?.windows(RUN).take(RUN).position(|other| same(run, other))?;
+        let found = theirs.get(near..)?.windows(length).take(RUN).position(|other| same(run, other))?;
         Some((position, near.saturating_add(found)))
     })
 }
@@ -187,6 +190,20 @@ mod tests {
 
     const SMALL: usize = 1 << 12;
 
+    /// A tokenizer that divides digits into groups of three, from the left, like that of Llama 3.
+    fn grouping_digits(folder: &std::path::Path) -> Tokenizer {
+        byte_level(folder, "A", false);
+        let file = folder.join("tokenizer.json");
+        let mut whole: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+        let split = serde_json::json!({ "type": "Split", "pattern": { "Regex": "\\p{N}{1,3}" }, "behavior": "Isolated", "invert": false });
+        let bytes = serde_json::json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
+        whole["pre_tokenizer"] = serde_json::json!({ "type": "Sequence", "pretokenizers": [split, bytes] });
+        whole["model"]["vocab"]["12"] = 300.into();
+        whole["model"]["merges"].as_array_mut().unwrap().push("1 2".into());
+        std::fs::write(&file, whole.to_string()).unwrap();
+        Tokenizer::open(&crate::data::Target::new(folder, &crate::model::SynthesizedFiles::new(), &serde_json::Map::new()), None).unwrap()
+    }
+
     /// Counts the bytes that are read.
     struct Counted<'a>(&'a [u8], &'a AtomicUsize);
 
@@ -225,6 +242,14 @@ mod tests {
                 assert!(first.len() > 100 && tokens.starts_with(&first));
                 assert!(read.load(Ordering::Relaxed) <= 2 * SMALL || separators == [""], "{} bytes read", read.load(Ordering::Relaxed));
             }
+        }
+        let tokenizer = grouping_digits(folder.path());
+        let mut random = fastrand::Rng::with_seed(3);
+        let text: String = (0..50_000).map(|_| random.digit(10)).collect();
+        for size in SMALL..SMALL + 6 {
+            let pieces = Pieces { file: Box::new(text.as_bytes()), path: PathBuf::new(), rest: Vec::new(), size };
+            let stream = TokenStream { tokenizer: &tokenizer, pieces, chunk: String::new(), tokens: Vec::new(), is_finished: false };
+            assert!(stream.map(Result::unwrap).collect::<Vec<_>>().concat() == tokenizer.plain(&text).unwrap(), "{size}");
         }
         let tokenizer = byte_level(folder.path(), "A", false);
         assert_eq!(TokenStream::new(&tokenizer, Box::new(&b""[..]), PathBuf::new()).count(), 0);
