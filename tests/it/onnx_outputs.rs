@@ -72,6 +72,24 @@ fn outputs_may_be_the_same_value() {
     }
 }
 
+/// An input can be an output too, of the same or another name.
+#[test]
+fn outputs_may_be_inputs() {
+    if !onnxruntime::has_onnx_runtime() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (mut nodes, weights) = network();
+    nodes.push(node("Identity", &["x"], "copy", vec![]));
+    let mut file = model(13, &[0, 4], nodes, weights);
+    file.graph.as_mut().unwrap().output = ["l", "x", "copy"].map(|name| value(name, DataType::Float, None)).to_vec();
+    quantized(&file, folder.path(), &[4]);
+    let given = sample(&[0, 4]);
+    let outputs = Session::open(&folder.path().join("out.onnx"), Options::default()).unwrap().run(&given).unwrap();
+    let numbers = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!(["x", "copy"].map(|name| numbers(&outputs[name])), [numbers(&given["x"]), numbers(&given["x"])]);
+}
+
 /// A weight can be an output too, in the axis order of the file.
 #[test]
 fn outputs_may_be_weights() {

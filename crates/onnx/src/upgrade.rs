@@ -63,6 +63,9 @@ pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut
     if INCOMPATIBLE.iter().any(|(op, since)| *op == node.op_type() && between(*since)) {
         return Err(format!("`{}` of opset {from} has another meaning in opset {to}", node.op_type()));
     }
+    if node.op_type() == "BatchNormalization" && between(14) && node.output.iter().skip(1).any(|output| !output.is_empty()) {
+        return Err(format!("`BatchNormalization` of opset {from} with the statistics of a training has another meaning in opset {to}"));
+    }
     let mut node = upgrade_bodies(node, from, to, fresh)?;
     let mut nodes = Vec::new();
     let op = node.op_type().to_owned();
@@ -210,6 +213,9 @@ mod tests {
                 && upgraded(node("Relu", vec![]), 6, 17).is_err()
                 && upgraded(node("Relu", vec![]), 18, 17).is_err()
         );
+        let training = NodeProto { output: vec!["y".into(), "mean".into()], ..node("BatchNormalization", vec![]) };
+        assert!(upgraded(training.clone(), 9, 17).unwrap_err().contains("another meaning"));
+        assert!(upgraded(training.clone(), 9, 13).is_ok() && upgraded(training, 14, 17).is_ok());
         let other = NodeProto { domain: Some("com.microsoft".into()), ..node("Softmax", vec![]) };
         assert_eq!(upgraded(other.clone(), 6, 17).unwrap(), [other]);
     }
