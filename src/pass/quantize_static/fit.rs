@@ -25,7 +25,8 @@ pub(super) type ValueQuantizers = BTreeMap<String, (FakeQuantize, bool)>;
 /// kernel only if the quantizer after it has no wider range.
 fn clamp_range(graph: &Graph, value: ValueId, (low, high): (f32, f32)) -> (f32, f32) {
     match graph.producer(value).map(|node| &node.op) {
-        Some(Op::Clip(op)) => (low.max(op.min.min(0.0) as f32), high.min(op.max.max(0.0) as f32)),
+        // With a minimum above the maximum, the result is the maximum.
+        Some(Op::Clip(op)) => (low.max(op.min.min(op.max).min(0.0) as f32), high.min(op.max.max(0.0) as f32)),
         _ => (low, high),
     }
 }
@@ -243,8 +244,8 @@ mod tests {
             clamp_range(&graph, node.output, (-5.0, 8.0))
         };
         assert_eq!(
-            [("0.0", "0.5"), ("0.0", "9.0"), ("-2.0", "-1.0"), ("1.0", "3.0")].map(|(min, max)| limited(min, max)),
-            [(0.0, 0.5), (0.0, 8.0), (-2.0, 0.0), (0.0, 3.0)]
+            [("0.0", "0.5"), ("0.0", "9.0"), ("-2.0", "-1.0"), ("1.0", "3.0"), ("0.25", "-0.5")].map(|(min, max)| limited(min, max)),
+            [(0.0, 0.5), (0.0, 8.0), (-2.0, 0.0), (0.0, 3.0), (-0.5, 0.0)]
         );
     }
 

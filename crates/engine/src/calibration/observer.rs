@@ -36,9 +36,9 @@ impl ActivationObserver {
         }
     }
 
-    /// Chooses a range. It includes zero and does not exceed the observed minimum and maximum. `weights`
-    /// are the weights of each channel's squared error, and `percentile` is read by
-    /// [`ActivationObserver::Percentile`].
+    /// Chooses a range. It includes zero, and does not exceed the observed minimum and maximum unless it is
+    /// that of a few rows of a table, of which others will have larger values. `weights` are the weights of
+    /// each channel's squared error, and `percentile` is read by [`ActivationObserver::Percentile`].
     pub fn range(self, statistics: &ValueStatistics, weights: Option<&[f64]>, percentile: f64) -> (f32, f32) {
         let (low, high) = statistics.range();
         let wide = (f64::from(low), f64::from(high));
@@ -63,9 +63,10 @@ const FEW_VALUES: u64 = 1 << 15;
 /// The mean of the ranges that minimize the error of each group of samples. An outlier sample widens only
 /// the range of its own group, while it would dominate a sum of squared errors over all samples.
 fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
-    let rows = || statistics.groups().map(Channels::count).sum::<u64>();
-    if statistics.rows_per_sample() == 1 && rows() * weights.len() as u64 <= FEW_VALUES {
-        return second_group_range(statistics, weights);
+    if has_few_rows(statistics, weights.len()) {
+        let (low, high) = second_group_range(statistics, weights)?;
+        let (low, high) = widened(ActivationObserver::Mse, (low as f32, high as f32), statistics, weights, 0.0);
+        return Some((low.into(), high.into()));
     }
     let (mut low, mut high, mut count) = (0.0, 0.0, 0.0);
     for group in statistics.groups() {
@@ -73,6 +74,12 @@ fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f6
         (low, high, count) = (low + values * f64::from(range.0), high + values * f64::from(range.1), count + values);
     }
     (count > 0.0).then(|| (low / count, high / count))
+}
+
+/// Whether samples are rows of a table, and few.
+fn has_few_rows(statistics: &ValueStatistics, columns: usize) -> bool {
+    let rows: u64 = statistics.groups().map(Channels::count).sum();
+    statistics.rows_per_sample() == 1 && rows.saturating_mul(columns as u64) <= FEW_VALUES
 }
 
 /// The second largest ends of the ranges of groups. The extremes of a few rows are smaller than those of all
@@ -98,7 +105,14 @@ const MAX_CLIPPING_ERROR: f64 = 4.0;
 /// over the samples. With [`ActivationObserver::Mse`], the complete range if clipping has a much larger
 /// error: then a channel with outliers dominates the outputs of some samples.
 pub fn with_headroom(observer: ActivationObserver, statistics: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
-    let (low, high) = observer.range(statistics, Some(weights), percentile);
+    let range = observer.range(statistics, Some(weights), percentile);
+    // The range of a few rows is always widened.
+    let is_widened = observer == ActivationObserver::Mse && has_few_rows(statistics, weights.len());
+    if is_widened { range } else { widened(observer, range, statistics, weights, percentile) }
+}
+
+/// A range, widened by the factor that [`with_headroom`] selects.
+fn widened(observer: ActivationObserver, (low, high): (f32, f32), statistics: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
     let validated = |fold: &Fold| validated_range(observer, statistics, fold, None, weights, percentile);
     let Some(folds) = statistics.halves().and_then(|halves| halves.iter().map(validated).collect::<Option<Vec<_>>>()) else { return (low, high) };
@@ -330,7 +344,7 @@ mod tests {
             let row = |at: usize| vec![if large.contains(&at) { 4.0 } else { (at * 7 % 16) as f32 / 8.0 - 1.0 }];
             ActivationObserver::Mse.range(&statistics(&(0..64).map(row).collect::<Vec<_>>()), Some(&[1.0]), 0.0).1
         };
-        assert!(range(&[63]) < 1.1 && range(&[5, 62]) > 3.5, "{} {}", range(&[63]), range(&[5, 62]));
+        assert!(range(&[63]) < 2.0 && range(&[5, 62]) > 3.5, "{} {}", range(&[63]), range(&[5, 62]));
     }
 
     /// Nine images, so that two of them share a group: every image contributes its own best range, also to
