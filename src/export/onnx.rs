@@ -7,6 +7,7 @@
 //! embedding, only the rows that are looked up are dequantized.
 
 mod genai;
+mod notes;
 mod parts;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,10 +17,10 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
+use self::notes::{is_in_blocks, notes};
 use self::parts::Part;
 use super::{Exported, Format, LostResult, SizeForecast, lost_blocks};
 use crate::analysis::EncoderDecoder;
-use crate::arch;
 use crate::contract::Planned;
 use crate::error::{Error, Result, counted};
 use crate::files::{Destination, LocalNames};
@@ -28,11 +29,9 @@ use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::onnx::proto::{DataType, TensorProto};
 use crate::onnx::{Cache, Draft, InitializerLayout, ModelFile, OPSETS, Precision, Rewritten, Style, TiedHead, WeightOnly, draft, file, first_opset};
-use crate::run_state::{RunState, WARNING};
+use crate::run_state::RunState;
 use crate::store::writer::{self, Item, Piece, Prebuilt, WeightMeasurement, Written};
-use crate::store::{
-    ActivationScheme, Bias, BiasForm, Codes, DType, Decoded, Encoding, Granularity, QuantizationSpec, Rescaled, StorageFormat, Weight, Weights,
-};
+use crate::store::{Bias, BiasForm, Codes, DType, Decoded, Encoding, QuantizationSpec, Rescaled, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The ONNX format.
@@ -303,11 +302,6 @@ fn item(slot: &InitializerLayout, weights: &Weights) -> Result<Item> {
     Ok(Item { name, weight, storage_format: slot.storage_format })
 }
 
-/// Whether a weight consists of integers with a scale per block of rows and columns.
-fn is_in_blocks(spec: &QuantizationSpec) -> bool {
-    spec.codes.is_integer() && matches!(spec.granularity, Granularity::Block(_))
-}
-
 /// The ONNX file that a model was opened from, if no pass has changed the graph.
 fn original_file(model: &Model) -> Option<&ModelFile> {
     model.onnx.as_deref().filter(|_| model.changed_graph.is_none())
@@ -329,76 +323,6 @@ fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {
         metadata.insert("compress.passes".to_owned(), LocalNames::new(&passes, None).value(&passes).to_string());
     }
     metadata
-}
-
-/// Notes about how weights are stored and about tensors that are not written.
-fn notes(model: &Model, graph: &Graph, slots: &[&InitializerLayout]) -> Vec<String> {
-    let mut notes = Vec::new();
-    let mut remarks: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for slot in slots {
-        slot.remark.iter().for_each(|remark| remarks.entry(remark).or_default().push(&slot.weight));
-    }
-    notes.extend(
-        remarks
-            .into_iter()
-            .map(|(remark, names)| format!("{}: {}, {remark} (the first: `{}`)", file::MODEL, counted(names.len(), "quantized weight"), names[0])),
-    );
-    let palettes = slots.iter().filter(|slot| slot.palette.is_some()).count();
-    if palettes > 0 {
-        let width = if slots.iter().any(|slot| slot.tensors.iter().any(|tensor| tensor.data_type == DataType::Uint4)) {
-            "four bits or a byte each"
-        } else {
-            "a byte each; with `opset: 21`, four bits for codebooks of up to 16 values"
-        };
-        notes.push(format!(
-            "{}: {} stored as indices into codebooks (palettes; {width}), which runtimes dequantize when they load the file",
-            file::MODEL,
-            counted(palettes, "weight")
-        ));
-    }
-    let specs = || {
-        slots.iter().filter_map(|slot| match &model.weights.by_name.get(&slot.weight)?.encoding {
-            Encoding::Quantized(spec) => Some(spec),
-            Encoding::Dense => None,
-        })
-    };
-    let rounded = specs().filter(|spec| spec.codes.is_integer() && matches!(spec.activations, ActivationScheme::Float(..))).count();
-    if rounded > 0 {
-        notes.push(format!("{}: the activations of {} with FP8 activations stay floats", file::MODEL, counted(rounded, "weight")));
-    }
-    let blocks = specs().filter(|spec| is_in_blocks(spec)).count();
-    if blocks > 0 {
-        notes.push(format!(
-            "{WARNING}{}: {} dequantized, so that they are not smaller, and activations stay floats: ONNX has no scales of blocks of several rows; use `quantize --scheme W4A16` or `quantize-dynamic`",
-            file::MODEL,
-            counted(blocks, "integer weight")
-        ));
-    }
-    let floats = specs().filter(|spec| spec.codes.float().is_some()).count();
-    if floats > 0 {
-        notes.push(format!(
-            "{WARNING}{}: {} dequantized, so that they are not smaller, and activations stay floats: ONNX Runtime does not multiply low-bit floats on CPUs; use `quantize --scheme W4A16` or `quantize-dynamic`",
-            file::MODEL,
-            counted(floats, "low-bit float weight")
-        ));
-    }
-    if let Some(original) = &model.onnx {
-        notes.push(format!("{}: a pass has changed the graph, so it is exported anew with the original value names", file::MODEL));
-        notes.extend(original.note_on_removed_inputs(file::MODEL));
-        return notes;
-    }
-    let unused = model.unused(graph);
-    match model.image_size.get() {
-        Some([height, width]) => notes.push(format!("{} reads texts with one image of {height} x {width} pixels each", file::MODEL)),
-        None if arch::has_tower(model.config.model_type()) => {
-            notes.push(format!("{WARNING}{} has only the language model, for texts without images", file::MODEL));
-        }
-        None => {}
-    }
-    if let Some(first) = unused.first() {
-        notes.push(format!("not part of the graph and not in {}: {} of the checkpoint (the first: `{first}`)", file::MODEL, counted(unused.len(), "tensor")));
-    }
-    notes
 }
 
 impl Format for Onnx {

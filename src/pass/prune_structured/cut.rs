@@ -19,21 +19,19 @@ use crate::work::Meter;
 pub(in crate::pass) type Surviving = BTreeMap<(String, usize), Vec<usize>>;
 
 /// Finds a matrix outside of the graph that may read features of which some are removed, by its number of
-/// columns. Returns a warning, or an error if the features are an output of the graph and the model has a
-/// head, such as a classifier's.
+/// columns. Returns an error if the model has a head, such as a classifier's, and otherwise a warning.
 pub(super) fn other_reader<'g>(model: &Model, graph: &Graph, groups: impl Iterator<Item = &'g Group>, surviving: &Surviving) -> Result<Option<String>> {
     let known: BTreeSet<&str> = graph.params().map(|(_, value)| value.name.as_str()).chain(surviving.keys().map(|(name, _)| name.as_str())).collect();
     let tied = model.tied_names();
     let is_known = |name: &str| known.contains(name) || tied.iter().any(|(alias, original)| *alias == name && known.contains(*original));
     let is_other = |(name, weight): &(&String, &Weight)| weight.shape.len() == 2 && weight.is_float() && !is_known(name) && !arch::is_of_tower(name);
     let others: Vec<_> = model.weights.by_name.iter().filter(is_other).collect();
-    // transformers ignores heads in the checkpoint of a class without a head.
-    let class = model.config.class();
-    let has_head = !class.is_empty() && (!class.ends_with("Model") || class.contains("Head"));
     for group in groups.filter(|group| group.unit == GroupUnit::Hidden || group.output.is_some()) {
         let Some((name, _)) = others.iter().find(|(_, weight)| weight.shape.last() == Some(&group.size)) else { continue };
-        if let Some(output) = group.output.as_ref().filter(|_| has_head) {
-            let reason = format!("is not part of the graph, and may read the output `{output}`, which would become narrower");
+        // transformers ignores heads in the checkpoint of a class without a head.
+        if model.config.has_head() {
+            let read = group.output.as_ref().map_or("hidden state".to_owned(), |output| format!("output `{output}`"));
+            let reason = format!("is not part of the graph, and may read the {read}, which would become narrower");
             return Err(Error::tensor(name, reason, "remove the tensor from the checkpoint, or do not prune `hidden`"));
         }
         return Ok(Some(format!("{WARNING}`{name}` is not part of the graph and keeps its size, although it may read the hidden state")));

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use compress::export::Onnx;
 use compress::pass::{Amount, Amounts, PruneStructured, PrunedPart, Repair, UnitImportance};
 use compress::{Model, Pipeline};
 use compress_engine::exec::{Executor, Parameters, Residence};
@@ -310,11 +311,12 @@ fn layers_that_predict_tokens_keep_their_sizes() {
     }
 }
 
-/// A matrix outside of the graph that reads the hidden state keeps its size: a warning names it. With the
-/// head of a classifier, no library could load the result, so that the pass fails.
+/// A matrix outside of the graph that reads the hidden state keeps its size: a warning names it. If the model
+/// has a head, such as a classifier's or one next to its logits, no library could load the result, so that
+/// the pass fails. An ONNX file without the classifier has a warning.
 #[test]
 fn heads_outside_of_the_graph_are_not_left_behind() {
-    for (class, is_refused) in [("LlamaForSequenceClassification", true), ("LlamaModel", false), ("LlamaForCausalLM", false)] {
+    for (class, is_refused) in [("LlamaForSequenceClassification", true), ("LlamaModel", false), ("LlamaForCausalLM", true)] {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (folder.path().join("in"), folder.path().join("out"));
         let mut tensors = candle_core::safetensors::load(golden("llama").join("model.safetensors"), &Device::Cpu).unwrap();
@@ -327,6 +329,9 @@ fn heads_outside_of_the_graph_are_not_left_behind() {
         std::fs::create_dir(&input).unwrap();
         candle_core::safetensors::save(&tensors, input.join("model.safetensors")).unwrap();
         std::fs::write(input.join("config.json"), config.to_string()).unwrap();
+        let exported = Pipeline::builder().export(Onnx::default()).build().unwrap().run(Model::open(&input).unwrap(), folder.path().join("onnx")).unwrap();
+        let is_warned = exported.notes.iter().any(|note| note.starts_with("warning: ") && note.contains("without `score.weight`"));
+        assert_eq!(is_warned, class == "LlamaForSequenceClassification", "{class}: {:?}", exported.notes);
         let run = |part: PrunedPart| Pipeline::builder().pass(half(&[part])).build().unwrap().run(Model::open(&input).unwrap(), &out);
         let hidden = run(PrunedPart::Hidden);
         let message = hidden.as_ref().map_or_else(ToString::to_string, |report| report.notes.join("\n"));

@@ -113,6 +113,12 @@ impl Config {
         self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("")
     }
 
+    /// Whether [`class`](Config::class) has a head, such as a classifier.
+    pub fn has_head(&self) -> bool {
+        let class = self.class();
+        !class.is_empty() && (!class.ends_with("Model") || class.contains("Head"))
+    }
+
     /// Whether linear weights are stored as `[in, out]` (transformers' `Conv1D`).
     pub fn has_conv1d(&self) -> bool {
         arch::family(self.model_type()).is_some_and(|family| family.is_input_major)

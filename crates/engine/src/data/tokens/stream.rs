@@ -107,8 +107,8 @@ impl Iterator for TokenStream<'_> {
     }
 }
 
-/// Positions in both lists of a common run of tokens; the second list starts `from` bytes after the first. The
-/// run has at least half of the tokens that overlap: fewer agree by chance if the lists group digits
+/// Positions in both lists of a common run of tokens; the second list starts `from` bytes after the first.
+/// The run has at least half of the tokens that overlap: fewer agree by chance if the lists group digits
 /// differently.
 fn agreement(ours: &[(i64, usize)], from: usize, theirs: &[(i64, usize)]) -> Option<(usize, usize)> {
     let first = ours.partition_point(|(_, start)| *start < from);
