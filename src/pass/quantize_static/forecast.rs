@@ -11,7 +11,7 @@ impl QuantizeStatic {
     /// The runs of the prepared model.
     pub(super) fn model_runs(&self, prepared: &Prepared) -> Result<Option<Vec<ModelRun>>> {
         // Factors that are inserted do not multiply matrices.
-        let requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph, |_| false);
+        let requests = sites::Sites::new(&prepared.graph, &prepared.layers).requests(&prepared.graph);
         let observed = calibrate::run_to(&prepared.graph, |name| requests.contains_key(name));
         // Large images are observed again after rescaling.
         let is_repeated = self.observer == ActivationObserver::Mse && prepared.has_images();

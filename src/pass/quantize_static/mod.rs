@@ -47,6 +47,7 @@ use crate::store::Pattern;
 use crate::work::Meter;
 use constants::Widened;
 pub use goal::Goal;
+use observe::Needs;
 use prepare::Prepared;
 use scaling::Choice;
 pub use sensitivity::{Damage, recommend_floats};
@@ -216,8 +217,9 @@ const NAME: &str = "quantize-static";
 const MIN_SAMPLES: usize = 8;
 
 impl QuantizeStatic {
-    /// Prepares the model, collects statistics, and migrates scales.
-    fn analyze_and_rescale(&self, model: Model, context: &Context) -> Result<(Prepared, BTreeMap<String, ValueStatistics>, Vec<Choice>)> {
+    /// Prepares the model, collects statistics, and migrates scales. `subsets`: whether models are also
+    /// quantized in which some of the layers stay in floats.
+    fn analyze_and_rescale(&self, model: Model, subsets: bool, context: &Context) -> Result<(Prepared, BTreeMap<String, ValueStatistics>, Vec<Choice>)> {
         let mut prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
         let widened = if self.smooth == Smooth::None { Widened::new() } else { constants::widen(&mut prepared)? };
         let mut chains = match self.smooth {
@@ -229,7 +231,7 @@ impl QuantizeStatic {
             chains = channel_equalization::find_chains(&prepared.graph, &prepared.layers);
         }
         let single_images = self.expects_single_images(&prepared, context)?;
-        let mut statistics = self.observe(&mut prepared, single_images, context)?;
+        let mut statistics = self.observe(&mut prepared, Needs { single_images, subsets }, context)?;
         let fixed = if let Smooth::Strength(strength) = self.smooth { Some(strength) } else { None };
         let graph = prepared.graph.clone();
         let per_tensor = self.granularity == GranularityKind::Tensor;
@@ -239,10 +241,7 @@ impl QuantizeStatic {
             factors::remove_unused(&mut prepared, &choices.iter().map(|choice| choice.name.clone()).collect(), &mut statistics)?;
         }
         constants::narrow(&mut prepared, widened)?;
-        // The best ranges of single images are those of the rescaled model.
-        if self.lacks_ranges(&prepared, &statistics)? {
-            statistics = self.observe(&mut prepared, true, context)?;
-        }
+        self.update_ranges(&mut prepared, &mut statistics, (!choices.is_empty(), subsets), context)?;
         Ok((prepared, statistics, choices))
     }
 
@@ -254,7 +253,7 @@ impl QuantizeStatic {
 
     /// Quantizes the model with scales found on calibration samples.
     fn quantize(&self, model: &Model, context: &Context) -> Result<(Model, Applied)> {
-        let (prepared, statistics, choices) = self.analyze_and_rescale(model.clone(), context)?;
+        let (prepared, statistics, choices) = self.analyze_and_rescale(model.clone(), self.accuracy_goal.is_some(), context)?;
         let mut layers = prepared.layers.clone();
         let (mut notes, mut goal, mut damages) = (Vec::new(), Value::Null, Vec::new());
         if let Some(requested) = &self.accuracy_goal {
@@ -344,7 +343,7 @@ mod tests {
     fn rescaled(model: &Model, inputs: &Inputs, smooth: Smooth) -> (Prepared, Vec<Choice>) {
         let before = outputs(&model.graph().unwrap(), model, inputs);
         let pass = QuantizeStatic { smooth, ..QuantizeStatic::default() };
-        let (prepared, _, choices) = calibrated(inputs, |context| pass.analyze_and_rescale(model.clone(), context)).unwrap().unwrap();
+        let (prepared, _, choices) = calibrated(inputs, |context| pass.analyze_and_rescale(model.clone(), false, context)).unwrap().unwrap();
         let after = outputs(&prepared.graph, &prepared.model, inputs);
         for (name, tensor) in &before {
             let largest: f32 = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
@@ -443,7 +442,7 @@ mod tests {
             let images = Tensor::from_vec(images.collect(), (COUNT, 1, height, 128), &Device::Cpu).unwrap();
             let inputs = Inputs::from([("x".to_owned(), images)]);
             let pass = QuantizeStatic { smooth: Smooth::None, ..QuantizeStatic::default() };
-            let (_, statistics, _) = calibrated(&inputs, |context| pass.analyze_and_rescale(model.clone(), context)).unwrap().unwrap();
+            let (_, statistics, _) = calibrated(&inputs, |context| pass.analyze_and_rescale(model.clone(), false, context)).unwrap().unwrap();
             ActivationObserver::Mse.range(&statistics["x"], Some(&[1.0]), 0.0).1
         };
         for (height, share) in [(128, 1.0 / 9.0), (127, 2.0 / 9.0)] {

@@ -15,27 +15,35 @@ use crate::pass::{Context, calibrate};
 /// on CIFAR-10 images of 32 × 32 pixels loses accuracy.
 const MIN_PIXELS: usize = 128 * 128;
 
+/// Which ranges the statistics must determine.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Needs {
+    /// The best ranges of single images.
+    pub single_images: bool,
+    /// Those of models in which only some of the layers are quantized.
+    pub subsets: bool,
+}
+
 impl QuantizeStatic {
-    /// Collects statistics of all values to be quantized, and the best ranges of single images if
-    /// `single_images` is set.
-    pub(super) fn observe(&self, prepared: &mut Prepared, single_images: bool, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
-        let mut requests = self.requests(prepared, single_images)?;
+    /// Collects statistics of all values to be quantized.
+    pub(super) fn observe(&self, prepared: &mut Prepared, needs: Needs, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
+        let mut requests = self.requests(prepared, needs)?;
         let graph = bodies::observed(prepared, &mut requests, self.observer.needs_whole(false))?;
         let statistics = calibrate::statistics(NAME, &graph, &prepared.model, &requests, context)?;
         bodies::deselect_unobserved(prepared, &graph, &statistics, context.data.calibration.as_ref().and_then(|data| data.batch_size)).map(|()| statistics)
     }
 
-    fn requests(&self, prepared: &Prepared, single_images: bool) -> Result<BTreeMap<String, Request>> {
+    fn requests(&self, prepared: &Prepared, needs: Needs) -> Result<BTreeMap<String, Request>> {
         let (graph, sites) = (&prepared.graph, Sites::new(&prepared.graph, &prepared.layers));
-        // To reach an accuracy goal, the layers that read a value may stay in floats.
-        let mut requests = sites.requests(graph, |site| self.observer.needs_whole(site.has_layer && self.accuracy_goal.is_none()));
-        if single_images {
-            for id in sites.values.keys() {
-                // A text has too few tokens for a range of its own.
-                if let Some(request) = requests.get_mut(&graph.value(*id).name).filter(|request| request.axis == Axis::Second) {
-                    request.weights = Some(self.costs(prepared, &prepared.layers, *id)?).filter(|costs| !costs.is_empty()).map(Into::into);
-                }
-            }
+        let mut requests = sites.requests(graph);
+        for id in sites.values.keys() {
+            let Some(request) = requests.get_mut(&graph.value(*id).name) else { continue };
+            // A text has too few tokens for a range of its own.
+            let is_image = self.observer == ActivationObserver::Mse && request.axis == Axis::Second;
+            let costs = if is_image { self.costs(prepared, &prepared.layers, *id)? } else { Vec::new() };
+            // Without the layers that read a value, the errors of its channels have no weights.
+            request.whole = self.observer.needs_whole(!costs.is_empty() && !needs.subsets);
+            request.weights = Some(costs).filter(|costs| needs.single_images && !costs.is_empty()).map(Into::into);
         }
         Ok(requests)
     }
@@ -57,15 +65,29 @@ impl QuantizeStatic {
         self.observer == ActivationObserver::Mse && prepared.has_images()
     }
 
-    /// Whether the statistics lack the best ranges of single images for the weights of the model.
-    pub(super) fn lacks_ranges(&self, prepared: &Prepared, statistics: &BTreeMap<String, ValueStatistics>) -> Result<bool> {
-        let are_large = statistics.values().any(|value| value.rows_per_sample() >= MIN_PIXELS as u64);
-        if !self.may_have_single_images(prepared) || !are_large {
-            return Ok(false);
+    /// Makes the best ranges of single images those of the rescaled model. Without them, or if the model was
+    /// rescaled, it is observed again. Drops the ranges of images that are small on average.
+    pub(super) fn update_ranges(
+        &self,
+        prepared: &mut Prepared,
+        statistics: &mut BTreeMap<String, ValueStatistics>,
+        (is_rescaled, subsets): (bool, bool),
+        context: &Context,
+    ) -> Result<()> {
+        if !self.may_have_single_images(prepared) {
+            return Ok(());
         }
-        let requests = self.requests(prepared, true)?;
+        if statistics.values().all(|value| value.rows_per_sample() < MIN_PIXELS as u64) {
+            statistics.values_mut().for_each(ValueStatistics::drop_sample_ranges);
+            return Ok(());
+        }
+        let needs = Needs { single_images: true, subsets };
+        let requests = self.requests(prepared, needs)?;
         let mut weighted = requests.iter().filter_map(|(name, request)| Some((name, request.weights.as_ref()?)));
-        Ok(weighted.any(|(name, weights)| statistics.get(name).is_none_or(|found| !found.has_sample_ranges(weights))))
+        if is_rescaled || weighted.any(|(name, weights)| statistics.get(name).is_none_or(|found| !found.has_sample_ranges(weights))) {
+            *statistics = self.observe(prepared, needs, context)?;
+        }
+        Ok(())
     }
 }
 
@@ -73,9 +95,34 @@ impl QuantizeStatic {
 mod tests {
     use candle_core::{Device, Tensor};
 
+    use super::super::prepare::prepare;
     use super::*;
     use crate::exec::Inputs;
     use crate::pass::testing::{self, calibrated, numbers};
+
+    /// Without weights of the channels' errors, ranges follow from the histogram of all channels: for inputs
+    /// of grouped convolutions, for outputs, and if the layers that read a value may stay in floats.
+    #[test]
+    fn ranges_without_weights_need_the_whole_histogram() {
+        let conv = |groups: usize| format!("Conv{{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":{groups}}}");
+        let text = format!(
+            "input x: float[batch, 4, 8, 8]\nparam a.weight: float[4, 4, 1, 1]\nparam b.weight: float[4, 2, 1, 1]\n\
+            first = {}(x, a.weight) -> float[batch, 4, 8, 8]\nrelu = Relu(first) -> float[batch, 4, 8, 8]\n\
+            y = {}(relu, b.weight) -> float[batch, 4, 8, 8]\noutput y = y\n",
+            conv(1),
+            conv(2)
+        );
+        let (_folder, model) = testing::model(&text, |_, shape| numbers(shape)).unwrap();
+        let prepared = prepare(NAME, model, &[], &[]).unwrap();
+        let whole = |observer: ActivationObserver, subsets: bool| {
+            let pass = QuantizeStatic { observer, ..QuantizeStatic::default() };
+            let requests = pass.requests(&prepared, Needs { single_images: false, subsets }).unwrap();
+            ["x", "relu", "y"].map(|name| requests[name].whole)
+        };
+        assert_eq!(whole(ActivationObserver::Mse, false), [false, true, true]);
+        assert_eq!(whole(ActivationObserver::Mse, true), [true; 3]);
+        assert_eq!([ActivationObserver::Minmax, ActivationObserver::Percentile].map(|observer| whole(observer, true)), [[false; 3], [true; 3]]);
+    }
 
     /// Ranges of single images are those of the rescaled model, whether or not it is observed again.
     #[test]
@@ -94,8 +141,8 @@ mod tests {
             let image = Tensor::from_vec(values("x", &[9, 3, SIZE, SIZE]), (9, 3, SIZE, SIZE), &Device::Cpu).unwrap();
             let pass = QuantizeStatic::default();
             let found: Result<_> = calibrated(&Inputs::from([("x".to_owned(), image)]), |context| {
-                let (mut prepared, statistics, choices) = pass.analyze_and_rescale(model.clone(), context)?;
-                let observed_again = pass.observe(&mut prepared, true, context)?;
+                let (mut prepared, statistics, choices) = pass.analyze_and_rescale(model.clone(), false, context)?;
+                let observed_again = pass.observe(&mut prepared, Needs { single_images: true, subsets: false }, context)?;
                 let ranges = |statistics: BTreeMap<String, ValueStatistics>| statistics.into_values().map(|x| pass.range(&x, &[1.0; 4])).collect::<Vec<_>>();
                 Ok((choices.len(), [statistics, observed_again].map(ranges)))
             })

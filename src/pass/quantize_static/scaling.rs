@@ -404,7 +404,7 @@ mod tests {
         let row = |model: &Model| model.weights.get("a.weight").unwrap().floats("a.weight").unwrap()[3 * 8..4 * 8].to_vec();
         for smooth in [Smooth::Auto, Smooth::Free, Smooth::Strength(0.9)] {
             let pass = QuantizeStatic { smooth, granularity: GranularityKind::Tensor, ..QuantizeStatic::default() };
-            let (prepared, ..) = calibrated(&inputs, |context| pass.analyze_and_rescale(model.clone(), context)).unwrap().unwrap();
+            let (prepared, ..) = calibrated(&inputs, |context| pass.analyze_and_rescale(model.clone(), false, context)).unwrap().unwrap();
             assert_eq!(row(&prepared.model), row(&model), "{smooth}");
         }
     }

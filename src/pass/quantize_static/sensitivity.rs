@@ -135,7 +135,7 @@ impl QuantizeStatic {
             return measure_layers(&prepared, context, |name| pass.weight_damage(&prepared, name));
         }
         let plain = super::prepare::prepare(super::NAME, model.clone(), &self.targets, &self.ignore)?;
-        let (prepared, statistics, _) = pass.analyze_and_rescale(model, context)?;
+        let (prepared, statistics, _) = pass.analyze_and_rescale(model, true, context)?;
         let (compared, compared_plain) = (Compared::new(&prepared, context, rounding)?, Compared::new(&plain, context, rounding)?);
         measure_layers(&prepared, context, |name| {
             let mut damage = pass.weight_damage(&plain, name)?;

@@ -17,8 +17,6 @@ use crate::pass::consumers::{channels_second, only_reader, weight_input};
 pub(super) struct Site {
     /// Whether all readers get the quantized value, or only quantized layers.
     pub all_readers: bool,
-    /// Whether a quantized layer reads it.
-    pub has_layer: bool,
     /// The value that determines its scale.
     pub scale_of: ValueId,
 }
@@ -37,7 +35,6 @@ impl Sites {
         for node in graph.nodes() {
             if quantized(node) {
                 sites.add(node.inputs[0], false, None);
-                sites.values.entry(node.inputs[0]).and_modify(|site| site.has_layer = true);
             }
             match &node.op {
                 Op::Conv(_) if quantized(node) => sites.add(after_activation(graph, node.output), true, None),
@@ -54,7 +51,7 @@ impl Sites {
     }
 
     fn add(&mut self, value: ValueId, all_readers: bool, scale_of: Option<ValueId>) {
-        let site = self.values.entry(value).or_insert(Site { all_readers, has_layer: false, scale_of: value });
+        let site = self.values.entry(value).or_insert(Site { all_readers, scale_of: value });
         site.all_readers |= all_readers;
         if let Some(scale_of) = scale_of {
             site.scale_of = scale_of;
@@ -65,14 +62,13 @@ impl Sites {
         self.values.get(&value).is_some_and(|site| site.all_readers)
     }
 
-    /// The statistics that calibration must collect. `whole` tells whether the range of a value follows from
-    /// the histogram of all channels.
-    pub fn requests(&self, graph: &Graph, whole: impl Fn(&Site) -> bool) -> BTreeMap<String, Request> {
-        let request = |(id, site): (&ValueId, &Site)| {
+    /// The statistics that calibration must collect of each channel.
+    pub fn requests(&self, graph: &Graph) -> BTreeMap<String, Request> {
+        let request = |id: &ValueId| {
             let axis = if channels_second(graph, *id) { Axis::Second } else { Axis::Last };
-            (graph.value(*id).name.clone(), Request { axis, histograms: true, whole: whole(site), weights: None })
+            (graph.value(*id).name.clone(), Request { axis, histograms: true, whole: false, weights: None })
         };
-        self.values.iter().map(request).collect()
+        self.values.keys().map(request).collect()
     }
 }
 

@@ -303,7 +303,9 @@ impl Run<'_> {
         let own = own.filter(|_| renumbered || difference.is_some());
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
-        let runs = if evaluate.latency { Runs::Repeated } else { Runs::Once };
+        // Without a safetensors export, every reading of the output's weights computes them again.
+        let measures_latency = evaluate.latency && first_after > 0;
+        let runs = if measures_latency || !self.writes_safetensors() { Runs::Repeated } else { Runs::Once };
         let mut models = models_to_run.load(&batch.inputs, runs, &self.pipeline.running, &self.work)?;
         let outcomes = match &own {
             None => evaluation::evaluate(&data, &mut models, &pairs, &self.work)?,
@@ -323,9 +325,9 @@ impl Run<'_> {
             }
         };
         if models.iter().any(|model| model.group_size(&batch.inputs).is_some()) {
-            let why = if evaluate.latency { "because they do not fit into memory; latency was not measured" } else { "to save memory" };
+            let why = if measures_latency { "because they do not fit into memory; latency was not measured" } else { "to save memory" };
             measured.notes.push(format!("models ran block by block, {why}"));
-        } else if evaluate.latency && first_after > 0 {
+        } else if measures_latency {
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());
             let first_own = own.as_ref().map(|own| own.first()).transpose()?;

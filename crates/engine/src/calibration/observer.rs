@@ -293,13 +293,15 @@ mod tests {
         let factors = [0.5f32, 4.0, 2.0];
         let values: Vec<f32> = (0..300).map(|i| (i * 797 % 300) as f32 / 150.0 - 0.9).collect();
         let observed = |values: &[f32]| {
-            let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, whole: false, weights: None });
+            let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, whole: true, weights: None });
             statistics.add("x", values, &[100, 3], Axis::Last, &[100]).unwrap();
             statistics
         };
         let (mut found, expected) = (observed(&values), observed(&values.iter().zip(factors.iter().cycle()).map(|(x, by)| x * by).collect::<Vec<_>>()));
         found.multiply(&factors.map(f64::from));
         assert_eq!((&found.rows, found.channels().largest()), (&expected.rows, expected.channels().largest()));
+        let ranges = [&found, &expected].map(|statistics| ActivationObserver::Percentile.range(statistics, None, 90.0));
+        assert!((ranges[0].1 - ranges[1].1).abs() < 0.05 && (ranges[0].0 - ranges[1].0).abs() < 0.05, "{ranges:?}");
         let squares = found.channels().mean_squares().into_iter().zip(expected.channels().mean_squares());
         assert!(squares.into_iter().all(|(found, expected)| (found - expected).abs() < 1e-6 * expected));
     }

@@ -144,12 +144,13 @@ impl ValueStatistics {
     /// Rescales the statistics as if each channel had been multiplied by its factor. Drops the best ranges
     /// of single samples, which do not follow from those of the original values.
     pub fn multiply(&mut self, factors: &[f64]) {
+        self.drop_sample_ranges();
         if factors.iter().all(|factor| *factor == 1.0) {
             return;
         }
         let before = self.range();
-        // Those of single samples and of all channels together do not follow from the factors.
-        (self.sample_ranges, self.histogram) = (None, None);
+        // That of the rescaled values is derived from the histograms of channels.
+        self.histogram = None;
         self.groups.iter_mut().for_each(|group| group.multiply(factors));
         self.running_range.scale(before, self.range());
         for row in &mut self.rows {
@@ -194,6 +195,11 @@ impl ValueStatistics {
     pub(super) fn histogram(&self) -> Option<Cow<'_, ActivationHistogram>> {
         let sum = || Some(self.channels()).filter(Channels::has_histograms).map(|channels| Cow::Owned(channels.histogram()));
         self.histogram.as_ref().map(Cow::Borrowed).or_else(sum)
+    }
+
+    /// Drops the best ranges of single samples.
+    pub fn drop_sample_ranges(&mut self) {
+        self.sample_ranges = None;
     }
 
     /// Whether the best range of each sample was computed with these weights of the channels' errors.

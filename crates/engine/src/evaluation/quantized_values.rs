@@ -153,8 +153,9 @@ fn expose(graph: &Graph, proto: &mut ModelProto) -> Result<Option<BTreeMap<Strin
         let kind = written
             .and_then(|written| zero_point_type(file, written))
             .ok_or_else(|| Error::graph(format!("graph value `{name}`"), "has no `QuantizeLinear` with a zero point in the ONNX file"))?;
-        let zero = quantizer.zero_point.saturating_add(if kind == DataType::Uint8 { 128 } else { 0 });
-        let zero = zero.try_into().map_err(|_| Error::graph(format!("graph value `{name}`"), format!("has the zero point {zero} instead of one of 8 bits")))?;
+        let zero = quantizer.zero_point;
+        let outside = || Error::graph(format!("graph value `{name}`"), format!("has the zero point {zero}, which is not an 8-bit integer"));
+        let zero = i16::from(i8::try_from(zero).map_err(|_| outside())?) + if kind == DataType::Uint8 { 128 } else { 0 };
         found.insert(name.clone(), Quantized { scale: quantizer.scale, zero });
         let tensor = TensorTypeProto { elem_type: Some(kind as i32), shape: None };
         let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
