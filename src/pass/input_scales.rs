@@ -33,7 +33,7 @@ pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Quantiz
     let scaled: Vec<&String> = encodings.iter().filter(|(_, affine)| affine.activations.parameters().is_some()).map(|(name, _)| name).collect();
     let mut requests = BTreeMap::new();
     for name in &scaled {
-        requests.extend(read(name)?.iter().map(|value| ((*value).to_owned(), Request { axis: Axis::Last, histograms: false, whole: false, weights: None })));
+        requests.extend(read(name)?.iter().map(|value| ((*value).to_owned(), Request { axis: Axis::Last, histograms: false, joint: false, weights: None })));
     }
     let statistics = calibrate::statistics(pass, &graph, model, &requests, context)?;
     let mut largest: BTreeMap<String, f32> = BTreeMap::new();

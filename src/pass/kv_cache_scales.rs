@@ -53,7 +53,7 @@ pub(in crate::pass) fn add_calibrated(pass: &str, scheme: CacheScheme, model: &m
 
 /// The largest magnitude of the keys and values of each layer, by the name of the value.
 fn largest_by_layer(pass: &str, graph: &Graph, model: &Model, cached: &[CachedAttention], context: &Context) -> Result<BTreeMap<String, Vec<f32>>> {
-    let request = Request { axis: Axis::Last, histograms: false, whole: false, weights: None };
+    let request = Request { axis: Axis::Last, histograms: false, joint: false, weights: None };
     let requests: BTreeMap<String, Request> = cached.iter().flat_map(|found| found.reads.clone()).map(|value| (value, request.clone())).collect();
     let statistics = calibrate::statistics(pass, graph, model, &requests, context)?;
     let largest = |observed: &ValueStatistics| vec![observed.channels().largest().into_iter().fold(0f32, f32::max)];

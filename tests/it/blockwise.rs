@@ -377,7 +377,7 @@ fn calibration_does_not_depend_on_the_memory_limit() {
     let subject = Subject::from_model(model.clone()).unwrap();
     let data = DataSet::open(&tokens(desk.path()), subject.target()).unwrap();
     let requests: BTreeMap<String, Request> =
-        sites(&graph).into_iter().map(|name| (name, Request { axis: Axis::Last, histograms: true, whole: true, weights: None })).collect();
+        sites(&graph).into_iter().map(|name| (name, Request { axis: Axis::Last, histograms: true, joint: true, weights: None })).collect();
     work(|work| {
         let executor = Executor::new(&graph, parameters(&model, &graph), Device::Cpu);
         let text = |seen: &BTreeMap<String, compress_engine::calibration::ValueStatistics>| format!("{seen:?}");

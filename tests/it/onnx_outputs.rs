@@ -3,6 +3,7 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
@@ -53,6 +54,20 @@ fn network() -> (Vec<NodeProto>, Vec<TensorProto>) {
     (products.to_vec(), vec![floats("first", &[4, 6]), floats("second", &[6, 4])])
 }
 
+/// Quantizes the network with further nodes and these outputs, and returns the written file and its outputs.
+fn with_outputs(further: Option<NodeProto>, names: &[&str], folder: &Path) -> (ModelProto, BTreeMap<String, Tensor>) {
+    let (mut nodes, weights) = network();
+    nodes.extend(further);
+    let mut file = model(13, &[0, 4], nodes, weights);
+    file.graph.as_mut().unwrap().output = names.iter().map(|name| value(name, DataType::Float, None)).collect();
+    let written = quantized(&file, folder, &[4]);
+    (written, Session::open(&folder.join("out.onnx"), Options::default()).unwrap().run(&sample(&[0, 4])).unwrap())
+}
+
+fn elements(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
 /// Outputs that are the same value, or the same output twice, are written as ONNX Runtime loads them.
 #[test]
 fn outputs_may_be_the_same_value() {
@@ -61,14 +76,8 @@ fn outputs_may_be_the_same_value() {
     }
     let folder = tempfile::tempdir().unwrap();
     for names in [["l", "same"], ["same", "l"]] {
-        let (mut nodes, weights) = network();
-        nodes.push(node("Identity", &["l"], "same", vec![]));
-        let mut file = model(13, &[0, 4], nodes, weights);
-        file.graph.as_mut().unwrap().output = names.map(|name| value(name, DataType::Float, None)).to_vec();
-        quantized(&file, folder.path(), &[4]);
-        let outputs = Session::open(&folder.path().join("out.onnx"), Options::default()).unwrap().run(&sample(&[0, 4])).unwrap();
-        let numbers = |name: &str| outputs[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(numbers("l"), numbers("same"));
+        let (_, outputs) = with_outputs(Some(node("Identity", &["l"], "same", vec![])), &names, folder.path());
+        assert_eq!(elements(&outputs["l"]), elements(&outputs["same"]));
     }
 }
 
@@ -79,15 +88,9 @@ fn outputs_may_be_inputs() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let (mut nodes, weights) = network();
-    nodes.push(node("Identity", &["x"], "copy", vec![]));
-    let mut file = model(13, &[0, 4], nodes, weights);
-    file.graph.as_mut().unwrap().output = ["l", "x", "copy"].map(|name| value(name, DataType::Float, None)).to_vec();
-    quantized(&file, folder.path(), &[4]);
-    let given = sample(&[0, 4]);
-    let outputs = Session::open(&folder.path().join("out.onnx"), Options::default()).unwrap().run(&given).unwrap();
-    let numbers = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    assert_eq!(["x", "copy"].map(|name| numbers(&outputs[name])), [numbers(&given["x"]), numbers(&given["x"])]);
+    let (_, outputs) = with_outputs(Some(node("Identity", &["x"], "copy", vec![])), &["l", "x", "copy"], folder.path());
+    let given = elements(&sample(&[0, 4])["x"]);
+    assert_eq!(["x", "copy"].map(|name| elements(&outputs[name])), [given.clone(), given]);
 }
 
 /// A weight can be an output too, in the axis order of the file.
@@ -97,15 +100,11 @@ fn outputs_may_be_weights() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let (nodes, weights) = network();
-    let mut file = model(13, &[0, 4], nodes, weights);
-    file.graph.as_mut().unwrap().output = ["l", "second"].map(|name| value(name, DataType::Float, None)).to_vec();
-    let written = quantized(&file, folder.path(), &[4]);
+    let (written, outputs) = with_outputs(None, &["l", "second"], folder.path());
     assert!(written.graph.unwrap().node.iter().any(|node| node.op_type() == "QuantizeLinear"));
-    let outputs = Session::open(&folder.path().join("out.onnx"), Options::default()).unwrap().run(&sample(&[0, 4])).unwrap();
     assert_eq!(outputs["second"].dims(), [6, 4]);
     let expected: Vec<f32> = floats("second", &[6, 4]).raw_data.unwrap().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
-    assert_eq!(outputs["second"].flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected);
+    assert_eq!(elements(&outputs["second"]), expected);
 }
 
 /// A last node that casts an output to another float type does not prevent passes from running the model,

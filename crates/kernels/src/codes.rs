@@ -25,40 +25,52 @@ const LANES: usize = 8;
 /// Larger values in steps are counted as this one, so that their squares are finite.
 const MOST: f64 = 1e18;
 
-/// Compares a value in steps with a code. Returns the values in steps, the given one first.
-#[inline(always)]
-fn steps(value: f32, code: i16, scale: f64, zero: i16) -> [f64; 2] {
-    // The division is exact enough to return the integer that was multiplied by the scale.
-    let own = (f64::from(value) / scale).round_ties_even();
-    let own = if own.is_nan() { 0.0 } else { own };
-    let own = if own > -MOST { own } else { -MOST };
-    [f64::from(i32::from(code) - i32::from(zero)), if own < MOST { own } else { MOST }]
+/// Differences by lane.
+#[derive(Default)]
+struct Lanes {
+    largest: [f64; LANES],
+    squares: [[f64; LANES]; 2],
+    products: [f64; LANES],
+}
+
+impl Lanes {
+    /// Compares values with codes, and replaces them by those of the codes.
+    #[inline(always)]
+    fn replace(&mut self, values: &mut [f32; LANES], codes: &[i16; LANES], scale: f32, zero: i16) {
+        for lane in 0..LANES {
+            // The division is exact enough to return the integer that was multiplied by the scale.
+            let own = (f64::from(values[lane]) / f64::from(scale)).round_ties_even();
+            let own = if own.is_nan() { 0.0 } else { own };
+            let own = if own > -MOST { own } else { -MOST };
+            let own = if own < MOST { own } else { MOST };
+            let given = f64::from(i32::from(codes[lane]) - i32::from(zero));
+            let difference = (given - own).abs();
+            self.largest[lane] = if difference > self.largest[lane] { difference } else { self.largest[lane] };
+            self.squares[0][lane] += given * given;
+            self.squares[1][lane] += own * own;
+            self.products[lane] += given * own;
+            values[lane] = given as f32 * scale;
+        }
+    }
 }
 
 simd! {
     /// Compares values, which are multiples of `scale`, with as many codes, of which `zero` represents 0, and
     /// replaces the values by those of the codes.
     pub fn replace(values: &mut [f32], codes: &[i16], scale: f32, zero: i16) -> CodeDifferences {
-        let (mut largest, mut squares, mut products) = ([0f64; LANES], [[0f64; LANES]; 2], [0f64; LANES]);
-        for (values, codes) in values.chunks_mut(LANES).zip(codes.chunks(LANES)) {
-            // Codes of zero beyond the end do not change the sums.
-            let (mut own, mut given) = ([0f32; LANES], [zero; LANES]);
-            own[..values.len()].copy_from_slice(values);
-            given[..codes.len()].copy_from_slice(codes);
-            for lane in 0..LANES {
-                let [given, computed] = steps(own[lane], given[lane], f64::from(scale), zero);
-                let difference = (given - computed).abs();
-                largest[lane] = if difference > largest[lane] { difference } else { largest[lane] };
-                squares[0][lane] += given * given;
-                squares[1][lane] += computed * computed;
-                products[lane] += given * computed;
-                own[lane] = given as f32 * scale;
-            }
-            let count = values.len();
-            values.copy_from_slice(&own[..count]);
+        let mut lanes = Lanes::default();
+        let ((blocks, rest), (given, last)) = (values.as_chunks_mut::<LANES>(), codes.as_chunks::<LANES>());
+        for (values, codes) in blocks.iter_mut().zip(given) {
+            lanes.replace(values, codes, scale, zero);
         }
+        // Zeros beyond the end do not change the sums.
+        let (mut own, mut given) = ([0f32; LANES], [zero; LANES]);
+        own[..rest.len()].copy_from_slice(rest);
+        given[..last.len()].copy_from_slice(last);
+        lanes.replace(&mut own, &given, scale, zero);
+        rest.copy_from_slice(&own[..rest.len()]);
         let sum = |lanes: [f64; LANES]| lanes.iter().sum();
-        CodeDifferences { largest: largest.into_iter().fold(0.0, f64::max), squares: squares.map(sum), products: sum(products) }
+        CodeDifferences { largest: lanes.largest.into_iter().fold(0.0, f64::max), squares: lanes.squares.map(sum), products: sum(lanes.products) }
     }
 }
 

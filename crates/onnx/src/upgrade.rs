@@ -64,7 +64,7 @@ pub(super) fn upgrade(node: NodeProto, from: i64, to: i64, fresh: &mut dyn FnMut
         return Err(format!("`{}` of opset {from} has another meaning in opset {to}", node.op_type()));
     }
     if node.op_type() == "BatchNormalization" && between(14) && node.output.iter().skip(1).any(|output| !output.is_empty()) {
-        return Err(format!("`BatchNormalization` of opset {from} with the statistics of a training has another meaning in opset {to}"));
+        return Err(format!("`BatchNormalization` of opset {from} with outputs of a training has another meaning in opset {to}"));
     }
     let mut node = upgrade_bodies(node, from, to, fresh)?;
     let mut nodes = Vec::new();

@@ -153,24 +153,24 @@ type Aliases = Vec<(String, usize)>;
 
 /// Names of the values. The first output of a value determines its name.
 fn names(graph: &Graph, results: &[(String, ValueId)], style: &Style) -> Result<(Vec<String>, Aliases)> {
-    let public: BTreeSet<&str> = results.iter().map(|(name, _)| name.as_str()).collect();
     let half = style.precision == Precision::Float16;
-    // An input may be an output of the same name.
-    let is_returned = |name: &str, id: &ValueId| graph.value(*id).kind == Kind::Input && graph.value(*id).name == name && !half;
+    // An output may be the input of the same name.
+    let is_input = |name: &str, id: ValueId| graph.value(id).kind == Kind::Input && graph.value(id).name == name && !half;
+    let others: Vec<&(String, ValueId)> = results.iter().filter(|(name, id)| !is_input(name, *id)).collect();
+    let public: BTreeSet<&str> = others.iter().map(|(name, _)| name.as_str()).collect();
     let mut names = Vec::with_capacity(graph.values().len());
     for value in graph.values() {
         let claimed = public.contains(value.name.as_str());
-        let is_kept = results.iter().any(|(name, id)| *name == value.name && is_returned(name, id));
-        if claimed && !is_kept && value.kind == Kind::Input {
+        if claimed && value.kind == Kind::Input {
             return Err(Error::option(
                 format!("graph output `{}`", value.name),
                 "has the name of an input, but names must be unique in ONNX: rename the output",
             ));
         }
-        names.push(if claimed && !is_kept { format!("{}.value", value.name) } else { value.name.clone() });
+        names.push(if claimed { format!("{}.value", value.name) } else { value.name.clone() });
     }
     let (mut renamed, mut aliases) = (BTreeSet::new(), Vec::new());
-    for (name, id) in results.iter().filter(|(name, id)| !is_returned(name, id)) {
+    for (name, id) in others {
         let at = id.index();
         let value = graph.value(*id);
         let converted = style.output_types.contains_key(name) || half;

@@ -1,4 +1,4 @@
-//! What the notes of an export state: how weights are stored, and what is not written.
+//! Notes of an export.
 
 use std::collections::BTreeMap;
 

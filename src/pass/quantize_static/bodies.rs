@@ -23,13 +23,13 @@ fn selected(graph: &Graph, layers: &BTreeSet<String>) -> BTreeSet<String> {
 }
 
 /// The graph with the inputs of the selected layers in bodies as values, and the statistics to collect of
-/// them. `whole`: with the histogram of all channels.
-pub(super) fn observed(prepared: &Prepared, requests: &mut BTreeMap<String, Request>, whole: bool) -> Result<Graph> {
+/// them. `joint`: with the histogram of all channels.
+pub(super) fn observed(prepared: &Prepared, requests: &mut BTreeMap<String, Request>, joint: bool) -> Result<Graph> {
     let weights = selected(&prepared.graph, &prepared.layers);
     if weights.is_empty() {
         return Ok(prepared.graph.clone());
     }
-    requests.extend(weights.iter().map(|weight| (observed_input(weight), Request { axis: Axis::Last, histograms: true, whole, weights: None })));
+    requests.extend(weights.iter().map(|weight| (observed_input(weight), Request { axis: Axis::Last, histograms: true, joint, weights: None })));
     control_flow::observed(&prepared.graph, &prepared.model.weights, &weights)
 }
 

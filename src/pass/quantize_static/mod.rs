@@ -241,7 +241,7 @@ impl QuantizeStatic {
             factors::remove_unused(&mut prepared, &choices.iter().map(|choice| choice.name.clone()).collect(), &mut statistics)?;
         }
         constants::narrow(&mut prepared, widened)?;
-        self.update_ranges(&mut prepared, &mut statistics, (!choices.is_empty(), subsets), context)?;
+        self.update_ranges(&mut prepared, &mut statistics, !choices.is_empty(), subsets, context)?;
         Ok((prepared, statistics, choices))
     }
 

@@ -15,12 +15,12 @@ use crate::pass::{Context, calibrate};
 /// on CIFAR-10 images of 32 × 32 pixels loses accuracy.
 const MIN_PIXELS: usize = 128 * 128;
 
-/// Which ranges the statistics must determine.
+/// Requirements on the statistics.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Needs {
-    /// The best ranges of single images.
+    /// Whether single images have ranges of their own.
     pub single_images: bool,
-    /// Those of models in which only some of the layers are quantized.
+    /// Whether models are also quantized in which some of the layers stay in floats.
     pub subsets: bool,
 }
 
@@ -28,7 +28,7 @@ impl QuantizeStatic {
     /// Collects statistics of all values to be quantized.
     pub(super) fn observe(&self, prepared: &mut Prepared, needs: Needs, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
         let mut requests = self.requests(prepared, needs)?;
-        let graph = bodies::observed(prepared, &mut requests, self.observer.needs_whole(false))?;
+        let graph = bodies::observed(prepared, &mut requests, self.observer.needs_joint_histogram(false))?;
         let statistics = calibrate::statistics(NAME, &graph, &prepared.model, &requests, context)?;
         bodies::deselect_unobserved(prepared, &graph, &statistics, context.data.calibration.as_ref().and_then(|data| data.batch_size)).map(|()| statistics)
     }
@@ -42,7 +42,7 @@ impl QuantizeStatic {
             let is_image = self.observer == ActivationObserver::Mse && request.axis == Axis::Second;
             let costs = if is_image { self.costs(prepared, &prepared.layers, *id)? } else { Vec::new() };
             // Without the layers that read a value, the errors of its channels have no weights.
-            request.whole = self.observer.needs_whole(!costs.is_empty() && !needs.subsets);
+            request.joint = self.observer.needs_joint_histogram(!costs.is_empty() && !needs.subsets);
             request.weights = Some(costs).filter(|costs| needs.single_images && !costs.is_empty()).map(Into::into);
         }
         Ok(requests)
@@ -65,13 +65,14 @@ impl QuantizeStatic {
         self.observer == ActivationObserver::Mse && prepared.has_images()
     }
 
-    /// Makes the best ranges of single images those of the rescaled model. Without them, or if the model was
-    /// rescaled, it is observed again. Drops the ranges of images that are small on average.
+    /// Makes the best ranges of single images those of the model, which `is_rescaled` since it was observed:
+    /// if necessary, it is observed again. Drops the ranges of images that are small on average.
     pub(super) fn update_ranges(
         &self,
         prepared: &mut Prepared,
         statistics: &mut BTreeMap<String, ValueStatistics>,
-        (is_rescaled, subsets): (bool, bool),
+        is_rescaled: bool,
+        subsets: bool,
         context: &Context,
     ) -> Result<()> {
         if !self.may_have_single_images(prepared) {
@@ -82,12 +83,17 @@ impl QuantizeStatic {
             return Ok(());
         }
         let needs = Needs { single_images: true, subsets };
-        let requests = self.requests(prepared, needs)?;
-        let mut weighted = requests.iter().filter_map(|(name, request)| Some((name, request.weights.as_ref()?)));
-        if is_rescaled || weighted.any(|(name, weights)| statistics.get(name).is_none_or(|found| !found.has_sample_ranges(weights))) {
+        if is_rescaled || self.lacks_ranges(prepared, statistics, needs)? {
             *statistics = self.observe(prepared, needs, context)?;
         }
         Ok(())
+    }
+
+    /// Whether a best range of single images is missing, or was found for other weights of the errors.
+    fn lacks_ranges(&self, prepared: &Prepared, statistics: &BTreeMap<String, ValueStatistics>, needs: Needs) -> Result<bool> {
+        let requests = self.requests(prepared, needs)?;
+        let mut weighted = requests.iter().filter_map(|(name, request)| Some((name, request.weights.as_ref()?)));
+        Ok(weighted.any(|(name, weights)| statistics.get(name).is_none_or(|found| !found.has_sample_ranges(weights))))
     }
 }
 
@@ -103,7 +109,7 @@ mod tests {
     /// Without weights of the channels' errors, ranges follow from the histogram of all channels: for inputs
     /// of grouped convolutions, for outputs, and if the layers that read a value may stay in floats.
     #[test]
-    fn ranges_without_weights_need_the_whole_histogram() {
+    fn ranges_without_weights_need_the_joint_histogram() {
         let conv = |groups: usize| format!("Conv{{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":{groups}}}");
         let text = format!(
             "input x: float[batch, 4, 8, 8]\nparam a.weight: float[4, 4, 1, 1]\nparam b.weight: float[4, 2, 1, 1]\n\
@@ -114,14 +120,14 @@ mod tests {
         );
         let (_folder, model) = testing::model(&text, |_, shape| numbers(shape)).unwrap();
         let prepared = prepare(NAME, model, &[], &[]).unwrap();
-        let whole = |observer: ActivationObserver, subsets: bool| {
+        let joint = |observer: ActivationObserver, subsets: bool| {
             let pass = QuantizeStatic { observer, ..QuantizeStatic::default() };
             let requests = pass.requests(&prepared, Needs { single_images: false, subsets }).unwrap();
-            ["x", "relu", "y"].map(|name| requests[name].whole)
+            ["x", "relu", "y"].map(|name| requests[name].joint)
         };
-        assert_eq!(whole(ActivationObserver::Mse, false), [false, true, true]);
-        assert_eq!(whole(ActivationObserver::Mse, true), [true; 3]);
-        assert_eq!([ActivationObserver::Minmax, ActivationObserver::Percentile].map(|observer| whole(observer, true)), [[false; 3], [true; 3]]);
+        assert_eq!(joint(ActivationObserver::Mse, false), [false, true, true]);
+        assert_eq!(joint(ActivationObserver::Mse, true), [true; 3]);
+        assert_eq!([ActivationObserver::Minmax, ActivationObserver::Percentile].map(|observer| joint(observer, true)), [[false; 3], [true; 3]]);
     }
 
     /// Ranges of single images are those of the rescaled model, whether or not it is observed again.
@@ -142,8 +148,11 @@ mod tests {
             let pass = QuantizeStatic::default();
             let found: Result<_> = calibrated(&Inputs::from([("x".to_owned(), image)]), |context| {
                 let (mut prepared, statistics, choices) = pass.analyze_and_rescale(model.clone(), false, context)?;
-                let observed_again = pass.observe(&mut prepared, Needs { single_images: true, subsets: false }, context)?;
-                let ranges = |statistics: BTreeMap<String, ValueStatistics>| statistics.into_values().map(|x| pass.range(&x, &[1.0; 4])).collect::<Vec<_>>();
+                let needs = Needs { single_images: pass.expects_single_images(&prepared, context)?, subsets: false };
+                let observed_again = pass.observe(&mut prepared, needs, context)?;
+                assert!(needs.single_images && !pass.lacks_ranges(&prepared, &observed_again, needs)?, "a second run is necessary only after rescaling");
+                let range = |value: ValueStatistics| pass.range(&value, &vec![1.0; value.channels().channels()]);
+                let ranges = |statistics: BTreeMap<String, ValueStatistics>| statistics.into_values().map(range).collect::<Vec<_>>();
                 Ok((choices.len(), [statistics, observed_again].map(ranges)))
             })
             .unwrap();

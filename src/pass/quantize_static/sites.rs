@@ -66,7 +66,7 @@ impl Sites {
     pub fn requests(&self, graph: &Graph) -> BTreeMap<String, Request> {
         let request = |id: &ValueId| {
             let axis = if channels_second(graph, *id) { Axis::Second } else { Axis::Last };
-            (graph.value(*id).name.clone(), Request { axis, histograms: true, whole: false, weights: None })
+            (graph.value(*id).name.clone(), Request { axis, histograms: true, joint: false, weights: None })
         };
         self.values.keys().map(request).collect()
     }

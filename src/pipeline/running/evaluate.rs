@@ -292,8 +292,8 @@ impl Run<'_> {
                 ));
             }
         }
-        let models = || models_to_run.subjects.iter().map(|(_, _, subject)| subject);
-        let smaller = evaluation::smaller_batch(options, &*sets.open(options, targets[0])?, models())?;
+        let subjects = models_to_run.subjects.iter().map(|(_, _, subject)| subject);
+        let smaller = evaluation::smaller_batch(options, &*sets.open(options, targets[0])?, subjects)?;
         let options = &Data { batch_size: smaller.or(options.batch_size), ..options.clone() };
         let data = sets.open(options, targets[0])?;
         // A student from another folder may preprocess samples differently. Each model is then scored on

@@ -26,9 +26,9 @@ pub enum ActivationObserver {
 }
 
 impl ActivationObserver {
-    /// Whether ranges follow from the histogram of all channels. `weighted`: whether the squared errors of
-    /// channels have weights.
-    pub fn needs_whole(self, weighted: bool) -> bool {
+    /// Whether ranges follow from the joint histogram of all channels. `weighted`: whether the squared errors
+    /// of channels have weights.
+    pub fn needs_joint_histogram(self, weighted: bool) -> bool {
         match self {
             ActivationObserver::Minmax | ActivationObserver::MovingAverage => false,
             ActivationObserver::Percentile | ActivationObserver::Entropy => true,
@@ -49,7 +49,7 @@ impl ActivationObserver {
             ActivationObserver::Percentile => of_histogram(&|histogram| percentiles(histogram, wide, percentile)),
             ActivationObserver::Entropy => of_histogram(&|histogram| entropy(histogram, wide)),
             ActivationObserver::Mse => weights
-                .and_then(|weights| statistics.sample_ranges.as_ref().and_then(SampleRanges::mean).or_else(|| mean_group_range(statistics, weights)))
+                .and_then(|weights| statistics.sample_ranges.as_ref().and_then(SampleRanges::mean).or_else(|| group_range(statistics, weights)))
                 .unwrap_or_else(|| of_histogram(&|histogram| min_squared_error(histogram, wide))),
         };
         (low as f32, high as f32)
@@ -60,14 +60,18 @@ impl ActivationObserver {
 /// over groups is not used.
 const FEW_VALUES: u64 = 1 << 15;
 
-/// The mean of the ranges that minimize the error of each group of samples. An outlier sample widens only
+/// The range that follows from the ranges that minimize the error of each group of samples.
+fn group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
+    if !has_few_rows(statistics, weights.len()) {
+        return mean_group_range(statistics, weights);
+    }
+    let (low, high) = widened(ActivationObserver::Mse, second_group_range(statistics, weights)?, statistics, weights, 0.0);
+    Some((low.into(), high.into()))
+}
+
+/// The mean of the ranges of groups. An outlier sample widens only
 /// the range of its own group, while it would dominate a sum of squared errors over all samples.
 fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
-    if has_few_rows(statistics, weights.len()) {
-        let (low, high) = second_group_range(statistics, weights)?;
-        let (low, high) = widened(ActivationObserver::Mse, (low as f32, high as f32), statistics, weights, 0.0);
-        return Some((low.into(), high.into()));
-    }
     let (mut low, mut high, mut count) = (0.0, 0.0, 0.0);
     for group in statistics.groups() {
         let (range, values) = (WeightedError::from_channels(group, None, weights)?.best_range(), group.count() as f64);
@@ -76,7 +80,7 @@ fn mean_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f6
     (count > 0.0).then(|| (low / count, high / count))
 }
 
-/// Whether samples are rows of a table, and few.
+/// Whether samples are single rows, such as those of a table, with few values in total.
 fn has_few_rows(statistics: &ValueStatistics, columns: usize) -> bool {
     let rows: u64 = statistics.groups().map(Channels::count).sum();
     statistics.rows_per_sample() == 1 && rows.saturating_mul(columns as u64) <= FEW_VALUES
@@ -84,14 +88,14 @@ fn has_few_rows(statistics: &ValueStatistics, columns: usize) -> bool {
 
 /// The second largest ends of the ranges of groups. The extremes of a few rows are smaller than those of all
 /// rows, so that their mean would clip, but a single row must not determine the range.
-fn second_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f64, f64)> {
+fn second_group_range(statistics: &ValueStatistics, weights: &[f64]) -> Option<(f32, f32)> {
     let ranges = statistics.groups().map(|group| Some(WeightedError::from_channels(group, None, weights)?.best_range()));
     let (mut lows, mut highs): (Vec<f32>, Vec<f32>) = ranges.collect::<Option<Vec<_>>>()?.into_iter().unzip();
     lows.sort_by(f32::total_cmp);
     highs.sort_by(|a, b| b.total_cmp(a));
     // Of two groups, the narrower one would clip half of the samples.
     let at = usize::from(lows.len() > 2);
-    Some((f64::from(*lows.get(at)?), f64::from(*highs.get(at)?)))
+    Some((*lows.get(at)?, *highs.get(at)?))
 }
 
 /// Candidate factors by which a range is widened.
@@ -283,7 +287,7 @@ mod tests {
 
     /// Statistics of one channel, with one vector of values per sample.
     fn statistics(samples: &[Vec<f32>]) -> ValueStatistics {
-        let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: true, whole: false, weights: None });
+        let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: true, joint: false, weights: None });
         samples.iter().for_each(|sample| statistics.add("x", sample, &[sample.len(), 1], Axis::Last, &[sample.len()]).unwrap());
         statistics
     }
@@ -293,13 +297,14 @@ mod tests {
         let factors = [0.5f32, 4.0, 2.0];
         let values: Vec<f32> = (0..300).map(|i| (i * 797 % 300) as f32 / 150.0 - 0.9).collect();
         let observed = |values: &[f32]| {
-            let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, whole: true, weights: None });
+            let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, joint: true, weights: None });
             statistics.add("x", values, &[100, 3], Axis::Last, &[100]).unwrap();
             statistics
         };
         let (mut found, expected) = (observed(&values), observed(&values.iter().zip(factors.iter().cycle()).map(|(x, by)| x * by).collect::<Vec<_>>()));
         found.multiply(&factors.map(f64::from));
         assert_eq!((&found.rows, found.channels().largest()), (&expected.rows, expected.channels().largest()));
+        // Within the width 8/128 of a bin of the channel with the largest values.
         let ranges = [&found, &expected].map(|statistics| ActivationObserver::Percentile.range(statistics, None, 90.0));
         assert!((ranges[0].1 - ranges[1].1).abs() < 0.05 && (ranges[0].0 - ranges[1].0).abs() < 0.05, "{ranges:?}");
         let squares = found.channels().mean_squares().into_iter().zip(expected.channels().mean_squares());
@@ -339,7 +344,7 @@ mod tests {
     }
 
     /// Rows of a table are samples of one row. Large values of two rows in different groups count, and those
-    /// of a single row do not.
+    /// of a single row widen the range of the others by the largest candidate factor at most.
     #[test]
     fn one_of_few_rows_does_not_determine_the_range() {
         let range = |large: &[usize]| {
@@ -355,7 +360,7 @@ mod tests {
     fn the_range_of_images_is_the_mean_of_their_ranges() {
         let image = |limit: f32| (0..2000).map(move |i| limit * ((i * 797 % 2000) as f32 / 1000.0 - 1.0));
         let observed = |limits: &[f32], batch: usize| {
-            let request = Request { axis: Axis::Second, histograms: true, whole: false, weights: Some([3.0].into()) };
+            let request = Request { axis: Axis::Second, histograms: true, joint: false, weights: Some([3.0].into()) };
             let mut statistics = ValueStatistics::new(1, &request);
             for limits in limits.chunks(batch) {
                 let values: Vec<f32> = limits.iter().flat_map(|limit| image(*limit)).collect();
@@ -387,7 +392,7 @@ mod tests {
             for (value, first) in values.iter().zip(case["first"].as_array().unwrap()) {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
-            let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: false, whole: true, weights: None });
+            let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: false, joint: true, weights: None });
             values.chunks(1000).for_each(|batch| statistics.add("x", batch, &[batch.len(), 1], Axis::Last, &[batch.len()]).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, expected) in case["ranges"].as_object().unwrap() {

@@ -192,7 +192,7 @@ mod tests {
     /// Of images, a stored row has the channels of one pixel, also in batches of several samples.
     #[test]
     fn stored_rows_are_pixels() {
-        let request = &Request { axis: Axis::Second, histograms: false, whole: false, weights: None };
+        let request = &Request { axis: Axis::Second, histograms: false, joint: false, weights: None };
         let padding = Padding::from_batch(&Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 }).unwrap();
         let mut statistics = BTreeMap::new();
         let values: Vec<f32> = (0..24).map(|at| (at % 12 / 4 * 100 + at % 4) as f32).collect();
@@ -210,7 +210,7 @@ mod tests {
     fn host_and_device_statistics_are_equal() {
         let mask = Tensor::new(&[[1i64, 1, 0], [1, 0, 0]], &Device::Cpu).unwrap();
         let zeros = mask.zeros_like().unwrap();
-        for empty in statistics(&[&[2, 3, 10]], &Request { axis: Axis::Last, histograms: true, whole: true, weights: None }, Some(&zeros)) {
+        for empty in statistics(&[&[2, 3, 10]], &Request { axis: Axis::Last, histograms: true, joint: true, weights: None }, Some(&zeros)) {
             assert_eq!((empty.running_range, empty.samples), (RunningRange::default(), 0));
         }
         let tokens: &[&[usize]] = &[&[2, 3, 10], &[2, 3, 10], &[2, 3, 10]];
@@ -225,12 +225,12 @@ mod tests {
             (vectors, Axis::Last, None),
         ] {
             let weights = (axis == Axis::Second).then(|| [0.5, 2.0].into());
-            for (histograms, whole, weights) in [(true, true, None), (true, false, weights), (false, true, None)] {
-                let [host, device] = statistics(shapes, &Request { axis, histograms, whole, weights }, mask);
+            for (histograms, joint, weights) in [(true, true, None), (true, false, weights), (false, true, None)] {
+                let [host, device] = statistics(shapes, &Request { axis, histograms, joint, weights }, mask);
                 assert_eq!(host.sample_ranges, device.sample_ranges);
                 assert_eq!((host.histogram.clone(), host.rows.clone()), (device.histogram.clone(), device.rows.clone()));
                 assert_eq!((host.running_range, host.batches, host.samples), (device.running_range, device.batches, device.samples));
-                assert!(host.histogram.is_none_or(|histogram| histogram.total() > 0) && !host.rows.is_empty());
+                assert_eq!((host.histogram.map(|histogram| histogram.total() > 0), host.rows.is_empty()), (joint.then_some(true), false));
                 for (host, device) in host.groups.iter().zip(&device.groups) {
                     assert_eq!((host.histogram(), host.largest(), host.count()), (device.histogram(), device.largest(), device.count()));
                     let moments = |channels: &Channels| channels.means().into_iter().chain(channels.mean_squares()).collect::<Vec<_>>();
@@ -238,7 +238,7 @@ mod tests {
                 }
             }
         }
-        let mut wrong = ValueStatistics::new(2, &Request { axis: Axis::Last, histograms: true, whole: true, weights: None });
+        let mut wrong = ValueStatistics::new(2, &Request { axis: Axis::Last, histograms: true, joint: true, weights: None });
         let value = Tensor::new(&[[1f32, f32::NAN]], &Device::Cpu).unwrap();
         assert!(wrong.add_on_device("x", &value, Axis::Last, &[1]).unwrap_err().to_string().contains("is NaN for a calibration sample"));
     }
@@ -262,7 +262,7 @@ mod tests {
                 let inputs = padded.then(|| ("attention_mask".to_owned(), mask)).into_iter().collect();
                 let padding = Padding::from_batch(&Batch { inputs, references: References::None, samples }).unwrap();
                 let weights = (axis == Axis::Second).then(|| (0..width).map(|channel| channel as f64 + 1.0).collect());
-                record(&mut statistics, "x", &value, &Request { axis, histograms: true, whole: true, weights }, (&padding, tokens), samples).unwrap();
+                record(&mut statistics, "x", &value, &Request { axis, histograms: true, joint: true, weights }, (&padding, tokens), samples).unwrap();
             }
             let statistics = statistics.remove("x").unwrap();
             assert_eq!((statistics.groups[0].channels(), statistics.sample_ranges.is_some()), (width, axis == Axis::Second));

@@ -40,7 +40,7 @@ pub struct Request {
     /// Whether to collect a histogram per channel.
     pub histograms: bool,
     /// Whether to collect a histogram of all channels together, whose bins are smaller.
-    pub whole: bool,
+    pub joint: bool,
     /// Weights of each channel's squared error. If present, the best range of each sample is computed.
     pub weights: Option<Arc<[f64]>>,
 }
@@ -162,7 +162,7 @@ impl ValueStatistics {
         let groups = vec![Channels::new(width, request.histograms); request.groups()];
         let sample_ranges = request.weights.clone().map(|weights| SampleRanges { weights, sums: (0.0, 0.0), count: 0 });
         ValueStatistics {
-            histogram: request.whole.then(ActivationHistogram::default),
+            histogram: request.joint.then(ActivationHistogram::default),
             running_range: RunningRange::default(),
             groups,
             sample_ranges,

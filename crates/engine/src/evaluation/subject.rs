@@ -54,7 +54,7 @@ pub fn load<'s>(
 }
 
 /// A smaller batch size than the default one, if logits of the models take more than 256 MiB per batch.
-/// `None` if the batch size is set, or another task or a model determines it.
+/// `None` if they take less, if the batch size is set, or if another task or a model determines it.
 pub fn smaller_batch<'s>(options: &Data, data: &DataSet, subjects: impl IntoIterator<Item = &'s Subject>) -> Result<Option<usize>> {
     if options.batch_size.is_some() || data.task() != Task::LanguageModelling {
         return Ok(None);

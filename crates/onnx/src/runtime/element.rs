@@ -133,6 +133,7 @@ pub(super) fn from_ort_value(value: &ValueRef, narrow: bool) -> Result<Option<Te
     }, else Ok(None))
 }
 
+/// Converts an output of 8-bit integers to 16-bit ones.
 fn widened<I: PrimitiveTensorElementType + Copy + Into<i16>>(value: &ValueRef) -> Result<Tensor> {
     let (shape, values) = value.try_extract_tensor::<I>()?;
     Ok(Tensor::from_vec(values.iter().map(|value| (*value).into()).collect::<Vec<i16>>(), sizes(shape), &Device::Cpu)?)

@@ -194,14 +194,20 @@ mod tests {
     fn grouping_digits(folder: &std::path::Path) -> Tokenizer {
         byte_level(folder, "A", false);
         let file = folder.join("tokenizer.json");
-        let mut whole: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+        let mut settings: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
         let split = serde_json::json!({ "type": "Split", "pattern": { "Regex": "\\p{N}{1,3}" }, "behavior": "Isolated", "invert": false });
         let bytes = serde_json::json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
-        whole["pre_tokenizer"] = serde_json::json!({ "type": "Sequence", "pretokenizers": [split, bytes] });
-        whole["model"]["vocab"]["12"] = 300.into();
-        whole["model"]["merges"].as_array_mut().unwrap().push("1 2".into());
-        std::fs::write(&file, whole.to_string()).unwrap();
+        settings["pre_tokenizer"] = serde_json::json!({ "type": "Sequence", "pretokenizers": [split, bytes] });
+        settings["model"]["vocab"]["12"] = 300.into();
+        settings["model"]["merges"].as_array_mut().unwrap().push("1 2".into());
+        std::fs::write(&file, settings.to_string()).unwrap();
         Tokenizer::open(&crate::data::Target::new(folder, &crate::model::SynthesizedFiles::new(), &serde_json::Map::new()), None).unwrap()
+    }
+
+    /// The tokens of a text that is read in pieces of this size.
+    fn in_pieces<'t>(tokenizer: &'t Tokenizer, file: impl Read + Send + 't, size: usize) -> TokenStream<'t> {
+        let pieces = Pieces { file: Box::new(file), path: PathBuf::new(), rest: Vec::new(), size };
+        TokenStream { tokenizer, pieces, chunk: String::new(), tokens: Vec::new(), is_finished: false }
     }
 
     /// Counts the bytes that are read.
@@ -233,8 +239,7 @@ mod tests {
             for separators in [&[" ", "\n", "\n\n", "  \n \n", ". "][..], &["\n\n\n"], &[""], &["    "]] {
                 let text = text(seed, 5_000, separators);
                 let read = AtomicUsize::new(0);
-                let pieces = || Pieces { file: Box::new(Counted(text.as_bytes(), &read)), path: PathBuf::new(), rest: Vec::new(), size: SMALL };
-                let stream = || TokenStream { tokenizer: &tokenizer, pieces: pieces(), chunk: String::new(), tokens: Vec::new(), is_finished: false };
+                let stream = || in_pieces(&tokenizer, Counted(text.as_bytes(), &read), SMALL);
                 let tokens: Vec<i64> = stream().map(Result::unwrap).collect::<Vec<_>>().concat();
                 assert!(tokens == tokenizer.plain(&text).unwrap(), "{separators:?}");
                 assert!(text.len() > 3 * SMALL && read.swap(0, Ordering::Relaxed) == text.len());
@@ -247,9 +252,7 @@ mod tests {
         let mut random = fastrand::Rng::with_seed(3);
         let text: String = (0..50_000).map(|_| random.digit(10)).collect();
         for size in SMALL..SMALL + 6 {
-            let pieces = Pieces { file: Box::new(text.as_bytes()), path: PathBuf::new(), rest: Vec::new(), size };
-            let stream = TokenStream { tokenizer: &tokenizer, pieces, chunk: String::new(), tokens: Vec::new(), is_finished: false };
-            assert!(stream.map(Result::unwrap).collect::<Vec<_>>().concat() == tokenizer.plain(&text).unwrap(), "{size}");
+            assert!(in_pieces(&tokenizer, text.as_bytes(), size).map(Result::unwrap).collect::<Vec<_>>().concat() == tokenizer.plain(&text).unwrap(), "{size}");
         }
         let tokenizer = byte_level(folder.path(), "A", false);
         assert_eq!(TokenStream::new(&tokenizer, Box::new(&b""[..]), PathBuf::new()).count(), 0);
