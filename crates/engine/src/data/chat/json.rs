@@ -155,7 +155,9 @@ mod tests {
             ("{{ [1]|tojson(False, 2) }}", "[\n  1\n]"),
             ("{{ ['é', 2]|tojson(true, none, [';', '=']) }}", "[\"\\u00e9\";2]"),
             ("{{ {'b': 1, 'a': {'d': 1, 'c': 2}}|tojson(sort_keys=true) }}", r#"{"a": {"c": 2, "d": 1}, "b": 1}"#),
-            ("{{ {1: 2, none: 3, true: [false, none]}|tojson }}", r#"{"1": 2, "null": 3, "true": [false, null]}"#),
+            // Not in one dictionary: 1 and `true` are the same key in Python, and in minijinja by chance.
+            ("{{ {1: 2, none: 3}|tojson }}", r#"{"1": 2, "null": 3}"#),
+            ("{{ {none: 3, true: [false, none]}|tojson }}", r#"{"null": 3, "true": [false, null]}"#),
         ] {
             assert_eq!(rendered(template).unwrap(), expected, "{template}");
         }

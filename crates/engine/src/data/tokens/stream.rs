@@ -204,7 +204,7 @@ mod tests {
         Tokenizer::open(&crate::data::Target::new(folder, &crate::model::SynthesizedFiles::new(), &serde_json::Map::new()), None).unwrap()
     }
 
-    /// The tokens of a text that is read in pieces of this size.
+    /// Tokenizes a text that is read in pieces of this size.
     fn in_pieces<'t>(tokenizer: &'t Tokenizer, file: impl Read + Send + 't, size: usize) -> TokenStream<'t> {
         let pieces = Pieces { file: Box::new(file), path: PathBuf::new(), rest: Vec::new(), size };
         TokenStream { tokenizer, pieces, chunk: String::new(), tokens: Vec::new(), is_finished: false }
