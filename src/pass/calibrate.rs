@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{BlockwiseOptions, Executor, MemoryNeed, Parameters, Residence, Schedule, floats_on_host, read, sizes_of};
+use crate::ir::ops::contiguous;
 use crate::ir::{Bindings, Graph, Node, Op, Port, ValueId};
 use crate::kernel::columns;
 use crate::model::Model;
@@ -50,7 +51,10 @@ pub(in crate::pass) fn observe(
     }
     let executor = Executor::new(graph, parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
     let observation = executor.observation(selected);
-    data.for_each_batch("Observing", &context.work, |batch| executor.run_observed(&observation, &batch.inputs, &mut |name, value| observe(&batch, name, value)))
+    data.for_each_batch("Observing", &context.work, |batch| {
+        let mut contiguous = |name: &str, value: &Tensor| observe(&batch, name, &contiguous(value).map_err(tensor_error)?);
+        executor.run_observed(&observation, &batch.inputs, &mut contiguous)
+    })
 }
 
 /// A run of a model up to the selected values.

@@ -81,17 +81,41 @@ const TURN: usize = 1 << 17;
 pub trait Counter: Copy + Into<u64> {
     /// Increases the counter.
     fn increase(&mut self, by: u64);
+
+    /// The sum of two counters.
+    fn plus(self, other: Self) -> Self;
 }
 
 impl Counter for u64 {
     fn increase(&mut self, by: u64) {
         *self += by;
     }
+
+    fn plus(self, other: u64) -> u64 {
+        self + other
+    }
 }
 
 impl Counter for u32 {
     fn increase(&mut self, by: u64) {
         *self = self.saturating_add(u32::try_from(by).unwrap_or(u32::MAX));
+    }
+
+    fn plus(self, other: u32) -> u32 {
+        self.saturating_add(other)
+    }
+}
+
+/// Calls `visit` with the number and the count of each bin that is not empty.
+#[inline]
+pub fn for_each_occupied<C: Counter>(counts: &[C], mut visit: impl FnMut(usize, C)) {
+    // Most values of a channel are in few bins: whole runs are empty.
+    const RUN: usize = 16;
+    for (index, run) in counts.chunks(RUN).enumerate() {
+        if run.iter().fold(0, |all, count| all | (*count).into()) > 0 {
+            let bins = (index * RUN..).zip(run).filter(|(_, count)| (**count).into() > 0);
+            bins.for_each(|(bin, count)| visit(bin, *count));
+        }
     }
 }
 

@@ -193,24 +193,25 @@ impl LayerWeights {
         let values = weight.floats(&consumer.weight)?;
         let inputs = consumer.index.len();
         // In the layout `[in, out]`, inputs are rows. Each row of a depthwise weight has one input.
-        let (inner, transposed) = match weight.shape[..] {
-            [rows, columns] if consumer.first && rows == inputs => (1, columns),
-            _ if consumer.first => (weight.row(), 1),
-            _ => (weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1), 0),
+        let (taps, columns, inputs_are_rows) = match weight.shape[..] {
+            [rows, columns] if consumer.first && rows == inputs => (1, columns, true),
+            _ if consumer.first => (weight.row(), 1, true),
+            _ => (weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>(), inputs, false),
         };
-        let outputs = values.len() / (inputs * inner).max(1);
+        let (taps, columns) = (taps.max(1), columns.max(1));
+        let outputs = values.len() / (inputs * taps).max(1);
         let largest = vec![0.0; outputs.max(1) * inputs];
-        let mut layer = LayerWeights { largest, squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, taps: inner, depthwise: consumer.depthwise };
-        for (at, value) in values.iter().enumerate() {
-            let (output, input) = match transposed {
-                0 => (at / (inputs * inner), at / inner % inputs),
-                _ => (at % (transposed * inner) / inner.max(1), at / (transposed * inner)),
-            };
-            if let Some(largest) = layer.largest.get_mut(output * inputs + input) {
-                *largest = largest.max(value.abs());
+        let mut layer = LayerWeights { largest, squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, taps, depthwise: consumer.depthwise };
+        for (row, kernels) in values.chunks(columns * taps).enumerate() {
+            for (column, kernel) in kernels.chunks(taps).enumerate() {
+                let (output, input) = if inputs_are_rows { (column, row) } else { (row, column) };
+                let largest = kernel.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+                if let Some(all) = layer.largest.get_mut(output * inputs + input) {
+                    *all = all.max(largest);
+                }
+                layer.columns[input] = layer.columns[input].max(largest);
+                kernel.iter().for_each(|value| layer.squares[input] += f64::from(*value) * f64::from(*value));
             }
-            layer.columns[input] = layer.columns[input].max(value.abs());
-            layer.squares[input] += f64::from(*value) * f64::from(*value);
         }
         Ok(layer)
     }

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::device_stats::{ColumnStats, histogram_counts};
 use super::histogram::{ActivationHistogram, add_narrower, exponent_of};
 use crate::kernel::columns::STRIPE;
-use crate::kernel::linear_histogram::{Counter, add_row, count, extremes, number_row, sums};
+use crate::kernel::linear_histogram::{Counter, add_row, count, extremes, for_each_occupied, number_row, sums};
 
 /// Bins of a channel, half of them below zero.
 const BINS: usize = 256;
@@ -83,17 +83,46 @@ impl ChannelMut<'_> {
     }
 }
 
-/// Adds images, stored as one plane of `size` values per channel, to the statistics of their channels and
-/// to a histogram of all channels. Returns the minimum and maximum, and whether all values are finite.
-pub(super) fn add_images(channels: &mut Channels, (values, size): (&[f32], usize), all: Option<&mut ActivationHistogram>) -> (f32, f32, bool) {
-    let (width, size) = (channels.channels().max(1), size.max(1));
-    channels.count += (values.len() / width) as u64;
+/// Images, stored as one plane of `size` values per channel.
+#[derive(Clone, Copy)]
+pub(super) struct Images<'v> {
+    values: &'v [f32],
+    size: usize,
+    count: usize,
+    /// Distance of the planes of adjacent images, and of adjacent channels of an image.
+    strides: [usize; 2],
+}
+
+impl<'v> Images<'v> {
+    /// Images with `channels` planes each. `by_channel`: the planes of a channel are adjacent, instead of those
+    /// of an image.
+    pub fn new(values: &'v [f32], size: usize, channels: usize, by_channel: bool) -> Images<'v> {
+        let count = values.len() / (size * channels).max(1);
+        Images { values, size, count, strides: if by_channel { [size, count * size] } else { [channels * size, size] } }
+    }
+
+    pub fn plane(&self, image: usize, channel: usize) -> &'v [f32] {
+        &self.values[image * self.strides[0] + channel * self.strides[1]..][..self.size]
+    }
+
+    /// `parts` groups of consecutive images.
+    pub fn divided(self, parts: usize) -> impl Iterator<Item = Images<'v>> {
+        let count = self.count / parts.max(1);
+        (0..parts).map(move |part| Images { values: &self.values[part * count * self.strides[0]..], count, ..self })
+    }
+}
+
+/// Adds images to the statistics of their channels and to a histogram of all channels. Returns the minimum
+/// and maximum, and whether all values are finite.
+pub(super) fn add_images(channels: &mut Channels, images: Images, all: Option<&mut ActivationHistogram>) -> (f32, f32, bool) {
+    let values = images.count * images.size;
+    channels.count += values as u64;
     // One thread processes a channel of all images, so that sums do not depend on the number of threads.
     // All statistics of a plane are computed while it is in the cache.
-    let job = MIN_JOB_VALUES.div_ceil((values.len() / width).max(1));
+    let job = MIN_JOB_VALUES.div_ceil(values.max(1));
     let add = |(mut histogram, mut range): (Option<ActivationHistogram>, _), (index, mut channel): (usize, ChannelMut)| {
-        for plane in values.chunks_exact(size).skip(index).step_by(width) {
-            range = union(range, channel.add(plane, histogram.as_mut()));
+        for image in 0..images.count {
+            range = union(range, channel.add(images.plane(image, index), histogram.as_mut()));
         }
         (histogram, range)
     };
@@ -218,9 +247,9 @@ impl Channels {
     pub fn for_each_bin(&self, channel: usize, factor: f64, mut visit: impl FnMut(f64, f64)) {
         let Some(bins) = &self.bins else { return };
         let width = bins.factors[channel] * factor * 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
-        for (bin, count) in bins.counts[channel * BINS..(channel + 1) * BINS].iter().enumerate().filter(|(_, count)| **count > 0) {
-            visit((f64::from(bin as i32 - HALF) + 0.5) * width, f64::from(*count));
-        }
+        for_each_occupied(&bins.counts[channel * BINS..(channel + 1) * BINS], |bin, count| {
+            visit((f64::from(bin as i32 - HALF) + 0.5) * width, f64::from(count))
+        });
     }
 
     /// Mean of each channel.
@@ -289,7 +318,7 @@ mod tests {
         rows.add_rows(&[1.0, -8.0, 3.0, 0.5]);
         assert_eq!((rows.means(), rows.mean_squares(), rows.largest()), (vec![2.0, -3.75], vec![5.0, 32.125], vec![3.0, 8.0]));
         let (mut planes, mut all) = (Channels::new(2, false), ActivationHistogram::default());
-        assert_eq!(add_images(&mut planes, (&[1.0, 3.0, -8.0, 0.5], 2), Some(&mut all)), (-8.0, 3.0, true));
+        assert_eq!(add_images(&mut planes, Images::new(&[1.0, 3.0, -8.0, 0.5], 2, 2, false), Some(&mut all)), (-8.0, 3.0, true));
         assert_eq!((all.total(), planes.count()), (4, 2));
         assert_eq!((planes.means(), planes.largest()), (rows.means(), rows.largest()));
     }
@@ -337,7 +366,7 @@ mod tests {
         let add = |threads| {
             let (mut channels, mut all) = (Channels::new(width, true), ActivationHistogram::default());
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let range = pool.install(|| add_images(&mut channels, (&values, size), Some(&mut all)));
+            let range = pool.install(|| add_images(&mut channels, Images::new(&values, size, width, false), Some(&mut all)));
             (range, channels, all)
         };
         let (range, channels, all) = add(1);

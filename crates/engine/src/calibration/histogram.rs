@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::device_stats;
-use crate::kernel::linear_histogram::{Counter, count, extremes};
+use crate::kernel::linear_histogram::{Counter, count, extremes, for_each_occupied};
 
 /// Number of bins, half of them below zero.
 pub const BINS: usize = 8192;
@@ -44,10 +44,11 @@ pub(super) fn exponent_of(largest: f32) -> i32 {
 /// Adds the counts of a histogram to one with equally many bins and a range that is wider by `doublings`
 /// powers of two.
 pub(super) fn add_narrower<C: Counter>(counts: &mut [C], narrower: &[C], doublings: i32) {
-    let (half, shift) = (counts.len() as i32 / 2, doublings.min(20));
-    for (bin, count) in narrower.iter().enumerate() {
-        counts[(((bin as i32 - half) >> shift) + half) as usize].increase((*count).into());
+    if doublings == 0 {
+        return counts.iter_mut().zip(narrower).for_each(|(count, added)| *count = count.plus(*added));
     }
+    let (half, shift) = (counts.len() as i32 / 2, doublings.min(20));
+    for_each_occupied(narrower, |bin, count| counts[(((bin as i32 - half) >> shift) + half) as usize].increase(count.into()));
 }
 
 impl ActivationHistogram {

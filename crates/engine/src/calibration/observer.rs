@@ -288,7 +288,7 @@ mod tests {
     /// Statistics of one channel, with one vector of values per sample.
     fn statistics(samples: &[Vec<f32>]) -> ValueStatistics {
         let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: true, joint: false, weights: None });
-        samples.iter().for_each(|sample| statistics.add("x", sample, &[sample.len(), 1], Axis::Last, &[sample.len()]).unwrap());
+        samples.iter().for_each(|sample| statistics.add("x", (sample, false), &[sample.len(), 1], Axis::Last, &[sample.len()]).unwrap());
         statistics
     }
 
@@ -298,7 +298,7 @@ mod tests {
         let values: Vec<f32> = (0..300).map(|i| (i * 797 % 300) as f32 / 150.0 - 0.9).collect();
         let observed = |values: &[f32]| {
             let mut statistics = ValueStatistics::new(3, &Request { axis: Axis::Last, histograms: true, joint: true, weights: None });
-            statistics.add("x", values, &[100, 3], Axis::Last, &[100]).unwrap();
+            statistics.add("x", (values, false), &[100, 3], Axis::Last, &[100]).unwrap();
             statistics
         };
         let (mut found, expected) = (observed(&values), observed(&values.iter().zip(factors.iter().cycle()).map(|(x, by)| x * by).collect::<Vec<_>>()));
@@ -364,7 +364,7 @@ mod tests {
             let mut statistics = ValueStatistics::new(1, &request);
             for limits in limits.chunks(batch) {
                 let values: Vec<f32> = limits.iter().flat_map(|limit| image(*limit)).collect();
-                statistics.add("x", &values, &[limits.len(), 1, 2000], Axis::Second, &vec![2000; limits.len()]).unwrap();
+                statistics.add("x", (&values, false), &[limits.len(), 1, 2000], Axis::Second, &vec![2000; limits.len()]).unwrap();
             }
             statistics
         };
@@ -393,7 +393,7 @@ mod tests {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
             let mut statistics = ValueStatistics::new(1, &Request { axis: Axis::Last, histograms: false, joint: true, weights: None });
-            values.chunks(1000).for_each(|batch| statistics.add("x", batch, &[batch.len(), 1], Axis::Last, &[batch.len()]).unwrap());
+            values.chunks(1000).for_each(|batch| statistics.add("x", (batch, false), &[batch.len(), 1], Axis::Last, &[batch.len()]).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, expected) in case["ranges"].as_object().unwrap() {
                 let (kind, percentile) = match observer.as_str() {

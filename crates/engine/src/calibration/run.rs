@@ -123,15 +123,18 @@ fn record(
         let rows = device_rows(value, width, request.axis, mask.as_deref()).map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
         return statistics.add_on_device(name, &rows, request.axis, &sizes);
     }
+    // Convolutions store batches of images by channel.
+    let by_channel = request.axis == Axis::Second && value.rank() > 2 && !value.is_contiguous();
     let mut add = |values: &[f32]| match &mask {
         Some(mask) => {
             let rows = values.chunks_exact(width.max(1)).zip(&**mask).filter(|(_, is_token)| **is_token);
             let tokens: Vec<f32> = rows.flat_map(|(row, _)| row.iter().copied()).collect();
-            statistics.add(name, &tokens, &[tokens.len() / width.max(1), width], request.axis, &sizes)
+            statistics.add(name, (&tokens, false), &[tokens.len() / width.max(1), width], request.axis, &sizes)
         }
-        None => statistics.add(name, values, shape, request.axis, &sizes),
+        None => statistics.add(name, (values, by_channel), shape, request.axis, &sizes),
     };
-    floats_on_host(value, Cause::Statistics)
+    if by_channel { value.transpose(0, 1) } else { Ok(value.clone()) }
+        .and_then(|value| floats_on_host(&value, Cause::Statistics))
         .and_then(|value| read(&value, |values| Ok(add(values))))
         .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?
 }
@@ -243,12 +246,12 @@ mod tests {
         assert!(wrong.add_on_device("x", &value, Axis::Last, &[1]).unwrap_err().to_string().contains("is NaN for a calibration sample"));
     }
 
-    /// Group statistics do not depend on how samples are batched, with and without padding.
+    /// Group statistics do not depend on how samples are batched and stored, with and without padding.
     #[test]
     fn group_statistics_do_not_depend_on_batches() {
         let number = |i: usize| ((i * 37) % 61) as f32 / 7.0 - 4.0;
         let mask = |row: usize| [1i64, 1, i64::from(row != 1)];
-        let groups = |shape: &[usize], axis: Axis, batch: usize, padded: bool| {
+        let groups = |shape: &[usize], axis: Axis, (batch, by_channel): (usize, bool), padded: bool| {
             let row: usize = shape.iter().product();
             let width = if axis == Axis::Last { shape[shape.len() - 1] } else { shape[0] };
             let tokens = TokenAxis { role: SequenceRole::Input, axis: (shape.len() > 1).then_some(1) };
@@ -256,7 +259,10 @@ mod tests {
             for first in (0..11).step_by(batch) {
                 let samples = batch.min(11 - first);
                 let values: Vec<f32> = (first * row..(first + samples) * row).map(number).collect();
-                let value = Tensor::from_vec(values, [&[samples], shape].concat(), &Device::Cpu).unwrap();
+                let mut value = Tensor::from_vec(values, [&[samples], shape].concat(), &Device::Cpu).unwrap();
+                if by_channel {
+                    value = value.transpose(0, 1).and_then(|value| value.contiguous()?.transpose(0, 1)).unwrap();
+                }
                 let rows: Vec<i64> = (first..first + samples).flat_map(mask).collect();
                 let mask = Tensor::from_vec(rows, (samples, 3), &Device::Cpu).unwrap();
                 let inputs = padded.then(|| ("attention_mask".to_owned(), mask)).into_iter().collect();
@@ -266,15 +272,17 @@ mod tests {
             }
             let statistics = statistics.remove("x").unwrap();
             assert_eq!((statistics.groups[0].channels(), statistics.sample_ranges.is_some()), (width, axis == Axis::Second));
-            (statistics.groups, statistics.sample_ranges)
+            (statistics.groups, statistics.sample_ranges, statistics.rows)
         };
         for (shape, axis, padded) in
             [(&[2, 3, 1][..], Axis::Second, false), (&[5][..], Axis::Last, false), (&[3, 5][..], Axis::Last, false), (&[3, 5][..], Axis::Last, true)]
         {
-            let singly = groups(shape, axis, 1, padded);
+            let singly = groups(shape, axis, (1, false), padded);
             assert!(singly.0.iter().all(|group| group.count() > 0));
-            for batch in [2, 3, 11] {
-                assert_eq!(groups(shape, axis, batch, padded), singly, "{shape:?} in batches of {batch}");
+            for (batch, by_channel) in [2, 3, 11].into_iter().flat_map(|batch| [(batch, false), (batch, true)]) {
+                let found = groups(shape, axis, (batch, by_channel), padded);
+                assert_eq!((&found.0, &found.1), (&singly.0, &singly.1), "{shape:?} in batches of {batch}, by channel: {by_channel}");
+                assert_eq!(found.2, groups(shape, axis, (batch, false), padded).2);
             }
         }
     }

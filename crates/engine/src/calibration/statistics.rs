@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::channels::{EMPTY_RANGE, add_images, union};
+use super::channels::{EMPTY_RANGE, Images, add_images, union};
 use super::device_stats::{self, ColumnStats};
 use super::{ActivationHistogram, Channels, WeightedError};
 use crate::error::{Error, Result};
@@ -176,7 +176,7 @@ impl ValueStatistics {
     /// not finite.
     pub fn from_parameter(name: &str, values: &[f32], shape: &[usize], request: &Request) -> Result<ValueStatistics> {
         let mut statistics = ValueStatistics::new(request.axis.channels(shape), request);
-        statistics.add(name, values, shape, request.axis, &[values.len() / request.axis.channels(shape).max(1)])?;
+        statistics.add(name, (values, false), shape, request.axis, &[values.len() / request.axis.channels(shape).max(1)])?;
         Ok(statistics)
     }
 
@@ -245,13 +245,14 @@ impl ValueStatistics {
     }
 
     /// Adds the values of a batch. `sizes` holds the number of rows of each sample, which is constant for
-    /// images.
-    pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis, sizes: &[usize]) -> Result<()> {
+    /// images. `by_channel`: images are stored in the order of channels, images and pixels.
+    pub(super) fn add(&mut self, name: &str, (values, by_channel): (&[f32], bool), shape: &[usize], axis: Axis, sizes: &[usize]) -> Result<()> {
         if values.is_empty() {
             return Ok(());
         }
         let width = self.groups[0].channels().max(1);
         let plane = shape.iter().skip(2).product::<usize>().max(1);
+        let images = Images::new(values, plane, width, by_channel);
         let (low, high, finite) = match axis {
             Axis::Last => {
                 let range = extremes(values);
@@ -267,9 +268,9 @@ impl ValueStatistics {
             }
             Axis::Second => {
                 let mut range = EMPTY_RANGE;
-                for (index, sample) in values.chunks(values.len() / sizes.len().max(1)).enumerate() {
+                for (index, sample) in images.divided(sizes.len()).enumerate() {
                     let group = self.group(index);
-                    let add = |channels: &mut Channels| Ok(add_images(channels, (sample, plane), self.histogram.as_mut()));
+                    let add = |channels: &mut Channels| Ok(add_images(channels, sample, self.histogram.as_mut()));
                     range = union(range, add_sample(&mut self.groups[group], self.sample_ranges.as_mut(), add)?);
                 }
                 range
@@ -287,7 +288,7 @@ impl ValueStatistics {
         let stored = self.row_to_store(rows, axis);
         self.rows.extend(stored.map(|at| match axis {
             Axis::Last => values[at * width..(at + 1) * width].to_vec(),
-            Axis::Second => (0..width).map(|channel| values[channel * plane + at]).collect(),
+            Axis::Second => (0..width).map(|channel| images.plane(0, channel)[at]).collect(),
         }));
         self.batches += 1;
         Ok(())
@@ -359,8 +360,7 @@ fn add_sample<R>(group: &mut Channels, ranges: Option<&mut SampleRanges>, add: i
     let Some(ranges) = ranges else { return add(group) };
     let mut sample = Channels::new(group.channels(), group.has_histograms());
     let added = add(&mut sample)?;
-    ranges.add(&sample);
-    group.merge(&sample);
+    rayon::join(|| ranges.add(&sample), || group.merge(&sample));
     Ok(added)
 }
 

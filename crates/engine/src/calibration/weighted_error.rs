@@ -39,11 +39,12 @@ impl WeightedError {
         let factor = |channel: usize| factors.map_or(1.0, |factors| factors[channel]);
         let mut all = vec![0f64; BINS];
         let grid = channels.empty_histogram(factor);
-        let width = grid.width();
+        // A power of two.
+        let inverse = 1.0 / grid.width();
         for (channel, weight) in weights.iter().enumerate() {
             channels.for_each_bin(channel, factor(channel), |center, count| {
                 // The cast rounds down and saturates at zero.
-                let bin = (center / width + BINS as f64 / 2.0) as usize;
+                let bin = (center * inverse + BINS as f64 / 2.0) as usize;
                 all[bin.min(BINS - 1)] += weight * count;
             });
         }

@@ -121,7 +121,8 @@ impl<'g> Executor<'g> {
         Observation { steps: plan::steps(self.graph, &|id| observed[id.index()]), observed }
     }
 
-    /// Calls `observe` with the selected values, contiguous, in the order of computation.
+    /// Calls `observe` with the selected values in the order of computation. The values of images may be
+    /// stored by channel.
     pub fn run_observed(&self, observation: &Observation, inputs: &Inputs, observe: Observe) -> Result<()> {
         let mut run = self.start(inputs)?;
         on_pool_thread(&self.device, || {
@@ -129,7 +130,7 @@ impl<'g> Executor<'g> {
                 self.step(step, &mut run)?;
                 let last = self.last(step).output;
                 if observation.observed[last.index()] {
-                    observe(&self.graph.value(last).name, &self.contiguous_value(&run, last)?)?;
+                    observe(&self.graph.value(last).name, &run.get(self.graph, last)?)?;
                 }
                 run.drop_dead(step);
             }
