@@ -22,8 +22,7 @@ use super::widened::{widen_node, widen_tensor};
 use super::wire::data;
 use crate::error::{Error, Result};
 use crate::files::File;
-use crate::store::DataFile;
-use crate::store::{DType, Encoding, RawTensor, Transposed, Weight, Weights};
+use crate::store::{DType, DataFile, Encoding, RawTensor, Role, Transposed, Weight, Weights};
 
 /// Minimum number of elements for an integer `Constant` to be a weight. Float constants always are.
 const LARGE_CONSTANT: u64 = 8;
@@ -49,6 +48,8 @@ pub struct ModelFile {
     pub(super) skeleton: Vec<u8>,
     /// All tensors, by number.
     pub(super) tensors: Vec<TensorEntry>,
+    /// Weights that `Constant` nodes contain, unless layers of the file are stored in such nodes, too.
+    pub(super) literals: BTreeSet<String>,
     /// Values that nodes compute to dequantize or convert a weight.
     pub(super) dequantized_values: BTreeSet<String>,
     /// User-specified values of open dimensions, by name.
@@ -116,6 +117,8 @@ struct Candidate<'m> {
     /// Whether it is an initializer of the main graph, whose name is always used. Tensors of bodies have
     /// a name only if it is unique in the file.
     top: bool,
+    /// Whether a `Constant` node contains it.
+    literal: bool,
 }
 
 /// The messages of a file, encoded and decoded.
@@ -159,6 +162,7 @@ impl ModelFile {
             expanded: OnceLock::new(),
             is_half: false,
             unnamed: (0, 0),
+            literals: BTreeSet::new(),
             subgraphs: Mutex::default(),
             model: ModelProto::default(),
         };
@@ -242,6 +246,12 @@ impl ModelFile {
         self.tensors.iter().any(|entry| entry.flipped && entry.weight.as_deref() == Some(weight))
     }
 
+    /// Whether a weight is a number in the code of the model, like the epsilon of a norm, as far as the file
+    /// shows: a scalar, or a `Constant` node in a file with its layers in initializers.
+    pub fn is_literal(&self, weight: &str) -> bool {
+        self.literals.contains(weight) || self.weights.get(weight).is_some_and(|weight| weight.shape.is_empty())
+    }
+
     /// Whether a product or a convolution in a body of a control flow operator reads the weight.
     pub fn is_layer_in_body(&self, weight: &str) -> bool {
         let usages = self.usages.get(weight).map_or(&[][..], Vec::as_slice);
@@ -281,6 +291,9 @@ impl ModelFile {
                 entry.weight = Some(name.to_owned());
                 let usages = usages.get(name).map_or(&[][..], Vec::as_slice);
                 let (role, flipped) = initializer_roles::role(usages, &weight.shape);
+                if candidate.literal {
+                    self.literals.insert(name.to_owned());
+                }
                 entry.flipped = flipped && weight.is_float();
                 let mut weight = if entry.flipped { Transposed { upstream: weight }.weight() } else { weight };
                 weight.stored_as = vec![name.to_owned()];
@@ -291,6 +304,11 @@ impl ModelFile {
             }
         }
         self.data_files = files.paths();
+        // Some exporters write all weights as nodes.
+        let is_layer = |name: &String| matches!(self.weights.get(name).and_then(|weight| weight.role), Some(Role::Matrix | Role::Kernel | Role::Table));
+        if self.literals.iter().any(is_layer) {
+            self.literals.clear();
+        }
         if let Some(graph) = &model.graph {
             self.find_dequantized(graph, &usages);
             self.find_converted(graph, &usages);
@@ -395,11 +413,11 @@ fn candidates(model: &ModelProto) -> Vec<Candidate<'_>> {
 }
 
 fn unnamed(tensor: &TensorProto) -> Candidate<'_> {
-    Candidate { tensor, name: None, top: false }
+    Candidate { tensor, name: None, top: false, literal: false }
 }
 
 fn collect_graph<'m>(graph: &'m GraphProto, top: bool, found: &mut Vec<Candidate<'m>>) {
-    found.extend(graph.initializer.iter().map(|tensor| Candidate { tensor, name: tensor.name.as_deref(), top }));
+    found.extend(graph.initializer.iter().map(|tensor| Candidate { tensor, name: tensor.name.as_deref(), top, literal: false }));
     found.extend(graph.sparse_initializer.iter().flat_map(|sparse| sparse.values.iter().chain(&sparse.indices)).map(unnamed));
     graph.node.iter().for_each(|node| collect_node(node, found));
 }
@@ -409,7 +427,7 @@ fn collect_node<'m>(node: &'m NodeProto, found: &mut Vec<Candidate<'m>>) {
     for attribute in &node.attribute {
         if let Some(tensor) = &attribute.t {
             let named = constant && attribute.name() == "value" && is_weight(tensor);
-            found.push(Candidate { tensor, name: node.output.first().map(String::as_str).filter(|_| named), top: false });
+            found.push(Candidate { tensor, name: node.output.first().map(String::as_str).filter(|_| named), top: false, literal: true });
         }
         let sparse = attribute.sparse_tensor.iter().chain(&attribute.sparse_tensors).flat_map(|sparse| sparse.values.iter().chain(&sparse.indices));
         found.extend(attribute.tensors.iter().chain(sparse).map(unnamed));

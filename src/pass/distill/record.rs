@@ -1,6 +1,6 @@
 //! Notes and figures of a training for the report.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
@@ -9,9 +9,10 @@ use super::adapters::Adapters;
 use crate::error::counted;
 use crate::exec::{MemoryTrace, MemoryTracker};
 use crate::ir::{Graph, Op};
+use crate::model::Model;
 use crate::pass::Checkpoints;
 use crate::train::losses::Losses;
-use crate::train::{BatchNorm, LogFormat, MemoryForecast, QuantizerScales, Quantizers, Trained, Training};
+use crate::train::{BatchNorm, LogFormat, MemoryForecast, QuantizerScales, Quantizers, Trained, Training, literals, operands, selected};
 
 /// Numbers of weights that are treated in a special way, known before the first step.
 pub(super) struct Counts {
@@ -84,6 +85,28 @@ pub(super) fn unused_options(training: &Training, graph: &Graph, processes: usiz
         ),
     ];
     options.into_iter().filter(|(is_unused, _)| *is_unused).map(|(_, note)| note.to_owned()).collect()
+}
+
+/// Notes on the parameters of an ONNX file that may be numbers in the code of its model instead of weights.
+pub(super) fn possible_literals((graph, model): (&Graph, &Model), training: &Training) -> Vec<String> {
+    if model.onnx.is_none() || training.adapter.is_some() {
+        return Vec::new();
+    }
+    let selected = selected((graph, model), &training.targets, &training.ignore);
+    let listed = |names: &BTreeSet<&str>| format!("{} (the first: `{}`)", counted(names.len(), "tensor"), names.first().unwrap_or(&""));
+    let (mut fixed, mut operands) = (literals(graph, model), operands(graph));
+    operands.retain(|name| selected(name) && !fixed.contains(name));
+    fixed.retain(|name| !selected(name));
+    let mut notes = Vec::new();
+    if !fixed.is_empty() && training.targets.is_empty() {
+        let reason = "not trained, because they are numbers of the graph, such as the epsilon of a norm";
+        notes.push(format!("{reason}: {}; `targets` can select them", listed(&fixed)));
+    }
+    if !operands.is_empty() {
+        let reason = "trained, although no layer reads them as its weight or bias";
+        notes.push(format!("{reason}: {}; if they are constants of the model, name them in `ignore`", listed(&operands)));
+    }
+    notes
 }
 
 /// A note on the auxiliary loss that balances the load of experts, if transformers adds it to the loss of a

@@ -30,7 +30,7 @@ use crate::train::cache::Cache;
 use crate::train::communicator::RankConfig;
 use crate::train::{
     BatchNorm, BatchSize, Objective, Offload, OnPolicy, QuantizerScales, Quantizers, Teacher, Team, Trainer, Training, TrainingContext, Weights, ZeroKind,
-    dropout, forecast, largest_inputs, require_trainable,
+    dropout, forecast, largest_inputs, literals, require_trainable,
 };
 
 /// Advice if the outputs of a trained model are severely degraded.
@@ -106,7 +106,8 @@ impl<'a> Job<'a> {
         let teachers = self.teachers(teacher_graph.as_ref())?;
         let processes = RankConfig::from_environment()?.map_or(1, |config| config.size);
         let forecast = forecast((&small, &graph, model), training, &teachers, &objective, (&sizes, processes))?;
-        let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).collect();
+        let fixed = if training.targets.is_empty() { literals(&graph, model) } else { BTreeSet::new() };
+        let names: Vec<String> = graph.params().map(|(_, value)| value.name.clone()).filter(|name| !fixed.contains(name.as_str())).collect();
         let selection = Selection { targets: &training.targets, ignore: &training.ignore };
         let selected = selection.resolve(names.iter().map(|name| (name, &[] as &[String])), |_| true)?;
         let mut applied = self.applied.clone();
@@ -119,13 +120,14 @@ impl<'a> Job<'a> {
             forecast.describe()
         ));
         applied.notes.extend(training.max_steps.and_then(|steps| training.schedule.unfinished_warmup(steps)));
-        let mut unused = record::unused_options(training, &small, processes);
-        unused.extend(record::router_loss(model.config.values()).filter(|_| objective.losses.hard.is_some()));
-        applied.notes.extend(unused.iter().cloned());
+        let mut notes = record::unused_options(training, &small, processes);
+        notes.extend(record::router_loss(model.config.values()).filter(|_| objective.losses.hard.is_some()));
+        notes.extend(record::possible_literals((&small, model), training));
+        applied.notes.extend(notes.iter().cloned());
         (applied.memory, applied.checkpoint_bytes) = (forecast.total(), Some(0));
         applied.model_runs = self.model_runs((&small, &teachers), &objective, batch(&graph, training));
         let planned = self.finished(adapters.as_ref(), model.clone())?;
-        self.applied.notes.extend(unused);
+        self.applied.notes.extend(notes);
         Ok(Plan::new(planned, applied).with_execution(move |context| self.train(context, adapters.as_ref())))
     }
 

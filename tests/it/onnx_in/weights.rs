@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 use compress::export::{Onnx, Safetensors};
-use compress::pass::{Cast, Dequantize, Finetune, FloatFormat, Palettize, PruneUnstructured, Quantize, QuantizeDynamic, Scheme, Step};
+use compress::pass::{Cast, Dequantize, Finetune, FloatFormat, Palettize, PruneUnstructured, Quantize, QuantizeDynamic, Scheme, Step, Training};
 use compress::pipeline::verify;
 use compress::{Model, Report};
 use compress_core::work::{Cancel, Silent, Work};
@@ -363,4 +363,51 @@ fn messages_state_what_to_do_with_the_file() {
         let error = pipeline.run(Model::open(place.path(file)).unwrap(), place.path("out.onnx")).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
+}
+
+/// By default, a training changes neither scalars nor `Constant` nodes, unless the layers of the file are in
+/// such nodes, too. The report names them, and the trained operands of arithmetic.
+#[test]
+fn numbers_of_the_code_are_not_trained() {
+    let scalar = TensorProto { float_data: vec![0.5], ..tensor("half", DataType::Float, &[]) };
+    let layers = [raw("first", &[4, 6]), raw("second", &[6, 3])];
+    let trained = |in_nodes: bool, targets: &[&str]| {
+        let mut nodes = vec![
+            constant(raw("shift", &[6])),
+            node("MatMul", &["x", "first"], &["a"], vec![]),
+            node("Mul", &["a", "half"], &["b"], vec![]),
+            node("Sub", &["b", "shift"], &["c"], vec![]),
+            node("Mul", &["c", "gain"], &["d"], vec![]),
+            node("MatMul", &["d", "second"], &["logits"], vec![]),
+        ];
+        let mut initializer = vec![scalar.clone(), raw("gain", &[6])];
+        if in_nodes {
+            nodes.splice(0..0, layers.clone().map(constant));
+        } else {
+            initializer.extend(layers.clone());
+        }
+        let (input, output) = (vec![value("x", DataType::Float, &["n", "4"])], vec![value("logits", DataType::Float, &["n", "3"])]);
+        let graph = GraphProto { node: nodes, initializer, input, output, ..super::model().graph.unwrap() };
+        let place = Place::new(&ModelProto { graph: Some(graph), ..super::model() });
+        let x = Tensor::from_vec(numbers(64), (16, 4), &Device::Cpu).unwrap();
+        let labels = Tensor::from_vec((0..16).map(|at| at % 3).collect::<Vec<i64>>(), 16, &Device::Cpu).unwrap();
+        candle_core::safetensors::save(&[("x".to_owned(), x), ("labels".to_owned(), labels)].into(), place.path("samples.safetensors")).unwrap();
+        let targets = targets.iter().map(|pattern| pattern.parse().unwrap()).collect();
+        let training = Training { max_steps: Some(3), learning_rate: 1e-2, targets, ..Training::default() };
+        let pass = Finetune { training, ..Finetune::default() };
+        let pipeline = builder().train(Data::at(&place.path("samples.safetensors"))).pass(pass).measure(false).build().unwrap();
+        let report = pipeline.run(place.open(), place.path("out.onnx")).unwrap();
+        let [before, after] = ["in.onnx", "out.onnx"].map(|file| Model::open(place.path(file)).unwrap());
+        let floats = |model: &Model, name: &str| model.weights.get(name).unwrap().floats(name).unwrap().to_vec();
+        let changed = ["first", "second", "gain", "half", "shift"].into_iter().filter(|name| floats(&before, name) != floats(&after, name));
+        (changed.collect::<Vec<_>>(), report.notes.join("\n"))
+    };
+    let (changed, notes) = trained(false, &[]);
+    assert_eq!(changed, ["first", "second", "gain"]);
+    let expected =
+        ["not trained, because they are numbers of the graph, such as the epsilon of a norm: 2 tensors (the first: `half`)", "1 tensor (the first: `gain`)"];
+    assert!(expected.iter().all(|part| notes.contains(part)), "{notes}");
+    assert_eq!(trained(true, &[]).0, ["first", "second", "gain", "shift"]);
+    let (changed, notes) = trained(false, &["*"]);
+    assert!(changed.len() == 5 && !notes.contains("not trained"), "{changed:?}, {notes}");
 }

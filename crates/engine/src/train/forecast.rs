@@ -59,7 +59,7 @@ pub fn forecast(
     let width = options.precision.dtype().size_in_bytes() as u64;
     let sharded = options.shards_parameters() && processes > 1;
     let paged = options.offloads_parameters() || sharded;
-    let selected = selection::selected(whole, &options.targets, &options.ignore);
+    let selected = selection::selected((whole, model), &options.targets, &options.ignore);
     let elements = |ty: &TensorType| elements(ty, sizes);
     let sum = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).sum::<u64>();
     let max = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).max().unwrap_or(0);

@@ -79,7 +79,7 @@ pub use output_norm::OutputNorm;
 pub use records::{Evaluation, StepRecord};
 pub use run::Trained;
 pub use scales::Quantizers;
-pub use selection::require_trainable;
+pub use selection::{literals, operands, require_trainable, selected};
 pub use teacher::Teacher;
 pub use teacher_files::TeacherFiles;
 pub use team::Team;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{QuantizerScales, Training, fixed_codes, weight_rounding};
 use crate::error::Result;
-use crate::ir::{Graph, Node, Op};
+use crate::ir::{Graph, Kind, Node, Op};
 use crate::model::{Model, is_linear};
 use crate::store::{Encoding, Pattern, Weight};
 
@@ -31,7 +31,7 @@ pub(super) fn hidden_layers(graph: &Graph, model: &Model) -> BTreeSet<String> {
 
 /// Rejects trained weights whose codes, scales or values cannot be trained and written.
 pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Result<()> {
-    let selected = selected(graph, &options.targets, &options.ignore);
+    let selected = selected((graph, model), &options.targets, &options.ignore);
     let mut names = graph.params().map(|(_, value)| &value.name).filter(|name| selected(name));
     names.try_for_each(|name| {
         let Some(weight) = model.weights.by_name.get(name) else { return Ok(()) };
@@ -43,13 +43,34 @@ pub fn require_trainable(graph: &Graph, model: &Model, options: &Training) -> Re
     })
 }
 
+/// Names of the numbers in the code of a model from an ONNX file, which are not trained by default.
+pub fn literals<'g>(graph: &'g Graph, model: &Model) -> BTreeSet<&'g str> {
+    let is_literal = |name: &&str| model.onnx.as_ref().is_some_and(|file| file.is_literal(name));
+    graph.params().map(|(_, value)| value.name.as_str()).filter(is_literal).collect()
+}
+
+/// Names of the operands of arithmetic that no other op reads, such as scales of residual branches. In an
+/// ONNX file, they may also be numbers in the code of the model.
+pub fn operands(graph: &Graph) -> BTreeSet<&str> {
+    let is_arithmetic = |node: &&Node| matches!(node.op, Op::Add(_) | Op::Mul(_) | Op::Binary(_));
+    let names = |arithmetic: bool| {
+        let nodes = graph.nodes().iter().filter(move |node| is_arithmetic(node) == arithmetic);
+        nodes.flat_map(|node| &node.inputs).map(|id| graph.value(*id)).filter(|value| value.kind == Kind::Param).map(|value| value.name.as_str())
+    };
+    let read_otherwise: BTreeSet<&str> = names(false).collect();
+    names(true).filter(|name| !read_otherwise.contains(name)).collect()
+}
+
 /// Returns a predicate for the parameters that are trained: by default, all except those of the vision tower
-/// of a language model.
-pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
+/// of a language model, and literals.
+pub fn selected<'a>((graph, model): (&'a Graph, &Model), targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
     let (statistics, of_images) = (statistics(graph), graph.of_images());
-    let tower = graph.params().filter(|(id, _)| of_images.get(id.index()) == Some(&true) && targets.is_empty());
-    let tower: BTreeSet<&str> = tower.map(|(_, value)| value.name.as_str()).collect();
-    move |name| !statistics.contains(name) && !tower.contains(name) && selects(targets, ignore, name)
+    let tower = graph.params().filter(|(id, _)| of_images.get(id.index()) == Some(&true));
+    let mut fixed: BTreeSet<&str> = tower.map(|(_, value)| value.name.as_str()).chain(literals(graph, model)).collect();
+    if !targets.is_empty() {
+        fixed.clear();
+    }
+    move |name| !statistics.contains(name) && !fixed.contains(name) && selects(targets, ignore, name)
 }
 
 fn selects(targets: &[Pattern], ignore: &[Pattern], name: &str) -> bool {

@@ -100,7 +100,7 @@ impl Weights {
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
         select::check("targets", targets, names.iter().copied())?;
         select::check("ignore", ignore, names.iter().copied())?;
-        let selected = selected(graph, targets, ignore);
+        let selected = selected((graph, model), targets, ignore);
         // Master weights start from the values before quantization, if these are available.
         let mut unrounded = model.weights.clone();
         for (name, weight) in &mut unrounded.by_name {
