@@ -262,6 +262,15 @@ impl Moments {
         Ok(())
     }
 
+    /// Adds the moments of other rows.
+    pub fn merge(&mut self, other: &Moments) {
+        self.count += other.count;
+        for (total, added) in [(&mut self.sums, &other.sums), (&mut self.squares, &other.squares)] {
+            total.resize(added.len(), 0.0);
+            total.iter_mut().zip(added).for_each(|(total, added)| *total += added);
+        }
+    }
+
     /// Number of features.
     pub fn features(&self) -> usize {
         self.sums.len()

@@ -22,7 +22,7 @@ use crate::model::Model;
 use crate::pass::calibrate::{self, tensor_error};
 use crate::pass::prune_structured::Repair;
 use crate::pass::prune_structured::cut::{self, Surviving};
-use crate::pass::prune_structured::repair::least_squares::{FeatureProducts, ProductSums, row_weights};
+use crate::pass::prune_structured::repair::least_squares::{FeatureProducts, Sums, row_weights};
 use crate::pass::prune_structured::repair::{Refit, parameters_of, set_weight};
 use crate::pass::prune_structured::scores::by_unit;
 use crate::pass::prune_structured::selection::least_important;
@@ -205,11 +205,9 @@ impl<'s, 'a> Fitted<'s, 'a> {
             let parameters = if self.fitting.repair == Repair::None {
                 vec![(weight.clone(), full.index_select(&indices, *axis).map_err(tensor_error)?)]
             } else {
-                let halves = self.products.each_ref().map(|products| products.surviving(own));
-                let mut sums = ProductSums::new(full.dims()[*axis], own.len());
-                halves.iter().for_each(|half| sums.merge(half));
+                let sums = Sums::from_halves(self.products.each_ref().map(|products| products.surviving(own)));
                 let refit = Refit { surviving, repair: self.fitting.repair };
-                refit.layer(self.structure.graph, self.node, &self.original, own, (&sums, &halves))?
+                refit.layer(self.structure.graph, self.node, &self.original, own, (&sums, &sums.all))?
             };
             for (name, tensor) in parameters {
                 let tensor = if name == *weight { expanded(&tensor, &full, &indices, *axis).map_err(tensor_error)? } else { tensor };

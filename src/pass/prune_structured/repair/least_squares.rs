@@ -1,5 +1,7 @@
 //! Sums of products over the inputs of a layer, and their least-squares solution.
 
+use std::rc::Rc;
+
 use candle_core::{D, Tensor};
 
 use crate::error::Result;
@@ -123,6 +125,32 @@ impl ProductSums {
         (0..left).for_each(|j| yy[j * left + j] += ridge * scale + f64::MIN_POSITIVE);
         Factor::new(yy, left)?.solve(&mut rest);
         Some(rest)
+    }
+}
+
+/// Sums over the inputs of layers: over all rows, and over each half of the samples.
+pub(in crate::pass) struct Sums {
+    pub all: ProductSums,
+    pub halves: [ProductSums; 2],
+}
+
+impl Sums {
+    pub fn from_halves(halves: [ProductSums; 2]) -> Sums {
+        let mut all = ProductSums::new(halves[0].x.len(), halves[0].y.len());
+        halves.iter().for_each(|half| all.merge(half));
+        Sums { all, halves }
+    }
+
+    /// The sums over the rows of all of them; `None` if there are none.
+    pub fn of_all<'s>(sums: impl Iterator<Item = &'s Rc<Sums>>) -> Option<Rc<Sums>> {
+        sums.cloned().reduce(|total, sums| {
+            let halves = [0, 1].map(|half| {
+                let mut merged = ProductSums::new(total.all.x.len(), total.all.y.len());
+                [&total, &sums].into_iter().for_each(|part| merged.merge(&part.halves[half]));
+                merged
+            });
+            Rc::new(Sums::from_halves(halves))
+        })
     }
 }
 

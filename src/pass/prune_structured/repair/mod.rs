@@ -12,7 +12,8 @@
 pub(in crate::pass) mod least_squares;
 mod paired_runs;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use candle_core::{Device, Tensor};
 
@@ -24,11 +25,12 @@ use crate::error::{Error, Result, counted};
 use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::{BatchNorm, transposed_product};
-use crate::ir::{self, Graph, Node, Op};
+use crate::ir::{self, Graph, Node, Op, ValueId};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::calibrate::{self, Moments, numbers, tensor_error};
-use least_squares::{ProductSums, held_out_share, row_weights};
+use crate::pass::consumers::readers;
+use least_squares::{ProductSums, Sums, held_out_share, row_weights};
 use paired_runs::PairedRuns;
 
 /// A model before and after pruning, and the repair method.
@@ -40,6 +42,31 @@ pub(super) struct Repairing<'a> {
     pub repair: Repair,
     /// Whether a sample is held out, by its index, so that no layer is fitted to it.
     pub is_held_out: &'a dyn Fn(usize) -> bool,
+}
+
+/// What is known of the inputs of the nodes that read a weight, or of the normalizations with these running
+/// means, by the index of the node.
+#[derive(Default)]
+struct Found<'g> {
+    uses: BTreeMap<ValueId, BTreeMap<usize, (&'g Node, Rc<Sums>)>>,
+    moments: BTreeMap<ValueId, BTreeMap<usize, [Moments; 2]>>,
+}
+
+/// Whether several nodes read a parameter.
+fn is_shared(graph: &Graph, parameter: ValueId) -> bool {
+    readers(graph, parameter).0.len() > 1
+}
+
+/// How many times all layers are repaired in turn: twice if a weight has several uses, because the layers
+/// after the first one depend on its values, which depend on the inputs of the last one.
+pub(super) fn sweeps(graph: &Graph) -> u64 {
+    let parameter = |node: &Node| match node.op {
+        Op::Linear(_) | Op::Conv(_) => node.inputs.get(1).copied(),
+        Op::BatchNorm(_) => node.inputs.get(3).copied(),
+        _ => None,
+    };
+    let mut read = BTreeSet::new();
+    if graph.nodes().iter().filter_map(parameter).all(|parameter| read.insert(parameter)) { 1 } else { 2 }
 }
 
 /// A value, and the nodes to repair that read it.
@@ -58,19 +85,28 @@ enum Kind {
 
 impl Repairing<'_> {
     /// Repairs the model. Returns the numbers of repaired layers and normalizations.
-    pub fn run(self, context: &Context) -> Result<(usize, usize)> {
+    pub fn run(mut self, context: &Context) -> Result<(usize, usize)> {
         let smaller = self.after.graph()?;
         let sites = self.sites(&smaller)?;
+        let mut found = Found::default();
+        for _ in 0..sweeps(&smaller) {
+            self.sweep(&smaller, &sites, &mut found, context)?;
+        }
+        let layers = sites.iter().filter(|site| matches!(site.kind, Kind::Layers { .. })).map(|site| site.nodes.len()).sum();
+        Ok((layers, sites.iter().filter(|site| matches!(site.kind, Kind::Statistics { .. })).count()))
+    }
+
+    /// Repairs all sites in the order of the graph. `found` holds the sums of an earlier sweep, which are
+    /// those of later uses of a weight.
+    fn sweep<'g>(&mut self, smaller: &'g Graph, sites: &[Site], found: &mut Found<'g>, context: &Context) -> Result<()> {
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
         let mut runs =
-            PairedRuns::new([(self.graph, &self.before.weights), (&smaller, &self.after.weights)], |name| values.contains(name), self.before, context)?;
-        let sides = SequenceRoles::new(&smaller);
-        let mut counts = (0, 0);
-        for site in &sites {
+            PairedRuns::new([(self.graph, &self.before.weights), (smaller, &self.after.weights)], |name| values.contains(name), self.before, context)?;
+        let sides = SequenceRoles::new(smaller);
+        for site in sites {
             let tokens = sides.token_axis(&site.value);
             let changed = match &site.kind {
                 Kind::Layers { op, surviving, features } => {
-                    counts.0 += site.nodes.len();
                     let mut halves = [0, 1].map(|_| ProductSums::new(*features, surviving.len()));
                     let weighted = !matches!(op, Op::Conv(_));
                     let (batches, mut samples) = (runs.batches(), 0);
@@ -88,25 +124,29 @@ impl Repairing<'_> {
                         samples += sizes.len();
                         Ok(())
                     })?;
-                    let mut sums = ProductSums::new(*features, surviving.len());
-                    halves.iter().for_each(|half| sums.merge(half));
+                    let sums = Rc::new(Sums::from_halves(halves));
                     let mut changed = Vec::new();
-                    let refit = Refit { surviving: self.surviving, repair: self.repair };
-                    for node in &site.nodes {
-                        let node = &smaller.nodes()[*node];
-                        changed.extend(refit.layer(&smaller, node, &parameters_of(&smaller, node, self.before, context)?, surviving, (&sums, &halves))?);
+                    for index in &site.nodes {
+                        let node = &smaller.nodes()[*index];
+                        let uses = found.uses.entry(node.inputs[1]).or_default();
+                        uses.insert(*index, (node, sums.clone()));
+                        changed.extend(self.refit(smaller, uses, surviving, context)?);
                     }
+                    found.uses.retain(|weight, _| is_shared(smaller, *weight));
                     changed
                 }
                 Kind::Statistics { op } => {
-                    counts.1 += 1;
-                    let mut moments = [Moments::default(), Moments::default()];
+                    let (index, node) = (site.nodes[0], &smaller.nodes()[site.nodes[0]]);
+                    let mut own = [Moments::default(), Moments::default()];
                     runs.each(&site.value, |batch, tensors| {
-                        let both = moments.iter_mut().zip(tensors);
+                        let both = own.iter_mut().zip(tensors);
                         both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch, tokens)?))
                     })?;
-                    let node = &smaller.nodes()[site.nodes[0]];
-                    self.statistics(&smaller, node, op, &parameters_of(&smaller, node, self.before, context)?, &moments, &context.device)?
+                    let all = found.moments.entry(node.inputs[3]).or_default();
+                    all.insert(index, own);
+                    let mut total = [Moments::default(), Moments::default()];
+                    all.values().for_each(|own| total.iter_mut().zip(own).for_each(|(total, own)| total.merge(own)));
+                    self.statistics(smaller, node, op, &parameters_of(smaller, node, self.before, context)?, &total, &context.device)?
                 }
             };
             for (name, tensor) in changed {
@@ -114,7 +154,22 @@ impl Repairing<'_> {
                 runs.replace(&name, tensor);
             }
         }
-        Ok(counts)
+        Ok(())
+    }
+
+    /// New parameters of a weight, for the inputs of all these nodes that read it. Each bias is adjusted to
+    /// those of its own nodes.
+    fn refit(&self, graph: &Graph, uses: &BTreeMap<usize, (&Node, Rc<Sums>)>, surviving: &[usize], context: &Context) -> Result<Vec<(String, Tensor)>> {
+        let refit = Refit { surviving: self.surviving, repair: self.repair };
+        let mut changed = Vec::new();
+        let mut by_bias: BTreeMap<Option<ValueId>, Vec<(&Node, &Rc<Sums>)>> = BTreeMap::new();
+        uses.values().for_each(|(node, sums)| by_bias.entry(node.inputs.get(2).copied()).or_default().push((node, sums)));
+        for uses_of_bias in by_bias.values() {
+            let (all, own) = (Sums::of_all(uses.values().map(|(_, sums)| sums)), Sums::of_all(uses_of_bias.iter().map(|(_, sums)| *sums)));
+            let Some(((all, own), (node, _))) = all.zip(own).zip(uses_of_bias.first()) else { continue };
+            changed.extend(refit.layer(graph, node, &parameters_of(graph, node, self.before, context)?, surviving, (&all, &own.all))?);
+        }
+        Ok(changed)
     }
 
     /// All sites in the order of the graph.
@@ -192,14 +247,15 @@ pub(in crate::pass) struct Refit<'a> {
 }
 
 impl Refit<'_> {
-    /// New weight and bias of a layer, from sums over all rows and over both halves.
+    /// New weight and bias of a layer. `own` are the sums over the rows of its own inputs, if the same weight
+    /// also has others.
     pub fn layer(
         &self,
         graph: &Graph,
         node: &Node,
         original: &Parameters,
         surviving: &[usize],
-        (sums, halves): (&ProductSums, &[ProductSums; 2]),
+        (Sums { all: sums, halves }, own): (&Sums, &ProductSums),
     ) -> Result<Vec<(String, Tensor)>> {
         let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone());
         let (Some(weight), bias) = (name(1), name(2)) else { return Ok(Vec::new()) };
@@ -244,10 +300,10 @@ impl Refit<'_> {
             let new = product(&full.reshape((out * taps, features))?, &matrix)?.reshape((out, taps, remaining))?;
             let mut changed = Vec::with_capacity(2);
             if let Some(bias) = &bias {
-                let means = |values: &[f64]| values.iter().map(|sum| sums.mean(*sum) as f32).collect::<Vec<_>>();
+                let means = |values: &[f64]| values.iter().map(|sum| own.mean(*sum) as f32).collect::<Vec<_>>();
                 let column = |values: &[f64]| Tensor::from_vec(means(values), (values.len(), 1), full.device());
-                let before = product(&full.sum(1)?, &column(&sums.x)?)?;
-                let after = product(&new.sum(1)?, &column(&sums.y)?)?;
+                let before = product(&full.sum(1)?, &column(&own.x)?)?;
+                let after = product(&new.sum(1)?, &column(&own.y)?)?;
                 let shift = (before - after)?.flatten_all()?;
                 let mut old = original.get(bias)?;
                 if let Some(surviving) = self.surviving.get(&(bias.clone(), 0)) {
@@ -365,6 +421,47 @@ mod tests {
                 let is_close = found.len() == expected.len() && found.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 0.05);
                 assert!(is_close, "input_major: {input_major}, {name}: {found:?}, not {expected:?}");
             }
+        }
+    }
+
+    /// Layers that are computed for two inputs are repaired like those of a model with the samples of both.
+    #[test]
+    fn shared_weights_are_fitted_to_all_of_their_inputs() {
+        const PARAMS: &str = "param a.weight: float[8, 4, 1, 1]\nparam b.weight: float[3, 8, 1, 1]\nparam b.bias: float[3]\n\
+            param n.weight: float[3]\nparam n.bias: float[3]\nparam n.mean: float[3]\nparam n.variance: float[3]\n";
+        let conv = "Conv{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}";
+        let branch = |i: &str| {
+            format!(
+                "h{i} = {conv}(x{i}, a.weight) -> float[batch, 8, 1, 1]\nt{i} = Relu(h{i}) -> float[batch, 8, 1, 1]\n\
+                o{i} = {conv}(t{i}, b.weight, b.bias) -> float[batch, 3, 1, 1]\n\
+                y{i} = BatchNorm{{\"epsilon\":1e-5}}(o{i}, n.weight, n.bias, n.mean, n.variance) -> float[batch, 3, 1, 1]\n"
+            )
+        };
+        let input = |i: &str| format!("input x{i}: float[batch, 4, 1, 1]\n");
+        let one = format!("{}{PARAMS}{}output y = y0\n", input("0"), branch("0"));
+        let two = format!("{}{}{PARAMS}{}{}output y = y1\noutput z = y2\n", input("1"), input("2"), branch("1"), branch("2"));
+        let mut random = fastrand::Rng::with_seed(3);
+        let mut numbers = |count: usize, shift: f32| (0..count).map(|_| 2.0 * random.f32() - 1.0 + shift).collect::<Vec<f32>>();
+        let (first, second, weights) = (numbers(800, 0.6), numbers(800, -0.4), numbers(100, 0.0));
+        // Pairs of samples in turns, so that even and odd ones are those of the model with two inputs.
+        let both: Vec<f32> = first.chunks(8).zip(second.chunks(8)).flat_map(|(a, b)| a.iter().chain(b).copied()).collect();
+        let tensor = |values: &[f32]| Tensor::from_slice(values, (values.len() / 4, 4, 1, 1), &Device::Cpu).unwrap();
+        let repaired = |text: &str, inputs: &[(&str, &[f32])], repair: Repair| {
+            let values = |name: &str, shape: &[usize]| {
+                let count = shape.iter().product();
+                if name == "n.variance" { vec![1.0; count] } else { weights[name.len() % 5..][..count].to_vec() }
+            };
+            let (_folder, original) = model(text, values).unwrap();
+            let pass = PruneStructured { amount: Some(Amounts::All(Amount::fraction(0.5))), repair, round_to: 1, ..PruneStructured::default() };
+            let inputs: Inputs = inputs.iter().map(|(name, values)| ((*name).to_owned(), tensor(values))).collect();
+            let (pruned, _) = calibrated(&inputs, |context| pass.prune(original, Ranking::Measured(context))).unwrap().unwrap();
+            let floats = |name: &str| pruned.weights.get(name).unwrap().floats(name).unwrap().to_vec();
+            ["b.weight", "b.bias", "n.mean", "n.variance"].map(floats).concat()
+        };
+        for repair in [Repair::LeastSquares, Repair::Bias] {
+            let expected = repaired(&one, &[("x0", &both)], repair);
+            let found = repaired(&two, &[("x1", &first), ("x2", &second)], repair);
+            assert!(found.iter().zip(&expected).all(|(found, expected)| (found - expected).abs() < 1e-3), "{repair:?}: {found:?}, not {expected:?}");
         }
     }
 
