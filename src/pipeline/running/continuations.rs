@@ -1,6 +1,7 @@
 //! Short continuations of held-out texts by the input and the output model, for decoders.
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
 use candle_core::DType;
 
@@ -65,8 +66,10 @@ impl Run<'_> {
         }
         let vocabulary = before.vocabulary()?;
         // The tokenizer and the generation settings are read from the input's folder, because they are
-        // not in the output folder yet.
-        let after = LanguageModel::new(Model { path: self.before.path.clone(), auxiliary: self.before.auxiliary.clone(), ..self.written()? })?;
+        // not in the output folder yet. `graph.json` is.
+        let written = self.written()?;
+        let changed_graph = Some(Arc::new(written.graph()?));
+        let after = LanguageModel::new(Model { path: self.before.path.clone(), auxiliary: self.before.auxiliary.clone(), changed_graph, ..written })?;
         let (device, memory) = (self.pipeline.running.device()?, self.pipeline.running.memory()?);
         let (options, work) = (Generate { tokens: TOKENS, sampling: None }, self.work.quiet());
         let generate = |model: &LanguageModel| model.generate(&prompts, &options, &device, memory, &work);
