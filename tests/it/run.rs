@@ -86,7 +86,6 @@ fn observers_do_not_change_outputs() {
         let observe = |wanted: &dyn Fn(&str) -> bool| {
             let mut seen = Vec::new();
             let look = &mut |node: &str, tensor: &Tensor| {
-                assert!(tensor.is_contiguous(), "{node}");
                 seen.push((node.to_owned(), tensor.clone()));
                 Ok(())
             };

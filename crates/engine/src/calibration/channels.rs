@@ -94,8 +94,8 @@ pub(super) struct Images<'v> {
 }
 
 impl<'v> Images<'v> {
-    /// Images with `channels` planes each. `by_channel`: the planes of a channel are adjacent, instead of those
-    /// of an image.
+    /// Images with `channels` planes each. `by_channel`: the planes of a channel are adjacent, instead of
+    /// those of an image.
     pub fn new(values: &'v [f32], size: usize, channels: usize, by_channel: bool) -> Images<'v> {
         let count = values.len() / (size * channels).max(1);
         Images { values, size, count, strides: if by_channel { [size, count * size] } else { [channels * size, size] } }
