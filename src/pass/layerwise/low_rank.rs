@@ -39,9 +39,10 @@ pub(in crate::pass) fn decompose(
     let mut details = Map::new();
     let uses_samples = pass.importance == InputImportance::Activation;
     let names = factorizations.iter().map(|f| f.weight.as_str()).collect();
-    let plain: BTreeSet<&str> = if uses_samples { unsupported(model, &names)?.into_values().flatten().collect() } else { BTreeSet::new() };
+    let plain = if uses_samples { unsupported(model, &names)? } else { BTreeMap::new() };
+    let reason = |name: &str| plain.iter().find(|(_, names)| names.contains(&name)).map(|(reason, _)| *reason);
     let (with_samples, weight_only): (Vec<&Factorization>, Vec<&Factorization>) =
-        factorizations.iter().partition(|f| uses_samples && !plain.contains(f.weight.as_str()));
+        factorizations.iter().partition(|f| uses_samples && reason(&f.weight).is_none());
     if !with_samples.is_empty() {
         let targets: BTreeSet<&str> = with_samples.iter().map(|f| f.weight.as_str()).collect();
         let requested = MomentsRequest { products: true, original: true, held_out: true, ..MomentsRequest::default() };
@@ -53,7 +54,8 @@ pub(in crate::pass) fn decompose(
     if let (true, Some(first)) = (uses_samples, weight_only.first()) {
         let kind = if weight_only.iter().all(|f| f.convolution) { "convolution" } else { "layer" };
         let count = counted(weight_only.len(), kind);
-        applied.notes.push(format!("decompose: {count} decomposed without calibration samples (the first: `{}`)", first.weight));
+        let reason = reason(&first.weight).unwrap_or_default();
+        applied.notes.push(format!("decompose: {count} decomposed without calibration samples (the first: `{}`, {reason})", first.weight));
     }
     let resumed = factorizer.run_without_samples(&weight_only, pass, model, context)?;
     if resumed > 0 {
