@@ -111,6 +111,9 @@ impl Checkpoint {
     fn add_shards(&mut self, folder: &Path, index: &Path) -> Result<()> {
         let text = files::read_to_string(index).map_err(Error::io("read", index))?;
         let map: Index = serde_json::from_str(&text).map_err(|e| Error::malformed(index, format!("not an index of shards: {e}")))?;
+        if map.weight_map.is_empty() {
+            return Err(Error::malformed(index, "its `weight_map` lists no tensor; download the model again"));
+        }
         let mut shards: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         for (tensor, shard) in &map.weight_map {
             let plain = Path::new(shard).file_name().is_some_and(|name| name == shard.as_str());

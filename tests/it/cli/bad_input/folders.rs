@@ -51,6 +51,7 @@ fn invalid_indices() {
     };
     check([
         map("a missing shard", json!({ "x": "a.safetensors", "y": "b.safetensors" }), "index.json: lists the shard `b.safetensors`, which does not exist"),
+        map("no tensors", json!({}), "in/model.safetensors.index.json: its `weight_map` lists no tensor; download the model again"),
         map("a path outside", json!({ "x": "../a.safetensors" }), "tensor `x` points outside the folder: `../a.safetensors`"),
         map("a path inside another folder", json!({ "x": "b/a.safetensors" }), "tensor `x` points outside the folder"),
         map("a path of another system", json!({ "x": "b\\a.safetensors" }), "tensor `x` points outside the folder"),
