@@ -29,7 +29,7 @@ use crate::run_state::{Part, PartIndex};
 use crate::store::DataFile;
 use crate::store::hash::hash_file;
 use crate::store::writer::{Prebuilt, PrebuiltFile};
-use crate::store::{Checkpoint, ContentKey};
+use crate::store::{Block, Checkpoint, ContentKey, Weight};
 
 /// Outcome of running a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -270,8 +270,9 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Hash of everything that the parts of a run have in common. Of the weights it covers headers and
-    /// samples: reading all weights for each part would take longer than the part.
+    /// Hash of everything that the parts of a run have in common, with the contents of the files that passes
+    /// read and of the tokenizer. Of the weights it covers headers and samples: reading all weights for each
+    /// part would take longer than the part.
     fn part_key(&self, model: &Model, count: usize) -> Result<String> {
         let mut recipe = self.recipe(model);
         recipe.model.clear();
@@ -282,8 +283,12 @@ impl Pipeline {
         key.line(&format!("{} {:?} {count} {}", tool.version, tool.commit, self.min_split_bytes));
         key.line(&serde_json::to_string(&recipe).unwrap_or_default());
         key.line(&serde_json::to_string(model.config.values()).unwrap_or_default());
+        for step in &self.steps {
+            step.pass().reads().iter().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
+        }
+        key.files(model.preprocessing_files(), &model.path)?;
         for (name, weight) in &model.weights.by_name {
-            key.line(&format!("{name} {} {:?} {}", weight.describe(), weight.shape, weight.stored_bytes));
+            key.line(&format!("{name} {} {:?} {} {}", weight.describe(), weight.shape, weight.stored_bytes, ends(weight)?));
         }
         for path in &model.weight_files {
             key.line(&sampled_hash(path)?);
@@ -314,7 +319,7 @@ impl Pipeline {
         let version = Tool::default().version;
         let difference = match changed.as_slice() {
             _ if manifest.version != version => format!("it was written by compress {} instead of {version}", manifest.version),
-            [] => "its recipe is the same, but the model or the build of compress differs".to_owned(),
+            [] => "its recipe is the same, but the model, a file that a pass reads, or the build of compress differs".to_owned(),
             changed => format!("its recipe differs in {}", changed.join(", ")),
         };
         rewritable(folder, format!("is a part of another run: {difference}"))
@@ -324,6 +329,31 @@ impl Pipeline {
 /// Name of the folder with the counts of the parts of a run.
 fn counts_name(key: &str) -> String {
     format!("counts-{}", key.get(..16).unwrap_or_default())
+}
+
+/// Maximum size of a row for which the ends of a weight are hashed, in bytes.
+const MAX_ROW: u64 = 1 << 20;
+/// Size up to which all values of a weight are hashed, such as those of a norm.
+const MAX_SMALL: u64 = 64 << 10;
+
+/// Hash of the values of a small weight, or of the first and the last rows of another one.
+fn ends(weight: &Weight) -> Result<String> {
+    let (mut hasher, source, bytes) = (blake3::Hasher::new(), weight.source(), weight.value_bytes());
+    let mut add = |block: Block| {
+        hasher.update(block.now.values);
+        Ok(())
+    };
+    let rows = weight.shape.first().map_or(0, |rows| *rows as u64);
+    let row_bytes = bytes.checked_div(rows).unwrap_or(bytes).max(1);
+    if bytes <= MAX_SMALL {
+        source.visit(1, &mut add)?;
+    } else if row_bytes <= MAX_ROW {
+        let few = usize::try_from((SAMPLE as u64).div_ceil(row_bytes)).unwrap_or(1);
+        let rows = usize::try_from(rows).unwrap_or(usize::MAX);
+        let parts = [0..few.min(rows), rows.saturating_sub(few)..rows];
+        parts.iter().filter_map(|rows| source.rows(rows, 1)).try_for_each(|rows| rows.source.visit(1, &mut add))?;
+    }
+    Ok(hasher.finalize().to_string())
 }
 
 /// Minimum number of samples of a file.

@@ -176,18 +176,32 @@ fn parts_of_different_runs_are_not_merged() {
     assert!(!output.exists());
     std::fs::write(parts_folder(&output).join("00001-of-00002/part.json"), "{").unwrap();
     assert!(part(int8, "llama", 1, 2).unwrap_err().contains("part.json"));
-    // Weights that have changed under the same names.
+    // Contents that have changed under the same names: one byte of a weight, of the tokenizer, or of the
+    // texts of a pass.
     let changed = folder.path().join("changed");
     std::fs::create_dir(&changed).unwrap();
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(model.join(name), changed.join(name)).unwrap();
     }
-    let output = folder.path().join("other");
-    in_parts(int8, &changed, &output, 2);
-    let mut bytes = std::fs::read(changed.join("model.safetensors")).unwrap();
-    bytes.iter_mut().rev().step_by(2).take(2000).for_each(|byte| *byte ^= 1);
-    std::fs::write(changed.join("model.safetensors"), bytes).unwrap();
-    assert!(merged(&changed, &output).unwrap_err().to_string().contains("another run"));
+    std::fs::copy(golden("../evaluation/word-pieces.json"), changed.join("tokenizer.json")).unwrap();
+    let corpus = folder.path().join("corpus.txt");
+    std::fs::write(&corpus, "the old house by the river\n").unwrap();
+    let words = format!("passes: [{{ prune-vocabulary: {{ keep: {} }} }}]", corpus.display());
+    for (number, file) in [changed.join("model.safetensors"), changed.join("tokenizer.json"), corpus].iter().enumerate() {
+        let output = folder.path().join(format!("other-{number}"));
+        in_parts(&words, &changed, &output, 2);
+        let before = std::fs::read(file).unwrap();
+        let mut bytes = before.clone();
+        match number {
+            0 => *bytes.last_mut().unwrap() ^= 1,
+            _ => bytes.push(b'\n'),
+        }
+        std::fs::write(file, bytes).unwrap();
+        let error = merged(&changed, &output).unwrap_err().to_string();
+        assert!(error.contains("another run"), "{}: {error}", file.display());
+        std::fs::write(file, before).unwrap();
+        merged(&changed, &output).unwrap();
+    }
 }
 
 #[test]

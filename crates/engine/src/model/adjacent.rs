@@ -20,6 +20,11 @@ const TOKENIZERS: [&str; 9] = [
     "vocab.txt",
 ];
 
+/// Names of the existing files of tokenizers and processors.
+fn preprocessing_names(folder: &Path) -> impl Iterator<Item = &'static str> {
+    PREPROCESSING.into_iter().chain(TOKENIZERS).filter(|name| files::is_file(&auxiliary_path(folder, name)))
+}
+
 impl AuxiliaryFiles {
     /// The files next to an ONNX file or, in the layout of the Hub, in the folder above.
     pub fn adjacent(file: &Path) -> AuxiliaryFiles {
@@ -29,8 +34,7 @@ impl AuxiliaryFiles {
         if files::is_remote(file) && !is_listed() {
             return AuxiliaryFiles::default();
         }
-        let names = PREPROCESSING.into_iter().chain(TOKENIZERS).filter(|name| files::is_file(&auxiliary_path(&folder, name)));
-        let mut found: Vec<PathBuf> = names.map(PathBuf::from).collect();
+        let mut found: Vec<PathBuf> = preprocessing_names(&folder).map(PathBuf::from).collect();
         found.sort();
         AuxiliaryFiles { files: found, ..AuxiliaryFiles::default() }
     }
@@ -41,6 +45,11 @@ impl Model {
     /// Whether the model is a file, whose auxiliary files are next to it.
     pub fn has_adjacent_files(&self) -> bool {
         self.onnx.is_some() && self.weight_files.first() == Some(&self.path)
+    }
+
+    /// The files of tokenizers and processors in the folder of the model.
+    pub fn preprocessing_files(&self) -> impl Iterator<Item = PathBuf> {
+        preprocessing_names(&self.path).map(|name| auxiliary_path(&self.path, name))
     }
 
     /// The path of an auxiliary file.
