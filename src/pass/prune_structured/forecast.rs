@@ -27,7 +27,7 @@ impl PruneStructured {
             });
             runs.extend(matches!(self.target, Some(Target::Latency(_))).then(|| latency::runs(&graph, ATTEMPTS)));
             // The original and the smaller model run in parallel.
-            runs.extend((self.repair != Repair::None).then(|| at_most(calibrate::whole_run(&graph).times(2 * sweeps(&graph)))));
+            runs.extend((self.repair != Repair::None).then(|| at_most(calibrate::whole_run(&graph).times(2 * sweeps(graph.nodes().iter())))));
         }
         let runs: Vec<ModelRun> = runs.into_iter().map(|run| if is_smaller { at_most(run) } else { run }).collect();
         Ok((!runs.is_empty()).then_some(runs))

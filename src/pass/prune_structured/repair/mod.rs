@@ -57,16 +57,16 @@ fn is_shared(graph: &Graph, parameter: ValueId) -> bool {
     readers(graph, parameter).0.len() > 1
 }
 
-/// How many times all layers are repaired in turn: twice if a weight has several uses, because the layers
-/// after the first one depend on its values, which depend on the inputs of the last one.
-pub(super) fn sweeps(graph: &Graph) -> u64 {
+/// How many times all these nodes are repaired in turn: twice if a weight has several uses, because the
+/// nodes after the first one depend on its values, which depend on the inputs of the last one.
+pub(super) fn sweeps<'g>(mut nodes: impl Iterator<Item = &'g Node>) -> u64 {
     let parameter = |node: &Node| match node.op {
         Op::Linear(_) | Op::Conv(_) => node.inputs.get(1).copied(),
         Op::BatchNorm(_) => node.inputs.get(3).copied(),
         _ => None,
     };
     let mut read = BTreeSet::new();
-    if graph.nodes().iter().filter_map(parameter).all(|parameter| read.insert(parameter)) { 1 } else { 2 }
+    if nodes.all(|node| parameter(node).is_none_or(|parameter| read.insert(parameter))) { 1 } else { 2 }
 }
 
 /// A value, and the nodes to repair that read it.
@@ -89,7 +89,7 @@ impl Repairing<'_> {
         let smaller = self.after.graph()?;
         let sites = self.sites(&smaller)?;
         let mut found = Found::default();
-        for _ in 0..sweeps(&smaller) {
+        for _ in 0..sweeps(sites.iter().flat_map(|site| &site.nodes).map(|index| &smaller.nodes()[*index])) {
             self.sweep(&smaller, &sites, &mut found, context)?;
         }
         let layers = sites.iter().filter(|site| matches!(site.kind, Kind::Layers { .. })).map(|site| site.nodes.len()).sum();
