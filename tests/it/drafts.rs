@@ -153,7 +153,7 @@ fn greedy_texts_are_the_same_with_ngrams() {
     }
     let beyond = Arc::new(Ngrams::new([&[3, 4_000_000][..]]).unwrap());
     let refused = LanguageModel::new(Model::open(golden().join("models/llama")).unwrap()).unwrap().with_ngrams(beyond, 2).map(drop).unwrap_err().to_string();
-    assert!(refused.contains("contains the token 4000000, but the model has"), "{refused}");
+    assert!(refused.contains("contain the token 4000000, but the model has"), "{refused}");
 }
 
 /// Every length, and every token of a text as its last one, at any position of a proposal.

@@ -124,7 +124,10 @@ impl LanguageModel {
         require_proposals(tokens)?;
         let count = self.logit_count();
         if let Some(token) = ngrams.largest().filter(|token| usize::try_from(*token).map_or(true, |token| token >= count)) {
-            return Err(Error::option("--draft", format!("contains the token {token}, but the model has {count}: its texts are those of another model")));
+            return Err(Error::option(
+                "--draft",
+                format!("the texts contain the token {token}, but the model has {count} tokens: they are those of another model"),
+            ));
         }
         let source = match self.draft.take().map(|draft| draft.source) {
             Some(Source::Model(_)) => return Err(refuse_ngrams()),

@@ -224,4 +224,11 @@ fn reports_show_texts_before_and_after() {
     // Without text there are no continuations.
     ok(folder.path(), "quantize-dynamic in -o plain");
     assert!(read_json(&folder.path().join("plain/report.json")).get("continuations").is_none());
+    // The output is a decoder that config.json cannot describe.
+    let passes = "[{ search-structure: { limit: { layers: 0.5 }, uniform: false } }]";
+    let recipe = RECIPE.replace("[{ quantize: { scheme: W4A16, group_size: 16, method: gptq } }]", passes);
+    fs::write(folder.path().join("searched.yaml"), recipe).unwrap();
+    ok(folder.path(), "run searched.yaml --force");
+    assert!(folder.path().join("out/graph.json").exists());
+    assert_eq!(read_json(&folder.path().join("out/report.json"))["continuations"].as_array().map(Vec::len), Some(3));
 }
