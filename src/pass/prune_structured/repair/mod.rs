@@ -44,8 +44,8 @@ pub(super) struct Repairing<'a> {
     pub is_held_out: &'a dyn Fn(usize) -> bool,
 }
 
-/// What is known of the inputs of the nodes that read a weight, or of the normalizations with these running
-/// means, by the index of the node.
+/// Sums over the inputs of the nodes that read a weight, and of the normalizations with a running mean, by
+/// the index of the node.
 #[derive(Default)]
 struct Found<'g> {
     uses: BTreeMap<ValueId, BTreeMap<usize, (&'g Node, Rc<Sums>)>>,
